@@ -421,4 +421,42 @@ MUTATIONS = (
         "    return state.min_in_sync\n",
         ("test_write_answer",),
     ),
+    # -- links between nodes -------------------------------------------------------------------
+    Mutation(
+        "acknowledgement-of-a-closed-stream",
+        "                if self._streams.get(each.vb_id) is stream:\n",
+        "                if each.vb_id in self._streams:\n",
+        ("test_replica_feed", "test_copies"),
+    ),
+    Mutation(
+        "section-of-a-left-stream",
+        "            if stream is None or stream.opaque != section.opaque:\n",
+        "            if stream is None:\n",
+        ("test_replica_link", "test_copies"),
+    ),
+    Mutation(
+        "closed-link-forgets-its-master",
+        "            self.problem = problem\n        self._waiting.clear()\n",
+        "            self.problem = problem\n        self._waiting.clear()\n"
+        "        self._streams.clear()\n",
+        ("test_copies", "test_replica_link"),
+    ),
+    Mutation(
+        "unsynced-message-acknowledged",
+        "            unsynced.append((group, number))\n        else:\n",
+        "            self._synced_number = number\n        else:\n",
+        ("test_replica_link", "test_copies"),
+    ),
+    Mutation(
+        "floor-missed-while-behind",
+        "                stream.missed_floor = entry\n",
+        "                pass\n",
+        ("test_replica_feed", "test_copies"),
+    ),
+    Mutation(
+        "replica-presumes-documents",
+        "            keyspace.apply(part, key, entry, seqno, is_document - was_document)\n",
+        "            keyspace.apply(part, key, entry, seqno, int(is_document))\n",
+        ("test_apply_paths", "test_copies"),
+    ),
 )

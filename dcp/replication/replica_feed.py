@@ -355,10 +355,10 @@ class ReplicaFeed:
     def tick(self, now_ns: int) -> bool:
         """Ask whether this node is still the master, every BEAT_NS; False: disconnect."""
         self._now_ns = now_ns
-        if now_ns >= self._next_beat_ns:
+        is_read = not self._out and len(self._asked) < QUESTIONS_MAX
+        if now_ns >= self._next_beat_ns and is_read:  # else enough questions are on their way
             self._next_beat_ns = now_ns + BEAT_NS
-            if len(self._asked) < QUESTIONS_MAX:
-                self._send((), ())
+            self._send((), ())
         return not self._is_closed and now_ns - self._heard_ns < SILENCE_NS_MAX
 
     def take_acknowledgement(self, extras: bytes) -> None:

@@ -156,7 +156,9 @@ class ReplicaLink:
     # -- what the node core tells ------------------------------------------------------------------
 
     def follow(self, vb_id: int, epoch: int, now_ns: int) -> None:
-        """Follow a partition whose master is there, in this epoch."""
+        """Follow a partition whose master is there, in this epoch. A closed link takes no more."""
+        if self.state is LinkState.CLOSED:
+            return
         stream = self._streams.get(vb_id)
         if stream is None or stream.epoch != epoch:
             self.leave(vb_id)
@@ -169,11 +171,14 @@ class ReplicaLink:
         """Do not follow a partition here any more. No later answer confirms its master."""
         stream = self._streams.pop(vb_id, None)
         self._waiting.pop(vb_id, None)
-        if stream is not None and stream.step is not _FollowStep.WAITING:
+        is_closed = self.state is LinkState.CLOSED
+        if stream is not None and stream.step is not _FollowStep.WAITING and not is_closed:
             self._out.append(pack_request(Opcode.DCP_CLOSE_STREAM, vb_id=vb_id))
 
     def follows(self, vb_id: int) -> bool:
-        """Whether a partition is followed here."""
+        """Whether a partition is followed here; on a closed link, whether it was. Until
+        `confirmed_ns` this node may have confirmed the partition's master.
+        """
         return vb_id in self._streams
 
     def followed(self) -> tuple[int, ...]:
@@ -219,7 +224,6 @@ class ReplicaLink:
         if self.state is not LinkState.CLOSED:
             self.state = LinkState.CLOSED
             self.problem = problem
-        self._streams.clear()
         self._waiting.clear()
         self._asked.clear()
         self._unsynced.clear()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from failover.replication_record import BranchUnderWay, elect, start_branch
+from failover.isr import serves_from_ns
+from failover.replication_record import BranchUnderWay, elect, start_branch, want
 from support.copies import Copies, CopyNode, expiry_of, holdings
 from vbucket.engine.engine import SET
 from vbucket.engine.partition import VbState
@@ -88,7 +90,7 @@ class Play:
     def raise_floor(self, key: bytes, number: int) -> None:
         if (node := self.master_or_none()) is not None:
             part = node.engine.partitions[VB]
-            node.raise_floor(VB, part.committed_seqno - number % 3, number % 4)
+            node.engine.keyspace.raise_floor(VB, part.committed_seqno - number % 3, number % 4)
 
     def elect(self, key: bytes, number: int) -> None:
         copies = self.copies
@@ -143,3 +145,41 @@ def test_whatever_happens_copies_are_equal_at_rest(story: list[tuple[str, bytes,
         assert part.state == (VbState.ACTIVE if node is copies.master(VB) else VbState.REPLICA)
         entries = [node.engine.document_entry(part, key) for key in KEYS]
         assert part.item_count == sum(entry is not None for entry in entries)
+
+
+@pytest.mark.parametrize("has_dialled_again", [False, True])
+def test_a_promoted_replica_waits_for_its_confirmation_although_its_link_is_gone(
+    has_dialled_again: bool,
+) -> None:
+    copies = Copies()
+    copies.rest()
+    for _ in range(20):
+        copies.tick()
+        copies.move()
+    confirmed_ns = copies.now_ns
+    for wire in copies.wires:
+        wire.cut()
+    if has_dialled_again:  # another record changes, and its partition asks for a new link
+        copies.write(0, want(copies.records[0], "b"))
+    copies.write(VB, elect(copies.records[VB], "b", gone="a"))
+    part = copies.b.engine.partitions[VB]
+    copies.until(lambda: part.state == VbState.ACTIVE)
+    assert copies.now_ns >= serves_from_ns(confirmed_ns, was_handed_over=False)
+
+
+def test_a_link_that_breaks_the_rules_is_closed_and_a_new_one_goes_on() -> None:
+    """Nothing of the damaged message is applied, and nothing is lost by it."""
+    copies = Copies()
+    copies.rest()
+    [wire] = copies.wires
+    put(copies, KEYS[0])
+    copies.a.commit()
+    wire.take()
+    wire.to_replica = wire.to_replica[:-1] + bytes([wire.to_replica[-1] ^ 1])
+    copies.move()
+    [problem] = copies.problems
+    assert "the checksum of its" in problem
+    assert copies.b.engine.partitions[VB].high_seqno == 0
+    copies.rest()
+    assert holdings(copies.b, VB) == holdings(copies.a, VB)
+    assert len(copies.problems) == 1

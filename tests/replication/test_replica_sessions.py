@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
+from pathlib import Path
 
 import pytest
 
 from dcp.replication.messages import FORMAT, Greeting, encode, pack_ack
+from dcp.server.access.access import Access
+from dcp.server.access.users import USERS_FILE, Users
+from dcp.server.config.settings import Settings
+from dcp.server.observe.event_log import EventLog
 from dcp.session.rights import EVERYTHING, FULL_RIGHTS, NEEDS, Rights, Role
+from dcp.session.session import Session
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
@@ -149,6 +156,34 @@ def test_a_replicas_connection_opens_nothing_else(peer: Peer) -> None:
     assert "feeds a replica" in why(replicate(peer))
     assert "feeds a replica" in why(peer.control(b"enable_noop", b"true"))
     assert peer.state.sender is feed
+
+
+class Connection:
+    """What Access knows of a connection."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.opened_ns = self.heard_ns = 0
+        self.may_stream: list[bool] = []
+
+    def rights_changed(self, *, may_stream: bool) -> None:
+        self.may_stream.append(may_stream)
+
+
+def test_a_link_ends_with_the_role_of_its_user(tmp_path: Path, peer: Peer) -> None:
+    """`stream` is not enough for a connection that feeds a replica."""
+    users = Users(tmp_path / USERS_FILE, iterations=4096)
+    users.add("n1", "password", FULL_RIGHTS.granted(Role.REPLICATE))
+    access = Access(Settings(audit="off"), users, EventLog(logging.getLogger("test")))
+    connection = Connection(peer.session)
+    assert replicate(peer).status == Status.OK
+    peer.state.user, peer.state.rights = "n1", users.rights_of("n1")
+    assert access.overdue(connection, 10**18) == "", "a link is never idle"
+    users.revoke("n1", Role.WRITE)
+    access.apply_rights([connection])
+    users.revoke("n1", Role.REPLICATE)
+    access.apply_rights([connection])
+    assert connection.may_stream == [True, False]
 
 
 # -- what a replica sends --------------------------------------------------------------------------

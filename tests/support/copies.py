@@ -131,7 +131,9 @@ class Copies:
         self.wires: list[Wire] = []
         self.problems: list[str] = []
         """Why links were closed by the replica's side."""
-        self._revision = 0
+        self._revision = 1
+        self._written: dict[int, int] = {}
+        """The revision of each partition's record."""
         self.records: dict[int, ReplicationRecord] = {}
         self.nodes = {
             member: CopyNode(self, member, seed, partitions) for seed, member in enumerate(members)
@@ -160,17 +162,18 @@ class Copies:
     def write(self, vb_id: int, record: ReplicationRecord) -> None:
         """Write a partition's record; all nodes see it at once."""
         self.records[vb_id] = record
+        self._revision += 1
+        self._written[vb_id] = self._revision
         for node in self.nodes.values():
             self.show(node)
 
     def show(self, node: CopyNode) -> None:
-        """Show a node all records."""
-        self._revision += 1
+        """Show a node all records. It acts upon those that it has not seen."""
         items = [
             KeyValue(
                 KEYS.of_member(KeyKind.MEMBER, member),
                 encode_record(MemberRecord(member=member, address=member)),
-                self._revision, self._revision, 1,
+                1, 1, 1,
             )
             for member in self.nodes
         ]  # fmt: skip
@@ -178,7 +181,7 @@ class Copies:
             KeyValue(
                 KEYS.of_partition(KeyKind.PARTITION, vb_id),
                 encode_partition(StoredPartition(record, "test")),
-                self._revision, self._revision, 1,
+                1, self._written[vb_id], 1,
             )
             for vb_id, record in self.records.items()
         ]  # fmt: skip

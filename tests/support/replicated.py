@@ -50,7 +50,7 @@ def replicate(node: MemoryNode, *vb_ids: int) -> HandMadeGuard:
 def commit(node: MemoryNode, *vb_ids: int) -> None:
     """Let the replicas of these partitions have all that is synced."""
     for vb_id in vb_ids:
-        node.engine.commits.commit(vb_id, node.engine.commits.synced_group)
+        node.engine.commits.commit(vb_id, node.engine.partitions[vb_id].synced_seqno)
     node.engine.commits.settle()
 
 

@@ -1,7 +1,8 @@
-"""The three ways in which a change reaches a partition leave the same behind.
+"""The four ways in which a change reaches a partition leave the same behind.
 
-Single commands go through `Keyspace.apply`, packets of frames through `Keyspace.apply_many`, and a
-start through `Replay.apply`. They are apart because each is fast at its own work.
+Single commands go through `Keyspace.apply`, packets of frames through `Keyspace.apply_many`, a
+start through `Replay.apply`, and the changes of a master through `ReplicatedChanges.apply`. They
+are apart because each is fast at its own work.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from support.memory_node import START_NS, MemoryNode
 from vbucket.engine.bulk import Frames
 from vbucket.engine.engine import SET
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION
+from vbucket.engine.replicated import ReplicatedChanges
 from vbucket.model.entry import PREFIX_BYTES
 
 VB = 3
@@ -115,3 +117,45 @@ def test_single_commands_packets_and_a_replay_leave_the_same(
     expected = left_on(one)
     one.crash()
     assert left_on(one) == expected
+
+
+def sync(node: MemoryNode, moment: str) -> None:
+    """Sync the open group; then leave the changes in memory, freeze them, or merge them."""
+    node.commit()
+    if moment != "in memory":
+        node.begin_merge()
+    if moment == "merged":
+        node.end_merge()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(changes, max_size=12),
+    st.integers(0, 11),
+    st.sampled_from(["in memory", "frozen", "merged"]),
+)
+def test_a_replica_is_left_like_its_master(
+    story: list[tuple[str | int, bytes, bytes, int, int]], before: int, moment: str
+) -> None:
+    """The first `before` changes are in memory, frozen or in the store when the others come."""
+    master, replica = new_node(), new_node()
+    applied = ReplicatedChanges(replica.engine, replica.store)
+    part = replica.engine.partitions[VB]
+    for changed in (story[:before], story[before:]):
+        first_seqno = master.engine.partitions[VB].high_seqno + 1
+        change(master, changed)
+        applied.apply(part, master.engine.partitions[VB].active.between(first_seqno, 2**63))
+        groups = [node.groups.next_job() for node in (master, replica)]
+        assert groups[0] == groups[1], "the log gets the same"
+        for node, group in zip((master, replica), groups, strict=True):
+            if group is not None:
+                node.finish(group)
+        applied.settle()
+        assert left_on(replica) == left_on(master)
+        sync(master, moment)
+        sync(replica, moment)
+        moment = "in memory"
+    expected = left_on(master)
+    replica.crash()
+    assert left_on(replica).item_count == expected.item_count
+    assert left_on(replica).tally == expected.tally
