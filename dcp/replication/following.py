@@ -120,6 +120,8 @@ class Following:
             return link
         if self._now_ns - self._dialled_ns.get(member, -REDIAL_NS) < REDIAL_NS:
             return None
+        if link is not None:
+            self._keep_confirmations(link)
         self._dialled_ns[member] = self._now_ns
         identity = self._identity
         greeting = Greeting(FORMAT, identity.cluster, identity.member, identity.incarnation, member)
@@ -135,11 +137,14 @@ class Following:
         self._now_ns = now_ns
         for member, link in self.links.items():
             self._heard_ns[member] = max(self._heard_ns.get(member, 0), link.master_heard_ns)
-            followed = link.followed()
             link.tick(now_ns)
             if link.state is LinkState.CLOSED:
-                for vb_id in followed:
-                    self.confirmed(vb_id, link.confirmed_ns)
+                self._keep_confirmations(link)
+
+    def _keep_confirmations(self, link: ReplicaLink) -> None:
+        """Note what a closed link has confirmed; it still says what it followed."""
+        for vb_id in link.followed():
+            self.confirmed(vb_id, link.confirmed_ns)
 
     def synced(self, group: int) -> None:
         """A commit group of this node is on disk: acknowledge it."""

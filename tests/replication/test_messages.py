@@ -106,7 +106,7 @@ def test_documents_come_back_as_they_were() -> None:
     log = FailoverLog((Version(2**48 - 1, SEQNO_MAX, EPOCH_MAX), Version(7, 0, 0)))
     position = ReplicaPosition(EPOCH_MAX, versions_of(log))
     welcome = Welcome(EPOCH_MAX, versions_of(log), SEQNO_MAX, SEQNO_MAX - 1, SEQNO_MAX)
-    for document in (position, welcome, Greeting(FORMAT, "größe", "m", 1)):
+    for document in (position, welcome, Greeting(FORMAT, "größe", "m", 1, "a")):
         assert decode(encode(document), type(document)) == document
     assert position.failover_log() == welcome.failover_log() == log
 

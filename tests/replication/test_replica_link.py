@@ -38,7 +38,7 @@ from dcp.wire.status import Status
 from vbucket.model.entry import pack_mutation
 
 EPOCH = 2
-GREETING = Greeting(1, "test", "r", 1)
+GREETING = Greeting(1, "test", "r", 1, "m")
 
 
 class Replica:
