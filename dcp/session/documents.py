@@ -25,6 +25,7 @@ from dcp.wire.status import (
     UnknownNameError,
     WrongVbucketError,
 )
+from dcp.wire.xattrs import DATATYPE_XATTR, body_at
 from vbucket.engine.engine import ADD, FLAGS_AT, REPLACE, SET, Outcome
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.read_modify_write import expiry_of
@@ -60,7 +61,7 @@ _EXPIRY_MAX: Final = 0xFFFF_FFFF
 DATATYPE_JSON: Final = 0x01
 """The only datatype that is accepted. It is stored if the client negotiated it; checking the bytes,
 as kv_engine does, would cost every SET. Otherwise it is dropped. Snappy and XATTR are refused: they
-say how to read the value, and this server does not negotiate them."""
+say how to read the value, and a plain store takes a body only."""
 
 _STORE_FORMS: Final = {
     Opcode.SET: SET,
@@ -256,7 +257,7 @@ class DocumentCommands:
                 break
             try:
                 new_cas = engine.put(part, key, body, flags, 0, extras & has_json)
-            except StoreDamagedError:
+            except (StoreDamagedError, RefusedError):
                 break
             answers.append(
                 _pack_set_answer(_SET_ANSWER, opaque, new_cas, part.vb_uuid, part.high_seqno)
@@ -380,6 +381,8 @@ class DocumentCommands:
             return
         _, key_bytes, datatype, _, document_cas, _, _ = _unpack_meta(entry)
         value = entry[MUTATION_KEY_AT + key_bytes :]
+        if datatype & DATATYPE_XATTR:
+            value = value[body_at(value) :]
         flags = entry[FLAGS_AT : FLAGS_AT + 4]
         if opcode == _GET:
             response = _pack_get(
@@ -448,6 +451,8 @@ class DocumentCommands:
                 self.refuse_outcome(_GET, int.from_bytes(opaque, "big"), Status.KEY_ENOENT, vb_id)
                 continue
             value = entry[MUTATION_KEY_AT + body_len :]
+            if datatype & DATATYPE_XATTR:
+                value = value[body_at(value) :]
             value_bytes = len(value)
             answer(
                 _pack_get_answer(

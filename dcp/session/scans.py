@@ -23,6 +23,7 @@ from dcp.session.state import SessionState
 from dcp.wire.frame import MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
+from dcp.wire.xattrs import DATATYPE_XATTR, body_of
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_view import STEP_BYTES, Shown, TooManyViewsError, ViewInvalidError
 from vbucket.model.manifest import DEFAULT_COLLECTION, decode_leb128, encode_leb128
@@ -312,8 +313,9 @@ def _packed_key(shown: Shown) -> bytes:
 
 
 def _packed_document(shown: Shown) -> bytes:
-    meta, key, value = shown.meta, _logical(shown.key), shown.value
-    head = DOCUMENT_META.pack(meta.flags, meta.expiry, meta.seqno, meta.cas, meta.datatype)
+    meta, key = shown.meta, _logical(shown.key)
+    value, datatype = body_of(shown.value, meta.datatype), meta.datatype & ~DATATYPE_XATTR
+    head = DOCUMENT_META.pack(meta.flags, meta.expiry, meta.seqno, meta.cas, datatype)
     return head + encode_leb128(len(key)) + key + encode_leb128(len(value)) + value
 
 

@@ -34,6 +34,7 @@ from dcp.session.scans import ScanCommands
 from dcp.session.session_commands import ConnectionCommands
 from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
+from dcp.session.subdoc.subdoc_commands import CHANGES, SubdocCommands
 from dcp.session.updates import UpdateCommands
 from dcp.session.with_meta import WithMetaCommands
 from dcp.wire.frame import (
@@ -98,7 +99,12 @@ class Session:
     def __init__(self, state: SessionState) -> None:
         self.state = state
         self._documents = DocumentCommands(state)
-        self._hot = self._documents.handlers() | WithMetaCommands(state, self._documents).handlers()
+        self._subdoc = SubdocCommands(state, self._documents)
+        self._hot = (
+            self._documents.handlers()
+            | WithMetaCommands(state, self._documents).handlers()
+            | self._subdoc.handlers()
+        )
         self._checked: dict[int, DocumentHandler] = {}
         """Handlers with a check of rights, for users who may not read and write everything. Made
         when the first such user needs them."""
@@ -328,7 +334,9 @@ class Session:
             if opcode not in _BEFORE_LOGIN:
                 self._check_rights(request)
             hot, cold = self._hot.get(opcode), self._cold.get(opcode)
-            if PRESERVE_TTL_FRAME_ID in frame_ids and opcode not in _KEEP_THEIR_EXPIRY:
+            if PRESERVE_TTL_FRAME_ID in frame_ids and opcode in CHANGES:
+                self._subdoc.change_preserving_expiry(request)
+            elif PRESERVE_TTL_FRAME_ID in frame_ids and opcode not in _KEEP_THEIR_EXPIRY:
                 if opcode not in _PRESERVE_EXPIRY:
                     raise RefusedError(Status.EINVAL, "this command has no expiry to preserve")
                 self._documents.store_preserving_expiry(request)

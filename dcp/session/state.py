@@ -90,6 +90,7 @@ class SessionState:
         "has_mutation_tokens",
         "has_preserve_ttl",
         "has_put_frames",
+        "has_xattr",
         "has_xerror",
         "hashes_keys",
         "held_bytes",
@@ -178,7 +179,7 @@ class SessionState:
         """Whether keys are hashed here: the client sent neither HELLO nor SELECT_BUCKET."""
         self.has_collections = self.has_mutation_tokens = False
         self.has_preserve_ttl = self.has_xerror = False
-        self.has_put_frames = self.has_fit_meta = False
+        self.has_put_frames = self.has_fit_meta = self.has_xattr = False
         self.has_json = 0
         """A mask: 1 if the datatype bit JSON was negotiated (HELLO 0x0b), else 0."""
         self.producer: Producer | None = None
