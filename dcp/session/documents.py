@@ -229,6 +229,11 @@ class DocumentCommands:
             return {}
         return self._runs if state.has_mutation_tokens else self._reading_runs
 
+    def add_runs(self, reading: dict[int, Run], changing: dict[int, Run]) -> None:
+        """Add runs of other opcodes; answers of changes carry mutation tokens."""
+        self._reading_runs |= reading
+        self._runs |= reading | changing
+
     def store_run(self, position: int, end: int) -> int:
         """Handle the plain SETs from `position` on: no CAS, no expiry, default collection. Return
         the position of the first other request, which is for `store`.

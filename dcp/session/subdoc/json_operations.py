@@ -3,8 +3,9 @@
 Lookups return a text, mutations the new document. Both raise SubdocError with the status of the
 answer. A mutation keeps every byte of the document outside of what it changes.
 
-Rules: kv_engine's. A document has at most DEPTH_MAX levels, before and after. A document that is
-not an object or an array counts as not JSON. A counter is an integer of 64 bits with a sign.
+Rules: kv_engine's. A document that is changed has at most DEPTH_MAX levels, before and after;
+look-ups find what they can in deeper ones, because counting takes as long as finding. A document
+that is not an object or an array counts as not JSON. A counter is a signed integer of 64 bits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dcp.session.subdoc.json_text import (
     Member,
     array_of,
     check_document,
+    check_root,
     depth_of,
     find,
     is_json,
@@ -54,7 +56,7 @@ _CONTAINERS: Final = frozenset({b"{", b"["})
 
 def get(text: bytes, path: Path) -> bytes:
     """Return the value at a path."""
-    check_document(text)
+    check_root(text)
     return find(text, path)
 
 

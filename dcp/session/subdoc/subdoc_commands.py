@@ -25,6 +25,7 @@ from dcp.session.state import SessionState
 from dcp.session.subdoc.document_change import DocumentChange
 from dcp.session.subdoc.draft import Context, Draft
 from dcp.session.subdoc.json_path import SubdocError
+from dcp.session.subdoc.plain_requests import PlainRequests
 from dcp.session.subdoc.subdoc_request import (
     ACCESS_DELETED,
     ADD,
@@ -73,6 +74,11 @@ class SubdocCommands:
         self._state = state
         self._documents = documents
         self._engine = state.engine
+        plain = PlainRequests(state)
+        documents.add_runs(
+            {int(Opcode.SUBDOC_MULTI_LOOKUP): plain.lookup_run},
+            {int(Opcode.SUBDOC_MULTI_MUTATION): plain.mutation_run},
+        )
 
     def handlers(self) -> dict[int, Handler]:
         """Return opcode -> handler."""
