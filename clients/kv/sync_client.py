@@ -11,12 +11,15 @@ the next operation starts at the named server again, because partitions may have
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from clients.address import ServerAddress
 from clients.errors import (
+    CasMismatchError,
     ConnectError,
     DcpdError,
     NotMyVbucketError,
@@ -26,15 +29,20 @@ from clients.errors import (
 )
 from clients.link.blocking_link import SyncLink
 from clients.operation import (
+    BODY_LOOKUP,
+    LOOKUPS_MAX,
     Document,
     MutationResult,
     Operation,
     delete_operation,
     get_operation,
+    lookup_operation,
     outcome_of,
     pack_operations,
     parsed,
+    results_of,
     store_operation,
+    xattr_lookup,
 )
 from dcp.wire.frame import Frame
 from dcp.wire.message import parse_failover_log, parse_vb_seqnos
@@ -48,6 +56,14 @@ if TYPE_CHECKING:
 ATTEMPTS_MAX: Final = 6
 BACKOFF_S: Final = 0.02
 """Pause before the second attempt; doubles with each."""
+
+
+class Lookups(NamedTuple):
+    """The answer to look-ups in one document."""
+
+    cas: int
+    results: list[tuple[int, bytes]]
+    """Status and value of each."""
 
 
 class SyncKv:
@@ -83,6 +99,36 @@ class SyncKv:
         outcome = self._execute(get_operation(key))
         assert isinstance(outcome, Document)
         return outcome
+
+    def get_with_xattrs(self, key: bytes) -> tuple[Document, dict[str, bytes]]:
+        """Return a document and its XATTRs: name -> JSON text. System ones are among them if the
+        user may read them. Raises NotFoundError, CasMismatchError if it changes all the time.
+        """
+        changed = CasMismatchError("the document changes all the time", node=self.address.node)
+        for attempt in range(ATTEMPTS_MAX):
+            if attempt:
+                time.sleep(BACKOFF_S)
+            asked = (xattr_lookup(b"$document.flags"), xattr_lookup(b"$XTOC"), BODY_LOOKUP)
+            found = self._look_up(key, asked)
+            flags, names, body = (value for _, value in found.results)
+            xattrs: dict[str, bytes] = {}
+            left: list[str] = json.loads(names)
+            try:
+                while left:
+                    chunk, left = left[:LOOKUPS_MAX], left[LOOKUPS_MAX:]
+                    lookups = [xattr_lookup(name.encode()) for name in chunk]
+                    texts = self._look_up(key, lookups, found.cas).results
+                    xattrs |= zip(chunk, (text for _, text in texts), strict=True)
+            except CasMismatchError as error:
+                changed = error  # between two requests
+            else:
+                return Document(body, found.cas, int(flags)), xattrs
+        raise changed
+
+    def _look_up(self, key: bytes, lookups: Iterable[bytes], cas: int = 0) -> Lookups:
+        outcome = self._execute(lookup_operation(key, lookups, cas))
+        assert isinstance(outcome, Document)
+        return Lookups(outcome.cas, parsed(results_of, outcome.value, self.address.node))
 
     def store(
         self,

@@ -122,12 +122,14 @@ class DcpCommands:
             self._open_flags,
             has_collections=self._state.has_collections,
             has_json=bool(self._state.has_json),
+            has_xattrs=self._state.has_xattr,
         )
         producer.snapshots.codec = frame_codec(
             self._open_flags,
             has_collections=self._state.has_collections,
             has_json=bool(self._state.has_json),
             has_expiry_opcode=producer.has_expiry_opcode,
+            has_xattrs=self._state.has_xattr,
         )
 
     def _problem_of_open(self, request: Frame) -> str:

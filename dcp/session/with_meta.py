@@ -10,7 +10,8 @@ higher. Otherwise the answer is KEY_EEXISTS.
 
 Rules: kv_engine's with-meta commands, conflict_resolution_mode seqno. Option 0x02 is for buckets of
 the other mode and is refused, as there. IS_EXPIRATION makes a removal an expiry, whose time is the
-expiry field. The time of a deletion is the time of its CAS.
+expiry field. The time of a deletion is the time of its CAS. With datatype 0x04, which HELLO
+negotiates, the value begins with XATTRs; a removal can have these.
 
 Limits: a revision has 48 bits, as in kv_engine. A CAS is at most `cas_drift_max` ahead of the
 clock, because the partition's own CAS follows it. With FIT_META, our extension that HELLO
@@ -28,6 +29,7 @@ from dcp.wire.frame import MAX_KEY_BYTES
 from dcp.wire.message import CAS_SPECIAL, FIT_META, U32
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, WrongVbucketError
+from dcp.wire.xattrs import DATATYPE_XATTR, body_at, problem_of
 from vbucket.engine.bulk import REV_SEQNO_MAX
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION
 from vbucket.model.ids import time_ns_from_cas
@@ -92,6 +94,9 @@ class WithMetaCommands:
             known = _OPTIONS | FIT_META * state.has_fit_meta
             numbers = rev_seqno, meta_cas, value_bytes, datatype
             problem = _problem_of(options, known, *numbers, is_removal=is_removal)
+            if not problem and datatype & DATATYPE_XATTR:
+                value = buffer[key_at + key_len : end]
+                problem = _problem_of_xattrs(state, value, is_removal=is_removal)
             if problem:
                 raise RefusedError(Status.EINVAL, problem)
         key = buffer[key_at : key_at + key_len]
@@ -115,7 +120,8 @@ class WithMetaCommands:
         if is_removal:
             stored = EXPIRATION if options & IS_EXPIRATION else DELETION
         outcome = state.engine.put_with_meta(
-            stored, vb_id, key, body, flags, expiry, datatype & state.has_json, rev_seqno,
+            stored, vb_id, key, body, flags, expiry,
+            datatype & (state.has_json | DATATYPE_XATTR), rev_seqno,
             meta_cas, cas, resolves_conflict=not options & SKIP_CONFLICT_RESOLUTION,
             keeps_cas=not options & REGENERATE_CAS, fits_meta=bool(options & FIT_META),
         )  # fmt: skip
@@ -157,12 +163,23 @@ def _problem_of(
         return "option 0x04 (another CAS) goes with 0x01 (no conflict resolution) only"
     if options & IS_EXPIRATION and not is_removal:
         return "option 0x10 (expiry) is for removals"
-    if value_bytes < 0 or (is_removal and value_bytes):
-        return "a removal has no value, and extended metadata fits into the body"
+    has_xattrs = bool(datatype & DATATYPE_XATTR)
+    if value_bytes < 0 or (is_removal and bool(value_bytes) != has_xattrs):
+        return "a removal has no value but XATTRs, and extended metadata fits into the body"
     if not rev_seqno or (rev_seqno > REV_SEQNO_MAX and not options & FIT_META):
         return f"a revision is 1 to {REV_SEQNO_MAX}, not {rev_seqno}"
     if not 0 < cas < CAS_SPECIAL:
         return f"a document has no CAS {cas}"
-    if datatype > DATATYPE_JSON:
+    if datatype & ~(DATATYPE_JSON | DATATYPE_XATTR):
         return f"datatype 0x{datatype:02x} was not negotiated"
     return ""
+
+
+def _problem_of_xattrs(state: SessionState, value: bytes, *, is_removal: bool) -> str:
+    """Return what is wrong with a value with XATTRs; "": nothing."""
+    if not state.has_xattr:
+        return "XATTRs (datatype 0x04) were not negotiated (HELLO 0x06)"
+    problem = problem_of(value)
+    if not problem and is_removal and body_at(value) != len(value):
+        return "a removal has XATTRs and no body"
+    return problem

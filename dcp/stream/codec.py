@@ -5,7 +5,9 @@ other form is derived here, one frame at a time. Each step changes only what it 
 
 Rules (kv_engine): an expiry is a DCP_EXPIRATION iff DCP_OPEN had flag 0x20 and the control
 enable_expiry_opcode is on, else a DCP_DELETION; a deletion has version 2 iff DCP_OPEN had flag
-0x20; no value means datatype raw, unless flag 0x40 asks to keep it.
+0x20; no value means datatype raw, unless flag 0x40 asks to keep it. XATTRs are sent iff HELLO had
+the feature XATTR and DCP_OPEN flag 0x04, those of users in a removal iff it had flag 0x100, too. A
+stream with XATTRs and without values has the XATTRs only.
 """
 
 from __future__ import annotations
@@ -16,23 +18,33 @@ from typing import Final
 from dcp.wire.frame import HEADER, HEADER_BYTES
 from dcp.wire.message import DELETION_EXTRAS, DELETION_V2_EXTRAS, EXPIRATION_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
+from dcp.wire.xattrs import DATATYPE_XATTR, body_at, system_section
 from vbucket.model.ids import time_ns_from_cas
 from vbucket.model.manifest import SYSTEM_KEY
-from vbucket.store.block import ONLY_MUTATIONS, ONLY_RAW
+from vbucket.store.block import ONLY_MUTATIONS, ONLY_RAW, WITHOUT_XATTRS
 
 _DATATYPE_AT: Final = 5
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
 _DELETION: Final = int(Opcode.DCP_DELETION)
 _EXPIRATION: Final = int(Opcode.DCP_EXPIRATION)
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
+_NO_VALUES: Final = int(OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE)
 _DELETE_TIME_MAX: Final = 0xFFFF_FFFF
 
 FrameStep = Callable[[bytes], bytes]
 
 
 def frame_codec(
-    open_flags: int, *, has_collections: bool, has_json: bool, has_expiry_opcode: bool
+    open_flags: int,
+    *,
+    has_collections: bool,
+    has_json: bool,
+    has_expiry_opcode: bool,
+    has_xattrs: bool = False,
 ) -> FrameStep:
-    """Return the function that converts stored frames for a connection."""
+    """Return the function that converts stored frames for a connection. `has_xattrs`: HELLO
+    negotiated them.
+    """
     steps: list[FrameStep] = []
     if not open_flags & OpenFlag.INCLUDE_DELETE_TIMES:
         steps.append(expiry_as_deletion)
@@ -42,10 +54,23 @@ def frame_codec(
         steps.append(removal_with_time)
     if not has_collections:
         steps.append(without_collection)
-    if open_flags & (OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE):
-        steps.append(without_value)
+    sends_xattrs = has_xattrs and bool(open_flags & OpenFlag.INCLUDE_XATTRS)
+    has_values = not open_flags & _NO_VALUES
+    if sends_xattrs:
+        if not has_values:
+            steps.append(without_body)
+        if not open_flags & OpenFlag.INCLUDE_DELETED_USER_XATTRS:
+            steps.append(without_deleted_user_xattrs)
+    else:
+        steps.append(without_xattrs)
+        if not has_values:
+            steps.append(without_value)
     if not has_json or open_flags & OpenFlag.NO_VALUE:
-        steps.append(without_datatype)
+        steps.append(only_xattr_datatype)
+    return _joined(steps)
+
+
+def _joined(steps: list[FrameStep]) -> FrameStep:
     if len(steps) == 1:
         return steps[0]
     if len(steps) == 2:
@@ -60,14 +85,21 @@ def frame_codec(
     return apply
 
 
-def plain_frames(open_flags: int, *, has_collections: bool, has_json: bool) -> int | None:
+def plain_frames(
+    open_flags: int, *, has_collections: bool, has_json: bool, has_xattrs: bool = False
+) -> int | None:
     """Return which stored frames `frame_codec` does not change, as flags of vbucket.store.block.
 
     None: it may change any frame.
     """
-    if not has_collections or open_flags & (OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE):
+    if not has_collections or open_flags & _NO_VALUES:
         return None
-    return ONLY_MUTATIONS if has_json else ONLY_MUTATIONS | ONLY_RAW
+    plain = ONLY_MUTATIONS
+    if not has_json:
+        plain |= ONLY_RAW
+    elif not (has_xattrs and open_flags & OpenFlag.INCLUDE_XATTRS):
+        plain |= WITHOUT_XATTRS
+    return plain
 
 
 def without_collection(frame: bytes) -> bytes:
@@ -94,11 +126,53 @@ def without_value(frame: bytes) -> bytes:
     return head + frame[HEADER_BYTES : HEADER_BYTES + body]
 
 
-def without_datatype(frame: bytes) -> bytes:
-    """Return the frame with datatype raw, for clients that did not negotiate another."""
-    if not frame[_DATATYPE_AT]:
+def without_xattrs(frame: bytes) -> bytes:
+    """Return the frame without its XATTRs."""
+    if not frame[_DATATYPE_AT] & DATATYPE_XATTR:
         return frame
-    return frame[:_DATATYPE_AT] + b"\0" + frame[_DATATYPE_AT + 1 :]
+    value_at = _value_at(frame)
+    return _with_value(frame, frame[value_at + body_at(frame[value_at:]) :], ~DATATYPE_XATTR)
+
+
+def without_body(frame: bytes) -> bytes:
+    """Return the frame with its XATTRs only (DCP_OPEN flags 0x08 and 0x40)."""
+    if not frame[_DATATYPE_AT] & DATATYPE_XATTR:
+        return without_value(frame)
+    value = frame[_value_at(frame) :]
+    return _with_value(frame, value[: body_at(value)], ~0)
+
+
+def without_deleted_user_xattrs(frame: bytes) -> bytes:
+    """Return a removal without the XATTRs of users."""
+    if frame[1] == _MUTATION or not frame[_DATATYPE_AT] & DATATYPE_XATTR:
+        return frame
+    section = system_section(frame[_value_at(frame) :])
+    return _with_value(frame, section, ~0 if section else ~DATATYPE_XATTR)
+
+
+def _value_at(frame: bytes) -> int:
+    return HEADER_BYTES + frame[4] + (frame[2] << 8 | frame[3])
+
+
+def _with_value(frame: bytes, value: bytes, datatypes: int) -> bytes:
+    """Return the frame with another value, and with those bits of its datatype."""
+    magic, opcode, key_len, extras_len, datatype, vb_id, _, opaque, cas = HEADER.unpack_from(frame)
+    body = extras_len + key_len + len(value)
+    head = HEADER.pack(
+        magic, opcode, key_len, extras_len, datatype & datatypes, vb_id, body, opaque, cas
+    )
+    return head + frame[HEADER_BYTES : HEADER_BYTES + extras_len + key_len] + value
+
+
+def only_xattr_datatype(frame: bytes) -> bytes:
+    """Return the frame with the XATTR bit of its datatype only, for clients that did not negotiate
+    another one. No XATTRs are sent to clients that did not negotiate these.
+    """
+    datatype = frame[_DATATYPE_AT]
+    if not datatype & ~DATATYPE_XATTR:
+        return frame
+    kept = bytes((datatype & DATATYPE_XATTR,))
+    return frame[:_DATATYPE_AT] + kept + frame[_DATATYPE_AT + 1 :]
 
 
 def expiry_as_deletion(frame: bytes) -> bytes:

@@ -21,6 +21,8 @@ from typing import Final
 
 import msgspec
 
+from dcp.wire.frame import RemoteProtocolError
+
 DATATYPE_XATTR: Final = 0x04
 """The bit of a datatype: the value begins with a section of XATTRs."""
 
@@ -79,6 +81,25 @@ def unpack_xattrs(section: bytes) -> dict[bytes, bytes]:
         found[name] = value
         at = stop
     return found
+
+
+def xattrs_text(xattrs: dict[bytes, bytes]) -> str:
+    """Return the attributes as the text of one JSON object."""
+    return (
+        "{" + ",".join(f'"{name.decode()}":{text.decode()}' for name, text in xattrs.items()) + "}"
+    )
+
+
+def split_xattrs(value: bytes) -> tuple[dict[str, bytes], bytes]:
+    """Return the XATTRs (name -> JSON text) and the body of a value from a server.
+
+    Raises RemoteProtocolError.
+    """
+    if problem := problem_of(value):
+        raise RemoteProtocolError(f"a value with bad XATTRs: {problem}")
+    end = body_at(value)
+    found = {name.decode(): text for name, text in unpack_xattrs(value[:end]).items()}
+    return found, value[end:]
 
 
 def pack_xattrs(xattrs: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from support.memory_node import START_NS, MemoryNode
 from vbucket.engine.engine import SET, Engine
-from vbucket.store.block import ONLY_MUTATIONS, ONLY_RAW, Block, block_key, find_frame
+from vbucket.store.block import (
+    ONLY_MUTATIONS,
+    ONLY_RAW,
+    WITHOUT_XATTRS,
+    Block,
+    block_key,
+    find_frame,
+)
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import BY_SEQNO_TABLE
 from vbucket.store.runs import ALL_PLAIN, entries_within
@@ -156,7 +163,7 @@ def test_a_plain_block_after_another_kind_keeps_what_it_promises():
     steps = [("json", KEYS[0], 9), ("merge", b"", 0), ("set", KEYS[1], 9), ("merge", b"", 0)]
     node = node_of(steps)
     blocks = [Block(*item) for item in node.env.tables[BY_SEQNO_TABLE].items()]
-    assert [block.kinds for block in blocks] == [ONLY_MUTATIONS]
+    assert [block.kinds for block in blocks] == [ONLY_MUTATIONS | WITHOUT_XATTRS]
 
 
 @given(sizes=st.lists(st.integers(13, 400), min_size=1, max_size=30), bytes_max=st.integers(1, 999))

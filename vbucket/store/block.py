@@ -34,6 +34,7 @@ from typing import Final
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
+from dcp.wire.xattrs import DATATYPE_XATTR
 from vbucket.model.entry import PREFIX, PREFIX_BYTES
 from vbucket.store.environment import Buffer, StoreDamagedError
 
@@ -52,7 +53,9 @@ ONLY_MUTATIONS: Final = 0x02
 """Flag: every frame is a DCP_MUTATION. Older versions do not set it."""
 ONLY_RAW: Final = 0x04
 """Flag: every frame has datatype raw."""
-_KINDS: Final = ONLY_MUTATIONS | ONLY_RAW
+WITHOUT_XATTRS: Final = 0x08
+"""No frame has XATTRs. In a block the flag is inverted: older versions knew no XATTRs."""
+_KINDS: Final = ONLY_MUTATIONS | ONLY_RAW | WITHOUT_XATTRS
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _opcode_of: Final = itemgetter(1)
 _datatype_of: Final = itemgetter(5)
@@ -128,8 +131,8 @@ class Block:
             if flags & _HAS_SEQNOS
             else range(first_seqno, first_seqno + count)
         )
-        self.kinds: int = flags & _KINDS
-        """Which of ONLY_MUTATIONS and ONLY_RAW the block promises."""
+        self.kinds: int = (flags ^ WITHOUT_XATTRS) & _KINDS
+        """Which of ONLY_MUTATIONS, ONLY_RAW and WITHOUT_XATTRS the block promises."""
         self.body = value[body_at:]
 
     @property
@@ -214,7 +217,7 @@ def _packed_block(
         + _packed("Q", prev_seqnos)
         + (b"" if is_dense else _packed("Q", seqnos))
     )
-    flags = kinds | (0 if is_dense else _HAS_SEQNOS)
+    flags = kinds ^ WITHOUT_XATTRS | (0 if is_dense else _HAS_SEQNOS)
     key = BLOCK_KEY.pack(vb_id, first)
     header = BLOCK_HEADER.pack(
         BLOCK_FORMAT, flags, 0, count, epoch, seqno_before, first, last,
@@ -262,13 +265,16 @@ def find_frame(
 
 
 def kinds_of(body: bytes, ends: Sequence[int]) -> int:
-    """Return which of ONLY_MUTATIONS and ONLY_RAW hold for frames that stand one after another."""
+    """Return which kinds (ONLY_MUTATIONS and so on) hold for all frames of a body."""
     return _kinds([body[start:end] for start, end in pairwise((0, *ends))])
 
 
 def _kinds(frames: Sequence[bytes]) -> int:
     kinds = ONLY_MUTATIONS if set(map(_opcode_of, frames)) == {_MUTATION} else 0
-    return kinds if any(map(_datatype_of, frames)) else kinds | ONLY_RAW
+    datatypes = set(map(_datatype_of, frames))
+    if not any(datatype & DATATYPE_XATTR for datatype in datatypes):
+        kinds |= WITHOUT_XATTRS
+    return kinds if any(datatypes) else kinds | ONLY_RAW
 
 
 class _Columns:

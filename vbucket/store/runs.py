@@ -23,8 +23,15 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
+from dcp.wire.xattrs import DATATYPE_XATTR
 from vbucket.model.entry import DATATYPE_AT, OPCODE_AT, PREFIX_BYTES
-from vbucket.store.block import BODY_BYTES_TARGET, ONLY_MUTATIONS, ONLY_RAW, Block
+from vbucket.store.block import (
+    BODY_BYTES_TARGET,
+    ONLY_MUTATIONS,
+    ONLY_RAW,
+    WITHOUT_XATTRS,
+    Block,
+)
 
 ALL_PLAIN: Final = 0
 """All stored frames are sent unchanged."""
@@ -38,6 +45,15 @@ _FEW: Final = 4
 """Up to this many entries, as on a live stream, joining costs more than it saves."""
 _MUTATIONS: Final = frozenset({int(Opcode.DCP_MUTATION)})
 _RAW: Final = frozenset({0})
+_WITHOUT_XATTRS: Final = frozenset(
+    datatype for datatype in range(256) if not datatype & DATATYPE_XATTR
+)
+_MUTATIONS_WITHOUT_XATTRS: Final = ONLY_MUTATIONS | WITHOUT_XATTRS
+_kind_of: Final = itemgetter(slice(OPCODE_AT, DATATYPE_AT + 1, DATATYPE_AT - OPCODE_AT))
+"""Opcode and datatype: what clients with the feature JSON ask for is one look at each entry."""
+_PLAIN_KINDS: Final = frozenset(
+    bytes((opcode, datatype)) for opcode in _MUTATIONS for datatype in _WITHOUT_XATTRS
+)
 
 
 class RunBatch(NamedTuple):
@@ -106,9 +122,14 @@ def _multiples(frame_bytes: int) -> array[int]:
 
 def are_plain(entries: list[bytes], plain: int) -> bool:
     """Whether the frames of these entries can be sent unchanged."""
-    if plain & ONLY_MUTATIONS and not _MUTATIONS.issuperset(map(_opcode_of, entries)):
+    if plain & ONLY_RAW:
+        if not _RAW.issuperset(map(_datatype_of, entries)):
+            return False
+    elif plain == _MUTATIONS_WITHOUT_XATTRS:
+        return _PLAIN_KINDS.issuperset(map(_kind_of, entries))
+    elif plain & WITHOUT_XATTRS and not _WITHOUT_XATTRS.issuperset(map(_datatype_of, entries)):
         return False
-    return not plain & ONLY_RAW or _RAW.issuperset(map(_datatype_of, entries))
+    return not plain & ONLY_MUTATIONS or _MUTATIONS.issuperset(map(_opcode_of, entries))
 
 
 def entries_within(entries: list[bytes], bytes_max: int) -> tuple[list[bytes], int]:

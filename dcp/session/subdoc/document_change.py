@@ -16,7 +16,7 @@ from dcp.session.subdoc.subdoc_request import (
     EXPAND_MACROS,
     MKDOC,
     REVIVE,
-    Operations,
+    OperationList,
 )
 from dcp.session.subdoc.virtual_xattrs import ChangeFacts, DocumentFacts, crc_of, needs_crc
 from dcp.wire.opcode import Opcode
@@ -55,7 +55,7 @@ class DocumentChange:
         key: bytes,
         known: StoredMeta,
         doc_flags: int,
-        operations: Operations,
+        operations: OperationList,
     ) -> None:
         self._engine = engine
         self._part = part

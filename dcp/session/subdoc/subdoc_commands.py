@@ -34,7 +34,7 @@ from dcp.session.subdoc.subdoc_request import (
     MUTATIONS,
     REVIVE,
     Operation,
-    Operations,
+    OperationList,
     multi_lookup,
     multi_mutation,
     single_lookup,
@@ -146,7 +146,7 @@ class SubdocCommands:
         opaque: int,
         cas: int,
         draft: Draft,
-        operations: Operations,
+        operations: OperationList,
         context: Context,
         is_deleted: bool,
     ) -> None:
@@ -342,7 +342,7 @@ class SubdocCommands:
         rights = self._state.rights
         return rights is not None and rights.may_read_system_xattrs
 
-    def _check_xattrs(self, operations: Operations, *, is_change: bool) -> None:
+    def _check_xattrs(self, operations: OperationList, *, is_change: bool) -> None:
         """Raise RefusedError if the client may not name these XATTRs."""
         state, rights = self._state, self._state.rights
         if not state.has_xattr:

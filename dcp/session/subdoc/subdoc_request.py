@@ -6,7 +6,7 @@
 
 A request that is not sound raises RefusedError. Whether the document fits is not asked here.
 
-Rules: kv_engine's. Operations on XATTRs come before those on the body.
+Rules: kv_engine's. OperationList on XATTRs come before those on the body.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Operation(NamedTuple):
         return self.path.partition(b".")[0].partition(b"[")[0]
 
 
-class Operations(NamedTuple):
+class OperationList(NamedTuple):
     """The operations of a request, in order."""
 
     each: tuple[Operation, ...]
@@ -126,7 +126,7 @@ MUTATIONS: Final[dict[int, Traits]] = {
 _WHOLE_BODY: Final = frozenset({Opcode.GET, Opcode.SET, Opcode.DELETE})
 
 
-def single_lookup(opcode: int, extras: bytes, body: bytes) -> tuple[Operations, int]:
+def single_lookup(opcode: int, extras: bytes, body: bytes) -> tuple[OperationList, int]:
     """Return the operation and the document flags of a look-up; `body` is path and value."""
     if len(extras) not in {3, 4}:
         raise RefusedError(Status.EINVAL, "a look-up has 3 bytes of extras, or 4 with flags")
@@ -136,7 +136,7 @@ def single_lookup(opcode: int, extras: bytes, body: bytes) -> tuple[Operations, 
     return _listed([operation]), doc_flags
 
 
-def single_mutation(opcode: int, extras: bytes, body: bytes) -> tuple[Operations, int, int]:
+def single_mutation(opcode: int, extras: bytes, body: bytes) -> tuple[OperationList, int, int]:
     """Return the operation, the document flags and the expiry of a change."""
     if len(extras) not in {3, 4, 7, 8}:
         raise RefusedError(Status.EINVAL, "a sub-document change has 3, 4, 7 or 8 bytes of extras")
@@ -148,7 +148,7 @@ def single_mutation(opcode: int, extras: bytes, body: bytes) -> tuple[Operations
     return _listed([operation]), doc_flags, expiry
 
 
-def multi_lookup(extras: bytes, body: bytes) -> tuple[Operations, int]:
+def multi_lookup(extras: bytes, body: bytes) -> tuple[OperationList, int]:
     """Return the operations and the document flags of a SUBDOC_MULTI_LOOKUP."""
     if len(extras) > 1:
         raise RefusedError(Status.EINVAL, "a multi look-up has no extras, or 1 byte of flags")
@@ -159,7 +159,7 @@ def multi_lookup(extras: bytes, body: bytes) -> tuple[Operations, int]:
     return read(body), doc_flags
 
 
-def multi_mutation(extras: bytes, body: bytes) -> tuple[Operations, int, int]:
+def multi_mutation(extras: bytes, body: bytes) -> tuple[OperationList, int, int]:
     """Return the operations, the document flags and the expiry of a SUBDOC_MULTI_MUTATION."""
     if len(extras) not in {0, 1, 4, 5}:
         raise RefusedError(Status.EINVAL, "a multi mutation has 0, 1, 4 or 5 bytes of extras")
@@ -183,7 +183,7 @@ def multi_mutation(extras: bytes, body: bytes) -> tuple[Operations, int, int]:
     return _listed(found), doc_flags, expiry
 
 
-def _lookups(body: bytes) -> Operations:
+def _lookups(body: bytes) -> OperationList:
     found: list[Operation] = []
     at = 0
     while at < len(body) and len(found) <= OPERATIONS_MAX:
@@ -277,7 +277,7 @@ def _check_combination(doc_flags: int) -> None:
         raise RefusedError(Status.EINVAL, "document flag 0x10 goes with 0x04, and not with 0x08")
 
 
-def _listed(found: list[Operation]) -> Operations:
+def _listed(found: list[Operation]) -> OperationList:
     """Check which operations are together, and return them."""
     if not 0 < len(found) <= OPERATIONS_MAX:
         raise RefusedError(
@@ -296,4 +296,4 @@ def _listed(found: list[Operation]) -> Operations:
                 Status.SUBDOC_INVALID_COMBO, "a deletion is the only operation on the body"
             )
     has_system = any(is_system(each.name) for each in found[:xattrs])
-    return Operations(tuple(found), xattrs, has_system)
+    return OperationList(tuple(found), xattrs, has_system)
