@@ -315,6 +315,13 @@ def cases(draw: st.DrawFn) -> tuple[str, bytes, bytes, bytes, bool]:
     return name, document, path_text(steps).encode(), value.encode(), draw(st.booleans())
 
 
+def run(name: str, document: bytes, path: Path, value: bytes, makes: bool = False) -> bytes:
+    """Run an operation; return what it finds, or the changed document."""
+    if name in LOOKUPS:
+        return LOOKUPS[name](document, path)
+    return MUTATIONS[name](document, path, value, makes).text
+
+
 def check(name: str, document: bytes, path_bytes: bytes, value: bytes, makes: bool) -> None:
     """Hold one operation against the model. Raises AssertionError."""
     path = parse_path(path_bytes)

@@ -11,7 +11,6 @@ the next operation starts at the named server again, because partitions may have
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable
 from types import TracebackType
@@ -104,6 +103,8 @@ class SyncKv:
         """Return a document and its XATTRs: name -> JSON text. System ones are among them if the
         user may read them. Raises NotFoundError, CasMismatchError if it changes all the time.
         """
+        import json
+
         changed = CasMismatchError("the document changes all the time", node=self.address.node)
         for attempt in range(ATTEMPTS_MAX):
             if attempt:

@@ -21,7 +21,11 @@ from vbucket.model.ids import NUM_VBUCKETS
 NO_NODE: Final = -1
 """Marks a place in a chain that no node holds."""
 
-BUCKET_CAPABILITIES: Final = ("collections", "dcp", "cbhello", "cccp", "nodesExt", "rangeScan")
+BUCKET_CAPABILITIES: Final = (
+    "collections", "dcp", "cbhello", "cccp", "nodesExt", "rangeScan", "xattr",
+    "tombstonedUserXAttrs", "subdoc.AccessDeleted", "subdoc.DocumentMacroSupport",
+    "subdoc.ReplaceBodyWithXattr", "subdoc.ReviveDocument",
+)  # fmt: skip
 """What this server supports, in Couchbase's terms. Clients use collections only if listed."""
 
 HOST_OF_CLIENT: Final = "$HOST"
