@@ -1,4 +1,4 @@
-"""python -m soak COMMAND: starts a long run. All but flip can be resumed."""
+"""python -m soak COMMAND: starts a long run. All but flip and subdoc can be resumed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from soak import churn, flip, kill, power, proxy
+from soak import churn, flip, kill, power, proxy, subdoc
 from soak.attack import run as attacking
 from soak.fuzz import resident_bytes, run_round
 
@@ -100,12 +100,17 @@ def main() -> int:
     proxying.add_argument("--writes", type=int, default=250_000, help="in each round")
     proxying.add_argument("--round", type=int, help="replay one round")
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
+    subdocs = commands.add_parser("subdoc", help="sub-document operations against a model")
+    subdocs.add_argument("--cases", type=int, default=100_000)
+    subdocs.add_argument("--seed", type=int, default=1)
     add_attack(commands)
     arguments = parser.parse_args()
     if arguments.command == "attack":
         if unknown := set(arguments.kinds) - attacking.KINDS.keys():
             parser.error(f"there is no kind {', '.join(sorted(unknown))}")
         return attack(arguments)
+    if arguments.command == "subdoc":
+        return subdoc.soak(arguments.cases, arguments.seed)
     if arguments.command == "proxy":
         if arguments.round is None:
             return proxy.soak(arguments.events, arguments.state, arguments.writes)
