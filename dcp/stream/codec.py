@@ -21,7 +21,8 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.xattrs import DATATYPE_XATTR, body_at, system_section
 from vbucket.model.ids import time_ns_from_cas
 from vbucket.model.manifest import SYSTEM_KEY
-from vbucket.store.block import ONLY_MUTATIONS, ONLY_RAW, WITHOUT_XATTRS
+from vbucket.store.block import ONLY_MUTATIONS, ONLY_RAW
+from vbucket.store.runs import STRIPPED
 
 _DATATYPE_AT: Final = 5
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
@@ -88,7 +89,8 @@ def _joined(steps: list[FrameStep]) -> FrameStep:
 def plain_frames(
     open_flags: int, *, has_collections: bool, has_json: bool, has_xattrs: bool = False
 ) -> int | None:
-    """Return which stored frames `frame_codec` does not change, as flags of vbucket.store.block.
+    """Return which stored frames `frame_codec` does not change, as flags of vbucket.store.block and
+    vbucket.store.runs.STRIPPED, the one change that runs make.
 
     None: it may change any frame.
     """
@@ -98,7 +100,7 @@ def plain_frames(
     if not has_json:
         plain |= ONLY_RAW
     elif not (has_xattrs and open_flags & OpenFlag.INCLUDE_XATTRS):
-        plain |= WITHOUT_XATTRS
+        plain |= STRIPPED
     return plain
 
 

@@ -13,7 +13,7 @@ from soak import subdoc
 from soak.subdoc import MUTATIONS, cases, check
 
 
-@settings(max_examples=3_000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_the_model_agrees(case: tuple[str, bytes, bytes, bytes, bool]) -> None:
     check(*case)

@@ -27,7 +27,15 @@ from vbucket.model.entry import (
     value_of,
 )
 from vbucket.model.manifest import SYSTEM_COLLECTION
-from vbucket.store.runs import RunBatch, are_plain, entries_within, run_of_entries
+from vbucket.store.runs import (
+    STRIPPED,
+    RunBatch,
+    are_plain,
+    are_plain_without_xattrs,
+    entries_within,
+    run_of_entries,
+    stripped_run_of_entries,
+)
 from vbucket.store.store import REFUSED_BYTES_MAX, Accepts, FrameBatch, Store
 
 Meta = tuple[int, int, int, int, int, int, int]
@@ -211,10 +219,16 @@ class Versions:
                 run_bytes = len(entries[0]) - PREFIX_BYTES
             else:
                 entries, run_bytes = entries_within(entries, bytes_max - size)
-            if not are_plain(entries, plain):
+            is_cut = bool(plain & STRIPPED) and not are_plain_without_xattrs(entries)
+            if (is_cut or not plain & STRIPPED) and not are_plain(entries, plain):
                 next_seqno = seqno_of(entries[0])
                 return RunBatch(pieces, next_seqno, size, last_seqno) if pieces else None
-            pieces += run_of_entries(entries, opaque)
+            if is_cut:
+                run = stripped_run_of_entries(entries, opaque)
+                pieces += run
+                run_bytes = sum(map(len, run))
+            else:
+                pieces += run_of_entries(entries, opaque)
             size += run_bytes
             last_seqno = seqno_of(entries[-1])
             if size >= bytes_max:
