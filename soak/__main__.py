@@ -102,7 +102,7 @@ def main() -> int:
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
     subdocs = commands.add_parser("subdoc", help="sub-document operations against a model")
     subdocs.add_argument("--cases", type=int, default=100_000)
-    subdocs.add_argument("--seed", type=int, default=1)
+    subdocs.add_argument("--seed", type=int, default=1, help="number of the first case")
     add_attack(commands)
     arguments = parser.parse_args()
     if arguments.command == "attack":
