@@ -331,23 +331,27 @@ def test_roles(node: MemoryNode) -> None:
 BATCH = [
     (b"a", b"10"), (b"b.c", b"[]"), (b"s", b'"\xc3\xa9"'), (b"new", b"1"), (b"b", b'{"x":{}}'),
     (b"a.b", b"1"), (b"a", b"tru"), (b"b.c[0]", b"1"), (b"a", b"10"), (b"s", b"[" * 40 + b"]" * 40),
-    (b"`s`", b"2"), (b"..", b"2"), (b"a", b"-1.50"),
+    (b"`s`", b"2"), (b"b", b'{"c":[[1.0], {"x":2}, 3]}'), (b"b.c[0]", b"5"), (b"b.c[1].x", b"7"),
+    (b"b.c[-1]", b"4"), (b"b.c[1].y", b"1"), (b"b.c[9].x", b"1"), (b"b.c[0][0]", b"2"),
+    (b"..", b"2"), (b"a", b"-1.50"),
 ]  # fmt: skip
 
 
 def test_requests_of_one_read_are_answered_as_single_ones_are(node: MemoryNode) -> None:
     """The loops for the usual requests answer what the handlers answer."""
     alone, batched = (aware_peer(node, Feature.COLLECTIONS) for _ in range(2))
+    # The loops take those that follow another one of the same kind.
+    kinds = (GET, GET, UPSERT, UPSERT, Opcode.SUBDOC_REPLACE)
     keys = {alone: b"\0alone", batched: b"\0batch"}
     for peer, key in keys.items():
         peer.set(VB, key, b'{"b":{"c":{}},"a":1,"s":"\\u0061"}')
-    asked = [(kind, *each) for each in BATCH * 3 for kind in ("look", "change")]
+    asked = [(kind, *each) for each in BATCH * 3 for kind in kinds]
 
-    def request(peer: Peer, kind: str, path: bytes, value: bytes) -> bytes:
-        if kind == "look":
+    def request(peer: Peer, kind: int, path: bytes, value: bytes) -> bytes:
+        if kind == GET:
             specs = lookup_value((GET, 0, path))
             return pack_request(Opcode.SUBDOC_MULTI_LOOKUP, vb_id=VB, key=keys[peer], value=specs)
-        return packed_mutation(keys[peer], (UPSERT, 0, path, value), vb_id=VB)
+        return packed_mutation(keys[peer], (kind, 0, path, value), vb_id=VB)
 
     one_by_one = [
         peer_answer for each in asked for peer_answer in alone.send(request(alone, *each))

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from itertools import accumulate, compress, repeat
+from itertools import accumulate, repeat
 from operator import itemgetter
 from struct import Struct
 from typing import Final, NamedTuple
@@ -123,14 +123,13 @@ def stripped_run_of_block(
 ) -> list[bytes | bytearray]:
     """Return what `run_of_block` does, without XATTRs. All frames are mutations."""
     ends, seqnos = block.ends, block.seqnos
-    starts = ends[low - 1 : high - 1] if low else (0, *ends[: high - 1])
-    frames = zip(starts, ends[low:high], strict=True)
-    if skip:
-        kept = [seqnos[at] not in skip for at in range(low, high)]
-        frames = compress(frames, kept)  # type: ignore[assignment] # pairs, too
     pieces: list[bytes] = []
-    for start, end in frames:
-        pieces += _stripped(body, start, end, opaque)
+    start = ends[low - 1] if low else 0
+    for at in range(low, high):
+        end = ends[at]
+        if not skip or seqnos[at] not in skip:
+            pieces += _stripped(body, start, end, opaque)
+        start = end
     return [b"".join(pieces)] if pieces else []
 
 

@@ -110,10 +110,11 @@ def check_document(text: bytes) -> None:
 class Finder:
     """Finds the value at a run of keys. It is compiled when it has been used several times."""
 
-    __slots__ = ("_decode", "_further", "_uses", "keys", "quoted")
+    __slots__ = ("_decode", "_further", "_uses", "keys", "path", "quoted")
 
     def __init__(self, keys: tuple[Key, ...]) -> None:
         self.keys = keys
+        self.path: Path = keys
         self.quoted = b'"' + keys[-1].text + b'":'
         """The last key as it usually stands in a document."""
         self._further = keys[1:]
@@ -143,6 +144,30 @@ class Finder:
         except (msgspec.DecodeError, AttributeError, RecursionError):
             return None
         return found if type(found) is _Raw else None
+
+
+class PathFinder:
+    """Finds the value at a path with indexes: a finder for each run of keys."""
+
+    __slots__ = ("_parts", "path")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._parts: list[Finder | int] = []
+        while path:
+            run = _leading_keys(path)
+            self._parts.append(finder_of(run) if run else path[0])  # type: ignore[arg-type]
+            path = path[len(run) or 1 :]
+
+    def peek(self, text: bytes) -> _Raw | None:
+        """Return the text at the path, if it is there and nothing is unusual; else None."""
+        found: Any = text
+        try:
+            for part in self._parts:
+                found = _decode_array(found)[part] if isinstance(part, int) else part.peek(found)
+        except (msgspec.DecodeError, IndexError, RecursionError, TypeError):
+            return None
+        return found  # type: ignore[no-any-return] # a path has a step
 
 
 @lru_cache(maxsize=PATHS_CACHED)
@@ -240,6 +265,11 @@ def items_of(text: bytes) -> list[Member]:
     items: list[Member] = []
     texts = array_of(text)
     at = text.index(b"[") + 1
+    if sum(map(len, texts)) + max(len(texts) - 1, 0) + 2 == len(text):  # without whitespace
+        for raw in texts:
+            items.append(Member("", at, at, at + len(raw)))
+            at += len(raw) + 1
+        return items
     for raw in texts:
         begin = _BEFORE_ITEM.match(text, at)
         assert begin is not None, "it matches nothing, too"
@@ -311,20 +341,27 @@ def place_in_array(items: list[Member], step: object) -> Member:
         raise SubdocError(Status.SUBDOC_PATH_ENOENT) from error
 
 
-def text_with(text: bytes, finder: Finder, value: bytes) -> bytes | None:
-    """Return a document with another value at keys that exist. None: this, or whether the value and
-    the document are sound, is not found out in the usual way.
+def text_with(text: bytes, finder: Finder | PathFinder, value: bytes) -> bytes | None:
+    """Return a document with another value at a path that exists. None: this, or whether the value
+    and the document are sound, is not found out in the usual way.
     """
     if text.count(b"{") + text.count(b"[") > DEPTH_MAX:
         return None
     found = finder.peek(text)
-    if found is None or len(finder.keys) + value.count(b"{") + value.count(b"[") > DEPTH_MAX:
+    if found is None or len(finder.path) + value.count(b"{") + value.count(b"[") > DEPTH_MAX:
         return None
     try:
         _decode_any(value)
     except (msgspec.DecodeError, RecursionError):
         return None
-    return _try_put(text, finder, bytes(found), value) if value.isascii() else None
+    if not value.isascii():
+        return None
+    if isinstance(finder, Finder):
+        return _try_put(text, finder, bytes(found), value)
+    try:
+        return replace(text, finder.path, value)
+    except SubdocError:
+        return None
 
 
 def _try_put(text: bytes, finder: Finder, old: bytes, new: bytes) -> bytes | None:

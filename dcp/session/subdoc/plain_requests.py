@@ -3,8 +3,8 @@
     lookup_run     SUBDOC_MULTI_LOOKUP with one SUBDOC_GET
     mutation_run   SUBDOC_MULTI_MUTATION with one DICT_UPSERT or REPLACE of a value that exists
 
-Both are for keys of the default collection, a path of member names, no flags, CAS or expiry, and a
-document without expiry. Any other request, and any that fails, ends the run. The handlers of
+Both are for keys of the default collection, without flags, CAS or expiry, and documents without
+expiry. Any other request, and any that fails, ends the run. The handlers of
 dcp.session.subdoc.subdoc_commands take it then, so answers and rules are theirs.
 """
 
@@ -17,7 +17,7 @@ from typing import Final
 from dcp.session.documents import SET_RESPONSE
 from dcp.session.state import ANSWER_BYTES_MAX, SessionState
 from dcp.session.subdoc.json_path import Key, SubdocError, parse_path
-from dcp.session.subdoc.json_text import Finder, finder_of, text_with
+from dcp.session.subdoc.json_text import Finder, PathFinder, finder_of, text_with
 from dcp.session.subdoc.subdoc_request import CACHED_BYTES_MAX, LISTS_CACHED
 from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES
 from dcp.wire.opcode import Opcode
@@ -34,7 +34,8 @@ _LOOKUP_SPEC: Final = Struct(">BBH")
 _MUTATION_FORM: Final = 0x80 << 8 | Opcode.SUBDOC_MULTI_MUTATION
 _MUTATION_SPEC: Final = Struct(">BBHI")
 _MUTATION_SPEC_BYTES: Final = _MUTATION_SPEC.size
-_STORES: Final = frozenset({Opcode.SUBDOC_DICT_UPSERT, Opcode.SUBDOC_REPLACE})
+_UPSERT: Final = int(Opcode.SUBDOC_DICT_UPSERT)
+_STORES: Final = frozenset({_UPSERT, int(Opcode.SUBDOC_REPLACE)})
 _DOCUMENT: Final = Struct(">17xB10xQ16xII")
 """Datatype, CAS, flags, expiry of a mutation's entry."""
 _MUTATION_ANSWER: Final = HEADER.pack(0x81, Opcode.SUBDOC_MULTI_MUTATION, 0, 16, 0, 0, 16, 0, 0)[
@@ -52,7 +53,7 @@ _LOOKUP_ANSWER_MARK: Final = 0x81 << 24 | Opcode.SUBDOC_MULTI_LOOKUP << 16
 
 
 @lru_cache(maxsize=LISTS_CACHED)
-def plain_lookup(body: bytes) -> Finder | None:
+def plain_lookup(body: bytes) -> Finder | PathFinder | None:
     """Return the finder for a list of one plain look-up, None if it is another one."""
     if not _LOOKUP_SPEC.size < len(body) <= CACHED_BYTES_MAX:
         return None
@@ -63,8 +64,8 @@ def plain_lookup(body: bytes) -> Finder | None:
 
 
 @lru_cache(maxsize=LISTS_CACHED)
-def plain_path(path: bytes) -> Finder | None:
-    """Return the finder for a path of member names, None if it is another one."""
+def plain_path(path: bytes) -> Finder | PathFinder | None:
+    """Return the finder for a path, None if it is no path or a long one."""
     if not 0 < len(path) <= CACHED_BYTES_MAX:
         return None
     try:
@@ -72,7 +73,7 @@ def plain_path(path: bytes) -> Finder | None:
     except SubdocError:
         return None
     keys = tuple(step for step in steps if isinstance(step, Key))
-    return finder_of(keys) if len(keys) == len(steps) else None
+    return finder_of(keys) if len(keys) == len(steps) else PathFinder(steps)
 
 
 class PlainRequests:
@@ -174,6 +175,8 @@ class PlainRequests:
             finder = plain_path(buffer[path_at:value_at])
             if finder is None or expiry or datatype & DATATYPE_XATTR:
                 break
+            if opcode == _UPSERT and not isinstance(finder.path[-1], Key):
+                break  # an upsert of an element is refused
             text = text_with(entry[MUTATION_KEY_AT + key_len :], finder, buffer[value_at:after])
             if text is None or len(text) > value_bytes_max:
                 break
