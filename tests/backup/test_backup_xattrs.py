@@ -23,7 +23,7 @@ def change(server, key, *specs, doc_flags=b""):
             Opcode.SUBDOC_MULTI_MUTATION, vb_id=vbucket_of(key), key=b"\0" + key,
             extras=doc_flags, value=mutation_value(*specs),
         )  # fmt: skip
-    assert frame.status == 0
+    assert frame.status == (0xCD if doc_flags else 0)
     return frame.cas
 
 
@@ -47,6 +47,8 @@ def written(server):
         )
     with server.connect() as kv:
         kv.delete(b"gone")
+    deleted = bytes([ACCESS_DELETED])
+    change(server, b"gone", (UPSERT, XATTR, b"staged", b"1.0"), doc_flags=deleted)
 
 
 @pytest.mark.parametrize("conflict", [(), ("--force",)])
@@ -59,6 +61,7 @@ def test_they_come_back(ctl, server, other, archive, written, conflict):
         assert xattrs == {"user": b'{"n":1.0}', "_sys": b"2.50"}
         assert kv.get_with_xattrs(b"plain")[1] == {}
     assert of_deletion(other, b"gone", b"_sys") == [(0, b"2.50")]
+    assert of_deletion(other, b"gone", b"staged") == [(0, b"1.0")]
     code, out, err = ctl(other, "get", "full", "--xattrs")
     assert code == 0, err
     found = json.loads(out)

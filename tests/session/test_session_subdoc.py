@@ -390,4 +390,8 @@ def test_runs_of_plain_requests(node: MemoryNode, is_merged: bool) -> None:
     tokens = [MUTATION_TOKEN.unpack(each.extras)[1] for each in answers]
     assert tokens == list(range(21, 41))
     assert peer.must_wait
+    node.commit()
+    fresh = aware_peer(node, Feature.COLLECTIONS)
+    fresh.send(packed_mutation(b"k", (UPSERT, 0, b"n", b"1")) + changes)
+    assert fresh.must_wait, "the first one was refused, the others were stored"
     assert body(peer, b"\0k9") == b'{"n":63,"m":{"x":1.50}}'

@@ -11,7 +11,7 @@ import pytest
 
 from dcp.session.rights import Rights, Role, Scope
 from dcp.wire.feature import Feature
-from dcp.wire.frame import MAX_VALUE_BYTES
+from dcp.wire.frame import MAX_VALUE_BYTES, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from dcp.wire.xattrs import (
@@ -95,7 +95,8 @@ def test_plain_reads_do_not_show_them(node: MemoryNode, peer: Peer) -> None:
     meta = peer.ask(Opcode.GET_META, vb_id=VB, key=KEY, extras=b"\x02")
     assert meta.extras[-1] == 1 | DATATYPE_XATTR
     runs = aware_peer(node, Feature.COLLECTIONS)
-    assert runs.ask(Opcode.GET, vb_id=VB, key=b"\0" + KEY).value == b'{"a":1}'
+    together = runs.send(pack_request(Opcode.GET, vb_id=VB, key=b"\0" + KEY) * 3)
+    assert [(each.value, each.datatype) for each in together] == [(b'{"a":1}', 1)] * 3
     two = look_up(runs, b"\0" + KEY, (GET, 0, b"a"))
     assert [look_up(runs, b"\0" + KEY, (GET, 0, b"a")) for _ in range(3)] == [two] * 3
 
