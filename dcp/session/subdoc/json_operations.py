@@ -16,17 +16,15 @@ from typing import Final, NamedTuple
 
 from dcp.session.subdoc.json_path import DEPTH_MAX, Key, Path, SubdocError
 from dcp.session.subdoc.json_text import (
-    Member,
     array_of,
     check_document,
     check_root,
     depth_of,
     find,
     is_json,
-    items_of,
+    item_of,
     members_of,
     object_of,
-    place_in_array,
     replace,
 )
 from dcp.wire.status import Status
@@ -104,18 +102,18 @@ def delete(text: bytes, path: Path, _value: bytes, _makes_parents: bool) -> Muta
     if isinstance(step, Key):
         places = members_of(parent)
         place = next(each for each in reversed(places) if each.name == step.name)
+        changed = _without(parent, place.name_at, place.end, is_last=place is places[-1])
     else:
-        places = items_of(parent)
-        place = place_in_array(places, step)
-    return Mutated(replace(text, path[:-1], _without(parent, places, place)))
+        item = item_of(parent, step)
+        changed = _without(parent, item.at, item.end, is_last=item.place == item.total - 1)
+    return Mutated(replace(text, path[:-1], changed))
 
 
-def _without(parent: bytes, places: list[Member], place: Member) -> bytes:
-    """Return a container without one of its members, and without one comma."""
-    if place is not places[-1]:
-        return parent[: place.name_at] + parent[parent.index(b",", place.end) + 1 :]
-    before = parent[: place.name_at].rstrip(_WHITESPACE)
-    return before.removesuffix(b",") + parent[place.end :]
+def _without(container: bytes, at: int, end: int, *, is_last: bool) -> bytes:
+    """Return a container without the member that stands there, and without one comma."""
+    if not is_last:
+        return container[:at] + container[container.index(b",", end) + 1 :]
+    return container[:at].rstrip(_WHITESPACE).removesuffix(b",") + container[end:]
 
 
 def _store(text: bytes, path: Path, value: bytes, makes_parents: bool, *, is_new: bool) -> Mutated:
@@ -214,14 +212,11 @@ def array_insert(text: bytes, path: Path, value: bytes, _makes_parents: bool) ->
     _check_items(path[:-1], value)
     check_document(text)
     array = find(text, path[:-1])
-    items = items_of(array)
-    if index > len(items):
-        raise SubdocError(Status.SUBDOC_PATH_ENOENT)
-    if index == len(items):
+    item = item_of(array, index)
+    if item.place == item.total:
         changed = _with_last(array, value)
     else:
-        at = items[index].at
-        changed = array[:at] + value + b"," + array[at:]
+        changed = array[: item.at] + value + b"," + array[item.at :]
     return Mutated(replace(text, path[:-1], changed))
 
 

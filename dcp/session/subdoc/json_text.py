@@ -2,7 +2,7 @@
 
     find(text, path)            the text of the value at a path
     replace(text, path, new)    the document with another text there
-    members_of, items_of        the texts in an object or array, and where they stand
+    members_of, item_of         where the members of an object stand, or an element of an array
 
 A document is never decoded as a whole and encoded again: every byte outside of the changed value
 stays as it is, numbers with their digits too. msgspec does the scanning. `msgspec.Raw` is the text
@@ -53,7 +53,7 @@ _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"{}[]")
 
 
 class Member(NamedTuple):
-    """One member of an object, or one element of an array (its `name_at` is `at`)."""
+    """Where one member of an object stands: its name, and its value up to `end`."""
 
     name: str
     name_at: int
@@ -260,22 +260,40 @@ def members_of(text: bytes) -> list[Member]:
     return members
 
 
-def items_of(text: bytes) -> list[Member]:
-    """Return the elements of an array, in order. Raises SubdocError."""
-    items: list[Member] = []
+class Item(NamedTuple):
+    """Where an element of an array stands, or would stand behind the last one."""
+
+    at: int
+    end: int
+    place: int
+    total: int
+    """How many elements the array has."""
+
+
+def item_of(text: bytes, index: int) -> Item:
+    """Return an element of an array, or the place behind the last one. Raises SubdocError."""
     texts = array_of(text)
-    at = text.index(b"[") + 1
-    if sum(map(len, texts)) + max(len(texts) - 1, 0) + 2 == len(text):  # without whitespace
-        for raw in texts:
-            items.append(Member("", at, at, at + len(raw)))
-            at += len(raw) + 1
-        return items
-    for raw in texts:
-        begin = _BEFORE_ITEM.match(text, at)
-        assert begin is not None, "it matches nothing, too"
-        at = begin.end() + len(raw)
-        items.append(Member("", begin.end(), begin.end(), at))
-    return items
+    count, at = len(texts), text.index(b"[") + 1
+    if index == -1:
+        index = count - 1
+    if not 0 <= index <= count:
+        raise SubdocError(Status.SUBDOC_PATH_ENOENT)
+    if index == count:
+        return Item(at, at, index, count)
+    if sum(map(len, texts)) + count + 1 == len(text):  # no whitespace
+        at += sum(map(len, texts[:index])) + index
+        return Item(at, at + len(texts[index]), index, count)
+    for raw in texts[:index]:
+        at = _after_separator(text, at) + len(raw)
+    at = _after_separator(text, at)
+    return Item(at, at + len(texts[index]), index, count)
+
+
+def _after_separator(text: bytes, at: int) -> int:
+    """Return where the element after the bracket or element that ends at `at` begins."""
+    begin = _BEFORE_ITEM.match(text, at)
+    assert begin is not None, "it matches nothing, too"
+    return begin.end()
 
 
 def object_of(text: bytes) -> dict[str, msgspec.Raw]:
@@ -327,18 +345,13 @@ def replace(text: bytes, path: Path, new: bytes) -> bytes:
         old = bytes(finder_of(keys).find(text))
         inner = replace(old, path[len(keys) :], new)
         return text if inner == old else _put(text, keys, old, inner)
-    place = place_in_array(items_of(text), path[0])
-    inner = replace(text[place.at : place.end], path[1:], new)
-    return text[: place.at] + inner + text[place.end :]
-
-
-def place_in_array(items: list[Member], step: object) -> Member:
-    """Return the element that an index means. Raises SubdocError."""
-    assert isinstance(step, int)
-    try:
-        return items[step]
-    except IndexError as error:
-        raise SubdocError(Status.SUBDOC_PATH_ENOENT) from error
+    step = path[0]
+    assert isinstance(step, int), "the keys have been taken"
+    item = item_of(text, step)
+    if item.place == item.total:
+        raise SubdocError(Status.SUBDOC_PATH_ENOENT)
+    inner = replace(text[item.at : item.end], path[1:], new)
+    return text[: item.at] + inner + text[item.end :]
 
 
 def text_with(text: bytes, finder: Finder | PathFinder, value: bytes) -> bytes | None:
