@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dcp.session.subdoc import json_operations as operations
 from dcp.session.subdoc.json_path import DEPTH_MAX, SubdocError, parse_path
-from dcp.session.subdoc.json_text import Finder, depth_of, finder_of, members_of
+from dcp.session.subdoc.json_text import COMPILED_KEYS_MAX, Finder, depth_of, finder_of, members_of
 from dcp.wire.status import Status
 from soak import subdoc
 from soak.subdoc import MUTATIONS, case_of, check
@@ -139,6 +139,15 @@ def test_a_path_is_compiled_when_it_is_used_again() -> None:
     assert finder.peek(b'{"compiled":5}') is None
     assert finder.peek(b'{"compiled":{}}') is None
     assert finder.peek(b"{}") is None
+
+
+def test_a_long_path_is_not_compiled() -> None:
+    path = parse_path(b".".join([b"a"] * (COMPILED_KEYS_MAX + 1)))
+    document = b'{"a":' * len(path) + b"1.0" + b"}" * len(path)
+    assert [operations.get(document, path) for _ in range(4)] == [b"1.0"] * 4
+    assert finder_of(path).peek(document) is None  # type: ignore[arg-type] # these are keys
+    changed = change("replace", document, b".".join([b"a"] * len(path)), b"2")
+    assert changed == document.replace(b"1.0", b"2")
 
 
 def test_names_that_msgspec_takes_for_no_field_are_found() -> None:

@@ -32,6 +32,8 @@ from dcp.wire.status import Status
 
 USES_BEFORE_COMPILED: Final = 2
 """Compiling takes 16 us per key, as much as 20 look-ups: a path that is used once does without."""
+COMPILED_KEYS_MAX: Final = 8
+"""Longer paths are not compiled: a key takes 2.7 KB, so all cached paths take 22 MB at most."""
 _CANDIDATES_MAX: Final = 4
 """Places that are tried before the members are walked over."""
 _WHITESPACE: Final = b" \t\r\n"
@@ -177,7 +179,11 @@ def finder_of(keys: tuple[Key, ...]) -> Finder:
 
 
 def _compiled(keys: tuple[Key, ...]) -> Any:
-    """Return a decoder of structs that have only these keys; None: msgspec takes no such names."""
+    """Return a decoder of structs that have only these keys; None: msgspec takes no such names, or
+    there are too many.
+    """
+    if len(keys) > COMPILED_KEYS_MAX:
+        return None
     kind: Any = _Raw
     for key in reversed(keys):
         field = ("v", kind | msgspec.UnsetType, msgspec.field(default=msgspec.UNSET, name=key.name))
