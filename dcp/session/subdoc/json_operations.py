@@ -19,13 +19,14 @@ from dcp.session.subdoc.json_text import (
     array_of,
     check_document,
     check_root,
+    cut_out,
     depth_of,
     find,
     is_json,
     item_of,
-    members_of,
     object_of,
     replace,
+    without_member,
 )
 from dcp.wire.status import Status
 
@@ -100,20 +101,11 @@ def delete(text: bytes, path: Path, _value: bytes, _makes_parents: bool) -> Muta
     parent, step = find(text, path[:-1]), path[-1]
     find(text, path)  # for the status, if there is none
     if isinstance(step, Key):
-        places = members_of(parent)
-        place = next(each for each in reversed(places) if each.name == step.name)
-        changed = _without(parent, place.name_at, place.end, is_last=place is places[-1])
+        changed = without_member(parent, step)
     else:
         item = item_of(parent, step)
-        changed = _without(parent, item.at, item.end, is_last=item.place == item.total - 1)
+        changed = cut_out(parent, item.at, item.end)
     return Mutated(replace(text, path[:-1], changed))
-
-
-def _without(container: bytes, at: int, end: int, *, is_last: bool) -> bytes:
-    """Return a container without the member that stands there, and without one comma."""
-    if not is_last:
-        return container[:at] + container[container.index(b",", end) + 1 :]
-    return container[:at].rstrip(_WHITESPACE).removesuffix(b",") + container[end:]
 
 
 def _store(text: bytes, path: Path, value: bytes, makes_parents: bool, *, is_new: bool) -> Mutated:

@@ -32,6 +32,8 @@ from dcp.wire.status import Status
 
 USES_BEFORE_COMPILED: Final = 2
 """Compiling takes 16 us per key, as much as 20 look-ups: a path that is used once does without."""
+LARGE_BYTES: Final = 16 * 1024
+"""For a larger document a path is compiled at once: looking at it takes longer."""
 COMPILED_KEYS_MAX: Final = 8
 """Longer paths are not compiled: a key takes 2.7 KB, so all cached paths take 22 MB at most."""
 _CANDIDATES_MAX: Final = 4
@@ -46,7 +48,9 @@ _decode_string: Final = msgspec.json.Decoder(str).decode
 _MEMBER: Final = re.compile(
     rb'[ \t\r\n,]*+("(?:[^"\\]++|\\.)*+")[ \t\r\n]*+:[ \t\r\n]*+', re.DOTALL
 )
+_COMMA: Final = re.compile(rb"[ \t\r\n]*+,")
 _BEFORE_ITEM: Final = re.compile(rb"[ \t\r\n,]*+")
+_MANY: Final = 1_000
 _CONTAINERS: Final = frozenset({b"{", b"["})
 _AFTER_VALUE: Final = frozenset({b" ", b"\t", b"\r", b"\n", b",", b"}"})
 _TOKEN: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[^"\[\]{},]++|[\[\]{},]', re.DOTALL)
@@ -102,7 +106,12 @@ def check_root(text: bytes) -> None:
 def check_document(text: bytes) -> None:
     """Raise SubdocError if a document is not an object or array, or has too many levels."""
     check_root(text)
-    if text.count(b"{") + text.count(b"[") > DEPTH_MAX and depth_of(text) > DEPTH_MAX:
+    opened = text.count(b"{") + text.count(b"[")
+    if opened <= DEPTH_MAX:
+        return
+    if opened > _MANY:
+        _is_sound(text)  # it refuses thousands of levels at once
+    if depth_of(text) > DEPTH_MAX:
         raise SubdocError(Status.SUBDOC_DOC_E2DEEP)
 
 
@@ -125,14 +134,22 @@ class Finder:
 
     def find(self, text: bytes) -> _Raw:
         """Return the text at the keys. Raises SubdocError."""
-        found = self.peek(text)
-        if found is not None:
-            return found
         if self._decode is None:
             self._uses += 1
-            if self._uses == USES_BEFORE_COMPILED:
+            is_large = len(text) > LARGE_BYTES and self._uses == 1
+            if is_large or self._uses == USES_BEFORE_COMPILED:
                 self._decode = _compiled(self.keys)
-        return _find_stepwise(text, self.keys)  # this knows why it is not there
+        if self._decode is not None:
+            try:
+                found = self._decode(text)
+            except (msgspec.DecodeError, RecursionError):
+                return _find_stepwise(text, self.keys)  # this knows why
+            for _ in self.keys:
+                found = found.v
+                if found is msgspec.UNSET:
+                    raise SubdocError(Status.SUBDOC_PATH_ENOENT)
+            return found  # type: ignore[no-any-return] # the innermost struct has a Raw
+        return _find_stepwise(text, self.keys)
 
     def peek(self, text: bytes) -> _Raw | None:
         """Return the text at the keys, if this is compiled and nothing is unusual; else None."""
@@ -146,6 +163,13 @@ class Finder:
         except (msgspec.DecodeError, AttributeError, RecursionError):
             return None
         return found if type(found) is _Raw else None
+
+    def lacks(self, text: bytes) -> bool:
+        """Whether a text is a sound object without the one key of this; False: it may be."""
+        try:
+            return self._decode is not None and self._decode(text).v is msgspec.UNSET
+        except (msgspec.DecodeError, RecursionError):
+            return False
 
 
 class PathFinder:
@@ -404,6 +428,29 @@ def _put(text: bytes, keys: tuple[Key, ...], old: bytes, new: bytes) -> bytes:
     """Return the document with `new` instead of `old` at these keys."""
     result = _try_put(text, finder_of(keys), old, new)
     return _put_stepwise(text, keys, new) if result is None else result
+
+
+def without_member(text: bytes, key: Key) -> bytes:
+    """Return an object without a member that it has, and without one comma."""
+    finder = finder_of((key,))
+    old, at = bytes(finder.find(text)), -1
+    for _ in range(_CANDIDATES_MAX):
+        at = text.find(finder.quoted + old, at + 1)
+        if at < 0:
+            break
+        result = cut_out(text, at, at + len(finder.quoted) + len(old))
+        if finder.lacks(result):
+            return result
+    place = next(each for each in reversed(members_of(text)) if each.name == key.name)
+    return cut_out(text, place.name_at, place.end)
+
+
+def cut_out(container: bytes, at: int, end: int) -> bytes:
+    """Return a container without the member that stands there, and without one comma."""
+    comma = _COMMA.match(container, end)
+    if comma is not None:
+        return container[:at] + container[comma.end() :]
+    return container[:at].rstrip(_WHITESPACE).removesuffix(b",") + container[end:]
 
 
 def _put_stepwise(text: bytes, keys: tuple[Key, ...], new: bytes) -> bytes:
