@@ -1,4 +1,4 @@
-"""python -m soak COMMAND: starts a long run. All but flip can be resumed."""
+"""python -m soak COMMAND: starts a long run. All but flip and subdoc can be resumed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from sim.run import Options
-from soak import check, churn, flip, kill, power, proxy, simulate
+from soak import check, churn, flip, kill, power, proxy, simulate, subdoc
 from soak.attack import run as attacking
 from soak.fuzz import resident_bytes, run_round
 
@@ -108,12 +108,17 @@ def main() -> int:
     simulating = commands.add_parser("sim", help="simulated nodes, clients and faults, from seeds")
     simulating.add_argument("--seeds", type=int, default=100_000)
     simulating.add_argument("--state", type=Path, default=Path(".soak-sim.json"))
+    subdocs = commands.add_parser("subdoc", help="sub-document operations against a model")
+    subdocs.add_argument("--cases", type=int, default=100_000)
+    subdocs.add_argument("--seed", type=int, default=1, help="number of the first case")
     add_attack(commands)
     arguments = parser.parse_args()
     if arguments.command == "attack":
         if unknown := set(arguments.kinds) - attacking.KINDS.keys():
             parser.error(f"there is no kind {', '.join(sorted(unknown))}")
         return attack(arguments)
+    if arguments.command == "subdoc":
+        return subdoc.soak(arguments.cases, arguments.seed)
     if arguments.command == "proxy":
         if arguments.round is None:
             return proxy.soak(arguments.events, arguments.state, arguments.writes)
