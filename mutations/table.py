@@ -201,8 +201,11 @@ MUTATIONS = (
     ),
     Mutation(
         "get-does-not-wait-for-the-commit",
-        "        if part.last_group > engine.commits.committed_group:\n",
-        "        if False:\n",
+        "        if part.last_group > engine.commits.committed_group:\n"
+        "            state.observes_version(part, key)\n"
+        "        if entry is None:\n"
+        "            if opcode not in _QUIET_READS:\n",
+        "        if entry is None:\n            if opcode not in _QUIET_READS:\n",
         ("test_session_documents", "test_session_waits"),
     ),
     Mutation(

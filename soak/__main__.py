@@ -72,6 +72,20 @@ def attack(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
 
 
+def _add_models(commands: Any) -> None:
+    """Add the commands that hold the code against a model."""
+    checking = commands.add_parser("check", help="all states of the rules of replication")
+    checking.add_argument("--minutes", type=float, help="stop after this time")
+    checking.add_argument("--states", type=int, default=check.STATES_MAX, help="of one bound")
+    checking.add_argument("--folder", type=Path, default=Path(".soak-check"))
+    simulating = commands.add_parser("sim", help="simulated nodes, clients and faults, from seeds")
+    simulating.add_argument("--seeds", type=int, default=100_000)
+    simulating.add_argument("--state", type=Path, default=Path(".soak-sim.json"))
+    subdocs = commands.add_parser("subdoc", help="sub-document operations against a model")
+    subdocs.add_argument("--cases", type=int, default=100_000)
+    subdocs.add_argument("--seed", type=int, default=1, help="number of the first case")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -101,16 +115,7 @@ def main() -> int:
     proxying.add_argument("--writes", type=int, default=250_000, help="in each round")
     proxying.add_argument("--round", type=int, help="replay one round")
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
-    checking = commands.add_parser("check", help="all states of the rules of replication")
-    checking.add_argument("--minutes", type=float, help="stop after this time")
-    checking.add_argument("--states", type=int, default=check.STATES_MAX, help="of one bound")
-    checking.add_argument("--folder", type=Path, default=Path(".soak-check"))
-    simulating = commands.add_parser("sim", help="simulated nodes, clients and faults, from seeds")
-    simulating.add_argument("--seeds", type=int, default=100_000)
-    simulating.add_argument("--state", type=Path, default=Path(".soak-sim.json"))
-    subdocs = commands.add_parser("subdoc", help="sub-document operations against a model")
-    subdocs.add_argument("--cases", type=int, default=100_000)
-    subdocs.add_argument("--seed", type=int, default=1, help="number of the first case")
+    _add_models(commands)
     add_attack(commands)
     arguments = parser.parse_args()
     if arguments.command == "attack":

@@ -16,12 +16,13 @@ document, deletions included, and stops at the highest value).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from dcp.wire.status import Status
 from dcp.wire.xattrs import DATATYPE_XATTR, body_at
 from vbucket.engine.bulk import REV_SEQNO_MAX, Frames
+from vbucket.engine.conflicts import are_new, winners
 from vbucket.engine.kept_xattrs import KeptXattrs, with_xattrs
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
 from vbucket.engine.locks import Locks
@@ -39,6 +40,7 @@ from vbucket.model.entry import (
     MUTATION_KEY_AT,
     NEWEST,
     OPCODE_AT,
+    seqno_of,
 )
 from vbucket.model.ids import CAS_DRIFT_NS
 from vbucket.store.key_record import StoredMeta
@@ -355,10 +357,11 @@ class Engine:
             return Status.CAS_VALUE_INVALID, 0, 0, 0
         count, prev_seqnos, live = len(frames), None, None
         replaced: dict[int, int] = {}
-        if has_far or not _are_new(part, frames.keys):
-            indexes, prev_seqnos, live, replaced = self._winners(
-                part, frames, is_forced=not resolves_conflict
-            )
+        if has_far or not are_new(part, frames.keys):
+            indexes, prev_seqnos, live, replaced = winners(
+                self.versions, part, frames, cas_floor=self._cas_floor, cas_max=self.cas_max,
+                is_forced=not resolves_conflict,
+            )  # fmt: skip
             if replaced:
                 frames.replace_cas(replaced)
             if len(indexes) < count:
@@ -393,44 +396,6 @@ class Engine:
             if (opcode == MUTATION) != before:
                 self.keyspace.count(part, key, -1 if before else 1)
 
-    def _winners(
-        self, part: Partition, frames: Frames, *, is_forced: bool
-    ) -> tuple[list[int], list[int], list[bool], dict[int, int]]:
-        """Resolve conflicts; change nothing.
-
-        Return the indexes of the frames that win, the seqno that each of these replaces, whether it
-        replaces a document, and index -> new CAS for frames whose own is too high. Such a CAS
-        counts as 0 in a conflict.
-        """
-        below, newest, cas_max = self.versions.meta_below, part.newest, self.cas_max
-        known: dict[bytes, tuple[int, int, int, int]] = {}
-        indexes: list[int] = []
-        prev_seqnos: list[int] = []
-        live: list[bool] = []
-        replaced: dict[int, int] = {}
-        seqno, newest_cas = part.high_seqno, part.max_cas
-        rows = zip(frames.keys, frames.opcodes, frames.rev_seqnos, frames.cas, strict=True)
-        for index, (key, opcode, rev_seqno, own_cas) in enumerate(rows):
-            old = known.get(key)
-            if old is None:
-                entry = newest.get(key)
-                meta = _UNPACK_META(entry) if entry else below(part, key, entry)
-                old = (meta[0], meta[4], meta[5], meta[6])
-            old_opcode, old_cas, prev_seqno, old_rev_seqno = old
-            cas = own_cas if own_cas <= cas_max else 0
-            if not is_forced and (rev_seqno, cas) <= (old_rev_seqno, old_cas):
-                known[key] = old
-                continue
-            if not cas:
-                replaced[index] = cas = max(self._cas_floor, newest_cas + 1)
-            newest_cas = max(newest_cas, cas)
-            seqno += 1
-            known[key] = (opcode, cas, seqno, rev_seqno)
-            indexes.append(index)
-            prev_seqnos.append(prev_seqno)
-            live.append(old_opcode == MUTATION)
-        return indexes, prev_seqnos, live, replaced
-
     def get(self, vb_id: int, key: bytes) -> StoredDocument | int:
         """Return the newest version of a document, or the status that says why there is none."""
         part = self.partitions[vb_id]
@@ -439,13 +404,11 @@ class Engine:
         entry = self.document_entry(part, key)
         if entry is None:
             return Status.KEY_ENOENT
-        _, key_bytes, datatype, _, cas, seqno, _ = _UNPACK_META(entry)
+        document = _document_of(entry)
         if self.locks.held:
-            cas = self.locks.shown_cas(part, key, seqno, cas)
-        value = entry[MUTATION_KEY_AT + key_bytes :]
-        if datatype & DATATYPE_XATTR:
-            value, datatype = value[body_at(value) :], datatype & ~DATATYPE_XATTR
-        return StoredDocument(cas, entry[FLAGS_AT : FLAGS_AT + 4], value, datatype)
+            cas = self.locks.shown_cas(part, key, seqno_of(entry), document.cas)
+            document = document._replace(cas=cas)
+        return document
 
     def get_from_replica(self, part: Partition, key: bytes) -> StoredDocument | None:
         """Return a document whatever the partition's state; None: there is none, or it is due."""
@@ -454,11 +417,7 @@ class Engine:
             entry = self.versions.entry_below(part, key)
         if not entry or entry[OPCODE_AT] != MUTATION or self._due_meta(part, key) is not None:
             return None
-        _, key_bytes, datatype, _, cas, _, _ = _UNPACK_META(entry)
-        value = entry[MUTATION_KEY_AT + key_bytes :]
-        if datatype & DATATYPE_XATTR:
-            value, datatype = value[body_at(value) :], datatype & ~DATATYPE_XATTR
-        return StoredDocument(cas, entry[FLAGS_AT : FLAGS_AT + 4], value, datatype)
+        return _document_of(entry)
 
     def document_entry(self, part: Partition, key: bytes) -> bytes | None:
         """Return the newest version of a key, None if it is not a document. The partition must be
@@ -603,14 +562,12 @@ class Engine:
         return meta
 
 
-def _are_new(part: Partition, keys: Sequence[bytes]) -> bool:
-    """Whether the keys are distinct and surely not in the partition."""
-    if part.merged_seqno:
-        return False
-    distinct = set(keys)
-    return len(distinct) == len(keys) and all(
-        layer.newest.keys().isdisjoint(distinct) for layer in part.layers()
-    )
+def _document_of(entry: bytes) -> StoredDocument:
+    _, key_bytes, datatype, _, cas, _, _ = _UNPACK_META(entry)
+    value = entry[MUTATION_KEY_AT + key_bytes :]
+    if datatype & DATATYPE_XATTR:
+        value, datatype = value[body_at(value) :], datatype & ~DATATYPE_XATTR
+    return StoredDocument(cas, entry[FLAGS_AT : FLAGS_AT + 4], value, datatype)
 
 
 def unwritable(part: Partition) -> Outcome:
