@@ -85,7 +85,7 @@ MUTATIONS = (
         "log-end-mark-ignored",
         "    if found.group < mark.end.group:\n",
         "    if found.group < mark.end.group - 1:\n",
-        ("test_log", "test_log_end", "test_power_loss"),
+        ("test_log_recovery", "test_log_end", "test_power_loss"),
     ),
     Mutation(
         "block-checksum-missed",
@@ -134,7 +134,7 @@ MUTATIONS = (
         "mark-slot-overwritten",
         "slot for slot in range(MARK_SLOTS) if slot not in {self._kept_slot, synced_slot}\n",
         "slot for slot in range(MARK_SLOTS) if slot not in {synced_slot}\n",
-        ("test_log", "test_power_loss"),
+        ("test_log_recovery", "test_power_loss"),
     ),
     # -- failover ------------------------------------------------------------------------------
     Mutation(
@@ -201,8 +201,11 @@ MUTATIONS = (
     ),
     Mutation(
         "get-does-not-wait-for-the-commit",
-        "        if part.last_group > engine.commits.committed_group:\n",
-        "        if False:\n",
+        "        if part.last_group > engine.commits.committed_group:\n"
+        "            state.observes_version(part, key)\n"
+        "        if entry is None:\n"
+        "            if opcode not in _QUIET_READS:\n",
+        "        if entry is None:\n            if opcode not in _QUIET_READS:\n",
         ("test_session_documents", "test_session_waits"),
     ),
     Mutation(

@@ -140,11 +140,7 @@ def recover_node(
         writer.mark_anew()  # a mark that is there already may not be on disk
         writer.rotate()  # the log's first segment is there before the store is
     if node is None:
-        if device.segments() != [1] or any(recover(device, 0).groups()):
-            raise LogDamagedError(
-                "there is no store, but the log beside it holds changes; put the store's files "
-                "back, or restore a copy of the whole folder"
-            )
+        _check_no_changes(device)
         store.close()
         node = _first_node(env, draw_node_id(), durability)
         store = Store.create(env, node, new_partitions(draw_uuid, num_vbuckets))
@@ -224,6 +220,15 @@ def replay_log(engine: Engine, store: Store, recovery: Recovery) -> TornTail | N
     replay.finish()
     engine.keyspace.continue_after(recovery.end.group)
     return recovery.finish()
+
+
+def _check_no_changes(device: LogDevice) -> None:
+    """Raise LogDamagedError if the log beside a missing store holds changes."""
+    if device.segments() != [1] or any(recover(device, 0).groups()):
+        raise LogDamagedError(
+            "there is no store, but the log beside it holds changes; put the store's files "
+            "back, or restore a copy of the whole folder"
+        )
 
 
 def _first_node(env: KvEnv, node_id: str, durability: str) -> NodeRecord:
