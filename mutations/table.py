@@ -136,6 +136,18 @@ MUTATIONS = (
         "slot for slot in range(MARK_SLOTS) if slot not in {synced_slot}\n",
         ("test_log", "test_power_loss"),
     ),
+    Mutation(
+        "log-end-only-synced-again",
+        "                self._device.rewrite(self._synced_bytes, unproven)\n",
+        "                pass\n",
+        ("test_log_rewrite", "test_power_loss"),
+    ),
+    Mutation(
+        "end-mark-only-synced-again",
+        "self._device.mark(self._mark.slot, pack_mark(self._mark.end, self._mark.sequence))\n",
+        "pass\n",
+        ("test_power_loss",),
+    ),
     # -- failover ------------------------------------------------------------------------------
     Mutation(
         "rollback-one-too-low",
