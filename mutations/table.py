@@ -85,7 +85,7 @@ MUTATIONS = (
         "log-end-mark-ignored",
         "    if found.group < mark.end.group:\n",
         "    if found.group < mark.end.group - 1:\n",
-        ("test_log_recovery", "test_log_end", "test_power_loss"),
+        ("test_log", "test_log_end", "test_power_loss"),
     ),
     Mutation(
         "block-checksum-missed",
@@ -134,7 +134,19 @@ MUTATIONS = (
         "mark-slot-overwritten",
         "slot for slot in range(MARK_SLOTS) if slot not in {self._kept_slot, synced_slot}\n",
         "slot for slot in range(MARK_SLOTS) if slot not in {synced_slot}\n",
-        ("test_log_recovery", "test_power_loss"),
+        ("test_log", "test_power_loss"),
+    ),
+    Mutation(
+        "log-end-only-synced-again",
+        "                self._device.rewrite(self._synced_bytes, unproven)\n",
+        "                pass\n",
+        ("test_log_rewrite", "test_power_loss"),
+    ),
+    Mutation(
+        "end-mark-only-synced-again",
+        "self._device.mark(self._mark.slot, pack_mark(self._mark.end, self._mark.sequence))\n",
+        "pass\n",
+        ("test_power_loss",),
     ),
     # -- failover ------------------------------------------------------------------------------
     Mutation(

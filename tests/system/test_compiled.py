@@ -35,7 +35,6 @@ CORE = (
     "vbucket/test_damaged_pages.py",
     "vbucket/test_engine.py",
     "vbucket/test_log.py",
-    "vbucket/test_log_recovery.py",
     "vbucket/test_runs.py",
     "vbucket/test_store.py",
     "session/test_session_documents.py",
