@@ -83,6 +83,8 @@ class Following:
         self._dialled_ns: dict[str, int] = {}
         self._confirmed_ns: dict[int, int] = {}
         """When a partition's master was last confirmed, on links that are left or gone."""
+        self.rollbacks = 0
+        """How often a partition was cut back to where its master's history parts."""
         self._hw: dict[int, int] = {}
         """The high watermarks that masters told."""
 
@@ -207,6 +209,7 @@ class Following:
             )  # fmt: skip
         except BranchRefusedError as error:
             raise ReplicationError(str(error)) from error
+        self.rollbacks += 1
 
     def _keep_what_is_cut(self, vb_id: int, epoch: int, seqno: int) -> None:
         part = self._engine.partitions[vb_id]

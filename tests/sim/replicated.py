@@ -77,6 +77,8 @@ class MapRouting:
 class ReplicatedNodes:
     """See the module. Also what only a cluster can suffer (`Controls`)."""
 
+    node_type = ClusterNode
+
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._world = setting.world
@@ -96,7 +98,7 @@ class ReplicatedNodes:
             )
         setting = self._setting
         try:
-            return ClusterNode(machine, setting.plan, setting.facts, client)
+            return self.node_type(machine, setting.plan, setting.facts, client)
         except (LogDamagedError, StoreDamagedError) as error:
             raise StartRefusedError(str(error)) from error
         except (LogWriteError, SyncFailedError) as error:
