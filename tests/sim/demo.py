@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from dcp.wire.frame import HEADER
 from dcp.wire.opcode import Opcode
 from sim.cluster import Setting
 from sim.cluster_node import ClusterNode
@@ -30,7 +31,6 @@ from sim.plan import Plan, drawn
 from sim.replicated import ReplicatedNodes
 from sim.world import MS, SECOND, World
 from vbucket.engine.partition import Partition
-from vbucket.model.entry import OPCODE_AT, key_of, seqno_of, value_of
 
 NODES: Final = 3
 PARTITIONS: Final = 16
@@ -380,17 +380,18 @@ def _parts(nodes: Sequence[DemoNode], vb_id: int) -> list[Partition]:
 
 def _documents(node: DemoNode, vb_id: int) -> dict[bytes, bytes]:
     """Return what a node holds of a partition, as master or as replica."""
-    part = node.engine.partitions[vb_id]
+    end_seqno = node.engine.partitions[vb_id].committed_seqno
     documents: dict[bytes, bytes] = {}
     seqno = 1
-    while seqno <= part.high_seqno:
-        entries = node.engine.versions.entries(part, seqno, part.high_seqno, 1 << 20)
-        if not entries:
-            break
-        for entry in entries:
-            if entry[OPCODE_AT] == Opcode.DCP_MUTATION:
-                documents[key_of(entry)[1:]] = value_of(entry)
-        seqno = seqno_of(entries[-1]) + 1
+    while seqno <= end_seqno:
+        batch = node.engine.versions.frames(vb_id, seqno, end_seqno, bytes(4), (), 1 << 20)
+        for frame in batch.frames:
+            if frame[1] == Opcode.DCP_MUTATION:
+                head = HEADER.unpack_from(frame)
+                key_at = HEADER.size + head[3]
+                value_at = key_at + head[2]
+                documents[bytes(frame[key_at + 1 : value_at])] = bytes(frame[value_at:])
+        seqno = batch.next_seqno
     return documents
 
 
