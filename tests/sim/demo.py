@@ -62,7 +62,7 @@ class Script(NamedTuple):
     """What happens in the story."""
 
     deaths: int = 30
-    cuts: int = 8
+    cuts: int = 7
     has_blackout: bool = True
     """Whether all nodes lose power at once, in the middle."""
 
@@ -305,9 +305,7 @@ class Demo:
     def _is_whole(self) -> bool:
         """Whether all nodes run, the consumer runs, nothing is cut, and all is served."""
         hosts = self._network.hosts
-        is_cut = any(
-            self._network.link(one, other).is_cut for one in hosts for other in hosts
-        )
+        is_cut = any(self._network.link(one, other).is_cut for one in hosts for other in hosts)
         is_up = self._consumer.host.is_up and all(machine.node for machine in self._machines)
         return is_up and not is_cut and self._is_served()
 

@@ -198,7 +198,7 @@ class Loader:
         return not self._busy
 
     def allow(self, share: float) -> None:
-        """Write this share of every partition's documents, in the order in which they were given."""
+        """Write this share of every partition, in the order in which documents were given."""
         self._share = share
         for vb_id in range(len(self._queues)):
             self._next(vb_id)
