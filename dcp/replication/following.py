@@ -201,6 +201,7 @@ class Following:
         seqno = min(seqno, part.high_seqno)
         if seqno < part.history_floor:
             seqno = 0
+        self.rollbacks += 1
         self._keep_what_is_cut(vb_id, epoch, seqno)
         try:
             adopt_failover_log(
@@ -209,7 +210,6 @@ class Following:
             )  # fmt: skip
         except BranchRefusedError as error:
             raise ReplicationError(str(error)) from error
-        self.rollbacks += 1
 
     def _keep_what_is_cut(self, vb_id: int, epoch: int, seqno: int) -> None:
         part = self._engine.partitions[vb_id]

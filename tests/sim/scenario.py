@@ -11,15 +11,16 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
-from dcp.cluster.cluster_records import StoredPartition, encode_partition
-from dcp.cluster.metastore import Put, Txn
+from dcp.cluster.cluster_keys import KeyKind
+from dcp.cluster.cluster_records import StoredPartition, decode_partition, encode_partition
+from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn
 from failover.replication_record import ReplicationRecord, want
 from sim.cluster import Setting
 from sim.cluster_node import ClusterNode
 from sim.facts import Kind, Operation, Outcome
 from sim.machine import Machine
 from sim.plan import Plan, drawn
-from sim.replicated import ReplicatedNodes
+from sim.replicated import KEYS, ReplicatedNodes
 from sim.run import Options, Simulation
 from sim.world import MS, SECOND
 
@@ -81,7 +82,14 @@ class Scenario(Simulation):
 
     def record(self, vb_id: int = 0) -> ReplicationRecord:
         """Return a partition's record as the metadata store has it."""
-        return self.cluster._record(vb_id)[1]
+        return decode_partition(self._stored(vb_id)).record
+
+    def _stored(self, vb_id: int) -> KeyValue:
+        result = self.cluster.store.apply(
+            self.now_ns, Range(KEYS.of_partition(KeyKind.PARTITION, vb_id))
+        )
+        assert isinstance(result, RangeResult)
+        return result.items[0]
 
     def master(self, vb_id: int = 0) -> str:
         """Return the node that serves a partition."""
@@ -95,7 +103,9 @@ class Scenario(Simulation):
     def is_served(self) -> bool:
         """Whether every partition has a master that serves."""
         return all(
-            any(machine.node is not None and machine.node.serves(vb_id) for machine in self.machines)
+            any(
+                machine.node is not None and machine.node.serves(vb_id) for machine in self.machines
+            )
             for vb_id in range(self.plan.partitions)
         )
 
@@ -105,9 +115,8 @@ class Scenario(Simulation):
 
     def want(self, vb_id: int, name: str) -> None:
         """Name another wanted master of a partition."""
-        item, record = self.cluster._record(vb_id)
-        stored = StoredPartition(want(record, f"{name}-1"), f"wanted{self.now_ns}")
-        put = Put(item.key, encode_partition(stored))
+        stored = StoredPartition(want(self.record(vb_id), f"{name}-1"), f"wanted{self.now_ns}")
+        put = Put(KEYS.of_partition(KeyKind.PARTITION, vb_id), encode_partition(stored))
         self.cluster.store.apply(self.now_ns, Txn((), (put,)))
 
     # -- what clients see --------------------------------------------------------------------------
@@ -168,6 +177,6 @@ def plan_of(seed: int, nodes: int) -> Plan:
         kinds=(Kind.GET, Kind.SET, Kind.INCREMENT), kind_weights=(1.0, 3.0, 1.0), pipeline=2,
         think_ns=8 * MS, timeout_ns=2500 * MS, value_bytes=40, cas_share=0.0, faults=(),
         calm_ns=150 * MS, delay_min_ns=MS // 10, delay_max_ns=MS, sync_min_ns=MS // 5,
-        sync_max_ns=2 * MS, drift_ppm=0, memtable_bytes=8 << 10, compact_share=0.5,
+        sync_max_ns=2 * MS, drift_ppm=0, memtable_bytes=8 << 10, compact_share=0.0,
         save_every_ns=200 * MS,
     )  # fmt: skip

@@ -94,6 +94,9 @@ def test_without_the_flights_it_says_what_to_do(
 def test_the_script_has_every_kind_of_step() -> None:
     steps = Script().steps()
     assert [steps.count(what) for what in ("kill", "power cut", "cut", "blackout")] == [
-        15, 15, 7, 1
+        15,
+        15,
+        7,
+        1,
     ]
     assert steps.index("blackout") in range(len(steps) // 3, 2 * len(steps) // 3)

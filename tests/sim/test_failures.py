@@ -6,7 +6,7 @@ import pytest
 
 from sim.facts import Outcome
 from sim.scenario import Scenario
-from sim.world import MS, SECOND
+from sim.world import SECOND
 
 ANSWERED = frozenset({Outcome.OK, Outcome.ABSENT})
 
@@ -32,7 +32,7 @@ def test_a_killed_replica_stops_writes_until_it_has_left_the_in_sync_set(cluster
     died_ns, master = cluster.now_ns, cluster.master()
     replica = cluster.machine(cluster.replicas()[0])
     replica.kill()
-    assert cluster.first_answer_s(died_ns) < 3.5
+    assert cluster.first_answer_s(died_ns) < 4
     assert cluster.master() == master
     assert replica.name not in cluster.in_sync()
     replica.start()
@@ -44,7 +44,7 @@ def test_a_killed_replica_stops_writes_until_it_has_left_the_in_sync_set(cluster
 def test_a_power_cut_of_the_master_loses_nothing(cluster: Scenario, share: float) -> None:
     died_ns, master = cluster.now_ns, cluster.machine(cluster.master())
     master.cut_power(share)
-    assert cluster.first_answer_s(died_ns) < 3.5
+    assert cluster.first_answer_s(died_ns) < 4
     assert cluster.master() != master.name
     master.start()
     cluster.until(lambda: len(cluster.in_sync()) == 3)
@@ -69,7 +69,9 @@ def test_with_min_in_sync_1_all_copies_but_one_may_die_one_after_the_other() -> 
         died_ns = cluster.now_ns
         cluster.machine(cluster.master()).kill()
         assert cluster.first_answer_s(died_ns) < 8
-        cluster.until(lambda: cluster.in_sync() == [cluster.master()] or len(cluster.in_sync()) == 2)
+        cluster.until(
+            lambda: cluster.in_sync() == [cluster.master()] or len(cluster.in_sync()) == 2
+        )
     cluster.passes()
 
 
@@ -77,7 +79,7 @@ def test_after_a_failed_sync_the_process_ends_and_another_is_master(cluster: Sce
     died_ns, master = cluster.now_ns, cluster.machine(cluster.master())
     master.disk.syncs_to_fail = 1
     cluster.until(lambda: master.node is None)
-    assert cluster.first_answer_s(died_ns) < 3.5
+    assert cluster.first_answer_s(died_ns) < 4
     cluster.passes()
 
 
@@ -97,7 +99,7 @@ def test_a_master_whose_disk_is_full_refuses_writes_until_there_is_room(cluster:
 def test_a_process_that_was_stopped_answers_nothing_stale(cluster: Scenario) -> None:
     stopped_ns, master = cluster.now_ns, cluster.machine(cluster.master())
     master.pause()
-    assert cluster.first_answer_s(stopped_ns) < 3.5
+    assert cluster.first_answer_s(stopped_ns) < 4
     assert cluster.record().master != f"{master.name}-1"
     master.resume()
     cluster.until(lambda: len(cluster.in_sync()) == 3)
@@ -168,9 +170,9 @@ def test_without_the_metadata_store_masters_go_on(cluster: Scenario, kind: str) 
         assert cluster.write().outcome is Outcome.OK
     cluster.run_for(1)
     assert cluster.master() == master
-    assert all(
-        item.at_ns < began_ns for item in cluster.facts.masterships
-    ), "nothing moves without a reason"
+    assert all(item.at_ns < began_ns for item in cluster.facts.masterships), (
+        "nothing moves without a reason"
+    )
     mend()
     cluster.passes()
 
@@ -205,7 +207,7 @@ def test_a_coordinator_that_dies_is_followed(cluster: Scenario) -> None:
 
 
 @pytest.mark.parametrize("who", ["old", "new"])
-@pytest.mark.parametrize("after_ms", [0, 1, 2, 4, 8, 16, 30, 60, 120])
+@pytest.mark.parametrize("after_ms", [0, 2, 8, 30, 100])
 def test_a_handover_may_be_interrupted_at_any_step(who: str, after_ms: int) -> None:
     cluster = Scenario(seed=after_ms + 1)
     old = cluster.master()
