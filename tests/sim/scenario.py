@@ -129,10 +129,19 @@ class Scenario(Simulation):
         """Read a document of a partition, and wait for the end of that."""
         return self._perform(Kind.GET, vb_id)
 
-    def _perform(self, kind: Kind, vb_id: int) -> Operation:
+    def begin_write(self, vb_id: int = 0, *, level: int = 0) -> Operation:
+        """Send a write, with a durability frame if there is a level."""
+        return self._begin(Kind.SET, vb_id, level)
+
+    def _begin(self, kind: Kind, vb_id: int, level: int = 0) -> Operation:
         client = self.clients[0]
         operation = client._workload.operation(kind, self.plan.keys_of(vb_id)[0])
+        operation.level = level
         client._perform(operation)
+        return operation
+
+    def _perform(self, kind: Kind, vb_id: int) -> Operation:
+        operation = self._begin(kind, vb_id)
         self.until(lambda: operation.outcome is not None)
         return operation
 
@@ -161,6 +170,12 @@ class Scenario(Simulation):
     def cut(self, one: str, other: str) -> None:
         """Let nothing pass from one host to another."""
         self.network.cut(one, other)
+
+    def break_links(self, one: str, other: str) -> None:
+        """Break all connections between two hosts."""
+        for side in self.network.open_sides():
+            if {side.host.name, side.peer.host.name} == {one, other}:
+                self.network.break_connection(side, 0)
 
     def mend(self) -> None:
         """Let everything pass again."""

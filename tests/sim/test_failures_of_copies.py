@@ -17,6 +17,7 @@ from sim.network import Side
 from sim.node import SingleNode
 from sim.scenario import Scenario
 from sim.serving import ServedConnection
+from vbucket.model.entry import value_of
 
 
 @pytest.fixture
@@ -98,19 +99,35 @@ def test_a_branch_that_is_interrupted_is_done_everywhere_or_nowhere(
     cluster.passes()
 
 
-def test_as_master_a_failover_may_lose_what_was_answered_and_a_frame_keeps_it() -> None:
-    """`acknowledge=master`: an answer says that one disk has it."""
-    cluster = Scenario(acknowledge="master", durability_share=0.5)
-    master = cluster.machine(cluster.master())
-    for replica in cluster.replicas():
-        cluster.cut(master.name, replica)
+def test_with_acknowledge_master_a_failover_may_lose_an_answer_and_keeps_it_in_a_file() -> None:
+    """An answer says that one disk has it. A durability frame makes it wait for the others."""
+    cluster = Scenario(acknowledge="master", durability_share=0.0)
+    master = cluster.master()
+    node, machine = cluster.node(master), cluster.machine(master)
+
+    def accept(side: Side) -> None:
+        ServedConnection(node, side).state.acknowledges_as_master = True
+
+    cluster.network.listeners[master] = accept
+    cluster.break_links(cluster.clients[0].name, master)
     cluster.run_for(0.1)
-    master.kill()
+    assert cluster.write().outcome is Outcome.OK
+    for replica in cluster.replicas():
+        cluster.cut(master, replica)
+    answered = cluster.write()
+    assert answered.outcome is Outcome.OK
+    framed = cluster.begin_write(level=1)
+    cluster.run_for(0.05)
+    assert framed.outcome is None
+    machine.kill()
     cluster.mend()
     died_ns = cluster.now_ns
     assert cluster.first_answer_s(died_ns) < 4
-    master.start()
-    cluster.passes()
+    machine.start()
+    cluster.until(lambda: bool(cluster.facts.cut_off))
+    lost = [value_of(entry) for cut in cluster.facts.cut_off for entry in cut.entries]
+    assert answered.argument in lost
+    assert framed.outcome is Outcome.AMBIGUOUS
 
 
 # -- peers that lie --------------------------------------------------------------------------------
@@ -185,9 +202,7 @@ def test_a_peer_that_lies_is_disconnected_and_nothing_of_it_is_applied(
     held = cluster.node(replica).engine.partitions[0].high_seqno
     assert held < node.engine.partitions[0].high_seqno
     cluster.network.listeners[master] = node._accept
-    for side in cluster.network.open_sides():
-        if {side.host.name, side.peer.host.name} == {master, replica}:
-            cluster.network.break_connection(side, 0)
+    cluster.break_links(master, replica)
     cluster.until(lambda: replica in cluster.in_sync())
     cluster.passes()
 
