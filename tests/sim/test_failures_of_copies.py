@@ -119,7 +119,7 @@ def test_with_acknowledge_master_a_failover_may_lose_an_answer_and_keeps_it_in_a
     framed = cluster.begin_write(level=1)
     cluster.run_for(0.05)
     assert framed.outcome is None
-    machine.kill()
+    machine.cut_power(0.0)
     cluster.mend()
     died_ns = cluster.now_ns
     assert cluster.first_answer_s(died_ns) < 4
