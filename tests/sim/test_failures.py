@@ -96,6 +96,16 @@ def test_a_master_whose_disk_is_full_refuses_writes_until_there_is_room(cluster:
     cluster.passes()
 
 
+def test_a_replica_whose_disk_is_full_leaves_the_in_sync_set(cluster: Scenario) -> None:
+    full_ns, replica = cluster.now_ns, cluster.machine(cluster.replicas()[0])
+    replica.disk.is_full = True
+    cluster.until(lambda: replica.name not in cluster.in_sync())
+    assert cluster.first_answer_s(full_ns) < 4
+    replica.disk.is_full = False
+    cluster.until(lambda: replica.name in cluster.in_sync())
+    cluster.passes()
+
+
 def test_a_process_that_was_stopped_answers_nothing_stale(cluster: Scenario) -> None:
     stopped_ns, master = cluster.now_ns, cluster.machine(cluster.master())
     master.pause()
