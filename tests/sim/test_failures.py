@@ -68,7 +68,7 @@ def test_with_min_in_sync_1_all_copies_but_one_may_die_one_after_the_other() -> 
     for _ in range(2):
         died_ns = cluster.now_ns
         cluster.machine(cluster.master()).kill()
-        assert cluster.first_answer_s(died_ns) < 8
+        assert cluster.first_answer_s(died_ns) < 4
         cluster.until(
             lambda: cluster.in_sync() == [cluster.master()] or len(cluster.in_sync()) == 2
         )
