@@ -277,9 +277,7 @@ class Leading:
         alive = self._view.alive
         changes: list[RecordChange] = []
         for vb_id, mastership in self.masterships.items():
-            record = mastership.changed_isr(
-                self._now_ns, alive, self._confirmations(mastership)
-            )
+            record = mastership.changed_isr(self._now_ns, alive, self._confirmations(mastership))
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
             if record is None:
