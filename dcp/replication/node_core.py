@@ -34,6 +34,7 @@ from dcp.cluster.record_writer import OutcomeKind, WriteOutcome
 from dcp.core.groups import GroupCycle
 from dcp.replication.following import Following, Identity
 from dcp.replication.leading import Leading
+from dcp.replication.loss_receipt import Lost
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.shell_effects import MapChanged, ReplicationEffect
 from dcp.stream.hub import StreamHub
@@ -138,13 +139,24 @@ class ReplicationCore:
         elif mastership is None or mastership.epoch != record.epoch:
             confirmed_ns = self.following.last_confirmed_ns(vb_id)
             self.following.leave(vb_id)
+            told_seqno = self.following.take_told_hw(vb_id)
+            self._tell_loss(vb_id, record, told_seqno)
             self.leading.begin(
-                vb_id, record, confirmed_ns=confirmed_ns,
-                told_seqno=self.following.take_told_hw(vb_id), now_ns=self._now_ns,
+                vb_id, record, confirmed_ns=confirmed_ns, told_seqno=told_seqno,
+                now_ns=self._now_ns,
             )  # fmt: skip
         else:
             mastership.take_record(record)
             self._raise_watermarks((vb_id,))
+
+    def _tell_loss(self, vb_id: int, record: ReplicationRecord, told_seqno: int) -> None:
+        """Emit a receipt if this node is the first master since an unclean election."""
+        part = self._engine.partitions[vb_id]
+        if record.unclean_epoch is not None and part.leader_epoch < record.unclean_epoch:
+            versions = tuple(part.failover.pairs())
+            self._effects.append(
+                Lost(vb_id, record.epoch, versions, part.high_seqno, told_seqno or None)
+            )
 
     def outcome(self, now_ns: int, outcome: WriteOutcome) -> None:
         """A change that this node wrote was decided."""

@@ -92,8 +92,10 @@ class ReplicaSide(Protocol):
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """The master goes on from there: take over its versions. Raises ReplicationError."""
 
-    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
-        """The master does not have what lies above a seqno: cut it off."""
+    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> bool:
+        """The master does not have what lies above a seqno: cut it off. False: not yet, because it
+        is put into quarantine first; the master is asked again.
+        """
 
     def high_seqno(self, vb_id: int) -> int:
         """Return the last seqno that was applied."""
@@ -252,8 +254,9 @@ class ReplicaLink:
         elif frame.status == Status.ROLLBACK:
             if len(frame.value) < U64.size:
                 raise ReplicationError(f"vb {vb_id}: ROLLBACK without a seqno")
-            self._side.roll_back(vb_id, stream.epoch, U64.unpack_from(frame.value)[0])
-            stream.step, stream.retry_ns = _Step.WAITING, now_ns
+            is_done = self._side.roll_back(vb_id, stream.epoch, U64.unpack_from(frame.value)[0])
+            stream.step = _Step.WAITING
+            stream.retry_ns = now_ns if is_done else now_ns + RETRY_NS
             self._ask_what_is_due(now_ns)
         else:
             stream.step, stream.retry_ns = _Step.WAITING, now_ns + RETRY_NS
