@@ -283,9 +283,10 @@ class Leading:
     ) -> list[RecordChange]:
         """Return the changes of this master's records that are due. They must be written."""
         alive = self._view.alive
+        heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
         changes: list[RecordChange] = []
         for vb_id, mastership in self.masterships.items():
-            record = mastership.changed_isr(self._now_ns, alive)
+            record = mastership.changed_isr(self._now_ns, alive, heard_ns)
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
             if record is None:
