@@ -140,9 +140,7 @@ class ReplicationCore:
             if known is not None:
                 epoch, master = known.content.record.epoch, known.content.record.master or "none"
             self._effects.append(
-                Notice(
-                    f"vb {vb_id} stays as it is (leader epoch {epoch}, master {master}): {why}"
-                )
+                Notice(f"vb {vb_id} stays as it is (leader epoch {epoch}, master {master}): {why}")
             )
 
     def _record_of(self, vb_id: int) -> ReplicationRecord:

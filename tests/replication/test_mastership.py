@@ -24,7 +24,8 @@ def synced_part(changes: int) -> Partition:
     part = node.engine.partitions[VB]
     part.has_copies = True
     for number in range(changes):
-        node.engine.store(SET, VB, b"\0k%d" % number, b"v", 0, 0, 0, 0)
+        key = b"\0k%d" % number
+        node.engine.store(SET, VB, key, key + b"v", 0, 0, 0, 0)
     node.commit()
     assert (part.synced_seqno, part.committed_seqno) == (changes, 0)
     return part
@@ -104,7 +105,7 @@ def test_who_leaves_counts_until_confirmed_and_who_joins_from_the_question_on() 
 def ticks(master: Mastership, until_ns: int, *heard: str) -> ReplicationRecord | None:
     """Let time pass; these members confirm questions. Return the record that is wanted."""
     for now_ns in range(NOW, NOW + until_ns, S // 10):
-        heard_ns = {member: now_ns - S // 100 for member in heard} | dict.fromkeys(
+        heard_ns = dict.fromkeys(heard, now_ns - S // 100) | dict.fromkeys(
             ALIVE.keys() - set(heard), NOW - 5 * S
         )
         if (record := master.changed_isr(now_ns, ALIVE, heard_ns)) is not None:

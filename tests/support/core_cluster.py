@@ -71,18 +71,25 @@ class CoreNode(MemoryNode):
         """Partitions, the reason, and the high seqno of the first one at that moment."""
         self.core = ReplicationCore(
             self.engine, self.store, self.hub, self.groups, self.session, self.cluster.settings,
-            cluster=CLUSTER, carry_out=self.take, depose=self._depose, now_ns=self.cluster.now_ns,
+            cluster=CLUSTER, carry_out=self.carry_out, depose=self._depose,
+            now_ns=self.cluster.now_ns,
         )  # fmt: skip
 
     def _depose(self, vb_ids: tuple[int, ...], why: str) -> None:
         self.deposed.append((vb_ids, why, self.engine.partitions[vb_ids[0]].high_seqno))
+
+    def crash(self, keep_unsynced_bytes: int = 0) -> None:
+        for wire in self.cluster.wires:
+            if self in {wire.node, wire.master}:
+                wire.cut()
+        super().crash(keep_unsynced_bytes)
 
     def finish(self, job: Job) -> None:
         super().finish(job)
         if isinstance(job, WriteGroup):
             self.core.group_synced(self.cluster.now_ns, job.group)
 
-    def take(self, effects: Iterable[SessionEffect]) -> None:
+    def carry_out(self, effects: Iterable[SessionEffect]) -> None:
         """Carry out effects of the session: requests wait for `answer`."""
         now_ns = self.cluster.now_ns
         for effect in effects:
@@ -98,7 +105,7 @@ class CoreNode(MemoryNode):
         submit = self.submits.pop(0)
         if result is None:
             result = self.cluster.store.apply(self.cluster.now_ns, submit.request)
-        self.take(self.session.on_event(self.cluster.now_ns, Answered(submit.tag, result)))
+        self.carry_out(self.session.on_event(self.cluster.now_ns, Answered(submit.tag, result)))
 
     def told(self, kind: type) -> list:
         """Return the effects of a kind so far."""
@@ -117,7 +124,7 @@ class CoreNode(MemoryNode):
         """Write a document, as a session does after its guards; it is not committed yet."""
         self.now_ns += 1 << 16
         self.engine.begin_batch(self.now_ns)
-        assert self.engine.store(SET, VB, key, value, 0, 0, 0, 0)[0] == 0
+        assert self.engine.store(SET, VB, key, key + value, 0, 0, 0, 0)[0] == 0
 
 
 class Wire:
@@ -127,7 +134,7 @@ class Wire:
         self.node, self.link, self.master = node, link, master
         self.peer: Peer = master.connect()
         self.peer.state.replication = master.core.leading
-        self.peer.state.rights = Rights({role: (EVERYTHING,) for role in Role})
+        self.peer.state.rights = Rights(dict.fromkeys(Role, (EVERYTHING,)))
         self.is_open = self.is_up = self.is_down = True
         """Whether it is open, and whether bytes go to the master and to the replica."""
 
@@ -164,9 +171,7 @@ class Wire:
 class CoreCluster:
     """See the module. Records exist for partition VB alone, and "a" is its first master."""
 
-    def __init__(
-        self, members: str = "ab", settings: ReplicationSettings | None = None
-    ) -> None:
+    def __init__(self, members: str = "ab", settings: ReplicationSettings | None = None) -> None:
         self.now_ns = 10**12
         self.settings = settings or ReplicationSettings(min_in_sync=1)
         self.store = RevisionStore()

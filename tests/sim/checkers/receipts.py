@@ -23,7 +23,7 @@ OTHERS = frozenset({"branch", "lost folder"})
 def lost_by_election(
     operations: Iterable[Operation], final: Iterable[History], excuses: Sequence[Excuse]
 ) -> list[Operation]:
-    """Return the answered writes that are gone, and that nothing but an unclean election excuses."""
+    """Return the answered writes that are gone because of an unclean election alone."""
     by_vb = {history.vb_id: history for history in final}
     return [
         operation
