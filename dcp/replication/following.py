@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
+from dcp.replication.cut_off import Quarantine
 from dcp.replication.loss_receipt import CutOff
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.messages import (
@@ -24,7 +25,6 @@ from dcp.replication.messages import (
     Welcome,
     versions_of,
 )
-from dcp.replication.quarantine import Quarantine
 from dcp.replication.replica_link import LinkState, ReplicaLink, from_here
 from dcp.replication.shell_effects import Dial, ReplicationEffect
 from dcp.session.replication_port import ReplicationError

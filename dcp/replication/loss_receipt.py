@@ -1,8 +1,8 @@
 """What a node keeps and tells of changes that a new master does not have. Pure.
 
-    CutOff   a replica cuts off changes that may have been answered. They go to a quarantine file
-             before they are cut off
-    Lost     an unclean election: the new master says where it begins, so what lies above is lost
+    CutOff         a replica cuts off changes that may have been answered. They go to a quarantine
+                   file before they are cut off
+    ElectionLoss   an unclean election: the new master says where it begins. What lies above is lost
 
 A quarantine file is
 
@@ -88,7 +88,7 @@ class CutOff(NamedTuple):
         )
 
 
-class Lost(NamedTuple):
+class ElectionLoss(NamedTuple):
     """A member became master by an unclean election, or is the first that serves after one."""
 
     vb_id: int
@@ -219,7 +219,7 @@ def cut_off_receipt(cut: CutOff) -> dict[str, Any]:
     }
 
 
-def election_receipt(lost: Lost) -> dict[str, Any]:
+def election_receipt(lost: ElectionLoss) -> dict[str, Any]:
     """Return the receipt of an unclean election. Keys are not known yet: the members that return
     have them.
     """

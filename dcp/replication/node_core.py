@@ -36,7 +36,7 @@ from dcp.cluster.record_writer import OutcomeKind, WriteOutcome
 from dcp.core.groups import GroupCycle
 from dcp.replication.following import Following, Identity
 from dcp.replication.leading import Leading
-from dcp.replication.loss_receipt import Lost
+from dcp.replication.loss_receipt import ElectionLoss
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.shell_effects import MapChanged, ReplicationEffect
 from dcp.stream.hub import StreamHub
@@ -188,7 +188,7 @@ class ReplicationCore:
         if record.unclean_epoch is not None and part.leader_epoch < record.unclean_epoch:
             versions = tuple(part.failover.pairs())
             self._effects.append(
-                Lost(vb_id, record.epoch, versions, part.high_seqno, told_seqno or None)
+                ElectionLoss(vb_id, record.epoch, versions, part.high_seqno, told_seqno or None)
             )
 
     def outcome(self, now_ns: int, outcome: WriteOutcome) -> None:

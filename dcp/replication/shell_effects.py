@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from dcp.cluster.effects import Notice
 from dcp.core.groups import Published
-from dcp.replication.loss_receipt import CutOff, Lost
+from dcp.replication.loss_receipt import CutOff, ElectionLoss
 
 
 class Dial(NamedTuple):
@@ -29,6 +29,6 @@ class BranchEnded(NamedTuple):
     """Why it is not known to be done; "": all copies in sync have rolled back."""
 
 
-ReplicationEffect = Published | Dial | MapChanged | CutOff | Lost | BranchEnded | Notice
-"""CutOff: write the file, then answer with `Following.kept` or `Following.not_kept`. Lost: write
-the receipt."""
+ReplicationEffect = Published | Dial | MapChanged | CutOff | ElectionLoss | BranchEnded | Notice
+"""CutOff: write the file, then answer with `Following.kept` or `Following.not_kept`.
+ElectionLoss: write the receipt."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dcp.replication.cut_off import Quarantine
 from dcp.replication.following import UNHEARD_NS
 from dcp.replication.loss_receipt import CutOff
 from dcp.replication.mastership import ReplicationSettings
-from dcp.replication.quarantine import Quarantine
 from dcp.replication.replica_link import RETRY_NS, LinkState
 from failover.isr import PROMOTED_WAIT_NS
 from failover.replication_record import elect, shrink, unclean_elect

@@ -15,7 +15,7 @@ from clients.cli.dcpctl import run
 from dcp.replication.loss_receipt import (
     RECEIPT_KEYS_MAX,
     CutOff,
-    Lost,
+    ElectionLoss,
     QuarantineDamagedError,
     changes_of,
     cut_off_receipt,
@@ -113,7 +113,7 @@ def test_the_receipt_of_what_was_cut_off() -> None:
 
 @pytest.mark.parametrize(("told", "known"), [(None, None), (5, 0), (12, 2)])
 def test_the_receipt_of_an_election(told: int | None, known: int | None) -> None:
-    receipt = election_receipt(Lost(9, 4, VERSIONS, 10, told))
+    receipt = election_receipt(ElectionLoss(9, 4, VERSIONS, 10, told))
     assert receipt["end_seqno"] == "10"
     assert receipt["committed_seqno"] == (None if told is None else str(told))
     assert receipt["known_lost"] == known

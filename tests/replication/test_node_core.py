@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dcp.cluster.effects import Notice
-from dcp.replication.loss_receipt import Lost
+from dcp.replication.loss_receipt import ElectionLoss
 from failover.isr import PROMOTED_WAIT_NS
 from failover.replication_record import elect, shrink, unclean_elect, vacate
 from support.core_cluster import MS, VB, CoreCluster
@@ -104,11 +104,11 @@ def test_the_first_master_after_an_unclean_election_tells_where_it_begins() -> N
     cluster.b.core.following._told(VB, 5)  # five are committed, and one of them is here
     versions = tuple(cluster.b.part.failover.pairs())
     cluster.write(unclean_elect(cluster.record, "b"))
-    assert cluster.b.told(Lost) == [Lost(VB, 3, versions, 1, 5)]
-    assert cluster.a.told(Lost) == []
+    assert cluster.b.told(ElectionLoss) == [ElectionLoss(VB, 3, versions, 1, 5)]
+    assert cluster.a.told(ElectionLoss) == []
     cluster.run(LONG)
     cluster.write(elect(cluster.record, "b"))
-    assert len(cluster.b.told(Lost)) == 1, "once"
+    assert len(cluster.b.told(ElectionLoss)) == 1, "once"
 
 
 def test_it_is_told_although_the_elected_process_has_died() -> None:
@@ -116,16 +116,16 @@ def test_it_is_told_although_the_elected_process_has_died() -> None:
     cluster.write(shrink(cluster.record, "b"))
     cluster.b.crash()
     cluster.write(unclean_elect(cluster.record, "b"))
-    assert cluster.b.told(Lost) == [], "that was another process"
+    assert cluster.b.told(ElectionLoss) == [], "that was another process"
     cluster.write(elect(cluster.record, "b"))
-    (lost,) = cluster.b.told(Lost)
+    (lost,) = cluster.b.told(ElectionLoss)
     assert (lost.epoch, lost.end_seqno, lost.committed_seqno) == (4, 1, None)
 
 
 def test_a_clean_election_loses_nothing() -> None:
     cluster = serving()
     cluster.write(elect(cluster.record, "b"))
-    assert cluster.b.told(Lost) == []
+    assert cluster.b.told(ElectionLoss) == []
 
 
 # -- records that cannot be followed ---------------------------------------------------------------

@@ -18,7 +18,7 @@ from dcp.cluster.record_writer import WriteOutcome
 from dcp.cluster.store_driver import StoreDriver
 from dcp.core.groups import Job, Published, WriteGroup
 from dcp.replication.cluster_map import bucket_map
-from dcp.replication.loss_receipt import CutOff, Lost
+from dcp.replication.loss_receipt import CutOff, ElectionLoss
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.replica_link import LinkState, ReplicaLink
@@ -219,7 +219,7 @@ class ClusterNode(SingleNode):
                 self._dial(effect.member)
             elif isinstance(effect, CutOff):
                 self._keep(effect)
-            elif isinstance(effect, Lost):
+            elif isinstance(effect, ElectionLoss):
                 self._record.lost.append(LostFact(self._world.now_ns, self.name, effect))
         self._handlers = [item for item in self._handlers if not self._flushed(item)]
         self._note_masterships()

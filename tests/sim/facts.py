@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-from dcp.replication.loss_receipt import CutOff, Lost
+from dcp.replication.loss_receipt import CutOff, ElectionLoss
 
 
 class Kind(Enum):
@@ -205,7 +205,7 @@ class LostFact(NamedTuple):
 
     at_ns: int
     node: str
-    lost: Lost
+    lost: ElectionLoss
 
 
 class LostFolder(NamedTuple):
