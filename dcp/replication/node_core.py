@@ -148,7 +148,6 @@ class ReplicationCore:
 
     def _take_record(self, vb_id: int, stored: Stored[StoredPartition]) -> None:
         record = stored.content.record
-        first_epoch = self._first_epochs.setdefault(vb_id, record.epoch)
         seen_epoch = self._engine.partitions[vb_id].leader_epoch
         if vb_id in self._records:
             seen_epoch = max(seen_epoch, self._record_of(vb_id).epoch)
@@ -159,6 +158,9 @@ class ReplicationCore:
                 f"epoch {seen_epoch} was seen. Restore a newer state of the store",
             )
             return
+        # An old epoch of a store that was set back is not the first one: a later one, which began
+        # before this process, would make it master.
+        first_epoch = self._first_epochs.setdefault(vb_id, record.epoch)
         self._distrusted.pop(vb_id, None)
         self._records[vb_id] = stored
         mastership = self.leading.masterships.get(vb_id)

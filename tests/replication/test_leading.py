@@ -13,7 +13,7 @@ from dcp.replication.messages import FORMAT, Greeting, encode
 from dcp.replication.shell_effects import BranchEnded
 from dcp.session.replication_port import ReplicationError
 from failover.isr import CONFIRMATION_NS, PROMOTED_WAIT_NS
-from failover.replication_record import HandedOver, elect, hand_over, want
+from failover.replication_record import HandedOver, elect, hand_over, shrink, want
 from support.core_cluster import CLUSTER, MS, VB, CoreCluster
 from vbucket.engine.partition import VbState
 
@@ -99,6 +99,22 @@ def test_who_waits_is_answered_before_anything_is_cut_off() -> None:
     cluster.run(LONG)
     assert cluster.a.part.high_seqno == cluster.b.part.high_seqno
     assert cluster.a.part.failover == cluster.b.part.failover
+
+
+def test_who_joins_counts_from_the_question_on_and_who_leaves_until_the_answer() -> None:
+    cluster = serving("abc")
+    cluster.write(shrink(cluster.record, "c"))
+    cluster.run(100 * MS, answers=False)
+    assert cluster.a.submits
+    assert cluster.record.isr == {"a", "b"}
+    assert cluster.a.mastership.isr == {"a", "b", "c"}
+    cluster.a.answer()
+    assert cluster.record.isr == {"a", "b", "c"}
+    del cluster.a.session.view.alive["b"]
+    cluster.tick("a")
+    assert cluster.a.mastership.isr == {"a", "b", "c"}
+    cluster.a.answer()
+    assert cluster.a.mastership.isr == {"a", "c"}
 
 
 # -- handovers -------------------------------------------------------------------------------------

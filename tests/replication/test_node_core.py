@@ -180,3 +180,13 @@ def test_a_store_that_was_set_back_is_not_followed() -> None:
     cluster.write(replace(old, epoch=9, master="b"))
     cluster.run(LONG)
     assert cluster.a.part.leader_epoch == 9
+
+
+def test_a_store_that_was_set_back_and_restored_makes_no_master() -> None:
+    cluster = serving()
+    good = cluster.record
+    cluster.a.crash()
+    assert cluster.a.part.leader_epoch == good.epoch == 2
+    cluster.write(replace(good, epoch=1))
+    cluster.write(good)
+    assert VB not in cluster.a.core.leading.masterships, "epoch 2 began before this process"
