@@ -436,8 +436,8 @@ MUTATIONS = (
     ),
     Mutation(
         "silent-replica-is-level",
-        "                self._level_ns[member] = max(self._level_ns.get(member, 0), heard_ns.get(member, 0))\n",
-        "                self._level_ns[member] = max(self._level_ns.get(member, 0), now_ns)\n",
+        "max(self._level_ns.get(member, 0), heard_ns.get(member, 0))\n",
+        "max(self._level_ns.get(member, 0), now_ns)\n",
         ("test_mastership",),
     ),
     Mutation(
