@@ -7,7 +7,7 @@ What a server's shell does with time, bytes and effects is done here in virtual 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
@@ -23,12 +23,13 @@ from dcp.replication.node_core import ReplicationCore
 from dcp.replication.replica_link import LinkState, ReplicaLink
 from dcp.replication.shell_effects import CutOff, Dial
 from dcp.session.held_answers import HeldAnswers
+from dcp.stream.producer import Producer
 from sim.facts import Facts, Mastership
 from sim.network import Side
 from sim.node import Facades, SingleNode
 from sim.plan import Plan
 from sim.world import MS
-from vbucket.engine.partition import VbState
+from vbucket.engine.partition import Partition, VbState
 from vbucket.model.partition_map import PartitionMap, bucket_config
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class ClusterNode(SingleNode):
     """See the module."""
 
     core_type = ReplicationCore
+    note_committed: Callable[[str, Partition], None]
+    """Called with this node's name and a partition whose high watermark it has raised."""
 
     def __init__(self, machine: Machine, plan: Plan, facts: Facts, store: MetaStore) -> None:
         super().__init__(machine, plan, facts)
@@ -245,6 +248,12 @@ class ClusterNode(SingleNode):
                 )  # fmt: skip
                 self._record_committed((part.vb_id,))
 
+    def _record_committed(self, vb_ids: Iterable[int]) -> None:
+        touched = tuple(vb_ids)
+        super()._record_committed(touched)
+        for vb_id in touched:
+            self.note_committed(self.name, self.engine.partitions[vb_id])
+
     # -- what checkers ask -------------------------------------------------------------------------
 
     def branch(self, vb_id: int, share: float) -> bool:
@@ -254,6 +263,15 @@ class ClusterNode(SingleNode):
     def serves(self, vb_id: int) -> bool:
         """See SimNode."""
         return self._has_begun and self.engine.partitions[vb_id].state == VbState.ACTIVE
+
+    def open_streams(self) -> list[tuple[int, str]]:
+        """See Watched."""
+        return [
+            (stream.vb_id, connection.name)
+            for connection in self.connections
+            if isinstance(connection.state.sender, Producer)
+            for stream in connection.state.sender.streams()
+        ]
 
     def documents(self) -> dict[bytes, bytes]:
         """See SimNode."""

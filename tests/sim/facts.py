@@ -170,6 +170,29 @@ class Mastership(NamedTuple):
     vb_uuid: int
 
 
+class Lacking(NamedTuple):
+    """A member of an in-sync set did not have on its disk what was called committed."""
+
+    at_ns: int
+    node: str
+    vb_id: int
+    synced_seqno: int
+    committed_by: str
+    vb_uuid: int
+    seqno: int
+
+
+class Kept(NamedTuple):
+    """A node had a stream open while another one was the partition's master in a later epoch."""
+
+    at_ns: int
+    node: str
+    vb_id: int
+    connection: str
+    master: str
+    since_ns: int
+
+
 class History(NamedTuple):
     """What one node holds of a partition at some moment."""
 
@@ -219,6 +242,8 @@ class Facts:
         self.rolled_back: list[RolledBack] = []
         self.excuses: list[Excuse] = []
         self.masterships: list[Mastership] = []
+        self.lacking: list[Lacking] = []
+        self.kept: list[Kept] = []
         self.histories: list[History] = []
         """Of all nodes, at the ends of their processes and at rest."""
         self.final: list[History] = []

@@ -16,8 +16,10 @@ from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn
 from dcp.cluster.revision_store import RevisionStore
 from failover.replication_record import ReplicationRecord, create, want
 from sim.cluster import Setting
+from sim.cluster_bugs import node_type
 from sim.cluster_node import ROOT, ClusterNode
 from sim.faults import Controls, Mend
+from sim.in_sync import InSyncWatch
 from sim.kv_client import Caller
 from sim.machine import Machine
 from sim.node import StartFailedError, StartRefusedError
@@ -84,6 +86,10 @@ class ReplicatedNodes:
         self.store = RevisionStore()
         self.faults = StoreFaults(answer_ns=(MS // 2, 3 * MS), watch_ns=(MS // 2, 5 * MS))
         self._clients: dict[str, FaultyMetaStore] = {}
+        self._watch = InSyncWatch(
+            setting.world, setting.facts,
+            lambda vb_id: self._record(vb_id)[1], lambda member: member.rpartition("-")[0],
+        )  # fmt: skip
         self._names = [f"n{number}" for number in range(1, setting.plan.nodes + 1)]
 
     def boot(self, machine: Machine) -> ClusterNode:
@@ -96,11 +102,14 @@ class ReplicatedNodes:
             )
         setting = self._setting
         try:
-            return ClusterNode(machine, setting.plan, setting.facts, client)
+            node = node_type(setting.bug)(machine, setting.plan, setting.facts, client)
         except (LogDamagedError, StoreDamagedError) as error:
             raise StartRefusedError(str(error)) from error
         except (LogWriteError, SyncFailedError) as error:
             raise StartFailedError(str(error)) from error
+        node.note_committed = self._watch.committed
+        self._watch.booted(machine, node)
+        return node
 
     def caller(self, host: Host) -> Caller:
         """See Cluster."""
@@ -129,6 +138,7 @@ class ReplicatedNodes:
             stored = StoredPartition(create(copies), "made")
             puts.append(Put(KEYS.of_partition(KeyKind.PARTITION, vb_id), encode_partition(stored)))
         self.store.apply(self._world.now_ns, Txn((), tuple(puts)))
+        self._watch.begin()
 
     def mend(self) -> None:
         """See Cluster."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sim.checkers import histories, linearizable, liveness, streams
+from sim.checkers import histories, linearizable, liveness, membership, streams
+from sim.cluster_bugs import planted
 from sim.cluster import MakeCluster, Setting, SingleNodes
 from sim.consumer import SimConsumer
 from sim.facts import Facts, Map
@@ -72,6 +73,7 @@ class Simulation:
         make_cluster: MakeCluster | None = None,
     ) -> None:
         self.seed = seed
+        self._bug = options.bug
         self.world = World(seed, trace)
         self.plan: Plan = drawn(self.world.draw, nodes=options.nodes, seconds=options.seconds)
         if not options.has_faults:
@@ -104,6 +106,10 @@ class Simulation:
 
     def run(self) -> Report:
         """Run to the end, and check."""
+        with planted(self._bug):
+            return self._run()
+
+    def _run(self) -> Report:
         self._cluster.begin()
         self._start_machines()
         for client in self.clients:
@@ -202,6 +208,8 @@ class Simulation:
             problems += histories.diverged(facts.histories)
             problems += histories.masters(facts.masterships)
             problems += histories.rollbacks(facts.rolled_back, facts.excuses)
+            problems += membership.lacking(facts.lacking)
+            problems += membership.kept(facts.kept)
             problems += streams.uncommitted(facts.streamed, facts.committed)
             if facts.master_map is not None:
                 problems += streams.maps(facts.master_map, facts.consumer_maps)
