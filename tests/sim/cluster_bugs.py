@@ -190,7 +190,7 @@ def _always(*_args: object) -> bool:
     return True
 
 
-def _at_once(_last_confirmed_ns: int, *, was_handed_over: bool) -> int:  # noqa: ARG001
+def _at_once(_last_confirmed_ns: int, *, was_handed_over: bool) -> int:
     return 0
 
 

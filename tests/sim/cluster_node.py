@@ -228,8 +228,8 @@ class ClusterNode(SingleNode):
         self._carry_out_core()
 
     def _cluster_tick(self) -> None:
-        self.driver.tick()
-        if self._has_begun:
+        if self._has_begun:  # a node that cannot write yet does not join
+            self.driver.tick()
             self.core.tick(self.clock.monotonic_ns())
         self._carry_out_core()
         self.host.after(CLUSTER_TICK_NS, self._cluster_tick)

@@ -22,10 +22,16 @@ NETWORK_FAULTS = (
 )  # fmt: skip
 CONSUMER_FAULTS = ("consumer_crash", "consumer_pause")
 CLUSTER_FAULTS = (
-    "handover", "store_away", "store_slow", "store_forgets",
-    "store_compacts",
+    "handover", "store_away", "store_slow", "store_forgets", "store_compacts", "handovers",
+    "isolate", "lonely_consumer", "strike", "one_store_away", "one_store_forgets",
 )  # fmt: skip
 """Faults that need several nodes."""
+ABOUT_ELECTIONS = (
+    "isolate", "isolate", "strike", "kill", "power_cut", "pause", "handover", "handovers",
+    "lonely_consumer", "cut_one_way", "long_delays", "one_store_away", "one_store_forgets",
+    "store_slow", "power_cut_all", "slow_link",
+)  # fmt: skip
+"""Faults of plans that are about elections."""
 NOT_TOGETHER = (("sync_fails", "power_cut"), ("sync_fails", "power_cut_all"))
 """Pairs of faults that one node alone does not survive: what a failed sync covered is served again
 after the restart, but it is not on disk. The second of a pair is left out."""
@@ -93,7 +99,33 @@ class Plan(NamedTuple):
 
 
 def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) -> Plan:
-    """Draw the plan of a seed."""
+    """Draw the plan of a seed. Half of the clusters have a plan that is about elections."""
+    plan = _drawn(draw, nodes=nodes, seconds=seconds)
+    if nodes == 1 or draw.random() < 0.4:
+        return plan
+    return _about_elections(plan, draw, nodes=nodes, seconds=seconds)
+
+
+def _about_elections(plan: Plan, draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:
+    """Return a plan with few keys and partitions, several copies, and faults near elections."""
+    copies = draw.choice((2, 3)) if nodes > 2 else 2
+    faults = tuple(name for name in ABOUT_ELECTIONS if draw.random() < 0.45)
+    return plan._replace(
+        partitions=draw.choice((2, 4)),
+        copies=copies,
+        min_in_sync=draw.choice((1, 1, 2)),
+        clients=draw.randint(2, 4),
+        keys=tuple(b"k%d" % number for number in range(draw.choice((3, 6)))),
+        pipeline=draw.choice((1, 3)),
+        think_ns=draw.choice((8, 16)) * MS,
+        timeout_ns=draw.choice((150, 400)) * MS,
+        faults=faults,
+        fault_every_ns=draw.choice((100, 250, 500)) * MS,
+        load_ns=int((seconds or draw.choice((2.0, 3.0))) * SECOND),
+    )
+
+
+def _drawn(draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:
     partitions = draw.choice((4, 8, 16))
     copies = draw.randint(1, min(4, nodes))
     kinds = tuple(kind for kind in WEIGHTS if kind is Kind.GET or draw.random() < 0.8)

@@ -25,13 +25,20 @@ from sim.machine import Machine
 from sim.node import StartFailedError, StartRefusedError
 from sim.routed_caller import RoutedCaller
 from sim.routing import Routing
-from sim.world import MS, Host, World
-from support.metastore_faults import Absence, FaultyMetaStore, StoreFaults
+from sim.store_client import StoreClient
+from sim.world import Host, World
+from support.metastore_faults import Absence
 from vbucket.log.device import LogWriteError, SyncFailedError
 from vbucket.log.record import LogDamagedError
 from vbucket.store.environment import StoreDamagedError
 
 KEYS = ClusterKeys(ROOT)
+_ABSENCES = (Absence.REFUSING, Absence.SILENT, Absence.DEAF_TO_ANSWERS)
+_STORE_HARMS = {
+    "slow": StoreClient.be_slow,
+    "forgets": StoreClient.forget_answers,
+    "compacts": StoreClient.compact,
+}
 
 
 class MapRouting:
@@ -84,8 +91,8 @@ class ReplicatedNodes:
         self._world = setting.world
         self.controls: Controls | None = self
         self.store = RevisionStore()
-        self.faults = StoreFaults(answer_ns=(MS // 2, 3 * MS), watch_ns=(MS // 2, 5 * MS))
-        self._clients: dict[str, FaultyMetaStore] = {}
+        self._clients: dict[str, StoreClient] = {}
+        """By machine."""
         self._watch = InSyncWatch(
             setting.world, setting.facts,
             lambda vb_id: self._record(vb_id)[1], lambda member: member.rpartition("-")[0],
@@ -96,10 +103,8 @@ class ReplicatedNodes:
         """See Cluster."""
         client = self._clients.get(machine.name)
         if client is None:
-            world = self._world
-            client = self._clients[machine.name] = FaultyMetaStore(
-                self.store, lambda: world.now_ns, world.after, world.draw, self.faults
-            )
+            client = StoreClient(self._world, machine.host, self.store)
+            self._clients[machine.name] = client
         setting = self._setting
         try:
             node = node_type(setting.bug)(machine, setting.plan, setting.facts, client)
@@ -142,9 +147,8 @@ class ReplicatedNodes:
 
     def mend(self) -> None:
         """See Cluster."""
-        healed = StoreFaults()
-        for name, value in vars(healed).items():
-            setattr(self.faults, name, value)
+        for client in self._clients.values():
+            client.mend()
 
     # -- Controls ----------------------------------------------------------------------------------
 
@@ -159,34 +163,28 @@ class ReplicatedNodes:
         """See Controls."""
         return False
 
-    def harm_store(self, kind: str) -> Mend | None:
+    def harm_store(self, kind: str, machine: str | None = None) -> Mend | None:
         """See Controls."""
-        faults = self.faults
-        if kind == "away":
-            ways = (Absence.REFUSING, Absence.SILENT, Absence.DEAF_TO_ANSWERS)
-            faults.absence = ways[self._world.below(3)]
+        clients = list(self._clients.values()) if machine is None else [self._clients[machine]]
+        way = _ABSENCES[self._world.below(len(_ABSENCES))]
+        for client in clients:
+            if kind == "away":
+                client.be_away(way)
+            else:
+                _STORE_HARMS[kind](client)
 
-            def back() -> None:
-                faults.absence = Absence.HERE
+        def mend() -> None:
+            for client in clients:
+                client.mend()
 
-            return back
-        if kind == "slow":
-            faults.request_ns = (MS, 400 * MS)
+        return mend
 
-            def fast() -> None:
-                faults.request_ns = (MS, MS)
-
-            return fast
-        if kind == "forgets":
-            faults.unknown_rate = 0.5
-
-            def remembers() -> None:
-                faults.unknown_rate = 0.0
-
-            return remembers
-        for client in self._clients.values():
-            client.compact()
-        return lambda: None
+    def store_cut(self, machine: str) -> Mend:
+        """See Controls."""
+        client = self._clients[machine]
+        ways = (Absence.SILENT, Absence.DEAF_TO_ANSWERS)
+        client.be_away(ways[self._world.below(2)])
+        return client.mend
 
     def _record(self, vb_id: int) -> tuple[KeyValue, ReplicationRecord]:
         key = KEYS.of_partition(KeyKind.PARTITION, vb_id)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sim.checkers import histories, linearizable, liveness, membership, streams
-from sim.cluster_bugs import planted
 from sim.cluster import MakeCluster, Setting, SingleNodes
+from sim.cluster_bugs import planted
 from sim.consumer import SimConsumer
 from sim.facts import Facts, Map
 from sim.faults import Faults
