@@ -96,6 +96,7 @@ class ReplicaFeed:
         *,
         now_ns: int,
         window_bytes: int = WINDOW_BYTES,
+        section_bytes: int = SECTION_BYTES,
     ) -> None:
         self.member = member
         self.is_superseded = False
@@ -105,6 +106,7 @@ class ReplicaFeed:
         self._side = side
         self._schedule = schedule
         self._window_bytes = window_bytes
+        self._section_bytes = section_bytes
         self._streams: dict[int, _Stream] = {}
         self._out: list[bytes] = []
         self._behind: deque[int] = deque()
@@ -237,7 +239,7 @@ class ReplicaFeed:
             return 0
         part = self._engine.partitions[vb_id]
         entries = self._engine.versions.entries(
-            part, stream.sent_seqno + 1, part.synced_seqno, SECTION_BYTES
+            part, stream.sent_seqno + 1, part.synced_seqno, self._section_bytes
         )
         if entries:
             stream.sent_seqno = seqno_of(entries[-1])

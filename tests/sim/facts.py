@@ -182,6 +182,14 @@ class Lacking(NamedTuple):
     seqno: int
 
 
+class Overlap(NamedTuple):
+    """Two nodes would have answered requests for a partition at the same time."""
+
+    at_ns: int
+    vb_id: int
+    nodes: tuple[str, ...]
+
+
 class Kept(NamedTuple):
     """A node had a stream open while another one was the partition's master in a later epoch."""
 
@@ -204,6 +212,8 @@ class History(NamedTuple):
     high_seqno: int
     entries: dict[int, int]
     """Seqno -> `fingerprint` of the change. Seqnos may be missing where history was compacted."""
+    tail: dict[int, int] = {}  # noqa: RUF012 - nobody changes it
+    """Seqno -> CAS of changes that were not committed, if only these were looked at."""
 
     def end_of(self, vb_uuid: int) -> int | None:
         """Return the seqno at which a version ended; None: it is not in this history."""
@@ -244,6 +254,7 @@ class Facts:
         self.masterships: list[Mastership] = []
         self.lacking: list[Lacking] = []
         self.kept: list[Kept] = []
+        self.overlaps: list[Overlap] = []
         self.histories: list[History] = []
         """Of all nodes, at the ends of their processes and at rest."""
         self.final: list[History] = []

@@ -28,8 +28,8 @@ RESTART_MAX_NS = 400 * MS
 HARM_MAX_NS = 800 * MS
 """How long a fault lasts at most, until it is mended."""
 LONG_HARMS = frozenset({"isolate", "lonely_consumer"})
-LONG_HARM_MAX_NS = 2500 * MS
-"""How long these last at most: longer than an election."""
+LONG_HARMS_NS = ((500 * MS, 1000 * MS), (1500 * MS, 3000 * MS))
+"""How long these last: about as long as an election takes, or longer."""
 BRANCHES_MAX = 3
 """Branches of a run, so that some history is left to check."""
 
@@ -119,8 +119,10 @@ class Faults:
             self.counts[name] = self.counts.get(name, 0) + 1
             self._number += 1
             self._open[self._number] = mend
-            longest_ns = LONG_HARM_MAX_NS if name in LONG_HARMS else HARM_MAX_NS
-            self.world.after(1 + self.world.below(longest_ns), self._mend, self._number)
+            between_ns = 1, HARM_MAX_NS
+            if name in LONG_HARMS:
+                between_ns = LONG_HARMS_NS[self.world.below(len(LONG_HARMS_NS))]
+            self.world.after(self.world.between(*between_ns), self._mend, self._number)
 
     def happen_to(self, name: str, machine: Machine) -> None:
         """Let a fault happen to a machine."""

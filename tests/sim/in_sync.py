@@ -2,6 +2,7 @@
 
 - what is committed is on the disk of every member of the in-sync set, at every moment. A change
   that is not may be lost by the next election, which needs two more failures to happen;
+- one node at a time answers for a partition;
 - a master that was replaced does not keep streams open: who reaches only it would stand still.
 
 What it sees goes into the facts; `sim.checkers.membership` has the rules.
@@ -14,7 +15,7 @@ from typing import Final, Protocol
 
 from failover.history import FailoverLog
 from failover.replication_record import ReplicationRecord
-from sim.facts import Facts, Kept, Lacking
+from sim.facts import Facts, Kept, Lacking, Overlap
 from sim.machine import Machine
 from sim.world import MS, World
 from vbucket.engine.engine import Engine
@@ -29,8 +30,17 @@ Held = tuple[FailoverLog, int]
 class Watched(Protocol):
     """A node as it is looked at."""
 
+    name: str
     member: str
     engine: Engine
+
+    def note_tail(self, vb_id: int) -> None:
+        """Record what is not committed."""
+
+    def would_answer(self, vb_id: int) -> bool:
+        """Whether the node would answer a request for a partition now. For a process that is
+        stopped: if it went on now.
+        """
 
     def open_streams(self) -> list[tuple[int, str]]:
         """Return (partition, connection) of the streams of consumers."""
@@ -55,11 +65,13 @@ class InSyncWatch:
         self,
         world: World,
         facts: Facts,
+        partitions: int,
         record_of: Callable[[int], ReplicationRecord],
         node_of: Callable[[str], str],
     ) -> None:
         self._world = world
         self._facts = facts
+        self._partitions = partitions
         self._record_of = record_of
         self._node_of = node_of
         self._machines: dict[str, tuple[Machine, Watched]] = {}
@@ -104,6 +116,7 @@ class InSyncWatch:
     def _look(self) -> None:
         for vb_id in self._claims:
             self._look_at(vb_id)
+        self._look_at_masters()
         self._look_at_streams()
         self._world.after(LOOK_NS, self._look)
 
@@ -134,16 +147,30 @@ class InSyncWatch:
         part = found[1].engine.partitions[vb_id]
         return part.failover, part.synced_seqno
 
-    # -- streams -----------------------------------------------------------------------------------
+    # -- masters -----------------------------------------------------------------------------------
 
-    def _look_at_streams(self) -> None:
-        """Note the streams that a master keeps although another one serves in a later epoch."""
+    def _look_at_masters(self) -> None:
+        """Note who began to serve, what others have then, and who would answer as well."""
         facts = self._facts
+        touched: dict[int, None] = {}
         for item in facts.masterships[self._masterships_seen :]:
             epoch, _, _ = self._masters.get(item.vb_id, (0, "", 0))
             if item.epoch > epoch:
                 self._masters[item.vb_id] = item.epoch, item.node, item.at_ns
+                touched[item.vb_id] = None
         self._masterships_seen = len(facts.masterships)
+        nodes = [node for machine, node in self._machines.values() if machine.node is node]
+        for vb_id in touched:
+            for node in nodes:
+                node.note_tail(vb_id)
+        for vb_id in range(self._partitions):
+            answering = tuple(node.name for node in nodes if node.would_answer(vb_id))
+            if len(answering) > 1:
+                facts.overlaps.append(Overlap(self._world.now_ns, vb_id, answering))
+
+    def _look_at_streams(self) -> None:
+        """Note the streams that a master keeps although another one serves in a later epoch."""
+        facts = self._facts
         now_ns = self._world.now_ns
         for machine, node in self._machines.values():
             if machine.node is not node or machine.host.is_paused:

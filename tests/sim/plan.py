@@ -31,6 +31,8 @@ ABOUT_ELECTIONS = (
     "lonely_consumer", "cut_one_way", "long_delays", "one_store_away", "one_store_forgets",
     "store_slow", "power_cut_all", "slow_link",
 )  # fmt: skip
+COUNTING = (Kind.GET, Kind.INCREMENT, Kind.APPEND, Kind.ADD, Kind.DELETE)
+"""Operations that differ if they are done twice."""
 """Faults of plans that are about elections."""
 NOT_TOGETHER = (("sync_fails", "power_cut"), ("sync_fails", "power_cut_all"))
 """Pairs of faults that one node alone does not survive: what a failed sync covered is served again
@@ -86,6 +88,10 @@ class Plan(NamedTuple):
     item_cache_bytes: int
     compact_share: float
     """Share of merges after which a partition is compacted."""
+    window_bytes: int
+    """Entries on their way to one replica."""
+    section_bytes: int
+    """Entries in one message to a replica that is behind."""
     save_every_ns: int
     """How often consumers save a checkpoint."""
 
@@ -108,7 +114,8 @@ def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) 
 
 def _about_elections(plan: Plan, draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:
     """Return a plan with few keys and partitions, several copies, and faults near elections."""
-    copies = draw.choice((2, 3)) if nodes > 2 else 2
+    copies = draw.choice((2, 3, 3)) if nodes > 2 else 2
+    kinds = draw.choice((plan.kinds, COUNTING))
     faults = tuple(name for name in ABOUT_ELECTIONS if draw.random() < 0.45)
     return plan._replace(
         partitions=draw.choice((2, 4)),
@@ -116,12 +123,16 @@ def _about_elections(plan: Plan, draw: random.Random, *, nodes: int, seconds: fl
         min_in_sync=draw.choice((1, 1, 2)),
         clients=draw.randint(2, 4),
         keys=tuple(b"k%d" % number for number in range(draw.choice((3, 6)))),
+        kinds=kinds,
+        kind_weights=tuple(WEIGHTS[kind] for kind in kinds),
         pipeline=draw.choice((1, 3)),
         think_ns=draw.choice((8, 16)) * MS,
-        timeout_ns=draw.choice((150, 400)) * MS,
+        timeout_ns=draw.choice((150, 400, 1500, 3000)) * MS,
         faults=faults,
         fault_every_ns=draw.choice((100, 250, 500)) * MS,
-        load_ns=int((seconds or draw.choice((2.0, 3.0))) * SECOND),
+        load_ns=int((seconds or draw.choice((2.0, 3.5))) * SECOND),
+        window_bytes=draw.choice((500, 64 << 10)),
+        section_bytes=draw.choice((1, 1, 4 << 10)),
     )
 
 
@@ -173,5 +184,7 @@ def _drawn(draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:
         memtable_bytes=draw.choice((2 << 10, 8 << 10, 64 << 10)),
         item_cache_bytes=draw.choice((0, 16 << 10)),
         compact_share=draw.choice((0.0, 0.5, 1.0)),
+        window_bytes=8 << 20,
+        section_bytes=256 << 10,
         save_every_ns=draw.choice((50, 200, 1000)) * MS,
     )

@@ -94,7 +94,7 @@ class ReplicatedNodes:
         self._clients: dict[str, StoreClient] = {}
         """By machine."""
         self._watch = InSyncWatch(
-            setting.world, setting.facts,
+            setting.world, setting.facts, setting.plan.partitions,
             lambda vb_id: self._record(vb_id)[1], lambda member: member.rpartition("-")[0],
         )  # fmt: skip
         self._names = [f"n{number}" for number in range(1, setting.plan.nodes + 1)]

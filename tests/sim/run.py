@@ -209,6 +209,7 @@ class Simulation:
             problems += histories.masters(facts.masterships)
             problems += histories.rollbacks(facts.rolled_back, facts.excuses)
             problems += membership.lacking(facts.lacking)
+            problems += membership.overlaps(facts.overlaps, facts.excuses)
             problems += membership.kept(facts.kept)
             problems += streams.uncommitted(facts.streamed, facts.committed)
             if facts.master_map is not None:

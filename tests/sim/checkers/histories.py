@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from sim.facts import Excuse, History, Mastership, Operation, Outcome, RolledBack, cas_of
+from sim.facts import (
+    Excuse,
+    History,
+    Mastership,
+    Operation,
+    Outcome,
+    RolledBack,
+    cas_of,
+    fingerprint,
+)
 
 PURGE = "purge"
 
@@ -64,6 +73,7 @@ def diverged(histories: Iterable[History]) -> list[str]:
     known: dict[tuple[int, int, int], tuple[int, History]] = {}
     """(partition, version, seqno) -> checksum, and where it was seen first."""
     began: dict[tuple[int, int], tuple[int, History]] = {}
+    tails: list[tuple[int, int, int, int, History]] = []
     problems = []
     for history in histories:
         vb_id = history.vb_id
@@ -76,6 +86,9 @@ def diverged(histories: Iterable[History]) -> list[str]:
                     f" {start} on {_place(history)}"
                 )
         at = len(versions) - 1
+        for seqno, cas in history.tail.items():
+            uuid = next((uuid for uuid, start in versions if start < seqno), versions[-1][0])
+            tails.append((vb_id, uuid, seqno, cas, history))
         for seqno in sorted(history.entries):
             while at > 0 and versions[at - 1][1] < seqno:
                 at -= 1
@@ -88,6 +101,14 @@ def diverged(histories: Iterable[History]) -> list[str]:
                     f" {_place(where)} than on {_place(history)}"
                 )
                 break
+    for vb_id, uuid, seqno, cas, history in tails:
+        digest, where = known.setdefault((vb_id, uuid, seqno), (fingerprint(cas, 0), history))
+        if cas_of(digest) != cas:
+            problems.append(
+                f"vb {vb_id}: version {uuid:x} has another change with seqno {seqno} on"
+                f" {_place(where)} than on {_place(history)}, where it was not committed"
+            )
+            break
     return problems
 
 

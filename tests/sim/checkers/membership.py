@@ -1,15 +1,16 @@
 """Rules over what was seen of a cluster while it ran. Pure.
 
 - what is committed is on the disk of every member of the in-sync set;
+- one node at a time answers for a partition;
 - a master that was replaced does not keep streams open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from sim.facts import Kept, Lacking
+from sim.facts import Excuse, Kept, Lacking, Overlap
 from sim.world import MS
 
 GAP_NS: Final = 50 * MS
@@ -26,6 +27,23 @@ def lacking(found: Iterable[Lacking]) -> list[str]:
         f" {item.seqno} of version {item.vb_uuid:x}"
         for item in found
     ]
+
+
+def overlaps(found: Iterable[Overlap], excuses: Sequence[Excuse]) -> list[str]:
+    """One node at a time answers for a partition, but after an unclean election."""
+    told: set[int] = set()
+    problems = []
+    for item in found:
+        is_unclean = any(
+            excuse.vb_id == item.vb_id and excuse.kind == "unclean" for excuse in excuses
+        )
+        if item.vb_id not in told and not is_unclean:
+            told.add(item.vb_id)
+            problems.append(
+                f"{' and '.join(item.nodes)} answer for vb {item.vb_id} at the same time,"
+                f" {item.at_ns / 1e6:.3f} ms"
+            )
+    return problems
 
 
 def kept(found: Iterable[Kept]) -> list[str]:
