@@ -63,11 +63,51 @@ def _store(kind: str, *, is_for_all: bool) -> Fault:
         controls = faults.stage.controls
         if controls is None:
             return None
-        machines = faults.stage.machines
-        one = None if is_for_all else machines[faults.world.below(len(machines))].name
-        return controls.harm_store(kind, one)
+        one = None if is_for_all else faults.running()
+        if one is None and not is_for_all:
+            return None
+        return controls.harm_store(kind, one.name if one is not None else None)
 
     return harm
+
+
+def cut_off(faults: Faults) -> Mend | None:
+    """A node loses all other nodes, in both directions."""
+    machine = faults.running()
+    if machine is None:
+        return None
+    network = faults.stage.network
+    names = [other.name for other in faults.stage.machines if other is not machine]
+    cut = [(machine.name, name) for name in names] + [(name, machine.name) for name in names]
+    for pair in cut:
+        network.cut(*pair)
+
+    def mend() -> None:
+        for pair in cut:
+            network.mend(*pair)
+
+    return mend
+
+
+def slow_from(faults: Faults) -> Mend | None:
+    """Whatever other nodes send to a node takes long."""
+    machine = faults.running()
+    if machine is None:
+        return None
+    network = faults.stage.network
+    links = [
+        network.link(other.name, machine.name)
+        for other in faults.stage.machines
+        if other is not machine
+    ]
+    for link in links:
+        link.delay_min_ns, link.delay_max_ns = 60 * MS, 200 * MS
+
+    def mend() -> None:
+        for link in links:
+            link.delay_min_ns, link.delay_max_ns = network.delay_min_ns, network.delay_max_ns
+
+    return mend
 
 
 def isolate(faults: Faults) -> Mend | None:
@@ -107,7 +147,9 @@ def lonely_consumer(faults: Faults) -> Mend | None:
     network, world = faults.stage.network, faults.world
     consumer = faults.stage.consumers[world.below(len(faults.stage.consumers))]
     machines = faults.stage.machines
-    reached = machines[world.below(len(machines))]
+    reached = faults.running()
+    if reached is None:
+        return None
     cut = [
         pair
         for machine in machines
@@ -144,8 +186,7 @@ def strike(faults: Faults) -> Mend | None:
 
     def hit(name: str) -> None:
         machine = next(each for each in faults.stage.machines if each.name == name)
-        if machine.node is not None and not faults.is_over:
-            faults.happen_to(STRIKES[faults.world.below(len(STRIKES))], machine)
+        faults.happen_to(STRIKES[faults.world.below(len(STRIKES))], machine)
 
     look()
     return _nothing
@@ -158,6 +199,7 @@ def _nothing() -> None:
 FAULTS: Final[dict[str, Fault]] = {
     "handover": handover, "handovers": handovers, "unclean_election": unclean_election,
     "isolate": isolate, "lonely_consumer": lonely_consumer, "strike": strike,
+    "cut_off": cut_off, "slow_from": slow_from,
     "store_away": _store("away", is_for_all=True), "store_slow": _store("slow", is_for_all=True),
     "store_forgets": _store("forgets", is_for_all=True),
     "store_compacts": _store("compacts", is_for_all=True),

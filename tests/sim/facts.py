@@ -252,6 +252,9 @@ class Facts:
         self.rolled_back: list[RolledBack] = []
         self.excuses: list[Excuse] = []
         self.masterships: list[Mastership] = []
+        self.failovers: list[Excuse] = []
+        """Of a cluster with `acknowledge=master`: from where on a failover may have lost writes
+        without a durability frame."""
         self.lacking: list[Lacking] = []
         self.kept: list[Kept] = []
         self.overlaps: list[Overlap] = []

@@ -80,6 +80,7 @@ class Faults:
         self.counts: dict[str, int] = {}
         self.branches = 0
         self.strikes = 0
+        """New masters that were struck, and one more if they are looked for."""
         self._victim: Machine | None = None
         self._open: dict[int, Mend] = {}
         """What is to be mended, by number."""
@@ -111,8 +112,8 @@ class Faults:
         self.happen(name)
         self._pause()
 
-    def happen(self, name: str) -> None:
-        """Let one fault happen now."""
+    def happen(self, name: str, last_ns: int = 0) -> None:
+        """Let one fault happen now, for a time (0: it is drawn)."""
         self.world.note(f"fault {name}")
         mend = FAULTS[name](self)
         if mend is not None:
@@ -122,13 +123,21 @@ class Faults:
             between_ns = 1, HARM_MAX_NS
             if name in LONG_HARMS:
                 between_ns = LONG_HARMS_NS[self.world.below(len(LONG_HARMS_NS))]
-            self.world.after(self.world.between(*between_ns), self._mend, self._number)
+            last_ns = last_ns or self.world.between(*between_ns)
+            self.world.after(last_ns, self._mend, self._number)
 
-    def happen_to(self, name: str, machine: Machine) -> None:
-        """Let a fault happen to a machine."""
+    def happen_to(self, name: str, machine: Machine, last_ns: int = 0) -> None:
+        """Let a fault happen to a machine whose process runs."""
+        if self.is_over or machine.node is None:
+            return
         self._victim = machine
-        self.happen(name)
+        self.happen(name, last_ns)
         self._victim = None
+
+    @property
+    def has_open(self) -> bool:
+        """Whether something is to be mended."""
+        return bool(self._open)
 
     def _mend(self, number: int) -> None:
         mend = self._open.pop(number, None)

@@ -27,9 +27,12 @@ CLUSTER_FAULTS = (
 )  # fmt: skip
 """Faults that need several nodes."""
 ABOUT_ELECTIONS = (
-    "isolate", "isolate", "strike", "kill", "power_cut", "pause", "handover", "handovers",
-    "lonely_consumer", "cut_one_way", "long_delays", "one_store_away", "one_store_forgets",
-    "store_slow", "power_cut_all", "slow_link",
+    "kill", "power_cut", "pause", "handover", "lonely_consumer", "cut_one_way", "long_delays",
+    "one_store_away", "one_store_forgets", "store_slow", "slow_link", "consumer_crash",
+)  # fmt: skip
+ACTS = (
+    "deposed", "blink", "two_deaths", "master_and_replica", "all_die", "to_and_fro",
+    "moved_under_load",
 )  # fmt: skip
 COUNTING = (Kind.GET, Kind.INCREMENT, Kind.APPEND, Kind.ADD, Kind.DELETE)
 """Operations that differ if they are done twice."""
@@ -69,8 +72,13 @@ class Plan(NamedTuple):
     value_bytes: int
     cas_share: float
     faults: tuple[str, ...]
+    acts: tuple[str, ...]
+    """Sequences of faults about elections (`sim.acts`)."""
     fault_every_ns: int
     """Mean time between two faults."""
+    waits_for_masters: bool
+    """Whether load and faults begin when all partitions have their first masters. That takes a new
+    cluster one or two seconds, in which nothing can be lost."""
     load_ns: int
     """How long faults and load last."""
     grace_ns: int
@@ -116,7 +124,8 @@ def _about_elections(plan: Plan, draw: random.Random, *, nodes: int, seconds: fl
     """Return a plan with few keys and partitions, several copies, and faults near elections."""
     copies = draw.choice((2, 3, 3)) if nodes > 2 else 2
     kinds = draw.choice((plan.kinds, COUNTING))
-    faults = tuple(name for name in ABOUT_ELECTIONS if draw.random() < 0.45)
+    faults = tuple(name for name in ABOUT_ELECTIONS if draw.random() < 0.2)
+    acts = tuple(draw.sample(ACTS, draw.choice((1, 2, 3))))
     return plan._replace(
         partitions=draw.choice((2, 4)),
         copies=copies,
@@ -129,8 +138,10 @@ def _about_elections(plan: Plan, draw: random.Random, *, nodes: int, seconds: fl
         think_ns=draw.choice((8, 16)) * MS,
         timeout_ns=draw.choice((150, 400, 1500, 3000)) * MS,
         faults=faults,
-        fault_every_ns=draw.choice((100, 250, 500)) * MS,
-        load_ns=int((seconds or draw.choice((2.0, 3.5))) * SECOND),
+        acts=acts,
+        fault_every_ns=draw.choice((500, 1500)) * MS,
+        waits_for_masters=True,
+        load_ns=int((seconds or draw.choice((2.5, 4.0))) * SECOND),
         window_bytes=draw.choice((500, 64 << 10)),
         section_bytes=draw.choice((1, 1, 4 << 10)),
     )
@@ -171,7 +182,9 @@ def _drawn(draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:
         value_bytes=draw.choice((0, 0, 40, 2000)),
         cas_share=draw.choice((0.0, 0.2, 0.6)),
         faults=faults,
+        acts=(),
         fault_every_ns=draw.choice((60, 150, 400, 1200)) * MS,
+        waits_for_masters=False,
         load_ns=int((seconds or draw.choice((0.8, 1.5, 2.5))) * SECOND),
         grace_ns=1500 * MS,
         calm_ns=150 * MS,

@@ -26,11 +26,15 @@ PURGE = "purge"
 
 
 def lost_writes(
-    operations: Iterable[Operation], final: Iterable[History], excuses: Sequence[Excuse]
+    operations: Iterable[Operation],
+    final: Iterable[History],
+    excuses: Sequence[Excuse],
+    failovers: Sequence[Excuse] = (),
 ) -> list[str]:
     """Every answered write must be in the final history of its partition.
 
-    Writes above the seqno of an excuse that were answered before it took effect do not count.
+    Writes above the seqno of an excuse that were answered before it took effect do not count. A
+    failover (`failovers`) excuses writes without a durability frame only.
     """
     by_vb = {history.vb_id: history for history in final}
     problems = []
@@ -39,7 +43,8 @@ def lost_writes(
             continue
         history = by_vb.get(operation.vb_id)
         problem = "nobody holds the partition" if history is None else _missing(operation, history)
-        if problem and not _is_excused(operation, excuses):
+        causes = excuses if operation.level else [*excuses, *failovers]
+        if problem and not _is_excused(operation, causes):
             problems.append(f"an answered write is lost: {operation}; {problem}")
     return problems
 
@@ -66,6 +71,20 @@ def _is_excused(operation: Operation, excuses: Sequence[Excuse]) -> bool:
         and (excuse.until_ns is None or invoked_ns <= excuse.until_ns)
         for excuse in excuses
     )
+
+
+def failovers(masterships: Iterable[Mastership], final: Iterable[History]) -> list[Excuse]:
+    """Return what failovers may have cut off, if masters answer alone (`acknowledge=master`): all
+    above the start of a new master's own version, until that master began to serve. A handover
+    begins no version, and loses nothing.
+    """
+    began = {(item.vb_id, uuid): seqno for item in final for uuid, seqno in item.versions}
+    cuts = []
+    for item in masterships:
+        seqno = began.pop((item.vb_id, item.vb_uuid), None)
+        if seqno is not None:
+            cuts.append(Excuse(item.at_ns, item.vb_id, seqno, "failover", item.at_ns))
+    return cuts
 
 
 def diverged(histories: Iterable[History]) -> list[str]:
