@@ -132,14 +132,18 @@ def may_join(candidate: Candidate, epoch: int, hw_seqno: int, epoch_start_seqno:
 
     `epoch` and `hw_seqno` are the master's own; `epoch_start_seqno` is its end when it became
     master. That is at or above all that was committed before, while the HW of a new master may be
-    too low. So nobody joins before the HW has reached it. The start of the master's version is
-    not enough: after a handover the version is older than the epoch.
+    too low. So nobody joins who has not reached both. The start of the master's version is not
+    enough: after a handover the version is older than the epoch.
+
+    The HW itself need not have reached the epoch's start. It does not rise while too few members
+    are in sync, so a master that is left alone before then would wait for ever for the members that
+    let it rise.
     """
     given = candidate.acknowledgement
     return (
         given.epoch == epoch
         and given.synced_seqno >= hw_seqno
-        and hw_seqno >= epoch_start_seqno
+        and given.synced_seqno >= epoch_start_seqno
         and candidate.is_level
         and not candidate.has_incomplete_snapshot
         and not candidate.has_failed_sync

@@ -108,7 +108,8 @@ LEVEL = Candidate(Acknowledgement(EPOCH, 100), is_level=True)
     [
         ("it has reached the HW", LEVEL, 100, 100, True),
         ("it is below the HW", LEVEL, 101, 100, False),
-        ("the HW is below the start of the master's epoch", LEVEL, 99, 100, False),
+        ("it has reached the start of the master's epoch before the HW", LEVEL, 99, 100, True),
+        ("it is below the start of the master's epoch", LEVEL, 99, 101, False),
         ("it is not level with the groups under way", LEVEL._replace(is_level=False), 90, 0, False),
         (
             "it acknowledged under another epoch",
