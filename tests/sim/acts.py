@@ -53,7 +53,7 @@ def deposed(scene: Scene) -> None:
 
 def blink(scene: Scene) -> None:
     """A master is away just as long as it takes to suspect it."""
-    length_ns = scene.between(600, 1000)
+    length_ns = scene.between(610, 800)
     scene.later(0, "one_store_away", scene.master, length_ns + 800 * MS)
     scene.later(0, "cut_off", scene.master, length_ns)
 
@@ -73,7 +73,13 @@ def master_and_replica(scene: Scene) -> None:
             scene.between(1250, 1300), scene.one_of("kill", "power_cut"), machine,
             scene.between(20, 300),
         )  # fmt: skip
-    scene.later(0, "strike", scene.master)
+    scene.later(1200 * MS, scene.one_of("slow_from", "strike"), scene.others[0], 1000 * MS)
+
+
+def late_acks(scene: Scene) -> None:
+    """Acknowledgements are late; then the master loses its replicas, but not the store."""
+    scene.later(0, "slow_from", scene.master, 3000 * MS)
+    scene.later(scene.between(200, 500), "cut_off", scene.master, scene.between(1000, 1800))
 
 
 def all_die(scene: Scene) -> None:
@@ -84,7 +90,8 @@ def all_die(scene: Scene) -> None:
 
 def to_and_fro(scene: Scene) -> None:
     """A partition moves while the master has trouble with the store."""
-    scene.later(0, scene.one_of("one_store_forgets", "one_store_away"), scene.master, 800 * MS)
+    trouble = scene.one_of("one_store_forgets", "one_store_deaf", "one_store_deaf")
+    scene.later(0, trouble, scene.master, 1200 * MS)
     scene.later(scene.between(0, 100), "handovers", scene.master)
 
 
@@ -98,7 +105,7 @@ def moved_under_load(scene: Scene) -> None:
 ACTS: Final[dict[str, Callable[[Scene], None]]] = {
     "deposed": deposed, "blink": blink, "two_deaths": two_deaths,
     "master_and_replica": master_and_replica, "all_die": all_die, "to_and_fro": to_and_fro,
-    "moved_under_load": moved_under_load,
+    "late_acks": late_acks, "moved_under_load": moved_under_load,
 }  # fmt: skip
 
 

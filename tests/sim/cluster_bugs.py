@@ -198,7 +198,12 @@ _depose = HeldAnswers.depose
 
 
 def _depose_elsewhere(held: HeldAnswers, vb_ids: Iterable[int]) -> None:
-    """Applied writes of a deposed master get NOT_MY_VBUCKET."""
+    """Applied writes of a deposed master get NOT_MY_VBUCKET, without an error text: where one would
+    stand, clients look for a map.
+    """
+    for batch in held._batches:
+        if batch.marked is not None:
+            batch.marked._has_xerror = False
     with _all_replaced((Replaced(answer_marks, "AMBIGUOUS", Status.NOT_MY_VBUCKET),)):
         _depose(held, vb_ids)
 

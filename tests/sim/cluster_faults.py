@@ -36,17 +36,21 @@ def handover(faults: Faults) -> Mend | None:
 
 
 def handovers(faults: Faults) -> Mend | None:
-    """An operator moves a partition to and fro while a node has trouble with the store."""
+    """An operator moves a partition of a node to and fro."""
     controls, world = faults.stage.controls, faults.world
     if controls is None:
         return None
     machine = faults.running()
     if machine is None:
         return None
-    vb_id = world.below(faults.stage.plan.partitions)
+    assert machine.node is not None
+    served = [vb_id for vb_id in range(faults.stage.plan.partitions) if machine.node.serves(vb_id)]
+    if not served:
+        return None
+    vb_id = served[world.below(len(served))]
     for number in range(HANDOVERS):
         world.after(number * 300 * MS, controls.handover, vb_id)
-    return controls.harm_store(("forgets", "away")[world.below(2)], machine.name)
+    return _nothing
 
 
 def unclean_election(faults: Faults) -> Mend | None:
@@ -204,6 +208,7 @@ FAULTS: Final[dict[str, Fault]] = {
     "store_forgets": _store("forgets", is_for_all=True),
     "store_compacts": _store("compacts", is_for_all=True),
     "one_store_away": _store("away", is_for_all=False),
+    "one_store_deaf": _store("deaf", is_for_all=False),
     "one_store_forgets": _store("forgets", is_for_all=False),
 }  # fmt: skip
 """Name in the plan -> fault."""

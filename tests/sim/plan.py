@@ -32,7 +32,7 @@ ABOUT_ELECTIONS = (
 )  # fmt: skip
 ACTS = (
     "deposed", "blink", "two_deaths", "master_and_replica", "all_die", "to_and_fro",
-    "moved_under_load",
+    "moved_under_load", "late_acks",
 )  # fmt: skip
 COUNTING = (Kind.GET, Kind.INCREMENT, Kind.APPEND, Kind.ADD, Kind.DELETE)
 """Operations that differ if they are done twice."""
@@ -139,6 +139,7 @@ def _about_elections(plan: Plan, draw: random.Random, *, nodes: int, seconds: fl
         timeout_ns=draw.choice((150, 400, 1500, 3000)) * MS,
         faults=faults,
         acts=acts,
+        compact_share=0.0,
         fault_every_ns=draw.choice((500, 1500)) * MS,
         waits_for_masters=True,
         load_ns=int((seconds or draw.choice((2.5, 4.0))) * SECOND),

@@ -36,6 +36,7 @@ KEYS = ClusterKeys(ROOT)
 _ABSENCES = (Absence.REFUSING, Absence.SILENT, Absence.DEAF_TO_ANSWERS)
 _STORE_HARMS = {
     "slow": StoreClient.be_slow,
+    "deaf": StoreClient.be_deaf,
     "forgets": StoreClient.forget_answers,
     "compacts": StoreClient.compact,
 }

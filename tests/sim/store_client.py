@@ -66,6 +66,10 @@ class StoreClient:
         """The store cannot be reached from here."""
         self.faults.absence = way
 
+    def be_deaf(self) -> None:
+        """Requests are carried out, and their answers are lost."""
+        self.faults.absence = Absence.DEAF_TO_ANSWERS
+
     def be_slow(self) -> None:
         """Requests take long, and so do watches."""
         self.faults.request_ns = self.faults.watch_ns = (MS, 400 * MS)
