@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import NamedTuple
 
+from dcp.replication.replica_feed import SECTION_BYTES, WINDOW_BYTES
 from failover.isr import (
     CONFIRMATION_NS,
     Acknowledgement,
@@ -57,6 +58,8 @@ class ReplicationSettings(NamedTuple):
     acknowledges_as_master: bool = False
     """Answer writes when this node's disk has them (`acknowledge=master`)."""
     value_bytes_max: int = 20 << 20
+    window_bytes: int = WINDOW_BYTES
+    section_bytes: int = SECTION_BYTES
 
 
 class Mastership:

@@ -136,6 +136,7 @@ class ReplicaFeed:
         *,
         now_ns: int,
         window_bytes: int = WINDOW_BYTES,
+        section_bytes: int = SECTION_BYTES,
     ) -> None:
         self.member = member
         self.is_superseded = False
@@ -146,6 +147,7 @@ class ReplicaFeed:
         self._schedule = schedule
         self._is_closed = False
         self._window_bytes = window_bytes
+        self._section_bytes = section_bytes
         self._streams: dict[int, _FedStream] = {}
         self._out: list[bytes] = []
         self._behind: dict[int, None] = {}
