@@ -205,7 +205,7 @@ def _depose_elsewhere(held: HeldAnswers, vb_ids: Iterable[int]) -> None:
     """
     for batch in held._batches:
         if batch.marked is not None:
-            batch.marked._has_xerror = False
+            batch.marked._error_body = lambda _text, _status: b""
     with _all_replaced((Replaced(answer_marks, "AMBIGUOUS", Status.NOT_MY_VBUCKET),)):
         _depose(held, vb_ids)
 

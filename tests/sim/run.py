@@ -200,6 +200,8 @@ class Simulation:
         )
 
     def _have_consumers_caught_up(self) -> bool:
+        if not self._are_all_served():
+            return False  # a handover is under way
         for vb_id in range(self.plan.partitions):
             node = self._master_of(vb_id).node
             if node is None:
