@@ -3,6 +3,12 @@
     IN_STEP   the partition is in every group message: it has all that is synced here
     BEHIND    it is read from its cursor, from memory or from blocks, until it is level
 
+Below the master's history floor versions may be gone. A replica that is there gets what is left up
+to the floor as a snapshot: its seqnos have gaps, and it is of use only as a whole. The floor may
+rise meanwhile; then so does the end of the snapshot. Nothing is held back for it. Only deletions
+that are purged meanwhile can make a part useless (`_Stream.is_overtaken`): then the stream is
+ended, and the answer to the next request sends the replica to 0.
+
 Who calls it: the session passes requests and acknowledgements on, the connection pumps messages
 (it is to the connection what `dcp.stream.producer` is for consumers), and the node core reports
 synced groups and answers what the feed asks (`MasterSide`).
@@ -11,7 +17,9 @@ Invariants
 - only what is synced here is sent (`failover.isr.sendable_seqno`);
 - at most `window_bytes` of entries are sent and not acknowledged, and one more section. A partition
   that finds the window full goes BEHIND: it costs a cursor, no memory, and no wait;
-- an acknowledgement counts for a partition if its stream was open when the message was made.
+- an acknowledgement counts for a partition if its stream was open when the message was made, and
+  not for a part of a snapshot;
+- a replica knows the master's floors before it gets a change that was made after they rose.
 """
 
 from __future__ import annotations
@@ -21,12 +29,25 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Final, NamedTuple, Protocol
 
-from dcp.replication.messages import Position, Section, decode, pack_entries, unpack_ack
+from dcp.replication.messages import (
+    FloorsTold,
+    Position,
+    Section,
+    SnapshotEnd,
+    Told,
+    decode,
+    pack_entries,
+    pack_told,
+    unpack_ack,
+)
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.wire.frame import Frame
 from dcp.wire.message import EndReason, StreamRequest, pack_stream_end, parse_stream_request
 from vbucket.engine.engine import Engine
+from vbucket.engine.partition import Partition
+from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import seqno_of
+from vbucket.store.environment import StoreDamagedError
 
 WINDOW_BYTES: Final = 8 << 20
 """Entries on their way to one replica: at 100 MB/s, 80 ms of them."""
@@ -56,9 +77,19 @@ class Followed(NamedTuple):
 class _Stream:
     """One partition on the link."""
 
-    __slots__ = ("confirmations", "epoch", "opaque", "pace", "sent_seqno", "shown_seqno")
+    __slots__ = (
+        "confirmations", "epoch", "floors", "opaque", "pace", "safe_purge", "sent_seqno",
+        "shown_seqno", "window",
+    )  # fmt: skip
 
-    def __init__(self, epoch: int, opaque: int, seqno: int, confirmations: int) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        opaque: int,
+        seqno: int,
+        confirmations: int,
+        window: SnapshotWindow | None,
+    ) -> None:
         self.confirmations = confirmations
         """How many confirmations the link had when the stream was opened."""
         self.epoch = epoch
@@ -67,6 +98,46 @@ class _Stream:
         self.pace = Pace.BEHIND
         self.shown_seqno = -1
         """The high watermark that the replica was told last."""
+        self.floors = FloorsTold(0, 0)
+        """The floors that the replica was told, as far as that is known."""
+        self.window = window
+        """The snapshot of which the replica has a part; None: what it has is whole."""
+        self.safe_purge = 0 if window is None else window.purge
+        """Deletions up to this seqno were purged, or superseded what they delete, before anything
+        of the snapshot was read."""
+
+    def is_overtaken(self, part: Partition) -> bool:
+        """Whether deletions were purged that the replica has not got, of documents that it has."""
+        return 0 < self.sent_seqno < part.purge_seqno and part.purge_seqno > self.safe_purge
+
+    def news(self, part: Partition) -> list[bytes]:
+        """Return the control entries that come before the next changes."""
+        floors = FloorsTold(part.history_floor, part.purge_seqno)
+        window = self.window
+        if window is None and self.sent_seqno < floors.floor:
+            self.window = SnapshotWindow(self.sent_seqno, *floors)
+            # Who holds nothing gets no document that a deletion below the floor has deleted.
+            self.safe_purge = 0 if self.sent_seqno else floors.floor
+        elif window is not None:
+            end = max(window.end, floors.floor)
+            self.window = window._replace(end=end, purge=floors.purge)
+        told: list[Told] = []
+        if self.window is not None:
+            if self.window != window:
+                told.append(self.window)
+        elif self.floors != floors:
+            self.floors = floors
+            told.append(floors)
+        return [pack_told(part.vb_id, each) for each in told]
+
+    def end_snapshot(self, part: Partition) -> list[bytes]:
+        """Return the control entry that ends the snapshot if all of it is sent."""
+        window = self.window
+        if window is None or self.sent_seqno < window.end:
+            return []
+        self.window = None
+        self.floors = FloorsTold(part.history_floor, part.purge_seqno)
+        return [pack_told(part.vb_id, SnapshotEnd(window.end, part.purge_seqno, part.max_cas))]
 
 
 class MasterSide(Protocol):
@@ -133,9 +204,18 @@ class ReplicaFeed:
             raise ReplicationError(f"there is no vb {request.vb_id} here")
         return self._side.admit(self, request.vb_id, asked, told, request.opaque)
 
-    def open(self, vb_id: int, epoch: int, opaque: int, seqno: int) -> None:
-        """Feed a partition to the replica, which has everything up to `seqno`."""
-        self._streams[vb_id] = _Stream(epoch, opaque, seqno, self._confirmations)
+    def open(
+        self,
+        vb_id: int,
+        epoch: int,
+        opaque: int,
+        seqno: int,
+        window: SnapshotWindow | None = None,
+    ) -> None:
+        """Feed a partition to the replica, which has everything up to `seqno`, or the part of the
+        snapshot `window` up to there.
+        """
+        self._streams[vb_id] = _Stream(epoch, opaque, seqno, self._confirmations, window)
         self._behind.append(vb_id)
         self._stale[vb_id] = None
         self._schedule()
@@ -150,6 +230,11 @@ class ReplicaFeed:
         if stream is not None:
             self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.STATE_CHANGED))
             self._schedule()
+
+    def is_in_snapshot(self, vb_id: int) -> bool:
+        """Whether the replica has only a part of a snapshot of a partition."""
+        stream = self._streams.get(vb_id)
+        return stream is not None and stream.window is not None
 
     def confirmed_ns(self, vb_id: int) -> int | None:
         """Return when the question was asked with which the replica last confirmed this master of
@@ -177,6 +262,7 @@ class ReplicaFeed:
                 continue
             if room <= 0:
                 stream.pace = Pace.BEHIND
+                stream.floors = FloorsTold(0, 0)  # this group may have raised them
                 self._behind.append(vb_id)
                 continue
             part = partitions[vb_id]
@@ -236,20 +322,44 @@ class ReplicaFeed:
         if stream is None or stream.pace is Pace.IN_STEP:
             return 0
         part = self._engine.partitions[vb_id]
-        entries = self._engine.versions.entries(
-            part, stream.sent_seqno + 1, part.synced_seqno, SECTION_BYTES
-        )
+        try:
+            entries = [] if stream.is_overtaken(part) else self._next_entries(stream, part)
+        except StoreDamagedError as error:
+            self.damages.append(str(error))
+            entries = []
         if entries:
-            stream.sent_seqno = seqno_of(entries[-1])
-            section = Section(vb_id, stream.epoch, part.committed_seqno, entries)
+            # A floor is committed, also where a new master does not know so much of others yet.
+            committed_seqno = max(part.committed_seqno, part.history_floor)
             stream.shown_seqno = part.committed_seqno
+            section = Section(vb_id, stream.epoch, committed_seqno, entries)
             brought = Followed(vb_id, stream.epoch, stream.sent_seqno)
-            self._send([section], ((stream, brought),))
-        if stream.sent_seqno == part.synced_seqno:
+            self._send([section], ((stream, brought),) if stream.window is None else ())
+        if stream.sent_seqno == part.synced_seqno and stream.window is None:
             stream.pace = Pace.IN_STEP
-        else:
+        elif entries:
             self._behind.append(vb_id)
+        else:
+            self.end(vb_id)  # the replica asks again, and learns what it can have
         return sum(map(len, entries))
+
+    def _next_entries(self, stream: _Stream, part: Partition) -> list[bytes]:
+        """Return the next entries of a partition that is behind; none if some are missing. Raises
+        StoreDamagedError.
+        """
+        entries = stream.news(part)
+        end_seqno = part.synced_seqno if stream.window is None else stream.window.end
+        if stream.sent_seqno < end_seqno:
+            changes = self._engine.versions.entries(
+                part, stream.sent_seqno + 1, end_seqno, SECTION_BYTES
+            )
+            if not changes:
+                raise StoreDamagedError(
+                    f"vb {part.vb_id}: the versions from seqno {stream.sent_seqno + 1} to "
+                    f"{end_seqno} are missing; check the disk and restore a backup"
+                )
+            stream.sent_seqno = seqno_of(changes[-1])
+            entries += changes
+        return entries + stream.end_snapshot(part)
 
     def _send_watermarks(self) -> None:
         """Tell the replica the high watermarks that it does not know. What it acknowledges then is
@@ -260,7 +370,9 @@ class ReplicaFeed:
         for vb_id in self._stale:
             stream = self._streams.get(vb_id)
             committed_seqno = self._engine.partitions[vb_id].committed_seqno
-            if stream is not None and stream.shown_seqno != committed_seqno:
+            if stream is None or stream.window is not None:
+                continue
+            if stream.shown_seqno != committed_seqno:
                 stream.shown_seqno = committed_seqno
                 sections.append(Section(vb_id, stream.epoch, committed_seqno, ()))
                 followed.append((stream, Followed(vb_id, stream.epoch, stream.sent_seqno)))

@@ -14,12 +14,18 @@ and the master sends
     DCP_STREAM_END      it is not this partition's master any more
 
 A section has the partition, the leader epoch, the high watermark, and entries as the log stores
-them, prefix included. A message without sections is a heartbeat.
+them, prefix included. A message without sections is a heartbeat. Among the entries are control
+entries (vbucket.model.control):
+
+    floor      the master's history floor and purge seqno
+    snapshot   with a window: what follows is a part of a de-duplicated snapshot, so its seqnos have
+               gaps. Without one: the snapshot ends here; with floor, purge seqno and highest CAS
 
 Invariants
 - numbers have no gaps; an acknowledgement covers all messages up to its number;
 - a message is taken wholly or not at all: `unpack_entries` checks checksum and lengths, and
-  `problem_of` that the entries follow what the replica has.
+  `problem_of` that the entries follow what the replica has;
+- seqnos follow each other without gaps, except within a snapshot, where they rise up to its end.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from struct import Struct
 from typing import Any, Final, NamedTuple
 from zlib import crc32
 
+import cbor2
 import msgspec
 
 from dcp.session.replication_port import ReplicationError
@@ -37,7 +44,8 @@ from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
 from failover.history import EPOCH_MAX, FailoverLog
 from vbucket.log.record import LogDamagedError, split_entries
-from vbucket.model.entry import LOG_CONTROL, control_document, head_of, seqno_of
+from vbucket.model.control import SnapshotWindow, seqno_in, snapshot_window
+from vbucket.model.entry import LOG_CONTROL, control_document, head_of, pack_control, seqno_of
 from vbucket.model.ids import SEQNO_MAX
 
 FORMAT: Final = 1
@@ -85,6 +93,8 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: int
     versions: list[tuple[str, str, int]]
     """vb_uuid, seqno (decimal text, because 64 bits are more than a JSON number holds), epoch."""
+    snapshot_purge: int = 0
+    """The purge seqno of the incomplete snapshot of which the replica has a part; 0: none."""
 
     def failover_log(self) -> FailoverLog:
         """Return the replica's versions. Raises ValueError."""
@@ -105,6 +115,52 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def failover_log(self) -> FailoverLog:
         """Return the master's versions. Raises ValueError."""
         return Position(self.epoch, self.versions).failover_log()
+
+
+class FloorsTold(NamedTuple):
+    """The master's history floor and purge seqno, in a control entry."""
+
+    floor: int
+    purge: int
+
+
+class SnapshotEnd(NamedTuple):
+    """The end of a snapshot, in a control entry. It is the replica's history floor."""
+
+    seqno: int
+    purge: int
+    cas: int
+
+
+Told = FloorsTold | SnapshotWindow | SnapshotEnd
+"""What a control entry tells."""
+
+
+def pack_told(vb_id: int, told: Told) -> bytes:
+    """Return the control entry that tells it."""
+    document: dict[str, object]
+    if isinstance(told, SnapshotWindow):
+        document = {"kind": "snapshot", "window": list(told)}
+    elif isinstance(told, SnapshotEnd):
+        document = {"kind": "snapshot", "window": None, **told._asdict()}
+    else:
+        document = {"kind": "floor", "seqno": told.floor, "purge": told.purge}
+    return pack_control(vb_id, document)
+
+
+def unpack_told(entry: bytes) -> Told:
+    """Return what a control entry tells. Raises ReplicationError."""
+    try:
+        document: Any = control_document(entry)
+        kind = document["kind"]
+        if kind == "floor":
+            return FloorsTold(seqno_in(document["seqno"]), seqno_in(document["purge"]))
+        if kind == "snapshot":
+            names = SnapshotEnd._fields
+            return snapshot_window(document) or SnapshotEnd(*(seqno_in(document[n]) for n in names))
+    except (cbor2.CBORDecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ReplicationError(f"a control entry cannot be read: {error!r}") from error
+    raise ReplicationError(f"a control entry of kind {kind!r} is not for replicas")
 
 
 def versions_of(log: FailoverLog) -> list[tuple[str, str, int]]:
@@ -155,8 +211,13 @@ def unpack_entries(frame: Frame) -> Message:
     return Message(number, question, tuple(sections))
 
 
-def problem_of(section: Section, high_seqno: int, value_bytes_max: int) -> str:
-    """Return what is wrong with a section for a replica at `high_seqno`; "" if nothing is."""
+def problem_of(
+    section: Section, high_seqno: int, window: SnapshotWindow | None, value_bytes_max: int
+) -> str:
+    """Return what is wrong with a section for a replica at `high_seqno`; "" if nothing is. `window`
+    is that of its incomplete snapshot. Raises ReplicationError for a control entry that cannot be
+    read.
+    """
     if not 0 < section.epoch <= EPOCH_MAX or section.committed_seqno > SEQNO_MAX:
         return f"leader epoch {section.epoch} or seqno {section.committed_seqno} cannot be"
     for entry in section.entries:
@@ -164,11 +225,15 @@ def problem_of(section: Section, high_seqno: int, value_bytes_max: int) -> str:
         if head.vb_id != section.vb_id:
             return f"an entry of vb {head.vb_id} in the section of vb {section.vb_id}"
         if head.opcode == LOG_CONTROL:
-            if control_document(entry).get("kind") != "floor":
-                return "a control entry that is no floor"
+            told = unpack_told(entry)
+            if problem := _misplaced(told, high_seqno, window):
+                return problem
+            window = told if isinstance(told, SnapshotWindow) else None
             continue
         seqno = seqno_of(entry)
-        if seqno != high_seqno + 1:
+        if window is not None and not high_seqno < seqno <= window.end:
+            return f"seqno {seqno} follows {high_seqno} in the snapshot that ends at {window.end}"
+        if window is None and seqno != high_seqno + 1:
             return f"seqno {seqno} follows {high_seqno}"
         if head.epoch > section.epoch:
             return f"seqno {seqno} has leader epoch {head.epoch}, above {section.epoch}"
@@ -176,6 +241,23 @@ def problem_of(section: Section, high_seqno: int, value_bytes_max: int) -> str:
             return f"seqno {seqno} has {head.body_bytes} bytes, more than allowed"
         high_seqno = seqno
     return ""
+
+
+def _misplaced(told: Told, high_seqno: int, window: SnapshotWindow | None) -> str:
+    """Return why a control entry cannot stand here, "" if it can."""
+    if isinstance(told, FloorsTold):
+        return "" if window is None else f"floors inside the snapshot that ends at {window.end}"
+    if isinstance(told, SnapshotEnd):
+        if window is None or not window.end == told.seqno == high_seqno:
+            return f"a snapshot ends at seqno {told.seqno}; this replica is at {high_seqno}"
+        if told.purge >= told.seqno:
+            return f"purge seqno {told.purge} of a snapshot that ends at {told.seqno}"
+        return ""
+    if told.start == high_seqno:
+        return ""  # nothing of it is here yet
+    if window is not None and told.start == window.start and told.end >= window.end:
+        return ""
+    return f"a snapshot begins at seqno {told.start}; this replica is at {high_seqno}"
 
 
 def pack_ack(number: int, question: int) -> bytes:

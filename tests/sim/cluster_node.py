@@ -251,6 +251,10 @@ class ClusterNode(SingleNode):
         """See SimNode."""
         return False
 
+    def plans_floors(self, vb_id: int) -> bool:
+        """See Kept."""
+        return self.serves(vb_id)
+
     def serves(self, vb_id: int) -> bool:
         """See SimNode."""
         return self._has_begun and self.engine.partitions[vb_id].state == VbState.ACTIVE

@@ -170,6 +170,15 @@ class SingleNode:
     def before_merge(self) -> None:
         """See Kept."""
 
+    def plans_floors(self, vb_id: int) -> bool:
+        """See Kept: a node alone plans those of all partitions."""
+        return True
+
+    def compact(self) -> None:
+        """See SimNode."""
+        if self._has_begun:
+            self._upkeep.compact_all()
+
     def _record_masterships(self) -> None:
         """A node alone is the master of all partitions."""
         for part in self.engine.partitions:
