@@ -51,8 +51,6 @@ from vbucket.store.environment import StoreDamagedError
 
 WINDOW_BYTES: Final = 8 << 20
 """Entries on their way to one replica: at 100 MB/s, 80 ms of them."""
-SECTION_BYTES: Final = 256 << 10
-"""Entries of a partition that is behind, in one message: a fair share of a turn."""
 BEAT_NS: Final = 100_000_000
 """Time between heartbeats, and the longest time between two questions."""
 SILENCE_NS_MAX: Final = 3_000_000_000
@@ -167,6 +165,7 @@ class ReplicaFeed:
         *,
         now_ns: int,
         window_bytes: int = WINDOW_BYTES,
+        section_bytes: int,
     ) -> None:
         self.member = member
         self.is_superseded = False
@@ -176,6 +175,7 @@ class ReplicaFeed:
         self._side = side
         self._schedule = schedule
         self._window_bytes = window_bytes
+        self._section_bytes = section_bytes
         self._streams: dict[int, _Stream] = {}
         self._out: list[bytes] = []
         self._behind: deque[int] = deque()
@@ -350,7 +350,7 @@ class ReplicaFeed:
         end_seqno = part.synced_seqno if stream.window is None else stream.window.end
         if stream.sent_seqno < end_seqno:
             changes = self._engine.versions.entries(
-                part, stream.sent_seqno + 1, end_seqno, SECTION_BYTES
+                part, stream.sent_seqno + 1, end_seqno, self._section_bytes
             )
             if not changes:
                 raise StoreDamagedError(

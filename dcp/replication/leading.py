@@ -178,7 +178,10 @@ class Leading:
         if older is not None:
             older.is_superseded = True
             older.close()
-        feed = ReplicaFeed(self._engine, told.member, self, schedule, now_ns=self._now_ns)
+        feed = ReplicaFeed(
+            self._engine, told.member, self, schedule, now_ns=self._now_ns,
+            section_bytes=self._settings.section_bytes,
+        )  # fmt: skip
         self.feeds[told.member] = feed
         return feed
 

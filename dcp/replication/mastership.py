@@ -56,6 +56,8 @@ class ReplicationSettings(NamedTuple):
     acknowledges_as_master: bool = False
     """Answer writes when this node's disk has them (`acknowledge=master`)."""
     value_bytes_max: int = 20 << 20
+    section_bytes: int = 256 << 10
+    """Entries of a partition that is behind, in one message: a fair share of a turn."""
 
 
 class Mastership:

@@ -113,7 +113,7 @@ class Upkeep:
         low, high = max(part.history_floor, 1), part.merged_seqno
         if low > high:
             return
-        floor = low + world.below(high - low + 1)
+        floor = high if world.chance(0.3) else low + world.below(high - low + 1)
         purge = world.below(floor) if world.chance(0.5) else 0
         before = part.history_floor, part.purge_seqno
         self._floors.raise_(FloorStep(vb_id, part.vb_uuid, floor, purge))
