@@ -47,6 +47,7 @@ from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import seqno_of
+from vbucket.model.ids import SEQNO_MAX
 from vbucket.store.environment import StoreDamagedError
 
 WINDOW_BYTES: Final = 8 << 20
@@ -55,6 +56,9 @@ BEAT_NS: Final = 100_000_000
 """Time between heartbeats, and the longest time between two questions."""
 SILENCE_NS_MAX: Final = 3_000_000_000
 """A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
+
+NEVER: Final = SEQNO_MAX
+"""Above the number of every message."""
 
 
 class Pace(Enum):
@@ -77,7 +81,7 @@ class _Stream:
 
     __slots__ = (
         "confirmations", "epoch", "floors", "opaque", "pace", "safe_purge", "sent_seqno",
-        "shown_seqno", "window",
+        "shown_seqno", "whole_number", "window",
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +104,8 @@ class _Stream:
         """The floors that the replica was told, as far as that is known."""
         self.window = window
         """The snapshot of which the replica has a part; None: what it has is whole."""
+        self.whole_number = 0 if window is None else NEVER
+        """The message that ends the last snapshot; NEVER: it was not sent yet."""
         self.safe_purge = 0 if window is None else window.purge
         """Deletions up to this seqno were purged, or superseded what they delete, before anything
         of the snapshot was read."""
@@ -186,6 +192,7 @@ class ReplicaFeed:
         self._sent: deque[tuple[int, int, tuple[tuple[_Stream, Followed], ...]]] = deque()
         """Messages that are not acknowledged: number, bytes, what they bring."""
         self._sent_bytes = 0
+        self._acknowledged_number = 0
         self._asked: deque[tuple[int, int]] = deque()
         """Questions that are not confirmed: question, when it was asked."""
         self._confirmations = 0
@@ -234,7 +241,9 @@ class ReplicaFeed:
     def is_in_snapshot(self, vb_id: int) -> bool:
         """Whether the replica has only a part of a snapshot of a partition."""
         stream = self._streams.get(vb_id)
-        return stream is not None and stream.window is not None
+        if stream is None:
+            return False
+        return stream.whole_number > self._acknowledged_number
 
     def confirmed_ns(self, vb_id: int) -> int | None:
         """Return when the question was asked with which the replica last confirmed this master of
@@ -333,7 +342,12 @@ class ReplicaFeed:
             stream.shown_seqno = part.committed_seqno
             section = Section(vb_id, stream.epoch, committed_seqno, entries)
             brought = Followed(vb_id, stream.epoch, stream.sent_seqno)
-            self._send([section], ((stream, brought),) if stream.window is None else ())
+            is_whole = stream.window is None
+            self._send([section], ((stream, brought),) if is_whole else ())
+            if not is_whole:
+                stream.whole_number = NEVER
+            elif stream.whole_number == NEVER:
+                stream.whole_number = self._number
         if stream.sent_seqno == part.synced_seqno and stream.window is None:
             stream.pace = Pace.IN_STEP
         elif entries:
@@ -400,6 +414,7 @@ class ReplicaFeed:
                 f"member {self.member} acknowledges message {number} and question {question}; "
                 f"the last one sent is {self._number}"
             )
+        self._acknowledged_number = max(self._acknowledged_number, number)
         newest: dict[int, Followed] = {}
         while self._sent and self._sent[0][0] <= number:
             _, size, followed = self._sent.popleft()

@@ -112,7 +112,8 @@ class ClusterNode(SingleNode):
         )  # fmt: skip
         self.driver = StoreDriver(self.session, store, self.clock.monotonic_ns, self._take)
         settings = ReplicationSettings(
-            min_in_sync=plan.min_in_sync, acknowledges_as_master=plan.acknowledge == "master",
+            min_in_sync=plan.min_in_sync,
+            acknowledges_as_master=plan.acknowledge == "master",
             section_bytes=plan.section_bytes,
         )
         self.core = self.core_type(
