@@ -56,6 +56,8 @@ class ReplicationSettings(NamedTuple):
     acknowledges_as_master: bool = False
     """Answer writes when this node's disk has them (`acknowledge=master`)."""
     value_bytes_max: int = 20 << 20
+    section_bytes: int = 256 << 10
+    """Entries of a partition that is behind, in one message: a fair share of a turn."""
 
 
 class Mastership:
@@ -89,6 +91,8 @@ class Mastership:
         self.handing_since_ns = 0
         self.branch_wanted: BranchUnderWay | None = None
         """What an operator has asked for, until the record says it."""
+        self.in_snapshot: frozenset[str] = frozenset()
+        """Members that have only a part of a de-duplicated snapshot."""
         self.has_handed = False
         """Whether the handover is written, or may be: nobody serves until that is decided."""
         self._member = member
@@ -214,7 +218,10 @@ class Mastership:
         given = self._acknowledged.get(member)
         if given is None:
             return False
-        candidate = Candidate(given, is_level=self._level_ns.get(member) == now_ns)
+        candidate = Candidate(
+            given, is_level=self._level_ns.get(member) == now_ns,
+            has_incomplete_snapshot=member in self.in_snapshot,
+        )  # fmt: skip
         return may_join(candidate, self.epoch, self.part.committed_seqno, self.epoch_start_seqno)
 
     def _note_levels(self, now_ns: int) -> None:

@@ -121,7 +121,9 @@ class ClusterNode(SingleNode):
         )  # fmt: skip
         self.driver = StoreDriver(self.session, store, self.clock.monotonic_ns, self._take)
         settings = ReplicationSettings(
-            min_in_sync=plan.min_in_sync, acknowledges_as_master=plan.acknowledge == "master"
+            min_in_sync=plan.min_in_sync,
+            acknowledges_as_master=plan.acknowledge == "master",
+            section_bytes=plan.section_bytes,
         )
         self.core = self.core_type(
             self.engine, self.store, self.hub, self.groups, self.session, settings,
@@ -254,6 +256,8 @@ class ClusterNode(SingleNode):
     def _note_masterships(self) -> None:
         """Record what this node serves now."""
         for part in self.engine.partitions:
+            if (window := part.incomplete_snapshot) is not None:
+                self._record.snapshots.add((self.name, part.vb_id, window.end))
             epoch = part.leader_epoch
             if part.state == VbState.ACTIVE and self._told.get(part.vb_id) != epoch:
                 self._told[part.vb_id] = epoch
@@ -276,6 +280,10 @@ class ClusterNode(SingleNode):
             return False
         self._record.excuse(self._world.now_ns, vb_id, seqno, "branch")
         return True
+
+    def plans_floors(self, vb_id: int) -> bool:
+        """See Kept."""
+        return self.serves(vb_id)
 
     def serves(self, vb_id: int) -> bool:
         """See SimNode."""

@@ -227,6 +227,8 @@ class Facts:
         self.consumer_maps: list[Map] = []
         self.cut_off: list[CutOff] = []
         """What replicas kept in files before they cut it off."""
+        self.snapshots: set[tuple[str, int, int]] = set()
+        """Node, partition and end of the snapshots of which a replica had a part."""
         self.works_ns = 0
         """From here on, every operation must be answered."""
         self.problems: list[str] = []
