@@ -29,6 +29,8 @@ class Mutation(msgspec.Struct, gc=False):
     previous_value: bytes | None = None
     """The value that it replaced, if that was asked for and there was one."""
     collection_id: int = 0
+    xattrs: dict[str, bytes] | None = None
+    """Its XATTRs, name -> JSON text, if they were asked for and there are any."""
 
 
 class Deletion(msgspec.Struct, gc=False):
@@ -44,6 +46,8 @@ class Deletion(msgspec.Struct, gc=False):
     previous_value: bytes | None = None
     """The deleted value, if that was asked for."""
     collection_id: int = 0
+    xattrs: dict[str, bytes] | None = None
+    """The XATTRs that outlive the document, if they were asked for and there are any."""
 
 
 class SystemEvent(msgspec.Struct, gc=False):

@@ -19,6 +19,7 @@ from clients.errors import ConnectError, DcpdError, error_from_status
 from dcp.wire.frame import HEADER, MAX_KEY_BYTES, Frame, RemoteProtocolError
 from dcp.wire.message import MUTATION_TOKEN, U32
 from dcp.wire.opcode import Magic, Opcode
+from dcp.wire.status import Status
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
 
 Operation = tuple[int, bytes, bytes, bytes, int]
@@ -34,7 +35,13 @@ _NAMES: Final = {
     Opcode.ADD: "add",
     Opcode.REPLACE: "replace",
     Opcode.DELETE: "delete",
+    Opcode.SUBDOC_MULTI_LOOKUP: "look up",
 }
+LOOKUPS_MAX: Final = 16
+"""Most look-ups of one SUBDOC_MULTI_LOOKUP."""
+XATTR_PATH: Final = 0x04
+_LOOKUP: Final = Struct(">BBH")
+_LOOKUP_RESULT: Final = Struct(">HI")
 
 
 class Document(NamedTuple):
@@ -74,6 +81,36 @@ def key_bytes(key: bytes | str) -> bytes:
 def get_operation(key: bytes | str) -> Operation:
     """Return a GET."""
     return Opcode.GET, key_bytes(key), b"", b"", 0
+
+
+def xattr_lookup(path: bytes) -> bytes:
+    """Return a look-up of a path into the XATTRs."""
+    return _LOOKUP.pack(Opcode.SUBDOC_GET, XATTR_PATH, len(path)) + path
+
+
+BODY_LOOKUP: Final = _LOOKUP.pack(Opcode.GET, 0, 0)
+"""A look-up of the whole document; it comes after those of XATTRs."""
+
+
+def lookup_operation(key: bytes | str, lookups: Iterable[bytes], cas: int = 0) -> Operation:
+    """Return a SUBDOC_MULTI_LOOKUP; the value of its document is for `results_of`."""
+    return Opcode.SUBDOC_MULTI_LOOKUP, key_bytes(key), b"", b"".join(lookups), cas
+
+
+def results_of(value: bytes) -> list[tuple[int, bytes]]:
+    """Return status and value of each look-up. Raises RemoteProtocolError."""
+    results: list[tuple[int, bytes]] = []
+    at = 0
+    while at < len(value):
+        value_at = at + _LOOKUP_RESULT.size
+        if value_at > len(value):
+            raise RemoteProtocolError("a result of a look-up is cut short")
+        status, value_bytes = _LOOKUP_RESULT.unpack_from(value, at)
+        at = value_at + value_bytes
+        results.append((status, value[value_at:at]))
+    if at != len(value):
+        raise RemoteProtocolError("the value of a look-up is cut short")
+    return results
 
 
 def store_operation(
@@ -124,12 +161,16 @@ def pack_operations(
 
 def outcome_of(operation: Operation, vb_id: int, frame: Frame, node: str) -> Outcome:
     """Return the outcome that a reply means; errors are returned, not raised."""
+    if frame.status == Status.SUBDOC_MULTI_PATH_FAILURE:
+        return Document(frame.value, frame.cas)  # `results_of` tells which
     if frame.status:
         opcode, key, _, _, cas = operation
         return error_from_status(
             frame.status, _NAMES[Opcode(opcode)], body=frame.value, cas=cas, vb_id=vb_id,
             key=key, node=node,
         )  # fmt: skip
+    if operation[0] == Opcode.SUBDOC_MULTI_LOOKUP:
+        return Document(frame.value, frame.cas)
     if operation[0] == Opcode.GET:
         flags = U32.unpack(frame.extras)[0] if len(frame.extras) == 4 else 0
         return Document(frame.value, frame.cas, flags)

@@ -136,6 +136,18 @@ MUTATIONS = (
         "slot for slot in range(MARK_SLOTS) if slot not in {synced_slot}\n",
         ("test_log", "test_power_loss"),
     ),
+    Mutation(
+        "log-end-only-synced-again",
+        "                self._device.rewrite(self._synced_bytes, unproven)\n",
+        "                pass\n",
+        ("test_log_rewrite", "test_power_loss"),
+    ),
+    Mutation(
+        "end-mark-only-synced-again",
+        "self._device.mark(self._mark.slot, pack_mark(self._mark.end, self._mark.sequence))\n",
+        "pass\n",
+        ("test_power_loss",),
+    ),
     # -- failover ------------------------------------------------------------------------------
     Mutation(
         "rollback-one-too-low",
@@ -201,8 +213,11 @@ MUTATIONS = (
     ),
     Mutation(
         "get-does-not-wait-for-the-commit",
-        "        if part.last_group > engine.commits.committed_group:\n",
-        "        if False:\n",
+        "        if part.last_group > engine.commits.committed_group:\n"
+        "            state.observes_version(part, key)\n"
+        "        if entry is None:\n"
+        "            if opcode not in _QUIET_READS:\n",
+        "        if entry is None:\n            if opcode not in _QUIET_READS:\n",
         ("test_session_documents", "test_session_waits"),
     ),
     Mutation(

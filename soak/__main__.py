@@ -1,4 +1,4 @@
-"""python -m soak COMMAND: starts a long run. All but flip can be resumed."""
+"""python -m soak COMMAND: starts a long run. All but flip and subdoc can be resumed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from sim.run import Options
-from soak import check, churn, flip, kill, power, proxy, simulate
+from soak import check, churn, flip, kill, power, proxy, simulate, subdoc
 from soak.attack import run as attacking
 from soak.fuzz import resident_bytes, run_round
 
@@ -72,6 +72,20 @@ def attack(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
 
 
+def _add_models(commands: Any) -> None:
+    """Add the commands that hold the code against a model."""
+    checking = commands.add_parser("check", help="all states of the rules of replication")
+    checking.add_argument("--minutes", type=float, help="stop after this time")
+    checking.add_argument("--states", type=int, default=check.STATES_MAX, help="of one bound")
+    checking.add_argument("--folder", type=Path, default=Path(".soak-check"))
+    simulating = commands.add_parser("sim", help="simulated nodes, clients and faults, from seeds")
+    simulating.add_argument("--seeds", type=int, default=100_000)
+    simulating.add_argument("--state", type=Path, default=Path(".soak-sim.json"))
+    subdocs = commands.add_parser("subdoc", help="sub-document operations against a model")
+    subdocs.add_argument("--cases", type=int, default=100_000)
+    subdocs.add_argument("--seed", type=int, default=1, help="number of the first case")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -101,13 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     proxying.add_argument("--writes", type=int, default=250_000, help="in each round")
     proxying.add_argument("--round", type=int, help="replay one round")
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
-    checking = commands.add_parser("check", help="all states of the rules of replication")
-    checking.add_argument("--minutes", type=float, help="stop after this time")
-    checking.add_argument("--states", type=int, default=check.STATES_MAX, help="of one bound")
-    checking.add_argument("--folder", type=Path, default=Path(".soak-check"))
-    simulating = commands.add_parser("sim", help="simulated nodes, clients and faults, from seeds")
-    simulating.add_argument("--seeds", type=int, default=100_000)
-    simulating.add_argument("--state", type=Path, default=Path(".soak-sim.json"))
+    _add_models(commands)
     add_attack(commands)
     return parser
 
@@ -119,6 +127,8 @@ def main() -> int:
         if unknown := set(arguments.kinds) - attacking.KINDS.keys():
             parser.error(f"there is no kind {', '.join(sorted(unknown))}")
         return attack(arguments)
+    if arguments.command == "subdoc":
+        return subdoc.soak(arguments.cases, arguments.seed)
     if arguments.command == "proxy":
         if arguments.round is None:
             return proxy.soak(arguments.events, arguments.state, arguments.writes)

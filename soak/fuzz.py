@@ -38,7 +38,7 @@ FRAMES_IN_PIECE: Final = 40
 OPCODES: Final = [int(opcode) for opcode in Opcode]
 SOME_KEYS: Final = Rights(dict.fromkeys((Role.READ, Role.WRITE), (Scope(b"a"), Scope(b"longer"))))
 """A user whose every document command is checked."""
-FEATURES: Final = (0x04, 0x07, 0x08, 0x0A, 0x0B, 0x11, 0x12, 0x14, 0x1D)
+FEATURES: Final = (0x04, 0x06, 0x07, 0x08, 0x0A, 0x0B, 0x11, 0x12, 0x14, 0x1D)
 TEXT: Final = (
     b"get a b c\r\n", b"set a 0 0 3\r\nabc\r\n", b"delete a\r\n", b"incr a 1\r\n", b"stats\r\n",
     b"gets a\r\n", b"cas a 0 0 1 5\r\nx\r\n", b"touch a 5\r\n", b"version\r\n", b"noop\r\n",
@@ -97,7 +97,9 @@ def connect(node: MemoryNode, draw: random.Random, limits: Limits) -> Peer:
         peer.hello(*draw.sample(FEATURES, draw.randint(0, len(FEATURES))))
     if draw.random() < 0.5:
         peer.send(
-            pack_open(b"fuzz%d" % draw.randrange(3), draw.choice((1, 1, 1, 0x21, 0x09)))
+            pack_open(
+                b"fuzz%d" % draw.randrange(3), draw.choice((1, 1, 0x05, 0x105, 0x21, 0x09, 0x0D))
+            )
             + pack_control(b"enable_noop", b"true")
             + pack_control(b"enable_out_of_order_snapshots", b"true")
             + pack_control(b"force_value_compression", draw.choice((b"true", b"false")))
@@ -187,7 +189,9 @@ def ordinary(draw: random.Random) -> bytes:
     """Return a packet that a client could send."""
     key = b"\0" * (draw.random() < 0.7) + draw.choice((b"a", b"b", b"longer-key"))
     vb_id = draw.choice((0, 5, 9))
-    choice = draw.randrange(11)
+    choice = draw.randrange(15)
+    if choice >= 11:
+        return subdocument(draw, vb_id, key)
     if choice < 3:
         value = draw.randbytes(draw.choice((0, 3, 200, VALUE_BYTES_MAX)))
         opcode = draw.choice((Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.REPLACE))
@@ -234,6 +238,61 @@ def compressed_store(draw: random.Random, vb_id: int, key: bytes) -> bytes:
         0x08, opcode, len(framing), len(key), len(extras), draw.choice((0, 2, 3)), vb_id, body, 0, 0
     )
     return head + framing + extras + key + value
+
+
+LOOKUPS: Final = (0x00, 0xC5, 0xC6, 0xD2)
+MUTATIONS: Final = (
+    0x01, 0x04, 0xC7, 0xC8, 0xC8, 0xC9, 0xCA, 0xCB, 0xCC, 0xCD, 0xCE, 0xCF, 0xD3,
+)  # fmt: skip
+PATHS: Final = (
+    b"", b"a", b"a.b", b"a[0]", b"[0]", b"a[-1].x", b"`a.b`", b"a..b", b"_s.x", b"$document",
+    b"$document.CAS", b"$XTOC", b"$vbucket", b"$no", b"x\xff", b"a" * 20, b"a.b" * 20,
+)  # fmt: skip
+JSON_VALUES: Final = (
+    b"", b"1", b"-5", b"1.50", b'"text"', b"[]", b"{}", b"[1,2]", b'{"b":1}', b"1,2", b"tru", b"]",
+    b"[" * 40 + b"]" * 40, b'"${Mutation.CAS}"', b'"${$document.CAS}"', b"\xff", b'{"a":{"b":[1]}}',
+)  # fmt: skip
+SECTIONS: Final = (
+    b"\0\0\0\x08\0\0\0\x04u\x001\0", b"\0\0\0\x09\0\0\0\x05_s\x001\0", b"\0\0\0\x04\0\0\0\0",
+    b"\0\0\1\0", b"",
+)  # fmt: skip
+
+
+def subdocument(draw: random.Random, vb_id: int, key: bytes) -> bytes:
+    """Return a sub-document request, a JSON document, or a change with XATTRs."""
+    kind = draw.randrange(8)
+    path, value = draw.choice(PATHS), draw.choice(JSON_VALUES)
+    flags, doc_flags = (
+        draw.choice((0, 0, 1, 4, 4, 5, 0x14, 0x80)),
+        draw.choice((0, 0, 1, 2, 4, 5, 0x14, 9)),
+    )
+    if kind == 0:
+        return pack_request(
+            Opcode.SET, vb_id=vb_id, key=key, value=value, extras=bytes(8), datatype=1
+        )
+    if kind == 1:
+        opcode = draw.choice((Opcode.SET_WITH_META, Opcode.DEL_WITH_META))
+        extras = struct.pack(">IIQQ", 0, 0, draw.randint(1, 50), draw.randint(1, 2**60))
+        section = draw.choice(SECTIONS)
+        return pack_request(opcode, vb_id=vb_id, key=key, value=section, extras=extras, datatype=4)
+    more = bytes([doc_flags]) * (draw.random() < 0.5)
+    if kind < 4:
+        opcode = draw.choice((*LOOKUPS, *MUTATIONS))
+        extras = struct.pack(">HB", len(path), flags) + more
+        takes_value = opcode not in (*LOOKUPS, 0xC9, 0xD3)
+        body = path + value * takes_value
+        return pack_request(opcode, vb_id=vb_id, key=key, value=body, extras=extras)
+    is_lookup = kind < 6
+    specs = b""
+    for _ in range(draw.choice((1, 1, 2, 3, 17))):
+        path, value = draw.choice(PATHS), draw.choice(JSON_VALUES)
+        if is_lookup:
+            specs += struct.pack(">BBH", draw.choice(LOOKUPS), flags, len(path)) + path
+        else:
+            head = struct.pack(">BBHI", draw.choice(MUTATIONS), flags, len(path), len(value))
+            specs += head + path + value
+    opcode = Opcode.SUBDOC_MULTI_LOOKUP if is_lookup else Opcode.SUBDOC_MULTI_MUTATION
+    return pack_request(opcode, vb_id=vb_id, key=key, value=specs, extras=more)
 
 
 def resident_bytes() -> int:

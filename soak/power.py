@@ -2,7 +2,7 @@
 
 Each round is one life, which depends on the round's number only (`support.power_node`). The node
 does everything that a real node does. Power is cut between steps, within them, and during the start
-after a cut. In addition, in one stretch of each life a cut is tried at every point.
+after a cut, and syncs fail. In addition, in one stretch of each life a cut is tried at every point.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from support.power_node import SHARES, Story, live
 DURABILITIES = ("commit", "interval", "none")
 STEPS = 60
 STEPS_WITH_EVERY_POINT = 8
+FAIL_SHARE = 0.1
+"""Share of the steps during which a sync may fail."""
 
 
 def run_round(seed: int) -> int:
     """Play one life; return its number of points."""
     story = Story(seed, DURABILITIES[seed % len(DURABILITIES)])
-    live(story, STEPS)
+    live(story, STEPS, fail_share=FAIL_SHARE)
     story.shares = SHARES
-    live(story, STEPS_WITH_EVERY_POINT)
+    live(story, STEPS_WITH_EVERY_POINT, fail_share=FAIL_SHARE)
     return story.power.points
 
 

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+TEST = re.compile(r"`(test_\w+)`")
 FILE = re.compile(r"`((?:\w+/)+[\w.]+\.(?:py|md))`")
 
 
@@ -33,6 +34,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_that_are_named_exist(page: Path) -> None:
     missing = [name for name in FILE.findall(page.read_text()) if not (ROOT / name).exists()]
     assert missing == []
+
+
+def test_tests_that_are_named_exist() -> None:
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    defined = {name for source in sources for name in re.findall(r"def (test_\w+)\(", source)}
+    named = {name for page in PAGES for name in TEST.findall(page.read_text())}
+    assert len(named) > 20, "docs/replication.md has a test for each failure"
+    assert sorted(named - defined) == []
 
 
 def test_every_page_is_listed() -> None:

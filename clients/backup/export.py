@@ -2,8 +2,10 @@
 
     JSON lines   one document per line: {"v":1, "collection", "key", "value", "vb", "seqno", "rev",
                  "cas", "flags", "expiry"}. `cas` is decimal text. Bytes that are not UTF-8 are
-                 base64, marked with "key_encoding" or "value_encoding"
-    Parquet      the same columns and `datatype`; key and value are binary, cas is uint64
+                 base64, marked with "key_encoding" or "value_encoding". "xattrs" (name: JSON value)
+                 is there if the document has any
+    Parquet      the same columns, `datatype` and `xattrs` (JSON text); key and value are binary,
+                 cas is uint64
 
 Deletions are not exported. Memory holds one batch of rows and the keys of one partition.
 """
@@ -25,6 +27,7 @@ from clients.backup.selection import Routes, Selection, split_key
 from dcp.wire.frame import HEADER, HEADER_BYTES
 from dcp.wire.message import MUTATION_EXTRAS
 from dcp.wire.opcode import Opcode
+from dcp.wire.xattrs import DATATYPE_XATTR, body_of, section_of, unpack_xattrs, xattrs_text
 
 SCHEMA_VERSION: Final = 1
 ROWS_MAX: Final = 10_000
@@ -46,6 +49,8 @@ class ExportRow(NamedTuple):
     expiry: int
     """Absolute Unix seconds, 0 = never."""
     datatype: int
+    xattrs: str | None = None
+    """JSON object; None: the document has no XATTRs."""
 
 
 class ExportReport(NamedTuple):
@@ -118,7 +123,7 @@ class Export:
             "collection": pa.dictionary(pa.int32(), pa.string()), "key": pa.binary(),
             "value": pa.binary(), "vb": pa.uint16(), "seqno": pa.uint64(), "rev": pa.uint64(),
             "cas": pa.uint64(), "flags": pa.uint32(), "expiry": pa.uint32(),
-            "datatype": pa.uint8(),
+            "datatype": pa.uint8(), "xattrs": pa.string(),
         }  # fmt: skip
         schema = pa.schema(list(types.items()))
         rows: list[ExportRow] = []
@@ -154,8 +159,11 @@ class Export:
         path = self._routes.source(collection_id)
         if path is None or not key.startswith(self._prefix):
             return None
-        value = data[key_at + key_len : stop]
-        return ExportRow(path, key, value, vb_id, seqno, rev, cas, flags, expiry, datatype)
+        value, xattrs = data[key_at + key_len : stop], None
+        if datatype & DATATYPE_XATTR:
+            xattrs = xattrs_text(unpack_xattrs(section_of(value, datatype)))
+            value, datatype = body_of(value, datatype), datatype & ~DATATYPE_XATTR
+        return ExportRow(path, key, value, vb_id, seqno, rev, cas, flags, expiry, datatype, xattrs)
 
     def _report(self) -> ExportReport:
         found = self.findings
@@ -177,7 +185,10 @@ def json_line(row: ExportRow) -> bytes:
         "vb": row.vb, "seqno": row.seqno, "rev": row.rev, "cas": str(row.cas), "flags": row.flags,
         "expiry": row.expiry,
     }  # fmt: skip
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    line = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+    if row.xattrs is not None:
+        line = f'{line[:-1]},"xattrs":{row.xattrs}}}'  # numbers keep their text
+    return line.encode() + b"\n"
 
 
 @contextmanager

@@ -88,7 +88,12 @@ class Intake:
         wished = [b"enable_expiry_opcode", VERSION_LOG]
         if history:
             wished.append(CHANGE_STREAMS)
-        flags = OpenFlag.PRODUCER | OpenFlag.INCLUDE_DELETE_TIMES
+        flags = (
+            OpenFlag.PRODUCER
+            | OpenFlag.INCLUDE_DELETE_TIMES
+            | OpenFlag.INCLUDE_XATTRS
+            | OpenFlag.INCLUDE_DELETED_USER_XATTRS
+        )
         setup = Setup(name, flags, buffer_bytes, wished=tuple(wished))
         self._connection: StreamConnection[Feed] = StreamConnection(setup, self, node)
         self._buffer = FrameBuffer()

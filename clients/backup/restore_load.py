@@ -155,8 +155,7 @@ def _single(frame: bytes, opaque: int, options: int) -> bytes:
     request, rest = Opcode.SETQ_WITH_META if is_quiet else Opcode.SET_WITH_META, frame[key_at:]
     if opcode != _MUTATION:
         request = Opcode.DELQ_WITH_META if is_quiet else Opcode.DEL_WITH_META
-        rest = frame[key_at : key_at + key_len]
-        flags = datatype = 0
+        flags = 0
         if opcode == _EXPIRATION:
             options |= IS_EXPIRATION
         expiry = _TIME.unpack_from(frame, 40)[0] if opcode == _EXPIRATION else 0

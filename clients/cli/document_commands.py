@@ -22,6 +22,12 @@ def _key(text: str) -> bytes:
         raise click.UsageError(str(error)) from error
 
 
+def _decoded(xattrs: dict[str, bytes]) -> dict[str, object]:
+    import json
+
+    return {name: json.loads(text) for name, text in xattrs.items()}
+
+
 def _connect(target: Target) -> SyncKv:
     return SyncKv(target.address, timeout_s=target.timeout_s)
 
@@ -33,15 +39,23 @@ def _connect(target: Target) -> SyncKv:
         "dcpctl get user:1",
         "dcpctl get photo > photo.jpg",
         "dcpctl get user:1 -o json",
+        "dcpctl get user:1 --xattrs",
     ),
 )
 @click.argument("key")
+@click.option("--xattrs", is_flag=True, help="Print XATTRs, too; as JSON.")
 @with_target
-def get(*, target: Target, key: str) -> None:
+def get(*, target: Target, key: str, xattrs: bool) -> None:
     """Print a document: as a line on a terminal, or as its exact bytes when piped."""
+    found: dict[str, bytes] = {}
+    mode = target.output_or("json" if xattrs else "plain" if is_terminal() else "raw")
+    if xattrs and mode != "json":
+        raise click.UsageError("--xattrs prints JSON: leave out -o, or use -o json")
     with _connect(target) as kv:
-        document = kv.get(_key(key))
-    mode = target.output_or("plain" if is_terminal() else "raw")
+        if xattrs:
+            document, found = kv.get_with_xattrs(_key(key))
+        else:
+            document = kv.get(_key(key))
     if mode == "json":
         write_json(
             {
@@ -49,6 +63,7 @@ def get(*, target: Target, key: str) -> None:
                 **text_fields("value", document.value),
                 "cas": str(document.cas),
                 "flags": document.flags,
+                **({"xattrs": _decoded(found)} if xattrs else {}),
             }
         )
     elif mode == "raw":

@@ -91,7 +91,7 @@ class Consumer:
     otherwise the consumer does, with the same result.
     `history`: every version of a document, not only the newest, as far back as the server keeps
     them. `previous_values`: events have the value that they replaced. A server without these
-    extensions streams as usual.
+    extensions streams as usual. `xattrs`: events have the XATTRs of the document.
     `events_per_s`: maximum rate of events. Flow control then slows down the server.
     `name`: the name of the DCP connections. A second consumer with the same name ends the first
     one's. Members of a group get their number appended.
@@ -116,6 +116,7 @@ class Consumer:
         key_prefixes: Iterable[str | bytes] | str | bytes = (),
         history: bool = False,
         previous_values: bool = False,
+        xattrs: bool = False,
         events_per_s: float | None = None,
         buffer_bytes: int = BUFFER_BYTES,
         noop_interval_s: float = NOOP_INTERVAL_S,
@@ -150,6 +151,7 @@ class Consumer:
         """Partition -> CAS. Changes with a lower CAS are dropped."""
         self._core_options: dict[str, Any] = {
             "until_now": until_now, "history": history, "previous_values": previous_values,
+            "xattrs": xattrs,
             "key_prefixes": prefixes, "filter": self._filter, "buffer_bytes": buffer_bytes,
             "noop_interval_s": noop_interval_s,
         }  # fmt: skip

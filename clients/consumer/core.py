@@ -71,6 +71,7 @@ from dcp.wire.message import (
     parse_snapshot_end,
 )
 from dcp.wire.opcode import Magic, Opcode
+from dcp.wire.xattrs import DATATYPE_XATTR, split_xattrs
 from vbucket.model.manifest import decode_leb128, parse_system_event
 
 MUTATION_HEAD: Final = Struct(">HHBBHIIQQQII")
@@ -79,6 +80,11 @@ by_seqno, rev_seqno, flags, expiration. One unpack gets all numbers of a mutatio
 MUTATION_MAGIC: Final = Magic.REQUEST << 8 | Opcode.DCP_MUTATION
 MUTATION_BYTES_MIN: Final = 55
 """Header and the 31 bytes of a mutation's extras."""
+
+
+_WITH_XATTRS: Final = (
+    OpenFlag.PRODUCER | OpenFlag.INCLUDE_XATTRS | OpenFlag.INCLUDE_DELETED_USER_XATTRS
+)
 
 
 class Batch(NamedTuple):
@@ -110,6 +116,7 @@ class ConsumerCore:
         rollback_to_beginning: bool = False,
         history: bool = False,
         previous_values: bool = False,
+        xattrs: bool = False,
         key_prefixes: tuple[bytes, ...] = (),
         filter: Filter | None = None,  # noqa: A002 - the word that positions have for it
         hidden: tuple[bytes, ...] = (),
@@ -126,7 +133,7 @@ class ConsumerCore:
             filter=filter,
         )
         setup = Setup(
-            name, OpenFlag.PRODUCER, buffer_bytes, noop_interval_s,
+            name, _WITH_XATTRS if xattrs else OpenFlag.PRODUCER, buffer_bytes, noop_interval_s,
             wished=(b"send_stream_end_on_client_close_stream", *extensions.controls()),
         )  # fmt: skip
         self.node = node
@@ -271,8 +278,8 @@ class ConsumerCore:
                     vb_id, buffer[key_at + prefix_bytes : value_at], buffer[value_at:stop],
                     seqno, rev_seqno, cas, flags, expiry_s, datatype,
                 )  # fmt: skip
-                if previous is not None:
-                    change.previous_value = self._take_previous(stream, opaque, seqno)
+                if previous is not None or datatype & DATATYPE_XATTR:
+                    self._complete(change, stream, opaque)
                     previous = None
                 if stream.is_marker_new:
                     stream.enter_snapshot(seqno)
@@ -286,6 +293,14 @@ class ConsumerCore:
             at = stop
         self._buffer.keep(buffer, at)
         return at - uncounted
+
+    def _complete(self, change: Mutation, stream: PartitionStream, opaque: int) -> None:
+        """Give a change the value that it replaced, and its XATTRs."""
+        if self._previous is not None:
+            change.previous_value = self._take_previous(stream, opaque, change.seqno)
+        if change.datatype & DATATYPE_XATTR:
+            change.xattrs, change.value = split_xattrs(change.value)
+            change.datatype &= ~DATATYPE_XATTR
 
     def _on_message(self, stream: PartitionStream, frame: Frame) -> None:
         """Process a message of an open stream that is neither a mutation nor the stream's end."""
@@ -320,11 +335,12 @@ class ConsumerCore:
         is_expiry = frame.opcode == Opcode.DCP_EXPIRATION
         previous = self._take_previous(stream, frame.opaque, seqno)
         self._move(stream, seqno)
-        self._batch.events.append(
-            Deletion(
-                stream.vb_id, key, seqno, rev_seqno, frame.cas, delete_time_s, is_expiry, previous
-            )
-        )  # fmt: skip
+        deletion = Deletion(
+            stream.vb_id, key, seqno, rev_seqno, frame.cas, delete_time_s, is_expiry, previous
+        )
+        if frame.datatype & DATATYPE_XATTR:
+            deletion.xattrs, _ = split_xattrs(frame.value)
+        self._batch.events.append(deletion)
         self._complete_at(stream, seqno)
 
     def on_advanced(self, stream: PartitionStream, frame: Frame) -> None:

@@ -12,13 +12,19 @@ applied is not repeated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from clients.address import ServerAddress
-from clients.errors import DcpdError, NotFoundError, OperationTimeoutError, error_from_status
+from clients.errors import (
+    CasMismatchError,
+    DcpdError,
+    NotFoundError,
+    OperationTimeoutError,
+    error_from_status,
+)
 from clients.kv.call import Call
 from clients.kv.reaction import RETRY_STATUSES, is_answer
 from clients.kv.routing import FetchMap, Place, Result, Router, Send, place_of
@@ -26,15 +32,20 @@ from clients.link.blocking_link import TIMEOUT_MIN_S, SyncLink
 from clients.link.topology import ClusterNode, Topology, single_node
 from clients.link.version_log import may_be_longer, version_log_group, versions_of
 from clients.operation import (
+    BODY_LOOKUP,
+    LOOKUPS_MAX,
     Document,
     MutationResult,
     Operation,
     delete_operation,
     get_operation,
+    lookup_operation,
     outcome_of,
     pack_operations,
     parsed,
+    results_of,
     store_operation,
+    xattr_lookup,
 )
 from dcp.wire.frame import Frame
 from dcp.wire.message import parse_failover_log, parse_vb_seqnos
@@ -47,6 +58,18 @@ moved, so this is less than the usual timeout of a call."""
 
 _jitter: Final = Random().random  # noqa: S311 - not for secrets
 _T = TypeVar("_T")
+
+LOOK_UPS_MAX: Final = 6
+LOOK_UP_PAUSE_S: Final = 0.02
+"""How often, and with what pause, a document is read with its XATTRs while it keeps changing."""
+
+
+class Lookups(NamedTuple):
+    """The answer to look-ups in one document."""
+
+    cas: int
+    results: list[tuple[int, bytes]]
+    """Status and value of each."""
 
 
 class SyncKv:
@@ -82,6 +105,38 @@ class SyncKv:
         outcome = self._execute(get_operation(key))
         assert isinstance(outcome, Document)
         return outcome
+
+    def get_with_xattrs(self, key: bytes) -> tuple[Document, dict[str, bytes]]:
+        """Return a document and its XATTRs: name -> JSON text. System ones are among them if the
+        user may read them. Raises NotFoundError, CasMismatchError if it changes all the time.
+        """
+        import json
+
+        changed = CasMismatchError("the document changes all the time", node=self.address.node)
+        for attempt in range(LOOK_UPS_MAX):
+            if attempt:
+                time.sleep(LOOK_UP_PAUSE_S)
+            asked = (xattr_lookup(b"$document.flags"), xattr_lookup(b"$XTOC"), BODY_LOOKUP)
+            found = self._look_up(key, asked)
+            flags, names, body = (value for _, value in found.results)
+            xattrs: dict[str, bytes] = {}
+            left: list[str] = json.loads(names)
+            try:
+                while left:
+                    chunk, left = left[:LOOKUPS_MAX], left[LOOKUPS_MAX:]
+                    lookups = [xattr_lookup(name.encode()) for name in chunk]
+                    texts = self._look_up(key, lookups, found.cas).results
+                    xattrs |= zip(chunk, (text for _, text in texts), strict=True)
+            except CasMismatchError as error:
+                changed = error  # between two requests
+            else:
+                return Document(body, found.cas, int(flags)), xattrs
+        raise changed
+
+    def _look_up(self, key: bytes, lookups: Iterable[bytes], cas: int = 0) -> Lookups:
+        outcome = self._execute(lookup_operation(key, lookups, cas))
+        assert isinstance(outcome, Document)
+        return Lookups(outcome.cas, parsed(results_of, outcome.value, self.address.node))
 
     def store(
         self,

@@ -32,6 +32,7 @@ FEATURES: Final = (
     Feature.COLLECTIONS,
     Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
     Feature.DEDUPE_NOT_MY_VBUCKET,
+    Feature.XATTR,
 )
 
 CONFIG_PUSH: Final = 0x01

@@ -2,9 +2,9 @@
 
 A loop finds where each packet begins; everything else works on all packets at once. numpy gathers
 the numbers. For keys and values the whole buffer becomes one Arrow array of pieces, without a copy;
-key and value are the second and third piece of each packet.
+key, XATTRs and value are the second to fourth piece of each packet.
 
-    HEADER 24 | extras 31, 18, 20 or 21 | collection id, key | value      (dcp/wire/frame.py)
+    HEADER 24 | extras 31, 18, 20 or 21 | collection id, key | XATTRs | value   (dcp/wire/frame.py)
 
 Invariant: `Chunk.places` has the offsets of complete DCP_MUTATION, DCP_DELETION and DCP_EXPIRATION
 packets in `Chunk.data`, in ascending order.
@@ -20,8 +20,15 @@ import pyarrow as pa
 
 from clients.errors import DcpdError
 from clients.position import Versions
-from dcp.wire.frame import HEADER_BYTES
+from dcp.wire.frame import HEADER_BYTES, RemoteProtocolError
 from dcp.wire.opcode import Opcode
+from dcp.wire.xattrs import (
+    DATATYPE_XATTR,
+    section_of,
+    split_xattrs,
+    unpack_xattrs,
+    xattrs_text,
+)
 
 OPS: Final = ("set", "delete", "expire", "rollback")
 """Values of the column `op`."""
@@ -68,6 +75,8 @@ class Changes(NamedTuple):
     values: Any
     collection_ids: Any
     """None if keys have no collection prefix."""
+    xattrs: Any
+    """Sections of XATTRs (dcp/wire/xattrs.py), empty for changes without."""
 
 
 def _view(data: bytes, dtype: str, offset: int, places: Any) -> Any:
@@ -126,7 +135,8 @@ def changes_of(
     end_at = places + HEADER_BYTES + body_len
     ops = _OP_OF[opcodes]
     is_set = ops == 0
-    keys, values = _pieces(data, places, key_at, value_at, end_at, is_set)
+    body_at = _bodies(data, octets, places, value_at, end_at)
+    keys, xattrs, values = _pieces(data, places, key_at, value_at, body_at, end_at, is_set)
     # Deletions have shorter extras. For them these fields are read elsewhere and masked.
     safe = np.where(is_set, places, places[0] if len(places) else 0)
     flags = np.zeros(len(places), np.uint32)
@@ -138,24 +148,44 @@ def changes_of(
         flags = np.where(is_set, _view(data, ">u4", HEADER_BYTES + 16, safe), 0)
         expiry_s = np.where(is_set, _view(data, ">u4", HEADER_BYTES + 20, safe), 0)
     return Changes(
-        heads, _vb_uuids(heads, versions_of), ops, flags, expiry_s, keys, values, collection_ids
-    )
+        heads, _vb_uuids(heads, versions_of), ops, flags, expiry_s, keys, values, collection_ids,
+        xattrs,
+    )  # fmt: skip
 
 
-def _pieces(data: bytes, places: Any, key_at: Any, value_at: Any, end_at: Any, is_set: Any) -> Any:
-    """Return keys and values. Each packet has four pieces; the last one is the gap after it."""
+def _bodies(data: bytes, octets: Any, places: Any, value_at: Any, end_at: Any) -> Any:
+    """Return where the values begin behind the XATTRs, which few changes have. Raises DcpdError."""
+    has_xattrs = (octets[places + 5] & DATATYPE_XATTR).astype(bool)
+    if not has_xattrs.any():
+        return value_at
+    body_at = value_at.copy()
+    for index in np.nonzero(has_xattrs)[0].tolist():
+        value = data[value_at[index] : end_at[index]]
+        try:
+            split_xattrs(value)
+        except RemoteProtocolError as error:
+            raise DcpdError(f"a change cannot be read: {error}") from error
+        body_at[index] += len(section_of(value, DATATYPE_XATTR))
+    return body_at
+
+
+def _pieces(
+    data: bytes, places: Any, key_at: Any, value_at: Any, body_at: Any, end_at: Any, is_set: Any
+) -> Any:
+    """Return keys, XATTRs and values. Each packet has five pieces; the last is the gap after it."""
     count = len(places)
-    offsets = np.empty(4 * count + 1, np.int32)
-    offsets[0:-1:4], offsets[1:-1:4] = places, key_at
-    offsets[2:-1:4], offsets[3:-1:4] = value_at, end_at
+    offsets = np.empty(5 * count + 1, np.int32)
+    offsets[0:-1:5], offsets[1:-1:5] = places, key_at
+    offsets[2:-1:5], offsets[3:-1:5], offsets[4:-1:5] = value_at, body_at, end_at
     offsets[-1] = len(data)
     pieces = pa.Array.from_buffers(
-        pa.binary(), 4 * count, [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+        pa.binary(), 5 * count, [None, pa.py_buffer(offsets), pa.py_buffer(data)]
     )
-    index = np.arange(count, dtype=np.int64) * 4
+    index = np.arange(count, dtype=np.int64) * 5
     keys = pieces.take(pa.array(index + 1))
-    values = pieces.take(pa.array(index + 2, mask=None if is_set.all() else ~is_set))
-    return keys, values
+    xattrs = pieces.take(pa.array(index + 2))
+    values = pieces.take(pa.array(index + 3, mask=None if is_set.all() else ~is_set))
+    return keys, xattrs, values
 
 
 def _collection_ids(octets: Any, key_at: Any) -> tuple[Any, Any]:
@@ -220,7 +250,14 @@ def record_batch(
         ids, inverse = np.unique(changes.collection_ids, return_inverse=True)
         texts = pa.array([names.get(int(number), f"{number:x}") for number in ids], pa.string())
         columns["collection"] = texts.take(pa.array(inverse))
+    if "xattrs" in schema.names:
+        texts = [_xattrs_text(section) for section in changes.xattrs.to_pylist()]
+        columns["xattrs"] = pa.array(texts, pa.string())
     return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+
+def _xattrs_text(section: bytes) -> str | None:
+    return xattrs_text(unpack_xattrs(section)) if section else None
 
 
 def rollback_batch(rollbacks: list[tuple[int, int, int]], schema: pa.Schema) -> pa.RecordBatch:

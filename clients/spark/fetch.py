@@ -58,6 +58,7 @@ def fetch(
     steps: Sequence[PlanStep],
     *,
     history: bool = True,
+    xattrs: bool = False,
     collection_ids: tuple[int, ...] = (0,),
     patience_s: float = PATIENCE_S,
 ) -> Iterator[Arrived]:
@@ -70,7 +71,9 @@ def fetch(
         try:
             groups, left = _by_node(topology_of(servers), streams)
             for node, group in groups.items():
-                reading = _Reading(servers[0].at(*node), history, collection_ids, patience_s)
+                reading = _Reading(
+                    servers[0].at(*node), history, collection_ids, patience_s, xattrs=xattrs
+                )
                 for arrived in reading.run(group):
                     yield arrived
                     began = time.monotonic()  # the time that Spark took does not count
@@ -122,11 +125,14 @@ class _Reading:
         history: bool,
         collection_ids: tuple[int, ...],
         patience_s: float,
+        *,
+        xattrs: bool,
     ) -> None:
         self.left: list[Stream] = []
         self.problem: DcpdError | None = None
         self._address = address
         self._history = history
+        self._xattrs = xattrs
         self._collection_ids = collection_ids
         self._patience_s = patience_s
 
@@ -145,6 +151,7 @@ class _Reading:
                 has_collections=link.has_collections,
                 collection_ids=self._collection_ids,
                 history=self._history,
+                xattrs=self._xattrs,
                 node=link.node,
             )
             try:

@@ -167,6 +167,7 @@ class FetchCore:
         collection_ids: tuple[int, ...] = (0,),
         history: bool = True,
         with_values: bool = True,
+        xattrs: bool = False,
         node: str | None = None,
     ) -> None:
         self.node = node
@@ -189,6 +190,8 @@ class FetchCore:
         flags = OpenFlag.PRODUCER | OpenFlag.INCLUDE_DELETE_TIMES
         if not with_values:
             flags |= OpenFlag.NO_VALUE
+        if xattrs:
+            flags |= OpenFlag.INCLUDE_XATTRS | OpenFlag.INCLUDE_DELETED_USER_XATTRS
         needed = [b"enable_expiry_opcode", b"send_stream_end_on_client_close_stream", VERSION_LOG]
         if history:
             needed.append(b"change_streams")

@@ -46,6 +46,7 @@ class SourceSettings:
     value_format: str = "binary"
     value_schema: str = ""
     key_format: str = "binary"
+    xattrs: bool = False
 
     @property
     def schema(self) -> str:
@@ -62,6 +63,8 @@ class SourceSettings:
         ]  # fmt: skip
         if self.collections is not None:
             columns.append("collection STRING")
+        if self.xattrs:
+            columns.append("xattrs STRING")
         return ", ".join(columns)
 
 
@@ -124,6 +127,7 @@ def _settings(found: dict[str, Any], *, is_batch: bool) -> SourceSettings:
         num_partitions=found.get("numPartitions", NUM_PARTITIONS),
         fails_on_rollback=found.get("onRollback") == "fail",
         history=found.get("history", True),
+        xattrs=found.get("xattrs", False),
         value_format=value_format,
         value_schema=value_schema,
         key_format=found.get("keyFormat", "binary"),
@@ -282,5 +286,6 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
         _columns,
     ),
     "keyFormat": ("binary or string", _choice("binary", "string")),
+    "xattrs": ("true or false", _boolean),
 }
 """Name -> (description of the accepted values, parser)."""

@@ -336,7 +336,7 @@ def read_task(task: ReadTask, schema: StructType, *, is_batch: bool) -> Iterator
     try:
         for arrived in fetch(
             settings.servers, task.steps,
-            history=settings.history, collection_ids=task.collection_ids,
+            history=settings.history, xattrs=settings.xattrs, collection_ids=task.collection_ids,
         ):  # fmt: skip
             if arrived.rollbacks:
                 if settings.fails_on_rollback or is_batch:

@@ -91,6 +91,8 @@ class Following:
         self._dialled_ns: dict[str, int] = {}
         self._confirmed_ns: dict[int, int] = {}
         """When a partition's master was last confirmed, on links that are left or gone."""
+        self.rollbacks = 0
+        """How often a partition was cut back to where its master's history parts."""
         self._hw: dict[int, int] = {}
         """The high watermarks that masters told."""
 
@@ -222,6 +224,7 @@ class Following:
             seqno = min(seqno, part.incomplete_snapshot.start)
         if seqno < part.history_floor:
             seqno = 0
+        self.rollbacks += 1
         self._keep_what_is_cut(vb_id, epoch, seqno)
         try:
             adopt_failover_log(

@@ -266,10 +266,10 @@ class Leading:
         self.fence_ns = fence_ns
 
     def _confirmations(self, mastership: Mastership) -> dict[str, int]:
-        """Return member -> when it was asked the question that it confirmed last."""
+        """Return member -> when it was asked the question that it confirmed last, of all copies."""
         vb_id = mastership.part.vb_id
         asked: dict[str, int] = {}
-        for member in mastership.isr:
+        for member in mastership.record.copies:
             feed = self.feeds.get(member)
             asked_ns = None if feed is None else feed.confirmed_ns(vb_id)
             if asked_ns is not None:
@@ -310,7 +310,7 @@ class Leading:
             mastership.in_snapshot = frozenset(
                 member for member, feed in self.feeds.items() if feed.is_in_snapshot(vb_id)
             )
-            record = mastership.changed_isr(self._now_ns, alive)
+            record = mastership.changed_isr(self._now_ns, alive, self._confirmations(mastership))
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
             if record is None:

@@ -23,6 +23,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from failover.isr import (
+    CONFIRMATION_NS,
     Acknowledgement,
     Candidate,
     confirmed_until_ns,
@@ -187,12 +188,15 @@ class Mastership:
             )
         return ""
 
-    def changed_isr(self, now_ns: int, alive: Mapping[str, object]) -> ReplicationRecord | None:
+    def changed_isr(
+        self, now_ns: int, alive: Mapping[str, object], asked_ns: Mapping[str, int]
+    ) -> ReplicationRecord | None:
         """Return the record with another in-sync set, if it has to change; None: it need not.
 
-        Call it at every tick. `alive` are the members whose nodes are not known to be gone.
+        Call it at every tick. `alive` are the members whose nodes are not known to be gone,
+        `asked_ns` is as for `confirmed_until_ns`.
         """
-        self._note_levels(now_ns)
+        self._note_levels(now_ns, asked_ns)
         if self.is_writing or not self.is_ready or self.record.master != self._member:
             return None
         record = self.record
@@ -224,9 +228,18 @@ class Mastership:
         )  # fmt: skip
         return may_join(candidate, self.epoch, self.part.committed_seqno, self.epoch_start_seqno)
 
-    def _note_levels(self, now_ns: int) -> None:
-        """A member is level if it has all that was synced here at the last tick."""
+    def _note_levels(self, now_ns: int, asked_ns: Mapping[str, int]) -> None:
+        """A member is level if it has all that was synced here at the last tick, and confirms this
+        master. A member that is cut off has everything too while nobody writes, and nobody can
+        write while it stays: without its confirmation this master is fenced.
+        """
         for member, given in self._acknowledged.items():
-            if given.epoch == self.epoch and given.synced_seqno >= self._synced_at_tick:
+            asked = asked_ns.get(member)
+            if (
+                given.epoch == self.epoch
+                and given.synced_seqno >= self._synced_at_tick
+                and asked is not None
+                and may_answer_reads(now_ns, asked + CONFIRMATION_NS)
+            ):
                 self._level_ns[member] = now_ns
         self._synced_at_tick = self.part.synced_seqno

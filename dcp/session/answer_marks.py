@@ -36,11 +36,18 @@ MARK_BYTES: Final = 400
 _READS: Final = frozenset(
     {
         Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.GET_META, Opcode.GET_AND_LOCK,
-        Opcode.GET_RANDOM_KEY, Opcode.GET_REPLICA,
+        Opcode.GET_RANDOM_KEY, Opcode.GET_REPLICA, Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS,
+        Opcode.SUBDOC_GET_COUNT, Opcode.SUBDOC_MULTI_LOOKUP,
     }
 )  # fmt: skip
 """Commands that change nothing that the client asked for. A due document may expire."""
-_APPLIED: Final = frozenset((b"", b"\0\0", Status.E2BIG.to_bytes(2, "big")))
+_APPLIED: Final = frozenset(
+    (
+        b"",
+        b"\0\0",
+        *(each.to_bytes(2, "big") for each in (Status.E2BIG, Status.SUBDOC_SUCCESS_DELETED)),
+    )
+)
 """Statuses of requests that may have changed something. A SET that is too big may remove."""
 _FLUSHES: Final = frozenset({Opcode.FLUSH, Opcode.FLUSHQ})
 """They change documents in several steps, before the one that answers."""

@@ -41,6 +41,19 @@ def packed_body(
     return datatype, body[:key_bytes] + value
 
 
+def plain_body(
+    state: SessionState, datatype: int, body: bytes, key_bytes: int
+) -> tuple[int, bytes]:
+    """Return datatype and body (key and value), not compressed. Raises RefusedError."""
+    if not datatype & SNAPPY:
+        return datatype, body
+    try:
+        value = inflate(body[key_bytes:], state.limits.value_bytes_max)
+    except ValueRefusedError as error:
+        raise _refusal(state, error) from error
+    return datatype & ~SNAPPY, body[:key_bytes] + value
+
+
 def plain_addition(state: SessionState, datatype: int, value: bytes) -> bytes:
     """Return the value of an append, not compressed. Raises RefusedError."""
     check_datatype(state, datatype)

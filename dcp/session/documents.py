@@ -63,8 +63,8 @@ _EXPIRY_MAX: Final = 0xFFFF_FFFF
 
 DATATYPE_JSON: Final = 0x01
 """It is stored if the client negotiated it, otherwise dropped. Checking the bytes, as kv_engine
-does, would cost every SET. Other bits say how to read the value, and are refused unless they were
-negotiated."""
+does, would cost every SET. Other bits say how to read the value: Snappy is refused unless it was
+negotiated, XATTRs always, because a plain store takes a body only."""
 
 _STORE_FORMS: Final = {
     Opcode.SET: SET,
@@ -101,7 +101,7 @@ _GET_EXTRAS_MARKS: Final = tuple(
     for known in range(8)
 )
 """By the datatypes that a client knows, and that of the document: the second field, which has the
-length of the extras and the datatype. 0: the value must be inflated first."""
+length of the extras and the datatype. 0: the value must be inflated first, or has XATTRs."""
 
 _unpack_store: Final = STORE_EXTRAS.unpack_from
 _pack_header: Final = HEADER.pack
@@ -245,6 +245,11 @@ class DocumentCommands:
             return {}  # a run does not look for locks
         return self._runs if state.has_mutation_tokens else self._reading_runs
 
+    def add_runs(self, reading: dict[int, Run], changing: dict[int, Run]) -> None:
+        """Add runs of other opcodes; answers of changes carry mutation tokens."""
+        self._reading_runs |= reading
+        self._runs |= reading | changing
+
     def store_run(self, position: int, end: int) -> int:
         """Handle the plain SETs from `position` on: no CAS, no expiry, default collection. Return
         the position of the first other request, which is for `store`.
@@ -273,7 +278,7 @@ class DocumentCommands:
                 break
             try:
                 new_cas = engine.put(part, key, body, flags, 0, extras & has_json)
-            except StoreDamagedError:
+            except (StoreDamagedError, RefusedError):
                 break
             answers.append(
                 _pack_set_answer(_SET_ANSWER, opaque, new_cas, part.vb_uuid, part.high_seqno)

@@ -71,7 +71,7 @@ class PutFramesCommand:
         if vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
         try:
-            frames = Frames(value, count, vb_id, fits_meta=fits_meta)
+            frames = Frames(value, count, vb_id, fits_meta=fits_meta, takes_xattrs=state.has_xattr)
         except MalformedFramesError as error:
             raise RefusedError(Status.EINVAL, str(error)) from error
         if not state.has_json:

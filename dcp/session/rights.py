@@ -8,6 +8,8 @@ The session asks it for users who may not do everything. The server's table of u
     admin      changes over the admin interface, and commands about partitions
     replicate  DCP as a replica's node (control x_replicate); for the nodes of a cluster only
 
+System XATTRs (names that begin with `_`) are read with stream or admin, and changed with admin.
+
 Changes that carry their own revision and CAS (SET_WITH_META and similar ones) need write and admin,
 because they can make a document win against newer ones.
 
@@ -78,7 +80,13 @@ class Denial(NamedTuple):
 class Rights:
     """The roles of one user. Immutable."""
 
-    __slots__ = ("_scopes", "has_all_documents", "is_full")
+    __slots__ = (
+        "_scopes",
+        "has_all_documents",
+        "is_full",
+        "may_read_system_xattrs",
+        "may_write_system_xattrs",
+    )
 
     def __init__(self, scopes_by_role: Mapping[Role, tuple[Scope, ...]]) -> None:
         self._scopes = dict(scopes_by_role)
@@ -91,6 +99,10 @@ class Rights:
         """Whether document commands need no check."""
         self.is_full = self.has_all_documents and {Role.STREAM, Role.ADMIN} <= self._scopes.keys()
         """Whether no command needs a check."""
+        self.may_write_system_xattrs = Role.ADMIN in self._scopes
+        """Beside the role for the document itself."""
+        self.may_read_system_xattrs = self.may_write_system_xattrs or Role.STREAM in self._scopes
+        """The same. Streams carry them, so who may stream may read them."""
 
     def __eq__(self, other: object) -> bool:
         """Return whether both allow the same."""
@@ -208,7 +220,8 @@ NEEDS: Final[dict[int, Need]] = {
     **dict.fromkeys(
         (
             Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.GET_META,
-            Opcode.GET_REPLICA,
+            Opcode.GET_REPLICA, Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT,
+            Opcode.SUBDOC_MULTI_LOOKUP,
         ),
         _READ_NEED,
     ),
@@ -230,7 +243,11 @@ NEEDS: Final[dict[int, Need]] = {
     **dict.fromkeys(
         (
             Opcode.INCREMENT, Opcode.INCREMENTQ, Opcode.DECREMENT, Opcode.DECREMENTQ, Opcode.GAT,
-            Opcode.GATQ, Opcode.GET_AND_LOCK,
+            Opcode.GATQ, Opcode.GET_AND_LOCK, Opcode.SUBDOC_DICT_ADD, Opcode.SUBDOC_DICT_UPSERT,
+            Opcode.SUBDOC_DELETE, Opcode.SUBDOC_REPLACE, Opcode.SUBDOC_ARRAY_PUSH_LAST,
+            Opcode.SUBDOC_ARRAY_PUSH_FIRST, Opcode.SUBDOC_ARRAY_INSERT,
+            Opcode.SUBDOC_ARRAY_ADD_UNIQUE, Opcode.SUBDOC_COUNTER, Opcode.SUBDOC_MULTI_MUTATION,
+            Opcode.SUBDOC_REPLACE_BODY_WITH_XATTR,
         ),
         _BOTH_NEED,
     ),

@@ -27,7 +27,7 @@ from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_view import STEP_BYTES, Shown, TooManyViewsError, ViewInvalidError
 from vbucket.model.manifest import DEFAULT_COLLECTION, decode_leb128, encode_leb128
 from vbucket.store.environment import StoreDamagedError
-from vbucket.store.plain_value import plain
+from vbucket.store.plain_value import plain_body
 
 Handler = Callable[[Frame], None]
 
@@ -324,7 +324,7 @@ def _packed_key(shown: Shown) -> bytes:
 
 def _packed_document(shown: Shown) -> bytes:
     meta, key = shown.meta, _logical(shown.key)
-    datatype, value = plain(meta.datatype, shown.value)
+    datatype, value = plain_body(meta.datatype, shown.value)
     head = DOCUMENT_META.pack(meta.flags, meta.expiry, meta.seqno, meta.cas, datatype)
     return head + encode_leb128(len(key)) + key + encode_leb128(len(value)) + value
 

@@ -37,6 +37,7 @@ from dcp.session.scans import ScanCommands
 from dcp.session.session_commands import ConnectionCommands
 from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
+from dcp.session.subdoc.subdoc_commands import CHANGES, SINGLE_LOOKUPS, SubdocCommands
 from dcp.session.updates import UpdateCommands
 from dcp.session.with_meta import WithMetaCommands
 from dcp.wire.frame import (
@@ -97,7 +98,12 @@ class Session:
     def __init__(self, state: SessionState) -> None:
         self.state = state
         self._documents = DocumentCommands(state)
-        self._hot = self._documents.handlers() | WithMetaCommands(state, self._documents).handlers()
+        self._subdoc = SubdocCommands(state, self._documents)
+        self._hot = (
+            self._documents.handlers()
+            | WithMetaCommands(state, self._documents).handlers()
+            | self._subdoc.handlers()
+        )
         self._marked: dict[int, DocumentHandler] = {}
         """Handlers that leave marks; made when marks are wanted first."""
         self._checked: dict[int, DocumentHandler] = {}
@@ -449,7 +455,9 @@ class Session:
             if frames.durability is not None:
                 self._check_guard(vb_id, frames.durability)
             hot, cold = self._hot.get(opcode), self._cold.get(opcode)
-            if frames.preserves_expiry and opcode not in _KEEP_THEIR_EXPIRY:
+            if frames.preserves_expiry and opcode in CHANGES:
+                self._subdoc.change_preserving_expiry(request)
+            elif frames.preserves_expiry and opcode not in _KEEP_THEIR_EXPIRY:
                 if opcode not in _PRESERVE_EXPIRY:
                     raise RefusedError(Status.EINVAL, "this command has no expiry to preserve")
                 self._documents.store_preserving_expiry(request)
@@ -510,7 +518,12 @@ _WRITES: Final = frozenset(
     opcode for opcode, need in NEEDS.items() if any(Role.WRITE in roles for roles in need.roles)
 )
 """Commands that change documents. They wait while the store has fallen behind."""
-_COUNTED_GETS: Final = frozenset({Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ})
+_COUNTED_GETS: Final = frozenset(
+    {
+        Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.SUBDOC_MULTI_LOOKUP,
+        *SINGLE_LOOKUPS,
+    }
+)  # fmt: skip
 _COUNTED_DELETES: Final = frozenset(
     {Opcode.DELETE, Opcode.DELETEQ, Opcode.DEL_WITH_META, Opcode.DELQ_WITH_META}
 )

@@ -42,6 +42,7 @@ CONFIG_VERSION: Final = Struct(">qq")
 _ALIVE_STATES: Final = frozenset({VbState.ACTIVE, VbState.REPLICA, VbState.PENDING})
 """kv_engine's "alive": the states that GET_ALL_VB_SEQNOS means when it names none."""
 _ANY_STATE: Final = 0
+_NEED_XATTR: Final = frozenset({Feature.VATTR, Feature.SUBDOC_DOCUMENT_MACRO_SUPPORT})
 _NOT_NOW: Final = frozenset({Status.EBUSY, Status.ETMPFAIL})
 """Statuses of a refused login that say nothing about the password."""
 
@@ -81,6 +82,8 @@ class ConnectionCommands:
         if len(request.value) % 2:
             raise RefusedError(Status.EINVAL, "HELLO carries features of two bytes each")
         asked = [code for (code,) in Struct(">H").iter_unpack(request.value)]
+        if Feature.XATTR not in asked and not _NEED_XATTR.isdisjoint(asked):
+            raise RefusedError(Status.EINVAL, "features 0x15 and 0x18 go with XATTR (0x06)")
         granted = [code for code in dict.fromkeys(asked) if code in GRANTED]
         if state.limits.value_bytes_max < PUT_FRAMES_BYTES_MAX and Feature.X_PUT_FRAMES in granted:
             granted.remove(Feature.X_PUT_FRAMES)
@@ -89,6 +92,7 @@ class ConnectionCommands:
         state.has_collections = Feature.COLLECTIONS in granted
         state.has_json = int(Feature.JSON in granted)
         state.datatypes = state.has_json | SNAPPY * (Feature.SNAPPY in granted)
+        state.has_xattr = Feature.XATTR in granted
         state.has_preserve_ttl = Feature.PRESERVE_TTL in granted
         state.has_durability = Feature.SYNC_REPLICATION in granted
         state.has_put_frames = Feature.X_PUT_FRAMES in granted

@@ -115,6 +115,7 @@ class SessionState:
         "has_mutation_tokens",
         "has_preserve_ttl",
         "has_put_frames",
+        "has_xattr",
         "has_xerror",
         "hashes_keys",
         "held_bytes",
@@ -208,9 +209,9 @@ class SessionState:
         """Whether keys are hashed here: the client sent neither HELLO nor SELECT_BUCKET."""
         self.has_collections = self.has_mutation_tokens = False
         self.has_preserve_ttl = self.has_xerror = False
-        self.has_put_frames = self.has_fit_meta = self.has_durability = False
+        self.has_put_frames = self.has_fit_meta = self.has_durability = self.has_xattr = False
         self.datatypes = self.has_json = 0
-        """Masks: the bits of datatypes that HELLO granted; JSON alone."""
+        """Masks: the bits JSON and SNAPPY of datatypes, as HELLO granted them; JSON alone."""
         self._send_no_streams(replication)
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""

@@ -130,6 +130,7 @@ class DcpCommands:
             has_json=bool(state.datatypes & JSON),
             has_snappy=bool(state.datatypes & SNAPPY),
             has_expiry_opcode=producer.has_expiry_opcode,
+            has_xattrs=state.has_xattr,
             wants_compression=terms.forces_compression,
         )
         producer.snapshots.plain = plain_frames(self._open_flags, known)

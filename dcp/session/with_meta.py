@@ -10,7 +10,9 @@ higher. Otherwise the answer is KEY_EEXISTS.
 
 Rules: kv_engine's with-meta commands, conflict_resolution_mode seqno. Option 0x02 is for buckets of
 the other mode and is refused, as there. IS_EXPIRATION makes a removal an expiry, whose time is the
-expiry field. The time of a deletion is the time of its CAS.
+expiry field. The time of a deletion is the time of its CAS. With datatype 0x04, which HELLO
+negotiates, the value begins with XATTRs; a removal can have these. A compressed value is compressed
+with its XATTRs.
 
 Limits: a revision has 48 bits, as in kv_engine. A CAS is at most `cas_drift_max` ahead of the
 clock, because the partition's own CAS follows it. With FIT_META, our extension that HELLO
@@ -22,7 +24,7 @@ from __future__ import annotations
 from struct import Struct
 from typing import Final
 
-from dcp.session.compressed_values import check_datatype, packed_body
+from dcp.session.compressed_values import check_datatype, packed_body, plain_body
 from dcp.session.documents import DATATYPE_JSON, DocumentCommands, Handler
 from dcp.session.oversized import too_big
 from dcp.session.state import SessionState
@@ -30,6 +32,7 @@ from dcp.wire.frame import MAX_KEY_BYTES
 from dcp.wire.message import CAS_SPECIAL, FIT_META, U32
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, WrongVbucketError
+from dcp.wire.xattrs import DATATYPE_XATTR, body_at, problem_of
 from vbucket.engine.bulk import REV_SEQNO_MAX
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION
 from vbucket.model.ids import time_ns_from_cas
@@ -96,7 +99,7 @@ class WithMetaCommands:
             problem = _problem_of(options, known, *numbers, is_removal=is_removal)
             if problem:
                 raise RefusedError(Status.EINVAL, problem)
-            check_datatype(state, datatype)
+            check_datatype(state, datatype & ~DATATYPE_XATTR)
         key = buffer[key_at : key_at + key_len]
         assert state.rights is not None
         is_plain = value_bytes <= state.limits.value_bytes_max and state.rights.is_full
@@ -112,14 +115,15 @@ class WithMetaCommands:
             vb_id, key = documents.locate(vb_id, key)
             body = key + buffer[key_at + key_len : end]
         if datatype > DATATYPE_JSON:
-            datatype, body = packed_body(state, datatype, body, len(key))
+            datatype, body = _stored_form(state, datatype, body, len(key), is_removal)
         if vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
         stored = MUTATION
         if is_removal:
             stored = EXPIRATION if options & IS_EXPIRATION else DELETION
         outcome = state.engine.put_with_meta(
-            stored, vb_id, key, body, flags, expiry, datatype & state.datatypes, rev_seqno,
+            stored, vb_id, key, body, flags, expiry,
+            datatype & (state.datatypes | DATATYPE_XATTR), rev_seqno,
             meta_cas, cas, resolves_conflict=not options & SKIP_CONFLICT_RESOLUTION,
             keeps_cas=not options & REGENERATE_CAS, fits_meta=bool(options & FIT_META),
         )  # fmt: skip
@@ -161,12 +165,33 @@ def _problem_of(
         return "option 0x04 (another CAS) goes with 0x01 (no conflict resolution) only"
     if options & IS_EXPIRATION and not is_removal:
         return "option 0x10 (expiry) is for removals"
-    if value_bytes < 0 or (is_removal and value_bytes):
-        return "a removal has no value, and extended metadata fits into the body"
+    has_xattrs = bool(datatype & DATATYPE_XATTR)
+    if is_removal and datatype > DATATYPE_JSON and not has_xattrs:
+        return f"a removal has no value of datatype 0x{datatype:02x}"
+    if value_bytes < 0 or (is_removal and bool(value_bytes) != has_xattrs):
+        return "a removal has no value but XATTRs, and extended metadata fits into the body"
     if not rev_seqno or (rev_seqno > REV_SEQNO_MAX and not options & FIT_META):
         return f"a revision is 1 to {REV_SEQNO_MAX}, not {rev_seqno}"
     if not 0 < cas < CAS_SPECIAL:
         return f"a document has no CAS {cas}"
-    if is_removal and datatype > DATATYPE_JSON:
-        return f"a removal has no value of datatype 0x{datatype:02x}"
     return ""
+
+
+def _stored_form(
+    state: SessionState, datatype: int, body: bytes, key_bytes: int, is_removal: bool
+) -> tuple[int, bytes]:
+    """Return datatype and body (key and value) as they are stored: not compressed if there are
+    XATTRs. Raises RefusedError.
+    """
+    if not datatype & DATATYPE_XATTR:
+        return packed_body(state, datatype, body, key_bytes)
+    problem = "XATTRs (datatype 0x04) were not negotiated (HELLO 0x06)"
+    if state.has_xattr:
+        datatype, body = plain_body(state, datatype, body, key_bytes)
+        value = body[key_bytes:]
+        problem = problem_of(value)
+        if not problem and is_removal and body_at(value) != len(value):
+            problem = "a removal has XATTRs and no body"
+    if problem:
+        raise RefusedError(Status.EINVAL, problem)
+    return datatype, body

@@ -6,7 +6,10 @@ raises StoreDamagedError if it cannot inflate a value.
 
 Rules (kv_engine): an expiry is a DCP_EXPIRATION iff DCP_OPEN had flag 0x20 and the control
 enable_expiry_opcode is on, else a DCP_DELETION; a deletion has version 2 iff DCP_OPEN had flag
-0x20; no value means datatype raw, unless flag 0x40 asks to keep it.
+0x20; no value means datatype raw, unless flag 0x40 asks to keep it. XATTRs are sent iff HELLO had
+the feature XATTR and DCP_OPEN flag 0x04, those of users in a removal iff it had flag 0x100, too. A
+stream with XATTRs and without values has the XATTRs only. A compressed value is compressed with its
+XATTRs.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from typing import Final, NamedTuple
 from dcp.wire.frame import HEADER, HEADER_BYTES
 from dcp.wire.message import DELETION_EXTRAS, DELETION_V2_EXTRAS, EXPIRATION_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
+from dcp.wire.xattrs import DATATYPE_XATTR, body_at, system_section
 from vbucket.model.datatype import JSON, SNAPPY, compressed
 from vbucket.model.ids import time_ns_from_cas
 from vbucket.model.manifest import SYSTEM_KEY
 from vbucket.store.block import ONLY_MUTATIONS, ONLY_RAW, ONLY_UNPACKED
 from vbucket.store.plain_value import plain
+from vbucket.store.runs import STRIPPED
 
 _DATATYPE_AT: Final = 5
 _BODY_AT: Final = 8
@@ -29,6 +34,7 @@ _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _DELETION: Final = int(Opcode.DCP_DELETION)
 _EXPIRATION: Final = int(Opcode.DCP_EXPIRATION)
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
+_NO_VALUES: Final = int(OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE)
 _DELETE_TIME_MAX: Final = 0xFFFF_FFFF
 
 FrameStep = Callable[[bytes], bytes]
@@ -40,6 +46,7 @@ class Known(NamedTuple):
     has_collections: bool
     has_json: bool
     has_snappy: bool = False
+    has_xattrs: bool = False
     has_expiry_opcode: bool = False
     wants_compression: bool = False
     """Whether values are compressed that are stored plain (control force_value_compression)."""
@@ -56,8 +63,14 @@ def frame_codec(open_flags: int, known: Known) -> FrameStep:
         steps.append(removal_with_time)
     if not known.has_collections:
         steps.append(without_collection)
-    if open_flags & (OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE):
-        steps.append(without_value)
+    sends_xattrs = known.has_xattrs and bool(open_flags & OpenFlag.INCLUDE_XATTRS)
+    has_values = not open_flags & _NO_VALUES
+    if not sends_xattrs:
+        steps.append(without_xattrs)
+    elif not open_flags & OpenFlag.INCLUDE_DELETED_USER_XATTRS:
+        steps.append(without_deleted_user_xattrs)
+    if not has_values:
+        steps.append(without_body if sends_xattrs else without_value)
         if not known.has_snappy:
             steps.append(without_snappy_bit)
     elif known.wants_compression:
@@ -65,9 +78,13 @@ def frame_codec(open_flags: int, known: Known) -> FrameStep:
     elif not known.has_snappy:
         steps.append(without_snappy)
     if open_flags & OpenFlag.NO_VALUE:
-        steps.append(without_datatype)
+        steps.append(only_xattr_datatype)
     elif not known.has_json:
         steps.append(without_json)
+    return _joined(steps)
+
+
+def _joined(steps: list[FrameStep]) -> FrameStep:
     if len(steps) == 1:
         return steps[0]
     if len(steps) == 2:
@@ -83,16 +100,21 @@ def frame_codec(open_flags: int, known: Known) -> FrameStep:
 
 
 def plain_frames(open_flags: int, known: Known) -> int | None:
-    """Return which stored frames `frame_codec` does not change, as flags of vbucket.store.block.
+    """Return which stored frames `frame_codec` does not change, as flags of vbucket.store.block and
+    vbucket.store.runs.STRIPPED, the one change that runs make.
 
     None: it may change any frame.
     """
-    has_no_values = open_flags & (OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE)
-    if not known.has_collections or has_no_values or known.wants_compression:
+    if not known.has_collections or open_flags & _NO_VALUES or known.wants_compression:
         return None
     if not known.has_json:
         return ONLY_MUTATIONS | ONLY_RAW
-    return ONLY_MUTATIONS if known.has_snappy else ONLY_MUTATIONS | ONLY_UNPACKED
+    plain = ONLY_MUTATIONS
+    if not known.has_snappy:
+        plain |= ONLY_UNPACKED
+    if not (known.has_xattrs and open_flags & OpenFlag.INCLUDE_XATTRS):
+        plain |= STRIPPED
+    return plain
 
 
 def without_collection(frame: bytes) -> bytes:
@@ -119,11 +141,42 @@ def without_value(frame: bytes) -> bytes:
     return head + frame[HEADER_BYTES : HEADER_BYTES + body]
 
 
-def without_datatype(frame: bytes) -> bytes:
-    """Return the frame with datatype raw, for clients that did not negotiate another."""
-    if not frame[_DATATYPE_AT]:
+def without_xattrs(frame: bytes) -> bytes:
+    """Return the frame without its XATTRs."""
+    if not frame[_DATATYPE_AT] & DATATYPE_XATTR:
         return frame
-    return frame[:_DATATYPE_AT] + b"\0" + frame[_DATATYPE_AT + 1 :]
+    value_at = _value_at(frame)
+    body = frame[value_at + body_at(frame[value_at:]) :]
+    return _with_datatype(_with_value(frame, value_at, body), frame[_DATATYPE_AT] & ~DATATYPE_XATTR)
+
+
+def without_body(frame: bytes) -> bytes:
+    """Return the frame with its XATTRs only (DCP_OPEN flags 0x08 and 0x40)."""
+    if not frame[_DATATYPE_AT] & DATATYPE_XATTR:
+        return without_value(frame)
+    value_at = _value_at(frame)
+    value = frame[value_at:]
+    return _with_value(frame, value_at, value[: body_at(value)])
+
+
+def without_deleted_user_xattrs(frame: bytes) -> bytes:
+    """Return a removal without the XATTRs of users."""
+    if frame[1] == _MUTATION or not frame[_DATATYPE_AT] & DATATYPE_XATTR:
+        return frame
+    value_at = _value_at(frame)
+    section = system_section(frame[value_at:])
+    frame = _with_value(frame, value_at, section)
+    return frame if section else _with_datatype(frame, frame[_DATATYPE_AT] & ~DATATYPE_XATTR)
+
+
+def _value_at(frame: bytes) -> int:
+    return HEADER_BYTES + frame[4] + (frame[2] << 8 | frame[3])
+
+
+def only_xattr_datatype(frame: bytes) -> bytes:
+    """Return a frame without body as of datatype raw, but for the bit of its XATTRs."""
+    datatype = frame[_DATATYPE_AT]
+    return _with_datatype(frame, datatype & DATATYPE_XATTR) if datatype & ~DATATYPE_XATTR else frame
 
 
 def without_json(frame: bytes) -> bytes:
@@ -143,17 +196,17 @@ def without_snappy(frame: bytes) -> bytes:
     datatype = frame[_DATATYPE_AT]
     if not datatype & SNAPPY:
         return frame
-    value_at = HEADER_BYTES + frame[4] + (frame[2] << 8 | frame[3])
+    value_at = _value_at(frame)
     datatype, value = plain(datatype, frame[value_at:])
     return _with_datatype(_with_value(frame, value_at, value), datatype)
 
 
 def with_snappy(frame: bytes) -> bytes:
-    """Return a mutation with its value compressed, if that is smaller."""
+    """Return a mutation with its value, XATTRs included, compressed if that is smaller."""
     datatype = frame[_DATATYPE_AT]
     if datatype & SNAPPY or frame[1] != _MUTATION:
         return frame
-    value_at = HEADER_BYTES + frame[4] + (frame[2] << 8 | frame[3])
+    value_at = _value_at(frame)
     value = frame[value_at:]
     smaller = compressed(value)
     if smaller is value:

@@ -23,8 +23,13 @@ class Feature(IntEnum):
     SYNC_REPLICATION = 0x11
     COLLECTIONS = 0x12
     PRESERVE_TTL = 0x14
+    VATTR = 0x15
+    SUBDOC_CREATE_AS_DELETED = 0x17
+    SUBDOC_DOCUMENT_MACRO_SUPPORT = 0x18
+    SUBDOC_REPLACE_BODY_WITH_XATTR = 0x19
     GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION = 0x1D
     DEDUPE_NOT_MY_VBUCKET = 0x1E
+    SUBDOC_MULTIPLE_XATTR_KEYS = 0x20
     X_PUT_FRAMES = 0xDC01
     """Our extension: the command X_PUT_FRAMES."""
     X_FIT_META = 0xDC02
@@ -35,6 +40,7 @@ GRANTED: Final = frozenset(
     {
         Feature.TCP_NODELAY,
         Feature.MUTATION_SEQNO,
+        Feature.XATTR,
         Feature.XERROR,
         Feature.SELECT_BUCKET,
         Feature.SNAPPY,
@@ -43,8 +49,13 @@ GRANTED: Final = frozenset(
         Feature.SYNC_REPLICATION,
         Feature.COLLECTIONS,
         Feature.PRESERVE_TTL,
+        Feature.VATTR,
+        Feature.SUBDOC_CREATE_AS_DELETED,
+        Feature.SUBDOC_DOCUMENT_MACRO_SUPPORT,
+        Feature.SUBDOC_REPLACE_BODY_WITH_XATTR,
         Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
         Feature.DEDUPE_NOT_MY_VBUCKET,
+        Feature.SUBDOC_MULTIPLE_XATTR_KEYS,
         Feature.X_PUT_FRAMES,
         Feature.X_FIT_META,
     }

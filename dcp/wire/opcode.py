@@ -103,6 +103,21 @@ class Opcode(IntEnum):
     GET_COLLECTIONS_MANIFEST = 0xBA
     GET_COLLECTION_ID = 0xBB
     GET_SCOPE_ID = 0xBC
+    SUBDOC_GET = 0xC5
+    SUBDOC_EXISTS = 0xC6
+    SUBDOC_DICT_ADD = 0xC7
+    SUBDOC_DICT_UPSERT = 0xC8
+    SUBDOC_DELETE = 0xC9
+    SUBDOC_REPLACE = 0xCA
+    SUBDOC_ARRAY_PUSH_LAST = 0xCB
+    SUBDOC_ARRAY_PUSH_FIRST = 0xCC
+    SUBDOC_ARRAY_INSERT = 0xCD
+    SUBDOC_ARRAY_ADD_UNIQUE = 0xCE
+    SUBDOC_COUNTER = 0xCF
+    SUBDOC_MULTI_LOOKUP = 0xD0
+    SUBDOC_MULTI_MUTATION = 0xD1
+    SUBDOC_GET_COUNT = 0xD2
+    SUBDOC_REPLACE_BODY_WITH_XATTR = 0xD3
     RANGE_SCAN_CREATE = 0xDA
     RANGE_SCAN_CONTINUE = 0xDB
     RANGE_SCAN_CANCEL = 0xDC
@@ -135,9 +150,10 @@ class OpGroup(IntEnum):
 
     SESSION = 1
     DOCUMENT = 2
-    PARTITION = 3
-    COLLECTION = 4
-    DCP = 5
+    SUBDOC = 3
+    PARTITION = 4
+    COLLECTION = 5
+    DCP = 6
 
 
 class OpSpec(NamedTuple):
@@ -151,8 +167,12 @@ class OpSpec(NamedTuple):
     meaning: str
 
 
-_S, _D, _P, _C, _DCP = OpGroup
+_S, _D, _SUB, _P, _C, _DCP = OpGroup
 _WITH_META: Final = "u32 flags, u32 expiry, u64 revision, u64 CAS (u32 options) (u16 length)"
+
+_PATH: Final = "u16 path length, u8 path flags (u8 document flags)"
+_CHANGE: Final = "u16 path length, u8 path flags (u32 expiry) (u8 document flags)"
+_PUT: Final = "key, path, value"
 
 OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.HELLO: OpSpec(_S, "-", "key agent, value u16 features", "negotiate features"),
@@ -253,6 +273,43 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
         "the next documents of a scan, in one packet: MORE (perhaps with none) or COMPLETE",
     ),
     Opcode.RANGE_SCAN_CANCEL: OpSpec(_D, "16 bytes id", "-", "cancel a scan"),
+    Opcode.SUBDOC_GET: OpSpec(_SUB, _PATH, "key, path", "the value at a path"),
+    Opcode.SUBDOC_EXISTS: OpSpec(_SUB, _PATH, "key, path", "whether there is a value at a path"),
+    Opcode.SUBDOC_GET_COUNT: OpSpec(
+        _SUB, _PATH, "key, path", "how many members or elements a container has"
+    ),
+    Opcode.SUBDOC_DICT_ADD: OpSpec(_SUB, _CHANGE, _PUT, "add a member that does not exist"),
+    Opcode.SUBDOC_DICT_UPSERT: OpSpec(_SUB, _CHANGE, _PUT, "add or replace a member"),
+    Opcode.SUBDOC_REPLACE: OpSpec(_SUB, _CHANGE, _PUT, "replace a value that exists"),
+    Opcode.SUBDOC_DELETE: OpSpec(_SUB, _CHANGE, "key, path", "remove a member or an element"),
+    Opcode.SUBDOC_ARRAY_PUSH_LAST: OpSpec(_SUB, _CHANGE, _PUT, "add elements to an array's end"),
+    Opcode.SUBDOC_ARRAY_PUSH_FIRST: OpSpec(
+        _SUB, _CHANGE, _PUT, "add elements to an array's beginning"
+    ),
+    Opcode.SUBDOC_ARRAY_INSERT: OpSpec(
+        _SUB, _CHANGE, _PUT, "add elements before the element that the path names"
+    ),
+    Opcode.SUBDOC_ARRAY_ADD_UNIQUE: OpSpec(
+        _SUB, _CHANGE, _PUT, "add an element that is not in the array"
+    ),
+    Opcode.SUBDOC_COUNTER: OpSpec(
+        _SUB, _CHANGE, "key, path, delta as text", "add to a number; answers the new one"
+    ),
+    Opcode.SUBDOC_REPLACE_BODY_WITH_XATTR: OpSpec(
+        _SUB, _CHANGE, "key, path", "make the value of an XATTR the document's body"
+    ),
+    Opcode.SUBDOC_MULTI_LOOKUP: OpSpec(
+        _SUB, "- or u8 document flags",
+        "key; for each u8 opcode, u8 path flags, u16 path length, path",
+        "up to 16 look-ups: GET, EXISTS, GET_COUNT, and GET (0x00) of the body. Answers u16 status,"
+        " u32 length, value of each",
+    ),
+    Opcode.SUBDOC_MULTI_MUTATION: OpSpec(
+        _SUB, "(u32 expiry) (u8 document flags)",
+        "key; for each u8 opcode, u8 path flags, u16 path length, u32 value length, path, value",
+        "up to 16 changes, all or none; also SET (0x01) and DELETE (0x04) of the body. Answers u8"
+        " index, u16 status, u32 length, value of counters; or index and status of what failed",
+    ),
     Opcode.GET_ALL_VB_SEQNOS: OpSpec(
         _P, "-, u32 state, or u32 state, u32 collection", "-", "u16 vbucket, u64 seqno of each"
     ),

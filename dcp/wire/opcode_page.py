@@ -13,6 +13,7 @@ from dcp.wire.status import ERROR_TABLE
 TITLES: Final[dict[OpGroup, str]] = {
     OpGroup.SESSION: "Session",
     OpGroup.DOCUMENT: "Documents",
+    OpGroup.SUBDOC: "Sub-documents and XATTRs",
     OpGroup.PARTITION: "Partitions and their history",
     OpGroup.COLLECTION: "Collections",
     OpGroup.DCP: "Change streams (DCP)",
@@ -31,7 +32,7 @@ big-endian.
 | 1 | opcode | same opcode |
 | 2-3 | key length (flex: framing length, key length) | key length |
 | 4 | extras length | extras length |
-| 5 | datatype (0x01 JSON) | datatype |
+| 5 | datatype (0x01 JSON, 0x04 XATTR) | datatype |
 | 6-7 | vbucket | status |
 | 8-11 | body length | body length |
 | 12-15 | opaque, any four bytes | same opaque |

@@ -35,6 +35,7 @@ class Status(IntEnum):
     EINTERNAL = 0x84
     EBUSY = 0x85
     ETMPFAIL = 0x86
+    XATTR_EINVAL = 0x87
     UNKNOWN_COLLECTION = 0x88
     CANNOT_APPLY_COLLECTIONS_MANIFEST = 0x89
     UNKNOWN_SCOPE = 0x8C
@@ -46,6 +47,30 @@ class Status(IntEnum):
     RANGE_SCAN_MORE = 0xA6
     RANGE_SCAN_COMPLETE = 0xA7
     RANGE_SCAN_VB_UUID_NOT_EQUAL = 0xA8
+    SUBDOC_PATH_ENOENT = 0xC0
+    SUBDOC_PATH_MISMATCH = 0xC1
+    SUBDOC_PATH_EINVAL = 0xC2
+    SUBDOC_PATH_E2BIG = 0xC3
+    SUBDOC_DOC_E2DEEP = 0xC4
+    SUBDOC_VALUE_CANTINSERT = 0xC5
+    SUBDOC_DOC_NOTJSON = 0xC6
+    SUBDOC_NUM_ERANGE = 0xC7
+    SUBDOC_DELTA_EINVAL = 0xC8
+    SUBDOC_PATH_EEXISTS = 0xC9
+    SUBDOC_VALUE_ETOODEEP = 0xCA
+    SUBDOC_INVALID_COMBO = 0xCB
+    SUBDOC_MULTI_PATH_FAILURE = 0xCC
+    SUBDOC_SUCCESS_DELETED = 0xCD
+    SUBDOC_XATTR_INVALID_FLAG_COMBO = 0xCE
+    SUBDOC_XATTR_INVALID_KEY_COMBO = 0xCF
+    SUBDOC_XATTR_UNKNOWN_MACRO = 0xD0
+    SUBDOC_XATTR_UNKNOWN_VATTR = 0xD1
+    SUBDOC_XATTR_CANT_MODIFY_VATTR = 0xD2
+    SUBDOC_MULTI_PATH_FAILURE_DELETED = 0xD3
+    SUBDOC_INVALID_XATTR_ORDER = 0xD4
+    SUBDOC_XATTR_UNKNOWN_VATTR_MACRO = 0xD5
+    SUBDOC_CAN_ONLY_REVIVE_DELETED_DOCUMENTS = 0xD6
+    SUBDOC_DELETED_DOCUMENT_CANT_HAVE_VALUE = 0xD7
     X_FENCED = 0xFF01
     """Ours: the two sides of a replication stream are on different leader epochs."""
 
@@ -163,6 +188,127 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
         "X_FENCED",
         "the two nodes are on different leader epochs; read the replication record again",
         ("internal",),
+    ),
+    Status.XATTR_EINVAL: ("XATTR_EINVAL", "the XATTR is invalid", ("invalid-input",)),
+    Status.SUBDOC_PATH_ENOENT: (
+        "SUBDOC_PATH_ENOENT",
+        "the path does not exist",
+        ("subdoc", "item-only"),
+    ),
+    Status.SUBDOC_PATH_MISMATCH: (
+        "SUBDOC_PATH_MISMATCH",
+        "a value on the path has another type",
+        ("subdoc", "item-only"),
+    ),
+    Status.SUBDOC_PATH_EINVAL: (
+        "SUBDOC_PATH_EINVAL",
+        "the path cannot be read, or does not fit the command",
+        ("subdoc", "invalid-input"),
+    ),
+    Status.SUBDOC_PATH_E2BIG: (
+        "SUBDOC_PATH_E2BIG",
+        "the path has too many components",
+        ("subdoc", "invalid-input"),
+    ),
+    Status.SUBDOC_DOC_E2DEEP: (
+        "SUBDOC_DOC_E2DEEP",
+        "the document has too many levels",
+        ("subdoc", "item-only"),
+    ),
+    Status.SUBDOC_VALUE_CANTINSERT: (
+        "SUBDOC_VALUE_CANTINSERT",
+        "the value is not JSON, cannot stand there, or leaves the range of counters",
+        ("subdoc", "invalid-input"),
+    ),
+    Status.SUBDOC_DOC_NOTJSON: (
+        "SUBDOC_DOC_NOTJSON",
+        "the document is not JSON",
+        ("subdoc", "item-only"),
+    ),
+    Status.SUBDOC_NUM_ERANGE: (
+        "SUBDOC_NUM_ERANGE",
+        "the number is out of the range of counters",
+        ("subdoc", "item-only"),
+    ),
+    Status.SUBDOC_DELTA_EINVAL: (
+        "SUBDOC_DELTA_EINVAL",
+        "the delta is not an integer of 64 bits other than 0",
+        ("subdoc", "invalid-input"),
+    ),
+    Status.SUBDOC_PATH_EEXISTS: (
+        "SUBDOC_PATH_EEXISTS",
+        "the path exists already",
+        ("subdoc", "item-only"),
+    ),
+    Status.SUBDOC_VALUE_ETOODEEP: (
+        "SUBDOC_VALUE_ETOODEEP",
+        "the value would make the document too deep",
+        ("subdoc", "invalid-input"),
+    ),
+    Status.SUBDOC_INVALID_COMBO: (
+        "SUBDOC_INVALID_COMBO",
+        "these operations cannot be in one request",
+        ("subdoc", "invalid-input"),
+    ),
+    Status.SUBDOC_MULTI_PATH_FAILURE: (
+        "SUBDOC_MULTI_PATH_FAILURE",
+        "some operations failed; the body says which",
+        ("subdoc",),
+    ),
+    Status.SUBDOC_SUCCESS_DELETED: (
+        "SUBDOC_SUCCESS_DELETED",
+        "done; the document is deleted",
+        ("subdoc", "success"),
+    ),
+    Status.SUBDOC_XATTR_INVALID_FLAG_COMBO: (
+        "SUBDOC_XATTR_INVALID_FLAG_COMBO",
+        "these flags of a path exclude each other",
+        ("subdoc", "invalid-input"),
+    ),
+    Status.SUBDOC_XATTR_INVALID_KEY_COMBO: (
+        "SUBDOC_XATTR_INVALID_KEY_COMBO",
+        "one request names one XATTR",
+        ("subdoc", "invalid-input"),
+    ),
+    Status.SUBDOC_XATTR_UNKNOWN_MACRO: (
+        "SUBDOC_XATTR_UNKNOWN_MACRO",
+        "no such macro",
+        ("subdoc", "invalid-input"),
+    ),
+    Status.SUBDOC_XATTR_UNKNOWN_VATTR: (
+        "SUBDOC_XATTR_UNKNOWN_VATTR",
+        "no such virtual XATTR",
+        ("subdoc", "invalid-input"),
+    ),
+    Status.SUBDOC_XATTR_CANT_MODIFY_VATTR: (
+        "SUBDOC_XATTR_CANT_MODIFY_VATTR",
+        "virtual XATTRs cannot be changed",
+        ("subdoc", "invalid-input"),
+    ),
+    Status.SUBDOC_MULTI_PATH_FAILURE_DELETED: (
+        "SUBDOC_MULTI_PATH_FAILURE_DELETED",
+        "some operations failed; the document is deleted",
+        ("subdoc",),
+    ),
+    Status.SUBDOC_INVALID_XATTR_ORDER: (
+        "SUBDOC_INVALID_XATTR_ORDER",
+        "operations on XATTRs come first",
+        ("subdoc", "invalid-input"),
+    ),
+    Status.SUBDOC_XATTR_UNKNOWN_VATTR_MACRO: (
+        "SUBDOC_XATTR_UNKNOWN_VATTR_MACRO",
+        "no such macro of a virtual XATTR",
+        ("subdoc", "invalid-input"),
+    ),
+    Status.SUBDOC_CAN_ONLY_REVIVE_DELETED_DOCUMENTS: (
+        "SUBDOC_CAN_ONLY_REVIVE_DELETED_DOCUMENTS",
+        "the document is not deleted",
+        ("subdoc", "item-only"),
+    ),
+    Status.SUBDOC_DELETED_DOCUMENT_CANT_HAVE_VALUE: (
+        "SUBDOC_DELETED_DOCUMENT_CANT_HAVE_VALUE",
+        "a deleted document has XATTRs only",
+        ("subdoc", "item-only"),
     ),
 }
 """Status -> (name, description, attributes of the error map)."""

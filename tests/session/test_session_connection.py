@@ -83,7 +83,9 @@ def test_hello_grants_what_was_asked_and_is_known_in_the_order_asked(peer: Peer)
 def test_hello_never_echoes_what_was_not_asked(peer: Peer) -> None:
     assert features(peer.hello()) == []
     for code in range(0x30):
-        assert features(peer.hello(code)) == ([code] if code in GRANTED else [])
+        with_it = () if code not in {Feature.VATTR, 0x18} else (Feature.XATTR,)
+        granted = [code] if code in GRANTED else []
+        assert features(peer.hello(code, *with_it)) == [*granted, *with_it]
 
 
 @pytest.mark.parametrize("code", [Feature.UNORDERED_EXECUTION, Feature.DUPLEX])

@@ -14,7 +14,7 @@ from dcp.session.auth import AuthStep
 from dcp.session.rights import EVERYTHING, Rights, Role, Scope
 from dcp.session.state import Limits
 from dcp.wire.feature import Feature
-from dcp.wire.frame import HEADER_BYTES, pack_request
+from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
 from dcp.wire.message import (
     CAS_SPECIAL,
     DELETION_EXTRAS,
@@ -30,10 +30,12 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from dcp.wire.xattrs import DATATYPE_XATTR, pack_xattrs
 from support.memory_node import START_NS, MemoryNode
 from vbucket.engine.bulk import REV_SEQNO_MAX
 from vbucket.engine.partition import VbState
-from vbucket.model.entry import head_of, key_of, seqno_of
+from vbucket.model.entry import DATATYPE_AT, head_of, key_of, seqno_of
+from vbucket.model.entry import value_of as stored_value
 from vbucket.model.manifest import INITIAL_MANIFEST
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import put_manifest
@@ -66,6 +68,43 @@ def frame(
         kind, vb_id=vb_id, opaque=0xABCD, cas=cas, extras=extras, key=key, value=value,
         datatype=datatype if kind == Opcode.DCP_MUTATION else 0,
     )  # fmt: skip
+
+
+def with_xattrs(made, section, datatype=DATATYPE_XATTR):
+    """A frame, and a section of XATTRs before its value."""
+    head = list(HEADER.unpack_from(made))
+    head[4], head[6] = datatype, head[6] + len(section)
+    value_at = HEADER_BYTES + head[3] + head[2]
+    return HEADER.pack(*head) + made[HEADER_BYTES:value_at] + section + made[value_at:]
+
+
+def test_xattrs_come_with_frames():
+    node = MemoryNode()
+    section = pack_xattrs([(b"u", b"1.0"), (b"_s", b"2")])
+    frames = [with_xattrs(frame(b"\0%d" % n, kind=kind), section) for n, kind in enumerate(KINDS)]
+    plain = frame(b"\0plain", datatype=1)
+    peer = connect(node, *FEATURES, Feature.XATTR)
+    assert counts(put(peer, plain, *frames)) == (4, 0)
+    entries = [
+        node.engine.versions.newest_entry(node.engine.partitions[VB], b"\0%d" % n) for n in range(3)
+    ]
+    assert [stored_value(entry) for entry in entries] == [section + b"v", section, section]
+    assert [entry[DATATYPE_AT] for entry in entries] == [DATATYPE_XATTR] * 3
+    node.merge()
+    assert counts(put(peer, *reversed(frames), plain)) == (0, 4)
+    assert put(connect(node), *frames).status == Status.EINVAL, "it did not negotiate them"
+    for bad in (
+        with_xattrs(frame(b"\0x"), b"\0\0\0\x09", DATATYPE_XATTR),
+        with_xattrs(frame(b"\0x"), section, 0x02),
+        with_xattrs(frame(b"\0x", kind=Opcode.DCP_DELETION), section + b"body"),
+        with_xattrs(frame(b"\0x", kind=Opcode.DCP_DELETION), b"", DATATYPE_XATTR),
+        with_xattrs(frame(b"\0x", kind=Opcode.DCP_DELETION), section, 0),
+    ):
+        assert put(peer, plain, bad).status == Status.EINVAL
+    lower = [
+        with_xattrs(frame(b"\0%d" % n, rev=9, kind=kind), section) for n, kind in enumerate(KINDS)
+    ]
+    assert counts(put(peer, *frames[:2], *lower)) == (3, 2)
 
 
 def connect(node, *features, **more):

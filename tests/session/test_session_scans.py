@@ -16,6 +16,7 @@ from dcp.wire.frame import Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
+from support.subdoc_client import XATTR, aware_peer, mutate
 from vbucket.engine.lifecycle import put_state
 from vbucket.engine.partition import VbState
 from vbucket.model.manifest import decode_leb128
@@ -194,6 +195,15 @@ def test_a_scan_of_nothing_is_not_made(peer: Peer, node: MemoryNode) -> None:
     assert create(peer, *ALL).status == Status.KEY_ENOENT
     assert create(peer, sampling={"samples": 3}).status == Status.KEY_ENOENT
     assert len(node.scans) == len(node.views) == 0
+
+
+def test_documents_are_shown_without_xattrs(peer: Peer, node: MemoryNode) -> None:
+    put(peer, b"a")
+    other = aware_peer(node, Feature.COLLECTIONS)
+    xattr = (Opcode.SUBDOC_DICT_UPSERT, XATTR, b"x", b"1")
+    assert mutate(other, b"\0a", xattr, vb_id=VB).status == Status.OK
+    ((key, value, meta),) = documents_of(go_on(peer, created(peer, b"a", b"z")))
+    assert (key, value, meta[-1]) == (b"a", b"v:a", 0)
 
 
 def test_documents_whose_time_is_over_are_left_out(peer: Peer, node: MemoryNode) -> None:

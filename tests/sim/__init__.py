@@ -23,4 +23,5 @@ network, the clocks and the disks are simulated, and they fail in every way that
     checkers   rules over these facts
     run        one seed from beginning to end
     command    the command line
+    demo       a story of deaths while many documents are loaded (scripts/sim-demo)
 """

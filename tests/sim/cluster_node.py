@@ -50,10 +50,16 @@ class ClusterFacades(Facades):
 
     def __init__(self, node: ClusterNode) -> None:
         self._node = node
+        self._config: tuple[int, bytes] = -1, b""
+        """The map that was made last, and its revision: all refusals of a batch tell the same."""
 
     def bucket_config(self) -> bytes:
-        members = self._node.session.view.members
-        return bucket_config(self._node.map()) if self._node.member in members else b""
+        view = self._node.session.view
+        if self._node.member not in view.members:
+            return b""
+        if self._config[0] != view.revision:
+            self._config = view.revision, bucket_config(self._node.map())
+        return self._config[1]
 
     def config_version(self) -> tuple[int, int]:
         return (1, max(1, self._node.session.view.revision))

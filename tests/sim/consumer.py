@@ -106,7 +106,7 @@ class ConsumerLink:
         self.core = core = ConsumerCore(
             consumer.name.encode(),
             has_collections=handshake.has_collections,
-            buffer_bytes=BUFFER_BYTES,
+            buffer_bytes=consumer.buffer_bytes,
             noop_interval_s=NOOP_INTERVAL_S,
             node=self.node,
         )
@@ -191,6 +191,7 @@ class SimConsumer:
         self.plan = plan
         self.facts = facts
         self.routing = routing
+        self.buffer_bytes = BUFFER_BYTES
         self.host = Host(network.world, name)
         network.add(self.host)
         self.links: dict[str, ConsumerLink] = {}

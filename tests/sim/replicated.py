@@ -85,6 +85,8 @@ class MapRouting:
 class ReplicatedNodes:
     """See the module. Also what only a cluster can suffer (`Controls`)."""
 
+    node_type = ClusterNode
+
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self._world = setting.world
@@ -113,7 +115,7 @@ class ReplicatedNodes:
             )
         setting = self._setting
         try:
-            node = ClusterNode(machine, setting.plan, setting.facts, client, self._note_record)
+            node = self.node_type(machine, setting.plan, setting.facts, client, self._note_record)
         except (LogDamagedError, StoreDamagedError) as error:
             raise StartRefusedError(str(error)) from error
         except (LogWriteError, SyncFailedError) as error:

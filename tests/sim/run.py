@@ -70,10 +70,14 @@ class Simulation:
         options: Options,
         trace: Trace | None = None,
         make_cluster: MakeCluster | None = None,
+        plan: Plan | None = None,
     ) -> None:
+        """`plan` replaces the one that the seed draws."""
         self.seed = seed
         self.world = World(seed, trace)
-        self.plan: Plan = drawn(self.world.draw, nodes=options.nodes, seconds=options.seconds)
+        self.plan: Plan = plan or drawn(
+            self.world.draw, nodes=options.nodes, seconds=options.seconds
+        )
         if not options.has_faults:
             self.plan = self.plan._replace(faults=())
         self.facts = Facts()
@@ -104,14 +108,22 @@ class Simulation:
 
     def run(self) -> Report:
         """Run to the end, and check."""
+        self.begin()
+        self.faults.begin()
+        self.world.run_until(self.plan.load_ns)
+        return self.finish()
+
+    def begin(self) -> None:
+        """Start everything."""
         self._cluster.begin()
         self._start_machines()
         for client in self.clients:
             client.begin()
         for consumer in self.consumers:
             consumer.begin()
-        self.faults.begin()
-        self.world.run_until(self.plan.load_ns)
+
+    def finish(self) -> Report:
+        """Bring everything to rest, and check."""
         self._rest()
         return self._check()
 

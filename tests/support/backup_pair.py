@@ -90,7 +90,7 @@ class _Pair:
             self.feeds[vb_id] = feed
             self.intake.add(feed)
         self.peer = node.connect()
-        self.peer.hello(Feature.SELECT_BUCKET, Feature.COLLECTIONS, Feature.JSON)
+        self.peer.hello(Feature.SELECT_BUCKET, Feature.COLLECTIONS, Feature.JSON, Feature.XATTR)
         self.chunker = Chunker(chunk_bytes=chunk_bytes)
         self.output = self.intake.begin()
 

@@ -18,7 +18,6 @@ import pytest
 from dcp.core.floors import FloorCycle
 from dcp.core.groups import GroupCycle, Job, LogTask, Published, WriteGroup
 from dcp.core.merges import MergeCycle
-from dcp.session.auth import AuthStep
 from dcp.session.range_scans import RangeScans
 from dcp.session.session import Session
 from dcp.session.state import Limits, SessionState
@@ -27,7 +26,7 @@ from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
+from support.open_door import OpenDoor
 from vbucket.engine.engine import Engine
 from vbucket.engine.read_view import Views
 from vbucket.engine.startup import new_partitions, replay_log
@@ -50,19 +49,6 @@ from vbucket.upkeep.retention import FloorStep
 FEW_PARTITIONS = 16
 """Number of partitions of a node, unless a test asks for the product's number."""
 START_NS = 1_800_000_000_000_000_000
-
-
-class OpenDoor:
-    """Lets everybody in as guest."""
-
-    def mechanisms(self, peer_is_loopback: bool) -> list[str]:
-        return ["PLAIN"] if peer_is_loopback else []
-
-    def start(self, mechanism: str, initial: bytes, peer_is_loopback: bool) -> AuthStep:
-        return AuthStep(Status.OK, b"", None, "guest")
-
-    def step(self, exchange: object, message: bytes) -> AuthStep:
-        return AuthStep(Status.AUTH_ERROR, b"", None, None)
 
 
 @lru_cache(maxsize=16)

@@ -20,7 +20,8 @@ from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.session.session import Session
 from dcp.session.state import SessionState
 from failover.replication_record import ReplicationRecord
-from support.memory_node import MemoryNode, OpenDoor, Peer
+from support.memory_node import MemoryNode, Peer
+from support.open_door import OpenDoor
 from vbucket.check.store_check import StoreCheck
 from vbucket.engine.partition import Partition
 

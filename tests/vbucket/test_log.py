@@ -14,7 +14,6 @@ from vbucket.log.device import (
     OLD_SALT,
     OLD_SEGMENT_HEADER,
     SEGMENT_HEADER_BYTES,
-    SyncFailedError,
     UnknownFormatError,
     pack_segment_header,
 )
@@ -34,7 +33,7 @@ from vbucket.log.record import (
     split_entries,
     written_bytes,
 )
-from vbucket.log.recovery import Recovery, TornTail, recover
+from vbucket.log.recovery import TornTail, recover
 from vbucket.log.writer import LogWriter
 from vbucket.model.entry import pack_control, pack_deletion, pack_mutation
 
@@ -364,69 +363,6 @@ def test_recovery_syncs_what_it_has_read() -> None:
     list(recovery.groups())
     recovery.finish()
     assert device.unsynced_bytes == 0
-
-
-def after_failed_sync(writer: LogWriter) -> MemoryLogDevice:
-    """Return what the next process finds after a failed sync."""
-    device = writer.device
-    assert isinstance(device, MemoryLogDevice)
-    device.fail_sync(1)
-    with pytest.raises(SyncFailedError):
-        writer.sync()
-    return device.kill()
-
-
-def read_and_finished(device: MemoryLogDevice, clean_end: LogEnd | None = None) -> Recovery:
-    recovery = recover(device, 0, clean_end=clean_end)
-    list(recovery.groups())
-    recovery.finish()
-    return recovery
-
-
-def test_what_a_failed_sync_covered_is_on_disk_after_recovery() -> None:
-    writer = written([b"a"], [b"b"])
-    writer.sync()
-    writer.append(3, b"doubtful")
-    device = after_failed_sync(writer)
-    recovery = read_and_finished(device)
-    assert recovery.end.group == 3
-    assert recovery.rewritten_bytes == RECORD_BYTES + len(b"doubtful"), "no more than that"
-    after = device.crash()
-    assert [group.payload for group in recover(after, 0).groups()] == [b"a", b"b", b"doubtful"]
-
-
-def test_a_second_failed_sync_during_recovery_is_made_good_by_the_next_one() -> None:
-    writer = written([b"a"])
-    device = after_failed_sync(writer)
-    recovery = recover(device, 0)
-    list(recovery.groups())
-    device.fail_sync(1)
-    with pytest.raises(SyncFailedError):
-        recovery.finish()
-    device = device.kill()
-    read_and_finished(device)
-    assert [group.payload for group in recover(device.crash(), 0).groups()] == [b"a"]
-
-
-def test_groups_that_are_known_to_be_synced_are_not_written_again() -> None:
-    writer = written([b"a", b"b"])
-    writer.sync()
-    assert isinstance(writer.device, MemoryLogDevice)
-    assert read_and_finished(writer.device.kill()).rewritten_bytes == 0
-    writer = written([b"a", b"b"])
-    device = writer.device
-    assert isinstance(device, MemoryLogDevice)
-    device.sync()  # and no mark
-    assert read_and_finished(device.kill(), writer.end).rewritten_bytes == 0, "a clean stop"
-    assert read_and_finished(device.kill()).rewritten_bytes == 2 * RECORD_BYTES + 2
-
-
-def test_a_mark_of_an_older_segment_proves_nothing_of_the_newest() -> None:
-    writer = written([b"a"], [b"b", b"c"])
-    device = after_failed_sync(writer)
-    assert read_and_finished(device).rewritten_bytes == 2 * RECORD_BYTES + 2
-    found = recover(device.crash(), 0)
-    assert [group.payload for group in found.groups()] == [b"a", b"b", b"c"]
 
 
 def test_finish_before_all_groups_were_read_is_a_fault() -> None:

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from dcp.wire.xattrs import DATATYPE_XATTR, pack_xattrs
 from support.memory_node import START_NS, LmdbNode, MemoryNode
 from vbucket.check.finding import Kind
 from vbucket.check.partition_check import PartitionCheck
 from vbucket.engine.engine import DELETION, MUTATION, SET
 from vbucket.engine.mending import Mending, MendingRefusedError
 from vbucket.engine.partition import VbState
+from vbucket.model.entry import DATATYPE_AT, value_of
 from vbucket.model.ids import CAS_AHEAD_NS, CAS_DRIFT_NS
 from vbucket.store.records import (
     STATE_TABLE,
@@ -73,6 +75,25 @@ def mend(node: MemoryNode, vb_id: int = VB) -> Mending:
         node.commit()
     node.commit()
     return mending
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_xattrs_stay(node: MemoryNode, is_merged: bool) -> None:
+    """Of a document, and of a deletion that a CAS from elsewhere made one that needs mending."""
+    engine, section = node.engine, pack_xattrs([(b"_s", b"1")])
+    engine.cas_drift_ns = 2**63
+    for kind, key, value in ((MUTATION, b"\0full", section + b"v"), (DELETION, b"\0gone", section)):
+        engine.put_with_meta(kind, VB, key, key + value, 0, 0, DATATYPE_XATTR, 3, FAR, 0)
+    engine.cas_drift_ns = CAS_DRIFT_NS
+    node.merge() if is_merged else node.commit()
+    mending = mend(node)
+    assert (mending.documents, mending.deletions) == (1, 1)
+    node.merge()
+    part = engine.partitions[VB]
+    for key, value in ((b"\0full", section + b"v"), (b"\0gone", section)):
+        entry = engine.versions.newest_entry(part, key)
+        assert entry is not None
+        assert (value_of(entry), entry[DATATYPE_AT]) == (value, DATATYPE_XATTR)
 
 
 def cas_max(node: MemoryNode) -> int:

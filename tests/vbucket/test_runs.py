@@ -12,6 +12,7 @@ from vbucket.store.block import (
     ONLY_MUTATIONS,
     ONLY_RAW,
     ONLY_UNPACKED,
+    WITHOUT_XATTRS,
     Block,
     block_key,
     find_frame,
@@ -163,7 +164,7 @@ def test_a_plain_block_after_another_kind_keeps_what_it_promises():
     steps = [("json", KEYS[0], 9), ("merge", b"", 0), ("set", KEYS[1], 9), ("merge", b"", 0)]
     node = node_of(steps)
     blocks = [Block(*item) for item in node.env.tables[BY_SEQNO_TABLE].items()]
-    assert [block.kinds for block in blocks] == [ONLY_MUTATIONS | ONLY_UNPACKED]
+    assert [block.kinds for block in blocks] == [ONLY_MUTATIONS | ONLY_UNPACKED | WITHOUT_XATTRS]
 
 
 @given(sizes=st.lists(st.integers(13, 400), min_size=1, max_size=30), bytes_max=st.integers(1, 999))

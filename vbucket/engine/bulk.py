@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 from dcp.wire.frame import HEADER_BYTES, MAX_KEY_BYTES
 from dcp.wire.message import CAS_SPECIAL, PUT_FRAMES_MAX, U32, U64
 from dcp.wire.opcode import Opcode
+from dcp.wire.xattrs import DATATYPE_XATTR, body_at, problem_of
 from vbucket.model.entry import (
     DELETION_ENTRY,
     DELETION_EXTRAS_BYTES,
@@ -38,9 +39,10 @@ from vbucket.model.manifest import decode_leb128
 
 REV_SEQNO_MAX: Final = 2**48 - 1
 """The highest revision, as in kv_engine: a change of a document that has it does not raise it."""
-DATATYPE_MAX: Final = 0x01
-"""JSON, the one datatype that is kept."""
+_DATATYPES: Final = bytes((0, 1, DATATYPE_XATTR, 1 | DATATYPE_XATTR))
+"""JSON and XATTR, the bits of a datatype that are kept."""
 
+_WITHOUT_XATTRS: Final = bytes((0, 1))
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _DELETION: Final = int(Opcode.DCP_DELETION)
 _EXPIRATION: Final = int(Opcode.DCP_EXPIRATION)
@@ -113,11 +115,19 @@ class Frames:
     """Sound frames of one partition, as columns."""
 
     __slots__ = (
-        "_ends", "_heads", "_starts", "_value", "cas", "datatypes", "expiries",
+        "_ends", "_heads", "_starts", "_tails", "_value", "cas", "datatypes", "expiries",
         "has_default_keys_only", "keys", "opcodes", "removals", "vb_id",
     )  # fmt: skip
 
-    def __init__(self, value: bytes, count: int, vb_id: int, *, fits_meta: bool = False) -> None:
+    def __init__(
+        self,
+        value: bytes,
+        count: int,
+        vb_id: int,
+        *,
+        fits_meta: bool = False,
+        takes_xattrs: bool = False,
+    ) -> None:
         """`fits_meta`: revisions that are too high become the highest. Raises
         MalformedFramesError.
         """
@@ -144,9 +154,11 @@ class Frames:
             joined = b"".join(heads)
         self._heads: Sequence[bytes] = heads
         self.opcodes: Sequence[int] = joined[_OPCODE_AT::_HEAD_BYTES]
-        self.datatypes: Sequence[int] = joined[_DATATYPE_AT::_HEAD_BYTES]
+        self.datatypes: bytes = joined[_DATATYPE_AT::_HEAD_BYTES]
         self.removals: Sequence[int] = _removals_of(self.opcodes)
         """Which of them are no mutations."""
+        self._tails: Sequence[bytes] = ()
+        """The XATTRs of removals, b"" for all others; empty: no removal has any."""
         self.keys: Sequence[bytes]
         self.cas: Sequence[int]
         self.expiries: Sequence[int]
@@ -163,6 +175,8 @@ class Frames:
             self.has_default_keys_only = not any(joined[_KEY_AT::_HEAD_BYTES])
         if not self.has_default_keys_only:
             self._check_collections()
+        if self.datatypes.translate(None, _WITHOUT_XATTRS):
+            self._check_xattrs(takes_xattrs=takes_xattrs)
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -195,6 +209,10 @@ class Frames:
                 raise self._malformed(body_sizes)
             key_at = self._starts[at] + HEADER_BYTES + row.extras_bytes
             keys[at], cas[at] = value[key_at : key_at + row.key_bytes], row.cas
+            if row.datatype & DATATYPE_XATTR:
+                tails = list(self._tails) or [b""] * count
+                tails[at] = value[key_at + row.key_bytes : self._ends[at]]
+                self._tails = tails
         # Removals have nothing behind a mutation's head. Compiled code rejects a slice that ends
         # before it begins.
         removals = set(self.removals)
@@ -226,6 +244,24 @@ class Frames:
                 what = "no collection id and key after it"
                 raise MalformedFramesError(f"frame {index}: {what}: {key[:8].hex()}")
 
+    def _check_xattrs(self, *, takes_xattrs: bool) -> None:
+        """Raise MalformedFramesError if XATTRs are not sound, or not expected."""
+        for index, datatype in enumerate(self.datatypes):
+            if not datatype & DATATYPE_XATTR:
+                continue
+            if self.opcodes[index] == _MUTATION:
+                value_at = self._starts[index] + _KEY_AT + len(self.keys[index])
+                value = self._value[value_at : self._ends[index]]
+            else:
+                value = self._tails[index]
+            problem = problem_of(value)
+            if not takes_xattrs:
+                problem = "it has XATTRs, which were not negotiated (HELLO 0x06)"
+            elif not problem and self.opcodes[index] != _MUTATION and body_at(value) != len(value):
+                problem = "a removal has XATTRs and no body"
+            if problem:
+                raise MalformedFramesError(f"frame {index}: {problem}")
+
     def only(self, indexes: Sequence[int]) -> Frames:
         """Keep these of them, in this order, and forget the others; return itself."""
         self._starts = [self._starts[index] for index in indexes]
@@ -233,6 +269,8 @@ class Frames:
         self._heads = [self._heads[index] for index in indexes]
         self.opcodes = bytes([self.opcodes[index] for index in indexes])
         self.datatypes = bytes([self.datatypes[index] for index in indexes])
+        if self._tails:
+            self._tails = [self._tails[index] for index in indexes]
         self.keys = [self.keys[index] for index in indexes]
         self.cas = [self.cas[index] for index in indexes]
         if self.expiries:
@@ -250,10 +288,13 @@ class Frames:
         self._heads, self.cas = heads, cas
 
     def forget_datatypes(self) -> None:
-        """Clear the datatypes, for a client without the JSON feature."""
+        """Clear the datatypes except XATTR, for a client without the JSON feature."""
         if any(self.datatypes):
             at = _DATATYPE_AT
-            self._heads = [head[:at] + b"\0" + head[at + 1 :] for head in self._heads]
+            self._heads = [
+                head[:at] + bytes((head[at] & DATATYPE_XATTR,)) + head[at + 1 :]
+                for head in self._heads
+            ]
 
     def entries(
         self, first_seqno: int, prev_seqnos: Sequence[int] | None, epoch: int
@@ -280,19 +321,23 @@ class Frames:
     def _removal(self, index: int, prev_seqno: int, epoch: int, seqno: int) -> bytes:
         """Return the stored form of a removal, without the time of a stream's deletion."""
         key, cas = self.keys[index], self.cas[index]
+        body = key + self._tails[index] if self._tails else key
+        datatype = DATATYPE_XATTR if len(body) > len(key) else 0
         rev_seqno: int = U64.unpack_from(self._heads[index], _REV_SEQNO_AT)[0]
         if self.opcodes[index] == _DELETION:
             head = DELETION_ENTRY.pack(
-                prev_seqno, epoch, _MAGIC, _DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
-                self.vb_id, DELETION_EXTRAS_BYTES + len(key), 0, cas, seqno, rev_seqno, 0,
+                prev_seqno, epoch, _MAGIC, _DELETION, len(key), DELETION_EXTRAS_BYTES,
+                datatype, self.vb_id, DELETION_EXTRAS_BYTES + len(body), 0, cas, seqno,
+                rev_seqno, 0,
             )  # fmt: skip
         else:
             time_s: int = U32.unpack_from(self._heads[index], _TIME_AT)[0]
             head = EXPIRATION_ENTRY.pack(
-                prev_seqno, epoch, _MAGIC, _EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES, 0,
-                self.vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0, cas, seqno, rev_seqno, time_s,
+                prev_seqno, epoch, _MAGIC, _EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES,
+                datatype, self.vb_id, EXPIRATION_EXTRAS_BYTES + len(body), 0, cas, seqno,
+                rev_seqno, time_s,
             )  # fmt: skip
-        return head + key
+        return head + body
 
 
 def _table(value: bytes, count: int) -> Sequence[int]:
@@ -320,7 +365,7 @@ def _mutations(
         and all(
             heads[_BODY_AT + at :: _HEAD_BYTES] == sizes[at :: U32.size] for at in range(U32.size)
         )
-        and max(heads[_DATATYPE_AT::_HEAD_BYTES]) <= DATATYPE_MAX
+        and not heads[_DATATYPE_AT::_HEAD_BYTES].translate(None, _DATATYPES)
         and min(key_sizes) > 1
         and max(key_sizes) <= _KEY_BYTES_MAX
         and min(map(sub, body_sizes, key_sizes)) >= MUTATION_EXTRAS_BYTES
@@ -389,9 +434,10 @@ def _problem_of(row: BulkRow, vb_id: int) -> str:
         return f"a key has 2 to {_KEY_BYTES_MAX} bytes with its collection id, not {row.key_bytes}"
     value_bytes = row.body_bytes - row.extras_bytes - row.key_bytes
     is_removal = row.opcode != _MUTATION
-    if value_bytes < 0 or (is_removal and value_bytes):
+    has_xattrs = bool(row.datatype & DATATYPE_XATTR)
+    if value_bytes < 0 or (is_removal and bool(value_bytes) != has_xattrs):
         return f"a body of {row.body_bytes} bytes does not fit its extras and key"
-    if row.datatype > DATATYPE_MAX:
+    if row.datatype not in _DATATYPES:
         return f"datatype 0x{row.datatype:02x} was not negotiated"
     if not is_removal and row.tail != _NO_TAIL:
         return "lock time, nmeta and nru are 0 in what is stored"

@@ -16,11 +16,14 @@ document, deletions included, and stops at the highest value).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from dcp.wire.status import Status
+from dcp.wire.xattrs import DATATYPE_XATTR, body_at
 from vbucket.engine.bulk import REV_SEQNO_MAX, Frames
+from vbucket.engine.conflicts import are_new, winners
+from vbucket.engine.kept_xattrs import KeptXattrs, with_xattrs
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
 from vbucket.engine.locks import Locks
 from vbucket.engine.partition import Hold, Partition, VbState
@@ -37,9 +40,11 @@ from vbucket.model.entry import (
     MUTATION_KEY_AT,
     NEWEST,
     OPCODE_AT,
+    seqno_of,
 )
 from vbucket.model.ids import CAS_DRIFT_NS
 from vbucket.store.key_record import StoredMeta
+from vbucket.store.plain_value import plain
 from vbucket.store.store import Store
 
 _PACK_MUTATION: Final = MUTATION_ENTRY.pack
@@ -68,7 +73,7 @@ _ABSENT: Final = StoredMeta(DELETION, 0, 0, 0, 0, 0, 0)
 
 
 class StoredDocument(NamedTuple):
-    """What a GET answers with. `flags` are the four bytes as stored."""
+    """What a GET answers with, without XATTRs. `flags` are the four bytes as stored."""
 
     cas: int
     flags: bytes
@@ -111,6 +116,7 @@ class Engine:
         self.flushes = 0
         """Flushes that were asked for."""
         self._refusals: dict[Hold, str] = {}
+        self._kept_xattrs = KeptXattrs(self.versions)
         self._cas_floor = 0
         self._now_s = 0
 
@@ -173,10 +179,10 @@ class Engine:
         """
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
-            return _unusable(part)
+            return unwritable(part)
         known: StoredMeta | None = None
         if mode or cas or self.locks.held:
-            known = self._meta_to_change(part, key)
+            known = self.meta_to_change(part, key)
             cas = self.locks.cas_to_match(part, key, known.seqno, known.cas, cas)
             if cas < 0 and mode != ADD:
                 return _LOCKED
@@ -195,20 +201,30 @@ class Engine:
         expiry: int,
         datatype: int,
         known: StoredMeta | None = None,
+        *,
+        keeps_xattrs: bool = True,
     ) -> int:
         """Store a document unconditionally; return its CAS. Its seqno is `part.high_seqno` now.
 
         The caller has checked that the partition takes writes. `known` is the result of
-        `_meta_to_change`. Nothing has changed if it raises.
+        `meta_to_change`. `keeps_xattrs`: `body` has no XATTRs, and those of the present document
+        stay. Nothing has changed if it raises: RefusedError if it grows too large with them.
         """
         entry = part.newest.get(key)
         if entry:
-            opcode, prev_seqno, rev_seqno = _UNPACK_NEWEST(entry)
+            opcode, old_datatype, prev_seqno, rev_seqno = _UNPACK_NEWEST(entry)
         elif known is not None:
-            opcode, prev_seqno, rev_seqno = known.opcode, known.seqno, known.rev_seqno
+            opcode, old_datatype, _, prev_seqno, rev_seqno, _, _ = known
             self.item_cache.take(part, key)
         else:
-            opcode, _, _, _, _, prev_seqno, rev_seqno = self.versions.meta_below(part, key, entry)
+            below = self.versions.meta_below(part, key, entry)
+            opcode, _, old_datatype, _, _, prev_seqno, rev_seqno = below
+        if old_datatype & DATATYPE_XATTR and opcode == MUTATION and keeps_xattrs:
+            xattrs = self._kept_xattrs.of_document(part, key, self._now_s)
+            if xattrs:
+                datatype, value = plain(datatype, body[len(key) :])
+                body = key + with_xattrs(xattrs, value)
+                datatype |= DATATYPE_XATTR
         cas = self._cas_floor
         if cas <= part.max_cas:
             cas = part.max_cas + 1
@@ -232,8 +248,8 @@ class Engine:
         """Delete a document, leaving a tombstone with a seqno of its own."""
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
-            return _unusable(part)
-        known = self._meta_to_change(part, key)
+            return unwritable(part)
+        known = self.meta_to_change(part, key)
         if known.opcode != MUTATION:
             return _MISSING
         cas = self.locks.cas_to_match(part, key, known.seqno, known.cas, cas)
@@ -243,7 +259,7 @@ class Engine:
             return _EXISTS
         self.locks.unlock(part, key)
         self.item_cache.take(part, key)
-        return self._delete(part, key, known.seqno, known.rev_seqno)
+        return self.remove(part, key, known)
 
     def put_with_meta(
         self,
@@ -264,8 +280,9 @@ class Engine:
     ) -> Outcome:
         """Store or remove a document with a revision and a CAS (`new_cas`) from elsewhere.
 
-        `body` is key and value. For a removal (`opcode` DELETION or EXPIRATION) it is the key, and
-        `expiry` is the time of the removal. A `cas` other than 0 must be the document's own.
+        `body` is key and value. For a removal (`opcode` DELETION or EXPIRATION) it is the key, with
+        the XATTRs that stay, and `expiry` is the time of the removal. A `cas` other than 0 must be
+        the document's own.
 
         KEY_EEXISTS: the present version (perhaps a deletion) has a higher revision, or the same
         revision and no lower CAS (kv_engine's rule, conflict_resolution_mode seqno).
@@ -274,7 +291,7 @@ class Engine:
         """
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
-            return _unusable(part)
+            return unwritable(part)
         if keeps_cas and new_cas > self.cas_max:
             if not fits_meta:
                 return _CAS_INVALID
@@ -304,14 +321,14 @@ class Engine:
             )  # fmt: skip
         elif opcode == DELETION:
             head = _PACK_DELETION(
-                prev_seqno, part.leader_epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
-                vb_id, DELETION_EXTRAS_BYTES + len(key), 0, new_cas, seqno, rev_seqno, 0,
+                prev_seqno, part.leader_epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES,
+                datatype, vb_id, DELETION_EXTRAS_BYTES + len(body), 0, new_cas, seqno, rev_seqno, 0,
             )  # fmt: skip
         else:
             head = _PACK_EXPIRATION(
-                prev_seqno, part.leader_epoch, 0x80, EXPIRATION, len(key),
-                EXPIRATION_EXTRAS_BYTES, 0, vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0, new_cas,
-                seqno, rev_seqno, expiry,
+                prev_seqno, part.leader_epoch, 0x80, EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES,
+                datatype, vb_id, EXPIRATION_EXTRAS_BYTES + len(body), 0, new_cas, seqno,
+                rev_seqno, expiry,
             )  # fmt: skip
         entry = head + body
         self.keyspace.apply(
@@ -334,16 +351,17 @@ class Engine:
         """
         part = self.partitions[frames.vb_id]
         if part.state != 1 or part.is_backed_up:
-            return _unusable(part)[0], 0, 0, 0
+            return unwritable(part)[0], 0, 0, 0
         has_far = max(frames.cas) > self.cas_max
         if has_far and not fits_meta:
             return Status.CAS_VALUE_INVALID, 0, 0, 0
         count, prev_seqnos, live = len(frames), None, None
         replaced: dict[int, int] = {}
-        if has_far or not _are_new(part, frames.keys):
-            indexes, prev_seqnos, live, replaced = self._winners(
-                part, frames, is_forced=not resolves_conflict
-            )
+        if has_far or not are_new(part, frames.keys):
+            indexes, prev_seqnos, live, replaced = winners(
+                self.versions, part, frames, cas_floor=self._cas_floor, cas_max=self.cas_max,
+                is_forced=not resolves_conflict,
+            )  # fmt: skip
             if replaced:
                 frames.replace_cas(replaced)
             if len(indexes) < count:
@@ -378,57 +396,19 @@ class Engine:
             if (opcode == MUTATION) != before:
                 self.keyspace.count(part, key, -1 if before else 1)
 
-    def _winners(
-        self, part: Partition, frames: Frames, *, is_forced: bool
-    ) -> tuple[list[int], list[int], list[bool], dict[int, int]]:
-        """Resolve conflicts; change nothing.
-
-        Return the indexes of the frames that win, the seqno that each of these replaces, whether it
-        replaces a document, and index -> new CAS for frames whose own is too high. Such a CAS
-        counts as 0 in a conflict.
-        """
-        below, newest, cas_max = self.versions.meta_below, part.newest, self.cas_max
-        known: dict[bytes, tuple[int, int, int, int]] = {}
-        indexes: list[int] = []
-        prev_seqnos: list[int] = []
-        live: list[bool] = []
-        replaced: dict[int, int] = {}
-        seqno, newest_cas = part.high_seqno, part.max_cas
-        rows = zip(frames.keys, frames.opcodes, frames.rev_seqnos, frames.cas, strict=True)
-        for index, (key, opcode, rev_seqno, own_cas) in enumerate(rows):
-            old = known.get(key)
-            if old is None:
-                entry = newest.get(key)
-                meta = _UNPACK_META(entry) if entry else below(part, key, entry)
-                old = (meta[0], meta[4], meta[5], meta[6])
-            old_opcode, old_cas, prev_seqno, old_rev_seqno = old
-            cas = own_cas if own_cas <= cas_max else 0
-            if not is_forced and (rev_seqno, cas) <= (old_rev_seqno, old_cas):
-                known[key] = old
-                continue
-            if not cas:
-                replaced[index] = cas = max(self._cas_floor, newest_cas + 1)
-            newest_cas = max(newest_cas, cas)
-            seqno += 1
-            known[key] = (opcode, cas, seqno, rev_seqno)
-            indexes.append(index)
-            prev_seqnos.append(prev_seqno)
-            live.append(old_opcode == MUTATION)
-        return indexes, prev_seqnos, live, replaced
-
     def get(self, vb_id: int, key: bytes) -> StoredDocument | int:
         """Return the newest version of a document, or the status that says why there is none."""
         part = self.partitions[vb_id]
         if part.state != 1:
-            return _unusable(part)[0]
+            return unwritable(part)[0]
         entry = self.document_entry(part, key)
         if entry is None:
             return Status.KEY_ENOENT
-        _, key_bytes, datatype, _, cas, seqno, _ = _UNPACK_META(entry)
+        document = _document_of(entry)
         if self.locks.held:
-            cas = self.locks.shown_cas(part, key, seqno, cas)
-        value = entry[MUTATION_KEY_AT + key_bytes :]
-        return StoredDocument(cas, entry[FLAGS_AT : FLAGS_AT + 4], value, datatype)
+            cas = self.locks.shown_cas(part, key, seqno_of(entry), document.cas)
+            document = document._replace(cas=cas)
+        return document
 
     def get_from_replica(self, part: Partition, key: bytes) -> StoredDocument | None:
         """Return a document whatever the partition's state; None: there is none, or it is due."""
@@ -437,9 +417,7 @@ class Engine:
             entry = self.versions.entry_below(part, key)
         if not entry or entry[OPCODE_AT] != MUTATION or self._due_meta(part, key) is not None:
             return None
-        _, key_bytes, datatype, _, cas, _, _ = _UNPACK_META(entry)
-        value = entry[MUTATION_KEY_AT + key_bytes :]
-        return StoredDocument(cas, entry[FLAGS_AT : FLAGS_AT + 4], value, datatype)
+        return _document_of(entry)
 
     def document_entry(self, part: Partition, key: bytes) -> bytes | None:
         """Return the newest version of a key, None if it is not a document. The partition must be
@@ -460,7 +438,7 @@ class Engine:
         """
         part = self.partitions[vb_id]
         if part.state != 1:
-            return _unusable(part)[0]
+            return unwritable(part)[0]
         if self.expire_if_due(part, key) and part.is_backed_up:
             return Status.KEY_ENOENT
         return self._newest_meta(part, key) or Status.KEY_ENOENT
@@ -493,40 +471,50 @@ class Engine:
             return
         meta = self.meta(vb_id, key)
         if not isinstance(meta, int) and meta.opcode == MUTATION and meta.seqno <= seqno:
-            self._delete(self.partitions[vb_id], key, meta.seqno, meta.rev_seqno)
+            self.remove(self.partitions[vb_id], key, meta)
 
-    def _delete(self, part: Partition, key: bytes, prev_seqno: int, rev_seqno: int) -> Outcome:
+    def remove(
+        self, part: Partition, key: bytes, known: StoredMeta, xattrs: bytes | None = None
+    ) -> Outcome:
+        """Leave a deletion of a key; `known` is its newest version, perhaps none or a deletion.
+
+        `xattrs` is the section that the deletion keeps. None: the document's system XATTRs.
+        """
         new_cas, seqno = max(self._cas_floor, part.max_cas + 1), part.high_seqno + 1
+        if xattrs is None:
+            xattrs = self._kept_xattrs.of_removal(part, key, known)
         entry = (
             _PACK_DELETION(
-                prev_seqno, part.leader_epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
-                part.vb_id, DELETION_EXTRAS_BYTES + len(key), 0, new_cas, seqno,
-                rev_seqno + (rev_seqno < REV_SEQNO_MAX), 0,
+                known.seqno, part.leader_epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES,
+                DATATYPE_XATTR if xattrs else 0,
+                part.vb_id, DELETION_EXTRAS_BYTES + len(key) + len(xattrs), 0, new_cas, seqno,
+                known.rev_seqno + (known.rev_seqno < REV_SEQNO_MAX), 0,
             )
-            + key
+            + key + xattrs
         )  # fmt: skip
-        self._applied_removal(part, key, entry, new_cas, seqno)
+        self.keyspace.apply(part, key, entry, seqno, -(known.opcode == MUTATION))
+        part.max_cas = new_cas
         return 0, new_cas, seqno
 
-    def _expire(self, part: Partition, key: bytes, prev_seqno: int, rev_seqno: int) -> None:
+    def _expire(self, part: Partition, key: bytes, known: StoredMeta) -> None:
         new_cas, seqno = max(self._cas_floor, part.max_cas + 1), part.high_seqno + 1
+        xattrs = self._kept_xattrs.of_removal(part, key, known)
         entry = (
             _PACK_EXPIRATION(
-                prev_seqno, part.leader_epoch, 0x80, EXPIRATION, len(key),
-                EXPIRATION_EXTRAS_BYTES, 0, part.vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0,
-                new_cas, seqno,
-                rev_seqno + (rev_seqno < REV_SEQNO_MAX),
+                known.seqno, part.leader_epoch, 0x80, EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES,
+                DATATYPE_XATTR if xattrs else 0,
+                part.vb_id, EXPIRATION_EXTRAS_BYTES + len(key) + len(xattrs), 0, new_cas, seqno,
+                known.rev_seqno + (known.rev_seqno < REV_SEQNO_MAX),
                 min(self._now_s, 0xFFFF_FFFF),
             )
-            + key
+            + key + xattrs
         )  # fmt: skip
-        self._applied_removal(part, key, entry, new_cas, seqno)
-
-    def _applied_removal(
-        self, part: Partition, key: bytes, entry: bytes, new_cas: int, seqno: int
-    ) -> None:
         self.keyspace.apply(part, key, entry, seqno, -1)
         part.max_cas = new_cas
+
+    def next_change(self, part: Partition) -> tuple[int, int]:
+        """Return the CAS and the seqno that the next change of a partition gets in this batch."""
+        return max(self._cas_floor, part.max_cas + 1), part.high_seqno + 1
 
     def expire(self, vb_id: int, key: bytes) -> bool:
         """Remove a document that is due; the expiry is a change with its own seqno.
@@ -537,10 +525,10 @@ class Engine:
         meta = self._due_meta(part, key)
         if meta is None:
             return False
-        self._expire(part, key, meta.seqno, meta.rev_seqno)
+        self._expire(part, key, meta)
         return True
 
-    def _meta_to_change(self, part: Partition, key: bytes) -> StoredMeta:
+    def meta_to_change(self, part: Partition, key: bytes) -> StoredMeta:
         """Return the metadata of a key's newest version, for a caller that may replace it. One that
         does must remove it from the cache. A due document expires first. The partition must take
         writes.
@@ -549,7 +537,7 @@ class Engine:
         if known is None:
             return _ABSENT
         if known.opcode == MUTATION and 0 < known.expiry <= self._now_s:
-            self._expire(part, key, known.seqno, known.rev_seqno)
+            self._expire(part, key, known)
             self.expired_on_access += 1
             return _ABSENT
         return known
@@ -563,7 +551,7 @@ class Engine:
         if meta is None:
             return False
         if not part.is_backed_up:
-            self._expire(part, key, meta.seqno, meta.rev_seqno)
+            self._expire(part, key, meta)
             self.expired_on_access += 1
         return True
 
@@ -574,17 +562,15 @@ class Engine:
         return meta
 
 
-def _are_new(part: Partition, keys: Sequence[bytes]) -> bool:
-    """Whether the keys are distinct and surely not in the partition."""
-    if part.merged_seqno:
-        return False
-    distinct = set(keys)
-    return len(distinct) == len(keys) and all(
-        layer.newest.keys().isdisjoint(distinct) for layer in part.layers()
-    )
+def _document_of(entry: bytes) -> StoredDocument:
+    _, key_bytes, datatype, _, cas, _, _ = _UNPACK_META(entry)
+    value = entry[MUTATION_KEY_AT + key_bytes :]
+    if datatype & DATATYPE_XATTR:
+        value, datatype = value[body_at(value) :], datatype & ~DATATYPE_XATTR
+    return StoredDocument(cas, entry[FLAGS_AT : FLAGS_AT + 4], value, datatype)
 
 
-def _unusable(part: Partition) -> Outcome:
+def unwritable(part: Partition) -> Outcome:
     """Return why a partition takes no commands now, or no writes."""
     return _COME_BACK if part.durable_state == VbState.ACTIVE else _NOT_MY_VBUCKET
 

@@ -25,7 +25,7 @@ from vbucket.engine.engine import FLAGS_AT, Engine
 from vbucket.engine.key_walk import KeyWalk
 from vbucket.engine.keyspace import DELETION, MUTATION
 from vbucket.engine.partition import VbState
-from vbucket.model.entry import MUTATION_KEY_AT
+from vbucket.model.entry import MUTATION_KEY_AT, value_of
 from vbucket.model.ids import CAS_AHEAD_NS
 from vbucket.store.key_record import StoredMeta
 from vbucket.store.records import Mended
@@ -78,6 +78,10 @@ class Mending:
         """Store the content of a key again, with a new CAS."""
         engine, part = self._engine, self._engine.partitions[self.vb_id]
         opcode, body, flags = DELETION, key, 0
+        if meta.opcode != MUTATION and meta.datatype:
+            tombstone = engine.versions.newest_entry(part, key)
+            assert tombstone is not None, "its metadata was read"
+            body = key + value_of(tombstone)
         if meta.opcode == MUTATION:
             entry = engine.document_entry(part, key)
             if entry is None:

@@ -133,21 +133,14 @@ def recover_node(
     LogDamagedError, UnknownFormatError, StoreDamagedError, StoreFullError, StoreFailedError,
     LogWriteError, SyncFailedError.
     """
-    store = Store(env)
-    node = store.node()
-    if not device.segments() and node is None:
-        writer = LogWriter(device)
-        writer.mark_anew()  # a mark that is there already may not be on disk
-        writer.rotate()  # the log's first segment is there before the store is
-    if node is None:
-        if device.segments() != [1] or any(recover(device, 0).groups()):
-            raise LogDamagedError(
-                "there is no store, but the log beside it holds changes; put the store's files "
-                "back, or restore a copy of the whole folder"
-            )
-        store.close()
-        node = _first_node(env, draw_node_id(), durability)
-        store = Store.create(env, node, new_partitions(draw_uuid, num_vbuckets))
+    store, node = _opened_store(
+        env,
+        device,
+        num_vbuckets=num_vbuckets,
+        durability=durability,
+        draw_uuid=draw_uuid,
+        draw_node_id=draw_node_id,
+    )
     was_synced = node.durability == "commit"
     clean_end = store.clean_end() if node.clean_shutdown else None
     kept, lost_kept = _read_kept(store, device, keep_copies)
@@ -224,6 +217,34 @@ def replay_log(engine: Engine, store: Store, recovery: Recovery) -> TornTail | N
     replay.finish()
     engine.keyspace.continue_after(recovery.end.group)
     return recovery.finish()
+
+
+def _opened_store(
+    env: KvEnv,
+    device: LogDevice,
+    *,
+    num_vbuckets: int,
+    durability: str,
+    draw_uuid: Callable[[], int],
+    draw_node_id: Callable[[], str],
+) -> tuple[Store, NodeRecord]:
+    """Open the store. In an empty folder, begin the log and create the store first."""
+    store = Store(env)
+    node = store.node()
+    if node is not None:
+        return store, node
+    if not device.segments():
+        writer = LogWriter(device)
+        writer.mark_anew()  # a mark that is there already may not be on disk
+        writer.rotate()  # the log's first segment is there before the store is
+    if device.segments() != [1] or any(recover(device, 0).groups()):
+        raise LogDamagedError(
+            "there is no store, but the log beside it holds changes; put the store's files "
+            "back, or restore a copy of the whole folder"
+        )
+    store.close()
+    node = _first_node(env, draw_node_id(), durability)
+    return Store.create(env, node, new_partitions(draw_uuid, num_vbuckets)), node
 
 
 def _first_node(env: KvEnv, node_id: str, durability: str) -> NodeRecord:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Container, Iterator, Sequence
 from typing import Final
 
 from dcp.wire.opcode import Opcode
+from dcp.wire.xattrs import DATATYPE_XATTR, body_of
 from vbucket.engine.item_cache import ItemCache
 from vbucket.engine.partition import Partition
 from vbucket.model.entry import (
@@ -26,7 +27,15 @@ from vbucket.model.entry import (
     value_of,
 )
 from vbucket.model.manifest import SYSTEM_COLLECTION
-from vbucket.store.runs import RunBatch, are_plain, entries_within, run_of_entries
+from vbucket.store.runs import (
+    STRIPPED,
+    RunBatch,
+    are_plain,
+    are_wholly_plain,
+    entries_within,
+    run_of_entries,
+    stripped_run_of_entries,
+)
 from vbucket.store.store import REFUSED_BYTES_MAX, Accepts, FrameBatch, Store
 
 Meta = tuple[int, int, int, int, int, int, int]
@@ -97,6 +106,20 @@ class Versions:
                 if entry is not None:
                     self._item_cache.add(part, key, entry)
         return entry
+
+    def newest_entry(self, part: Partition, key: bytes) -> bytes | None:
+        """Return the newest version of a key, perhaps a deletion; None: there is none.
+
+        It leaves the item cache as it is.
+        """
+        for layer in reversed(part.layers()):
+            entry = layer.newest.get(key)
+            if entry is not None:
+                return entry or None
+        if not part.merged_seqno:
+            return None
+        fields = self._store.meta_fields(part.vb_id, key)
+        return None if fields is None else self._store.entry_of_key(part.vb_id, key, fields)
 
     def first_changes_after(self, part: Partition, seqno: int) -> dict[bytes, int]:
         """Return, for every key that changed above `seqno`, the seqno of its version before."""
@@ -196,10 +219,16 @@ class Versions:
                 run_bytes = len(entries[0]) - PREFIX_BYTES
             else:
                 entries, run_bytes = entries_within(entries, bytes_max - size)
-            if not are_plain(entries, plain):
+            is_cut = bool(plain & STRIPPED) and not are_wholly_plain(entries)
+            if (is_cut or not plain & STRIPPED) and not are_plain(entries, plain):
                 next_seqno = seqno_of(entries[0])
                 return RunBatch(pieces, next_seqno, size, last_seqno) if pieces else None
-            pieces += run_of_entries(entries, opaque)
+            if is_cut:
+                run = stripped_run_of_entries(entries, opaque)
+                pieces += run
+                run_bytes = sum(map(len, run))
+            else:
+                pieces += run_of_entries(entries, opaque)
             size += run_bytes
             last_seqno = seqno_of(entries[-1])
             if size >= bytes_max:
@@ -264,7 +293,7 @@ class Versions:
         return old
 
     def previous_value(self, vb_id: int, seqno: int) -> tuple[int, int, bytes] | None:
-        """Return seqno, datatype and value of the document that the change with `seqno` replaced.
+        """Return seqno, datatype and body of the document that the change with `seqno` replaced.
 
         None if it replaced none, or if that version is not kept any more.
         """
@@ -275,7 +304,8 @@ class Versions:
         before = self.entry_at(part, prev_seqno) if prev_seqno else None
         if not before or is_deleted(before):
             return None
-        return prev_seqno, before[DATATYPE_AT], value_of(before)
+        datatype = before[DATATYPE_AT]
+        return prev_seqno, datatype & ~DATATYPE_XATTR, body_of(value_of(before), datatype)
 
     def keys_in_memory(
         self, vb_id: int, start_seqno: int, end_seqno: int, limit: int

@@ -1,6 +1,7 @@
 """Datatypes of values, and Snappy: checks, compresses and inflates values. Pure.
 
-A document's datatype is bits: JSON, and SNAPPY if its value is stored compressed. Clients that
+A document's datatype is bits: JSON, SNAPPY if its value is stored compressed, and XATTR
+(dcp.wire.xattrs). Clients that
 negotiated Snappy send such values and get them. `vbucket.store.plain_value` is for reading stored
 values.
 

@@ -10,10 +10,12 @@
              and streams send the name at the end of that key
 
 A deletion is stored with the 18-byte extras of version 1; its time is its CAS. An expiry is stored
-as DCP_EXPIRATION; streams that did not ask for that opcode get a deletion (dcp.stream.codec). Log,
-memtable and blocks hold the same bytes, so nothing is encoded twice. Entries that only the log
-holds (vbucket.model.control: a new partition version, a change of state) have the opcode
-`LOG_CONTROL`, which is not sent on the wire, and a CBOR document as their value.
+as DCP_EXPIRATION; streams that did not ask for that opcode get a deletion (dcp.stream.codec). The
+value of a removal is empty, or a section of XATTRs (dcp.wire.xattrs) that outlives the document;
+its datatype is 0x04 then. Log, memtable and blocks hold the same bytes, so nothing is encoded
+twice. Entries that only the log holds (vbucket.model.control: a new partition version, a change of
+state) have the opcode `LOG_CONTROL`, which is not sent on the wire, and a CBOR document as their
+value.
 
 The leader epoch of a change is that of the master that made it. It never falls with rising seqnos.
 
@@ -61,8 +63,8 @@ SYSTEM_EVENT_EXTRAS_BYTES: Final = 13
 META: Final = Struct(">13xBH1xB2xI4xQQQ")
 """opcode, key length, datatype, body length, CAS, seqno, rev seqno of any change (the last has no
 meaning for a system event)."""
-NEWEST: Final = Struct(">13xB22xQQ")
-"""opcode, seqno, rev seqno: what a change needs from the version that it replaces."""
+NEWEST: Final = Struct(">13xB3xB18xQQ")
+"""opcode, datatype, seqno, rev seqno: what a change needs from the version that it replaces."""
 OPCODE_AT: Final = PREFIX_BYTES + 1
 DATATYPE_AT: Final = PREFIX_BYTES + 5
 _VB_ID_AT: Final = PREFIX_BYTES + 6
@@ -70,6 +72,8 @@ LENGTHS: Final = Struct(">QIxBHBxHI")
 """prev seqno, epoch, opcode, key length, extras length, vbucket, body length."""
 PREV_SEQNO: Final = Struct(">Q")
 SEQNO: Final = Struct(">36xQ")
+EXPIRY: Final = Struct(">56xI")
+"""Of a mutation."""
 
 
 class EntryHead(NamedTuple):
@@ -133,6 +137,12 @@ def value_of(entry: bytes) -> bytes:
     """Return the value (b"" for a deletion)."""
     head = head_of(entry)
     return entry[PREFIX_BYTES + 24 + head.extras_bytes + head.key_bytes :]
+
+
+def expiry_of(entry: bytes) -> int:
+    """Return the expiry of a document, absolute seconds, 0 if it has none."""
+    expiry: int = EXPIRY.unpack_from(entry)[0]
+    return expiry
 
 
 def pack_mutation(

@@ -22,7 +22,9 @@ NO_NODE: Final = -1
 """Marks a place in a chain that no node holds."""
 
 BUCKET_CAPABILITIES: Final = (
-    "collections", "dcp", "cbhello", "cccp", "nodesExt", "rangeScan", "durableWrite",
+    "collections", "dcp", "cbhello", "cccp", "nodesExt", "rangeScan", "durableWrite", "xattr",
+    "tombstonedUserXAttrs", "subdoc.AccessDeleted", "subdoc.DocumentMacroSupport",
+    "subdoc.ReplaceBodyWithXattr", "subdoc.ReviveDocument",
 )  # fmt: skip
 """What this server supports, in Couchbase's terms. Clients use collections only if listed."""
 

@@ -34,6 +34,8 @@ from typing import Final
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
+from dcp.wire.xattrs import DATATYPE_XATTR
+from vbucket.model.datatype import SNAPPY
 from vbucket.model.entry import PREFIX, PREFIX_BYTES
 from vbucket.store.environment import Buffer, StoreDamagedError
 
@@ -53,10 +55,12 @@ ONLY_MUTATIONS: Final = 0x02
 ONLY_RAW: Final = 0x04
 """Flag: every frame has datatype raw."""
 ONLY_UNPACKED: Final = 0x08
-"""Every frame has datatype raw or JSON. The flag of a block is the opposite, because older versions
-stored nothing else and set no flag."""
-_KINDS: Final = ONLY_MUTATIONS | ONLY_RAW | ONLY_UNPACKED
-_JSON: Final = 0x01
+"""Flag: no frame has a compressed value. In a block this flag and the next are inverted, because
+older versions stored nothing else and set no flag."""
+WITHOUT_XATTRS: Final = 0x10
+"""Flag: no frame has XATTRs."""
+_INVERTED: Final = ONLY_UNPACKED | WITHOUT_XATTRS
+_KINDS: Final = ONLY_MUTATIONS | ONLY_RAW | _INVERTED
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _opcode_of: Final = itemgetter(1)
 _datatype_of: Final = itemgetter(5)
@@ -132,8 +136,8 @@ class Block:
             if flags & _HAS_SEQNOS
             else range(first_seqno, first_seqno + count)
         )
-        self.kinds: int = (flags ^ ONLY_UNPACKED) & _KINDS
-        """Which of ONLY_MUTATIONS, ONLY_RAW and ONLY_UNPACKED the block promises."""
+        self.kinds: int = (flags ^ _INVERTED) & _KINDS
+        """Which flags (ONLY_MUTATIONS and so on) the block promises."""
         self.body = value[body_at:]
 
     @property
@@ -218,7 +222,7 @@ def _packed_block(
         + _packed("Q", prev_seqnos)
         + (b"" if is_dense else _packed("Q", seqnos))
     )
-    flags = kinds ^ ONLY_UNPACKED | (0 if is_dense else _HAS_SEQNOS)
+    flags = kinds ^ _INVERTED | (0 if is_dense else _HAS_SEQNOS)
     key = BLOCK_KEY.pack(vb_id, first)
     header = BLOCK_HEADER.pack(
         BLOCK_FORMAT, flags, 0, count, epoch, seqno_before, first, last,
@@ -266,16 +270,20 @@ def find_frame(
 
 
 def kinds_of(body: bytes, ends: Sequence[int]) -> int:
-    """Return which kinds hold for frames that stand one after another."""
+    """Return which kinds (ONLY_MUTATIONS and so on) hold for all frames of a body."""
     return _kinds([body[start:end] for start, end in pairwise((0, *ends))])
 
 
 def _kinds(frames: Sequence[bytes]) -> int:
     kinds = ONLY_MUTATIONS if set(map(_opcode_of, frames)) == {_MUTATION} else 0
-    highest = max(map(_datatype_of, frames), default=0)
-    if highest > _JSON:
-        return kinds
-    return kinds | ONLY_UNPACKED | (0 if highest else ONLY_RAW)
+    bits = 0
+    for datatype in set(map(_datatype_of, frames)):
+        bits |= datatype
+    if not bits & SNAPPY:
+        kinds |= ONLY_UNPACKED
+    if not bits & DATATYPE_XATTR:
+        kinds |= WITHOUT_XATTRS
+    return kinds if bits else kinds | ONLY_RAW
 
 
 class _Columns:

@@ -3,12 +3,16 @@
 Every part of the server that looks into a stored value, or shows it to somebody who did not
 negotiate Snappy, takes it from here. A compressed value was checked when it arrived, so one that
 does not inflate is damaged. All functions raise StoreDamagedError for that.
+
+Invariant: a stored value with XATTRs is never compressed. So its XATTRs are found without inflating
+anything.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from dcp.wire.xattrs import DATATYPE_XATTR, body_at
 from vbucket.model.datatype import SNAPPY, ValueRefusedError, inflate
 from vbucket.model.entry import DATATYPE_AT, value_of
 from vbucket.store.environment import StoreDamagedError
@@ -30,13 +34,20 @@ def plain(datatype: int, value: bytes) -> tuple[int, bytes]:
         ) from error
 
 
+def plain_body(datatype: int, value: bytes) -> tuple[int, bytes]:
+    """Return datatype and value of a stored document, not compressed and without XATTRs."""
+    if datatype & DATATYPE_XATTR:
+        return datatype & ~DATATYPE_XATTR, value[body_at(value) :]
+    return plain(datatype, value)
+
+
 def plain_value(entry: bytes) -> bytes:
-    """Return the value of a stored mutation, not compressed."""
-    return plain(entry[DATATYPE_AT], value_of(entry))[1]
+    """Return the body of a stored mutation, not compressed."""
+    return plain_body(entry[DATATYPE_AT], value_of(entry))[1]
 
 
 def shown(datatype: int, value: bytes, mask: int) -> tuple[int, bytes]:
-    """Return datatype and value as a client gets them that knows the datatypes in `mask`."""
-    if datatype & SNAPPY & ~mask:
-        datatype, value = plain(datatype, value)
+    """Return datatype and body as a client gets them that knows the datatypes in `mask`."""
+    if datatype & (DATATYPE_XATTR | SNAPPY & ~mask):
+        datatype, value = plain_body(datatype, value)
     return datatype & mask, value

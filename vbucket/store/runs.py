@@ -5,7 +5,8 @@ copy, and the copy is sent. This works only for frames that are sent as they are
 that must look at each frame (filter, other form, previous values) takes them one by one.
 
 The flags of `vbucket.store.block` tell which frames can be sent unchanged: all flags that the
-caller asks for must hold for each frame of a run. `ALL_PLAIN` asks for none.
+caller asks for must hold for each frame of a run. `ALL_PLAIN` asks for none. `STRIPPED` is the one
+change that runs make: it takes 0.5 us per frame with XATTRs, one by one it takes 2.
 
 Who calls it: store and versions. A run has the same bytes as its single frames.
 """
@@ -23,7 +24,15 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
-from vbucket.model.entry import DATATYPE_AT, OPCODE_AT, PREFIX_BYTES
+from dcp.wire.xattrs import DATATYPE_XATTR
+from vbucket.model.datatype import SNAPPY
+from vbucket.model.entry import (
+    DATATYPE_AT,
+    MUTATION_EXTRAS_BYTES,
+    MUTATION_FORM,
+    OPCODE_AT,
+    PREFIX_BYTES,
+)
 from vbucket.store.block import (
     BODY_BYTES_TARGET,
     ONLY_MUTATIONS,
@@ -34,8 +43,21 @@ from vbucket.store.block import (
 
 ALL_PLAIN: Final = 0
 """All stored frames are sent unchanged."""
+STRIPPED: Final = 0x20
+"""Beside flags of blocks: XATTRs are cut out of the frames, which may have some."""
 
 _OPAQUE_AT: Final = 12
+_HEAD: Final = Struct(">HHBBHII")
+"""A mutation's header up to its CAS: magic and opcode, key length, extras length, datatype,
+vbucket, body length, opaque."""
+_HEAD_BYTES: Final = _HEAD.size
+_pack_head: Final = _HEAD.pack
+_unpack_head: Final = Struct(">2xHxBHI").unpack_from
+"""Key length, datatype, vbucket, body length."""
+_unpack_length: Final = Struct(">I").unpack_from
+_FORM: Final = MUTATION_FORM
+_VALUE_AT: Final = 24 + MUTATION_EXTRAS_BYTES
+"""Of a mutation's frame, plus the key's length."""
 _put_opaque: Final = Struct(">I").pack_into
 _opcode_of: Final = itemgetter(OPCODE_AT)
 _datatype_of: Final = itemgetter(DATATYPE_AT)
@@ -43,8 +65,16 @@ _frame_of: Final = itemgetter(slice(PREFIX_BYTES, None))
 _FEW: Final = 4
 """Up to this many entries, as on a live stream, joining costs more than it saves."""
 _MUTATIONS: Final = frozenset({int(Opcode.DCP_MUTATION)})
-_DATATYPES: Final = {ONLY_RAW: frozenset({0}), ONLY_UNPACKED: frozenset({0, 1})}
-"""Flag -> the datatypes that it allows."""
+_RAW: Final = frozenset({0})
+_UNPACKED: Final = frozenset(datatype for datatype in range(256) if not datatype & SNAPPY)
+_kind_of: Final = itemgetter(slice(OPCODE_AT, DATATYPE_AT + 1, DATATYPE_AT - OPCODE_AT))
+"""Opcode and datatype: what clients with the feature JSON ask for is one look at each entry."""
+_PLAIN_KINDS: Final = frozenset(
+    bytes((opcode, datatype))
+    for opcode in _MUTATIONS
+    for datatype in range(256)
+    if not datatype & (DATATYPE_XATTR | SNAPPY)
+)
 
 
 class RunBatch(NamedTuple):
@@ -91,6 +121,43 @@ def run_of_block(
     return pieces
 
 
+def stripped_run_of_block(
+    block: Block, body: bytes, low: int, high: int, opaque: int, skip: Collection[int]
+) -> list[bytes | bytearray]:
+    """Return what `run_of_block` does, without XATTRs. All frames are mutations."""
+    ends, seqnos = block.ends, block.seqnos
+    pieces: list[bytes] = []
+    start = ends[low - 1] if low else 0
+    for at in range(low, high):
+        end = ends[at]
+        if not skip or seqnos[at] not in skip:
+            pieces += _stripped(body, start, end, opaque)
+        start = end
+    return [b"".join(pieces)] if pieces else []
+
+
+def stripped_run_of_entries(entries: list[bytes], opaque: int) -> list[bytes | bytearray]:
+    """Return what `run_of_entries` does, without XATTRs. All entries are mutations."""
+    pieces: list[bytes] = []
+    for entry in entries:
+        pieces += _stripped(entry, PREFIX_BYTES, len(entry), opaque)
+    return [b"".join(pieces)]
+
+
+def _stripped(data: bytes, start: int, end: int, opaque: int) -> tuple[bytes, bytes, bytes]:
+    """Return the pieces of a mutation without its XATTRs."""
+    key_bytes, datatype, vb_id, body_bytes = _unpack_head(data, start)
+    value_at = start + _VALUE_AT + key_bytes
+    cut = 0
+    if datatype & DATATYPE_XATTR:
+        cut = _unpack_length(data, value_at)[0] + 4
+    head = _pack_head(
+        _FORM, key_bytes, MUTATION_EXTRAS_BYTES, datatype & ~DATATYPE_XATTR, vb_id,
+        body_bytes - cut, opaque,
+    )  # fmt: skip
+    return head, data[start + _HEAD_BYTES : value_at], data[value_at + cut : end]
+
+
 def _set_opaques(joined: bytearray, starts: Sequence[int], opaque: int) -> None:
     """Write the opaque into frames of any length that begin at `starts`."""
     with memoryview(joined) as view, view[_OPAQUE_AT:] as opaques:
@@ -112,11 +179,17 @@ def _multiples(frame_bytes: int) -> array[int]:
 
 
 def are_plain(entries: list[bytes], plain: int) -> bool:
-    """Whether the frames of these entries can be sent unchanged."""
-    if plain & ONLY_MUTATIONS and not _MUTATIONS.issuperset(map(_opcode_of, entries)):
+    """Whether the frames of these entries can be sent in a run."""
+    if plain & ONLY_RAW and not _RAW.issuperset(map(_datatype_of, entries)):
         return False
-    allowed = _DATATYPES.get(plain & ~ONLY_MUTATIONS)
-    return allowed is None or allowed.issuperset(map(_datatype_of, entries))
+    if plain & ONLY_UNPACKED and not _UNPACKED.issuperset(map(_datatype_of, entries)):
+        return False
+    return not plain & ONLY_MUTATIONS or _MUTATIONS.issuperset(map(_opcode_of, entries))
+
+
+def are_wholly_plain(entries: list[bytes]) -> bool:
+    """Whether all entries are mutations that are not compressed and have no XATTRs."""
+    return _PLAIN_KINDS.issuperset(map(_kind_of, entries))
 
 
 def entries_within(entries: list[bytes], bytes_max: int) -> tuple[list[bytes], int]:

@@ -4,8 +4,9 @@ The admin interface calls it. A dump converts a read view to text, in slices, as
 consumer reads. Nothing is buffered for a slow consumer.
 
 A line is one document: `v` 1, `collection`, `key`, `value` (`key_encoding` and `value_encoding`
-"base64" mark binary data), `seqno`, `rev`, `cas` (text), `flags`, `expiry`, `datatype`. A dump that
-cannot be finished ends with a line that has only `error`.
+"base64" mark binary data), `seqno`, `rev`, `cas` (text), `flags`, `expiry`, `datatype`, and
+`xattrs` (name: JSON text) where there are any. A dump that cannot be finished ends with a line that
+has only `error`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from dcp.server.storage.waiters import CommitWaiters
+from dcp.wire.xattrs import body_of, section_of, unpack_xattrs
 from vbucket.engine.engine import Engine
 from vbucket.engine.read_view import ReadView, Shown, ViewInvalidError, ViewRefusedError, Views
 from vbucket.model.manifest import collection_of, decode_leb128
@@ -89,7 +91,8 @@ class Dumps:
                 "v": SCHEMA_VERSION,
                 "collection": engine.keyspace.manifest.path_of(collection_of(shown.key)),
                 **_text("key", shown.key[decoded[1] :]),
-                **_text("value", value),
+                **_text("value", body_of(value, datatype)),
+                **_xattrs(section_of(value, datatype)),
                 "seqno": meta.seqno,
                 "rev": meta.rev_seqno,
                 "cas": str(meta.cas),
@@ -105,6 +108,14 @@ def _text(name: str, raw: bytes) -> dict[str, str]:
         return {name: raw.decode()}
     except UnicodeDecodeError:
         return {name: b64encode(raw).decode(), f"{name}_encoding": "base64"}
+
+
+def _xattrs(section: bytes) -> dict[str, dict[str, str]]:
+    """Return the XATTRs as JSON texts, nothing if there are none."""
+    found = unpack_xattrs(section)
+    if not found:
+        return {}
+    return {"xattrs": {name.decode(): text.decode() for name, text in found.items()}}
 
 
 def _packed(document: dict[str, Any]) -> bytes:

@@ -33,6 +33,26 @@ async function main(address) {
 
   await collection.touch("node:1", 60);
   assert.deepEqual((await collection.getAndTouch("node:1", 0)).content.name, "one");
+  const looked = await collection.lookupIn("node:1", [
+    couchbase.LookupInSpec.get("list[-1]"),
+    couchbase.LookupInSpec.exists("none"),
+    couchbase.LookupInSpec.count("list"),
+  ]);
+  assert.deepEqual(looked.content.map((one) => one.value), [3, false, 3]);
+  const mutated = await collection.mutateIn("node:1", [
+    couchbase.MutateInSpec.upsert("meta.by", "node", { xattr: true, createPath: true }),
+    couchbase.MutateInSpec.increment("count", 5),
+    couchbase.MutateInSpec.arrayAppend("list", 4),
+  ]);
+  assert.equal(mutated.content[1].value, 5);
+  const attributes = await collection.lookupIn("node:1", [
+    couchbase.LookupInSpec.get("meta.by", { xattr: true }),
+  ]);
+  assert.equal(attributes.content[0].value, "node");
+  assert.deepEqual((await collection.get("node:1", { project: ["list"] })).content, {
+    list: [1, 2, 3, 4],
+  });
+
   await collection.remove("node:1");
   await assert.rejects(collection.get("node:1"), couchbase.DocumentNotFoundError);
 

@@ -1,0 +1,399 @@
+"""Sub-document commands: they read or change parts of a document and its XATTRs, atomically.
+
+    SUBDOC_MULTI_LOOKUP answers for each operation u16 status, u32 length, value;
+    SUBDOC_MULTI_MUTATION answers u8 index, u16 status, u32 length, value for each operation with a
+    result; if one fails, nothing is changed, and the answer is its u8 index and u16 status.
+
+A change of a document is one mutation with one CAS and seqno, however many operations it has. The
+expiry of the request replaces that of the document (0: never), unless the frame info "preserve
+expiry" comes with it. A request with a CAS needs that CAS.
+
+A deletion can have XATTRs. Document flags let requests read and change it, create one, or make a
+document of it again; the status SUCCESS_DELETED tells that it is one.
+
+Rules: kv_engine's. Look-ups need the role read, changes read and write; system XATTRs more
+(dcp.session.rights). XATTRs need the feature XATTR (HELLO 0x06).
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Final
+
+from dcp.session.documents import DocumentCommands, Handler
+from dcp.session.state import SessionState
+from dcp.session.subdoc.document_change import DocumentChange
+from dcp.session.subdoc.draft import Context, Draft
+from dcp.session.subdoc.json_path import SubdocError
+from dcp.session.subdoc.plain_requests import PlainRequests
+from dcp.session.subdoc.subdoc_request import (
+    ACCESS_DELETED,
+    ADD,
+    LOOKUPS,
+    MKDOC,
+    MUTATIONS,
+    REVIVE,
+    Operation,
+    OperationList,
+    multi_lookup,
+    multi_mutation,
+    single_lookup,
+    single_mutation,
+)
+from dcp.session.subdoc.virtual_xattrs import DocumentFacts, vbucket_text
+from dcp.wire.frame import Frame, pack_response
+from dcp.wire.message import MUTATION_TOKEN
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import RefusedError, Status
+from dcp.wire.xattrs import body_of, section_of
+from vbucket.engine.engine import FLAGS_AT, Outcome, unwritable
+from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.partition import Partition
+from vbucket.model.datatype import SNAPPY
+from vbucket.model.entry import META, MUTATION_KEY_AT, expiry_of, value_of
+from vbucket.store.key_record import StoredMeta
+from vbucket.store.plain_value import plain
+
+LOOKUP_RESULT: Final = Struct(">HI")
+"""Status and length of a value."""
+MUTATION_RESULT: Final = Struct(">BHI")
+"""Index, status and length of a value."""
+FAILED_MUTATION: Final = Struct(">BH")
+"""Index and status."""
+
+_WHOLE_BODY: Final = frozenset({Opcode.GET, Opcode.SET, Opcode.DELETE})
+SINGLE_LOOKUPS: Final = frozenset(LOOKUPS) - _WHOLE_BODY
+SINGLE_MUTATIONS: Final = frozenset(MUTATIONS) - _WHOLE_BODY
+CHANGES: Final = SINGLE_MUTATIONS | {Opcode.SUBDOC_MULTI_MUTATION}
+"""The commands that change a document and have an expiry."""
+_result_head: Final = LOOKUP_RESULT.pack
+
+
+class SubdocCommands:
+    """Handlers of these commands for one session."""
+
+    def __init__(self, state: SessionState, documents: DocumentCommands) -> None:
+        self._state = state
+        self._documents = documents
+        self._engine = state.engine
+        plain = PlainRequests(state)
+        documents.add_runs(
+            {int(Opcode.SUBDOC_MULTI_LOOKUP): plain.lookup_run},
+            {int(Opcode.SUBDOC_MULTI_MUTATION): plain.mutation_run},
+        )
+
+    def handlers(self) -> dict[int, Handler]:
+        """Return opcode -> handler."""
+        table: dict[int, Handler] = dict.fromkeys(SINGLE_LOOKUPS, self.look_up)
+        table[Opcode.SUBDOC_MULTI_LOOKUP] = self.look_up
+        table.update(dict.fromkeys(CHANGES, self.change))
+        return table
+
+    # -- look-ups ------------------------------------------------------------------------------
+
+    def look_up(
+        self,
+        opcode: int,
+        key_len: int,
+        extras_len: int,
+        _datatype: int,
+        vb_id: int,
+        opaque: int,
+        cas: int,
+        start: int,
+        end: int,
+    ) -> None:
+        """SUBDOC_GET, EXISTS, GET_COUNT and MULTI_LOOKUP."""
+        extras, key, body = self._split(key_len, extras_len, start, end)
+        if opcode == Opcode.SUBDOC_MULTI_LOOKUP:
+            operations, doc_flags = multi_lookup(extras, body)
+        else:
+            operations, doc_flags = single_lookup(opcode, extras, body)
+        if operations.xattrs:
+            self._check_xattrs(operations, is_change=False)
+        vb_id, key = self._documents.locate(vb_id, key)
+        part = self._engine.partitions[vb_id]
+        state, engine = self._state, self._engine
+        if part.state != 1:
+            raise state.elsewhere(part)
+        entry = engine.document_entry(part, key)
+        is_deleted = False
+        if entry is None and doc_flags & ACCESS_DELETED:
+            entry = self._deletion(part, key)
+            is_deleted = True
+        if part.last_group > engine.commits.committed_group:
+            state.observes_version(part, key)
+        if entry is None:
+            self._documents.refuse_outcome(opcode, opaque, Status.KEY_ENOENT, vb_id)
+            return
+        _, key_bytes, datatype, _, document_cas, seqno, _ = META.unpack_from(entry)
+        if engine.locks.held:
+            document_cas = engine.locks.shown_cas(part, key, seqno, document_cas)
+        if cas and cas != document_cas:
+            self._documents.refuse_outcome(opcode, opaque, Status.KEY_EEXISTS, vb_id)
+            return
+        value = value_of(entry) if is_deleted else entry[MUTATION_KEY_AT + key_bytes :]
+        if datatype & SNAPPY:
+            _, value = plain(datatype, value)
+        draft = Draft(section_of(value, datatype), body_of(value, datatype), datatype)
+        context = Context(
+            lambda: _facts_of(part, entry, draft.body),
+            lambda: vbucket_text(self._engine.now_ns, part.max_cas),
+            self._sees_system,
+        )
+        if opcode == Opcode.SUBDOC_MULTI_LOOKUP:
+            self._answer_lookups(opaque, document_cas, draft, operations, context, is_deleted)
+        else:
+            self._answer_lookup(
+                opcode, opaque, document_cas, draft, operations.each[0], context, is_deleted
+            )
+
+    def _answer_lookups(
+        self,
+        opaque: int,
+        cas: int,
+        draft: Draft,
+        operations: OperationList,
+        context: Context,
+        is_deleted: bool,
+    ) -> None:
+        pieces: list[bytes] = []
+        overall = Status.SUBDOC_SUCCESS_DELETED if is_deleted else Status.OK
+        for operation in operations.each:
+            try:
+                found = draft.look_up(operation, context)
+                pieces += (_result_head(0, len(found)), found)
+            except SubdocError as error:
+                pieces.append(_result_head(error.status, 0))
+                overall = (
+                    Status.SUBDOC_MULTI_PATH_FAILURE_DELETED
+                    if is_deleted
+                    else Status.SUBDOC_MULTI_PATH_FAILURE
+                )
+        self._state.send(
+            pack_response(
+                Opcode.SUBDOC_MULTI_LOOKUP, overall, opaque=opaque, cas=cas, value=b"".join(pieces)
+            )
+        )
+
+    def _answer_lookup(
+        self,
+        opcode: int,
+        opaque: int,
+        cas: int,
+        draft: Draft,
+        operation: Operation,
+        context: Context,
+        is_deleted: bool,
+    ) -> None:
+        try:
+            found = draft.look_up(operation, context)
+        except SubdocError as error:
+            self._refuse(opcode, opaque, error.status)
+            return
+        status = Status.SUBDOC_SUCCESS_DELETED if is_deleted else Status.OK
+        datatype = self._state.has_json if found else 0
+        self._state.send(
+            pack_response(opcode, status, opaque=opaque, cas=cas, value=found, datatype=datatype)
+        )
+
+    def _deletion(self, part: Partition, key: bytes) -> bytes | None:
+        """Return the entry of a deletion, None if there never was a document."""
+        entry = self._engine.versions.newest_entry(part, key)
+        # A document that is due, in a partition that takes no writes, is not deleted yet.
+        return entry if entry and META.unpack_from(entry)[0] != MUTATION else None
+
+    # -- changes -------------------------------------------------------------------------------
+
+    def change(
+        self,
+        opcode: int,
+        key_len: int,
+        extras_len: int,
+        _datatype: int,
+        vb_id: int,
+        opaque: int,
+        cas: int,
+        start: int,
+        end: int,
+    ) -> None:
+        """Every command that changes parts of a document."""
+        extras, key, body = self._split(key_len, extras_len, start, end)
+        self._change(opcode, vb_id, opaque, cas, extras, key, body, keeps_expiry=False)
+
+    def change_preserving_expiry(self, request: Frame) -> None:
+        """Do the same, and keep the expiry of an existing document (frame info 5)."""
+        if not request.key:
+            raise RefusedError(Status.EINVAL, "a sub-document command has a key")
+        self._change(
+            request.opcode, request.vb_id, request.opaque, request.cas, request.extras,
+            request.key, request.value, keeps_expiry=True,
+        )  # fmt: skip
+
+    def _change(
+        self,
+        opcode: int,
+        vb_id: int,
+        opaque: int,
+        cas: int,
+        extras: bytes,
+        key: bytes,
+        body: bytes,
+        *,
+        keeps_expiry: bool,
+    ) -> None:
+        is_multi = opcode == Opcode.SUBDOC_MULTI_MUTATION
+        if is_multi:
+            operations, doc_flags, expiry = multi_mutation(extras, body)
+        else:
+            operations, doc_flags, expiry = single_mutation(opcode, extras, body)
+        if doc_flags & ADD and cas:
+            raise RefusedError(Status.EINVAL, "a document that is to be added has no CAS")
+        if operations.xattrs:
+            self._check_xattrs(operations, is_change=True)
+        vb_id, key = self._documents.locate(vb_id, key)
+        part = self._engine.partitions[vb_id]
+        if part.state != 1 or part.is_backed_up:
+            self._documents.refuse_outcome(opcode, opaque, unwritable(part)[0], vb_id)
+            return
+        known = self._engine.meta_to_change(part, key)
+        if known.opcode == MUTATION:
+            cas = self._engine.locks.cas_to_match(part, key, known.seqno, known.cas, cas)
+        status = _refusal(known, doc_flags, cas)
+        if status:
+            if status == Status.SUBDOC_CAN_ONLY_REVIVE_DELETED_DOCUMENTS:
+                self._state.observes(vb_id)
+                self._refuse(opcode, opaque, status)
+            else:
+                self._documents.refuse_outcome(opcode, opaque, status, vb_id)
+            return
+        change = DocumentChange(self._engine, part, key, known, doc_flags, operations)
+        try:
+            results = change.run()
+        except SubdocError as error:
+            self._state.observes(vb_id)
+            if is_multi:
+                self._answer_failed(opaque, change.index, error.status)
+            else:
+                self._refuse(opcode, opaque, error.status)
+            return
+        expiry = known.expiry if keeps_expiry else self._documents.absolute_expiry(key, expiry)
+        try:
+            outcome = change.store(expiry, self._state.limits.value_bytes_max)
+        except SubdocError as error:
+            self._state.observes(vb_id)
+            self._refuse(opcode, opaque, error.status)
+            return
+        if outcome[0]:
+            self._documents.refuse_outcome(opcode, opaque, outcome[0], vb_id)
+            return
+        self._answer_change(opcode, opaque, part, outcome, results, change.is_deleted)
+
+    def _answer_change(
+        self,
+        opcode: int,
+        opaque: int,
+        part: Partition,
+        outcome: Outcome,
+        results: list[bytes],
+        is_deleted: bool,
+    ) -> None:
+        state = self._state
+        _, cas, seqno = outcome
+        if part.last_group == self._engine.keyspace.group:
+            state.wait_group = part.last_group
+        else:
+            state.observes(part.vb_id)
+        if opcode == Opcode.SUBDOC_MULTI_MUTATION:
+            value = b"".join(
+                MUTATION_RESULT.pack(index, 0, len(result)) + result
+                for index, result in enumerate(results)
+                if result
+            )
+        else:
+            value = results[0]
+        state.send(
+            pack_response(
+                opcode,
+                Status.SUBDOC_SUCCESS_DELETED if is_deleted else Status.OK,
+                opaque=opaque,
+                cas=cas,
+                extras=MUTATION_TOKEN.pack(part.vb_uuid, seqno)
+                if state.has_mutation_tokens
+                else b"",
+                value=value,
+                datatype=state.has_json if opcode == Opcode.SUBDOC_COUNTER else 0,
+            )
+        )
+
+    def _answer_failed(self, opaque: int, index: int, status: int) -> None:
+        self._state.send(
+            pack_response(
+                Opcode.SUBDOC_MULTI_MUTATION,
+                Status.SUBDOC_MULTI_PATH_FAILURE,
+                opaque=opaque,
+                value=FAILED_MUTATION.pack(index, status),
+            )
+        )
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def _split(
+        self, key_len: int, extras_len: int, start: int, end: int
+    ) -> tuple[bytes, bytes, bytes]:
+        """Return extras, key and the rest of a request."""
+        key_at = start + extras_len
+        body_at = key_at + key_len
+        if not key_len or body_at > end:
+            raise RefusedError(Status.EINVAL, "a sub-document command has a key and operations")
+        buffer = self._state.buffer
+        return buffer[start:key_at], buffer[key_at:body_at], buffer[body_at:end]
+
+    @property
+    def _sees_system(self) -> bool:
+        rights = self._state.rights
+        return rights is not None and rights.may_read_system_xattrs
+
+    def _check_xattrs(self, operations: OperationList, *, is_change: bool) -> None:
+        """Raise RefusedError if the client may not name these XATTRs."""
+        state, rights = self._state, self._state.rights
+        if not state.has_xattr:
+            raise RefusedError(Status.NOT_SUPPORTED, "XATTRs need HELLO with the feature XATTR")
+        if not operations.has_system:
+            return
+        assert rights is not None, "the session has checked that somebody may do something"
+        if is_change and not rights.may_write_system_xattrs:
+            raise RefusedError(Status.EACCESS, "system XATTRs are changed with the role admin")
+        if not rights.may_read_system_xattrs:
+            raise RefusedError(
+                Status.EACCESS, "system XATTRs are read with the role stream or admin"
+            )
+
+    def _refuse(self, opcode: int, opaque: int, status: int) -> None:
+        """Answer that an operation is not possible: an everyday answer, without text and log."""
+        self._state.send(pack_response(opcode, status, opaque=opaque))
+
+
+def _refusal(known: StoredMeta, doc_flags: int, cas: int) -> int:
+    """Return why a document cannot be changed, 0 if it can; `known` is its newest version."""
+    is_alive = known.opcode == MUTATION
+    if cas < 0 and not doc_flags & ADD:
+        return Status.LOCKED
+    if is_alive or (doc_flags & ACCESS_DELETED and known.seqno):
+        if doc_flags & ADD or (cas and cas != known.cas):
+            return Status.KEY_EEXISTS
+        if doc_flags & REVIVE and is_alive:
+            return Status.SUBDOC_CAN_ONLY_REVIVE_DELETED_DOCUMENTS
+        return 0
+    return 0 if doc_flags & (MKDOC | ADD) and not cas else Status.KEY_ENOENT
+
+
+def _facts_of(part: Partition, entry: bytes, body: bytes) -> DocumentFacts:
+    opcode, _, datatype, _, cas, seqno, rev_seqno = META.unpack_from(entry)
+    is_alive = opcode == MUTATION
+    return DocumentFacts(
+        cas, part.vb_uuid, seqno, rev_seqno,
+        expiry_of(entry) if is_alive else 0,
+        int.from_bytes(entry[FLAGS_AT : FLAGS_AT + 4], "big") if is_alive else 0,
+        datatype, not is_alive, body,
+    )  # fmt: skip

@@ -1,0 +1,356 @@
+"""Sub-document operations against a model: the same operation on Python objects, found by walking.
+
+A case is a document, a path and an operation. The operation works on the text of the document, the
+model on lists and dicts. Statuses and results must be equal, and everything outside of what was
+changed must keep its text: numbers are compared by their digits, and a document that is replaced by
+what it had must not change by a byte.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from copy import deepcopy
+from typing import Any, Final
+
+from dcp.session.subdoc import json_operations as operations
+from dcp.session.subdoc.json_path import DEPTH_MAX, Key, Path, SubdocError, parse_path
+from dcp.wire.status import Status
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+LOOKUPS: Final = {"get": operations.get, "exists": operations.exists, "count": operations.count}
+MUTATIONS: Final = {
+    "dict_add": operations.dict_add,
+    "dict_upsert": operations.dict_upsert,
+    "replace": operations.replace_value,
+    "delete": operations.delete,
+    "push_last": operations.array_push_last,
+    "push_first": operations.array_push_first,
+    "add_unique": operations.array_add_unique,
+    "insert": operations.array_insert,
+    "counter": operations.counter,
+}
+
+
+class Number:
+    """A number, as the text it has."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Number) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class RefusedCaseError(Exception):
+    def __init__(self, status: Status) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def loads(text: bytes | str) -> Any:
+    return json.loads(text, parse_int=Number, parse_float=Number, parse_constant=None)
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+def depth(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(depth, value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max(map(depth, value), default=0)
+    return 0
+
+
+def walk(document: Any, path: Path) -> Any:
+    for step in path:
+        if isinstance(step, Key):
+            if not isinstance(document, dict):
+                raise RefusedCaseError(Status.SUBDOC_PATH_MISMATCH)
+            if step.name not in document:
+                raise RefusedCaseError(Status.SUBDOC_PATH_ENOENT)
+            document = document[step.name]
+        else:
+            if not isinstance(document, list):
+                raise RefusedCaseError(Status.SUBDOC_PATH_MISMATCH)
+            if not -len(document) <= step < len(document):
+                raise RefusedCaseError(Status.SUBDOC_PATH_ENOENT)
+            document = document[step]
+    return document
+
+
+def has(document: Any, path: Path) -> bool:
+    try:
+        walk(document, path)
+    except RefusedCaseError as refused:
+        if refused.status == Status.SUBDOC_PATH_MISMATCH:
+            raise
+        return False
+    return True
+
+
+def make_parents(document: Any, path: Path, makes: bool) -> Any:
+    """Return the object that holds the last step of a path that does not exist."""
+    for level in range(len(path)):
+        if not has(document, path[:level]):
+            if not makes or any(isinstance(step, int) for step in path[level - 1 :]):
+                raise RefusedCaseError(Status.SUBDOC_PATH_ENOENT)
+            walk(document, path[: level - 1])[path[level - 1].name] = {}  # type: ignore[union-attr]
+    parent = walk(document, path[:-1])
+    if isinstance(parent, list) and isinstance(path[-1], int):
+        raise RefusedCaseError(Status.SUBDOC_PATH_ENOENT)
+    if not isinstance(parent, dict):
+        raise RefusedCaseError(Status.SUBDOC_PATH_MISMATCH)
+    return parent
+
+
+def put(document: Any, path: Path, value: Any) -> Any:
+    if not path:
+        return value
+    parent, step = walk(document, path[:-1]), path[-1]
+    parent[step.name if isinstance(step, Key) else step] = value
+    return document
+
+
+def model_value(text: bytes, levels: int) -> Any:
+    try:
+        value = loads(text)
+    except ValueError:
+        raise RefusedCaseError(Status.SUBDOC_VALUE_CANTINSERT) from None
+    if levels + depth(value) > DEPTH_MAX:
+        raise RefusedCaseError(Status.SUBDOC_VALUE_ETOODEEP)
+    return value
+
+
+def model_items(text: bytes, levels: int) -> list[Any]:
+    items: list[Any] = model_value(b"[" + text + b"]", levels)
+    if not items:
+        raise RefusedCaseError(Status.SUBDOC_VALUE_CANTINSERT)
+    return items
+
+
+def model_store(name: str, document: Any, path: Path, text: bytes, makes: bool) -> Any:
+    if not path:
+        raise RefusedCaseError(Status.SUBDOC_VALUE_CANTINSERT)
+    value = model_value(text, len(path))
+    if name != "replace" and isinstance(path[-1], int):
+        raise RefusedCaseError(Status.SUBDOC_PATH_EINVAL)
+    if has(document, path):
+        if name == "dict_add":
+            raise RefusedCaseError(Status.SUBDOC_PATH_EEXISTS)
+        return put(document, path, value)
+    if name == "replace":
+        raise RefusedCaseError(Status.SUBDOC_PATH_ENOENT)
+    make_parents(document, path, makes)[path[-1].name] = value  # type: ignore[union-attr]
+    return document
+
+
+def model_array(name: str, document: Any, path: Path, text: bytes, makes: bool) -> Any:
+    items = model_items(text, len(path))
+    if name == "add_unique" and (len(items) != 1 or isinstance(items[0], dict | list)):
+        raise RefusedCaseError(Status.SUBDOC_VALUE_CANTINSERT)
+    if not has(document, path):
+        if not makes:
+            raise RefusedCaseError(Status.SUBDOC_PATH_ENOENT)
+        parent = make_parents(document, path, makes)
+        parent[path[-1].name] = items  # type: ignore[union-attr]
+        return document
+    array = walk(document, path)
+    if not isinstance(array, list):
+        raise RefusedCaseError(Status.SUBDOC_PATH_MISMATCH)
+    if name == "add_unique":
+        if any(isinstance(each, dict | list) for each in array):
+            raise RefusedCaseError(Status.SUBDOC_PATH_MISMATCH)
+        if items[0] in array:
+            raise RefusedCaseError(Status.SUBDOC_PATH_EEXISTS)
+    array[:] = items + array if name == "push_first" else array + items
+    return document
+
+
+def model_insert(document: Any, path: Path, text: bytes) -> Any:
+    if not path or not isinstance(path[-1], int) or path[-1] < 0:
+        raise RefusedCaseError(Status.SUBDOC_PATH_EINVAL)
+    items = model_items(text, len(path) - 1)
+    array = walk(document, path[:-1])
+    if not isinstance(array, list):
+        raise RefusedCaseError(Status.SUBDOC_PATH_MISMATCH)
+    if path[-1] > len(array):
+        raise RefusedCaseError(Status.SUBDOC_PATH_ENOENT)
+    array[path[-1] : path[-1]] = items
+    return document
+
+
+def model_counter(document: Any, path: Path, text: bytes, makes: bool) -> Any:
+    if not re.fullmatch(rb"-?[1-9][0-9]*", text) or not INT64_MIN <= int(text) <= INT64_MAX:
+        raise RefusedCaseError(Status.SUBDOC_DELTA_EINVAL)
+    if not path:
+        raise RefusedCaseError(Status.SUBDOC_PATH_MISMATCH)
+    if not has(document, path):
+        if isinstance(path[-1], int):
+            raise RefusedCaseError(Status.SUBDOC_PATH_ENOENT)
+        make_parents(document, path, makes)[path[-1].name] = Number(text.decode())
+        return document
+    number = walk(document, path)
+    if not isinstance(number, Number) or not re.fullmatch("-?[0-9]+", number.text):
+        raise RefusedCaseError(Status.SUBDOC_PATH_MISMATCH)
+    if not INT64_MIN <= int(number.text) <= INT64_MAX:
+        raise RefusedCaseError(Status.SUBDOC_NUM_ERANGE)
+    total = int(number.text) + int(text)
+    if not INT64_MIN <= total <= INT64_MAX:
+        raise RefusedCaseError(Status.SUBDOC_VALUE_CANTINSERT)
+    return put(document, path, Number(str(total)))
+
+
+def model(name: str, document: Any, path: Path, text: bytes, makes: bool) -> Any:
+    """Return the changed document, or what a look-up finds."""
+    document = deepcopy(document)
+    if name in {"dict_add", "dict_upsert", "replace"}:
+        return model_store(name, document, path, text, makes)
+    if name in {"push_last", "push_first", "add_unique"}:
+        return model_array(name, document, path, text, makes)
+    if name == "insert":
+        return model_insert(document, path, text)
+    if name == "counter":
+        return model_counter(document, path, text, makes)
+    if name == "delete":
+        if not path:
+            raise RefusedCaseError(Status.SUBDOC_VALUE_CANTINSERT)
+        walk(document, path)
+        parent, step = walk(document, path[:-1]), path[-1]
+        del parent[step.name if isinstance(step, Key) else step]
+        return document
+    found = walk(document, path)
+    if name == "count" and not isinstance(found, dict | list):
+        raise RefusedCaseError(Status.SUBDOC_PATH_MISMATCH)
+    return found if name == "get" else len(found) if name == "count" else None
+
+
+# -- cases -----------------------------------------------------------------------------------------
+
+NAMES: Final = ("a", "b", "ab", "a.b", "a`b", 'q"', "\\", "é", "x[0]", "\n", "long name " * 3)
+NUMBERS: Final = (
+    "0", "-0", "1", "12", "-7", "1.0", "1.50", "1e5", "1E+05", "-0.0", "123456789012345678901234",
+    "0.1000000000000000055511151231257827", str(INT64_MAX), str(INT64_MIN), str(INT64_MAX + 1),
+)  # fmt: skip
+SCALARS: Final = ("null", "true", "false", '""', '"a"', '"{"', '"\\"a\\":1"', '"\\u00e9"', '"é,]"')
+
+
+def gap_of(draw: random.Random) -> str:
+    return draw.choice(("", "", "", "", " ", "\n\t "))
+
+
+def text_of(draw: random.Random, levels: int = 4) -> str:
+    """A JSON text, with whitespace anywhere and keys escaped in several ways."""
+    kind = draw.randrange(10 if levels else 4)
+    if kind < 4:
+        return draw.choice(NUMBERS + SCALARS)
+    gap = gap_of(draw)
+    count = draw.randrange(5)
+    if kind < 7:
+        items = [text_of(draw, levels - 1) for _ in range(count)]
+        return "[" + gap + (gap + "," + gap).join(items) + gap + "]"
+    is_ascii = draw.random() < 0.5
+    members = [
+        json.dumps(name, ensure_ascii=is_ascii) + gap + ":" + gap + text_of(draw, levels - 1)
+        for name in draw.sample(NAMES, count)
+    ]
+    return "{" + gap + (gap + "," + gap).join(members) + gap + "}"
+
+
+def path_text(steps: list[str | int]) -> str:
+    """The path of these steps, as a client writes it."""
+    text = ""
+    for step in steps:
+        if isinstance(step, int):
+            text += f"[{step}]"
+            continue
+        name = json.dumps(step, ensure_ascii=False)[1:-1]
+        if re.search(r"[.\[\]`]", name):
+            name = "`" + name.replace("`", "``") + "`"
+        text += ("." if text else "") + name
+    return text
+
+
+VALUES: Final = ("", " ", "1,2", "[1],[2]", "1],[2", '1,"k":2', "01", "tru", "1 2")
+DELTAS: Final = ("1", "-1", "5", "0", str(INT64_MIN), str(INT64_MAX))
+
+
+def case_of(draw: random.Random) -> tuple[str, bytes, bytes, bytes, bool]:
+    """Operation, document, path, value, whether parents are made."""
+    gap = gap_of(draw)
+    text = text_of(draw)
+    while text[0] not in "{[":
+        text = text_of(draw)
+    steps: list[str | int] = []
+    here = loads(text)
+    for _ in range(draw.randrange(6)):  # mostly a path that exists
+        if not draw.randrange(10) or not isinstance(here, dict | list) or not here:
+            break
+        if isinstance(here, list):
+            index = draw.randrange(len(here))
+            steps.append(draw.choice((index, index, -1)))
+        else:
+            steps.append(draw.choice(sorted(here)))
+        here = here[steps[-1]]
+    if not draw.randrange(3):
+        more = (draw.choice((draw.choice(NAMES), draw.randint(-1, 5))) for _ in range(3))
+        steps += [*more][: draw.randint(1, 3)]
+    name = draw.choice((*LOOKUPS, *MUTATIONS))
+    value = draw.choice(DELTAS) if name == "counter" else text_of(draw, 2)
+    if not draw.randrange(4):
+        value = draw.choice(VALUES)
+    document = (gap + text + gap).encode()
+    return name, document, path_text(steps).encode(), value.encode(), draw.random() < 0.5
+
+
+def run(name: str, document: bytes, path: Path, value: bytes, makes: bool = False) -> bytes:
+    """Run an operation; return what it finds, or the changed document."""
+    if name in LOOKUPS:
+        return LOOKUPS[name](document, path)
+    return MUTATIONS[name](document, path, value, makes).text
+
+
+def check(name: str, document: bytes, path_bytes: bytes, value: bytes, makes: bool) -> None:
+    """Hold one operation against the model. Raises AssertionError."""
+    path = parse_path(path_bytes)
+    before = loads(document)
+    try:
+        expected: Any = model(name, before, path, value, makes)
+    except RefusedCaseError as refused:
+        expected = refused.status
+    try:
+        if name in LOOKUPS:
+            found = LOOKUPS[name](document, path)
+            got: Any = loads(found) if name == "get" else int(found) if name == "count" else None
+        else:
+            changed = MUTATIONS[name](document, path, value, makes).text
+            got = loads(changed)
+            if name == "replace":
+                undo = operations.get(document, path)
+                assert operations.replace_value(changed, path, undo, False).text == document
+    except SubdocError as error:
+        got = error.status
+    assert got == expected, (name, document, path_bytes, value, makes, got, expected)
+
+
+def soak(wanted: int, number: int) -> int:
+    """Check this many cases from the one with this number on. A failing case names its number."""
+    for checked in range(wanted):
+        case = case_of(random.Random(number + checked))
+        try:
+            check(*case)
+        except BaseException:
+            print(f"\ncase {number + checked} failed: {case}")
+            raise
+        if checked % 1_000 == 999:
+            print(f"\r{checked + 1:,} of {wanted:,} cases", end="", flush=True)
+    print(f"\n{wanted:,} cases: the model and the operations agree")
+    return 0

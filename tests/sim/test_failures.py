@@ -1,0 +1,251 @@
+"""Each failure of docs/replication.md, one at a time, on a cluster of three whole nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim.facts import Outcome
+from sim.scenario import Scenario
+from sim.world import SECOND
+
+ANSWERED = frozenset({Outcome.OK, Outcome.ABSENT})
+
+
+@pytest.fixture
+def cluster() -> Scenario:
+    return Scenario()
+
+
+def test_a_killed_master_is_followed_and_nothing_is_lost(cluster: Scenario) -> None:
+    died_ns, master = cluster.now_ns, cluster.machine(cluster.master())
+    epoch = cluster.record().epoch
+    master.kill()
+    assert cluster.first_answer_s(died_ns) < 3
+    assert cluster.master() != master.name
+    assert cluster.record().epoch > epoch
+    master.start()
+    cluster.until(lambda: len(cluster.in_sync()) == 3)
+    cluster.passes()
+
+
+def test_a_killed_replica_stops_writes_until_it_has_left_the_in_sync_set(cluster: Scenario) -> None:
+    died_ns, master = cluster.now_ns, cluster.master()
+    replica = cluster.machine(cluster.replicas()[0])
+    replica.kill()
+    assert cluster.first_answer_s(died_ns) < 4
+    assert cluster.master() == master
+    assert replica.name not in cluster.in_sync()
+    replica.start()
+    cluster.until(lambda: replica.name in cluster.in_sync())
+    cluster.passes()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_power_cut_of_the_master_loses_nothing(cluster: Scenario, share: float) -> None:
+    died_ns, master = cluster.now_ns, cluster.machine(cluster.master())
+    master.cut_power(share)
+    assert cluster.first_answer_s(died_ns) < 4
+    assert cluster.master() != master.name
+    master.start()
+    cluster.until(lambda: len(cluster.in_sync()) == 3)
+    cluster.passes()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_power_cut_of_all_nodes_loses_nothing(cluster: Scenario, share: float) -> None:
+    died_ns = cluster.now_ns
+    for machine in cluster.machines:
+        machine.cut_power(share)
+    cluster.run_for(0.3)
+    for machine in cluster.machines:
+        machine.start()
+    assert cluster.first_answer_s(died_ns) < 6
+    cluster.passes()
+
+
+def test_with_min_in_sync_1_all_copies_but_one_may_die_one_after_the_other() -> None:
+    cluster = Scenario(min_in_sync=1)
+    for _ in range(2):
+        died_ns = cluster.now_ns
+        cluster.machine(cluster.master()).kill()
+        assert cluster.first_answer_s(died_ns) < 4
+        cluster.until(
+            lambda: cluster.in_sync() == [cluster.master()] or len(cluster.in_sync()) == 2
+        )
+    cluster.passes()
+
+
+def test_after_a_failed_sync_the_process_ends_and_another_is_master(cluster: Scenario) -> None:
+    died_ns, master = cluster.now_ns, cluster.machine(cluster.master())
+    master.disk.syncs_to_fail = 1
+    cluster.until(lambda: master.node is None)
+    assert cluster.first_answer_s(died_ns) < 4
+    cluster.passes()
+
+
+def test_a_master_whose_disk_is_full_refuses_writes_until_there_is_room(cluster: Scenario) -> None:
+    master = cluster.machine(cluster.master())
+    master.disk.is_full = True
+    operation = cluster.write()
+    while operation.outcome is Outcome.OK:
+        operation = cluster.write()
+    assert operation.outcome in {Outcome.REFUSED, Outcome.AMBIGUOUS}
+    master.disk.is_full = False
+    freed_ns = cluster.now_ns
+    assert cluster.first_answer_s(freed_ns) < 4
+    cluster.passes()
+
+
+def test_a_replica_whose_disk_is_full_leaves_the_in_sync_set(cluster: Scenario) -> None:
+    full_ns, replica = cluster.now_ns, cluster.machine(cluster.replicas()[0])
+    replica.disk.is_full = True
+    cluster.until(lambda: replica.name not in cluster.in_sync())
+    assert cluster.first_answer_s(full_ns) < 4
+    replica.disk.is_full = False
+    cluster.until(lambda: replica.name in cluster.in_sync())
+    cluster.passes()
+
+
+def test_a_process_that_was_stopped_answers_nothing_stale(cluster: Scenario) -> None:
+    stopped_ns, master = cluster.now_ns, cluster.machine(cluster.master())
+    master.pause()
+    assert cluster.first_answer_s(stopped_ns) < 4
+    assert cluster.record().master != f"{master.name}-1"
+    master.resume()
+    cluster.until(lambda: len(cluster.in_sync()) == 3)
+    cluster.passes()
+
+
+def test_a_slow_replica_leaves_the_in_sync_set_and_comes_back(cluster: Scenario) -> None:
+    master, slow = cluster.master(), cluster.replicas()[0]
+    link = cluster.network.link(master, slow)
+    link.ns_per_byte = SECOND // 1500
+    cluster.until(lambda: slow not in cluster.in_sync())
+    assert cluster.master() == master
+    assert cluster.write().outcome is Outcome.OK
+    link.ns_per_byte = 0
+    link.free_at_ns = 0
+    cluster.until(lambda: slow in cluster.in_sync())
+    cluster.passes()
+
+
+@pytest.mark.parametrize("direction", ["to the replica", "from the replica", "both"])
+def test_a_replica_that_is_cut_off_from_its_master_leaves(
+    cluster: Scenario, direction: str
+) -> None:
+    cut_ns, master, replica = cluster.now_ns, cluster.master(), cluster.replicas()[0]
+    if direction != "from the replica":
+        cluster.cut(master, replica)
+    if direction != "to the replica":
+        cluster.cut(replica, master)
+    assert cluster.first_answer_s(cut_ns) < 4
+    cluster.until(lambda: replica not in cluster.in_sync())
+    assert cluster.master() == master, "one cut cable deposes no master"
+    cluster.mend()
+    cluster.until(lambda: replica in cluster.in_sync())
+    cluster.passes()
+
+
+def test_a_master_that_is_cut_off_from_its_replicas_is_deposed(cluster: Scenario) -> None:
+    cut_ns, master = cluster.now_ns, cluster.master()
+    for replica in cluster.replicas():
+        cluster.cut(master, replica)
+        cluster.cut(replica, master)
+    assert cluster.first_answer_s(cut_ns) < 5
+    assert cluster.record().master != f"{master}-1"
+    node = cluster.node(master)
+    cluster.until(lambda: not node.serves(0))
+    cluster.mend()
+    cluster.passes()
+
+
+def test_clients_that_cannot_reach_the_master_wait_until_they_can(cluster: Scenario) -> None:
+    master = cluster.master()
+    for client in cluster.clients:
+        cluster.cut(client.name, master)
+    assert cluster.write().outcome in {Outcome.REFUSED, Outcome.AMBIGUOUS}
+    assert cluster.master() == master, "its replicas hear it"
+    cluster.mend()
+    mended_ns = cluster.now_ns
+    assert cluster.first_answer_s(mended_ns) < 4
+    cluster.passes()
+
+
+@pytest.mark.parametrize("kind", ["away", "slow", "forgets", "compacts"])
+def test_without_the_metadata_store_masters_go_on(cluster: Scenario, kind: str) -> None:
+    master, began_ns = cluster.master(), cluster.now_ns
+    mend = cluster.cluster.harm_store(kind)
+    assert mend is not None
+    for _ in range(20):
+        assert cluster.write().outcome is Outcome.OK
+    cluster.run_for(1)
+    assert cluster.master() == master
+    assert all(item.at_ns < began_ns for item in cluster.facts.masterships), (
+        "nothing moves without a reason"
+    )
+    mend()
+    cluster.passes()
+
+
+@pytest.mark.parametrize("kind", ["away", "slow", "forgets", "compacts"])
+def test_a_master_that_dies_while_the_store_fails_is_followed_after_that(
+    cluster: Scenario, kind: str
+) -> None:
+    mend = cluster.cluster.harm_store(kind)
+    assert mend is not None
+    cluster.machine(cluster.master()).kill()
+    cluster.run_for(2)
+    mend()
+    mended_ns = cluster.now_ns
+    assert cluster.first_answer_s(mended_ns) < 6
+    cluster.passes()
+
+
+def test_a_coordinator_that_dies_is_followed(cluster: Scenario) -> None:
+    """Its node is the master of a partition too: both are followed."""
+    leaders = [
+        machine
+        for machine in cluster.machines
+        if cluster.node(machine.name).session.coordinator.is_leading
+    ]
+    (leader,) = leaders
+    died_ns = cluster.now_ns
+    leader.kill()
+    for vb_id in range(cluster.plan.partitions):
+        assert cluster.first_answer_s(died_ns, vb_id) < 5
+    cluster.passes()
+
+
+@pytest.mark.parametrize("who", ["old", "new"])
+@pytest.mark.parametrize("after_ms", [0, 2, 8, 30, 100])
+def test_a_handover_may_be_interrupted_at_any_step(who: str, after_ms: int) -> None:
+    cluster = Scenario(seed=after_ms + 1)
+    old = cluster.master()
+    new = cluster.replicas()[0]
+    cluster.want(0, new)
+    cluster.run_for(after_ms / 1000)
+    died_ns, victim = cluster.now_ns, cluster.machine(old if who == "old" else new)
+    victim.kill()
+    assert cluster.first_answer_s(died_ns) < 5
+    cluster.run_for(0.3)
+    cluster.passes()
+
+
+def test_a_handover_loses_nothing_and_makes_no_version(cluster: Scenario) -> None:
+    uuid = cluster.node(cluster.master()).engine.partitions[0].vb_uuid
+    new = cluster.replicas()[0]
+    cluster.want(0, new)
+    assert cluster.until(lambda: cluster.master() == new) < 1
+    assert cluster.node(new).engine.partitions[0].vb_uuid == uuid
+    cluster.passes()
+
+
+@pytest.mark.parametrize("seconds", [-3600, 3600])
+def test_a_clock_that_jumps_moves_no_master(cluster: Scenario, seconds: int) -> None:
+    masters = [cluster.master(vb_id) for vb_id in range(cluster.plan.partitions)]
+    for machine in cluster.machines[:2]:
+        machine.clock.jump(seconds * SECOND)
+    cluster.run_for(1)
+    assert cluster.write().outcome is Outcome.OK
+    assert [cluster.master(vb_id) for vb_id in range(cluster.plan.partitions)] == masters
+    cluster.passes()
