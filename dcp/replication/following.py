@@ -40,7 +40,6 @@ from vbucket.engine.leadership import (
     adopt_failover_log,
     adopt_floors,
     begin_snapshot,
-    drop_snapshot,
     end_snapshot,
 )
 from vbucket.engine.replicated import ReplicatedChanges
@@ -188,12 +187,9 @@ class Following:
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """See ReplicaSide."""
         part = self._engine.partitions[vb_id]
-        window = part.incomplete_snapshot
         try:
             log = welcome.failover_log()
             adopt_failover_log(self._engine, vb_id, log, welcome.epoch)
-            if window is not None and window.start == part.high_seqno:
-                drop_snapshot(self._engine, vb_id)
             if part.incomplete_snapshot is None and welcome.history_floor <= part.high_seqno:
                 # Otherwise a snapshot comes, and brings the floors at its end.
                 adopt_floors(
