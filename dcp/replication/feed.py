@@ -33,7 +33,7 @@ from dcp.replication.messages import (
     FloorsTold,
     Position,
     Section,
-    SnapshotEnd,
+    SnapshotDone,
     Told,
     decode,
     pack_entries,
@@ -141,7 +141,7 @@ class _Stream:
             return []
         self.window = None
         self.floors = FloorsTold(part.history_floor, part.purge_seqno)
-        return [pack_told(part.vb_id, SnapshotEnd(window.end, part.purge_seqno, part.max_cas))]
+        return [pack_told(part.vb_id, SnapshotDone(window.end, part.purge_seqno, part.max_cas))]
 
 
 class MasterSide(Protocol):

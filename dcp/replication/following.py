@@ -20,7 +20,7 @@ from dcp.replication.messages import (
     Greeting,
     Position,
     Section,
-    SnapshotEnd,
+    SnapshotDone,
     Told,
     Welcome,
     unpack_told,
@@ -266,7 +266,7 @@ class Following:
         engine, vb_id = self._engine, section.vb_id
         if isinstance(told, SnapshotWindow):
             begin_snapshot(engine, vb_id, told)
-        elif isinstance(told, SnapshotEnd):
+        elif isinstance(told, SnapshotDone):
             end_snapshot(engine, vb_id, told.purge, told.cas)
         else:
             adopt_floors(engine, vb_id, told.floor, told.purge, section.committed_seqno)

@@ -124,7 +124,7 @@ class FloorsTold(NamedTuple):
     purge: int
 
 
-class SnapshotEnd(NamedTuple):
+class SnapshotDone(NamedTuple):
     """The end of a snapshot, in a control entry. It is the replica's history floor."""
 
     seqno: int
@@ -132,7 +132,7 @@ class SnapshotEnd(NamedTuple):
     cas: int
 
 
-Told = FloorsTold | SnapshotWindow | SnapshotEnd
+Told = FloorsTold | SnapshotWindow | SnapshotDone
 """What a control entry tells."""
 
 
@@ -141,7 +141,7 @@ def pack_told(vb_id: int, told: Told) -> bytes:
     document: dict[str, object]
     if isinstance(told, SnapshotWindow):
         document = {"kind": "snapshot", "window": list(told)}
-    elif isinstance(told, SnapshotEnd):
+    elif isinstance(told, SnapshotDone):
         document = {"kind": "snapshot", "window": None, **told._asdict()}
     else:
         document = {"kind": "floor", "seqno": told.floor, "purge": told.purge}
@@ -156,8 +156,10 @@ def unpack_told(entry: bytes) -> Told:
         if kind == "floor":
             return FloorsTold(seqno_in(document["seqno"]), seqno_in(document["purge"]))
         if kind == "snapshot":
-            names = SnapshotEnd._fields
-            return snapshot_window(document) or SnapshotEnd(*(seqno_in(document[n]) for n in names))
+            names = SnapshotDone._fields
+            return snapshot_window(document) or SnapshotDone(
+                *(seqno_in(document[n]) for n in names)
+            )
     except (cbor2.CBORDecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ReplicationError(f"a control entry cannot be read: {error!r}") from error
     raise ReplicationError(f"a control entry of kind {kind!r} is not for replicas")
@@ -247,7 +249,7 @@ def _misplaced(told: Told, high_seqno: int, window: SnapshotWindow | None) -> st
     """Return why a control entry cannot stand here, "" if it can."""
     if isinstance(told, FloorsTold):
         return "" if window is None else f"floors inside the snapshot that ends at {window.end}"
-    if isinstance(told, SnapshotEnd):
+    if isinstance(told, SnapshotDone):
         if window is None or not window.end == told.seqno == high_seqno:
             return f"a snapshot ends at seqno {told.seqno}; this replica is at {high_seqno}"
         if told.purge >= told.seqno:

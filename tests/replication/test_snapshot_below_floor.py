@@ -7,7 +7,7 @@ import pytest
 from dcp.replication.messages import (
     FloorsTold,
     Section,
-    SnapshotEnd,
+    SnapshotDone,
     Told,
     pack_told,
     problem_of,
@@ -333,7 +333,7 @@ def change(seqno: int) -> bytes:
 
 
 WINDOW = SnapshotWindow(2, 6, 1)
-END = SnapshotEnd(6, 1, 7)
+END = SnapshotDone(6, 1, 7)
 
 
 @pytest.mark.parametrize(
