@@ -20,7 +20,7 @@ from dcp.replication.messages import (
     EntriesSection,
     Greeting,
     ReplicaPosition,
-    SnapshotEnd,
+    SnapshotDone,
     Told,
     Welcome,
     unpack_told,
@@ -40,7 +40,6 @@ from vbucket.engine.leadership import (
     adopt_failover_log,
     adopt_floors,
     begin_snapshot,
-    drop_snapshot,
     end_snapshot,
 )
 from vbucket.engine.replicated import ReplicatedChanges
@@ -195,12 +194,9 @@ class Following:
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """See ReplicaSide."""
         part = self._engine.partitions[vb_id]
-        window = part.incomplete_snapshot
         try:
             log = welcome.failover_log()
             adopt_failover_log(self._engine, vb_id, log, welcome.epoch)
-            if window is not None and window.start == part.high_seqno:
-                drop_snapshot(self._engine, vb_id)
             if part.incomplete_snapshot is None and welcome.history_floor <= part.high_seqno:
                 # Otherwise a snapshot comes, and brings the floors at its end.
                 adopt_floors(
@@ -279,7 +275,7 @@ class Following:
         engine, vb_id = self._engine, section.vb_id
         if isinstance(told, SnapshotWindow):
             begin_snapshot(engine, vb_id, told)
-        elif isinstance(told, SnapshotEnd):
+        elif isinstance(told, SnapshotDone):
             end_snapshot(engine, vb_id, told.purge, told.cas)
         else:
             adopt_floors(engine, vb_id, told.floor, told.purge, section.committed_seqno)

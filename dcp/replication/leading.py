@@ -232,8 +232,11 @@ class Leading:
             return FeedAnswer(Status.ROLLBACK, U64.pack(decision.rollback_seqno))
         if asked.snap_end_seqno > part.synced_seqno:
             return FeedAnswer(Status.ETMPFAIL, b"the master has not synced so much yet")
+        whole_seqno = asked.start_seqno
         if window is not None:
+            whole_seqno = window.start
             window = window._replace(purge=part.purge_seqno)
+        mastership.begins_at(feed.member, whole_seqno)
         feed.open(vb_id, mastership.epoch, opaque, asked.start_seqno, window)
         welcome = Welcome(
             mastership.epoch, versions_of(part.failover), part.history_floor, part.purge_seqno,

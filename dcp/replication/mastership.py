@@ -121,6 +121,14 @@ class Mastership:
         if before is None or before.epoch < epoch or before.synced_seqno < seqno:
             self._acknowledged[member] = Acknowledgement(epoch, seqno)
 
+    def begins_at(self, member: str, seqno: int) -> None:
+        """A member has all up to a seqno, and perhaps less than it acknowledged before: deletions
+        that it needed were purged, so it began again at 0.
+        """
+        given = self._acknowledged.get(member)
+        if given is not None and given.epoch == self.epoch and seqno < given.synced_seqno:
+            self._acknowledged[member] = Acknowledgement(self.epoch, seqno)
+
     def acknowledged_epochs(self) -> dict[str, int]:
         """Return the epoch under which each member last reconciled with this node."""
         return {member: given.epoch for member, given in self._acknowledged.items()}

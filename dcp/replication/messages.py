@@ -155,7 +155,7 @@ class FloorsTold(NamedTuple):
     purge: int
 
 
-class SnapshotEnd(NamedTuple):
+class SnapshotDone(NamedTuple):
     """The end of a snapshot, in a control entry. It is the replica's history floor."""
 
     seqno: int
@@ -163,7 +163,7 @@ class SnapshotEnd(NamedTuple):
     cas: int
 
 
-Told = FloorsTold | SnapshotWindow | SnapshotEnd
+Told = FloorsTold | SnapshotWindow | SnapshotDone
 """What a control entry tells."""
 
 
@@ -172,7 +172,7 @@ def pack_told(vb_id: int, told: Told) -> bytes:
     document: dict[str, object]
     if isinstance(told, SnapshotWindow):
         document = {"kind": "snapshot", "window": list(told)}
-    elif isinstance(told, SnapshotEnd):
+    elif isinstance(told, SnapshotDone):
         document = {"kind": "snapshot", "window": None, **told._asdict()}
     else:
         document = {"kind": "floor", "seqno": told.floor, "purge": told.purge}
@@ -189,8 +189,10 @@ def unpack_told(entry: bytes) -> Told:
         if kind == "floor":
             return FloorsTold(seqno_in(document["seqno"]), seqno_in(document["purge"]))
         if kind == "snapshot":
-            names = SnapshotEnd._fields
-            return snapshot_window(document) or SnapshotEnd(*(seqno_in(document[n]) for n in names))
+            names = SnapshotDone._fields
+            return snapshot_window(document) or SnapshotDone(
+                *(seqno_in(document[n]) for n in names)
+            )
     except (CBORDecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ReplicationError(f"a control entry cannot be read: {error!r}") from error
     raise ReplicationError(f"a control entry of kind {kind!r} is not for replicas")
@@ -282,11 +284,9 @@ def problem_of(
                 f" of these {extras_bytes} of extras and {key_bytes} of key: that is no change"
             )
         _, _, _, _, cas, seqno, _ = _META_OF(entry)
-        if window is None:
-            if seqno != high_seqno + 1:
-                return f"seqno {seqno} follows {high_seqno}"
-        elif not high_seqno < seqno <= window.end:
-            return f"seqno {seqno} follows {high_seqno} in the snapshot that ends at {window.end}"
+        if not high_seqno < seqno <= (high_seqno + 1 if window is None else window.end):
+            where = "" if window is None else f" in the snapshot that ends at {window.end}"
+            return f"seqno {seqno} follows {high_seqno}{where}"
         if not epoch_before <= epoch <= epoch_max:
             return f"seqno {seqno} has leader epoch {epoch}, outside {epoch_before} to {epoch_max}"
         if body_bytes > body_bytes_max:
@@ -294,6 +294,8 @@ def problem_of(
         if prev_seqno >= seqno or (not cas and opcode != Opcode.DCP_SYSTEM_EVENT):
             return f"seqno {seqno} replaces seqno {prev_seqno} and has CAS {cas}: that cannot be"
         high_seqno, epoch_before = seqno, epoch
+    if window is not None and window.start == high_seqno:
+        return f"the snapshot from seqno {window.start} begins without a change"
     return ""
 
 
@@ -311,13 +313,13 @@ def _misplaced(
             f"and committed seqno {committed_seqno}: a floor is committed, a purge seqno is below "
             "it"
         )
-    if isinstance(told, SnapshotEnd):
+    if isinstance(told, SnapshotDone):
         if window is None or not window.end == told.seqno == high_seqno:
             return f"a snapshot ends at seqno {told.seqno}; this replica is at {high_seqno}"
         if told.purge >= told.seqno:
             return f"purge seqno {told.purge} of a snapshot that ends at {told.seqno}"
         return ""
-    if window is None or window.start == high_seqno:  # nothing of it is here yet
+    if window is None:
         return "" if told.start == high_seqno else _elsewhere(told, high_seqno)
     goes_on = told.start == window.start and told.end >= window.end
     return "" if goes_on else _elsewhere(told, high_seqno)

@@ -35,7 +35,7 @@ from dcp.replication.messages import (
     EntriesSection,
     FloorsTold,
     ReplicaPosition,
-    SnapshotEnd,
+    SnapshotDone,
     Told,
     decode,
     pack_entries,
@@ -172,7 +172,7 @@ class _FedStream:
             return []
         self.window = None
         self.floors = FloorsTold(part.history_floor, part.purge_seqno)
-        return [pack_told(part.vb_id, SnapshotEnd(window.end, part.purge_seqno, part.max_cas))]
+        return [pack_told(part.vb_id, SnapshotDone(window.end, part.purge_seqno, part.max_cas))]
 
 
 def known_committed(part: Partition) -> int:

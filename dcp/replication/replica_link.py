@@ -363,9 +363,7 @@ class ReplicaLink:
 
 def from_here(seqno: int, vb_uuid: int, window: SnapshotWindow | None = None) -> StreamRequest:
     """Return the stream request of a replica that holds everything up to a seqno, or the part of a
-    snapshot up to there. Of a snapshot that begins there it holds nothing.
+    snapshot up to there.
     """
-    start, end = seqno, seqno
-    if window is not None and window.start < seqno:
-        start, end = window.start, window.end
+    start, end = (seqno, seqno) if window is None else (window.start, window.end)
     return StreamRequest(0, seqno, SEQNO_MAX, vb_uuid, start, end)

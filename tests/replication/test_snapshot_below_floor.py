@@ -7,7 +7,7 @@ import pytest
 from dcp.replication.messages import (
     EntriesSection,
     FloorsTold,
-    SnapshotEnd,
+    SnapshotDone,
     Told,
     pack_told,
     problem_of,
@@ -17,6 +17,7 @@ from dcp.session.replication_port import ReplicationError
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.replica_pair import REPLICA, VB, ReplicaPair
+from vbucket.engine.leadership import begin_snapshot
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import pack_control, pack_mutation
 from vbucket.store.records import put_partition
@@ -68,14 +69,19 @@ def test_a_replica_below_the_floor_gets_what_is_left() -> None:
 
 
 def test_a_part_of_a_snapshot_counts_for_nothing() -> None:
-    pair = compacted_pair()
-    partly(pair, 4)
-    while pair.replica.part.high_seqno < 5:
-        assert pair.acknowledged() == -1
+    pair = ReplicaPair()
+    pair.set(b"a", b"b", b"c", b"d", b"e", b"a")
+    pair.raise_floor(6)
+    partly(pair, 2)
+    steps = 0
+    while pair.replica.part.incomplete_snapshot is not None:
+        steps += 1
         pair.step()
         pair.replica.commit()
-    pair.step()
-    assert pair.acknowledged() >= 5
+        assert pair.acknowledged() == -1
+    assert steps == 4
+    pair.follow()
+    assert pair.acknowledged() == 6
 
 
 def test_a_member_with_a_part_of_a_snapshot_joins_no_in_sync_set() -> None:
@@ -161,6 +167,22 @@ def test_deletions_that_are_purged_meanwhile_send_a_replica_to_0() -> None:
     assert b"\0a" not in pair.replica.documents()
 
 
+def test_who_has_a_document_needs_its_deletion_although_it_is_below_the_floor() -> None:
+    pair = ReplicaPair()
+    pair.set(b"a", b"b")
+    pair.follow()
+    pair.cut()
+    pair.set(b"c", b"d", b"e", b"f")
+    pair.delete(b"a")
+    pair.set(b"g", b"h")
+    pair.raise_floor(8)
+    partly(pair, 4)
+    pair.raise_floor(8, 7)
+    assert pair.master.node.store.entry(VB, 7) is None
+    pair.follow()
+    assert are_equal(pair)
+
+
 def test_deletions_that_were_purged_before_do_not_hinder_who_goes_on() -> None:
     pair = ReplicaPair()
     pair.set(b"a", b"b", b"c", b"d")
@@ -170,8 +192,9 @@ def test_deletions_that_were_purged_before_do_not_hinder_who_goes_on() -> None:
     assert partly(pair, 3).purge == 6
     pair.cut()
     pair.replica.crash()
-    pair.step()
-    assert pair.replica.part.high_seqno == 3
+    while pair.replica.part.high_seqno < 4:
+        pair.step()
+        assert pair.replica.part.high_seqno >= 3
     pair.follow()
     assert are_equal(pair)
     assert pair.replica.part.purge_seqno == 6
@@ -215,14 +238,12 @@ def test_an_unclean_election_cuts_a_part_off() -> None:
 
 def test_the_highest_cas_is_the_masters_although_its_change_is_gone() -> None:
     pair = ReplicaPair()
-    pair.set(b"a", b"b")
-    pair.delete(b"a")
+    pair.set(b"a", b"b", b"a")
     high_cas = pair.master.part.max_cas + (1 << 30)
     pair.master.part.max_cas = high_cas  # as after a change that came with a CAS of its own
-    pair.set(b"c", b"d")
-    pair.raise_floor(4)
+    pair.raise_floor(3)
     pair.follow()
-    assert pair.replica.part.max_cas == pair.master.part.max_cas > high_cas
+    assert pair.replica.part.max_cas == pair.master.part.max_cas == high_cas
     pair.replica.merge()
     pair.replica.crash()
     assert pair.replica.part.max_cas == pair.master.part.max_cas
@@ -273,6 +294,32 @@ def test_floors_reach_a_replica_that_was_behind_when_they_rose() -> None:
     assert are_equal(pair)
 
 
+def test_floors_reach_a_replica_whose_window_was_full_when_they_rose() -> None:
+    pair = ReplicaPair()
+    pair.set(b"a", b"b", b"a")
+    pair.follow()
+    (feed,) = pair.master.core.leading.feeds.values()
+    window_bytes, feed._window_bytes = feed._window_bytes, 0
+    pair.raise_floor(3, 1)
+    feed._window_bytes = window_bytes
+    pair.set(b"b")
+    for _ in range(5):
+        pair.step()
+    assert are_equal(pair)
+
+
+def test_seqnos_that_a_snapshot_leaves_out_are_of_no_collection() -> None:
+    pair = ReplicaPair()
+    part, engine = pair.replica.part, pair.replica.node.engine
+    begin_snapshot(engine, VB, SnapshotWindow(0, 9, 0))
+    entries = [
+        pack_mutation(vb_id=VB, key=b"\x08k", value=b"", cas=seqno, seqno=seqno, rev_seqno=1)
+        for seqno in (5, 9)
+    ]
+    pair.replica.core.following._changes.apply(part, entries)
+    assert (part.tally.other_high_seqno, part.tally.default_high_seqno) == (9, 0)
+
+
 # -- what a replica refuses ------------------------------------------------------------------------
 
 
@@ -286,7 +333,7 @@ def change(seqno: int) -> bytes:
 
 
 WINDOW = SnapshotWindow(2, 6, 1)
-END = SnapshotEnd(6, 1, 7)
+END = SnapshotDone(6, 1, 7)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +343,6 @@ END = SnapshotEnd(6, 1, 7)
         ((change(5),), 4, WINDOW),
         ((SnapshotWindow(2, 8, 3), change(8)), 4, WINDOW),
         ((END,), 6, WINDOW),
-        ((SnapshotWindow(2, 4, 0),), 2, WINDOW),
         ((FloorsTold(2, 1), change(3)), 2, None),
     ],
 )
@@ -314,6 +360,7 @@ def test_sections_of_snapshots_that_fit(
         ((WINDOW, change(5), change(5)), 2, None, "seqno 5 follows 5"),
         ((WINDOW,), 3, None, "a snapshot begins at seqno 2"),
         ((SnapshotWindow(4, 8, 1),), 4, WINDOW, "a snapshot begins at seqno 4"),
+        ((WINDOW,), 2, None, "begins without a change"),
         ((SnapshotWindow(2, 5, 1),), 4, WINDOW, "a snapshot begins at seqno 2"),
         ((WINDOW, change(5), END), 2, None, "a snapshot ends at seqno 6"),
         ((END,), 6, None, "a snapshot ends at seqno 6"),

@@ -182,13 +182,15 @@ def apply(frame: Frame, documents: dict[bytes, bytes], in_snapshot: set[bytes]) 
 
 
 ACTIONS = (
-    "set", "set", "set", "delete", "compact", "compact_replica", "step", "step", "sync", "cut",
-    "crash", "freeze", "consume",
+    "set", "set", "set", "set", "set", "delete", "delete", "compact", "compact", "compact_replica",
+    "step", "step", "step", "sync", "sync", "cut", "crash", "freeze", "consume",
 )  # fmt: skip
 
 
-@settings(max_examples=300)
-@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2**12)), max_size=60))
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2**12)), min_size=25, max_size=60)
+)
 def test_any_way_to_the_end(actions: list[tuple[str, int]]) -> None:
     run = Run()
     for name, number in actions:

@@ -10,7 +10,6 @@ Documents are not changed.
     adopt_floors             a replica: the master's history floor and purge seqno
     begin_snapshot           a replica: a part of a de-duplicated snapshot follows, or more of it
     end_snapshot             a replica: the whole of it is here; its end is the history floor
-    drop_snapshot            nothing of a snapshot was received, and none follows
 
 The leader epoch never falls: an operation for a lower one comes from a master that was replaced,
 and is refused with StaleEpochError. In all errors nothing was changed.
@@ -114,16 +113,6 @@ def end_snapshot(engine: Engine, vb_id: int, purge: int, cas: int) -> None:
     part.history_floor, part.purge_seqno = part.floors_within(window.end, purge, window.end)
     part.max_cas = max(part.max_cas, cas)
     _note_snapshot(engine, vb_id)
-
-
-def drop_snapshot(engine: Engine, vb_id: int) -> None:
-    """Note that a partition is complete without the snapshot that was announced."""
-    part = engine.partitions[vb_id]
-    window = part.incomplete_snapshot
-    if window is not None:
-        assert part.high_seqno == window.start, "nothing of it was received"
-        part.incomplete_snapshot = None
-        _note_snapshot(engine, vb_id)
 
 
 def _note_snapshot(engine: Engine, vb_id: int) -> None:

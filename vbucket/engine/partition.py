@@ -18,7 +18,8 @@ Invariants
 - purge_seqno < history_floor <= high_seqno, or the first two are 0; every seqno from the floor on
   has a version. The floor is committed, although a replica may not know that yet;
 - while `incomplete_snapshot` is set, seqnos above its start have gaps, and documents are those of
-  no seqno. history_floor <= start <= high_seqno <= end. Such a partition is a replica, and nobody
+  no seqno. history_floor <= start < high_seqno <= end, since the note and the first changes are in
+  one group. Such a partition is a replica, and nobody
   reads it;
 - leader_epoch never falls. It is at least the epoch in which the current version began; after a
   handover it is higher. New entries carry it, and no entry carries a higher one;
