@@ -101,7 +101,8 @@ class _Stream:
         self.shown_seqno = -1
         """The high watermark that the replica was told last."""
         self.floors = FloorsTold(0, 0)
-        """The floors that the replica was told, as far as that is known."""
+        """The floors that the replica was told while it was behind. Floors never fall, so these are
+        the present ones only if it knows them."""
         self.window = window
         """The snapshot of which the replica has a part; None: what it has is whole."""
         self.whole_number = 0 if window is None else NEVER
@@ -271,7 +272,6 @@ class ReplicaFeed:
                 continue
             if room <= 0:
                 stream.pace = Pace.BEHIND
-                stream.floors = FloorsTold(0, 0)  # this group may have raised them
                 self._behind.append(vb_id)
                 continue
             part = partitions[vb_id]
