@@ -464,8 +464,8 @@ MUTATIONS = (
     ),
     Mutation(
         "floor-missed-while-behind",
-        "            stream.floors = NO_FLOORS",
-        "            pass",
+        "        elif self.floors != floors:\n",
+        "        elif self.floors > floors:\n",
         ("test_replica_feed", "test_snapshot_below_floor"),
     ),
     Mutation(

@@ -72,7 +72,6 @@ SILENCE_NS_MAX: Final = 3_000_000_000
 """A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
 
 
-NO_FLOORS: Final = FloorsTold(0, 0)
 NEVER: Final = SEQNO_MAX
 """Above the number of every message."""
 
@@ -124,8 +123,9 @@ class _FedStream:
         self.pace = FeedPace.BEHIND
         self.shown_seqno = -1
         """The high watermark that the replica was told last."""
-        self.floors = NO_FLOORS
-        """The floors that the replica was told, as far as that is known."""
+        self.floors = FloorsTold(0, 0)
+        """The floors that the replica was told while it was behind. Floors never fall, so these are
+        the present ones only if it knows them."""
         self.window = window
         """The snapshot of which the replica has a part; None: what it has is whole."""
         self.whole_number = 0 if window is None else NEVER
@@ -321,7 +321,8 @@ class ReplicaFeed:
                 continue
             size = sum(map(len, entries)) + RECORD_BYTES
             if stream.pace is FeedPace.BEHIND or size > room:
-                self._leave_behind(vb_id, stream)
+                stream.pace = FeedPace.BEHIND
+                self._behind[vb_id] = None
                 continue
             part = partitions[vb_id]
             sections.append(stream.section(part, entries))
@@ -332,13 +333,6 @@ class ReplicaFeed:
             self._send(sections, followed)
         if self._behind:
             self._schedule()
-
-    def _leave_behind(self, vb_id: int, stream: _FedStream) -> None:
-        """Send the entries of a group later, from the partition's cursor."""
-        if stream.pace is FeedPace.IN_STEP:
-            stream.pace = FeedPace.BEHIND
-            stream.floors = NO_FLOORS  # this group, and those before, may have raised them
-        self._behind[vb_id] = None
 
     def hw_rose(self, vb_ids: Sequence[int]) -> None:
         """High watermarks have risen; the replica is told with the next message."""
