@@ -486,4 +486,77 @@ MUTATIONS = (
         "            keyspace.apply(part, key, entry, seqno, int(is_document))\n",
         ("test_apply_paths", "test_copies"),
     ),
+    # -- replication of a node -----------------------------------------------------------------
+    Mutation(
+        "replica-let-in-before-the-version-is-on-disk",
+        "        if not mastership.is_ready:\n            return FeedAnswer(",
+        "        if not mastership:\n            return FeedAnswer(",
+        ("test_leading",),
+    ),
+    Mutation(
+        "who-joins-counts-late",
+        "                mastership.asked = record.isr\n",
+        "                mastership.asked = None\n",
+        ("test_leading",),
+    ),
+    Mutation(
+        "silent-replica-is-level",
+        "max(self._level_ns.get(member, 0), heard_ns.get(member, 0))\n",
+        "max(self._level_ns.get(member, 0), now_ns)\n",
+        ("test_mastership",),
+    ),
+    Mutation(
+        "master-serves-while-it-hands-over",
+        "        if self.has_handed or not may_answer_reads(now_ns, until_ns):\n",
+        "        if not may_answer_reads(now_ns, until_ns):\n",
+        ("test_mastership", "test_leading"),
+    ),
+    Mutation(
+        "handed-over-before-all-is-committed",
+        "        if part.committed_seqno < part.high_seqno:\n            return None\n",
+        "",
+        ("test_leading",),
+    ),
+    Mutation(
+        "no-fence-before-a-batch",
+        "        if fence_ns is not None and now_ns >= fence_ns:\n",
+        "        if fence_ns is not None and now_ns > fence_ns:\n",
+        ("test_leading",),
+    ),
+    Mutation(
+        "cut-off-before-it-is-answered",
+        "        self._depose((vb_id,), why)\n        del self.masterships[vb_id]\n",
+        "        del self.masterships[vb_id]\n",
+        ("test_leading", "test_node_core"),
+    ),
+    Mutation(
+        "cut-off-before-it-is-kept",
+        "        if keeping.kept_seqno < part.high_seqno:\n            return False\n",
+        "",
+        ("test_following",),
+    ),
+    Mutation(
+        "told-watermark-outlives-a-truncation",
+        "        self._hw[vb_id] = min(self._hw.get(vb_id, 0), seqno)\n",
+        "",
+        ("test_following",),
+    ),
+    Mutation(
+        "confirmation-forgotten-with-the-link",
+        "            self.confirmed(vb_id, link.confirmed_ns)\n            link.leave(vb_id)\n",
+        "            link.leave(vb_id)\n",
+        ("test_following",),
+    ),
+    Mutation(
+        "store-that-was-set-back-is-followed",
+        "        if record.epoch < seen_epoch:\n            self._distrust(",
+        "        if record.epoch < 0:\n            self._distrust(",
+        ("test_node_core",),
+    ),
+    Mutation(
+        "unreadable-record-is-written",
+        "            if vb_id not in self._distrusted\n",
+        "            if vb_id in self._records\n",
+        ("test_node_core",),
+    ),
 )

@@ -72,6 +72,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "collection": ("collection_commands:collection", "List, create and drop collections."),
     "backup": ("backup_commands:backup", "Back up to an archive, and restore from it."),
     "user": ("user_commands:user", "Manage users and their roles."),
+    "quarantine": ("quarantine_command:quarantine", "Show changes that a replica has cut off."),
     "verify": ("verify_command:verify", "Check a data folder that no server uses."),
 }
 """Command -> (module:name, line in the help)."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
+from dcp.replication.cut_off import Quarantine
+from dcp.replication.loss_receipt import CutOff
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.messages import (
     FORMAT,
@@ -27,7 +29,7 @@ from dcp.replication.messages import (
     versions_of,
 )
 from dcp.replication.replica_link import LinkState, ReplicaLink, from_here
-from dcp.replication.shell_effects import CutOff, Dial, ReplicationEffect
+from dcp.replication.shell_effects import Dial, ReplicationEffect
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.message import StreamRequest
 from failover.promotion import may_have_been_answered
@@ -42,6 +44,7 @@ from vbucket.engine.leadership import (
     begin_snapshot,
     end_snapshot,
 )
+from vbucket.engine.partition import Partition
 from vbucket.engine.replicated import ReplicatedChanges
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT
@@ -94,6 +97,7 @@ class Following:
         """How often a partition was cut back to where its master's history parts."""
         self._hw: dict[int, int] = {}
         """The high watermarks that masters told."""
+        self._quarantine = Quarantine(engine, effects)
 
     # -- which links -------------------------------------------------------------------------------
 
@@ -207,7 +211,7 @@ class Following:
             raise ReplicationError(str(error)) from error
         self._told(vb_id, welcome.committed_seqno)
 
-    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
+    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> bool:
         """See ReplicaSide."""
         part = self._engine.partitions[vb_id]
         if epoch < part.leader_epoch:
@@ -218,10 +222,11 @@ class Following:
         seqno = min(seqno, part.high_seqno)
         if part.incomplete_snapshot is not None:
             seqno = min(seqno, part.incomplete_snapshot.start)
+        if not self._is_kept(part, epoch, seqno):
+            return False
         if seqno < part.history_floor:
             seqno = 0
         self.rollbacks += 1
-        self._keep_what_is_cut(vb_id, epoch, seqno)
         try:
             adopt_failover_log(
                 self._engine, vb_id, part.failover.cut(seqno), part.leader_epoch,
@@ -230,16 +235,23 @@ class Following:
         except BranchRefusedError as error:
             raise ReplicationError(str(error)) from error
         self._hw[vb_id] = min(self._hw.get(vb_id, 0), seqno)
+        return True
 
-    def _keep_what_is_cut(self, vb_id: int, epoch: int, seqno: int) -> None:
-        part = self._engine.partitions[vb_id]
-        if seqno == part.high_seqno or not may_have_been_answered(
-            self._record_of(vb_id), part.leader_epoch,
+    def _is_kept(self, part: Partition, epoch: int, seqno: int) -> bool:
+        """Whether all above a seqno that may have been answered is in quarantine."""
+        may_matter = seqno < part.high_seqno and may_have_been_answered(
+            self._record_of(part.vb_id), part.leader_epoch,
             acknowledges_as_master=self._settings.acknowledges_as_master,
-        ):  # fmt: skip
-            return
-        entries = self._engine.versions.entries(part, seqno + 1, part.high_seqno, 1 << 62)
-        self._effects.append(CutOff(vb_id, epoch, tuple(part.failover.pairs()), tuple(entries)))
+        )  # fmt: skip
+        return not may_matter or self._quarantine.is_kept(part, epoch, seqno)
+
+    def kept(self, piece: CutOff) -> None:
+        """The shell has written the quarantine file of a CutOff, and it is on disk."""
+        self._quarantine.kept(piece)
+
+    def not_kept(self, piece: CutOff) -> None:
+        """The quarantine file of a CutOff could not be written: the shell gets it again."""
+        self._quarantine.not_kept(piece)
 
     def high_seqno(self, vb_id: int) -> int:
         """See ReplicaSide."""

@@ -32,6 +32,7 @@ from dcp.replication.messages import (
     versions_of,
 )
 from dcp.replication.replica_feed import Followed, ReplicaFeed
+from dcp.replication.shell_effects import BranchEnded
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
@@ -52,6 +53,18 @@ from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import begin_version, set_leader_epoch
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.model.control import SnapshotWindow
+
+
+class _AskedBranch:
+    """A branch that was asked for here."""
+
+    __slots__ = ("branch", "is_recorded")
+
+    def __init__(self, branch: BranchUnderWay) -> None:
+        self.branch = branch
+        self.is_recorded = False
+        """Whether a record was seen that names it."""
+
 
 HANDING_NS_MAX: Final = 2_000_000_000
 """A handover that has not happened after so long is given up, and tried again later."""
@@ -86,6 +99,7 @@ class Leading:
         self.masterships: dict[int, Mastership] = {}
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
+        self._asked_branches: dict[int, _AskedBranch] = {}
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
 
@@ -306,16 +320,21 @@ class Leading:
     def record_changes(
         self, records: Mapping[int, Stored[StoredPartition]], *, may_write: bool
     ) -> list[RecordChange]:
-        """Return the changes of this master's records that are due. They must be written."""
+        """Return the changes of this master's records that are due. They must be written. Those
+        that are not in `records` are left alone.
+        """
         alive = self._view.alive
+        heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
         changes: list[RecordChange] = []
         for vb_id, mastership in self.masterships.items():
             mastership.in_snapshot = frozenset(
                 member for member, feed in self.feeds.items() if feed.is_in_snapshot(vb_id)
             )
-            record = mastership.changed_isr(self._now_ns, alive, self._confirmations(mastership))
+            record = mastership.changed_isr(self._now_ns, alive, heard_ns)
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
+            if vb_id not in records:
+                continue  # what the store has is not followed, so it is not written either
             if record is None:
                 record = self._next_record(mastership)
             if record is not None:
@@ -351,7 +370,8 @@ class Leading:
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
         """Ask for a branch of a partition; return why it cannot begin, "" if it will.
 
-        The record says so first, then the whole in-sync set rolls back.
+        The record says so first, then the whole in-sync set rolls back. The effect BranchEnded
+        says when that is done.
         """
         mastership = self.masterships.get(vb_id)
         part = self._engine.partitions[vb_id]
@@ -365,7 +385,32 @@ class Leading:
                 f"{part.high_seqno}; a branch cannot begin at {seqno}"
             )
         mastership.branch_wanted = BranchUnderWay(vb_uuid, seqno)
+        self._asked_branches[vb_id] = _AskedBranch(mastership.branch_wanted)
         return ""
+
+    def branch_ended(self, vb_id: int, record: ReplicationRecord) -> BranchEnded | None:
+        """Return the end of a branch that was asked for here, if a new record says that it ended.
+
+        A branch that a record names is finished, by this master or the next one.
+        """
+        asked = self._asked_branches.get(vb_id)
+        if asked is None:
+            return None
+        if record.branch == asked.branch:
+            asked.is_recorded = True
+            return None
+        mastership = self.masterships.get(vb_id)
+        if mastership is not None and mastership.branch_wanted == asked.branch:
+            return None  # it is not written yet
+        del self._asked_branches[vb_id]
+        vb_uuid = asked.branch.vb_uuid
+        if asked.is_recorded and record.branch is None:
+            return BranchEnded(vb_id, vb_uuid, "")
+        return BranchEnded(
+            vb_id, vb_uuid,
+            f"vb {vb_id}: this node is not its master any more. If the failover log has version "
+            f"{vb_uuid}, the branch was made; otherwise ask the present master for it",
+        )  # fmt: skip
 
 
 def _window_of(vb_id: int, asked: StreamRequest, told: ReplicaPosition) -> SnapshotWindow | None:

@@ -101,6 +101,7 @@ class Mastership:
         self._acknowledged: dict[str, Acknowledgement] = {}
         self._level_ns = dict.fromkeys(record.copies, now_ns)
         self._synced_at_tick = part.high_seqno
+        self._ticked_ns = now_ns
         self._failed_sync: set[str] = set()
 
     # -- what is known -----------------------------------------------------------------------------
@@ -197,14 +198,14 @@ class Mastership:
         return ""
 
     def changed_isr(
-        self, now_ns: int, alive: Mapping[str, object], asked_ns: Mapping[str, int]
+        self, now_ns: int, alive: Mapping[str, object], heard_ns: Mapping[str, int]
     ) -> ReplicationRecord | None:
         """Return the record with another in-sync set, if it has to change; None: it need not.
 
         Call it at every tick. `alive` are the members whose nodes are not known to be gone,
-        `asked_ns` is as for `confirmed_until_ns`.
+        `heard_ns` has when each was asked the question that it confirmed last.
         """
-        self._note_levels(now_ns, asked_ns)
+        self._note_levels(now_ns, heard_ns)
         if self.is_writing or not self.is_ready or self.record.master != self._member:
             return None
         record = self.record
@@ -222,32 +223,30 @@ class Mastership:
         joining = [
             member
             for member in record.copies
-            if member not in record.isr and member in alive and self._may_join(member, now_ns)
-        ]
+            if member not in record.isr and member in alive
+            and self._may_join(member, heard_ns.get(member))
+        ]  # fmt: skip
         return expand(record, joining) if joining else None
 
-    def _may_join(self, member: str, now_ns: int) -> bool:
+    def _may_join(self, member: str, heard_ns: int | None) -> bool:
         given = self._acknowledged.get(member)
-        if given is None:
+        if given is None or heard_ns is None:
             return False
         candidate = Candidate(
-            given, is_level=self._level_ns.get(member) == now_ns,
+            given, is_level=self._level_ns.get(member) == heard_ns,
             has_incomplete_snapshot=member in self.in_snapshot,
         )  # fmt: skip
         return may_join(candidate, self.epoch, self.part.committed_seqno, self.epoch_start_seqno)
 
-    def _note_levels(self, now_ns: int, asked_ns: Mapping[str, int]) -> None:
-        """A member is level if it has all that was synced here at the last tick, and confirms this
-        master. A member that is cut off has everything too while nobody writes, and nobody can
-        write while it stays: without its confirmation this master is fenced.
+    def _note_levels(self, now_ns: int, heard_ns: Mapping[str, int]) -> None:
+        """A member was level when it was heard, if it has all that was synced here at the last
+        tick. One that says nothing is not: while it keeps this master from serving, nothing new
+        is synced that it could lack.
         """
+        if now_ns - self._ticked_ns > CONFIRMATION_NS:  # this process stood still
+            self._level_ns = dict.fromkeys(self.record.copies, now_ns)
         for member, given in self._acknowledged.items():
-            asked = asked_ns.get(member)
-            if (
-                given.epoch == self.epoch
-                and given.synced_seqno >= self._synced_at_tick
-                and asked is not None
-                and may_answer_reads(now_ns, asked + CONFIRMATION_NS)
-            ):
-                self._level_ns[member] = now_ns
+            if given.epoch == self.epoch and given.synced_seqno >= self._synced_at_tick:
+                self._level_ns[member] = max(self._level_ns.get(member, 0), heard_ns.get(member, 0))
         self._synced_at_tick = self.part.synced_seqno
+        self._ticked_ns = now_ns

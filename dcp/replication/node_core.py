@@ -27,13 +27,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import ReportedPartition, StoredPartition
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.cluster_view import Stored
+from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import OutcomeKind, WriteOutcome
 from dcp.core.groups import GroupCycle
 from dcp.replication.following import Following, Identity
 from dcp.replication.leading import Leading
+from dcp.replication.loss_receipt import ElectionLoss
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.shell_effects import MapChanged, ReplicationEffect
 from dcp.stream.hub import StreamHub
@@ -81,6 +84,8 @@ class ReplicationCore:
         self._effects: list[ReplicationEffect] = []
         self._records: dict[int, Stored[StoredPartition]] = {}
         """The newest record of each partition that was acted upon."""
+        self._distrusted: dict[int, str] = {}
+        """Partitions whose record in the store is not followed, and why. Nobody writes it."""
         self._first_epochs: dict[int, int] = {}
         """The epoch that a partition's record had when this process first read it."""
         self._reported: tuple[ReportedPartition, ...] = ()
@@ -114,22 +119,51 @@ class ReplicationCore:
         """The view has other records of these partitions."""
         self._now_ns = now_ns
         for vb_id in sorted(vb_ids):
+            if vb_id >= self._engine.num_vbuckets:
+                continue
             stored = self._session.view.partitions.get(vb_id)
-            if stored is not None and vb_id < self._engine.num_vbuckets:
+            if stored is not None:
                 self._take_record(vb_id, stored)
+            else:
+                view = self._session.view
+                key = view.keys.of_partition(KeyKind.PARTITION, vb_id)
+                self._distrust(vb_id, view.unreadable.get(key, "its record is gone"))
         self._effects.append(MapChanged())
+
+    def _distrust(self, vb_id: int, why: str) -> None:
+        """Leave a partition as it is, because its record says nothing that can be followed. Say so
+        once.
+        """
+        if self._distrusted.get(vb_id) != why:
+            self._distrusted[vb_id] = why
+            known = self._records.get(vb_id)
+            epoch = self._engine.partitions[vb_id].leader_epoch
+            master = "not known"
+            if known is not None:
+                epoch, master = known.content.record.epoch, known.content.record.master or "none"
+            self._effects.append(
+                Notice(f"vb {vb_id} stays as it is (leader epoch {epoch}, master {master}): {why}")
+            )
 
     def _record_of(self, vb_id: int) -> ReplicationRecord:
         return self._records[vb_id].content.record
 
     def _take_record(self, vb_id: int, stored: Stored[StoredPartition]) -> None:
         record = stored.content.record
-        first_epoch = self._first_epochs.setdefault(vb_id, record.epoch)
         seen_epoch = self._engine.partitions[vb_id].leader_epoch
         if vb_id in self._records:
             seen_epoch = max(seen_epoch, self._record_of(vb_id).epoch)
         if record.epoch < seen_epoch:
-            return  # the store was set back: nothing is guessed
+            self._distrust(
+                vb_id,
+                f"the metadata store was set back: it has leader epoch {record.epoch}, and "
+                f"epoch {seen_epoch} was seen. Restore a newer state of the store",
+            )
+            return
+        # An old epoch of a store that was set back is not the first one: a later one, which began
+        # before this process, would make it master.
+        first_epoch = self._first_epochs.setdefault(vb_id, record.epoch)
+        self._distrusted.pop(vb_id, None)
         self._records[vb_id] = stored
         mastership = self.leading.masterships.get(vb_id)
         if not is_master(record, self._member, first_epoch):
@@ -141,13 +175,26 @@ class ReplicationCore:
             confirmed_ns = self.following.last_confirmed_ns(vb_id)
             self.following.leave(vb_id)
             self._changes.settle()
+            told_seqno = self.following.take_told_hw(vb_id)
+            self._tell_loss(vb_id, record, told_seqno)
             self.leading.begin(
-                vb_id, record, confirmed_ns=confirmed_ns,
-                told_seqno=self.following.take_told_hw(vb_id), now_ns=self._now_ns,
+                vb_id, record, confirmed_ns=confirmed_ns, told_seqno=told_seqno,
+                now_ns=self._now_ns,
             )  # fmt: skip
         else:
             mastership.take_record(record)
             self._raise_watermarks((vb_id,))
+        if (ended := self.leading.branch_ended(vb_id, record)) is not None:
+            self._effects.append(ended)
+
+    def _tell_loss(self, vb_id: int, record: ReplicationRecord, told_seqno: int) -> None:
+        """Emit a receipt if this node is the first master since an unclean election."""
+        part = self._engine.partitions[vb_id]
+        if record.unclean_epoch is not None and part.leader_epoch < record.unclean_epoch:
+            versions = tuple(part.failover.pairs())
+            self._effects.append(
+                ElectionLoss(vb_id, record.epoch, versions, part.high_seqno, told_seqno or None)
+            )
 
     def outcome(self, now_ns: int, outcome: WriteOutcome) -> None:
         """A change that this node wrote was decided."""
@@ -224,7 +271,12 @@ class ReplicationCore:
                 self.following.follow(vb_id, stored.content.record, now_ns)
         self._raise_watermarks(tuple(masterships))
         self.leading.serve(now_ns)
-        changes = self.leading.record_changes(self._records, may_write=self._session.may_write)
+        trusted = {
+            vb_id: stored
+            for vb_id, stored in self._records.items()
+            if vb_id not in self._distrusted
+        } if self._distrusted else self._records  # fmt: skip
+        changes = self.leading.record_changes(trusted, may_write=self._session.may_write)
         if changes:
             self._carry_out(self._session.write(now_ns, changes))
         self._report()

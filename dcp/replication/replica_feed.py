@@ -246,6 +246,11 @@ class ReplicaFeed:
         self._now_ns = self._heard_ns = now_ns
         self._next_beat_ns = now_ns
 
+    @property
+    def asked_ns(self) -> int:
+        """When the question was asked that the replica confirmed last; 0: none was."""
+        return self._confirmed_ns
+
     # -- streams -----------------------------------------------------------------------------------
 
     def stream_request(self, request: Frame) -> FeedAnswer:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dcp.cluster.effects import Notice
 from dcp.core.groups import Published
+from dcp.replication.loss_receipt import CutOff, ElectionLoss
 
 
 class Dial(NamedTuple):
@@ -17,19 +19,16 @@ class MapChanged(NamedTuple):
     """The partition map that clients get has changed."""
 
 
-class CutOff(NamedTuple):
-    """A replica cuts off changes that may have been answered: keep them in a file, and tell.
-
-    The shell carries it out before it writes another group: then the cut is not on disk yet.
-    """
+class BranchEnded(NamedTuple):
+    """A branch that was asked for here (`Leading.want_branch`) is decided: answer the operator."""
 
     vb_id: int
-    epoch: int
-    """The leader epoch whose master does not have them."""
-    versions: tuple[tuple[int, int], ...]
-    """(vb_uuid, seqno at which it began) of this node, newest first."""
-    entries: tuple[bytes, ...]
-    """The changes, as the log stores them."""
+    vb_uuid: int
+    """The version that was asked for."""
+    why_not: str
+    """Why it is not known to be done; "": all copies in sync have rolled back."""
 
 
-ReplicationEffect = Published | Dial | MapChanged | CutOff
+ReplicationEffect = Published | Dial | MapChanged | CutOff | ElectionLoss | BranchEnded | Notice
+"""CutOff: write the file, then answer with `Following.kept` or `Following.not_kept`.
+ElectionLoss: write the receipt."""

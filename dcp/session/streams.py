@@ -71,6 +71,11 @@ _STREAM_FLAGS: Final = (
     | _FROM_LATEST
     | _IGNORE_PURGED
 )
+_TAKEOVER_TEXT: Final = (
+    "vb {} has copies on other nodes: its replication record says who is master, and a takeover"
+    " (flag 0x01) cannot change it. Name a wanted master in the record; the partition is handed"
+    " over to it"
+)
 _NEEDS_ACTIVE: Final = _ACTIVE_ONLY | _TAKEOVER
 _INCLUDE_XATTRS: Final = int(OpenFlag.INCLUDE_XATTRS)
 
@@ -347,6 +352,8 @@ class DcpCommands:
         engine = self._state.engine
         if vb_id < engine.num_vbuckets:
             part = engine.partitions[vb_id]
+            if part.has_copies and flags & _TAKEOVER:
+                raise RefusedError(Status.NOT_SUPPORTED, _TAKEOVER_TEXT.format(vb_id))
             if part.state == VbState.ACTIVE:
                 return part
             # A replica of a cluster may be behind its master; it serves no consumers.

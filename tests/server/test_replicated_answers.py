@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from http import HTTPStatus
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from dcp.server.net.connection import ClientConnection
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from support import raw_http
 from support.node_here import Client, node_here, until
 from vbucket.model.ids import vbucket_of
 
@@ -52,3 +55,22 @@ async def test_a_quiet_change_is_held_by_its_connection(tmp_path: Path, ends: st
         # What is left must not keep the node from stopping.
         commits.commit(VB, commits.synced_group)
         commits.settle()
+
+
+async def test_operators_are_told_what_to_use_for_copies(tmp_path: Path) -> None:
+    async with node_here(tmp_path, {}) as node:
+        node.engine.partitions[VB].has_copies = True
+        for path, body, instead in (
+            ("branch", {"at": 0}, "want_branch"),
+            ("branch", {"at": 0, "or_zero": True}, "want_branch"),
+            ("failover", {}, "wanted master"),
+            ("state", {"state": "dead"}, "wanted master"),
+            ("purge", {}, "purge_age"),
+        ):
+            answer = await raw_http.ask(
+                node.ports.admin, "POST", f"/api/v1/vbuckets/{VB}/{path}", raw_http.login(),
+                "content-type: application/json", body=json.dumps(body).encode(),
+            )  # fmt: skip
+            assert answer.status == HTTPStatus.CONFLICT
+            assert "has copies on other nodes" in str(answer)
+            assert instead in str(answer)

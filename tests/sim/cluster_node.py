@@ -18,16 +18,18 @@ from dcp.cluster.record_writer import WriteOutcome
 from dcp.cluster.store_driver import StoreDriver
 from dcp.core.groups import Job, Published, WriteGroup
 from dcp.replication.cluster_map import bucket_map
+from dcp.replication.loss_receipt import CutOff, ElectionLoss
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.replica_link import LinkState, ReplicaLink
-from dcp.replication.shell_effects import CutOff, Dial
+from dcp.replication.shell_effects import Dial
 from dcp.session.held_answers import HeldAnswers
 from failover.replication_record import ReplicationRecord
-from sim.facts import Facts, Mastership
+from sim.facts import CutOffFact, Facts, LostFact, Mastership
 from sim.network import Side
 from sim.node import Facades, SingleNode
 from sim.plan import Plan
+from sim.quarantine import keep
 from sim.world import MS
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import vb_uuid_from_random
@@ -224,11 +226,23 @@ class ClusterNode(SingleNode):
             elif isinstance(effect, Dial):
                 self._dial(effect.member)
             elif isinstance(effect, CutOff):
-                self._record.cut_off.append(effect)
+                self._keep(effect)
+            elif isinstance(effect, ElectionLoss):
+                self._record.lost.append(LostFact(self._world.now_ns, self.name, effect))
         self._handlers = [item for item in self._handlers if not self._flushed(item)]
         self._note_masterships()
         if self.engine.keyspace.has_pending:
             self.kick()
+
+    def _keep(self, cut: CutOff) -> None:
+        """Write a quarantine file."""
+        try:
+            keep(self._machine.disk, cut)
+        except OSError:
+            self.core.following.not_kept(cut)
+            return
+        self._record.cut_off.append(CutOffFact(self._world.now_ns, self.name, cut))
+        self.core.following.kept(cut)
 
     def _flushed(self, handler: LinkHandler) -> bool:
         """Send what a link has to send; return whether it is over."""

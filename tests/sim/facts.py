@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-from dcp.replication.shell_effects import CutOff
+from dcp.replication.loss_receipt import CutOff, ElectionLoss
 
 
 class Kind(Enum):
@@ -192,6 +192,29 @@ class History(NamedTuple):
         return None
 
 
+class CutOffFact(NamedTuple):
+    """A replica wrote a quarantine file."""
+
+    at_ns: int
+    node: str
+    cut: CutOff
+
+
+class LostFact(NamedTuple):
+    """A master told the loss of an unclean election."""
+
+    at_ns: int
+    node: str
+    lost: ElectionLoss
+
+
+class LostFolder(NamedTuple):
+    """A machine lost its folder."""
+
+    at_ns: int
+    node: str
+
+
 def fingerprint(cas: int, checksum: int) -> int:
     """Return what stands for a change: its CAS, and a 32-bit checksum of all of it."""
     return cas << 32 | checksum
@@ -225,8 +248,9 @@ class Facts:
         """Of the masters, at rest."""
         self.master_map: Map | None = None
         self.consumer_maps: list[Map] = []
-        self.cut_off: list[CutOff] = []
-        """What replicas kept in files before they cut it off."""
+        self.cut_off: list[CutOffFact] = []
+        self.lost: list[LostFact] = []
+        self.lost_folders: list[LostFolder] = []
         self.snapshots: set[tuple[str, int, int]] = set()
         """Node, partition and end of the snapshots of which a replica had a part."""
         self.works_ns = 0

@@ -32,6 +32,10 @@ WEIGHTS: dict[Kind, float] = {
 }  # fmt: skip
 
 
+CLUSTER_GRACE_MS = 4500
+"""With an in-sync set of two, an election waits until a dead node's lease (3 s) is over."""
+
+
 class Plan(NamedTuple):
     """See the module. Times are in nanoseconds."""
 
@@ -137,7 +141,7 @@ def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) 
         faults=faults,
         fault_every_ns=draw.choice((60, 150, 400, 1200)) * MS,
         load_ns=int(load_s * SECOND),
-        grace_ns=1500 * MS,
+        grace_ns=(1500 if nodes == 1 else CLUSTER_GRACE_MS) * MS,
         calm_ns=150 * MS,
         rest_ns=20 * SECOND,
         delay_min_ns=(5 * MS if far else MS // 10),

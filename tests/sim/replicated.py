@@ -18,6 +18,7 @@ from dcp.cluster.revision_store import RevisionStore
 from failover.replication_record import ReplicationRecord, add_copy, create, want
 from sim.cluster import Setting
 from sim.cluster_node import ROOT, ClusterNode
+from sim.facts import LostFolder
 from sim.faults import Controls, Mend
 from sim.kv_client import Caller
 from sim.machine import Machine
@@ -207,6 +208,7 @@ class ReplicatedNodes:
         if any(self._dead & record.isr or record.isr <= gone for record in records):
             return False  # one after the other: a majority has to be left to report
         self._lost.append(machine)
+        self._setting.facts.lost_folders.append(LostFolder(self._world.now_ns, machine))
         self._dead.add(member)
         return True
 

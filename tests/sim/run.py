@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sim.checkers import histories, linearizable, liveness, streams
+from sim.checkers import histories, linearizable, liveness, receipts, streams
 from sim.cluster import MakeCluster, Setting, SingleNodes
 from sim.consumer import SimConsumer
 from sim.facts import Facts, Map
@@ -23,6 +23,7 @@ from sim.kv_client import KvClient
 from sim.machine import Machine
 from sim.network import Network
 from sim.plan import Plan, drawn
+from sim.quarantine import kept
 from sim.replicated import ReplicatedNodes
 from sim.world import MS, SECOND, Trace, World
 
@@ -211,6 +212,7 @@ class Simulation:
             found, unsure = linearizable.check(facts.operations, facts.excuses)
             problems += found
             problems += histories.lost_writes(facts.operations, facts.final, facts.excuses)
+            problems += self._check_receipts()
             problems += histories.diverged(facts.histories)
             problems += histories.masters(facts.masterships)
             problems += histories.rollbacks(facts.rolled_back, facts.excuses)
@@ -226,6 +228,16 @@ class Simulation:
             self.seed, problems, world.events, len(facts.operations), unsure, world.now_ns,
             self.faults.counts, "" if world.trace is None else world.trace.digest,
         )  # fmt: skip
+
+    def _check_receipts(self) -> list[str]:
+        facts = self.facts
+        gone = receipts.lost_by_election(facts.operations, facts.final, facts.excuses)
+        on_disk = {machine.name: kept(machine.disk) for machine in self.machines}
+        return [
+            *receipts.named(gone, facts.cut_off, facts.lost, facts.lost_folders),
+            *receipts.still_there(facts.cut_off, facts.final),
+            *receipts.readable(facts.cut_off, facts.lost_folders, on_disk),
+        ]
 
     def _look_at_nodes(self) -> None:
         """Record what nodes and consumers hold at rest."""

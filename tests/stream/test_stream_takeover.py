@@ -350,3 +350,17 @@ def test_two_takeovers_that_cannot_catch_up_hold_writers_back_each_for_itself() 
     assert writer.set(VB, b"k", b"v").status == Status.ETMPFAIL
     second.peer.producer.close()
     assert writer.set(VB, b"k", b"v").status == Status.OK
+
+
+def test_a_partition_with_copies_is_not_taken_over() -> None:
+    node = MemoryNode()
+    node.engine.partitions[VB].has_copies = True
+    peer = node.connect()
+    peer.hello(Feature.COLLECTIONS, Feature.XERROR)
+    peer.open(b"owner", 1)
+    peer.control(b"enable_noop", b"true")
+    for state in (VbState.ACTIVE, VbState.REPLICA, VbState.FENCED):
+        node.engine.partitions[VB].state = state
+        answer = peer.stream(VB, flags=StreamFlag.TAKEOVER)
+        assert answer.status == Status.NOT_SUPPORTED
+        assert b"wanted master" in answer.value

@@ -147,14 +147,13 @@ def test_what_is_not_committed_is_never_purged(node: MemoryNode, writer: Peer) -
     part = node.engine.partitions[VB]
     for key in (b"a", b"b"):
         writer.set(VB, key, b"newer")
-    group = node.engine.keyspace.take_group()
+    group = node.take()
     writer.set(VB, b"c", b"newer")
     assert (part.committed_seqno, part.high_seqno) == (4, 7)
     for upto_seqno in (4, 6):
         with pytest.raises(PurgeRefusedError, match="is committed up to seqno 4"):
             purge(node.engine, VB, upto_seqno)
     assert purge(node.engine, VB) == 3
-    assert group is not None
     node.finish(group)
     assert purge(node.engine, VB) == 5
     assert part.history_floor == 6

@@ -4,6 +4,9 @@ Who calls it: the node, for operators and for tests of consumers. Each operation
 puts control entries into the open group. So it is durable with that group, is replayed at a start,
 and is merged into the store like any change.
 
+They are for partitions of a node alone. One that has replicas (`Partition.has_copies`) is refused
+with HasCopiesError: its copies would part, and only its replication record changes all of them.
+
 Rules: a partition that becomes active begins a new version at the high seqno; the change at the
 high seqno is never purged, nor is one that is not committed.
 
@@ -13,13 +16,49 @@ The next compaction after the merge of that entry removes the deletions.
 
 from __future__ import annotations
 
+from typing import Final
+
 from vbucket.engine.branch import Branch, BranchRefusedError
 from vbucket.engine.engine import Engine
-from vbucket.engine.partition import VbState
+from vbucket.engine.partition import Partition, VbState
 
 
 class PurgeRefusedError(Exception):
     """The partition cannot be purged up to there; the text says why."""
+
+
+class HasCopiesError(Exception):
+    """The partition has replicas, and this operation would change one copy only."""
+
+    def __init__(self, vb_id: int, what: str, instead: str) -> None:
+        super().__init__(
+            f"vb {vb_id} has copies on other nodes, and {what} on one node would make them differ"
+        )
+        self.instead = instead
+        """What to do instead."""
+
+
+_HANDOVER: Final = "name a wanted master in the partition's replication record: it is handed over"
+_BRANCH: Final = (
+    "ask the partition's master for a branch of all copies (want_branch): the replication record"
+    " says so first, then every copy in sync rolls back"
+)
+_PURGE: Final = (
+    "let the master's compaction purge deletions after purge_age; its replicas follow it"
+)
+
+
+def _refuse_copies(part: Partition, what: str, instead: str) -> None:
+    if part.has_copies:
+        raise HasCopiesError(part.vb_id, what, instead)
+
+
+def branch(engine: Engine, vb_id: int, at_seqno: int) -> Branch:
+    """Begin a new version at a seqno, and undo what is above. Raises HasCopiesError,
+    BranchRefusedError, StoreDamagedError; then nothing was changed.
+    """
+    _refuse_copies(engine.partitions[vb_id], "a branch", _BRANCH)
+    return engine.keyspace.branch(vb_id, at_seqno)
 
 
 def failover(engine: Engine, vb_id: int, lost_seqnos: int = 0) -> Branch:
@@ -27,9 +66,10 @@ def failover(engine: Engine, vb_id: int, lost_seqnos: int = 0) -> Branch:
 
     `lost_seqnos` is how far the replica was behind; these changes are undone first. Raises
     BranchRefusedError if the partition cannot go back so far, and StoreDamagedError if damaged data
-    is in the way. In both cases nothing was changed.
+    is in the way, and HasCopiesError. Nothing was changed then.
     """
     part = engine.partitions[vb_id]
+    _refuse_copies(part, "a simulated failover", _HANDOVER)
     if lost_seqnos > part.high_seqno:
         raise BranchRefusedError(
             f"vb {vb_id} ends at seqno {part.high_seqno}; it cannot lose {lost_seqnos}"
@@ -45,9 +85,10 @@ def failover(engine: Engine, vb_id: int, lost_seqnos: int = 0) -> Branch:
 def set_state(engine: Engine, vb_id: int, state: VbState) -> Branch | None:
     """Change the state of a partition. Return the new version if it became active.
 
-    Raises StoreDamagedError, before anything is changed.
+    Raises HasCopiesError and StoreDamagedError, before anything is changed.
     """
     part = engine.partitions[vb_id]
+    _refuse_copies(part, "another state", _HANDOVER)
     becomes_active = state == VbState.ACTIVE != part.durable_state
     if becomes_active:
         engine.keyspace.check_system_events(part)
@@ -59,9 +100,11 @@ def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
     """Purge deletions up to a seqno (None: as far as allowed); return the purge seqno.
 
     The purge seqno never falls. The partition cannot branch at or below it any more. Raises
-    PurgeRefusedError at the committed seqno and above, and where a read view is open.
+    PurgeRefusedError at the committed seqno and above, and where a read view is open;
+    HasCopiesError.
     """
     part = engine.partitions[vb_id]
+    _refuse_copies(part, "a purge", _PURGE)
     if upto_seqno is None:
         upto_seqno = max(0, part.committed_seqno - 1)
     elif upto_seqno >= part.high_seqno:

@@ -30,7 +30,7 @@ from dcp.session.rights import Role
 from failover.history import VB_UUID_MAX
 from failover.rollback import Question
 from vbucket.engine.branch import BranchRefusedError
-from vbucket.engine.lifecycle import PurgeRefusedError
+from vbucket.engine.lifecycle import HasCopiesError, PurgeRefusedError
 from vbucket.engine.mending import MendingRefusedError
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import SEQNO_MAX
@@ -137,6 +137,10 @@ async def _done(change: Awaitable[dict[str, Any]], what: str) -> Response:
     except MendingRefusedError as error:
         raise AdminError(
             HTTPStatus.CONFLICT, what, why=str(error), try_this="dcpctl vb state VB active"
+        ) from error
+    except HasCopiesError as error:
+        raise AdminError(
+            HTTPStatus.CONFLICT, what, why=str(error), try_this=error.instead
         ) from error
     except (BranchRefusedError, PurgeRefusedError) as error:
         raise AdminError(

@@ -88,9 +88,11 @@ class Operations:
     # -- partitions ------------------------------------------------------------------------------
 
     async def branch(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
-        """Branch a partition's history. Raises BranchRefusedError, WritesRefusedError."""
+        """Branch a partition's history. Raises BranchRefusedError, HasCopiesError,
+        WritesRefusedError.
+        """
         self._refuse_while_full()
-        branch = self._engine.keyspace.branch(vb_id, at_seqno)
+        branch = lifecycle.branch(self._engine, vb_id, at_seqno)
         await self._durable("branch", branch)
         return _branch_document(branch)
 
@@ -98,7 +100,7 @@ class Operations:
         """Branch at a seqno, or at 0 if the history does not reach back that far; then "reason"
         says why.
 
-        Raises BranchRefusedError, WritesRefusedError.
+        Raises BranchRefusedError, HasCopiesError, WritesRefusedError.
         """
         try:
             return await self.branch(vb_id, at_seqno) | {"reason": None}
@@ -108,7 +110,7 @@ class Operations:
     async def failover(self, vb_id: int, lost_seqnos: int) -> dict[str, Any]:
         """Simulate a promotion: a new version begins, and streams end with STATE_CHANGED.
 
-        Raises BranchRefusedError, WritesRefusedError.
+        Raises BranchRefusedError, HasCopiesError, WritesRefusedError.
         """
         self._refuse_while_full()
         branch = lifecycle.failover(self._engine, vb_id, lost_seqnos)
@@ -120,7 +122,7 @@ class Operations:
     async def set_state(self, vb_id: int, state: VbState) -> dict[str, Any]:
         """Set the state of a partition. If it becomes active, it gets a new version.
 
-        Raises WritesRefusedError.
+        Raises HasCopiesError, WritesRefusedError.
         """
         self._refuse_while_full()
         before = self._engine.partitions[vb_id].state
@@ -140,7 +142,7 @@ class Operations:
     async def purge(self, vb_id: int, upto_seqno: int | None) -> dict[str, Any]:
         """Purge deletions; the next compaction drops them.
 
-        Raises PurgeRefusedError, WritesRefusedError.
+        Raises HasCopiesError, PurgeRefusedError, WritesRefusedError.
         """
         self._refuse_while_full()
         await self._commits.until_partition(vb_id)  # what was written before can be purged, too

@@ -29,13 +29,13 @@ def lost_writes(
         if operation.outcome is not Outcome.OK or not operation.seqno:
             continue
         history = by_vb.get(operation.vb_id)
-        problem = "nobody holds the partition" if history is None else _missing(operation, history)
+        problem = "nobody holds the partition" if history is None else missing(operation, history)
         if problem and not _is_excused(operation, excuses):
             problems.append(f"an answered write is lost: {operation}; {problem}")
     return problems
 
 
-def _missing(operation: Operation, history: History) -> str:
+def missing(operation: Operation, history: History) -> str:
     """Return why a write is not in a history; "" if it is, or was before it was compacted."""
     end = history.end_of(operation.vb_uuid)
     if end is None:
@@ -49,10 +49,17 @@ def _missing(operation: Operation, history: History) -> str:
 
 
 def _is_excused(operation: Operation, excuses: Sequence[Excuse]) -> bool:
+    return is_excused_by(operation, excuses, None)
+
+
+def is_excused_by(
+    operation: Operation, excuses: Sequence[Excuse], kinds: frozenset[str] | None
+) -> bool:
+    """Whether a write may be gone for a reason of these kinds; None: all but a purge."""
     invoked_ns = operation.invoked_ns
     return any(
         excuse.vb_id == operation.vb_id
-        and excuse.kind != PURGE
+        and (excuse.kind in kinds if kinds is not None else excuse.kind != PURGE)
         and excuse.to_seqno < operation.seqno
         and (excuse.until_ns is None or invoked_ns <= excuse.until_ns)
         for excuse in excuses

@@ -1,0 +1,211 @@
+"""What a node does as a replica: links, truncation, quarantine, the high watermark."""
+
+from __future__ import annotations
+
+from dcp.replication.cut_off import Quarantine
+from dcp.replication.following import UNHEARD_NS
+from dcp.replication.loss_receipt import CutOff
+from dcp.replication.mastership import ReplicationSettings
+from dcp.replication.replica_link import RETRY_NS, LinkState
+from failover.isr import PROMOTED_WAIT_NS
+from failover.replication_record import elect, shrink, unclean_elect
+from support.core_cluster import MS, VB, CoreCluster, Wire
+from support.memory_node import MemoryNode
+from vbucket.engine.engine import SET
+from vbucket.engine.partition import VbState
+from vbucket.model.entry import key_of, seqno_of
+
+LONG = PROMOTED_WAIT_NS + 200 * MS
+
+
+def parted(settings: ReplicationSettings | None = None, *, unclean: bool = True) -> CoreCluster:
+    """Return a cluster whose replica a has two changes that the new master b does not have."""
+    cluster = CoreCluster(settings=settings)
+    cluster.run(LONG)
+    cluster.a.put(b"\0both")
+    cluster.run(200 * MS)
+    for wire in list(cluster.wires):
+        wire.cut()
+    cluster.wires.clear()
+    if unclean:
+        cluster.write(shrink(cluster.record, "b"), "a")
+    for key in (b"\0one", b"\0two"):
+        cluster.a.put(key)
+    cluster.a.commit()
+    cluster.a.told(CutOff)
+    after = unclean_elect(cluster.record, "b") if unclean else elect(cluster.record, "b")
+    cluster.write(after)
+    return cluster
+
+
+def reconcile(cluster: CoreCluster, ns: int = 600 * MS) -> None:
+    for _ in range(ns // (50 * MS)):
+        cluster.tick()
+        cluster.settle()
+
+
+# -- what is cut off -------------------------------------------------------------------------------
+
+
+def test_nothing_is_cut_off_before_it_is_kept() -> None:
+    cluster = parted()
+    reconcile(cluster)
+    (cut,) = cluster.a.told(CutOff)
+    assert cluster.a.part.high_seqno == 3, "the shell has not answered"
+    assert (cut.vb_id, cut.epoch, cut.first_seqno, cut.last_seqno) == (VB, 3, 2, 3)
+    assert [key_of(entry) for entry in cut.entries] == [b"\0one", b"\0two"]
+    assert cut.versions == tuple(cluster.a.part.failover.pairs())
+    cluster.a.core.following.kept(cut)
+    reconcile(cluster)
+    assert cluster.a.part.high_seqno == 1
+    assert cluster.a.part.failover == cluster.b.part.failover
+    assert cluster.a.told(CutOff) == [cut], "it is kept once"
+
+
+def test_a_file_that_could_not_be_written_is_tried_again() -> None:
+    cluster = parted()
+    reconcile(cluster)
+    (first,) = cluster.a.told(CutOff)
+    cluster.a.core.following.not_kept(first)
+    reconcile(cluster, 2 * RETRY_NS + 100 * MS)
+    first, second = cluster.a.told(CutOff)
+    assert (first == second, first.file_name == second.file_name) == (True, True)
+    assert cluster.a.part.high_seqno == 3
+    cluster.a.core.following.kept(first)
+    reconcile(cluster)
+    assert cluster.a.part.high_seqno == 3, "the answer is about a piece that was given up"
+    cluster.a.core.following.kept(second)
+    reconcile(cluster)
+    assert cluster.a.part.high_seqno == 1
+
+
+def test_what_nobody_was_answered_needs_no_file() -> None:
+    cluster = parted(unclean=False)
+    reconcile(cluster)
+    assert cluster.a.told(CutOff) == []
+    assert cluster.a.part.high_seqno == 1
+
+
+def test_a_master_that_answers_alone_always_keeps_what_it_cuts_off() -> None:
+    settings = ReplicationSettings(min_in_sync=1, acknowledges_as_master=True)
+    cluster = parted(settings, unclean=False)
+    reconcile(cluster)
+    (cut,) = cluster.a.told(CutOff)
+    assert [seqno_of(entry) for entry in cut.entries] == [2, 3]
+    assert cluster.a.part.high_seqno == 3
+
+
+def test_much_goes_to_several_files() -> None:
+    node = MemoryNode()
+    part = node.engine.partitions[VB]
+    for number in range(5):
+        node.engine.store(SET, VB, b"\0k%d" % number, b"\0k%d" % number + bytes(100), 0, 0, 0, 0)
+    node.commit()
+    effects: list[CutOff] = []
+    quarantine = Quarantine(node.engine, effects, piece_bytes_max=300)  # type: ignore[arg-type]
+    found: list[int] = []
+    while not quarantine.is_kept(part, 2, 1):
+        piece = effects.pop()
+        assert not quarantine.is_kept(part, 2, 1)
+        assert effects == [], "one piece at a time"
+        quarantine.kept(piece)
+        found += [seqno_of(entry) for entry in piece.entries]
+        assert len(piece.entries) <= 3
+    assert found == [2, 3, 4, 5]
+
+
+def test_what_was_kept_of_another_history_does_not_count() -> None:
+    node = MemoryNode()
+    part = node.engine.partitions[VB]
+    effects: list[CutOff] = []
+    quarantine = Quarantine(node.engine, effects)  # type: ignore[arg-type]
+    node.engine.store(SET, VB, b"\0k", b"\0kv", 0, 0, 0, 0)
+    assert not quarantine.is_kept(part, 2, 0)
+    quarantine.kept(effects.pop())
+    node.engine.store(SET, VB, b"\0more", b"\0morev", 0, 0, 0, 0)
+    assert not quarantine.is_kept(part, 3, 0)
+    assert [seqno_of(entry) for entry in effects.pop().entries] == [1, 2]
+
+
+# -- the high watermark that was told --------------------------------------------------------------
+
+
+def test_a_truncation_caps_what_was_told() -> None:
+    cluster = parted(unclean=False)
+    cluster.a.core.following._told(VB, 3)
+    reconcile(cluster)
+    assert cluster.a.part.high_seqno == 1
+    assert cluster.a.core.following.told_hw(VB) <= 1
+
+
+def test_what_was_told_is_known_at_promotion_and_no_more_than_what_is_here() -> None:
+    cluster = CoreCluster()
+    cluster.run(LONG)
+    cluster.a.put()
+    cluster.run(200 * MS)
+    cluster.b.core.following._told(VB, 40)
+    cluster.write(elect(cluster.record, "b"), "b")
+    assert cluster.b.mastership.known_seqno == 1
+    assert cluster.b.core.following.told_hw(VB) == 0, "it is not told a second time"
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+
+def test_another_folder_at_the_masters_address_is_not_the_master() -> None:
+    cluster = CoreCluster("abc")
+    cluster.run(LONG)
+    for wire in list(cluster.wires):
+        wire.cut()
+    cluster.wires.clear()
+    for _ in range(0, UNHEARD_NS + 400 * MS, 50 * MS):
+        cluster.tick("b")
+        cluster.b.told(object)
+        link = cluster.b.core.following.links["a"]
+        if link.state is not LinkState.CLOSED:
+            wire = Wire(cluster.b, link, cluster.nodes["c"])
+            while wire.is_open and wire.move():
+                pass
+            assert "the master's node refuses the link" in link.problem
+    assert [item.vb_id for item in cluster.b.session.reported] == [VB]
+
+
+def test_a_link_that_is_lost_is_dialled_again() -> None:
+    cluster = CoreCluster()
+    cluster.run(LONG)
+    cluster.wires[0].cut()
+    cluster.run(500 * MS)
+    assert cluster.b.core.following.links["a"].state is LinkState.READY
+    cluster.a.put()
+    cluster.run(200 * MS)
+    assert cluster.b.part.committed_seqno == 1
+
+
+def test_what_was_confirmed_is_not_forgotten_with_another_master() -> None:
+    cluster = CoreCluster("abc")
+    cluster.run(LONG)
+    following = cluster.b.core.following
+    confirmed_ns = following.last_confirmed_ns(VB)
+    assert confirmed_ns > cluster.now_ns - 200 * MS
+    cluster.write(elect(cluster.record, "c"), "b")
+    assert following.last_confirmed_ns(VB) == confirmed_ns
+    assert not following.links["a"].follows(VB)
+
+
+def test_a_master_that_is_not_heard_is_reported() -> None:
+    cluster = CoreCluster("abc")
+    cluster.run(LONG)
+    for wire in list(cluster.wires):
+        wire.cut()
+    cluster.wires.clear()
+    cluster.now_ns += UNHEARD_NS // 2
+    cluster.b.core.tick(cluster.now_ns)
+    assert cluster.b.session.reported == (), "not yet"
+    cluster.now_ns += UNHEARD_NS
+    cluster.b.core.tick(cluster.now_ns)
+    (report,) = cluster.b.session.reported
+    assert (report.vb_id, report.epoch, report.end_seqno) == (VB, 2, 0)
+    assert (report.vb_uuid, report.version_epoch) == (cluster.a.part.vb_uuid, 2)
+    cluster.run(500 * MS)
+    assert cluster.b.session.reported == (), "it is heard again"
+    assert cluster.a.part.state == VbState.ACTIVE

@@ -1,0 +1,284 @@
+"""What a node does as a master: epochs, services, handovers, branches, who gets in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dcp.cluster.metastore import OutcomeUnknown
+from dcp.replication.leading import HANDING_NS_MAX
+from dcp.replication.mastership import Service
+from dcp.replication.messages import FORMAT, Greeting, encode
+from dcp.replication.shell_effects import BranchEnded
+from dcp.session.replication_port import ReplicationError
+from failover.isr import CONFIRMATION_NS, PROMOTED_WAIT_NS
+from failover.replication_record import HandedOver, elect, hand_over, shrink, want
+from support.core_cluster import CLUSTER, MS, VB, CoreCluster
+from vbucket.engine.partition import VbState
+
+S = 1000 * MS
+LONG = PROMOTED_WAIT_NS + 200 * MS
+
+
+def serving(members: str = "ab") -> CoreCluster:
+    """Return a cluster in which a serves, and three changes are committed everywhere."""
+    cluster = CoreCluster(members)
+    cluster.run(LONG)
+    for number in range(3):
+        cluster.a.put(b"\0k%d" % number)
+    cluster.run(200 * MS)
+    assert cluster.a.part.state == VbState.ACTIVE
+    assert {node.part.committed_seqno for node in cluster.nodes.values()} == {3}
+    return cluster
+
+
+# -- epochs ----------------------------------------------------------------------------------------
+
+
+def test_replicas_wait_until_the_version_is_on_disk() -> None:
+    cluster = CoreCluster()
+    cluster.b.core.tick(cluster.now_ns)
+    for _ in range(5):  # bytes move, and no group is written
+        cluster.dial()
+        cluster._move_wires()
+    assert not cluster.a.mastership.is_ready
+    assert cluster.b.part.leader_epoch == 0
+    cluster.run(300 * MS)
+    assert cluster.b.part.failover == cluster.a.part.failover
+    assert cluster.b.part.leader_epoch == 2
+
+
+def test_a_promoted_replica_waits_until_its_own_confirmation_has_lapsed() -> None:
+    cluster = serving()
+    confirmed_ns = cluster.b.core.following.last_confirmed_ns(VB)
+    cluster.write(elect(cluster.record, "b", gone="a"), "b")
+    cluster.settle()
+    while cluster.b.part.state != VbState.ACTIVE:
+        assert cluster.now_ns <= confirmed_ns + PROMOTED_WAIT_NS
+        cluster.tick("b", ns=10 * MS)
+        cluster.settle()
+    assert cluster.now_ns >= confirmed_ns + PROMOTED_WAIT_NS
+    assert cluster.b.part.failover.current.epoch == 3, "a version of its own"
+
+
+def test_a_stopped_process_answers_nothing_stale() -> None:
+    cluster = serving()
+    a = cluster.a
+    fence_ns = a.core.leading.fence_ns
+    assert fence_ns is not None
+    a.core.check_fence(fence_ns - 1)
+    assert a.part.state == VbState.ACTIVE
+    a.core.check_fence(fence_ns)
+    assert a.part.state == VbState.FENCED
+    cluster.now_ns = fence_ns
+    cluster.run(300 * MS)
+    assert a.part.state == VbState.ACTIVE, "confirmed again"
+
+
+def test_who_is_not_confirmed_serves_nobody() -> None:
+    cluster = serving()
+    for wire in cluster.wires:
+        wire.is_up = False
+    for _ in range(0, CONFIRMATION_NS + 100 * MS, 50 * MS):
+        cluster.tick()
+        cluster.settle()
+    assert cluster.a.part.state == VbState.FENCED
+    assert cluster.a.mastership.service(cluster.now_ns, 0) is None
+
+
+def test_who_waits_is_answered_before_anything_is_cut_off() -> None:
+    cluster = serving()
+    cluster.a.put()
+    cluster.a.commit()
+    assert cluster.a.part.high_seqno == 4
+    cluster.write(elect(cluster.record, "b"))
+    ((vb_ids, why, high_seqno),) = cluster.a.deposed
+    assert (vb_ids, high_seqno) == ((VB,), 4)
+    assert "epoch 3 has begun" in why
+    cluster.run(LONG)
+    assert cluster.a.part.high_seqno == cluster.b.part.high_seqno
+    assert cluster.a.part.failover == cluster.b.part.failover
+
+
+def test_who_joins_counts_from_the_question_on_and_who_leaves_until_the_answer() -> None:
+    cluster = serving("abc")
+    cluster.write(shrink(cluster.record, "c"))
+    cluster.run(100 * MS, answers=False)
+    assert cluster.a.submits
+    assert cluster.record.isr == {"a", "b"}
+    assert cluster.a.mastership.isr == {"a", "b", "c"}
+    cluster.a.answer()
+    assert cluster.record.isr == {"a", "b", "c"}
+    del cluster.a.session.view.alive["b"]
+    cluster.tick("a")
+    assert cluster.a.mastership.isr == {"a", "b", "c"}
+    cluster.a.answer()
+    assert cluster.a.mastership.isr == {"a", "c"}
+
+
+# -- handovers -------------------------------------------------------------------------------------
+
+
+def test_a_handover_goes_on_in_the_same_version_and_nobody_waits() -> None:
+    cluster = serving()
+    uuid = cluster.a.part.vb_uuid
+    cluster.write(want(cluster.record, "b"))
+    cluster.tick()
+    assert cluster.a.part.state == VbState.FENCED, "until the outcome is known"
+    assert cluster.a.mastership.has_handed
+    cluster.run(PROMOTED_WAIT_NS - 150 * MS)
+    assert (cluster.record.master, cluster.record.handover) == ("b", HandedOver(uuid, 3))
+    assert cluster.b.part.state == VbState.ACTIVE
+    assert (cluster.b.part.vb_uuid, cluster.b.part.leader_epoch) == (uuid, 3)
+    assert cluster.b.part.committed_seqno == 3
+
+
+def test_writers_are_held_back_and_it_is_given_up_in_the_end() -> None:
+    cluster = serving()
+    for wire in cluster.wires:
+        wire.is_up = False  # no acknowledgement comes
+    cluster.a.put()
+    cluster.a.commit()
+    cluster.write(want(cluster.record, "b"))
+    fresh_ns = {"b": cluster.now_ns + 10 * S}
+    cluster.a.core.leading._confirmations = lambda mastership: fresh_ns  # type: ignore[method-assign]
+    heard = cluster.a.core.leading.feeds["b"]
+    cluster.tick("a")
+    assert cluster.a.mastership.service(cluster.now_ns, None) is Service.HANDING
+    assert cluster.a.part.holds
+    began_ns = cluster.a.mastership.handing_since_ns
+    while cluster.now_ns - began_ns <= HANDING_NS_MAX:
+        heard._confirmed_ns = cluster.now_ns
+        cluster.a.mastership._level_ns["b"] = cluster.now_ns
+        assert not cluster.a.submits
+        cluster.tick("a")
+    assert not cluster.a.mastership.has_handed
+    assert cluster.record.master == "a"
+    cluster.a.core.leading.serve(cluster.now_ns)
+    assert not cluster.a.part.holds, "writers go on"
+
+
+def test_an_unknown_outcome_is_read_back_and_until_then_nobody_serves() -> None:
+    cluster = serving()
+    cluster.write(want(cluster.record, "b"))
+    cluster.tick()
+    handed = cluster.a.submits[0]
+    cluster.store.apply(cluster.now_ns, handed.request)  # it happens, and the answer is lost
+    cluster.a.answer(OutcomeUnknown("the answer was lost"))
+    for _ in range(3):
+        cluster.tick("a")
+        cluster.settle()
+        assert cluster.a.part.state == VbState.FENCED
+        assert cluster.a.core.leading.masterships[VB].has_handed
+    cluster.run(100 * MS)
+    assert (cluster.a.part.state, cluster.b.part.state) == (VbState.REPLICA, VbState.ACTIVE)
+
+
+def test_a_handover_that_was_not_written_lets_the_master_go_on() -> None:
+    cluster = serving()
+    cluster.write(want(cluster.record, "b"))
+    cluster.tick()
+    cluster.write(want(cluster.record, None))  # somebody else was first: its compare fails
+    cluster.run(100 * MS)
+    assert cluster.record.master == "a"
+    assert cluster.a.part.state == VbState.ACTIVE
+    assert not cluster.a.part.holds
+
+
+@pytest.mark.parametrize(("vb_uuid", "seqno"), [(0, 1), (1, 0)])
+def test_a_partition_is_taken_over_only_as_it_was_handed_over(vb_uuid: int, seqno: int) -> None:
+    cluster = serving()
+    part = cluster.a.part
+    end = HandedOver(part.vb_uuid + vb_uuid, part.high_seqno + seqno)
+    cluster.write(hand_over(want(cluster.record, "b"), end))
+    cluster.run(LONG)
+    assert cluster.b.part.failover.current.epoch == 3, "a version of its own"
+
+
+# -- branches --------------------------------------------------------------------------------------
+
+
+def test_a_branch_that_cannot_begin_is_refused() -> None:
+    cluster = serving()
+    leading = cluster.a.core.leading
+    assert "ask its master" in cluster.b.core.leading.want_branch(VB, 1, 99)
+    assert "a branch cannot begin at 4" in leading.want_branch(VB, 4, 99)
+    cluster.a.engine.keyspace.raise_floor(VB, 2, 0)
+    assert "every version from seqno 2" in leading.want_branch(VB, 1, 99)
+    assert leading.want_branch(VB, 2, 99) == ""
+    assert "another branch" in leading.want_branch(VB, 2, 98)
+
+
+def test_a_branch_is_in_the_record_first_and_answered_when_all_have_rolled_back() -> None:
+    cluster = serving("abc")
+    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    cluster.tick()
+    assert cluster.a.part.high_seqno == 3, "nobody rolls back before the record says so"
+    cluster.a.answer()
+    assert cluster.record.branch == (99, 1)
+    assert cluster.a.part.high_seqno == 1
+    cluster.show(cluster.b)
+    for _ in range(4):
+        cluster.tick("a", "b")
+        cluster.settle()
+    assert cluster.b.part.high_seqno == 1
+    assert not cluster.a.submits, "c has not rolled back"
+    assert cluster.a.told(BranchEnded) == []
+    cluster.show(cluster.nodes["c"])
+    cluster.run(500 * MS)
+    assert cluster.record.branch is None
+    assert cluster.a.told(BranchEnded) == [BranchEnded(VB, 99, "")]
+    for node in cluster.nodes.values():
+        assert node.part.high_seqno == 1
+        assert node.part.failover.upper_of(99, 1) is not None
+
+
+def test_a_new_master_finishes_a_branch() -> None:
+    cluster = serving()
+    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    cluster.tick()
+    cluster.a.answer()
+    cluster.write(elect(cluster.record, "b"))
+    cluster.run(LONG)
+    assert cluster.record.branch is None
+    assert cluster.b.part.high_seqno == 1
+    assert 99 in dict(cluster.b.part.failover.pairs())
+    assert cluster.a.told(BranchEnded) == [BranchEnded(VB, 99, "")], "it is done everywhere"
+
+
+def test_a_branch_that_is_not_in_the_record_is_not_done() -> None:
+    cluster = serving()
+    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    cluster.write(elect(cluster.record, "b"))
+    (ended,) = cluster.a.told(BranchEnded)
+    assert "not its master any more" in ended.why_not
+    cluster.run(LONG)
+    assert cluster.b.part.high_seqno == 3
+
+
+# -- who gets in -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": FORMAT + 1}, "Upgrade the older"),
+        ({"cluster": "other"}, "belongs to cluster 'other'"),
+        ({"member": "stranger"}, "stranger is no member"),
+        ({"master": "c"}, "wants to reach member c; here is a"),
+    ],
+)
+def test_who_is_refused(change: dict[str, object], words: str) -> None:
+    cluster = CoreCluster()
+    told = {"format": FORMAT, "cluster": CLUSTER, "member": "b", "incarnation": 1, "master": "a"}
+    with pytest.raises(ReplicationError, match=words):
+        cluster.a.core.leading.open_feed(encode(Greeting(**(told | change))), lambda: None)
+
+
+def test_both_sides_are_on_one_epoch() -> None:
+    cluster = serving()
+    cluster.write(replace(cluster.record, epoch=7), "b")
+    cluster.run(300 * MS, answers=False)
+    assert cluster.b.part.leader_epoch == 2, "nothing was taken over"
+    assert not cluster.a.core.leading.feeds["b"].confirmed_ns(VB)

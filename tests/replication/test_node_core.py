@@ -1,0 +1,192 @@
+"""Roles of a node's partitions by the records that it reads, and its high watermarks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dcp.cluster.effects import Notice
+from dcp.replication.loss_receipt import ElectionLoss
+from failover.isr import PROMOTED_WAIT_NS
+from failover.replication_record import elect, shrink, unclean_elect, vacate
+from support.core_cluster import MS, VB, CoreCluster
+from vbucket.engine.partition import VbState
+
+LONG = PROMOTED_WAIT_NS + 200 * MS
+
+
+def serving() -> CoreCluster:
+    cluster = CoreCluster()
+    cluster.run(LONG)
+    cluster.a.put()
+    cluster.run(200 * MS)
+    assert cluster.a.part.state == VbState.ACTIVE
+    return cluster
+
+
+# -- roles -----------------------------------------------------------------------------------------
+
+
+def test_nobody_is_master_before_an_epoch_began_while_it_ran() -> None:
+    cluster = serving()
+    cluster.a.crash()
+    cluster.show(cluster.a)
+    assert VB not in cluster.a.core.leading.masterships
+    cluster.run(LONG)
+    assert cluster.a.part.state == VbState.REPLICA
+    assert [item.vb_id for item in cluster.a.session.reported] == [VB], "it asks to be elected"
+    cluster.write(elect(cluster.record, "a"))
+    cluster.run(LONG)
+    assert cluster.a.part.state == VbState.ACTIVE
+    assert cluster.a.session.reported == ()
+
+
+def test_a_partition_is_a_replica_until_a_record_says_more() -> None:
+    cluster = CoreCluster()
+    other = cluster.a.engine.partitions[VB + 1]
+    assert other.state == VbState.REPLICA
+    assert (other.has_copies, other.may_send_back) == (True, False)
+    assert cluster.a.part.state == VbState.FENCED, "master, and not served yet"
+
+
+def test_who_knows_a_higher_epoch_steps_down() -> None:
+    cluster = serving()
+    cluster.write(vacate(cluster.record), "a")
+    part = cluster.a.part
+    assert (part.state, part.guard, part.may_send_back) == (VbState.REPLICA, None, False)
+    assert [vb_ids for vb_ids, _, _ in cluster.a.deposed] == [(VB,)]
+
+
+def test_elected_again_it_begins_another_epoch_without_waiting() -> None:
+    cluster = serving()
+    before = cluster.a.mastership
+    cluster.write(elect(cluster.record, "a"))
+    assert cluster.a.mastership is not before
+    assert cluster.a.deposed, "what waits is answered"
+    cluster.run(PROMOTED_WAIT_NS // 2)
+    assert cluster.a.part.state == VbState.ACTIVE
+    assert cluster.a.part.failover.current.epoch == 3
+
+
+# -- high watermarks -------------------------------------------------------------------------------
+
+
+def test_a_change_is_committed_when_the_whole_set_has_synced_it() -> None:
+    cluster = serving()
+    wire = cluster.wires[0]
+    wire.is_up = False
+    cluster.a.put()
+    cluster.settle()
+    assert (cluster.a.part.synced_seqno, cluster.b.part.synced_seqno) == (2, 2)
+    assert cluster.a.part.committed_seqno == 1
+    wire.is_up = True
+    cluster.settle()
+    assert cluster.a.part.committed_seqno == 2
+    assert cluster.b.part.committed_seqno == 2, "the replica is told"
+
+
+def test_a_change_that_is_not_synced_here_is_not_committed() -> None:
+    cluster = serving()
+    cluster.a.put()
+    job = cluster.a.take()
+    cluster.a.mastership.acknowledged("b", 2, 2)
+    cluster.a.core.tick(cluster.now_ns)
+    assert cluster.a.part.committed_seqno == 1
+    cluster.a.finish(job)
+    assert cluster.a.part.committed_seqno == 2
+
+
+# -- unclean elections -----------------------------------------------------------------------------
+
+
+def test_the_first_master_after_an_unclean_election_tells_where_it_begins() -> None:
+    cluster = serving()
+    cluster.write(shrink(cluster.record, "b"))
+    cluster.b.core.following._told(VB, 5)  # five are committed, and one of them is here
+    versions = tuple(cluster.b.part.failover.pairs())
+    cluster.write(unclean_elect(cluster.record, "b"))
+    assert cluster.b.told(ElectionLoss) == [ElectionLoss(VB, 3, versions, 1, 5)]
+    assert cluster.a.told(ElectionLoss) == []
+    cluster.run(LONG)
+    cluster.write(elect(cluster.record, "b"))
+    assert len(cluster.b.told(ElectionLoss)) == 1, "once"
+
+
+def test_it_is_told_although_the_elected_process_has_died() -> None:
+    cluster = serving()
+    cluster.write(shrink(cluster.record, "b"))
+    cluster.b.crash()
+    cluster.write(unclean_elect(cluster.record, "b"))
+    assert cluster.b.told(ElectionLoss) == [], "that was another process"
+    cluster.write(elect(cluster.record, "b"))
+    (lost,) = cluster.b.told(ElectionLoss)
+    assert (lost.epoch, lost.end_seqno, lost.committed_seqno) == (4, 1, None)
+
+
+def test_a_clean_election_loses_nothing() -> None:
+    cluster = serving()
+    cluster.write(elect(cluster.record, "b"))
+    assert cluster.b.told(ElectionLoss) == []
+
+
+# -- records that cannot be followed ---------------------------------------------------------------
+
+
+def test_a_record_that_cannot_be_read_changes_nothing_and_is_told_once() -> None:
+    cluster = serving()
+    for text in (b"{not json", b"{not json"):
+        cluster.write_raw(text)
+        cluster.run(2 * LONG)
+    for node in cluster.nodes.values():
+        notices = [item.text for item in node.told(Notice)]
+        assert len(notices) == 2, "once for each state of the key"
+        assert notices[0].startswith("vb 1 stays as it is (leader epoch 2, master a): key ")
+    assert cluster.a.part.state == VbState.ACTIVE
+    cluster.a.put()
+    cluster.run(200 * MS)
+    assert cluster.b.part.committed_seqno == 2
+
+
+def test_nobody_writes_a_record_that_it_cannot_read() -> None:
+    cluster = serving()
+    cluster.write_raw(b"{}")
+    for wire in cluster.wires:
+        wire.cut()
+    for _ in range(60):  # b is not heard, and would leave the in-sync set
+        cluster.tick("a")
+    assert not cluster.a.submits
+    good = replace(cluster.a.core._record_of(VB), wanted_master=None)
+    cluster.write(good)
+    cluster.tick("a")
+    assert cluster.a.submits, "now it leaves"
+
+
+def test_a_store_that_was_set_back_is_not_followed() -> None:
+    cluster = serving()
+    cluster.write(elect(cluster.record, "b"))
+    cluster.run(LONG)
+    assert cluster.b.part.leader_epoch == 3
+    old = replace(cluster.record, epoch=2, master="a")
+    cluster.write(old)
+    cluster.run(LONG)
+    for node in cluster.nodes.values():
+        (notice,) = node.told(Notice)
+        assert "was set back: it has leader epoch 2, and epoch 3 was seen" in notice.text
+    assert cluster.b.part.state == VbState.ACTIVE
+    cluster.a.crash()
+    cluster.show(cluster.a)
+    assert VB not in cluster.a.core._records, "its own log says that epoch 3 began"
+    (notice,) = cluster.a.told(Notice)
+    assert "vb 1 stays as it is (leader epoch 3, master not known)" in notice.text
+    cluster.write(replace(old, epoch=9, master="b"))
+    cluster.run(LONG)
+    assert cluster.a.part.leader_epoch == 9
+
+
+def test_a_store_that_was_set_back_and_restored_makes_no_master() -> None:
+    cluster = serving()
+    good = cluster.record
+    cluster.a.crash()
+    assert cluster.a.part.leader_epoch == good.epoch == 2
+    cluster.write(replace(good, epoch=1))
+    cluster.write(good)
+    assert VB not in cluster.a.core.leading.masterships, "epoch 2 began before this process"

@@ -1,0 +1,99 @@
+"""Rules over quarantine files and loss receipts. Pure.
+
+- an answered write that an unclean election lost is in a quarantine file, unless a folder that may
+  have held it is lost;
+- the election's receipt has an end below each write that it lost;
+- nothing is in a quarantine file that the master still has;
+- a quarantine file is readable from its disk after any power cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from dcp.replication.loss_receipt import CutOff
+from sim.checkers.histories import is_excused_by, missing
+from sim.facts import CutOffFact, Excuse, History, LostFact, LostFolder, Operation, Outcome, cas_of
+from vbucket.model.entry import META, seqno_of
+
+UNCLEAN = frozenset({"unclean"})
+OTHERS = frozenset({"branch", "lost folder"})
+
+
+def lost_by_election(
+    operations: Iterable[Operation], final: Iterable[History], excuses: Sequence[Excuse]
+) -> list[Operation]:
+    """Return the answered writes that are gone because of an unclean election alone."""
+    by_vb = {history.vb_id: history for history in final}
+    return [
+        operation
+        for operation in operations
+        if operation.outcome is Outcome.OK and operation.seqno and operation.vb_id in by_vb
+        and missing(operation, by_vb[operation.vb_id])
+        and is_excused_by(operation, excuses, UNCLEAN)
+        and not is_excused_by(operation, excuses, OTHERS)
+    ]  # fmt: skip
+
+
+def named(
+    gone: Iterable[Operation],
+    cut_off: Iterable[CutOffFact],
+    lost: Sequence[LostFact],
+    lost_folders: Sequence[LostFolder],
+) -> list[str]:
+    """Every write that is gone must be named by its key and by the election."""
+    in_files = {
+        (fact.cut.vb_id, seqno_of(entry), _cas(entry))
+        for fact in cut_off
+        for entry in fact.cut.entries
+    }
+    problems = []
+    for operation in gone:
+        began_ns = operation.invoked_ns
+        told = any(
+            fact.lost.vb_id == operation.vb_id and fact.lost.end_seqno < operation.seqno
+            and fact.at_ns >= began_ns
+            for fact in lost
+        )  # fmt: skip
+        if not told:
+            problems.append(f"no receipt of an election names the loss of {operation}")
+        is_in_file = (operation.vb_id, operation.seqno, operation.cas) in in_files
+        if not is_in_file and not any(folder.at_ns >= began_ns for folder in lost_folders):
+            problems.append(f"no quarantine file holds the lost write {operation}")
+    return problems
+
+
+def still_there(cut_off: Iterable[CutOffFact], final: Iterable[History]) -> list[str]:
+    """What a quarantine file holds must be gone."""
+    by_vb = {history.vb_id: history for history in final}
+    problems = []
+    for fact in cut_off:
+        history = by_vb.get(fact.cut.vb_id)
+        for entry in fact.cut.entries:
+            change = None if history is None else history.entries.get(seqno_of(entry))
+            if change is not None and _cas(entry) and cas_of(change) == _cas(entry):
+                problems.append(
+                    f"{fact.node} kept seqno {seqno_of(entry)} of vb {fact.cut.vb_id} as cut off at"
+                    f" {fact.at_ns / 1e6:.3f} ms, and the master has it"
+                )
+                break
+    return problems
+
+
+def readable(
+    cut_off: Iterable[CutOffFact],
+    lost_folders: Iterable[LostFolder],
+    on_disk: Mapping[str, Sequence[CutOff]],
+) -> list[str]:
+    """A file that was reported as kept must be on its disk."""
+    gone_ns = {folder.node: folder.at_ns for folder in lost_folders}
+    return [
+        f"{fact.node} lost the quarantine file {fact.cut.file_name}"
+        for fact in cut_off
+        if fact.at_ns > gone_ns.get(fact.node, -1) and fact.cut not in on_disk[fact.node]
+    ]
+
+
+def _cas(entry: bytes) -> int:
+    cas: int = META.unpack_from(entry)[4]
+    return cas

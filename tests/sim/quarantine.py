@@ -1,0 +1,40 @@
+"""Quarantine files of simulated nodes: written to the machine's disk, read back by checkers."""
+
+from __future__ import annotations
+
+from dcp.replication.loss_receipt import (
+    CutOff,
+    QuarantineDamagedError,
+    pack_cut_off,
+    unpack_cut_off,
+)
+from support.forgetful_disk import ForgetfulDisk
+
+SUFFIX = ".cut"
+
+
+def keep(disk: ForgetfulDisk, cut: CutOff) -> None:
+    """Write a file and make it durable. Raises OSError; then no part of it is left."""
+    name = cut.file_name
+    fd = disk.create(name)
+    try:
+        disk.write(fd, pack_cut_off(cut), 0)
+        disk.sync(fd)
+        disk.sync_folder()
+    except OSError:
+        disk.remove(name)
+        raise
+    finally:
+        disk.close(fd)
+
+
+def kept(disk: ForgetfulDisk) -> list[CutOff]:
+    """Return what the readable files of a disk hold."""
+    found = []
+    for name in sorted(disk.names()):
+        if name.endswith(SUFFIX):
+            try:
+                found.append(unpack_cut_off(disk.read(name)))
+            except QuarantineDamagedError:
+                continue  # the power went before it was synced: nothing was cut off then
+    return found
