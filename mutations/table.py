@@ -46,8 +46,8 @@ MUTATIONS = (
     ),
     Mutation(
         "wrong-seqno-after-branch",
-        "        self.high_seqno = seqno\n        self.mended = self.mended and",
-        "        self.high_seqno = seqno + 1\n        self.mended = self.mended and",
+        "        self.high_seqno = seqno\n        if self.incomplete_snapshot",
+        "        self.high_seqno = seqno + 1\n        if self.incomplete_snapshot",
         ("test_engine", "test_engine_model"),
     ),
     Mutation(
@@ -464,9 +464,21 @@ MUTATIONS = (
     ),
     Mutation(
         "floor-missed-while-behind",
-        "                stream.missed_floor = entry\n",
-        "                pass\n",
-        ("test_replica_feed", "test_copies"),
+        "        elif self.floors != floors:\n",
+        "        elif self.floors > floors:\n",
+        ("test_replica_feed", "test_snapshot_below_floor"),
+    ),
+    Mutation(
+        "snapshot-part-joins",
+        "        return stream is not None and stream.whole_number > self._acknowledged_number\n",
+        "        return False\n",
+        ("test_snapshot_below_floor",),
+    ),
+    Mutation(
+        "snapshot-hides-gaps",
+        "    goes_on = told.start == window.start and told.end >= window.end\n",
+        "    goes_on = told.start in {window.start, high_seqno} and told.end >= window.end\n",
+        ("test_snapshot_below_floor",),
     ),
     Mutation(
         "replica-presumes-documents",

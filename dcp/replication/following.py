@@ -22,7 +22,10 @@ from dcp.replication.messages import (
     EntriesSection,
     Greeting,
     ReplicaPosition,
+    SnapshotDone,
+    Told,
     Welcome,
+    unpack_told,
     versions_of,
 )
 from dcp.replication.replica_link import LinkState, ReplicaLink, from_here
@@ -38,10 +41,14 @@ from vbucket.engine.leadership import (
     StaleEpochError,
     adopt_failover_log,
     adopt_floors,
+    begin_snapshot,
+    end_snapshot,
 )
 from vbucket.engine.partition import Partition
 from vbucket.engine.replicated import ReplicatedChanges
-from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document
+from vbucket.model.control import SnapshotWindow
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT
+from vbucket.store.environment import StoreDamagedError
 
 UNHEARD_NS: Final = 600_000_000
 """A master whose node was not heard for so long is reported: six heartbeats."""
@@ -183,18 +190,23 @@ class Following:
     def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, ReplicaPosition]:
         """See ReplicaSide."""
         part = self._engine.partitions[vb_id]
-        asked = from_here(part.high_seqno, part.vb_uuid)
-        return asked, ReplicaPosition(epoch, versions_of(part.failover))
+        window = part.incomplete_snapshot
+        asked = from_here(part.high_seqno, part.vb_uuid, window)
+        purge = window.purge if window is not None else 0
+        return asked, ReplicaPosition(epoch, versions_of(part.failover), purge)
 
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """See ReplicaSide."""
+        part = self._engine.partitions[vb_id]
         try:
             log = welcome.failover_log()
             adopt_failover_log(self._engine, vb_id, log, welcome.epoch)
-            adopt_floors(
-                self._engine, vb_id, welcome.history_floor, welcome.purge_seqno,
-                welcome.committed_seqno,
-            )  # fmt: skip
+            if part.incomplete_snapshot is None and welcome.history_floor <= part.high_seqno:
+                # Otherwise a snapshot comes, and brings the floors at its end.
+                adopt_floors(
+                    self._engine, vb_id, welcome.history_floor, welcome.purge_seqno,
+                    welcome.committed_seqno,
+                )  # fmt: skip
         except (StaleEpochError, FloorsRefusedError, ValueError) as error:
             raise ReplicationError(str(error)) from error
         self._told(vb_id, welcome.committed_seqno)
@@ -208,6 +220,8 @@ class Following:
             )
         self._changes.settle()
         seqno = min(seqno, part.high_seqno)
+        if part.incomplete_snapshot is not None:
+            seqno = min(seqno, part.incomplete_snapshot.start)
         if not self._is_kept(part, epoch, seqno):
             return False
         if seqno < part.history_floor:
@@ -248,28 +262,35 @@ class Following:
         group = self._engine.partitions[vb_id].last_group
         return group if group > self._engine.commits.synced_group else 0
 
+    def incomplete_snapshot(self, vb_id: int) -> SnapshotWindow | None:
+        """See ReplicaSide."""
+        return self._engine.partitions[vb_id].incomplete_snapshot
+
     def apply(self, section: EntriesSection) -> None:
         """See ReplicaSide."""
         part = self._engine.partitions[section.vb_id]
         changes: list[bytes] = []
-        for entry in section.entries:
-            if entry[OPCODE_AT] != LOG_CONTROL:
-                changes.append(entry)
-                continue
+        try:
+            for entry in section.entries:
+                if entry[OPCODE_AT] != LOG_CONTROL:
+                    changes.append(entry)
+                    continue
+                self._changes.apply(part, changes)
+                changes = []
+                self._take_told(section, unpack_told(entry))
             self._changes.apply(part, changes)
-            changes = []
-            self._adopt_floors(section, control_document(entry))
-        self._changes.apply(part, changes)
+        except (FloorsRefusedError, StoreDamagedError) as error:
+            raise ReplicationError(str(error)) from error
         self._told(section.vb_id, section.committed_seqno)
 
-    def _adopt_floors(self, section: EntriesSection, document: dict[str, object]) -> None:
-        floor, purge = document.get("seqno"), document.get("purge")
-        if not isinstance(floor, int) or not isinstance(purge, int):
-            raise ReplicationError(f"vb {section.vb_id}: floors without numbers: {document}")
-        try:
-            adopt_floors(self._engine, section.vb_id, floor, purge, section.committed_seqno)
-        except FloorsRefusedError as error:
-            raise ReplicationError(str(error)) from error
+    def _take_told(self, section: EntriesSection, told: Told) -> None:
+        engine, vb_id = self._engine, section.vb_id
+        if isinstance(told, SnapshotWindow):
+            begin_snapshot(engine, vb_id, told)
+        elif isinstance(told, SnapshotDone):
+            end_snapshot(engine, vb_id, told.purge, told.cas)
+        else:
+            adopt_floors(engine, vb_id, told.floor, told.purge, section.committed_seqno)
 
     # -- high watermarks ---------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ from failover.rollback import Question, decide
 from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import begin_version, set_leader_epoch
 from vbucket.engine.partition import Hold, Partition, VbState
+from vbucket.model.control import SnapshotWindow
 
 
 class _AskedBranch:
@@ -116,6 +117,7 @@ class Leading:
         self._now_ns = now_ns
         part = self._engine.partitions[vb_id]
         assert part.leader_epoch <= record.epoch, "an epoch is never followed lower"
+        self._give_up_snapshot(part)
         was_master = vb_id in self.masterships
         if was_master:
             self.step_down(vb_id, f"epoch {record.epoch} has begun")
@@ -141,6 +143,14 @@ class Leading:
         )  # fmt: skip
         part.guard = mastership
         self.masterships[vb_id] = mastership
+
+    def _give_up_snapshot(self, part: Partition) -> None:
+        """Cut off a part of a snapshot: only an unclean election makes such a replica master."""
+        window = part.incomplete_snapshot
+        if window is not None:
+            seqno = window.start if window.start >= part.history_floor else 0
+            log = part.failover.cut(seqno)
+            self._engine.keyspace.replace_history(part, log, part.leader_epoch, rollback_to=seqno)
 
     def step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""
@@ -226,18 +236,25 @@ class Leading:
             versions = tuple(told.failover_log().pairs())
         except ValueError as error:
             raise ReplicationError(f"vb {vb_id}: {error}") from error
+        window = _window_of(vb_id, asked, told)
         question = Question(
-            asked.start_seqno, asked.vb_uuid, asked.snap_start_seqno, asked.snap_end_seqno, versions
-        )
+            asked.start_seqno, asked.vb_uuid, asked.snap_start_seqno, asked.snap_end_seqno,
+            versions, client_purge_seqno=told.snapshot_purge,
+        )  # fmt: skip
         decision = decide(question, part.failover, part.high_seqno, part.purge_seqno)
         if decision.rollback_seqno is not None:
             return FeedAnswer(Status.ROLLBACK, U64.pack(decision.rollback_seqno))
-        if asked.start_seqno > part.synced_seqno:
+        if asked.snap_end_seqno > part.synced_seqno:
             return FeedAnswer(Status.ETMPFAIL, b"the master has not synced so much yet")
-        feed.open(vb_id, mastership.epoch, opaque, asked.start_seqno)
+        whole_seqno = asked.start_seqno
+        if window is not None:
+            whole_seqno = window.start
+            window = window._replace(purge=part.purge_seqno)
+        mastership.begins_at(feed.member, whole_seqno)
+        feed.open(vb_id, mastership.epoch, opaque, asked.start_seqno, window)
         welcome = Welcome(
             mastership.epoch, versions_of(part.failover), part.history_floor, part.purge_seqno,
-            part.committed_seqno,
+            max(part.committed_seqno, part.history_floor),  # a floor is committed
         )  # fmt: skip
         return FeedAnswer(Status.OK, encode(welcome))
 
@@ -310,6 +327,9 @@ class Leading:
         heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
         changes: list[RecordChange] = []
         for vb_id, mastership in self.masterships.items():
+            mastership.in_snapshot = frozenset(
+                member for member, feed in self.feeds.items() if feed.is_in_snapshot(vb_id)
+            )
             record = mastership.changed_isr(self._now_ns, alive, heard_ns)
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
@@ -391,3 +411,16 @@ class Leading:
             f"vb {vb_id}: this node is not its master any more. If the failover log has version "
             f"{vb_uuid}, the branch was made; otherwise ask the present master for it",
         )  # fmt: skip
+
+
+def _window_of(vb_id: int, asked: StreamRequest, told: ReplicaPosition) -> SnapshotWindow | None:
+    """Return the snapshot of which a replica has a part; None: what it has is whole. Raises
+    ReplicationError.
+    """
+    start, seqno, end = asked.snap_start_seqno, asked.start_seqno, asked.snap_end_seqno
+    if not start <= seqno <= end or not 0 <= told.snapshot_purge <= end:
+        raise ReplicationError(
+            f"vb {vb_id}: a replica cannot be at seqno {seqno} of a snapshot from {start} to {end} "
+            f"with purge seqno {told.snapshot_purge}"
+        )
+    return SnapshotWindow(start, end, told.snapshot_purge) if start < seqno else None

@@ -60,6 +60,7 @@ class ReplicationSettings(NamedTuple):
     value_bytes_max: int = 20 << 20
     window_bytes: int = WINDOW_BYTES
     section_bytes: int = SECTION_BYTES
+    """Entries of a partition that is behind, in one message: a fair share of a turn."""
 
 
 class Mastership:
@@ -93,6 +94,8 @@ class Mastership:
         self.handing_since_ns = 0
         self.branch_wanted: BranchUnderWay | None = None
         """What an operator has asked for, until the record says it."""
+        self.in_snapshot: frozenset[str] = frozenset()
+        """Members that have only a part of a de-duplicated snapshot."""
         self.has_handed = False
         """Whether the handover is written, or may be: nobody serves until that is decided."""
         self._member = member
@@ -120,6 +123,14 @@ class Mastership:
         before = self._acknowledged.get(member)
         if before is None or before.epoch < epoch or before.synced_seqno < seqno:
             self._acknowledged[member] = Acknowledgement(epoch, seqno)
+
+    def begins_at(self, member: str, seqno: int) -> None:
+        """A member has all up to a seqno, and perhaps less than it acknowledged before: deletions
+        that it needed were purged, so it began again at 0.
+        """
+        given = self._acknowledged.get(member)
+        if given is not None and given.epoch == self.epoch and seqno < given.synced_seqno:
+            self._acknowledged[member] = Acknowledgement(self.epoch, seqno)
 
     def acknowledged_epochs(self) -> dict[str, int]:
         """Return the epoch under which each member last reconciled with this node."""
@@ -223,7 +234,10 @@ class Mastership:
         given = self._acknowledged.get(member)
         if given is None or heard_ns is None:
             return False
-        candidate = Candidate(given, is_level=self._level_ns.get(member) == heard_ns)
+        candidate = Candidate(
+            given, is_level=self._level_ns.get(member) == heard_ns,
+            has_incomplete_snapshot=member in self.in_snapshot,
+        )  # fmt: skip
         return may_join(candidate, self.epoch, self.part.committed_seqno, self.epoch_start_seqno)
 
     def _note_levels(self, now_ns: int, heard_ns: Mapping[str, int]) -> None:

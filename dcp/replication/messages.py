@@ -15,11 +15,17 @@ and the master sends
 
 A section has the partition, the opaque of the stream request, the leader epoch, the high watermark,
 and entries as the log stores them, prefix included. A message without sections is a heartbeat.
+Among the entries are control entries (vbucket.model.control):
+
+    floor      the master's history floor and purge seqno
+    snapshot   with a window: what follows is a part of a de-duplicated snapshot, so its seqnos have
+               gaps. Without one: the snapshot ends here; with floor, purge seqno and highest CAS
 
 Invariants
 - numbers have no gaps; an acknowledgement covers all messages up to its number;
 - a message is taken wholly or not at all: `unpack_entries` checks checksum and lengths, and
-  `problem_of` that the entries follow what the replica has.
+  `problem_of` that the entries follow what the replica has;
+- seqnos follow each other without gaps, except within a snapshot, where they rise up to its end.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
 from failover.history import EPOCH_MAX, FailoverLog
 from vbucket.log.record import LogDamagedError, split_entries
+from vbucket.model.control import SnapshotWindow, seqno_in, snapshot_window
 from vbucket.model.entry import (
     CONTROL_ENTRY,
     DELETION_EXTRAS_BYTES,
@@ -48,6 +55,7 @@ from vbucket.model.entry import (
     MUTATION_EXTRAS_BYTES,
     SYSTEM_EVENT_EXTRAS_BYTES,
     control_document,
+    pack_control,
 )
 from vbucket.model.ids import SEQNO_MAX
 
@@ -63,8 +71,8 @@ MESSAGE_BYTES_MAX: Final = 24 << 20
 """A section holds at least one entry, and a value may have 20 MiB."""
 ENTRY_OVERHEAD_BYTES_MAX: Final = 1024
 """Key and extras of an entry: a key has at most 250 bytes and a collection id."""
-FLOOR_BYTES_MAX: Final = 256
-"""Body of a floor: three names and two seqnos."""
+CONTROL_BYTES_MAX: Final = 256
+"""Body of a control entry: a few names and at most six seqnos."""
 _EXTRAS_BYTES: Final[dict[int, int]] = {
     Opcode.DCP_MUTATION: MUTATION_EXTRAS_BYTES,
     Opcode.DCP_DELETION: DELETION_EXTRAS_BYTES,
@@ -116,6 +124,8 @@ class ReplicaPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: int
     versions: list[tuple[str, str, int]]
     """vb_uuid, seqno (decimal text, because 64 bits are more than a JSON number holds), epoch."""
+    snapshot_purge: int = 0
+    """The purge seqno of the incomplete snapshot of which the replica has a part; 0: none."""
 
     def failover_log(self) -> FailoverLog:
         """Return the replica's versions. Raises ValueError."""
@@ -136,6 +146,56 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def failover_log(self) -> FailoverLog:
         """Return the master's versions. Raises ValueError."""
         return ReplicaPosition(self.epoch, self.versions).failover_log()
+
+
+class FloorsTold(NamedTuple):
+    """The master's history floor and purge seqno, in a control entry."""
+
+    floor: int
+    purge: int
+
+
+class SnapshotDone(NamedTuple):
+    """The end of a snapshot, in a control entry. It is the replica's history floor."""
+
+    seqno: int
+    purge: int
+    cas: int
+
+
+Told = FloorsTold | SnapshotWindow | SnapshotDone
+"""What a control entry tells."""
+
+
+def pack_told(vb_id: int, told: Told) -> bytes:
+    """Return the control entry that tells it."""
+    document: dict[str, object]
+    if isinstance(told, SnapshotWindow):
+        document = {"kind": "snapshot", "window": list(told)}
+    elif isinstance(told, SnapshotDone):
+        document = {"kind": "snapshot", "window": None, **told._asdict()}
+    else:
+        document = {"kind": "floor", "seqno": told.floor, "purge": told.purge}
+    return pack_control(vb_id, document)
+
+
+def unpack_told(entry: bytes) -> Told:
+    """Return what a control entry tells. Raises ReplicationError."""
+    if not CONTROL_ENTRY.size <= len(entry) <= CONTROL_ENTRY.size + CONTROL_BYTES_MAX:
+        raise ReplicationError(f"a control entry of {len(entry)} bytes is not for replicas")
+    try:
+        document: Any = control_document(entry)
+        kind = document["kind"]
+        if kind == "floor":
+            return FloorsTold(seqno_in(document["seqno"]), seqno_in(document["purge"]))
+        if kind == "snapshot":
+            names = SnapshotDone._fields
+            return snapshot_window(document) or SnapshotDone(
+                *(seqno_in(document[n]) for n in names)
+            )
+    except (CBORDecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ReplicationError(f"a control entry cannot be read: {error!r}") from error
+    raise ReplicationError(f"a control entry of kind {kind!r} is not for replicas")
 
 
 def versions_of(log: FailoverLog) -> list[tuple[str, str, int]]:
@@ -188,8 +248,12 @@ def unpack_entries(frame: Frame) -> Message:
     return Message(number, question, tuple(sections))
 
 
-def problem_of(section: EntriesSection, high_seqno: int, value_bytes_max: int) -> str:
-    """Return what is wrong with a section for a replica at `high_seqno`; "" if nothing is."""
+def problem_of(
+    section: EntriesSection, high_seqno: int, window: SnapshotWindow | None, value_bytes_max: int
+) -> str:
+    """Return what is wrong with a section for a replica at `high_seqno`; "" if nothing is. `window`
+    is that of its incomplete snapshot.
+    """
     epoch_max, vb_id = section.epoch, section.vb_id
     if not 0 < epoch_max <= EPOCH_MAX or section.committed_seqno > SEQNO_MAX:
         return f"leader epoch {epoch_max} or seqno {section.committed_seqno} cannot be"
@@ -202,8 +266,13 @@ def problem_of(section: EntriesSection, high_seqno: int, value_bytes_max: int) -
         if entry_vb_id != vb_id:
             return f"an entry of vb {entry_vb_id} in the section of vb {vb_id}"
         if opcode == LOG_CONTROL:
-            if problem := _problem_of_control(entry, high_seqno, section.committed_seqno):
+            try:
+                told = unpack_told(entry)
+            except ReplicationError as error:
+                return str(error)
+            if problem := _misplaced(told, high_seqno, window, section.committed_seqno):
                 return problem
+            window = told if isinstance(told, SnapshotWindow) else None
             continue
         if (
             _EXTRAS_BYTES.get(opcode) != extras_bytes
@@ -215,8 +284,9 @@ def problem_of(section: EntriesSection, high_seqno: int, value_bytes_max: int) -
                 f" of these {extras_bytes} of extras and {key_bytes} of key: that is no change"
             )
         _, _, _, _, cas, seqno, _ = _META_OF(entry)
-        if seqno != high_seqno + 1:
-            return f"seqno {seqno} follows {high_seqno}"
+        if not high_seqno < seqno <= (high_seqno + 1 if window is None else window.end):
+            where = "" if window is None else f" in the snapshot that ends at {window.end}"
+            return f"seqno {seqno} follows {high_seqno}{where}"
         if not epoch_before <= epoch <= epoch_max:
             return f"seqno {seqno} has leader epoch {epoch}, outside {epoch_before} to {epoch_max}"
         if body_bytes > body_bytes_max:
@@ -224,28 +294,42 @@ def problem_of(section: EntriesSection, high_seqno: int, value_bytes_max: int) -
         if prev_seqno >= seqno or (not cas and opcode != Opcode.DCP_SYSTEM_EVENT):
             return f"seqno {seqno} replaces seqno {prev_seqno} and has CAS {cas}: that cannot be"
         high_seqno, epoch_before = seqno, epoch
+    if window is not None and window.start == high_seqno:
+        return f"the snapshot from seqno {window.start} begins without a change"
     return ""
 
 
-def _problem_of_control(entry: bytes, high_seqno: int, committed_seqno: int) -> str:
-    """Return what is wrong with a control entry behind `high_seqno`; "" if it is a floor."""
-    if not CONTROL_ENTRY.size <= len(entry) <= CONTROL_ENTRY.size + FLOOR_BYTES_MAX:
-        return f"a control entry of {len(entry)} bytes is no floor"
-    try:
-        document: object = control_document(entry)
-    except (CBORDecodeError, RecursionError) as error:
-        return f"a control entry that cannot be read: {error}"
-    if not isinstance(document, dict) or document.get("kind") != "floor":
-        return "a control entry that is no floor"
-    floor, purge = document.get("seqno"), document.get("purge")
-    if type(floor) is not int or type(purge) is not int:
-        return "a floor without seqnos"
-    if not 0 <= floor <= min(high_seqno, committed_seqno) or not 0 <= purge < max(floor, 1):
+def _misplaced(
+    told: Told, high_seqno: int, window: SnapshotWindow | None, committed_seqno: int
+) -> str:
+    """Return why a control entry cannot stand behind `high_seqno`, "" if it can."""
+    if isinstance(told, FloorsTold):
+        if window is not None:
+            return f"floors inside the snapshot that ends at {window.end}"
+        if told.floor <= min(high_seqno, committed_seqno) and told.purge < max(told.floor, 1):
+            return ""
         return (
-            f"history floor {floor} with purge seqno {purge}, behind seqno {high_seqno} and "
-            f"committed seqno {committed_seqno}: a floor is committed, a purge seqno is below it"
+            f"history floor {told.floor} with purge seqno {told.purge}, behind seqno {high_seqno} "
+            f"and committed seqno {committed_seqno}: a floor is committed, a purge seqno is below "
+            "it"
         )
-    return ""
+    if isinstance(told, SnapshotDone):
+        if window is None or not window.end == told.seqno == high_seqno:
+            return f"a snapshot ends at seqno {told.seqno}; this replica is at {high_seqno}"
+        if told.purge >= told.seqno:
+            return f"purge seqno {told.purge} of a snapshot that ends at {told.seqno}"
+        return ""
+    if window is None:
+        return "" if told.start == high_seqno else _elsewhere(told, high_seqno)
+    goes_on = told.start == window.start and told.end >= window.end
+    return "" if goes_on else _elsewhere(told, high_seqno)
+
+
+def _elsewhere(told: SnapshotWindow, high_seqno: int) -> str:
+    return (
+        f"a snapshot begins at seqno {told.start} and ends at {told.end}; this replica is at "
+        f"{high_seqno}"
+    )
 
 
 def pack_ack(number: int, question: int) -> bytes:

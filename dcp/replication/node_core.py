@@ -174,6 +174,7 @@ class ReplicationCore:
         elif mastership is None or mastership.epoch != record.epoch:
             confirmed_ns = self.following.last_confirmed_ns(vb_id)
             self.following.leave(vb_id)
+            self._changes.settle()
             told_seqno = self.following.take_told_hw(vb_id)
             self._tell_loss(vb_id, record, told_seqno)
             self.leading.begin(
@@ -290,10 +291,12 @@ class ReplicationCore:
             if not self.following.is_unheard(record):
                 continue
             part = self._engine.partitions[vb_id]
+            window = part.incomplete_snapshot
             reported.append(
                 ReportedPartition(
                     vb_id, record.epoch, part.vb_uuid, part.failover.current.epoch,
-                    part.synced_seqno, is_electable=True,
+                    part.synced_seqno if window is None else window.start,
+                    is_electable=window is None,
                 )
             )  # fmt: skip
         if tuple(reported) != self._reported:

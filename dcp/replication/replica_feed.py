@@ -3,6 +3,12 @@
     IN_STEP   the partition is in every group message: it has all that is synced here
     BEHIND    it is read from its cursor, from memory or from blocks, until it is level
 
+Below the master's history floor versions may be gone. A replica that is there gets what is left up
+to the floor as a snapshot: its seqnos have gaps, and it is of use only as a whole. The floor may
+rise meanwhile; then so does the end of the snapshot. Nothing is held back for it. Only deletions
+that are purged meanwhile can make a part useless (`_FedStream.is_overtaken`): then the stream is
+ended, and the answer to the next request sends the replica to 0.
+
 Who calls it: the session passes requests and acknowledgements on, the connection pumps messages
 (it is to the connection what `dcp.stream.producer` is for consumers), and the node core reports
 synced groups and answers what the feed asks (`MasterSide`).
@@ -13,7 +19,9 @@ Invariants
   partition that does not fit into the window goes BEHIND: it costs a cursor, no memory, no wait;
 - what the feed holds is bounded, whatever the replica does: messages count with what is remembered
   of them, and no more than QUESTIONS_MAX heartbeats are waiting for an answer;
-- an acknowledgement counts for a partition if its stream was open when the message was made.
+- an acknowledgement counts for a partition if its stream was open when the message was made, and
+  not for a part of a snapshot;
+- a replica knows the master's floors before it gets a change that was made after they rose.
 """
 
 from __future__ import annotations
@@ -25,9 +33,13 @@ from typing import Final, NamedTuple, Protocol
 
 from dcp.replication.messages import (
     EntriesSection,
+    FloorsTold,
     ReplicaPosition,
+    SnapshotDone,
+    Told,
     decode,
     pack_entries,
+    pack_told,
     unpack_ack,
 )
 from dcp.session.replication_port import FeedAnswer, ReplicationError
@@ -40,7 +52,10 @@ from dcp.wire.message import (
     parse_stream_request,
 )
 from vbucket.engine.engine import Engine
-from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
+from vbucket.engine.partition import Partition
+from vbucket.model.control import SnapshotWindow
+from vbucket.model.entry import seqno_of
+from vbucket.model.ids import SEQNO_MAX
 from vbucket.store.environment import StoreDamagedError
 
 WINDOW_BYTES: Final = 8 << 20
@@ -55,6 +70,10 @@ BEAT_NS: Final = 100_000_000
 """Time between heartbeats, and the longest time between two questions."""
 SILENCE_NS_MAX: Final = 3_000_000_000
 """A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
+
+
+NEVER: Final = SEQNO_MAX
+"""Above the number of every message."""
 
 
 class FeedPace(Enum):
@@ -78,14 +97,24 @@ class _FedStream:
     __slots__ = (
         "confirmations",
         "epoch",
-        "missed_floor",
+        "floors",
         "opaque",
         "pace",
+        "safe_purge",
         "sent_seqno",
         "shown_seqno",
+        "whole_number",
+        "window",
     )
 
-    def __init__(self, epoch: int, opaque: int, seqno: int, confirmations: int) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        opaque: int,
+        seqno: int,
+        confirmations: int,
+        window: SnapshotWindow | None,
+    ) -> None:
         self.confirmations = confirmations
         """How many confirmations the link had when the stream was opened."""
         self.epoch = epoch
@@ -94,14 +123,63 @@ class _FedStream:
         self.pace = FeedPace.BEHIND
         self.shown_seqno = -1
         """The high watermark that the replica was told last."""
-        self.missed_floor = b""
-        """The newest floor that was synced while the partition was behind. A cursor meets no
-        floors, because they are no changes."""
+        self.floors = FloorsTold(0, 0)
+        """The floors that the replica was told while it was behind. Floors never fall, so these are
+        the present ones only if it knows them."""
+        self.window = window
+        """The snapshot of which the replica has a part; None: what it has is whole."""
+        self.whole_number = 0 if window is None else NEVER
+        """The message that ends the last snapshot; NEVER: it was not sent yet."""
+        self.safe_purge = 0 if window is None else window.purge
+        """Deletions up to this seqno were purged, or superseded what they delete, before anything
+        of the snapshot was read."""
 
-    def section(self, vb_id: int, committed_seqno: int, entries: Sequence[bytes]) -> EntriesSection:
-        """Return a section, which tells the replica this high watermark."""
-        self.shown_seqno = committed_seqno
-        return EntriesSection(vb_id, self.opaque, self.epoch, committed_seqno, entries)
+    def section(self, part: Partition, entries: Sequence[bytes]) -> EntriesSection:
+        """Return a section, which tells the replica the high watermark."""
+        self.shown_seqno = known_committed(part)
+        return EntriesSection(part.vb_id, self.opaque, self.epoch, self.shown_seqno, entries)
+
+    def is_overtaken(self, part: Partition) -> bool:
+        """Whether deletions were purged that the replica has not got, of documents that it has."""
+        return 0 < self.sent_seqno < part.purge_seqno and part.purge_seqno > self.safe_purge
+
+    def news(self, part: Partition) -> list[bytes]:
+        """Return the control entries that come before the next changes. A cursor meets none,
+        because they are no changes.
+        """
+        floors = FloorsTold(part.history_floor, part.purge_seqno)
+        window = self.window
+        if window is None and self.sent_seqno < floors.floor:
+            self.window = SnapshotWindow(self.sent_seqno, *floors)
+            # Who holds nothing gets no document that a deletion below the floor has deleted.
+            self.safe_purge = 0 if self.sent_seqno else floors.floor
+        elif window is not None:
+            end = max(window.end, floors.floor)
+            self.window = window._replace(end=end, purge=floors.purge)
+        told: list[Told] = []
+        if self.window is not None:
+            if self.window != window:
+                told.append(self.window)
+        elif self.floors != floors:
+            self.floors = floors
+            told.append(floors)
+        return [pack_told(part.vb_id, each) for each in told]
+
+    def end_snapshot(self, part: Partition) -> list[bytes]:
+        """Return the control entry that ends the snapshot if all of it is sent."""
+        window = self.window
+        if window is None or self.sent_seqno < window.end:
+            return []
+        self.window = None
+        self.floors = FloorsTold(part.history_floor, part.purge_seqno)
+        return [pack_told(part.vb_id, SnapshotDone(window.end, part.purge_seqno, part.max_cas))]
+
+
+def known_committed(part: Partition) -> int:
+    """Return up to which seqno a master knows that changes are committed. A history floor is, also
+    where a new master does not know so much of others yet.
+    """
+    return max(part.committed_seqno, part.history_floor)
 
 
 class MasterSide(Protocol):
@@ -157,6 +235,7 @@ class ReplicaFeed:
         self._number = 0
         self._sent: deque[tuple[int, int, tuple[tuple[_FedStream, Followed], ...]]] = deque()
         """Messages with sections that are not acknowledged: number, cost, what they bring."""
+        self._acknowledged_number = 0
         self._sent_bytes = 0
         """Their cost: their bytes and RECORD_BYTES for each part."""
         self._asked: deque[tuple[int, int]] = deque()
@@ -189,9 +268,18 @@ class ReplicaFeed:
             raise ReplicationError(f"there is no vb {request.vb_id} here")
         return self._side.admit(self, request.vb_id, asked, told, request.opaque)
 
-    def open(self, vb_id: int, epoch: int, opaque: int, seqno: int) -> None:
-        """Feed a partition to the replica, which has everything up to `seqno`."""
-        self._streams[vb_id] = _FedStream(epoch, opaque, seqno, self._confirmations)
+    def open(
+        self,
+        vb_id: int,
+        epoch: int,
+        opaque: int,
+        seqno: int,
+        window: SnapshotWindow | None = None,
+    ) -> None:
+        """Feed a partition to the replica, which has everything up to `seqno`, or the part of the
+        snapshot `window` up to there.
+        """
+        self._streams[vb_id] = _FedStream(epoch, opaque, seqno, self._confirmations, window)
         self._behind[vb_id] = None
         self._stale[vb_id] = None
         self._schedule()
@@ -206,6 +294,11 @@ class ReplicaFeed:
         if stream is not None:
             self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.STATE_CHANGED))
             self._schedule()
+
+    def is_in_snapshot(self, vb_id: int) -> bool:
+        """Whether the replica has only a part of a snapshot of a partition."""
+        stream = self._streams.get(vb_id)
+        return stream is not None and stream.whole_number > self._acknowledged_number
 
     def confirmed_ns(self, vb_id: int) -> int | None:
         """Return when the question was asked with which the replica last confirmed this master of
@@ -233,10 +326,11 @@ class ReplicaFeed:
                 continue
             size = sum(map(len, entries)) + RECORD_BYTES
             if stream.pace is FeedPace.BEHIND or size > room:
-                self._leave_behind(vb_id, stream, entries)
+                stream.pace = FeedPace.BEHIND
+                self._behind[vb_id] = None
                 continue
             part = partitions[vb_id]
-            sections.append(stream.section(vb_id, part.committed_seqno, entries))
+            sections.append(stream.section(part, entries))
             stream.sent_seqno = part.synced_seqno
             followed.append((stream, Followed(vb_id, stream.epoch, part.synced_seqno)))
             room -= size
@@ -244,14 +338,6 @@ class ReplicaFeed:
             self._send(sections, followed)
         if self._behind:
             self._schedule()
-
-    def _leave_behind(self, vb_id: int, stream: _FedStream, entries: Sequence[bytes]) -> None:
-        """Send these entries later, from the partition's cursor."""
-        stream.pace = FeedPace.BEHIND
-        self._behind[vb_id] = None
-        for entry in entries:
-            if entry[OPCODE_AT] == LOG_CONTROL:
-                stream.missed_floor = entry
 
     def hw_rose(self, vb_ids: Sequence[int]) -> None:
         """High watermarks have risen; the replica is told with the next message."""
@@ -303,35 +389,48 @@ class ReplicaFeed:
         if stream is None or stream.pace is FeedPace.IN_STEP:
             return 0
         part = self._engine.partitions[vb_id]
+        if stream.is_overtaken(part):
+            self.end(vb_id)  # the replica asks again, and learns what it can have
+            return 0
         try:
-            entries = self._engine.versions.entries(
-                part, stream.sent_seqno + 1, part.synced_seqno, SECTION_BYTES
-            )
+            entries = self._next_entries(stream, part)
         except StoreDamagedError as error:
             self._fail(vb_id, str(error))
             return 0
-        end_seqno = seqno_of(entries[-1]) if entries else stream.sent_seqno
-        is_level = end_seqno == part.synced_seqno
-        if end_seqno - stream.sent_seqno != len(entries) or not (entries or is_level):
-            self._fail(
-                vb_id,
-                f"vb {vb_id}: history after seqno {stream.sent_seqno} was compacted (history floor "
-                f"{part.history_floor}); member {self.member} cannot continue from there",
-            )
-            return 0
-        if is_level:
+        if entries:
+            brought = Followed(vb_id, stream.epoch, stream.sent_seqno)
+            section = stream.section(part, entries)
+            is_whole = stream.window is None
+            self._send([section], ((stream, brought),) if is_whole else ())
+            if not is_whole:
+                stream.whole_number = NEVER
+            elif stream.whole_number == NEVER:
+                stream.whole_number = self._number
+        if stream.sent_seqno == part.synced_seqno and stream.window is None:
             stream.pace = FeedPace.IN_STEP
-            if stream.missed_floor:
-                entries.append(stream.missed_floor)
-                stream.missed_floor = b""
         else:
             self._behind[vb_id] = None
-        if entries:
-            stream.sent_seqno = end_seqno
-            brought = Followed(vb_id, stream.epoch, end_seqno)
-            section = stream.section(vb_id, part.committed_seqno, entries)
-            self._send([section], ((stream, brought),))
         return sum(map(len, entries))
+
+    def _next_entries(self, stream: _FedStream, part: Partition) -> list[bytes]:
+        """Return the next entries of a partition that is behind. Raises StoreDamagedError."""
+        entries = stream.news(part)
+        window, first_seqno = stream.window, stream.sent_seqno + 1
+        end_seqno = part.synced_seqno if window is None else window.end
+        if first_seqno <= end_seqno:
+            changes = self._engine.versions.entries(
+                part, first_seqno, end_seqno, self._section_bytes
+            )
+            last_seqno = seqno_of(changes[-1]) if changes else 0
+            if not changes or (window is None and last_seqno - first_seqno + 1 != len(changes)):
+                raise StoreDamagedError(
+                    f"vb {part.vb_id}: versions between seqno {first_seqno} and {end_seqno} are "
+                    f"missing (history floor {part.history_floor}), so member {self.member} cannot "
+                    "continue; check the disk and restore a backup"
+                )
+            stream.sent_seqno = last_seqno
+            entries += changes
+        return entries + stream.end_snapshot(part)
 
     def _fail(self, vb_id: int, why: str) -> None:
         """End a stream that cannot be read here, rather than leave anything out."""
@@ -347,9 +446,11 @@ class ReplicaFeed:
         followed: list[tuple[_FedStream, Followed]] = []
         for vb_id in self._stale:
             stream = self._streams.get(vb_id)
-            committed_seqno = self._engine.partitions[vb_id].committed_seqno
-            if stream is not None and stream.shown_seqno != committed_seqno:
-                sections.append(stream.section(vb_id, committed_seqno, ()))
+            if stream is None or stream.window is not None:
+                continue
+            part = self._engine.partitions[vb_id]
+            if stream.shown_seqno != known_committed(part):
+                sections.append(stream.section(part, ()))
                 followed.append((stream, Followed(vb_id, stream.epoch, stream.sent_seqno)))
         self._stale.clear()
         if sections:
@@ -381,6 +482,7 @@ class ReplicaFeed:
                 f"member {self.member} has synced message {number} and confirms question {question}"
                 " only: it confirms a message's question before it syncs the message"
             )
+        self._acknowledged_number = max(self._acknowledged_number, number)
         newest: dict[int, Followed] = {}
         while self._sent and self._sent[0][0] <= number:
             _, size, followed = self._sent.popleft()

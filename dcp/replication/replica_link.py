@@ -53,6 +53,7 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
+from vbucket.model.control import SnapshotWindow
 from vbucket.model.ids import SEQNO_MAX
 
 RETRY_NS: Final = 100_000_000
@@ -107,8 +108,11 @@ class ReplicaSide(Protocol):
     def high_seqno(self, vb_id: int) -> int:
         """Return the last seqno that was applied."""
 
+    def incomplete_snapshot(self, vb_id: int) -> SnapshotWindow | None:
+        """Return the window of the snapshot of which a part is here; None: all here is whole."""
+
     def apply(self, section: EntriesSection) -> None:
-        """Apply a section that was checked."""
+        """Apply a section that was checked. Raises ReplicationError."""
 
     def unsynced_group(self, vb_id: int) -> int:
         """Return the commit group that must be synced before all that a partition has is; 0: it is
@@ -326,8 +330,11 @@ class ReplicaLink:
                 )
             if section.vb_id in taken:
                 raise ReplicationError(f"{where}: the partition has two sections")
-            high_seqno = self._side.high_seqno(section.vb_id)
-            if problem := problem_of(section, high_seqno, self._value_bytes_max):
+            problem = problem_of(
+                section, self._side.high_seqno(section.vb_id),
+                self._side.incomplete_snapshot(section.vb_id), self._value_bytes_max,
+            )  # fmt: skip
+            if problem:
                 raise ReplicationError(f"{where}: {problem}")
             taken[section.vb_id] = section
         for section in taken.values():
@@ -356,6 +363,9 @@ class ReplicaLink:
             self._out.append(pack_ack(*told))
 
 
-def from_here(seqno: int, vb_uuid: int) -> StreamRequest:
-    """Return the stream request of a replica that holds everything up to a seqno."""
-    return StreamRequest(0, seqno, SEQNO_MAX, vb_uuid, seqno, seqno)
+def from_here(seqno: int, vb_uuid: int, window: SnapshotWindow | None = None) -> StreamRequest:
+    """Return the stream request of a replica that holds everything up to a seqno, or the part of a
+    snapshot up to there.
+    """
+    start, end = (seqno, seqno) if window is None else (window.start, window.end)
+    return StreamRequest(0, seqno, SEQNO_MAX, vb_uuid, start, end)

@@ -119,6 +119,8 @@ class DocumentReadCommands:
         state, part = self._state, self._engine.partitions[vb_id]
         if part.state != VbState.REPLICA:
             raise state.elsewhere(part)
+        if part.incomplete_snapshot is not None:
+            raise RefusedError(Status.ETMPFAIL, f"vb {vb_id}: this replica is being filled")
         state.observes(vb_id)
         found = self._engine.get_from_replica(part, key)
         if found is None:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.replication.messages import (
+    CONTROL_BYTES_MAX,
     ENTRY_OVERHEAD_BYTES_MAX,
-    FLOOR_BYTES_MAX,
     FORMAT,
     EntriesSection,
     Greeting,
@@ -69,7 +69,7 @@ def section(*entries: bytes, epoch: int = 2, committed_seqno: int = 5) -> Entrie
 
 
 def problem(*entries: bytes, high_seqno: int = 4, **parts: Any) -> str:
-    return problem_of(section(*entries, **parts), high_seqno, VALUE_BYTES_MAX)
+    return problem_of(section(*entries, **parts), high_seqno, None, VALUE_BYTES_MAX)
 
 
 # -- round trips -----------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_content_of_any_kind_raises_nothing_else(value: bytes) -> None:
     except ReplicationError:
         return
     for each in message.sections:
-        assert isinstance(problem_of(each, 0, VALUE_BYTES_MAX), str)
+        assert isinstance(problem_of(each, 0, None, VALUE_BYTES_MAX), str)
 
 
 HEAD = 22
@@ -248,17 +248,17 @@ LONG = change(5, value=bytes(VALUE_BYTES_MAX + ENTRY_OVERHEAD_BYTES_MAX))
         ([altered(NEXT, PREFIX_BYTES + 2, 0, 0)], "0 of key"),
         ([altered(NEXT, PREFIX_BYTES + 4, 30)], "30 of extras"),
         ([NEXT[: PREFIX_BYTES + 8] + bytes(16)], "0 bytes"),
-        ([pack_control(VB, {"kind": "epoch", "epoch": 9})], "no floor"),
-        ([pack_control(VB, {"kind": "failover", "log": []})], "no floor"),
-        ([floor(kind=None)], "no floor"),
-        ([floor("5", 4)], "without seqnos"),
-        ([floor(True, 0)], "without seqnos"),
+        ([pack_control(VB, {"kind": "epoch", "epoch": 9})], "not for replicas"),
+        ([pack_control(VB, {"kind": "failover", "log": []})], "not for replicas"),
+        ([floor(kind=None)], "not for replicas"),
+        ([floor("5", 4)], "no seqno"),
+        ([floor(True, 0)], "no seqno"),
         ([floor(5, 4)], "history floor 5 with purge seqno 4, behind seqno 4"),
         ([floor(4, 4)], "a purge seqno is below it"),
-        ([floor(4, -1)], "a purge seqno is below it"),
-        ([floor(-1, 0)], "history floor -1"),
+        ([floor(4, -1)], "-1 is no seqno"),
+        ([floor(-1, 0)], "-1 is no seqno"),
         ([floor(0, 1)], "a purge seqno is below it"),
-        ([floor(more="x" * FLOOR_BYTES_MAX)], "bytes is no floor"),
+        ([floor(more="x" * CONTROL_BYTES_MAX)], "bytes is not for replicas"),
         ([CONTROL_ENTRY.pack(0, 0, 0x80, LOG_CONTROL, 0, 0, 0, VB, 0, 0, 0)], "cannot be read"),
         (
             [CONTROL_ENTRY.pack(0, 0, 0x80, LOG_CONTROL, 0, 0, 0, VB, 200, 0, 0) + b"\x81" * 200],

@@ -1,19 +1,11 @@
-"""What a master's node sends to a replica's node, step by step and against a model of a replica."""
+"""What a master's node sends to a replica's node, step by step."""
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from dcp.core.groups import Published
 from dcp.replication.messages import (
     EntriesSection,
-    Message,
-    ReplicaPosition,
-    pack_ack,
     unpack_entries,
 )
 from dcp.replication.replica_feed import (
@@ -22,107 +14,15 @@ from dcp.replication.replica_feed import (
     RECORD_BYTES,
     SECTION_BYTES,
     SILENCE_NS_MAX,
-    WINDOW_BYTES,
     Followed,
     ReplicaFeed,
 )
-from dcp.session.replication_port import FeedAnswer, ReplicationError
-from dcp.wire.frame import Frame, FrameDecoder
-from dcp.wire.message import EndReason, StreamRequest, parse_stream_end
+from dcp.session.replication_port import ReplicationError
+from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
-from support.memory_node import MemoryNode
-from vbucket.engine.engine import SET
-from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, seqno_of, vb_id_of
+from support.feeding_node import EPOCH, MS, Master, told
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, seqno_of
 from vbucket.store.environment import StoreDamagedError
-
-EPOCH = 3
-MS = 1_000_000
-
-
-class Master(MemoryNode):
-    """A node with one feed. Every stream that is asked for is opened."""
-
-    def __init__(self, window_bytes: int = WINDOW_BYTES, partitions: int = 4) -> None:
-        super().__init__(partitions=partitions)
-        for part in self.engine.partitions:
-            part.has_copies = True
-        self.acknowledged_: list[Followed] = []
-        self.closed: list[ReplicaFeed] = []
-        self.rings = 0
-        self.feed = ReplicaFeed(
-            self.engine, "r", self, self._ring, now_ns=0, window_bytes=window_bytes
-        )
-        self._decoder = FrameDecoder()
-
-    def _ring(self) -> None:
-        self.rings += 1
-
-    # -- MasterSide --------------------------------------------------------------------------------
-
-    def admit(
-        self, feed: ReplicaFeed, vb_id: int, asked: StreamRequest, told: ReplicaPosition,
-        opaque: int,
-    ) -> FeedAnswer:  # fmt: skip
-        feed.open(vb_id, told.epoch, opaque, asked.start_seqno)
-        return FeedAnswer(Status.OK, b"")
-
-    def acknowledged(self, member: str, followed: tuple[Followed, ...]) -> None:
-        assert member == "r"
-        self.acknowledged_ += followed
-
-    def feed_closed(self, feed: ReplicaFeed) -> None:
-        self.closed.append(feed)
-
-    # -- steps -------------------------------------------------------------------------------------
-
-    def put(self, vb_id: int, *values: bytes) -> None:
-        for value in values:
-            assert self.engine.store(SET, vb_id, b"\0k", b"\0k" + value, 0, 0, 0, 0)[0] == 0
-
-    def published(self, published: Published) -> None:
-        changes: dict[int, list[bytes]] = {}
-        for entry in published.group.changes if published.group is not None else ():
-            changes.setdefault(vb_id_of(entry), []).append(entry)
-        self.feed.group_synced(changes)
-
-    def commit_all(self) -> None:
-        """All replicas have what is synced."""
-        parts = self.engine.partitions
-        rose = [p.vb_id for p in parts if self.engine.commits.commit(p.vb_id, p.synced_seqno)]
-        self.engine.commits.settle()
-        self.feed.hw_rose(rose)
-
-    def open(self, *vb_ids: int, opaque: int = 1) -> None:
-        for vb_id in vb_ids:
-            self.feed.open(vb_id, EPOCH, opaque, 0)
-
-    def frames(self, bytes_max: int = 1 << 20) -> list[Frame]:
-        frames: list[Frame] = []
-        while self.feed.has_output:
-            frames += self._decoder.feed(b"".join(self.feed.pump(bytes_max)))
-        return frames
-
-    def messages(self) -> list[Message]:
-        return [
-            unpack_entries(frame)
-            for frame in self.frames()
-            if frame.opcode == Opcode.X_REPLICA_ENTRIES
-        ]
-
-    def ack(self, number: int, question: int | None = None) -> None:
-        [frame] = FrameDecoder().feed(pack_ack(number, number if question is None else question))
-        self.feed.take_acknowledgement(frame.extras)
-
-
-def seqnos(section: EntriesSection) -> list[int]:
-    return [seqno_of(entry) for entry in section.entries]
-
-
-def told(messages: list[Message]) -> list[tuple[int, list[int]]]:
-    """(partition, seqnos) of all sections with entries."""
-    return [(s.vb_id, seqnos(s)) for message in messages for s in message.sections if s.entries]
-
 
 # -- groups ----------------------------------------------------------------------------------------
 
@@ -403,43 +303,97 @@ def test_a_closed_feed_tells_its_node_and_sends_no_more() -> None:
 # -- history that cannot be sent -------------------------------------------------------------------
 
 
-def test_a_floor_that_is_synced_while_a_partition_is_behind_comes_with_its_last_section() -> None:
-    master = Master(window_bytes=2000)
+def test_a_floor_that_is_synced_while_a_partition_is_behind_comes_before_the_next_changes() -> None:
+    master = Master(window_bytes=4000)
     master.open(0)
     master.messages()
+    sent = []
     for _ in range(5):
         master.put(0, bytes(1000))
         master.commit()
-    sent = master.messages()
+        sent += master.messages()
+    assert told(sent) == [(0, [1]), (0, [2]), (0, [3])]
     master.commit_all()
-    master.engine.keyspace.raise_floor(0, 3, 2)
+    master.engine.keyspace.raise_floor(0, 1, 0)
     master.commit()
-    master.engine.keyspace.raise_floor(0, 4, 3)
+    master.engine.keyspace.raise_floor(0, 2, 1)
     master.commit()
     assert master.messages() == []
     master.ack(sent[-1].number)
-    [*_, last] = master.messages()
-    [*changes, floor] = last.sections[0].entries
-    assert [seqno_of(entry) for entry in changes] == [2, 3, 4, 5]
-    assert control_document(floor) == {"kind": "floor", "seqno": 4, "purge": 3}
-    master.ack(last.number)
-    assert master.messages() == [], "once"
+    first, *more = master.messages()
+    floor, *changes = first.sections[0].entries
+    assert control_document(floor) == {"kind": "floor", "seqno": 2, "purge": 1}
+    assert [seqno_of(entry) for entry in changes] == [4, 5]
+    master.ack([first, *more][-1].number)
+    assert [m for m in master.messages() if any(s.entries for s in m.sections)] == [], "once"
 
 
-def test_history_that_was_compacted_ends_the_stream_and_nothing_turns_for_ever() -> None:
+def test_a_floor_above_what_a_replica_was_sent_turns_the_rest_into_a_snapshot() -> None:
+    master = Master(window_bytes=2000)
+    master.open(0)
+    master.messages()
+    sent = []
+    for _ in range(5):
+        master.put(0, bytes(1000))
+        master.commit()
+        sent += master.messages()
+    assert told(sent) == [(0, [1])]
+    master.commit_all()
+    master.engine.keyspace.raise_floor(0, 4, 1)
+    master.commit()
+    assert master.messages() == []
+    master.ack(sent[-1].number)
+    entries = []
+    while messages := master.messages():
+        entries += [e for m in messages for s in m.sections for e in s.entries]
+        master.ack(messages[-1].number)
+    found = [
+        control_document(e)["window"] if e[OPCODE_AT] == LOG_CONTROL else seqno_of(e)
+        for e in entries
+    ]
+    assert found == [[1, 4, 1], 2, 3, 4, None, 5]
+
+
+def test_deletions_that_were_purged_end_the_stream_of_a_replica_that_has_what_they_deleted() -> (
+    None
+):
+    master = Master(window_bytes=2000)
+    master.open(0)
+    master.messages()
+    sent = []
+    for _ in range(5):
+        master.put(0, bytes(1000))
+        master.commit()
+        sent += master.messages()
+    assert told(sent) == [(0, [1])]
+    master.commit_all()
+    master.engine.keyspace.raise_floor(0, 4, 3)
+    master.commit()
+    master.ack(sent[-1].number)
+    [end] = [f for f in master.frames() if f.opcode == Opcode.DCP_STREAM_END]
+    assert parse_stream_end(end) == EndReason.STATE_CHANGED
+    assert master.feed.damages == []
+
+
+def test_versions_that_are_missing_end_the_stream_and_nothing_turns_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     master = Master()
     master.put(0, b"a", b"b", b"c")
     master.commit()
-    master.commit_all()
-    master.engine.keyspace.raise_floor(0, 3, 0)
-    master.commit()
-    master.merge()
-    master.compact([0])
+    read = type(master.engine.versions).entries
+
+    def damaged(self, part, *rest):  # type: ignore[no-untyped-def]
+        return [entry for entry in read(self, part, *rest) if seqno_of(entry) != 2]
+
+    monkeypatch.setattr(type(master.engine.versions), "entries", damaged)
     master.open(0, 1, opaque=6)
     [*_, end] = [f for f in master.frames() if f.opcode == Opcode.DCP_STREAM_END]
     assert (parse_stream_end(end), end.opaque) == (EndReason.BACKFILL_FAILED, 6)
     [damage] = master.feed.damages
-    assert "vb 0: history after seqno 0 was compacted (history floor 3); member r" in damage
+    assert (
+        "vb 0: versions between seqno 1 and 3 are missing (history floor 0), so member r" in damage
+    )
     master.put(1, b"others go on")
     master.commit()
     assert told(master.messages()) == [(1, [1])]
@@ -463,125 +417,3 @@ def test_damaged_history_ends_one_stream_and_says_so(monkeypatch: pytest.MonkeyP
     assert [f.vb_id for f in frames if f.opcode == Opcode.DCP_STREAM_END] == [0]
     assert master.feed.damages == ["block 7 of vb 0: its checksum is wrong"]
     assert told([unpack_entries(f) for f in frames if f.opcode == 0x68]) == [(1, [1])]
-
-
-# -- a model of a replica --------------------------------------------------------------------------
-
-WINDOW = 3000
-
-
-class Play:
-    """Random groups, reads, acknowledgements, closes and new streams, at the same epoch."""
-
-    def __init__(self) -> None:
-        self.master = Master(WINDOW)
-        self.inbox: deque[Frame] = deque()
-        self.opaques: dict[int, int] = {}
-        self.held: list[list[bytes]] = [[], [], []]
-        self.synced = [0, 0, 0]
-        self.high_watermarks = [0, 0, 0]
-        self.floors = [0, 0, 0]
-        self.number = self.question = self.acked = self.opaque = 0
-
-    def put(self, vb_id: int, size: int) -> None:
-        self.master.put(vb_id, bytes(size * 20))
-
-    def commit(self, vb_id: int, size: int) -> None:
-        self.master.commit()
-
-    def rise(self, vb_id: int, size: int) -> None:
-        self.master.commit_all()
-
-    def floor(self, vb_id: int, size: int) -> None:
-        part = self.master.engine.partitions[vb_id]
-        self.master.engine.keyspace.raise_floor(vb_id, part.committed_seqno, 0)
-
-    def follow(self, vb_id: int, size: int) -> None:
-        """Follow a partition anew, and perhaps after a truncation."""
-        floor = self.floors[vb_id]
-        del self.held[vb_id][max(floor, len(self.held[vb_id]) - size % 3) :]
-        self.opaque += 1
-        self.opaques[vb_id] = self.opaque
-        self.master.feed.close_stream(vb_id)
-        self.floors[vb_id] = self.master.engine.partitions[vb_id].history_floor
-        self.master.feed.open(vb_id, EPOCH, self.opaque, len(self.held[vb_id]))
-
-    def leave(self, vb_id: int, size: int) -> None:
-        self.opaques.pop(vb_id, None)
-        self.master.feed.close_stream(vb_id)
-
-    def pump(self, vb_id: int, size: int) -> None:
-        frames = self.master._decoder.feed(b"".join(self.master.feed.pump(size * 100)))
-        self.inbox += frames
-
-    def take(self, vb_id: int, size: int) -> None:
-        """Apply a few messages."""
-        for _ in range(min(size % 4, len(self.inbox))):
-            message = unpack_entries(self.inbox.popleft())
-            assert message.number == self.number + 1
-            self.number, self.question = message.number, message.question
-            for section in message.sections:
-                if self.opaques.get(section.vb_id) == section.opaque:
-                    self.apply(section)
-
-    def apply(self, section: EntriesSection) -> None:
-        held = self.held[section.vb_id]
-        for entry in section.entries:
-            if entry[OPCODE_AT] == LOG_CONTROL:
-                floor = control_document(entry)["seqno"]
-                assert isinstance(floor, int)
-                assert floor <= min(len(held), section.committed_seqno)
-                self.floors[section.vb_id] = max(floor, self.floors[section.vb_id])
-            else:
-                assert seqno_of(entry) == len(held) + 1
-                held.append(entry)
-        self.high_watermarks[section.vb_id] = section.committed_seqno
-
-    def ack(self, vb_id: int, size: int) -> None:
-        """Acknowledge some of what was applied."""
-        self.acked = min(self.number, self.acked + size)
-        before = len(self.master.acknowledged_)
-        self.master.ack(self.acked, self.question)
-        for followed in self.master.acknowledged_[before:]:
-            assert followed.vb_id in self.opaques, "a partition that is not followed"
-            assert followed.seqno <= len(self.held[followed.vb_id])
-
-    def check(self) -> None:
-        feed = self.master.feed
-        unacked = sum(cost for _, cost, _ in feed._sent)
-        assert unacked == feed._sent_bytes < 2 * WINDOW + 3 * RECORD_BYTES + 2000
-
-    def rest(self) -> None:
-        self.master.commit()
-        self.master.commit_all()
-        for _ in range(300):
-            self.pump(0, 50)
-            self.take(0, 3)
-            self.ack(0, 50)
-        assert not self.master.feed.has_output
-        for vb_id in self.opaques:
-            part = self.master.engine.partitions[vb_id]
-            assert self.held[vb_id] == part.active.entries
-            assert self.high_watermarks[vb_id] == part.committed_seqno == part.high_seqno
-            assert self.floors[vb_id] == part.history_floor
-        newest = {each.vb_id: each.seqno for each in self.master.acknowledged_}
-        for vb_id in self.opaques:
-            assert newest.get(vb_id, 0) == len(self.held[vb_id])
-
-
-STEPS = ["put"] * 3 + ["commit"] * 3 + ["rise", "floor", "follow", "follow", "leave"]
-STEPS += ["pump", "pump", "take", "take", "ack"]
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 2), st.integers(1, 30)), max_size=60)
-)
-def test_a_replica_gets_everything_and_confirms_only_what_it_has(
-    story: list[tuple[str, int, int]],
-) -> None:
-    play = Play()
-    for name, vb_id, size in story:
-        getattr(play, name)(vb_id, size)
-        play.check()
-    play.rest()

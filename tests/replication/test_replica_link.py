@@ -35,6 +35,7 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import pack_mutation
 
 EPOCH = 2
@@ -64,6 +65,9 @@ class Replica:
 
     def high_seqno(self, vb_id: int) -> int:
         return self.high[vb_id]
+
+    def incomplete_snapshot(self, vb_id: int) -> SnapshotWindow | None:
+        return None
 
     def apply(self, section: EntriesSection) -> None:
         self.done.append(("applied", section.vb_id, len(section.entries)))

@@ -283,6 +283,8 @@ class ClusterNode(SingleNode):
     def _note_masterships(self) -> None:
         """Record what this node serves now."""
         for part in self.engine.partitions:
+            if (window := part.incomplete_snapshot) is not None:
+                self._record.snapshots.add((self.name, part.vb_id, window.end))
             epoch = part.leader_epoch
             if part.state == VbState.ACTIVE and self._told.get(part.vb_id) != epoch:
                 self._told[part.vb_id] = epoch
@@ -311,6 +313,10 @@ class ClusterNode(SingleNode):
             return False
         self._record.excuse(self._world.now_ns, vb_id, seqno, "branch")
         return True
+
+    def plans_floors(self, vb_id: int) -> bool:
+        """See Kept."""
+        return self.serves(vb_id)
 
     def serves(self, vb_id: int) -> bool:
         """See SimNode."""

@@ -290,6 +290,8 @@ class Facts:
         self.cut_off: list[CutOffFact] = []
         self.lost: list[LostFact] = []
         self.lost_folders: list[LostFolder] = []
+        self.snapshots: set[tuple[str, int, int]] = set()
+        """Node, partition and end of the snapshots of which a replica had a part."""
         self.works_ns = 0
         """From here on, every operation must be answered."""
         self.problems: list[str] = []

@@ -32,6 +32,10 @@ LONG_HARMS_NS = ((500 * MS, 1000 * MS), (1500 * MS, 3000 * MS))
 """How long these last: about as long as an election takes, or longer."""
 BRANCHES_MAX = 3
 """Branches of a run, so that some history is left to check."""
+LEFT_BEHIND_LOOK_NS = 200 * MS
+LEFT_BEHIND_LOOKS = 20
+"""How often a machine that is left behind is looked at, before it is started in any case."""
+LEFT_BEHIND_AFTER_NS = 500 * MS
 
 
 class Controls(Protocol):
@@ -92,6 +96,9 @@ class Faults:
 
     def begin(self) -> None:
         """Let the first fault happen after a while."""
+        if "left_behind" in self.stage.plan.faults:
+            # It takes long, so it seldom comes to an end if it begins at a random time.
+            self.world.after(LEFT_BEHIND_AFTER_NS, self.happen, "left_behind")
         if self.stage.plan.faults:
             self._pause()
 
@@ -255,6 +262,33 @@ def lost_folder(faults: Faults) -> Mend | None:
     return faults.starter([machine])
 
 
+def left_behind(faults: Faults) -> Mend | None:
+    """A process is down until the masters on other machines have compacted what it lacks."""
+    machine = faults.running()
+    is_down = any(each.node is None for each in faults.stage.machines)
+    if machine is None or is_down or faults.stage.controls is None:
+        return None  # the others must go on
+    assert machine.node is not None
+    ends = {vb_id: machine.node.high_seqno(vb_id) for vb_id in range(faults.stage.plan.partitions)}
+    machine.kill()
+    start = faults.starter([machine])
+    others = [each for each in faults.stage.machines if each is not machine]
+
+    def look(left: int) -> None:
+        running = [each.node for each in others if each.node is not None]
+        if not left or any(
+            0 < end < node.history_floor(vb_id) for node in running for vb_id, end in ends.items()
+        ):
+            start()
+            return
+        for node in running:
+            node.compact()
+        faults.world.after(LEFT_BEHIND_LOOK_NS, look, left - 1)
+
+    look(LEFT_BEHIND_LOOKS)
+    return _nothing
+
+
 def clock_jump(faults: Faults) -> Mend | None:
     """A wall clock jumps, forward or back."""
     machine = faults.running()
@@ -384,7 +418,7 @@ def consumer_pause(faults: Faults) -> Mend | None:
 FAULTS: dict[str, Fault] = {
     "kill": kill, "stop": stop, "power_cut": power_cut, "power_cut_all": power_cut_all,
     "pause": pause, "disk_full": disk_full, "sync_fails": sync_fails, "lost_folder": lost_folder,
-    "clock_jump": clock_jump, "branch": branch,
+    "left_behind": left_behind, "clock_jump": clock_jump, "branch": branch,
     "break_connection": break_connection, "cut_one_way": cut_one_way, "partition": partition,
     "slow_link": slow_link, "long_delays": long_delays, "refuse_connects": refuse_connects,
     "consumer_crash": consumer_crash, "consumer_pause": consumer_pause,

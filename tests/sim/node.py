@@ -13,7 +13,7 @@ Invariants of SingleNode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from struct import Struct
 from typing import TYPE_CHECKING, Protocol
 from zlib import crc32
@@ -31,6 +31,7 @@ from sim.serving import ServedConnection
 from sim.upkeep import Upkeep
 from sim.world import MS, Host
 from support.open_door import OpenDoor
+from vbucket.check.store_check import StoreCheck
 from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Hold, Partition
@@ -39,7 +40,7 @@ from vbucket.engine.startup import Startup, recover_node
 from vbucket.log.device import LogFullError, LogWriteError, SyncFailedError
 from vbucket.log.device_files import FileLogDevice
 from vbucket.log.record import LogDamagedError
-from vbucket.model.entry import key_of, value_of
+from vbucket.model.entry import is_deleted, key_of, value_of
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vb_uuid_from_random
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import CleanEnd, put_failover
@@ -79,6 +80,15 @@ class SimNode(Protocol):
 
         It records the excuse, and settles it once the branch is committed or cannot be any more.
         """
+
+    def history_floor(self, vb_id: int) -> int:
+        """Return the history floor of a partition."""
+
+    def compact(self) -> None:
+        """Merge all there is, and compact every partition."""
+
+    def damages(self) -> list[str]:
+        """Return what is wrong with the data that it holds: counts, and what `verify` finds."""
 
     def serves(self, vb_id: int) -> bool:
         """Whether this node is the partition's master and serves it."""
@@ -128,6 +138,7 @@ class SingleNode:
         self._record = facts
         self.authenticator = OpenDoor()
         self.facts = Facades()
+        self.pump_bytes = plan.pump_bytes
         self.connections: dict[ServedConnection, None] = {}
         self._has_begun = False
         self._is_kicked = False
@@ -171,6 +182,15 @@ class SingleNode:
 
     def before_merge(self) -> None:
         """See Kept."""
+
+    def plans_floors(self, vb_id: int) -> bool:
+        """See Kept: a node alone plans those of all partitions."""
+        return True
+
+    def compact(self) -> None:
+        """See SimNode."""
+        if self._has_begun:
+            self._upkeep.compact_all()
 
     def _record_masterships(self) -> None:
         """A node alone is the master of all partitions."""
@@ -352,6 +372,10 @@ class SingleNode:
         """See SimNode."""
         return self.engine.partitions[vb_id].high_seqno
 
+    def history_floor(self, vb_id: int) -> int:
+        """See SimNode."""
+        return self.engine.partitions[vb_id].history_floor
+
     def is_quiet(self) -> bool:
         """See SimNode."""
         return not self.groups.has_work
@@ -365,6 +389,34 @@ class SingleNode:
                 if entry is not None:
                     found[key_of(entry)[1:]] = value_of(entry)
         return found
+
+    def damages(self) -> list[str]:
+        """See SimNode."""
+        return [*self._wrong_counts(), *self._findings()]
+
+    def _wrong_counts(self) -> Iterator[str]:
+        for part in self.engine.partitions:
+            found = 0
+            for logical_key in self._plan.keys_of(part.vb_id):
+                key = DEFAULT_COLLECTION_PREFIX + logical_key
+                entry = part.newest.get(key)
+                if entry is None:
+                    entry = self.engine.versions.entry_below(part, key)
+                found += bool(entry) and not is_deleted(entry)
+            if found != part.item_count:
+                yield (
+                    f"{self.name}, vb {part.vb_id}: {found} documents, and it counts "
+                    f"{part.item_count}"
+                )
+
+    def _findings(self) -> Iterator[str]:
+        check = StoreCheck(
+            self._machine.env.snapshot(), self.device.segments(), self.device.read,
+            vb_ids=range(self._plan.partitions),
+        )  # fmt: skip
+        for finding in check.findings():
+            if not finding.is_harmless:
+                yield f"{self.name}: {finding.line()}"
 
     def histories(self) -> list[History]:
         """See SimNode."""

@@ -22,9 +22,9 @@ NETWORK_FAULTS = (
 )  # fmt: skip
 CONSUMER_FAULTS = ("consumer_crash", "consumer_pause")
 CLUSTER_FAULTS = (
-    "lost_folder", "handover", "unclean_election", "store_away", "store_slow", "store_forgets",
-    "store_compacts", "handovers", "isolate", "lonely_consumer", "strike", "one_store_away",
-    "one_store_forgets",
+    "lost_folder", "handover", "left_behind", "unclean_election", "store_away", "store_slow",
+    "store_forgets", "store_compacts", "handovers", "isolate", "lonely_consumer", "strike",
+    "one_store_away", "one_store_forgets",
 )  # fmt: skip
 """Faults that need several nodes."""
 ABOUT_ELECTIONS = (
@@ -102,6 +102,8 @@ class Plan(NamedTuple):
     """Entries on their way to one replica."""
     section_bytes: int
     """Entries in one message to a replica that is behind."""
+    pump_bytes: int
+    """Messages of streams and to replicas that a connection sends in one turn."""
     save_every_ns: int
     """How often consumers save a checkpoint."""
 
@@ -141,7 +143,6 @@ def _about_elections(plan: Plan, draw: random.Random, *, nodes: int, seconds: fl
         timeout_ns=draw.choice((150, 400, 1500, 3000)) * MS,
         faults=faults,
         acts=acts,
-        compact_share=0.0,
         fault_every_ns=draw.choice((500, 1500)) * MS,
         waits_for_masters=True,
         load_ns=int((seconds or draw.choice((2.5, 4.0))) * SECOND),
@@ -162,19 +163,27 @@ def _drawn(draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:
         *(CLUSTER_FAULTS if nodes > 1 else ()),
     ]
     faults = tuple(name for name in possible if draw.random() < 0.4)
+    load_s = seconds or draw.choice((0.8, 1.5, 2.5))
+    min_in_sync, keys = draw.randint(1, copies), draw.choice((4, 12, 40))
+    if "left_behind" in faults:
+        # The others must go on alone for long enough, and leave something for a snapshot.
+        copies = max(2, copies)
+        min_in_sync = min(min_in_sync, copies - 1)
+        partitions, keys = 4, 40
+        load_s = max(load_s, seconds or 4.5)
     slow_disk = draw.random() < 0.2
     far = draw.random() < 0.2
     return Plan(
         partitions=partitions,
         nodes=nodes,
         copies=copies,
-        min_in_sync=draw.randint(1, copies),
+        min_in_sync=min_in_sync,
         acknowledge="committed" if draw.random() < 0.8 else "master",
         unclean=draw.random() < 0.2,
         durability_share=draw.choice((0.0, 0.1, 0.5)),
         clients=draw.randint(2, 5),
         consumers=draw.randint(1, 2),
-        keys=tuple(b"k%d" % number for number in range(draw.choice((4, 12, 40)))),
+        keys=tuple(b"k%d" % number for number in range(keys)),
         kinds=kinds,
         kind_weights=weights,
         pipeline=draw.choice((1, 1, 3, 8)),
@@ -186,7 +195,7 @@ def _drawn(draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:
         acts=(),
         fault_every_ns=draw.choice((60, 150, 400, 1200)) * MS,
         waits_for_masters=False,
-        load_ns=int((seconds or draw.choice((0.8, 1.5, 2.5))) * SECOND),
+        load_ns=int(load_s * SECOND),
         grace_ns=(1500 if nodes == 1 else CLUSTER_GRACE_MS) * MS,
         calm_ns=150 * MS,
         rest_ns=20 * SECOND,
@@ -199,6 +208,7 @@ def _drawn(draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:
         item_cache_bytes=draw.choice((0, 16 << 10)),
         compact_share=draw.choice((0.0, 0.5, 1.0)),
         window_bytes=8 << 20,
-        section_bytes=256 << 10,
+        section_bytes=draw.choice((1, 1, 256 << 10)),
+        pump_bytes=draw.choice((1, 4 << 10, 64 << 10)),
         save_every_ns=draw.choice((50, 200, 1000)) * MS,
     )

@@ -271,6 +271,7 @@ class Simulation:
         for machine in self.machines:
             if machine.node is not None:
                 facts.histories += machine.node.histories()
+                facts.problems += machine.node.damages()
                 documents |= machine.node.documents()
         masters = {vb_id: self._master_of(vb_id).name for vb_id in range(self.plan.partitions)}
         facts.final = [item for item in facts.histories if masters[item.vb_id] == item.node]

@@ -25,8 +25,6 @@ from sim.network import Side
 from sim.world import Host
 from vbucket.engine.engine import Engine
 
-PUMP_BYTES = 64 << 10
-"""Stream messages sent in one turn."""
 LIMITS = Limits()
 
 
@@ -41,6 +39,8 @@ class Served(Protocol):
     authenticator: Authenticator
     facts: NodeFacts
     connections: dict[ServedConnection, None]
+    pump_bytes: int
+    """Stream messages sent in one turn."""
 
     def kick(self) -> None:
         """Write what is pending."""
@@ -169,7 +169,7 @@ class ServedConnection:
             return
         if self.held or not self.side.can_write:
             return  # `release` and `on_writable` schedule the next turn
-        messages = sender.pump(PUMP_BYTES)
+        messages = sender.pump(self._node.pump_bytes)
         assert not sender.damages, sender.damages
         if messages:
             self._send(messages)

@@ -5,6 +5,8 @@
 
 Floors and purge seqnos are drawn instead of planned, so histories are short and consumers fall
 below them. A purge is recorded as an excuse: it sends consumers that are below it to 0.
+
+Only a master plans floors. A replica has them from its master, and compacts up to them.
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ class Kept(Protocol):
     def before_merge(self) -> None:
         """The store changes next."""
 
+    def plans_floors(self, vb_id: int) -> bool:
+        """Whether this node decides about the floors of a partition."""
+
 
 class Upkeep:
     """See the module."""
@@ -60,6 +65,7 @@ class Upkeep:
         self._world = node.host.world
         self._merges = MergeCycle(node.engine)
         self._floors = FloorCycle(node.engine, node.hub)
+        self._is_compacting_all = False
         self._compactor = Compactor(step_bytes=STEP_BYTES, slice_bytes=STEP_BYTES)
 
     def merge_soon(self) -> None:
@@ -76,9 +82,29 @@ class Upkeep:
             pass
         for segment in merged.deletable:
             device.delete(segment)
-        if self._world.chance(self._plan.compact_share):
-            self._raise_floor(self._world.below(self._plan.partitions))
+        if self._is_compacting_all:
+            self._is_compacting_all = False
+            for vb_id in range(self._plan.partitions):
+                self._compact_soon(vb_id)
+        elif self._world.chance(self._plan.compact_share):
+            self._compact_soon(self._world.below(self._plan.partitions))
         node.kick()
+
+    def compact_all(self) -> None:
+        """Merge all there is, and then compact every partition."""
+        self._is_compacting_all = True
+        self._node.engine.keyspace.merge_soon()
+        self._node.kick()
+
+    def _compact_soon(self, vb_id: int) -> None:
+        node = self._node
+        part = node.engine.partitions[vb_id]
+        if node.plans_floors(vb_id):
+            self._raise_floor(vb_id)
+        elif part.history_floor:
+            floors = part.history_floor, part.purge_seqno
+            self._floors.raise_(FloorStep(vb_id, part.vb_uuid, *floors))
+            node.host.after(SLICE_NS, self._compact)
 
     def _raise_floor(self, vb_id: int) -> None:
         """Give up older versions of a partition, and perhaps its deletions."""
@@ -87,7 +113,7 @@ class Upkeep:
         low, high = max(part.history_floor, 1), part.merged_seqno
         if low > high:
             return
-        floor = low + world.below(high - low + 1)
+        floor = high if world.chance(0.3) else low + world.below(high - low + 1)
         purge = world.below(floor) if world.chance(0.5) else 0
         before = part.history_floor, part.purge_seqno
         self._floors.raise_(FloorStep(vb_id, part.vb_uuid, floor, purge))

@@ -22,6 +22,7 @@ from vbucket.check.log_check import KnownEnds, LogCheck
 from vbucket.check.partition_check import FINDINGS_MAX, SLICE_KEYS, PartitionCheck
 from vbucket.engine.partition import VbState
 from vbucket.log.end_mark import LogEnd, read_marks
+from vbucket.model.control import SnapshotWindow
 from vbucket.model.ids import SEQNO_MAX
 from vbucket.model.manifest import INITIAL_MANIFEST, Manifest
 from vbucket.store.due import read_due
@@ -154,6 +155,7 @@ class StoreCheck:
                 return
             log = FailoverLog.from_document(record.failover)
             VbState(record.state)
+            window = record.snapshot and SnapshotWindow.from_document(record.snapshot)
             self._records[vb_id] = record
         except (StoreDamagedError, *_UNDECODABLE) as error:
             yield _record(f"{STATE_TABLE} or {FAILOVER_TABLE}", where, error)
@@ -162,6 +164,12 @@ class StoreCheck:
             what = (
                 f"its version began in leader epoch {log.current.epoch}, the record's is "
                 f"{record.epoch}"
+            )
+            yield Finding(Kind.COUNT, where, what)
+        if window and not record.history_floor <= window.start <= record.high_seqno <= window.end:
+            what = (
+                f"it has a part of the snapshot from seqno {window.start} to {window.end}, and the "
+                f"record says history_floor {record.history_floor}, high_seqno {record.high_seqno}"
             )
             yield Finding(Kind.COUNT, where, what)
         key = vb_id.to_bytes(2, "big")

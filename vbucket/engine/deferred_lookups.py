@@ -5,10 +5,11 @@ was a document. Looking up each of them took longer than the rest of a start. Mo
 the replay presumes that all are. `settle` then looks them up together, in key order, and corrects
 the counts.
 
-Who calls it: `vbucket.engine.replay`.
+Who calls it: `vbucket.engine.replay` and `vbucket.engine.replicated`.
 
 Invariants
-- a key is added at most once between two calls of `settle`, and the store does not change between;
+- a key is added at most once between two calls of `settle`, and what the store has of it does not
+  change between: a key of the frozen layer, which a merge brings into the store, is not added;
 - `settle` comes before anything that reads the counts or changes what counts (branch, manifest).
 """
 
@@ -41,6 +42,8 @@ class DeferredLookups:
         If only the store knows, return True and look it up in `settle`.
         """
         entry = part.newest.get(key)
+        if entry is None and part.frozen is not None:
+            entry = part.frozen.newest.get(key)
         if entry is not None or not prev_seqno or not part.merged_seqno:
             return bool(entry and not is_deleted(entry))
         keys = self._keys.get(part.vb_id)

@@ -34,6 +34,7 @@ from vbucket.engine.partition import ABSENT, Hold, Partition, VbState
 from vbucket.engine.versions import Versions
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.collection_counts import CollectionCounts
+from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import (
     LOG_CONTROL,
     META,
@@ -109,6 +110,8 @@ class Keyspace:
             part.merged_seqno = record.high_seqno
             part.purge_seqno = record.purge_seqno
             part.history_floor = record.history_floor
+            if record.snapshot is not None:
+                part.incomplete_snapshot = SnapshotWindow.from_document(record.snapshot)
             part.max_cas = record.max_cas
             part.mended = Mended(*record.mended) if record.mended else None
             part.item_count = record.item_count
@@ -152,12 +155,12 @@ class Keyspace:
         self.pending.append(entry)
         part.append_entry(entry)
         part.newest[key] = entry
-        part.high_seqno = seqno
+        seqno_before, part.high_seqno = part.high_seqno, seqno
         if part.last_group != self.group:
             part.last_group = self.group
             self.touched.append(part)
         if key[0]:
-            part.tally.note(key, seqno, seqno - 1, self.manifest.collections)
+            part.tally.note(key, seqno, seqno_before, self.manifest.collections)
             if documents:
                 self.count(part, key, documents)
         else:

@@ -8,6 +8,8 @@ Documents are not changed.
     begin_version            a failover: a new version at the partition's end, in its own epoch
     adopt_failover_log       a replica: the master's versions, after a truncation where it needs one
     adopt_floors             a replica: the master's history floor and purge seqno
+    begin_snapshot           a replica: a part of a de-duplicated snapshot follows, or more of it
+    end_snapshot             a replica: the whole of it is here; its end is the history floor
 
 The leader epoch never falls: an operation for a lower one comes from a master that was replaced,
 and is refused with StaleEpochError. In all errors nothing was changed.
@@ -18,6 +20,7 @@ from __future__ import annotations
 from failover.history import EPOCH_MAX, FailoverLog
 from vbucket.engine.branch import Branch, check_undo
 from vbucket.engine.engine import Engine
+from vbucket.model.control import SnapshotWindow
 
 
 class StaleEpochError(Exception):
@@ -83,6 +86,46 @@ def adopt_floors(engine: Engine, vb_id: int, floor: int, purge: int, committed_s
             "purge seqno is below its floor, and a floor is a committed change that is here"
         )
     engine.keyspace.raise_floor(vb_id, floor, purge, known_seqno=committed_seqno)
+
+
+def begin_snapshot(engine: Engine, vb_id: int, window: SnapshotWindow) -> None:
+    """Note that a partition has only a part of a snapshot from now on. The note is in the same
+    group as the changes that follow, or in an earlier one.
+    """
+    part = engine.partitions[vb_id]
+    assert part.history_floor <= window.start <= part.high_seqno <= window.end
+    if part.incomplete_snapshot != window:
+        part.incomplete_snapshot = window
+        _note_snapshot(engine, vb_id)
+
+
+def end_snapshot(engine: Engine, vb_id: int, purge: int, cas: int) -> None:
+    """Note that the whole of a snapshot is here. `purge` and `cas` are the master's.
+
+    The end becomes the history floor. It was one of a master, so it is committed. The highest CAS
+    may be that of a version that the snapshot leaves out.
+    """
+    part = engine.partitions[vb_id]
+    window = part.incomplete_snapshot
+    assert window is not None, "a snapshot that ends has begun"
+    assert part.high_seqno == window.end, "all of it is here"
+    part.incomplete_snapshot = None
+    part.history_floor, part.purge_seqno = part.floors_within(window.end, purge, window.end)
+    part.max_cas = max(part.max_cas, cas)
+    _note_snapshot(engine, vb_id)
+
+
+def _note_snapshot(engine: Engine, vb_id: int) -> None:
+    part = engine.partitions[vb_id]
+    window = part.incomplete_snapshot
+    document: dict[str, object] = {
+        "kind": "snapshot",
+        "window": None if window is None else list(window),
+        "seqno": part.history_floor,
+        "purge": part.purge_seqno,
+        "cas": part.max_cas,
+    }
+    engine.keyspace.add_control(part, document)
 
 
 def _check_epoch(engine: Engine, vb_id: int, epoch: int) -> None:

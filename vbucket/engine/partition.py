@@ -17,6 +17,10 @@ Invariants
   commit before the sync. With more copies, the in-sync replicas raise it, later than the sync;
 - purge_seqno < history_floor <= high_seqno, or the first two are 0; every seqno from the floor on
   has a version. The floor is committed, although a replica may not know that yet;
+- while `incomplete_snapshot` is set, seqnos above its start have gaps, and documents are those of
+  no seqno. history_floor <= start < high_seqno <= end, since the note and the first changes are in
+  one group. Such a partition is a replica, and nobody
+  reads it;
 - leader_epoch never falls. It is at least the epoch in which the current version began; after a
   handover it is higher. New entries carry it, and no entry carries a higher one;
 - `ABSENT` (b"") in a `newest` layer means that the key does not exist, whatever lower layers hold;
@@ -35,6 +39,7 @@ from sortedcontainers import SortedList
 from failover.history import FailoverLog
 from failover.write_answer import WriteGuard
 from vbucket.model.collection_counts import CollectionCounts
+from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import seqno_of
 from vbucket.store.records import Mended
 
@@ -126,6 +131,7 @@ class Partition:
         "high_seqno",
         "history_floor",
         "holds",
+        "incomplete_snapshot",
         "is_backed_up",
         "item_count",
         "last_group",
@@ -163,6 +169,7 @@ class Partition:
         self.merged_seqno = 0
         self.purge_seqno = 0
         self.history_floor = 0
+        self.incomplete_snapshot: SnapshotWindow | None = None
         self.pins: SortedList[int] = SortedList()
         """Seqnos of open read views: the history floor must not rise above any of them."""
         self.is_backed_up = False
@@ -302,6 +309,8 @@ class Partition:
             layer.cut_above(seqno)
         self.newest.update(restored)
         self.high_seqno = seqno
+        if self.incomplete_snapshot is not None:
+            self.incomplete_snapshot = self.incomplete_snapshot.after_rollback(seqno)
         self.mended = self.mended and self.mended.cut(seqno)
         self.committed_seqno = min(self.committed_seqno, seqno)
         self.synced_seqno = min(self.synced_seqno, seqno)
@@ -320,6 +329,7 @@ class Partition:
         self.append_entry = self.active.entries.append
         self.high_seqno = self.committed_seqno = self.synced_seqno = self.merged_seqno = 0
         self.history_floor = self.purge_seqno = 0
+        self.incomplete_snapshot = None
         self.mended = self.mended and self.mended.cut(0)
         self.item_count = 0
         self.tally = CollectionCounts()

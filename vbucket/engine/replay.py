@@ -7,14 +7,15 @@ they already have their seqno, CAS and revision.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from dcp.wire.frame import HEADER_BYTES
 from failover.history import FailoverLog
 from vbucket.engine.deferred_lookups import DeferredLookups
 from vbucket.engine.engine import Engine
 from vbucket.engine.keyspace import MUTATION
-from vbucket.engine.partition import VbState
-from vbucket.model.control import epoch_of, floor_and_purge
+from vbucket.engine.partition import Partition, VbState
+from vbucket.model.control import epoch_of, floor_and_purge, snapshot_window
 from vbucket.model.entry import LOG_CONTROL, META, PREFIX_BYTES, control_document, head_of
 from vbucket.model.manifest import Manifest
 from vbucket.store.records import Mended
@@ -92,6 +93,8 @@ class Replay:
             floor, purge = floor_and_purge(dict(document))
             part.history_floor = max(part.history_floor, floor)
             part.purge_seqno = max(part.purge_seqno, purge)
+        elif kind == "snapshot":
+            self._apply_snapshot(engine.partitions[vb_id], dict(document))
         elif kind == "cas":
             mended = document["mended"]
             assert isinstance(mended, list)
@@ -105,3 +108,10 @@ class Replay:
         else:
             # `durability` is for the shell, which reads it from the node record.
             assert kind == "durability", kind
+
+    def _apply_snapshot(self, part: Partition, document: dict[str, Any]) -> None:
+        floor, purge = floor_and_purge(document)
+        part.incomplete_snapshot = snapshot_window(document)
+        part.history_floor = max(part.history_floor, floor)
+        part.purge_seqno = max(part.purge_seqno, purge)
+        part.max_cas = max(part.max_cas, document["cas"])

@@ -5,21 +5,29 @@ leader epoch. They go into memory and into the open group, like changes of clien
 
 Documents that only the store knows are presumed to be there (`DeferredLookups`), so an entry costs
 no look-up. `settle` corrects the counts; it comes before the store changes.
+
+There is one exception to both. The previous version that an entry names may not be the one that is
+here: a snapshot leaves superseded versions out, and a master forgets a key with its purged
+deletion, which may still be here. Such an entry is linked to the version that is here. Rollbacks,
+compaction and snapshots for consumers follow these links.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from dcp.wire.frame import HEADER_BYTES
+from dcp.wire.opcode import Opcode
 from vbucket.engine.deferred_lookups import DeferredLookups
 from vbucket.engine.engine import Engine
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.partition import Partition
-from vbucket.model.entry import META, PREFIX_BYTES, head_of
+from vbucket.model.entry import META, PREFIX, PREFIX_BYTES, head_of, key_of, seqno_of
 from vbucket.store.store import Store
 
 _UNPACK_META = META.unpack_from
+SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
 
 
 class ReplicatedChanges:
@@ -32,8 +40,12 @@ class ReplicatedChanges:
     def apply(self, part: Partition, entries: Sequence[bytes]) -> None:
         """Apply the next changes of a partition, in seqno order.
 
-        The caller has checked them (dcp.replication.messages): their seqnos follow each other.
+        The caller has checked them (dcp.replication.messages): their seqnos follow each other, or
+        rise within the partition's incomplete snapshot. Raises StoreDamagedError before anything
+        is changed.
         """
+        if part.incomplete_snapshot is not None or part.purge_seqno:
+            entries = self._linked(part, entries)
         keyspace, due = self._engine.keyspace, self._engine.due
         for entry in entries:
             head = head_of(entry)
@@ -47,6 +59,31 @@ class ReplicatedChanges:
             part.max_cas = max(part.max_cas, cas)
             if is_document:
                 due.add(entry)
+
+    def _linked(self, part: Partition, entries: Sequence[bytes]) -> list[bytes]:
+        """Return the entries, each with the previous version of its key that is here."""
+        has_gaps = part.incomplete_snapshot is not None
+        newest: dict[bytes, int] = {}
+        linked: list[bytes] = []
+        for entry in entries:
+            head = head_of(entry)
+            key, prev_seqno = key_of(entry), head.prev_seqno
+            if head.opcode != SYSTEM_EVENT and (has_gaps or not prev_seqno):
+                known = newest.get(key)
+                prev_seqno = self._seqno_here(part, key) if known is None else known
+            newest[key] = seqno_of(entry)
+            if prev_seqno == head.prev_seqno:
+                linked.append(entry)
+            else:
+                linked.append(PREFIX.pack(prev_seqno, head.epoch) + entry[PREFIX_BYTES:])
+        return linked
+
+    def _seqno_here(self, part: Partition, key: bytes) -> int:
+        """Return the seqno of the newest version of a key; 0: there is none."""
+        entry = part.newest.get(key)
+        if entry:
+            return seqno_of(entry)
+        return self._engine.versions.meta_below(part, key, entry)[5]
 
     def settle(self) -> None:
         """Correct the counts of documents. Raises StoreDamagedError."""

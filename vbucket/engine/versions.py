@@ -242,17 +242,15 @@ class Versions:
         exceed `bytes_max`. They may be uncommitted: this is for replicas.
         """
         found: list[bytes] = []
-        size, seqno = 0, start_seqno
-        while seqno <= min(end_seqno, part.merged_seqno) and size < bytes_max:
-            entry = self._store.entry(part.vb_id, seqno)
-            if entry is not None:  # else it was compacted away
-                found.append(entry)
-                size += len(entry)
-            seqno += 1
-        if size >= bytes_max or seqno > end_seqno:
+        merged_seqno = part.merged_seqno
+        if start_seqno <= merged_seqno:
+            last_seqno = min(end_seqno, merged_seqno)
+            found = self._store.entries(part.vb_id, start_seqno, last_seqno, bytes_max)
+        size = sum(map(len, found))
+        if size >= bytes_max:
             return found
         for layer in part.layers():
-            for entry in layer.between(max(seqno, part.merged_seqno + 1), end_seqno):
+            for entry in layer.between(max(start_seqno, merged_seqno + 1), end_seqno):
                 found.append(entry)
                 size += len(entry)
                 if size >= bytes_max:

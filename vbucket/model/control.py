@@ -8,6 +8,9 @@ Each is a CBOR document with a kind (`vbucket.model.entry.pack_control`):
     epoch        epoch                     the leader epoch
     state        state                     the partition's state
     floor        seqno, purge              history floor and purge seqno
+    snapshot     window, seqno, purge, cas a part of a de-duplicated snapshot of the master is here
+                                           (`SnapshotWindow`; None: the whole of it is); history
+                                           floor, purge seqno and highest CAS as of then
     purge        upto                      the same, written before compaction existed
     cas          mended                    the highest CAS was lowered
     manifest     manifest                  the collections (of the node)
@@ -15,14 +18,56 @@ Each is a CBOR document with a kind (`vbucket.model.entry.pack_control`):
                                            replicas (of the node). A start begins there
     durability   level                     what an answer promises (of the node)
 
-`epoch`, `hw`, and failover logs of more than 25 versions need a log of format version 4.
+`epoch`, `hw`, `snapshot`, and failover logs of more than 25 versions need a log of format
+version 4.
 
 Who calls it: the replay at a start and the merge, which must read them alike. Pure.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+from vbucket.model.ids import SEQNO_MAX
+
+
+class SnapshotWindow(NamedTuple):
+    """A de-duplicated snapshot of which a replica has a part. It ends at a history floor of the
+    master, which is committed. `purge` is the master's purge seqno when the part was sent.
+
+    Invariant: start < end and purge < end.
+    """
+
+    start: int
+    end: int
+    purge: int
+
+    @classmethod
+    def from_document(cls, document: Any) -> SnapshotWindow:
+        """Return the window of a control entry or a record. Raises ValueError."""
+        if not isinstance(document, list) or len(document) != len(cls._fields):
+            raise ValueError(f"{document!r} is no window of a snapshot")
+        window = cls(*map(seqno_in, document))
+        if not (window.start < window.end and window.purge < window.end):
+            raise ValueError(f"a snapshot cannot have the window {document!r}")
+        return window
+
+    def after_rollback(self, seqno: int) -> SnapshotWindow | None:
+        """Return the window after a rollback to a seqno; None: nothing of the snapshot is left."""
+        return None if seqno <= self.start else self
+
+
+def seqno_in(number: Any) -> int:
+    """Return a number of a document as a seqno. Raises ValueError."""
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= SEQNO_MAX:
+        raise ValueError(f"{number!r} is no seqno")
+    return number
+
+
+def snapshot_window(document: dict[str, Any]) -> SnapshotWindow | None:
+    """Return the window of an entry of kind `snapshot`. Raises ValueError."""
+    window = document["window"]
+    return None if window is None else SnapshotWindow.from_document(window)
 
 
 def floor_and_purge(document: dict[str, Any]) -> tuple[int, int]:

@@ -94,6 +94,9 @@ class PartitionRecord(NamedTuple):
     mended: list[int] | None = None
     """`Mended`. The document omits it if it is None, because a store of format 2 may be written to
     before a merge makes it format 3."""
+    snapshot: list[int] | None = None
+    """`vbucket.model.control.SnapshotWindow` of a replica that has a part of the snapshot. The
+    document omits it if it is None, because formats before 4 do not know it."""
 
 
 class NodeRecord(NamedTuple):
@@ -236,8 +239,9 @@ def put_partition(write: KvWrite, vb_id: int, record: PartitionRecord) -> None:
     """Write a partition's record, its failover log included."""
     key = vb_id.to_bytes(2, "big")
     document = record._asdict()
-    if record.mended is None:
-        del document["mended"]
+    for name in ("mended", "snapshot"):
+        if document[name] is None:
+            del document[name]
     _put_document(write, FAILOVER_TABLE, key, document.pop("failover"))
     _put_document(write, STATE_TABLE, key, document)
 

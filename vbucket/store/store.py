@@ -156,6 +156,23 @@ class StoreView(RecordView):
             )
         return None
 
+    def entries(self, vb_id: int, start_seqno: int, end_seqno: int, bytes_max: int) -> list[bytes]:
+        """Return the versions in [start, end], prefix included, until they exceed `bytes_max`.
+
+        Raises StoreDamagedError.
+        """
+        found: list[bytes] = []
+        size = 0
+        for block in self._blocks(vb_id, start_seqno, end_seqno):
+            low = bisect_left(block.seqnos, start_seqno)
+            high = bisect_right(block.seqnos, end_seqno)
+            for entry in block.entries(high)[low:]:
+                found.append(entry)
+                size += len(entry)
+                if size >= bytes_max:
+                    return found
+        return found
+
     def frames(
         self,
         vb_id: int,

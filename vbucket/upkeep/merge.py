@@ -55,7 +55,6 @@ from vbucket.store.records import (
     BY_SEQNO_TABLE,
     EXPIRY_FORMAT_VERSION,
     STORE_FORMAT_VERSION,
-    Mended,
     NodeRecord,
     PartitionRecord,
     put_manifest,
@@ -64,6 +63,7 @@ from vbucket.store.records import (
     put_quarantine,
 )
 from vbucket.store.store import StoreView, missing_blocks
+from vbucket.upkeep.stage import Stage, cas_of
 
 NODE_VB_ID: Final = 0xFFFF
 """Partition id of control entries of the node."""
@@ -75,7 +75,6 @@ _VB_AT: Final = PREFIX_BYTES + 6
 _NOTHING: Final = bytes(BY_KEY_RECORD.size)
 """Stands for an absent record."""
 _NO_SEQNO: Final = bytes(8)
-_cas_of: Final = itemgetter(slice(28, 36))
 _first_of: Final = itemgetter(0)
 _prev_seqno_of: Final = itemgetter(slice(8))
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
@@ -115,59 +114,6 @@ class _PartitionDamagedError(Exception):
         self.cause = cause
 
 
-class _Stage:
-    """What the merge will do to one partition.
-
-    Invariants: `entries` ascend. `high_seqno` is the partition's, without the entries since the
-    last rollback. Stored versions above `trim_to` are removed (None: none; 0: all). Tombstones up
-    to `purged_seqno` may be missing in the store. The CAS of entries before `cas_from` do not count
-    for the highest CAS: the record has it already, or it was lowered.
-    """
-
-    __slots__ = (
-        "cas_from", "entries", "high_seqno", "purged_seqno", "record", "trim_to", "vb_id",
-    )  # fmt: skip
-
-    def __init__(self, vb_id: int, record: PartitionRecord) -> None:
-        self.vb_id = vb_id
-        self.record = record
-        self.purged_seqno = record.purge_seqno
-        self.high_seqno = record.high_seqno
-        self.trim_to: int | None = None
-        self.entries: list[bytes] = []
-        self.cas_from = 0
-
-    def lower_cas(self, mended: list[int]) -> None:
-        """Lower the highest CAS."""
-        self.record = self.record._replace(max_cas=mended[1], mended=mended)
-        self.cas_from = len(self.entries)
-
-    def roll_back(self, seqno: int) -> None:
-        """Undo every version above `seqno`, staged or stored. The highest CAS is kept."""
-        self.high_seqno = min(self.final_high_seqno(), seqno)
-        if seqno < self.record.last_seqno:
-            self.trim_to = seqno if self.trim_to is None else min(self.trim_to, seqno)
-        self.record = self.record._replace(
-            max_cas=self.final_max_cas(),
-            history_floor=min(self.record.history_floor, seqno),
-            purge_seqno=min(self.record.purge_seqno, max(0, seqno - 1)),
-            mended=self.record.mended and list(Mended(*self.record.mended).cut(seqno)),
-        )
-        entries = self.entries
-        while entries and seqno_of(entries[-1]) > seqno:
-            entries.pop()
-        self.cas_from = len(entries)
-
-    def final_high_seqno(self) -> int:
-        """Return the partition's high seqno after this stage."""
-        return max(self.high_seqno, seqno_of(self.entries[-1]) if self.entries else 0)
-
-    def final_max_cas(self) -> int:
-        """Return the partition's highest CAS after this stage, undone versions included."""
-        staged = max(map(_cas_of, self.entries[self.cas_from :]), default=b"")
-        return max(self.record.max_cas, int.from_bytes(staged, "big"))
-
-
 class _Staging:
     """Entries of the log, grouped by partition."""
 
@@ -175,7 +121,7 @@ class _Staging:
         self._view = view
         self.node = node
         self.manifest = view.manifest()
-        self.stages: dict[int, _Stage] = {}
+        self.stages: dict[int, Stage] = {}
         self.entries = 0
         self.quarantine = view.quarantine()
         """The partitions that are left out: those of earlier merges, and new ones with entries."""
@@ -197,7 +143,7 @@ class _Staging:
             elif vb_id in appends:
                 appends[vb_id](entry)
             elif self._is_left_out(vb_id):
-                self._leave_out(vb_id, int.from_bytes(_cas_of(entry), "big"))
+                self._leave_out(vb_id, int.from_bytes(cas_of(entry), "big"))
             else:
                 self._stage(vb_id).entries.append(entry)
 
@@ -241,6 +187,8 @@ class _Staging:
                 history_floor=max(stage.record.history_floor, floor),
                 purge_seqno=max(stage.record.purge_seqno, purge),
             )
+        elif kind == "snapshot":
+            stage.take_snapshot(document)
         elif kind == "cas":
             stage.lower_cas(document["mended"])
         elif kind == "failover":
@@ -258,7 +206,7 @@ class _Staging:
                 "version of dcpd that wrote it"
             )
 
-    def _stage(self, vb_id: int) -> _Stage:
+    def _stage(self, vb_id: int) -> Stage:
         stage = self.stages.get(vb_id)
         if stage is None:
             with _naming(vb_id):
@@ -268,7 +216,7 @@ class _Staging:
                     f"the log has changes of vb {vb_id}, which the store does not know; the "
                     "folder's log and store do not belong together"
                 )
-            stage = self.stages[vb_id] = _Stage(vb_id, record)
+            stage = self.stages[vb_id] = Stage(vb_id, record)
             self._appends[vb_id] = stage.entries.append
         return stage
 
@@ -391,7 +339,7 @@ def _stage_segments(
 
 
 def _merge_partition(
-    write: KvWrite, view: StoreView, stage: _Stage, manifest: Manifest, rows: ExpiryRows,
+    write: KvWrite, view: StoreView, stage: Stage, manifest: Manifest, rows: ExpiryRows,
     body_bytes_target: int,
 ) -> PartitionRecord:  # fmt: skip
     """Write one partition's stage; return its record. Reads come first, then writes.
@@ -554,7 +502,7 @@ def _trim_blocks(write: KvWrite, vb_id: int, seqno: int, body_bytes_target: int)
     return removed
 
 
-def _empty(write: KvWrite, stage: _Stage, rows: ExpiryRows) -> None:
+def _empty(write: KvWrite, stage: Stage, rows: ExpiryRows) -> None:
     """Remove all stored data of a partition that was rolled back to 0.
 
     Damaged records are removed, too. A row of the expiry table that only such a record names stays;
@@ -576,7 +524,7 @@ def _empty(write: KvWrite, stage: _Stage, rows: ExpiryRows) -> None:
 
 
 def _entry_as_of(
-    view: StoreView, stage: _Stage, manifest: Manifest, key: bytes, seqno: int
+    view: StoreView, stage: Stage, manifest: Manifest, key: bytes, seqno: int
 ) -> bytes | None:
     """Return a key's version, None if a compaction dropped it: a purged tombstone, or a document of
     a dropped collection.

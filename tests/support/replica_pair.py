@@ -1,0 +1,258 @@
+"""A master and a replica of one partition: whole nodes in memory, joined by a real link.
+
+The replication cores are the product's. Bytes pass only when a test says so, so that a link can be
+cut and a process can die between any two messages.
+"""
+
+from __future__ import annotations
+
+from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
+from dcp.cluster.cluster_records import MemberRecord, ReportedPartition, StoredPartition
+from dcp.cluster.cluster_session import ClusterSession
+from dcp.cluster.cluster_view import Stored
+from dcp.cluster.coordinator import CoordinatorSettings
+from dcp.cluster.metastore import KeyValue
+from dcp.core.groups import WriteGroup
+from dcp.replication.mastership import ReplicationSettings
+from dcp.replication.node_core import ReplicationCore
+from dcp.replication.replica_link import LinkState, ReplicaLink
+from dcp.session.rights import FULL_RIGHTS, Role
+from dcp.session.session import Session
+from dcp.session.state import SessionState
+from failover.replication_record import ReplicationRecord
+from support.memory_node import MemoryNode, Peer
+from support.open_door import OpenDoor
+from vbucket.check.store_check import StoreCheck
+from vbucket.engine.partition import Partition
+
+VB = 1
+PARTITIONS = 2
+MASTER, REPLICA = "a", "b"
+ROOT = b"/c/"
+COLLECTIONS = 0x12
+BEAT_NS = 100_000_000
+FIRST = ReplicationRecord((MASTER, REPLICA), frozenset({MASTER}), 1)
+"""Nobody is the master yet: a process is none in the epoch that it finds."""
+
+
+class Member:
+    """A node and its replication core. Every partition but VB is left alone."""
+
+    def __init__(self, name: str, node: MemoryNode, section_bytes: int) -> None:
+        self.name = name
+        self.node = node
+        self._settings = ReplicationSettings(min_in_sync=1, section_bytes=section_bytes)
+        self._incarnation = 0
+        self.now_ns = 10**9
+        self._stored = FIRST
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a process on what the node has."""
+        self._incarnation += 1
+        node = self.node
+        self.session = ClusterSession(ROOT, self.name, self._incarnation, CoordinatorSettings())
+        for member in (MASTER, REPLICA):
+            record = MemberRecord(member=member, address=member)
+            self.session.view.members[member] = Stored(record, KeyValue(b"m", b"", 1, 1, 0))
+        self.core = ReplicationCore(
+            node.engine, node.store, node.hub, node.groups, self.session, self._settings,
+            cluster="c", carry_out=lambda _: None, depose=lambda _vb_ids, _why: None,
+            now_ns=self.now_ns,
+        )  # fmt: skip
+        self.record(self._stored)
+
+    def record(self, record: ReplicationRecord) -> None:
+        """The metadata store has this record of VB."""
+        self._stored = record
+        key = ClusterKeys(ROOT).of_partition(KeyKind.PARTITION, VB)
+        item = KeyValue(key, b"", 1, 1, 0)
+        self.session.view.partitions[VB] = Stored(StoredPartition(record, "test"), item)
+        self.core.records_changed(self.now_ns, [VB])
+
+    @property
+    def part(self) -> Partition:
+        return self.node.engine.partitions[VB]
+
+    def commit(self) -> None:
+        """Write and sync what is pending."""
+        while (job := self.node.groups.next_job()) is not None:
+            self.node.finish(job)
+            if isinstance(job, WriteGroup):
+                self.core.group_synced(self.now_ns, job.group)
+
+    def merge(self) -> None:
+        self.commit()
+        if not self.node.engine.keyspace.is_merging:
+            self.node.groups.begin_merge()
+        self.commit()
+        self.node.end_merge()
+
+    def compact(self, slices: int | None = None) -> None:
+        if VB in self.node.floors.committed():
+            self.node.compact([VB], slices=slices)
+            if slices is None:
+                self.node.floors.compacted(VB)
+
+    def tick(self) -> None:
+        self.now_ns += BEAT_NS
+        self.core.tick(self.now_ns)
+
+    def crash(self, keep_unsynced_bytes: int = 0) -> None:
+        """Kill the process, and start another one."""
+        self.node.crash(keep_unsynced_bytes)
+        self.begin()
+
+    def documents(self) -> dict[bytes, tuple[int, bytes]]:
+        """Return the documents of VB: key -> CAS, value."""
+        found = {}
+        view = self.node.views.open(VB)
+        scan = view.scan()
+        while not scan.is_done:
+            for shown in scan.step(100):
+                found[shown.key] = (shown.meta.cas, shown.value)
+        self.node.views.close(view)
+        return found
+
+    def findings(self) -> list[str]:
+        """Return what the offline check finds in store and log."""
+        node = self.node
+        check = StoreCheck(
+            node.env.snapshot(), node.device.segments(), node.device.read,
+            vb_ids=range(node.partitions),
+        )  # fmt: skip
+        return [found.line() for found in check.findings() if not found.is_harmless]
+
+
+class ReplicaPair:
+    """See the module. `master` serves VB in epoch 2, `replica` follows it."""
+
+    def __init__(self, *, section_bytes: int = 1) -> None:
+        self.master = Member(MASTER, MemoryNode(1, partitions=PARTITIONS), section_bytes)
+        self.replica = Member(REPLICA, MemoryNode(2, partitions=PARTITIONS), section_bytes)
+        self.taken = FIRST
+        self._link: ReplicaLink | None = None
+        self._state: SessionState | None = None
+        self._to_replica: list[bytes] = []
+        self.lead(self.master)
+
+    def lead(self, member: Member) -> None:
+        """Let a member be the master from a new epoch on, alone in sync."""
+        self.cut()
+        isr = frozenset({member.name})
+        self.taken = ReplicationRecord(
+            (MASTER, REPLICA), isr, self.taken.epoch + 1, master=member.name
+        )
+        for each in (self.master, self.replica):
+            each.record(self.taken)
+            each.commit()
+        member.now_ns += 10 * BEAT_NS  # it may serve once earlier confirmations have lapsed
+        member.tick()
+        member.commit()
+
+    def client(self, member: Member | None = None) -> Peer:
+        """Return a client of a node that serves VB."""
+        client = (member or self.master).node.connect()
+        client.hello(COLLECTIONS)
+        return client
+
+    # -- the link ----------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Join replica and master, if they are not joined."""
+        replica, node = self.replica, self.master.node
+        if self._link is not None and self._link.state is not LinkState.CLOSED:
+            return
+        self.cut()
+        for _ in range(10):
+            if replica.core.following.links and not self._is_closed():
+                break
+            replica.tick()
+        else:
+            raise AssertionError("the replica does not follow the master")
+        self._link = replica.core.following.links[MASTER]
+        self._state = SessionState(
+            engine=node.engine, hub=node.hub, facts=node, authenticator=OpenDoor(),
+            peer_is_loopback=True, limits=node.connect().state.limits, scans=node.scans,
+            replication=self.master.core.leading, has_replicas=True,
+        )  # fmt: skip
+        self._state.rights = FULL_RIGHTS.granted(Role.REPLICATE)
+        self._session = Session(self._state)
+
+    def _is_closed(self) -> bool:
+        return self.replica.core.following.links[MASTER].state is LinkState.CLOSED
+
+    def cut(self) -> None:
+        """Lose the connection, and what is on its way."""
+        if self._link is not None:
+            self._link.closed()
+        if self._state is not None and self._state.sender is not None:
+            self._state.sender.close()
+        self._link = self._state = None
+        self._to_replica.clear()
+
+    def step(self) -> bool:
+        """Let the replica's bytes and one message of the master pass; False: none was there."""
+        self.connect()
+        link, state = self._link, self._state
+        assert link is not None
+        assert state is not None
+        if data := link.bytes_to_send():
+            self._session.receive(data, self.master.node.now_ns)
+            self._to_replica += state.answers
+            state.answers.clear()
+        if state.sender is not None:
+            self._to_replica += map(bytes, state.sender.pump(1))
+            assert not state.sender.damages, state.sender.damages
+        if not self._to_replica:
+            return bool(data)
+        link.receive(self._to_replica.pop(0), self.replica.now_ns)
+        assert not link.problem, link.problem
+        return True
+
+    def follow(self) -> None:
+        """Go on until the replica has all that the master has synced, and the master knows it."""
+        self.master.commit()
+        for _ in range(10_000):
+            is_moving = self.step()
+            self.replica.commit()
+            if not is_moving:
+                if self.acknowledged() == self.master.part.synced_seqno:
+                    return
+                self.replica.tick()
+                self.master.tick()
+                self.master.commit()
+        raise AssertionError("the replica does not catch up")
+
+    def acknowledged(self) -> int:
+        """Return what counts for the high watermark."""
+        given = self.master.core.leading.masterships[VB]._acknowledged.get(REPLICA)
+        return -1 if given is None else given.synced_seqno
+
+    # -- what tests do -----------------------------------------------------------------------------
+
+    def set(self, *keys: bytes, value: bytes = b"v") -> None:
+        client = self.client()
+        for key in keys:
+            assert client.set(VB, b"\0" + key, value).status == 0
+        self.master.commit()
+
+    def delete(self, *keys: bytes) -> None:
+        client = self.client()
+        for key in keys:
+            assert client.delete(VB, b"\0" + key).status == 0
+        self.master.commit()
+
+    def raise_floor(self, floor: int, purge: int = 0) -> None:
+        """Let the master give up what is below a floor, and drop it."""
+        self.master.merge()
+        self.master.node.raise_floor(VB, floor, purge)
+        self.master.commit()
+        self.master.compact()
+
+    def reports(self) -> tuple[ReportedPartition, ...]:
+        """Return what the replica reports once it has not heard its master for a while."""
+        self.cut()
+        self.replica.now_ns += 10 * BEAT_NS
+        self.replica.core.tick(self.replica.now_ns)
+        return self.replica.core._reported
