@@ -218,14 +218,28 @@ class ReplicatedNodes:
         member = self._members[machine]
         if sum(name == machine for name in self._lost) >= FOLDERS_LOST_MAX:
             return False
-        gone = self._dead | {member}
+        down = {name for name, other in self._machines.items() if other.node is None}
+        gone = self._dead | {member} | down  # the others may be left behind before they are back
         records = [self._stored(vb_id)[1] for vb_id in range(self._setting.plan.partitions)]
         if any(self._dead & record.isr or record.isr <= gone for record in records):
             return False  # one after the other: a majority has to be left to report
+        if any(self._may_be_left_to(gone, machine) for machine in self._machines.values()):
+            return False
         self._lost.append(machine)
         self._setting.facts.lost_folders.append(LostFolder(self._world.now_ns, machine))
         self._dead.add(member)
         return True
+
+    @staticmethod
+    def _may_be_left_to(gone: set[str], machine: Machine) -> bool:
+        """Whether a master has asked for an in-sync set of these members only, and is not answered:
+        the store may have that record a moment later.
+        """
+        node = machine.node
+        return isinstance(node, ClusterNode) and any(
+            mastership.asked is not None and mastership.asked <= gone
+            for mastership in node.core.leading.masterships.values()
+        )
 
     def harm_store(self, kind: str, machine: str | None = None) -> Mend | None:
         """See Controls."""
