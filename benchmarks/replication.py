@@ -44,9 +44,9 @@ from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.metastore import KeyValue
 from dcp.cluster.partition_choices import CoordinatorSettings
 from dcp.core.groups import GroupCycle, WriteGroup
-from dcp.replication.shell_effects import Dial
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
+from dcp.replication.shell_effects import Dial
 from dcp.server.main import GC_THRESHOLDS
 from dcp.session.held_answers import HeldAnswers
 from dcp.session.rights import FULL_RIGHTS, Role
@@ -71,7 +71,8 @@ class Client:
         self._node = node
         self.state = SessionState(
             engine=node.engine, hub=node.hub, facts=node, authenticator=OpenDoor(),
-            peer_is_loopback=True, limits=Limits(), replication=None if node.core is None else node.core.leading,
+            peer_is_loopback=True, limits=Limits(),
+            replication=None if node.core is None else node.core.leading,
             has_replicas=node.core is not None,
         )  # fmt: skip
         self.state.rights = FULL_RIGHTS.granted(Role.REPLICATE)
@@ -257,10 +258,11 @@ class Trio:
         while is_moving:
             for node in self.nodes:
                 node.timed(node.write_groups)
-            is_moving = any([link.down() for link in self.links])
+            moved = [link.down() for link in self.links]
             for node in self.nodes[1:]:
                 node.timed(node.write_groups)
-            is_moving = any([link.up() for link in self.links]) or is_moving
+            moved += [link.up() for link in self.links]
+            is_moving = any(moved)
             for node in self.nodes:
                 self._carry_out(node)
 
