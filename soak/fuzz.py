@@ -273,8 +273,12 @@ def subdocument(draw: random.Random, vb_id: int, key: bytes) -> bytes:
     if kind == 1:
         opcode = draw.choice((Opcode.SET_WITH_META, Opcode.DEL_WITH_META))
         extras = struct.pack(">IIQQ", 0, 0, draw.randint(1, 50), draw.randint(1, 2**60))
-        section = draw.choice(SECTIONS)
-        return pack_request(opcode, vb_id=vb_id, key=key, value=section, extras=extras, datatype=4)
+        section, datatype = draw.choice(SECTIONS), draw.choice((4, 4, 5, 6, 7))
+        if datatype & 2 and draw.random() < 0.8:
+            section = bytes(snappy.compress_raw(section + draw.choice((b"", b"x" * 90))))
+        return pack_request(
+            opcode, vb_id=vb_id, key=key, value=section, extras=extras, datatype=datatype
+        )
     more = bytes([doc_flags]) * (draw.random() < 0.5)
     if kind < 4:
         opcode = draw.choice((*LOOKUPS, *MUTATIONS))

@@ -202,7 +202,7 @@ class Leading:
             older.close()
         feed = ReplicaFeed(
             self._engine, told.member, self, schedule, now_ns=self._now_ns,
-            section_bytes=self._settings.section_bytes,
+            window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
         )  # fmt: skip
         self.feeds[told.member] = feed
         return feed

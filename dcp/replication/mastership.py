@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import NamedTuple
 
+from dcp.replication.replica_feed import SECTION_BYTES, WINDOW_BYTES
 from failover.isr import (
     CONFIRMATION_NS,
     Acknowledgement,
@@ -57,7 +58,8 @@ class ReplicationSettings(NamedTuple):
     acknowledges_as_master: bool = False
     """Answer writes when this node's disk has them (`acknowledge=master`)."""
     value_bytes_max: int = 20 << 20
-    section_bytes: int = 256 << 10
+    window_bytes: int = WINDOW_BYTES
+    section_bytes: int = SECTION_BYTES
     """Entries of a partition that is behind, in one message: a fair share of a turn."""
 
 

@@ -9,13 +9,19 @@ from pathlib import Path
 import pytest
 
 from clients import KvClient
+from clients.address import parse_address
 from clients.cli.dcpctl import run as dcpctl
+from clients.link.blocking_link import SyncLink
+from dcp.wire.opcode import Opcode
 from support.server import DcpdProcess
+from support.subdoc_client import XATTR, mutation_value
+from vbucket.model.ids import vbucket_of
 
 pytestmark = pytest.mark.foreign
 
 SOURCES = Path(__file__).parent / "java"
 JARS = Path(__file__).parents[2] / ".venv" / "java"
+APP = b'{"by":"app"}'
 LARGE = b"the same again " * 1000
 
 
@@ -34,6 +40,17 @@ def run(client: str, *arguments: str) -> str:
     return ran.stdout
 
 
+def add_xattrs(server: DcpdProcess, *keys: bytes) -> None:
+    upsert = Opcode.SUBDOC_DICT_UPSERT
+    value = mutation_value((upsert, XATTR, b"_sync", b'"s"'), (upsert, XATTR, b"meta", APP))
+    with SyncLink(parse_address(server.address)) as link:
+        for key in keys:
+            added = link.request(
+                Opcode.SUBDOC_MULTI_MUTATION, vb_id=vbucket_of(key), key=b"\0" + key, value=value
+            )
+            assert added.status == 0
+
+
 def test_the_sdk_connects_and_works(server: DcpdProcess) -> None:
     assert run("CouchbaseClient", server.address).endswith("ok\n")
 
@@ -49,13 +66,17 @@ async def test_java_dcp_client_gets_everything_in_every_mode(tmp_path: Path) -> 
             for key, value in orders.items():
                 await client.collection("shop.orders").set(key, value)
 
-        def streamed(*arguments: str) -> dict[str, int]:
-            lines = run("DcpClient", server.address, *arguments).splitlines()
-            return {key: int(length) for key, _, length in (line.partition(" ") for line in lines)}
+        add_xattrs(server, b"large", b"plain-3")
 
-        lengths = {key: len(value) for key, value in (documents | orders).items()}
+        def streamed(*arguments: str) -> dict[str, str]:
+            lines = run("DcpClient", server.address, *arguments).splitlines()
+            return {key: seen for key, _, seen in (line.partition(" ") for line in lines)}
+
+        lengths = {key: str(len(value)) for key, value in (documents | orders).items()}
+        lengths["large"] += ' _sync="s" meta={"by":"app"}'
+        lengths["plain-3"] += ' _sync="s" meta={"by":"app"}'
         for compression in ("DISABLED", "FORCED"):
             assert streamed(compression) == lengths, compression
-        lengths = {key: len(value) for key, value in orders.items()}
+        lengths = {key: str(len(value)) for key, value in orders.items()}
         for out_of_order in ("true", "true_with_seqno_advanced"):
             assert streamed("FORCED", "8", out_of_order) == lengths, out_of_order

@@ -14,6 +14,11 @@ network, the clocks and the disks are simulated, and they fail in every way that
     serving    the server's side of one connection
     plan       what a seed decides: sizes, workload, kinds of faults
     faults     the kinds of faults, and when they happen
+    acts       sequences of faults about elections
+    cluster_faults  faults of clusters
+    cluster_bugs    faults of replication that can be put in on purpose
+    store_client    a node's client of the metadata store
+    in_sync    looks at a cluster while it runs
     kv_client  clients that read and write over real frames
     kv_link    their connections
     workload   what they ask for

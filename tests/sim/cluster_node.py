@@ -19,19 +19,21 @@ from dcp.cluster.store_driver import StoreDriver
 from dcp.core.groups import Job, Published, WriteGroup
 from dcp.replication.cluster_map import bucket_map
 from dcp.replication.loss_receipt import CutOff, ElectionLoss
-from dcp.replication.mastership import ReplicationSettings
+from dcp.replication.mastership import ReplicationSettings, Service
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.replica_link import LinkState, ReplicaLink
 from dcp.replication.shell_effects import Dial
 from dcp.session.held_answers import HeldAnswers
+from dcp.stream.producer import Producer
 from failover.replication_record import ReplicationRecord
-from sim.facts import CutOffFact, Facts, LostFact, Mastership
+from sim.facts import CutOffFact, Facts, History, LostFact, Mastership
 from sim.network import Side
 from sim.node import Facades, SingleNode
 from sim.plan import Plan
 from sim.quarantine import keep
 from sim.world import MS
-from vbucket.engine.partition import VbState
+from vbucket.engine.partition import Partition, VbState
+from vbucket.model.entry import META, seqno_of
 from vbucket.model.ids import vb_uuid_from_random
 from vbucket.model.partition_map import PartitionMap, bucket_config
 
@@ -113,6 +115,8 @@ class ClusterNode(SingleNode):
     """See the module."""
 
     core_type = ReplicationCore
+    note_committed: Callable[[str, Partition], None]
+    """Called with this node's name and a partition whose high watermark it has raised."""
 
     def __init__(
         self, machine: Machine, plan: Plan, facts: Facts, store: MetaStore, note: NoteRecord
@@ -131,6 +135,7 @@ class ClusterNode(SingleNode):
         settings = ReplicationSettings(
             min_in_sync=plan.min_in_sync,
             acknowledges_as_master=plan.acknowledge == "master",
+            window_bytes=plan.window_bytes,
             section_bytes=plan.section_bytes,
         )
         self.core = self.core_type(
@@ -215,6 +220,8 @@ class ClusterNode(SingleNode):
         self.driver.carry_out(effects)
 
     def _depose(self, vb_ids: tuple[int, ...], _why: str) -> None:
+        for vb_id in vb_ids:
+            self.note_tail(vb_id)
         for connection in list(self.connections):
             connection.held.depose(vb_ids)
             connection.release()
@@ -289,6 +296,12 @@ class ClusterNode(SingleNode):
                 )  # fmt: skip
                 self._record_committed((part.vb_id,))
 
+    def _record_committed(self, vb_ids: Iterable[int]) -> None:
+        touched = tuple(vb_ids)
+        super()._record_committed(touched)
+        for vb_id in touched:
+            self.note_committed(self.name, self.engine.partitions[vb_id])
+
     # -- what checkers ask -------------------------------------------------------------------------
 
     def branch(self, vb_id: int, share: float) -> bool:
@@ -308,6 +321,37 @@ class ClusterNode(SingleNode):
     def serves(self, vb_id: int) -> bool:
         """See SimNode."""
         return self._has_begun and self.engine.partitions[vb_id].state == VbState.ACTIVE
+
+    def note_tail(self, vb_id: int) -> None:
+        """Record what is not committed: also of that, a version has one history only."""
+        part = self.engine.partitions[vb_id]
+        if part.committed_seqno < part.high_seqno:
+            entries = self.engine.versions.entries(
+                part, part.committed_seqno + 1, part.high_seqno, 1 << 30
+            )
+            tail = {seqno_of(entry): META.unpack_from(entry)[4] for entry in entries}
+            versions = tuple(part.failover.pairs())
+            self._record.histories.append(
+                History(self._world.now_ns, self.name, vb_id, versions, part.high_seqno, {}, tail)
+            )
+
+    def would_answer(self, vb_id: int) -> bool:
+        """See Watched."""
+        leading, now_ns = self.core.leading, self.clock.monotonic_ns()
+        mastership = leading.masterships.get(vb_id)
+        if mastership is None or self.engine.partitions[vb_id].state != VbState.ACTIVE:
+            return False
+        until_ns = mastership.confirmed_until_ns(leading._confirmations(mastership))
+        return mastership.service(now_ns, until_ns) in {Service.SERVING, Service.HANDING}
+
+    def open_streams(self) -> list[tuple[int, str]]:
+        """See Watched."""
+        return [
+            (stream.vb_id, connection.name)
+            for connection in self.connections
+            if isinstance(connection.state.sender, Producer)
+            for stream in connection.state.sender.streams()
+        ]
 
     def documents(self) -> dict[bytes, bytes]:
         """See SimNode."""

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from sim.bugs import BUGS
+from sim.cluster_bugs import CLUSTER_BUGS
 from sim.run import Options, Report, replay_command, run_seed
 from sim.world import SECOND, Trace
 
@@ -140,5 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, help="virtual seconds of load")
     parser.add_argument("--nodes", type=int, default=1, choices=range(1, 6))
     parser.add_argument("--no-faults", action="store_true", help="let nothing go wrong")
-    parser.add_argument("--bug", default="", choices=sorted(BUGS), help="put in a known bug")
+    parser.add_argument(
+        "--bug", default="", choices=sorted(BUGS | CLUSTER_BUGS), help="put in a known bug"
+    )
     return parser

@@ -170,6 +170,37 @@ class Mastership(NamedTuple):
     vb_uuid: int
 
 
+class Lacking(NamedTuple):
+    """A member of an in-sync set did not have on its disk what was called committed."""
+
+    at_ns: int
+    node: str
+    vb_id: int
+    synced_seqno: int
+    committed_by: str
+    vb_uuid: int
+    seqno: int
+
+
+class Overlap(NamedTuple):
+    """Two nodes would have answered requests for a partition at the same time."""
+
+    at_ns: int
+    vb_id: int
+    nodes: tuple[str, ...]
+
+
+class Kept(NamedTuple):
+    """A node had a stream open while another one was the partition's master in a later epoch."""
+
+    at_ns: int
+    node: str
+    vb_id: int
+    connection: str
+    master: str
+    since_ns: int
+
+
 class History(NamedTuple):
     """What one node holds of a partition at some moment."""
 
@@ -181,6 +212,8 @@ class History(NamedTuple):
     high_seqno: int
     entries: dict[int, int]
     """Seqno -> `fingerprint` of the change. Seqnos may be missing where history was compacted."""
+    tail: dict[int, int] = {}  # noqa: RUF012 - nobody changes it
+    """Seqno -> CAS of changes that were not committed, if only these were looked at."""
 
     def end_of(self, vb_uuid: int) -> int | None:
         """Return the seqno at which a version ended; None: it is not in this history."""
@@ -242,6 +275,12 @@ class Facts:
         self.rolled_back: list[RolledBack] = []
         self.excuses: list[Excuse] = []
         self.masterships: list[Mastership] = []
+        self.failovers: list[Excuse] = []
+        """Of a cluster with `acknowledge=master`: from where on a failover may have lost writes
+        without a durability frame."""
+        self.lacking: list[Lacking] = []
+        self.kept: list[Kept] = []
+        self.overlaps: list[Overlap] = []
         self.histories: list[History] = []
         """Of all nodes, at the ends of their processes and at rest."""
         self.final: list[History] = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from sim import cluster_faults
 from sim.consumer import SimConsumer
 from sim.facts import Facts
 from sim.kv_client import KvClient
@@ -26,6 +27,9 @@ SHARES = (0.0, 0.3, 0.7, 1.0)
 RESTART_MAX_NS = 400 * MS
 HARM_MAX_NS = 800 * MS
 """How long a fault lasts at most, until it is mended."""
+LONG_HARMS = frozenset({"isolate", "lonely_consumer"})
+LONG_HARMS_NS = ((500 * MS, 1000 * MS), (1500 * MS, 3000 * MS))
+"""How long these last: about as long as an election takes, or longer."""
 BRANCHES_MAX = 3
 """Branches of a run, so that some history is left to check."""
 LEFT_BEHIND_LOOK_NS = 200 * MS
@@ -49,8 +53,13 @@ class Controls(Protocol):
     def may_lose_folder(self, machine: str) -> bool:
         """Whether a machine may lose its folder now without a loss of what was committed."""
 
-    def harm_store(self, kind: str) -> Mend | None:
-        """Let the metadata store be away, slow, forgetful, or compact its history."""
+    def harm_store(self, kind: str, machine: str | None = None) -> Mend | None:
+        """Let the metadata store be away, slow, forgetful, or compact its history: for one machine,
+        or for all.
+        """
+
+    def store_cut(self, machine: str) -> Mend:
+        """Cut a machine off from the metadata store."""
 
 
 class Stage(Protocol):
@@ -77,10 +86,13 @@ class Faults:
         self.world = stage.world
         self.counts: dict[str, int] = {}
         self.branches = 0
+        self.strikes = 0
+        """New masters that were struck, and one more if they are looked for."""
+        self._victim: Machine | None = None
         self._open: dict[int, Mend] = {}
         """What is to be mended, by number."""
         self._number = 0
-        self._is_over = False
+        self.is_over = False
 
     def begin(self) -> None:
         """Let the first fault happen after a while."""
@@ -92,7 +104,7 @@ class Faults:
 
     def end(self) -> None:
         """Mend everything, and let no more faults happen."""
-        self._is_over = True
+        self.is_over = True
         for number in list(self._open):
             self._mend(number)
         self.stage.network.refused_share = 0.0
@@ -104,21 +116,38 @@ class Faults:
         self.world.after(pause_ns, self._next)
 
     def _next(self) -> None:
-        if self._is_over:
+        if self.is_over:
             return
         name = self.stage.plan.faults[self.world.below(len(self.stage.plan.faults))]
         self.happen(name)
         self._pause()
 
-    def happen(self, name: str) -> None:
-        """Let one fault happen now."""
+    def happen(self, name: str, last_ns: int = 0) -> None:
+        """Let one fault happen now, for a time (0: it is drawn)."""
         self.world.note(f"fault {name}")
         mend = FAULTS[name](self)
         if mend is not None:
             self.counts[name] = self.counts.get(name, 0) + 1
             self._number += 1
             self._open[self._number] = mend
-            self.world.after(1 + self.world.below(HARM_MAX_NS), self._mend, self._number)
+            between_ns = 1, HARM_MAX_NS
+            if name in LONG_HARMS:
+                between_ns = LONG_HARMS_NS[self.world.below(len(LONG_HARMS_NS))]
+            last_ns = last_ns or self.world.between(*between_ns)
+            self.world.after(last_ns, self._mend, self._number)
+
+    def happen_to(self, name: str, machine: Machine, last_ns: int = 0) -> None:
+        """Let a fault happen to a machine whose process runs."""
+        if self.is_over or machine.node is None:
+            return
+        self._victim = machine
+        self.happen(name, last_ns)
+        self._victim = None
+
+    @property
+    def has_open(self) -> bool:
+        """Whether something is to be mended."""
+        return bool(self._open)
 
     def _mend(self, number: int) -> None:
         mend = self._open.pop(number, None)
@@ -129,6 +158,8 @@ class Faults:
 
     def running(self) -> Machine | None:
         """Return a machine whose process runs; None: there is none."""
+        if self._victim is not None:
+            return self._victim
         running = [machine for machine in self.stage.machines if machine.node is not None]
         return running[self.world.below(len(running))] if running else None
 
@@ -384,35 +415,6 @@ def consumer_pause(faults: Faults) -> Mend | None:
     return consumer.host.resume
 
 
-# -- clusters --------------------------------------------------------------------------------------
-
-
-def handover(faults: Faults) -> Mend | None:
-    """A partition gets another wanted master."""
-    controls = faults.stage.controls
-    if controls is None:
-        return None
-    controls.handover(faults.world.below(faults.stage.plan.partitions))
-    return _nothing
-
-
-def unclean_election(faults: Faults) -> Mend | None:
-    """An operator elects a master outside the in-sync set."""
-    controls = faults.stage.controls
-    if controls is None or not faults.stage.plan.unclean:
-        return None
-    is_done = controls.elect_unclean(faults.world.below(faults.stage.plan.partitions))
-    return _nothing if is_done else None
-
-
-def _store(kind: str) -> Fault:
-    def harm(faults: Faults) -> Mend | None:
-        controls = faults.stage.controls
-        return None if controls is None else controls.harm_store(kind)
-
-    return harm
-
-
 FAULTS: dict[str, Fault] = {
     "kill": kill, "stop": stop, "power_cut": power_cut, "power_cut_all": power_cut_all,
     "pause": pause, "disk_full": disk_full, "sync_fails": sync_fails, "lost_folder": lost_folder,
@@ -420,8 +422,6 @@ FAULTS: dict[str, Fault] = {
     "break_connection": break_connection, "cut_one_way": cut_one_way, "partition": partition,
     "slow_link": slow_link, "long_delays": long_delays, "refuse_connects": refuse_connects,
     "consumer_crash": consumer_crash, "consumer_pause": consumer_pause,
-    "handover": handover, "unclean_election": unclean_election,
-    "store_away": _store("away"), "store_slow": _store("slow"),
-    "store_forgets": _store("forgets"), "store_compacts": _store("compacts"),
+    **cluster_faults.FAULTS,
 }  # fmt: skip
 """Name in the plan -> fault."""

@@ -23,9 +23,21 @@ NETWORK_FAULTS = (
 CONSUMER_FAULTS = ("consumer_crash", "consumer_pause")
 CLUSTER_FAULTS = (
     "lost_folder", "handover", "left_behind", "unclean_election", "store_away", "store_slow",
-    "store_forgets", "store_compacts",
+    "store_forgets", "store_compacts", "handovers", "isolate", "lonely_consumer", "strike",
+    "one_store_away", "one_store_forgets",
 )  # fmt: skip
 """Faults that need several nodes."""
+ABOUT_ELECTIONS = (
+    "kill", "power_cut", "pause", "handover", "lonely_consumer", "cut_one_way", "long_delays",
+    "one_store_away", "one_store_forgets", "store_slow", "slow_link", "consumer_crash",
+)  # fmt: skip
+"""Faults of plans that are about elections."""
+ACTS = (
+    "deposed", "blink", "two_deaths", "master_and_replica", "all_die", "to_and_fro",
+    "moved_under_load", "late_acks",
+)  # fmt: skip
+COUNTING = (Kind.GET, Kind.INCREMENT, Kind.APPEND, Kind.ADD, Kind.DELETE)
+"""Operations that differ if they are done twice."""
 WEIGHTS: dict[Kind, float] = {
     Kind.GET: 3, Kind.SET: 4, Kind.ADD: 1, Kind.REPLACE: 1, Kind.DELETE: 1, Kind.INCREMENT: 1.5,
     Kind.APPEND: 1,
@@ -62,8 +74,13 @@ class Plan(NamedTuple):
     value_bytes: int
     cas_share: float
     faults: tuple[str, ...]
+    acts: tuple[str, ...]
+    """Sequences of faults about elections (`sim.acts`)."""
     fault_every_ns: int
     """Mean time between two faults."""
+    waits_for_masters: bool
+    """Whether load and faults begin when all partitions have their first masters. That takes a new
+    cluster one or two seconds, in which nothing can be lost."""
     load_ns: int
     """How long faults and load last."""
     grace_ns: int
@@ -81,8 +98,10 @@ class Plan(NamedTuple):
     item_cache_bytes: int
     compact_share: float
     """Share of merges after which a partition is compacted."""
+    window_bytes: int
+    """Entries on their way to one replica."""
     section_bytes: int
-    """Entries of a partition in one message to a replica that is behind."""
+    """Entries in one message to a replica that is behind."""
     pump_bytes: int
     """Messages of streams and to replicas that a connection sends in one turn."""
     save_every_ns: int
@@ -98,7 +117,41 @@ class Plan(NamedTuple):
 
 
 def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) -> Plan:
-    """Draw the plan of a seed."""
+    """Draw the plan of a seed. Half of the clusters have a plan that is about elections."""
+    plan = _drawn(draw, nodes=nodes, seconds=seconds)
+    if nodes == 1 or draw.random() < 0.4:
+        return plan
+    return _about_elections(plan, draw, nodes=nodes, seconds=seconds)
+
+
+def _about_elections(plan: Plan, draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:
+    """Return a plan with few keys and partitions, several copies, and faults near elections."""
+    copies = draw.choice((2, 3, 3)) if nodes > 2 else 2
+    kinds = draw.choice((plan.kinds, COUNTING))
+    faults = tuple(name for name in ABOUT_ELECTIONS if draw.random() < 0.2)
+    acts = tuple(draw.sample(ACTS, draw.choice((1, 2, 3))))
+    return plan._replace(
+        partitions=draw.choice((2, 4)),
+        copies=copies,
+        min_in_sync=draw.choice((1, 1, 2)),
+        clients=draw.randint(2, 4),
+        keys=tuple(b"k%d" % number for number in range(draw.choice((3, 6)))),
+        kinds=kinds,
+        kind_weights=tuple(WEIGHTS[kind] for kind in kinds),
+        pipeline=draw.choice((1, 3)),
+        think_ns=draw.choice((8, 16)) * MS,
+        timeout_ns=draw.choice((150, 400, 1500, 3000)) * MS,
+        faults=faults,
+        acts=acts,
+        fault_every_ns=draw.choice((500, 1500)) * MS,
+        waits_for_masters=True,
+        load_ns=int((seconds or draw.choice((2.5, 4.0))) * SECOND),
+        window_bytes=draw.choice((500, 64 << 10)),
+        section_bytes=draw.choice((1, 1, 4 << 10)),
+    )
+
+
+def _drawn(draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:
     partitions = draw.choice((4, 8, 16))
     copies = draw.randint(1, min(4, nodes))
     kinds = tuple(kind for kind in WEIGHTS if kind is Kind.GET or draw.random() < 0.8)
@@ -139,7 +192,9 @@ def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) 
         value_bytes=draw.choice((0, 0, 40, 2000)),
         cas_share=draw.choice((0.0, 0.2, 0.6)),
         faults=faults,
+        acts=(),
         fault_every_ns=draw.choice((60, 150, 400, 1200)) * MS,
+        waits_for_masters=False,
         load_ns=int(load_s * SECOND),
         grace_ns=(1500 if nodes == 1 else CLUSTER_GRACE_MS) * MS,
         calm_ns=150 * MS,
@@ -152,6 +207,7 @@ def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) 
         memtable_bytes=draw.choice((2 << 10, 8 << 10, 64 << 10)),
         item_cache_bytes=draw.choice((0, 16 << 10)),
         compact_share=draw.choice((0.0, 0.5, 1.0)),
+        window_bytes=8 << 20,
         section_bytes=draw.choice((1, 1, 256 << 10)),
         pump_bytes=draw.choice((1, 4 << 10, 64 << 10)),
         save_every_ns=draw.choice((50, 200, 1000)) * MS,

@@ -17,16 +17,19 @@ from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn
 from dcp.cluster.revision_store import RevisionStore
 from failover.replication_record import ReplicationRecord, add_copy, create, want
 from sim.cluster import Setting
+from sim.cluster_bugs import node_type
 from sim.cluster_node import ROOT, ClusterNode
 from sim.facts import LostFolder
 from sim.faults import Controls, Mend
+from sim.in_sync import InSyncWatch
 from sim.kv_client import Caller
 from sim.machine import Machine
 from sim.node import StartFailedError, StartRefusedError
 from sim.routed_caller import RoutedCaller
 from sim.routing import Routing
-from sim.world import MS, Host, World
-from support.metastore_faults import Absence, FaultyMetaStore, StoreFaults
+from sim.store_client import StoreClient
+from sim.world import Host, World
+from support.metastore_faults import Absence
 from vbucket.log.device import LogWriteError, SyncFailedError
 from vbucket.log.record import LogDamagedError
 from vbucket.store.environment import StoreDamagedError
@@ -34,6 +37,13 @@ from vbucket.store.environment import StoreDamagedError
 KEYS = ClusterKeys(ROOT)
 FOLDERS_LOST_MAX = 1
 """Folders that one machine loses in a run: each adds a copy."""
+_ABSENCES = (Absence.REFUSING, Absence.SILENT, Absence.DEAF_TO_ANSWERS)
+_STORE_HARMS = {
+    "slow": StoreClient.be_slow,
+    "deaf": StoreClient.be_deaf,
+    "forgets": StoreClient.forget_answers,
+    "compacts": StoreClient.compact,
+}
 
 
 def _member_put(member: str, name: str) -> Put:
@@ -93,8 +103,12 @@ class ReplicatedNodes:
         self._world = setting.world
         self.controls: Controls | None = self
         self.store = RevisionStore()
-        self.faults = StoreFaults(answer_ns=(MS // 2, 3 * MS), watch_ns=(MS // 2, 5 * MS))
-        self._clients: dict[str, FaultyMetaStore] = {}
+        self._clients: dict[str, StoreClient] = {}
+        """By machine."""
+        self._watch = InSyncWatch(
+            setting.world, setting.facts, setting.plan.partitions,
+            lambda vb_id: self._stored(vb_id)[1], lambda member: member.rpartition("-")[0],
+        )  # fmt: skip
         self._names = [f"n{number}" for number in range(1, setting.plan.nodes + 1)]
         self._members = {name: f"{name}-1" for name in self._names}
         """Machine -> the member that its folder is."""
@@ -110,17 +124,18 @@ class ReplicatedNodes:
         """See Cluster."""
         client = self._clients.get(machine.name)
         if client is None:
-            world = self._world
-            client = self._clients[machine.name] = FaultyMetaStore(
-                self.store, lambda: world.now_ns, world.after, world.draw, self.faults
-            )
+            client = StoreClient(self._world, machine.host, self.store)
+            self._clients[machine.name] = client
         setting = self._setting
         try:
-            node = self.node_type(machine, setting.plan, setting.facts, client, self._note_record)
+            make_node = node_type(setting.bug) or self.node_type
+            node = make_node(machine, setting.plan, setting.facts, client, self._note_record)
         except (LogDamagedError, StoreDamagedError) as error:
             raise StartRefusedError(str(error)) from error
         except (LogWriteError, SyncFailedError) as error:
             raise StartFailedError(str(error)) from error
+        node.note_committed = self._watch.committed
+        self._watch.booted(machine, node)
         self._machines[node.member] = machine
         self._join(node.member, machine.name)
         return node
@@ -174,12 +189,12 @@ class ReplicatedNodes:
             stored = StoredPartition(create(copies), "made")
             puts.append(Put(KEYS.of_partition(KeyKind.PARTITION, vb_id), encode_partition(stored)))
         self.store.apply(self._world.now_ns, Txn((), tuple(puts)))
+        self._watch.begin()
 
     def mend(self) -> None:
         """See Cluster."""
-        healed = StoreFaults()
-        for name, value in vars(healed).items():
-            setattr(self.faults, name, value)
+        for client in self._clients.values():
+            client.mend()
 
     # -- Controls ----------------------------------------------------------------------------------
 
@@ -226,34 +241,28 @@ class ReplicatedNodes:
             for mastership in node.core.leading.masterships.values()
         )
 
-    def harm_store(self, kind: str) -> Mend | None:
+    def harm_store(self, kind: str, machine: str | None = None) -> Mend | None:
         """See Controls."""
-        faults = self.faults
-        if kind == "away":
-            ways = (Absence.REFUSING, Absence.SILENT, Absence.DEAF_TO_ANSWERS)
-            faults.absence = ways[self._world.below(3)]
+        clients = list(self._clients.values()) if machine is None else [self._clients[machine]]
+        way = _ABSENCES[self._world.below(len(_ABSENCES))]
+        for client in clients:
+            if kind == "away":
+                client.be_away(way)
+            else:
+                _STORE_HARMS[kind](client)
 
-            def back() -> None:
-                faults.absence = Absence.HERE
+        def mend() -> None:
+            for client in clients:
+                client.mend()
 
-            return back
-        if kind == "slow":
-            faults.request_ns = (MS, 400 * MS)
+        return mend
 
-            def fast() -> None:
-                faults.request_ns = (MS, MS)
-
-            return fast
-        if kind == "forgets":
-            faults.unknown_rate = 0.5
-
-            def remembers() -> None:
-                faults.unknown_rate = 0.0
-
-            return remembers
-        for client in self._clients.values():
-            client.compact()
-        return lambda: None
+    def store_cut(self, machine: str) -> Mend:
+        """See Controls."""
+        client = self._clients[machine]
+        ways = (Absence.SILENT, Absence.DEAF_TO_ANSWERS)
+        client.be_away(ways[self._world.below(2)])
+        return client.mend
 
     def _stored(self, vb_id: int) -> tuple[KeyValue, ReplicationRecord]:
         key = KEYS.of_partition(KeyKind.PARTITION, vb_id)

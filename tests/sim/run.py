@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sim.checkers import histories, linearizable, liveness, receipts, streams
+from sim.acts import Acts
+from sim.checkers import histories, linearizable, liveness, membership, receipts, streams
 from sim.cluster import MakeCluster, Setting, SingleNodes
+from sim.cluster_bugs import planted
 from sim.consumer import SimConsumer
 from sim.facts import Facts, Map
 from sim.faults import Faults
@@ -75,12 +77,13 @@ class Simulation:
     ) -> None:
         """`plan` replaces the one that the seed draws."""
         self.seed = seed
+        self._bug = options.bug
         self.world = World(seed, trace)
         self.plan: Plan = plan or drawn(
             self.world.draw, nodes=options.nodes, seconds=options.seconds
         )
         if not options.has_faults:
-            self.plan = self.plan._replace(faults=())
+            self.plan = self.plan._replace(faults=(), acts=())
         self.facts = Facts()
         plan, world = self.plan, self.world
         world.note(f"seed {seed} {plan}")
@@ -109,15 +112,19 @@ class Simulation:
 
     def run(self) -> Report:
         """Run to the end, and check."""
-        self.begin()
-        self.faults.begin()
-        self.world.run_until(self.plan.load_ns)
-        return self.finish()
+        with planted(self._bug):
+            self.begin()
+            self.faults.begin()
+            Acts(self.faults).begin()
+            self.world.run_until(self.world.now_ns + self.plan.load_ns)
+            return self.finish()
 
     def begin(self) -> None:
         """Start everything."""
         self._cluster.begin()
         self._start_machines()
+        if self.plan.waits_for_masters:
+            self._wait(self._are_all_served, "a partition has no master")
         for client in self.clients:
             client.begin()
         for consumer in self.consumers:
@@ -176,6 +183,14 @@ class Simulation:
                 return  # it has failed already, and may never come to rest
             world.run_until(world.now_ns + LOOK_NS)
 
+    def _are_all_served(self) -> bool:
+        return all(
+            any(
+                machine.node is not None and machine.node.serves(vb_id) for machine in self.machines
+            )
+            for vb_id in range(self.plan.partitions)
+        )
+
     def _are_clients_idle(self) -> bool:
         return all(client.is_idle for client in self.clients)
 
@@ -185,6 +200,8 @@ class Simulation:
         )
 
     def _have_consumers_caught_up(self) -> bool:
+        if not self._are_all_served():
+            return False  # a handover is under way
         for vb_id in range(self.plan.partitions):
             node = self._master_of(vb_id).node
             if node is None:
@@ -209,13 +226,21 @@ class Simulation:
         self._look_at_nodes()
         problems = list(facts.problems)
         if not problems:
-            found, unsure = linearizable.check(facts.operations, facts.excuses)
+            if self.plan.acknowledge == "master":
+                facts.failovers = histories.failovers(facts.masterships, facts.final)
+            cuts = [*facts.excuses, *facts.failovers]
+            found, unsure = linearizable.check(facts.operations, cuts)
             problems += found
-            problems += histories.lost_writes(facts.operations, facts.final, facts.excuses)
+            problems += histories.lost_writes(
+                facts.operations, facts.final, facts.excuses, facts.failovers
+            )
             problems += self._check_receipts()
             problems += histories.diverged(facts.histories)
             problems += histories.masters(facts.masterships)
             problems += histories.rollbacks(facts.rolled_back, facts.excuses)
+            problems += membership.lacking(facts.lacking)
+            problems += membership.overlaps(facts.overlaps, facts.excuses)
+            problems += membership.kept(facts.kept)
             problems += streams.uncommitted(facts.streamed, facts.committed)
             if facts.master_map is not None:
                 problems += streams.maps(facts.master_map, facts.consumer_maps)

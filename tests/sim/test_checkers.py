@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
-from sim.checkers import histories, liveness, streams
+from sim.checkers import histories, liveness, membership, streams
 from sim.facts import (
     Committed,
     Excuse,
     History,
+    Kept,
     Kind,
+    Lacking,
     Map,
     Mastership,
     Operation,
     Outcome,
+    Overlap,
     RolledBack,
     Streamed,
     fingerprint,
@@ -53,6 +58,20 @@ class TestLostWrites:
         operation.cas = 77
         (problem,) = histories.lost_writes([operation], [self.final], [])
         assert "another change" in problem
+
+    def test_a_failover_excuses_writes_without_a_frame(self) -> None:
+        """With `acknowledge=master`: what the new master's version began below, and no more."""
+        masterships = [Mastership(2, "n1", 1, 0, 1, A), Mastership(20, "n2", 1, 0, 2, B)]
+        cuts = histories.failovers(masterships, [self.final])
+        assert histories.lost_writes([written(8)], [self.final], [], cuts) == []
+        durable = written(8)
+        durable.level = 1
+        assert histories.lost_writes([durable], [self.final], [], cuts)
+        assert histories.lost_writes([written(8, at_ns=30)], [self.final], [], cuts), "later"
+        other = self.final._replace(entries={7: fingerprint(1, 99)})
+        assert histories.lost_writes([written(7)], [other], [], cuts[1:]), "below the version"
+        handover = Mastership(40, "n1", 1, 0, 3, B)
+        assert histories.failovers([*masterships, handover], [self.final]) == cuts
 
     def test_what_was_compacted_is_not_lost(self) -> None:
         final = self.final._replace(entries={9: fingerprint(9, 99)})
@@ -181,3 +200,40 @@ class TestLiveness:
         waiting.ended_ns = waiting.outcome = None
         (problem,) = liveness.late([waiting], 150)
         assert "never ended" in problem
+
+
+class TestMembership:
+    def test_a_member_that_lacks_what_is_committed(self) -> None:
+        (problem,) = membership.lacking([Lacking(10, "n2", 0, 3, "n1", A, 4)])
+        assert "n2 is in the in-sync set of vb 0" in problem
+
+    def test_two_nodes_that_answer_at_once(self) -> None:
+        found = [Overlap(10, 0, ("n1", "n2")), Overlap(11, 0, ("n1", "n2"))]
+        (problem,) = membership.overlaps(found, [])
+        assert "n1 and n2 answer for vb 0" in problem
+        assert membership.overlaps(found, [Excuse(5, 0, 3, "unclean")]) == []
+        assert membership.overlaps(found, [Excuse(5, 1, 3, "unclean"), Excuse(5, 0, 3, "branch")])
+
+    @pytest.mark.parametrize(
+        ("at_ms", "is_found"),
+        [((0, 40, 80), False), (range(0, 400, 40), True), ((0, 40, 600, 640), False)],
+    )
+    def test_a_stream_that_a_replaced_master_keeps(
+        self, at_ms: Iterable[int], is_found: bool
+    ) -> None:
+        found = [Kept(ms * 1_000_000, "n1", 0, "n1<w1#1", "n2", 0) for ms in at_ms]
+        problems = membership.kept(found)
+        assert len(problems) == is_found
+        assert membership.kept(
+            [item._replace(connection=f"n1<w1#{at}") for at, item in enumerate(found)]
+        ) == []  # fmt: skip
+
+
+def test_a_tail_that_was_not_committed_belongs_to_one_history_too() -> None:
+    """Also where a version's changes are not committed, no other node has others in it."""
+    committed = held([(A, 0)], {1: fingerprint(1, 9), 2: fingerprint(2, 9)})
+    tail = History(50, "n2", 0, ((A, 0),), 3, {}, {2: 2, 3: 3})
+    assert histories.diverged([committed, tail]) == []
+    assert histories.diverged([committed, tail._replace(tail={2: 77})])
+    assert histories.diverged([tail, tail._replace(node="n1", tail={3: 78})])
+    assert histories.diverged([tail, tail._replace(versions=((B, 2), (A, 0)), tail={3: 78})]) == []

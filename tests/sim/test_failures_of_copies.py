@@ -74,7 +74,7 @@ def test_an_unclean_election_loses_what_only_the_dead_had_and_keeps_it_in_files(
     assert cluster.record().unclean_epoch == cluster.record().epoch
     cluster.machine(master).start()
     cluster.until(lambda: bool(cluster.facts.cut_off))
-    cut = cluster.facts.cut_off[0]
+    cut = cluster.facts.cut_off[0].cut
     assert cut.vb_id == 0
     assert len(cut.entries) >= 5
     cluster.passes()
@@ -125,7 +125,7 @@ def test_with_acknowledge_master_a_failover_may_lose_an_answer_and_keeps_it_in_a
     assert cluster.first_answer_s(died_ns) < 4
     machine.start()
     cluster.until(lambda: bool(cluster.facts.cut_off))
-    lost = [value_of(entry) for cut in cluster.facts.cut_off for entry in cut.entries]
+    lost = [value_of(entry) for fact in cluster.facts.cut_off for entry in fact.cut.entries]
     assert answered.argument in lost
     assert framed.outcome is Outcome.AMBIGUOUS
 

@@ -167,9 +167,9 @@ class TestCommand:
     def test_a_crash_of_the_simulated_code_is_a_violation(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(_node: node.SingleNode) -> None:
+        def fail(_node: node.SingleNode, _job: object) -> None:
             raise ValueError("planted")
 
-        monkeypatch.setattr(node.SingleNode, "_begin_group", fail)
+        monkeypatch.setattr(node.SingleNode, "_done", fail)
         assert main(["--seed", "1"]) == 1
         assert "ValueError: planted" in capsys.readouterr().out

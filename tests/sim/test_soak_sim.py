@@ -23,6 +23,21 @@ def test_it_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert json.loads(state.read_text())["events"] > events
 
 
+def test_seeds_vary_the_nodes() -> None:
+    nodes = [simulate.options_of(seed, Options()).nodes for seed in range(12)]
+    assert set(nodes) == {1, 2, 3, 4, 5}
+    assert nodes[:6] == nodes[6:], "a seed has the same cluster in every run"
+
+
+def test_a_failing_cluster_is_named_with_its_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = Options(nodes=3, bug="streams-show-synced")
+    assert simulate.soak(1, tmp_path / "state.json", options) == 1
+    command = "python -m tests.sim --seed 0 --nodes 3 --bug streams-show-synced --trace"
+    assert f"replay it with: {command}" in capsys.readouterr().out
+
+
 def test_a_failing_seed_is_named_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -219,7 +219,8 @@ class Engine:
         else:
             below = self.versions.meta_below(part, key, entry)
             opcode, _, old_datatype, _, _, prev_seqno, rev_seqno = below
-        if old_datatype & DATATYPE_XATTR and opcode == MUTATION and keeps_xattrs:
+        # Up to 3: JSON and Snappy, no XATTRs. A literal, because every SET comes here.
+        if old_datatype > 3 and opcode == MUTATION and keeps_xattrs:
             xattrs = self._kept_xattrs.of_document(part, key, self._now_s)
             if xattrs:
                 datatype, value = plain(datatype, body[len(key) :])

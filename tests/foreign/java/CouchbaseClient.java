@@ -1,17 +1,21 @@
-// The official Java SDK: documents, locks, durability, replicas, buckets. Argument: host:port.
+// The official Java SDK: documents, sub-documents, locks, durability, replicas, buckets. Argument:
+// host:port.
 // Prints "ok" and ends with 0, or throws.
 
 import com.couchbase.client.core.error.*;
+import com.couchbase.client.core.error.subdoc.PathExistsException;
 import com.couchbase.client.core.msg.kv.DurabilityLevel;
 import com.couchbase.client.core.service.ServiceType;
 import com.couchbase.client.java.Cluster;
 import com.couchbase.client.java.ClusterOptions;
 import com.couchbase.client.java.Collection;
 import com.couchbase.client.java.diagnostics.WaitUntilReadyOptions;
+import com.couchbase.client.java.json.JsonArray;
 import com.couchbase.client.java.json.JsonObject;
 import com.couchbase.client.java.kv.*;
 import com.couchbase.client.java.manager.bucket.*;
 import java.time.Duration;
+import java.util.List;
 
 public class CouchbaseClient {
   interface Call {
@@ -46,12 +50,67 @@ public class CouchbaseClient {
     check(collection.getAllReplicas("java:1").count() == 1, "one copy");
   }
 
+  static void subDocuments(Collection collection) {
+    JsonObject start = number(1).put("list", JsonArray.from(1, 2)).put("name", "x".repeat(2000));
+    collection.upsert("java:s", start); // compressed on the wire
+    collection.mutateIn(
+        "java:s",
+        List.of(
+            MutateInSpec.upsert("note", "by java").xattr(),
+            MutateInSpec.upsert("cas", MutateInMacro.CAS).xattr(),
+            MutateInSpec.increment("n", 4),
+            MutateInSpec.arrayAppend("list", List.of(3)),
+            MutateInSpec.upsert("deep.er", true).createPath()));
+    LookupInResult found =
+        collection.lookupIn(
+            "java:s",
+            List.of(
+                LookupInSpec.get("note").xattr(),
+                LookupInSpec.get("$document.exptime").xattr(),
+                LookupInSpec.get("n"),
+                LookupInSpec.count("list"),
+                LookupInSpec.exists("none"),
+                LookupInSpec.get("deep.er")));
+    check(found.contentAs(0, String.class).equals("by java"), "an XATTR");
+    check(found.contentAs(1, Integer.class) == 0, "a virtual XATTR");
+    check(found.contentAs(2, Integer.class) == 5, "the counter");
+    check(found.contentAs(3, Integer.class) == 3 && !found.exists(4), "the list");
+    check(found.contentAs(5, Boolean.class), "a path that was made");
+    fails(
+        PathExistsException.class,
+        () -> collection.mutateIn("java:s", List.of(MutateInSpec.insert("n", 1))));
+    fails(
+        CasMismatchException.class,
+        () ->
+            collection.mutateIn(
+                "java:s",
+                List.of(MutateInSpec.upsert("n", 1)),
+                MutateInOptions.mutateInOptions().cas(17)));
+    collection.mutateIn(
+        "java:s",
+        List.of(MutateInSpec.upsert("n", 6)),
+        MutateInOptions.mutateInOptions()
+            .expiry(Duration.ofHours(1))
+            .durability(DurabilityLevel.MAJORITY));
+    GetOptions some = GetOptions.getOptions().project("n", "deep.er").withExpiry(true);
+    GetResult projected = collection.get("java:s", some);
+    check(projected.contentAsObject().getInt("n") == 6, "a projection");
+    check(projected.expiryTime().isPresent(), "the expiry");
+  }
+
   static void locks(Collection collection) {
     Duration lockTime = Duration.ofSeconds(20);
     UpsertOptions soon = UpsertOptions.upsertOptions().timeout(Duration.ofMillis(500));
     long cas = collection.getAndLock("java:1", lockTime).cas();
     fails(TimeoutException.class, () -> collection.upsert("java:1", number(2), soon));
     fails(CouchbaseException.class, () -> collection.unlock("java:1", 12345L));
+    fails(
+        TimeoutException.class,
+        () ->
+            collection.mutateIn(
+                "java:1",
+                List.of(MutateInSpec.upsert("n", 2)),
+                MutateInOptions.mutateInOptions().timeout(Duration.ofMillis(500))));
     collection.unlock("java:1", cas);
     fails(DocumentNotLockedException.class, () -> collection.unlock("java:1", cas));
     long again = collection.getAndLock("java:1", lockTime).cas();
@@ -91,6 +150,7 @@ public class CouchbaseClient {
         WaitUntilReadyOptions.waitUntilReadyOptions().serviceTypes(ServiceType.KV));
     Collection collection = cluster.bucket("default").defaultCollection();
     documents(collection);
+    subDocuments(collection);
     locks(collection);
     durability(collection);
     buckets(cluster.buckets());

@@ -1,4 +1,5 @@
-// java-dcp-client: streams everything until now and prints "KEY LENGTH" of each document.
+// java-dcp-client: streams everything until now and prints "KEY LENGTH" of each document, followed by
+// " NAME=VALUE" of each XATTR.
 // Arguments: host:port, compression mode, then optionally a collection id (hexadecimal) and the
 // value of the control enable_out_of_order_snapshots.
 
@@ -19,17 +20,21 @@ public class DcpClient {
             .bucket("default")
             .collectionsAware(true)
             .flowControl(64 * 1024)
+            .xattrs(true)
             .compression(CompressionMode.valueOf(arguments[1]));
     if (arguments.length > 2) {
       builder.collectionIds(Long.parseLong(arguments[2], 16));
       builder.controlParam("enable_out_of_order_snapshots", arguments[3]);
     }
-    TreeMap<String, Integer> seen = new TreeMap<>();
+    TreeMap<String, String> seen = new TreeMap<>();
     Client client = builder.build();
     client.listener(
         new DatabaseChangeListener() {
           public synchronized void onMutation(Mutation mutation) {
-            seen.put(mutation.getKey(), mutation.getContent().length);
+            StringBuilder line = new StringBuilder(String.valueOf(mutation.getContent().length));
+            new TreeMap<>(mutation.getXattrs())
+                .forEach((name, value) -> line.append(" " + name + "=" + value));
+            seen.put(mutation.getKey(), line.toString());
           }
 
           public void onDeletion(Deletion deletion) {}

@@ -11,17 +11,30 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from sim.facts import Excuse, History, Mastership, Operation, Outcome, RolledBack, cas_of
+from sim.facts import (
+    Excuse,
+    History,
+    Mastership,
+    Operation,
+    Outcome,
+    RolledBack,
+    cas_of,
+    fingerprint,
+)
 
 PURGE = "purge"
 
 
 def lost_writes(
-    operations: Iterable[Operation], final: Iterable[History], excuses: Sequence[Excuse]
+    operations: Iterable[Operation],
+    final: Iterable[History],
+    excuses: Sequence[Excuse],
+    failovers: Sequence[Excuse] = (),
 ) -> list[str]:
     """Every answered write must be in the final history of its partition.
 
-    Writes above the seqno of an excuse that were answered before it took effect do not count.
+    Writes above the seqno of an excuse that were answered before it took effect do not count. A
+    failover (`failovers`) excuses writes without a durability frame only.
     """
     by_vb = {history.vb_id: history for history in final}
     problems = []
@@ -30,7 +43,8 @@ def lost_writes(
             continue
         history = by_vb.get(operation.vb_id)
         problem = "nobody holds the partition" if history is None else missing(operation, history)
-        if problem and not _is_excused(operation, excuses):
+        causes = excuses if operation.level else [*excuses, *failovers]
+        if problem and not _is_excused(operation, causes):
             problems.append(f"an answered write is lost: {operation}; {problem}")
     return problems
 
@@ -66,11 +80,26 @@ def is_excused_by(
     )
 
 
+def failovers(masterships: Iterable[Mastership], final: Iterable[History]) -> list[Excuse]:
+    """Return what failovers may have cut off, if masters answer alone (`acknowledge=master`): all
+    above the start of a new master's own version, until that master began to serve. A handover
+    begins no version, and loses nothing.
+    """
+    began = {(item.vb_id, uuid): seqno for item in final for uuid, seqno in item.versions}
+    cuts = []
+    for item in masterships:
+        seqno = began.pop((item.vb_id, item.vb_uuid), None)
+        if seqno is not None:
+            cuts.append(Excuse(item.at_ns, item.vb_id, seqno, "failover", item.at_ns))
+    return cuts
+
+
 def diverged(histories: Iterable[History]) -> list[str]:
     """Histories that share a version must be equal up to the lower of its two ends."""
     known: dict[tuple[int, int, int], tuple[int, History]] = {}
     """(partition, version, seqno) -> checksum, and where it was seen first."""
     began: dict[tuple[int, int], tuple[int, History]] = {}
+    tails: list[tuple[int, int, int, int, History]] = []
     problems = []
     for history in histories:
         vb_id = history.vb_id
@@ -83,6 +112,9 @@ def diverged(histories: Iterable[History]) -> list[str]:
                     f" {start} on {_place(history)}"
                 )
         at = len(versions) - 1
+        for seqno, cas in history.tail.items():
+            uuid = next((uuid for uuid, start in versions if start < seqno), versions[-1][0])
+            tails.append((vb_id, uuid, seqno, cas, history))
         for seqno in sorted(history.entries):
             while at > 0 and versions[at - 1][1] < seqno:
                 at -= 1
@@ -95,6 +127,14 @@ def diverged(histories: Iterable[History]) -> list[str]:
                     f" {_place(where)} than on {_place(history)}"
                 )
                 break
+    for vb_id, uuid, seqno, cas, history in tails:
+        digest, where = known.setdefault((vb_id, uuid, seqno), (fingerprint(cas, 0), history))
+        if cas_of(digest) != cas:
+            problems.append(
+                f"vb {vb_id}: version {uuid:x} has another change with seqno {seqno} on"
+                f" {_place(where)} than on {_place(history)}, where it was not committed"
+            )
+            break
     return problems
 
 

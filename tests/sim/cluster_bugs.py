@@ -1,0 +1,294 @@
+"""Faults of replication that can be put in on purpose, to see that the checks find them.
+
+Each replaces a rule of the product for the time of a run (`planted`), or makes nodes of another
+type (`node_type`). The product has no switch for them: names are replaced where the product's
+modules have imported them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, NamedTuple
+
+from dcp.cluster.metastore import OutcomeUnknown, StoreResult
+from dcp.cluster.record_writer import OutcomeKind, RecordWriter, WriterEffect
+from dcp.core.groups import Job, WriteGroup
+from dcp.replication import leading, mastership
+from dcp.replication.following import Following
+from dcp.replication.leading import Leading
+from dcp.replication.mastership import Mastership
+from dcp.replication.messages import ReplicaPosition
+from dcp.replication.replica_feed import ReplicaFeed
+from dcp.session import answer_marks
+from dcp.session.held_answers import HeldAnswers
+from dcp.stream.hub import StreamHub
+from dcp.wire.message import StreamRequest
+from dcp.wire.status import Status
+from failover import isr, promotion
+from failover.history import FailoverLog
+from failover.isr import Acknowledgement, Candidate
+from failover.promotion import FirstStep
+from failover.replication_record import ReplicationRecord
+from sim.cluster_node import ClusterNode
+from sim.network import Side
+from sim.serving import ServedConnection
+
+
+class Replaced(NamedTuple):
+    """A name of a module or class, and what stands there during a run."""
+
+    owner: Any
+    name: str
+    new: Any
+
+
+class ClusterBug(NamedTuple):
+    """See the module."""
+
+    what: str
+    replaced: tuple[Replaced, ...] = ()
+    node: type[ClusterNode] | None = None
+
+
+# -- the high watermark ----------------------------------------------------------------------------
+
+
+def _nothing_unsynced(_following: Following, _vb_id: int) -> int:
+    """A replica acknowledges a message when it has applied it, before the sync."""
+    return 0
+
+
+_step_down = Leading.step_down
+_begin = Leading.begin
+
+
+def _step_down_remembering(core: Leading, vb_id: int, why: str) -> None:
+    vars(core).setdefault("former", {})[vb_id] = core.masterships[vb_id]
+    _step_down(core, vb_id, why)
+
+
+def _begin_with_former(core: Leading, vb_id: int, *args: Any, **named: Any) -> Any:
+    """A master goes on with what members acknowledged when it was master before."""
+    result = _begin(core, vb_id, *args, **named)
+    former: Mastership | None = vars(core).get("former", {}).get(vb_id)
+    if former is not None:
+        core.masterships[vb_id]._acknowledged.update(former._acknowledged)
+    return result
+
+
+def _watermark_of_any_epoch(
+    hw_seqno: int,
+    epoch: int,
+    members: Iterable[str],
+    acknowledged: Mapping[str, Acknowledgement],
+    min_in_sync: int,
+) -> int:
+    present = {
+        member: Acknowledgement(epoch, given.synced_seqno) for member, given in acknowledged.items()
+    }
+    return isr.high_watermark(hw_seqno, epoch, members, present, min_in_sync)
+
+
+def _asked_set(confirmed: frozenset[str], asked: frozenset[str] | None) -> frozenset[str]:
+    """Who leaves does not count from the moment the master asks."""
+    return confirmed if asked is None else asked
+
+
+def _joins_at_watermark(
+    candidate: Candidate, epoch: int, hw_seqno: int, _epoch_start_seqno: int
+) -> bool:
+    """A replica joins at the HW that its master knows, which is too low after a failover."""
+    given = candidate.acknowledgement
+    return given.epoch == epoch and given.synced_seqno >= hw_seqno
+
+
+# -- epochs ----------------------------------------------------------------------------------------
+
+_position = Following.position
+
+
+def _cut_to_watermark(
+    core: Following, vb_id: int, epoch: int
+) -> tuple[StreamRequest, ReplicaPosition]:
+    """A replica gives up what is above the HW that it knows, before it follows a new master."""
+    part = core._engine.partitions[vb_id]
+    if epoch > part.leader_epoch and part.committed_seqno < part.high_seqno:
+        core.roll_back(vb_id, epoch, part.committed_seqno)
+    return _position(core, vb_id, epoch)
+
+
+def _no_version(record: ReplicationRecord, log: FailoverLog, end_seqno: int) -> FirstStep:
+    """A failover begins no version."""
+    first = promotion.first_step(record, log, end_seqno)
+    return first if first.branch_seqno is not None else FirstStep(None, None, first.committed_seqno)
+
+
+def _takes_over_unchecked(handover: object, _log: FailoverLog, _end_seqno: int) -> bool:
+    return handover is not None
+
+
+_next_record = Leading._next_record
+
+
+def _hands_over_early(core: Leading, of: Mastership) -> ReplicationRecord | None:
+    """A master hands over without waiting until all is committed. Either check alone is enough to
+    keep the histories equal, so the bug leaves out both.
+    """
+    part, committed_seqno = of.part, of.part.committed_seqno
+    part.committed_seqno = part.high_seqno
+    try:
+        return _next_record(core, of)
+    finally:
+        part.committed_seqno = committed_seqno
+
+
+_written = RecordWriter._written
+
+
+def _unknown_is_not_written(
+    writer: RecordWriter, now_ns: int, result: StoreResult
+) -> list[WriterEffect]:
+    """A write without an answer is taken for one that did not happen; the next tick repeats it."""
+    if isinstance(result, OutcomeUnknown):
+        return writer._end(OutcomeKind.NOT_WRITTEN)
+    return _written(writer, now_ns, result)
+
+
+# -- clients and consumers -------------------------------------------------------------------------
+
+
+class ShowsSynced(ServedConnection):
+    """Its streams show what is synced."""
+
+    def _pump(self) -> None:
+        if isinstance(self.state.sender, ReplicaFeed):
+            super()._pump()
+            return
+        partitions = self._node.engine.partitions
+        committed = [part.committed_seqno for part in partitions]
+        for part in partitions:
+            part.committed_seqno = max(part.committed_seqno, part.synced_seqno)
+        try:
+            super()._pump()
+        finally:
+            for part, seqno in zip(partitions, committed, strict=True):
+                part.committed_seqno = seqno
+
+
+class StreamsSynced(ClusterNode):
+    """See ShowsSynced. Its streams are woken by each synced group."""
+
+    def _accept(self, side: Side) -> None:
+        ShowsSynced(self, side)
+
+    def _done(self, job: Job) -> None:
+        super()._done(job)
+        if isinstance(job, WriteGroup):
+            self.hub.committed(job.group.high_seqnos)
+
+
+def _always(*_args: object) -> bool:
+    return True
+
+
+def _at_once(_last_confirmed_ns: int, *, was_handed_over: bool) -> int:
+    return 0
+
+
+_depose = HeldAnswers.depose
+
+
+def _depose_elsewhere(held: HeldAnswers, vb_ids: Iterable[int]) -> None:
+    """Applied writes of a deposed master get NOT_MY_VBUCKET, without an error text: where one would
+    stand, clients look for a map.
+    """
+    for batch in held._batches:
+        if batch.marked is not None:
+            batch.marked._error_body = lambda _text, _status: b""
+    with _all_replaced((Replaced(answer_marks, "AMBIGUOUS", Status.NOT_MY_VBUCKET),)):
+        _depose(held, vb_ids)
+
+
+def _keep_streams(_hub: StreamHub, _vb_id: int) -> None:
+    """A partition that is fenced keeps its streams."""
+
+
+CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
+    "hw-counts-received": ClusterBug(
+        "the HW counts what was received, not synced",
+        (Replaced(Following, "unsynced_group", _nothing_unsynced),),
+    ),
+    "old-epoch-counts": ClusterBug(
+        "an acknowledgement of an earlier epoch counts",
+        (
+            Replaced(Leading, "step_down", _step_down_remembering),
+            Replaced(Leading, "begin", _begin_with_former),
+            Replaced(mastership, "high_watermark", _watermark_of_any_epoch),
+        ),
+    ),
+    "shrink-counts-early": ClusterBug(
+        "a shrink counts before it is confirmed",
+        (Replaced(mastership, "effective_isr", _asked_set),),
+    ),
+    "joins-early": ClusterBug(
+        "a replica joins before the HW reached the epoch's start",
+        (Replaced(mastership, "may_join", _joins_at_watermark),),
+    ),
+    "truncates-to-hw": ClusterBug(
+        "a replica truncates to the HW", (Replaced(Following, "position", _cut_to_watermark),)
+    ),
+    "no-version": ClusterBug(
+        "a failover makes no version", (Replaced(leading, "first_step", _no_version),)
+    ),
+    "handover-unchecked": ClusterBug(
+        "a handover is taken unchecked",
+        (
+            Replaced(promotion, "takes_over", _takes_over_unchecked),
+            Replaced(Leading, "_next_record", _hands_over_early),
+        ),
+    ),
+    "streams-show-synced": ClusterBug("streams show what is synced", node=StreamsSynced),
+    "reads-unconfirmed": ClusterBug(
+        "reads need no confirmation", (Replaced(mastership, "may_answer_reads", _always),)
+    ),
+    "promoted-at-once": ClusterBug(
+        "a promoted replica does not wait for its own confirmation to lapse",
+        (Replaced(leading, "serves_from_ns", _at_once),),
+    ),
+    "applied-not-mine": ClusterBug(
+        "an applied write is answered NOT_MY_VBUCKET",
+        (Replaced(HeldAnswers, "depose", _depose_elsewhere),),
+    ),
+    "unknown-sent-again": ClusterBug(
+        "a transaction with an unknown outcome is sent again",
+        (Replaced(RecordWriter, "_written", _unknown_is_not_written),),
+    ),
+    "deposed-keeps-streams": ClusterBug(
+        "a deposed master keeps its streams open", (Replaced(StreamHub, "fenced", _keep_streams),)
+    ),
+}
+"""Name -> the bug."""
+
+
+@contextmanager
+def planted(bug: str) -> Iterator[None]:
+    """Put a bug in as long as the context lasts; "" and bugs of single nodes: nothing."""
+    found = CLUSTER_BUGS.get(bug)
+    with _all_replaced(found.replaced if found is not None else ()):
+        yield
+
+
+def node_type(bug: str) -> type[ClusterNode] | None:
+    """Return the type of nodes that a run with a bug has; None: the bug needs no other type."""
+    found = CLUSTER_BUGS.get(bug)
+    return None if found is None else found.node
+
+
+@contextmanager
+def _all_replaced(items: Iterable[Replaced]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, new in items:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, new)
+        yield

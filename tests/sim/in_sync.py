@@ -1,0 +1,184 @@
+"""Looks at a cluster while it runs, for what facts at the end would hardly show.
+
+- what is committed is on the disk of every member of the in-sync set, at every moment. A change
+  that is not may be lost by the next election, which needs two more failures to happen;
+- one node at a time answers for a partition;
+- a master that was replaced does not keep streams open: who reaches only it would stand still.
+
+What it sees goes into the facts; `sim.checkers.membership` has the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from failover.history import FailoverLog
+from failover.replication_record import ReplicationRecord
+from sim.facts import Facts, Kept, Lacking, Overlap
+from sim.machine import Machine
+from sim.world import MS, World
+from vbucket.engine.engine import Engine
+from vbucket.engine.partition import Partition
+
+LOOK_NS: Final = 20 * MS
+
+Held = tuple[FailoverLog, int]
+"""The versions that a member has of a partition, and the last seqno on its disk."""
+
+
+class Watched(Protocol):
+    """A node as it is looked at."""
+
+    name: str
+    member: str
+    engine: Engine
+
+    def note_tail(self, vb_id: int) -> None:
+        """Record what is not committed."""
+
+    def would_answer(self, vb_id: int) -> bool:
+        """Whether the node would answer a request for a partition now. For a process that is
+        stopped: if it went on now.
+        """
+
+    def open_streams(self) -> list[tuple[int, str]]:
+        """Return (partition, connection) of the streams of consumers."""
+
+
+class Claim:
+    """The highest seqno of a partition that any node has called committed."""
+
+    __slots__ = ("at_ns", "node", "seqno", "vb_uuid")
+
+    def __init__(self, at_ns: int, node: str, vb_uuid: int, seqno: int) -> None:
+        self.at_ns = at_ns
+        self.node = node
+        self.vb_uuid = vb_uuid
+        self.seqno = seqno
+
+
+class InSyncWatch:
+    """See the module. `record_of` returns a partition's record in the metadata store."""
+
+    def __init__(
+        self,
+        world: World,
+        facts: Facts,
+        partitions: int,
+        record_of: Callable[[int], ReplicationRecord],
+        node_of: Callable[[str], str],
+    ) -> None:
+        self._world = world
+        self._facts = facts
+        self._partitions = partitions
+        self._record_of = record_of
+        self._node_of = node_of
+        self._machines: dict[str, tuple[Machine, Watched]] = {}
+        """By member, the machine and the node that runs there, or ran last."""
+        self._claims: dict[int, Claim] = {}
+        self._told: set[tuple[int, str]] = set()
+        self._masters: dict[int, tuple[int, str, int]] = {}
+        """Partition -> highest epoch that was served, by whom, since when."""
+        self._masterships_seen = 0
+
+    def begin(self) -> None:
+        """Look from now on."""
+        self._world.after(LOOK_NS, self._look)
+
+    def booted(self, machine: Machine, node: Watched) -> None:
+        """A member's process has started."""
+        self._machines[node.member] = machine, node
+
+    def committed(self, node: str, part: Partition) -> None:
+        """A node calls everything up to a seqno committed."""
+        seqno, vb_id = part.committed_seqno, part.vb_id
+        claim = self._claims.get(vb_id)
+        if claim is not None and claim.seqno >= seqno and not self._is_void(vb_id, claim):
+            return
+        if seqno == 0:
+            return
+        entries = part.failover.entries
+        version = next((each for each in entries if each.seqno < seqno), entries[-1])
+        self._claims[vb_id] = Claim(self._world.now_ns, node, version.vb_uuid, seqno)
+        self._look_at(vb_id)
+
+    def _is_void(self, vb_id: int, claim: Claim) -> bool:
+        """Whether a branch or an unclean election may have cut a claim off."""
+        return any(
+            excuse.vb_id == vb_id
+            and excuse.kind != "purge"
+            and excuse.to_seqno < claim.seqno
+            and (excuse.until_ns is None or claim.at_ns <= excuse.until_ns)
+            for excuse in self._facts.excuses
+        )
+
+    def _look(self) -> None:
+        for vb_id in self._claims:
+            self._look_at(vb_id)
+        self._look_at_masters()
+        self._look_at_streams()
+        self._world.after(LOOK_NS, self._look)
+
+    def _look_at(self, vb_id: int) -> None:
+        claim = self._claims[vb_id]
+        for member in sorted(self._record_of(vb_id).isr):
+            held = self._held(member, vb_id)
+            if held is None:
+                continue
+            log, synced_seqno = held
+            end = log.upper_of(claim.vb_uuid, synced_seqno)
+            if (end is None or end < claim.seqno) and (vb_id, member) not in self._told:
+                if self._is_void(vb_id, claim):
+                    return
+                self._told.add((vb_id, member))
+                self._facts.lacking.append(
+                    Lacking(
+                        self._world.now_ns, self._node_of(member), vb_id, synced_seqno,
+                        claim.node, claim.vb_uuid, claim.seqno,
+                    )
+                )  # fmt: skip
+
+    def _held(self, member: str, vb_id: int) -> Held | None:
+        """Return what a member has on its disk: what its process had synced, if that has ended."""
+        found = self._machines.get(member)
+        if found is None:
+            return None
+        part = found[1].engine.partitions[vb_id]
+        return part.failover, part.synced_seqno
+
+    # -- masters -----------------------------------------------------------------------------------
+
+    def _look_at_masters(self) -> None:
+        """Note who began to serve, what others have then, and who would answer as well."""
+        facts = self._facts
+        touched: dict[int, None] = {}
+        for item in facts.masterships[self._masterships_seen :]:
+            epoch, _, _ = self._masters.get(item.vb_id, (0, "", 0))
+            if item.epoch > epoch:
+                self._masters[item.vb_id] = item.epoch, item.node, item.at_ns
+                touched[item.vb_id] = None
+        self._masterships_seen = len(facts.masterships)
+        nodes = [node for machine, node in self._machines.values() if machine.node is node]
+        for vb_id in touched:
+            for node in nodes:
+                node.note_tail(vb_id)
+        for vb_id in range(self._partitions):
+            answering = tuple(node.name for node in nodes if node.would_answer(vb_id))
+            if len(answering) > 1:
+                facts.overlaps.append(Overlap(self._world.now_ns, vb_id, answering))
+
+    def _look_at_streams(self) -> None:
+        """Note the streams that a master keeps although another one serves in a later epoch."""
+        facts = self._facts
+        now_ns = self._world.now_ns
+        for machine, node in self._machines.values():
+            if machine.node is not node or machine.host.is_paused:
+                continue
+            for vb_id, connection in node.open_streams():
+                epoch, master, since_ns = self._masters.get(vb_id, (0, "", 0))
+                own_epoch = node.engine.partitions[vb_id].leader_epoch
+                if master != machine.name and epoch > own_epoch:
+                    facts.kept.append(
+                        Kept(now_ns, machine.name, vb_id, connection, master, since_ns)
+                    )
