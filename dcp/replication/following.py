@@ -209,7 +209,8 @@ class Following:
                 )  # fmt: skip
         except (StaleEpochError, FloorsRefusedError, ValueError) as error:
             raise ReplicationError(str(error)) from error
-        self._told(vb_id, welcome.committed_seqno)
+        self._note_told(vb_id, welcome.committed_seqno)
+        self._raise_watermarks((vb_id,))
 
     def roll_back(self, vb_id: int, epoch: int, seqno: int) -> bool:
         """See ReplicaSide."""
@@ -281,7 +282,11 @@ class Following:
             self._changes.apply(part, changes)
         except (FloorsRefusedError, StoreDamagedError) as error:
             raise ReplicationError(str(error)) from error
-        self._told(section.vb_id, section.committed_seqno)
+        self._note_told(section.vb_id, section.committed_seqno)
+
+    def applied(self, vb_ids: Iterable[int]) -> None:
+        """See ReplicaSide."""
+        self._raise_watermarks(vb_ids)
 
     def _take_told(self, section: EntriesSection, told: Told) -> None:
         engine, vb_id = self._engine, section.vb_id
@@ -302,7 +307,6 @@ class Following:
         """Return the same and forget it: this node becomes the master."""
         return self._hw.pop(vb_id, 0)
 
-    def _told(self, vb_id: int, seqno: int) -> None:
+    def _note_told(self, vb_id: int, seqno: int) -> None:
         if seqno > self._hw.get(vb_id, 0):
             self._hw[vb_id] = seqno
-        self._raise_watermarks((vb_id,))

@@ -327,9 +327,10 @@ class Leading:
         heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
         changes: list[RecordChange] = []
         for vb_id, mastership in self.masterships.items():
-            mastership.in_snapshot = frozenset(
-                member for member, feed in self.feeds.items() if feed.is_in_snapshot(vb_id)
-            )
+            if len(mastership.record.isr) < len(mastership.record.copies):
+                mastership.in_snapshot = frozenset(
+                    member for member, feed in self.feeds.items() if feed.is_in_snapshot(vb_id)
+                )
             record = mastership.changed_isr(self._now_ns, alive, heard_ns)
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue

@@ -81,6 +81,8 @@ class Mastership:
         """`known_seqno`: everything up to there is known to be committed."""
         self.part = part
         self.record = record
+        self.min_in_sync = min_in_sync_of(settings.min_in_sync, record.counted_copies)
+        """How many members must be in sync for the high watermark to rise."""
         self.epoch = record.epoch
         self.epoch_start_seqno = part.high_seqno
         self.ready_group = ready_group
@@ -113,11 +115,6 @@ class Mastership:
         """The effective in-sync set."""
         return effective_isr(self.record.isr, self.asked)
 
-    @property
-    def min_in_sync(self) -> int:
-        """How many members must be in sync for the high watermark to rise."""
-        return min_in_sync_of(self._settings.min_in_sync, self.record.counted_copies)
-
     def acknowledged(self, member: str, epoch: int, seqno: int) -> None:
         """A member has synced everything up to a seqno, in an epoch."""
         before = self._acknowledged.get(member)
@@ -134,7 +131,8 @@ class Mastership:
 
     def acknowledged_epochs(self) -> dict[str, int]:
         """Return the epoch under which each member last reconciled with this node."""
-        return {member: given.epoch for member, given in self._acknowledged.items()}
+        epochs = {member: given.epoch for member, given in self._acknowledged.items()}
+        return epochs | {self._member: self.epoch} if self.is_ready else epochs
 
     def hw_seqno(self) -> int:
         """Return the high watermark as of now."""
@@ -161,6 +159,7 @@ class Mastership:
         """Take the record of this epoch, as the metadata store has it now."""
         assert record.epoch == self.epoch
         self.record = record
+        self.min_in_sync = min_in_sync_of(self._settings.min_in_sync, record.counted_copies)
         if not self.is_writing:
             self.asked = None
 

@@ -238,9 +238,11 @@ class ReplicationCore:
     def _raise_watermarks(self, vb_ids: Iterable[int]) -> None:
         """Commit what may be committed now in these partitions."""
         rose: list[int] = []
-        masterships = self.leading.masterships
+        masterships, lagging = self.leading.masterships, self._commits.lagging
         for vb_id in vb_ids:
             part = self._engine.partitions[vb_id]
+            if part.committed_seqno == part.synced_seqno and vb_id not in lagging:
+                continue  # all that may be committed is
             mastership = masterships.get(vb_id)
             told = self.following.told_hw(vb_id)
             seqno = told if mastership is None else mastership.hw_seqno()

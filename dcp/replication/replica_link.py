@@ -114,6 +114,9 @@ class ReplicaSide(Protocol):
     def apply(self, section: EntriesSection) -> None:
         """Apply a section that was checked. Raises ReplicationError."""
 
+    def applied(self, vb_ids: Iterable[int]) -> None:
+        """All sections of a message are applied; these are their partitions."""
+
     def unsynced_group(self, vb_id: int) -> int:
         """Return the commit group that must be synced before all that a partition has is; 0: it is
         synced.
@@ -339,6 +342,7 @@ class ReplicaLink:
             taken[section.vb_id] = section
         for section in taken.values():
             self._side.apply(section)
+        self._side.applied(taken)
         self._number = message.number
         self._applied(message.number, taken)
         self._question = message.question

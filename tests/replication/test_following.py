@@ -132,7 +132,7 @@ def test_what_was_kept_of_another_history_does_not_count() -> None:
 
 def test_a_truncation_caps_what_was_told() -> None:
     cluster = parted(unclean=False)
-    cluster.a.core.following._told(VB, 3)
+    cluster.a.core.following._note_told(VB, 3)
     reconcile(cluster)
     assert cluster.a.part.high_seqno == 1
     assert cluster.a.core.following.told_hw(VB) <= 1
@@ -143,7 +143,7 @@ def test_what_was_told_is_known_at_promotion_and_no_more_than_what_is_here() -> 
     cluster.run(LONG)
     cluster.a.put()
     cluster.run(200 * MS)
-    cluster.b.core.following._told(VB, 40)
+    cluster.b.core.following._note_told(VB, 40)
     cluster.write(elect(cluster.record, "b"), "b")
     assert cluster.b.mastership.known_seqno == 1
     assert cluster.b.core.following.told_hw(VB) == 0, "it is not told a second time"

@@ -101,7 +101,7 @@ def test_a_change_that_is_not_synced_here_is_not_committed() -> None:
 def test_the_first_master_after_an_unclean_election_tells_where_it_begins() -> None:
     cluster = serving()
     cluster.write(shrink(cluster.record, "b"))
-    cluster.b.core.following._told(VB, 5)  # five are committed, and one of them is here
+    cluster.b.core.following._note_told(VB, 5)  # five are committed, and one of them is here
     versions = tuple(cluster.b.part.failover.pairs())
     cluster.write(unclean_elect(cluster.record, "b"))
     assert cluster.b.told(ElectionLoss) == [ElectionLoss(VB, 3, versions, 1, 5)]

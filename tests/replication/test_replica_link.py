@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +51,7 @@ class Replica:
         self.high = dict.fromkeys(range(4), 0)
         self.groups: dict[int, int] = {}
         self.done: list[tuple[object, ...]] = []
+        self.applied_: list[tuple[int, ...]] = []
         self.refuses_welcomes = ""
 
     def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, ReplicaPosition]:
@@ -72,6 +75,9 @@ class Replica:
     def apply(self, section: EntriesSection) -> None:
         self.done.append(("applied", section.vb_id, len(section.entries)))
         self.high[section.vb_id] += len(section.entries)
+
+    def applied(self, vb_ids: Iterable[int]) -> None:
+        self.applied_ += [tuple(vb_ids)]
 
     def unsynced_group(self, vb_id: int) -> int:
         return self.groups.get(vb_id, 0)
@@ -524,3 +530,11 @@ def test_asking_for_all_partitions_costs_one_look_at_each(monkeypatch: pytest.Mo
         line.link.follow(vb_id, EPOCH, 1)
     line.link.tick(1)
     assert len(looks) == 1024
+
+
+def test_what_a_message_brought_is_told_once_for_all_its_partitions() -> None:
+    line = Line()
+    opaques = {vb_id: line.follow(vb_id) for vb_id in (0, 1)}
+    line.message(*(entries(vb_id, opaque, 1) for vb_id, opaque in opaques.items()))
+    line.message()
+    assert line.side.applied_ == [(0, 1), ()]
