@@ -337,6 +337,20 @@ def test_a_damaged_list_of_tables_or_of_free_pages_is_named(tmp_path: Path, stor
         path.write_bytes(data)
 
 
+def test_flags_that_a_table_does_not_have_are_named(store: Path) -> None:
+    """LMDB opens no table under other flags than it was made with."""
+    path = store / "data.mdb"
+    data = path.read_bytes()
+    records = [found.end() for found in re.finditer(b"by_key", data)]
+    for bit in range(16):
+        damaged = bytearray(data)
+        for at in records:  # of the newest state and of older ones
+            damaged[at + 4 + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(StoreDamagedError, match=f"has a table with the flags {1 << bit}"):
+            opened(store)
+
+
 def test_what_is_no_file_of_lmdb_is_no_damage(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     folder.mkdir()

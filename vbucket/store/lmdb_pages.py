@@ -267,8 +267,12 @@ class PageReader:
                 if flags != _TABLE or size != _TREE.size:
                     raise self._damaged(_MAIN, page.keys[at], number, "has a node that is no table")
                 start = number * self._page_bytes + place
+                record = bytes(self._view[start : start + size])
+                if tree_flags := _TREE.unpack(record)[1]:  # LMDB opens no table whose flags differ
+                    why = f"has a table with the flags {tree_flags}"
+                    raise self._damaged(_MAIN, page.keys[at], number, why)
                 name = page.keys[at].decode(errors="backslashreplace")
-                found[name] = _tree(bytes(self._view[start : start + size]))
+                found[name] = _tree(record)
         return found
 
     def _leaf_of(self, table: str, key: bytes, *, is_below: bool = False) -> _Leaf | None:
