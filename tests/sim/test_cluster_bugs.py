@@ -18,14 +18,14 @@ NODES = 3
 SEEDS = 200
 CHUNK = 10
 FOUND_BY = {
-    "hw-counts-received": (1, "in the in-sync set"),
-    "shrink-counts-early": (0, "an answered write is lost"),
-    "truncates-to-hw": (9, "in the in-sync set"),
-    "no-version": (0, "has another change with seqno"),
-    "handover-unchecked": (12, "has another change with seqno"),
+    "hw-counts-received": (0, "in the in-sync set"),
+    "shrink-counts-early": (4, "an answered write is lost"),
+    "truncates-to-hw": (2, "in the in-sync set"),
+    "no-version": (14, "has another change with seqno"),
+    "handover-unchecked": (3, "has another change with seqno"),
     "streams-show-synced": (0, "was committed"),
     "reads-unconfirmed": (0, "at the same time"),
-    "applied-not-mine": (46, "is not linearizable"),
+    "applied-not-mine": (91, "is not linearizable"),
     "deposed-keeps-streams": (0, "stands still"),
 }
 """Bug -> a seed that finds it, and how it is told."""
