@@ -36,6 +36,8 @@ ACTS = (
     "deposed", "blink", "two_deaths", "master_and_replica", "all_die", "to_and_fro",
     "moved_under_load", "late_acks",
 )  # fmt: skip
+ACT_FAULTS = ("cut_off", "slow_from", "one_store_deaf")
+"""Faults that only acts have."""
 COUNTING = (Kind.GET, Kind.INCREMENT, Kind.APPEND, Kind.ADD, Kind.DELETE)
 """Operations that differ if they are done twice."""
 WEIGHTS: dict[Kind, float] = {

@@ -33,7 +33,8 @@ def scene(monkeypatch: pytest.MonkeyPatch, seed: int, **changes: Any) -> Simulat
         plan = drawn(draw, nodes=nodes, seconds=seconds)
         plan = plan._replace(
             copies=3, min_in_sync=1, unclean=True, acknowledge="committed", faults=(),
-            load_ns=END_NS, timeout_ns=400 * MS, compact_share=0.0, clients=3, think_ns=8 * MS,
+            acts=(), waits_for_masters=False, load_ns=END_NS, timeout_ns=400 * MS,
+            compact_share=0.0, clients=3, think_ns=8 * MS,
         )  # fmt: skip
         return plan._replace(**changes)
 

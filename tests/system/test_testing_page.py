@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.kv.sync_client import SyncKv
+from clients.address import parse_address
+from clients.link.blocking_link import SyncLink
 from clients.testing import DcpServer
 from dcp.session.faults import Fault
 from dcp.stream.producer import Producer
@@ -106,17 +107,16 @@ def test_each_row_of_the_tables_three_times(row):
         assert eval(f"server.{python}", {"server": server})
 
 
-def follow(server: DcpServer) -> SyncKv:
-    """Open a stream of partition 92; it is there until the client is closed."""
-    kv = server.connect()
-    link = kv._seed()
+def follow(server: DcpServer) -> SyncLink:
+    """Open a stream of partition 92; it is there until the link is closed."""
+    link = SyncLink(parse_address(server.address))
     link.request(Opcode.DCP_OPEN, key=b"consumer", extras=b"\0\0\0\0\0\0\0\1")
     link.request(Opcode.DCP_CONTROL, key=b"enable_noop", value=b"true")
     asked = StreamRequest(0, 0, 2**64 - 1, 0, 0, 0)
     link._write(pack_stream_request(92, asked, opaque=99))
     assert link._reply(99).status == 0
     assert len(server.streams(vb=92)) == 1
-    return kv
+    return link
 
 
 def test_the_page_names_every_member_of_a_fault_and_every_phase():

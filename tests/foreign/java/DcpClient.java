@@ -9,6 +9,7 @@ import com.couchbase.client.dcp.StreamTo;
 import com.couchbase.client.dcp.config.CompressionMode;
 import com.couchbase.client.dcp.highlevel.*;
 import java.util.TreeMap;
+import java.util.concurrent.ConcurrentSkipListMap;
 import java.util.concurrent.TimeUnit;
 
 public class DcpClient {
@@ -26,7 +27,7 @@ public class DcpClient {
       builder.collectionIds(Long.parseLong(arguments[2], 16));
       builder.controlParam("enable_out_of_order_snapshots", arguments[3]);
     }
-    TreeMap<String, String> seen = new TreeMap<>();
+    ConcurrentSkipListMap<String, String> seen = new ConcurrentSkipListMap<>();
     Client client = builder.build();
     client.listener(
         new DatabaseChangeListener() {
@@ -51,6 +52,11 @@ public class DcpClient {
     while (!client.sessionState().isAtEnd()) {
       TimeUnit.MILLISECONDS.sleep(50);
     }
+    int told; // listeners run in a thread of their own, behind the state of the session
+    do {
+      told = seen.size();
+      TimeUnit.MILLISECONDS.sleep(1000);
+    } while (seen.size() != told);
     client.disconnect().block();
     seen.forEach((key, length) -> System.out.println(key + " " + length));
     System.exit(0);
