@@ -212,7 +212,7 @@ class Following:
         self._note_told(vb_id, welcome.committed_seqno)
         self._raise_watermarks((vb_id,))
 
-    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> bool:
+    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
         """See ReplicaSide."""
         part = self._engine.partitions[vb_id]
         if epoch < part.leader_epoch:
@@ -224,7 +224,7 @@ class Following:
         if part.incomplete_snapshot is not None:
             seqno = min(seqno, part.incomplete_snapshot.start)
         if not self._is_kept(part, epoch, seqno):
-            return False
+            return
         if seqno < part.history_floor:
             seqno = 0
         self.rollbacks += 1
@@ -236,7 +236,6 @@ class Following:
         except BranchRefusedError as error:
             raise ReplicationError(str(error)) from error
         self._hw[vb_id] = min(self._hw.get(vb_id, 0), seqno)
-        return True
 
     def _is_kept(self, part: Partition, epoch: int, seqno: int) -> bool:
         """Whether all above a seqno that may have been answered is in quarantine."""

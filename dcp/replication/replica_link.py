@@ -100,9 +100,9 @@ class ReplicaSide(Protocol):
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """The master goes on from there: take over its versions. Raises ReplicationError."""
 
-    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> bool:
-        """The master does not have what lies above a seqno: cut it off. False: not yet, because it
-        is put into quarantine first; the master is asked again.
+    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
+        """The master does not have what lies above a seqno: cut it off. Nothing is cut while it has
+        to go into quarantine first; the master is asked again. Raises ReplicationError.
         """
 
     def high_seqno(self, vb_id: int) -> int:
