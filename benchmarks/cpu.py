@@ -12,6 +12,7 @@ processor time, so the figures hold on a busy machine. The output is one JSON do
 - get_filling                       a GET from the store that goes into the item cache
 - merge                             an entry of a merge of new keys
 - backfill_memory, backfill_merged  a change of a backlog, up to the bytes for the socket
+- backfill_bare                    backfill_merged, for a client without collections
 - live                              a SET that one stream follows, less the SET
 """
 
@@ -35,6 +36,7 @@ from dcp.session.session import Session
 from dcp.session.state import Limits, SessionState
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
+from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
@@ -54,6 +56,9 @@ GROUP_BATCHES: Final = 8
 """Batches per commit group: about what 8 connections send during one sync."""
 PUMP_BYTES: Final = 256 * 1024
 CACHE_BYTES: Final = 1 << 40
+WITHOUT_COLLECTIONS: Final = tuple(
+    code for code in workload.FEATURES if code != Feature.COLLECTIONS
+)
 NOW_NS: Final = 1_800_000_000_000_000_000
 
 
@@ -101,14 +106,14 @@ class CoreNode:
     def stats(self, _group: bytes) -> list[tuple[str, str]] | None:
         return None
 
-    def session(self) -> Session:
+    def session(self, features: tuple[int, ...] = workload.FEATURES) -> Session:
         session = Session(
             SessionState(
                 engine=self.engine, hub=self.hub, facts=self, authenticator=OpenDoor(),
                 peer_is_loopback=True, limits=Limits(),
             )
         )  # fmt: skip
-        for frame in workload.session_frames():
+        for frame in workload.session_frames(features):
             session.receive(frame, NOW_NS)
             session.ask_logins(NOW_NS)
         session.state.answers.clear()
@@ -122,9 +127,11 @@ class CoreNode:
             self.engine.keyspace.group_synced(group)
             self.hub.committed(group.high_seqnos)
 
-    def follow(self, value: bytes = b"") -> tuple[Session, Producer]:
+    def follow(
+        self, value: bytes = b"", features: tuple[int, ...] = workload.FEATURES
+    ) -> tuple[Session, Producer]:
         """Stream all partitions from the beginning, with the settings of our consumer."""
-        session = self.session()
+        session = self.session(features)
         name = b"follower %d" % self.hub.connection_count
         flags = OpenFlag.PRODUCER | OpenFlag.INCLUDE_DELETE_TIMES
         asked = StreamRequest(0, 0, SEQNO_MAX, 0, 0, 0)
@@ -178,9 +185,9 @@ def drive(node: CoreNode, session: Session, batches: Iterable[bytes]) -> float:
     return seconds
 
 
-def backfill(node: CoreNode) -> tuple[int, float]:
+def backfill(node: CoreNode, features: tuple[int, ...] = workload.FEATURES) -> tuple[int, float]:
     """Stream everything; return bytes and processor seconds."""
-    _, producer = node.follow()
+    _, producer = node.follow(features=features)
     sent = 0
     began = time.process_time()
     while producer.has_output:
@@ -243,6 +250,8 @@ def measure(folder: Path, keys: int, count: int, value_bytes: int) -> dict[str, 
     seconds["merge"] = spent / entries
     sent, spent = backfill(node)
     seconds["backfill_merged"] = spent / keys
+    _, spent = backfill(node, WITHOUT_COLLECTIONS)
+    seconds["backfill_bare"] = spent / keys
     seconds["get_merged"] = drive(node, session, get_batches(indexes(2, keys, count))) / count
     absent = [keys + index for index in indexes(6, keys, count)]
     seconds["get_absent"] = drive(node, session, get_batches(absent)) / count

@@ -45,11 +45,11 @@ def frame(opcode: int, *, vb_id: int = 0, extras: bytes = b"", key: bytes = b"",
     return head + body
 
 
-def session_frames() -> list[bytes]:
+def session_frames(features: tuple[int, ...] = FEATURES) -> list[bytes]:
     """The opening of a session: HELLO, authentication, the bucket."""
-    features = b"".join(code.to_bytes(2, "big") for code in FEATURES)
+    hello = b"".join(code.to_bytes(2, "big") for code in features)
     return [
-        frame(OP_HELLO, key=b"benchmark", value=features),
+        frame(OP_HELLO, key=b"benchmark", value=hello),
         frame(OP_SASL_AUTH, key=b"PLAIN", value=b"\0guest\0guest"),
         frame(OP_SELECT_BUCKET, key=b"default"),
     ]

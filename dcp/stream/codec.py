@@ -26,7 +26,7 @@ from vbucket.model.ids import time_ns_from_cas
 from vbucket.model.manifest import SYSTEM_KEY
 from vbucket.store.block import ONLY_MUTATIONS, ONLY_RAW, ONLY_UNPACKED
 from vbucket.store.plain_value import plain
-from vbucket.store.runs import STRIPPED
+from vbucket.store.runs import STRIPPED, UNPREFIXED
 
 _DATATYPE_AT: Final = 5
 _BODY_AT: Final = 8
@@ -100,16 +100,16 @@ def _joined(steps: list[FrameStep]) -> FrameStep:
 
 
 def plain_frames(open_flags: int, known: Known) -> int | None:
-    """Return which stored frames `frame_codec` does not change, as flags of vbucket.store.block and
-    vbucket.store.runs.STRIPPED, the one change that runs make.
+    """Return which stored frames `frame_codec` does not change, as flags of vbucket.store.block,
+    and the changes that runs make (vbucket.store.runs.CUTS).
 
     None: it may change any frame.
     """
-    if not known.has_collections or open_flags & _NO_VALUES or known.wants_compression:
+    if open_flags & _NO_VALUES or known.wants_compression:
         return None
+    plain = ONLY_MUTATIONS if known.has_collections else ONLY_MUTATIONS | UNPREFIXED
     if not known.has_json:
-        return ONLY_MUTATIONS | ONLY_RAW
-    plain = ONLY_MUTATIONS
+        return plain | ONLY_RAW
     if not known.has_snappy:
         plain |= ONLY_UNPACKED
     if not (known.has_xattrs and open_flags & OpenFlag.INCLUDE_XATTRS):

@@ -22,7 +22,7 @@ from vbucket.store.block import (
     kinds_of,
 )
 from vbucket.store.plain_value import plain
-from vbucket.store.runs import STRIPPED, are_plain, stripped_run_of_entries
+from vbucket.store.runs import CUTS, STRIPPED, UNPREFIXED, are_plain, cut_run_of_entries
 
 VALUES_LEFT_OUT = OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE
 FLAGS = [
@@ -55,14 +55,15 @@ def test_a_plain_frame_is_one_that_the_codec_leaves_alone(open_flags: OpenFlag) 
         for entry in FRAMES:
             frame = entry[PREFIX_BYTES:]
             kinds = kinds_of(frame, [len(frame)])
-            is_taken = plain is not None and not plain & ~(kinds | STRIPPED)
+            is_taken = plain is not None and not plain & ~(kinds | CUTS)
             assert is_taken == (plain is not None and are_plain([entry], plain))
             taken += is_taken
             if is_taken:
                 assert plain is not None
-                is_cut = plain & STRIPPED and not kinds & WITHOUT_XATTRS
-                run = stripped_run_of_entries([entry], 0) if is_cut else [frame]
-                assert codec(frame) == b"".join(run)
+                cuts = plain & (UNPREFIXED if kinds & WITHOUT_XATTRS else CUTS)
+                for count in (1, 9):
+                    run = cut_run_of_entries([entry] * count, 0, cuts) if cuts else [frame] * count
+                    assert codec(frame) * count == b"".join(run)
     assert taken or open_flags & VALUES_LEFT_OUT
 
 
@@ -94,6 +95,12 @@ def test_what_our_consumer_asks_for_leaves_in_runs() -> None:
     frame = FRAMES[0][PREFIX_BYTES:]
     kinds = kinds_of(frame + frame, [len(frame), 2 * len(frame)])
     assert kinds == plain | ONLY_UNPACKED | WITHOUT_XATTRS
+
+
+def test_a_client_without_collections_gets_runs_too() -> None:
+    known = Known(has_collections=False, has_json=True, has_snappy=True)
+    plain = plain_frames(OpenFlag.PRODUCER | OpenFlag.INCLUDE_XATTRS, known)
+    assert plain == ONLY_MUTATIONS | UNPREFIXED | STRIPPED
 
 
 def test_blocks_of_versions_without_snappy_promise_that_there_is_none() -> None:

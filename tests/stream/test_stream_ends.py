@@ -56,9 +56,13 @@ def test_end_2_state_changed_for_streams_that_want_an_active_partition(
 # -- backfill failed -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("broken", ["superseded", "frames"])
+@pytest.mark.parametrize("broken", [("superseded",), ("frames", "runs")])
 def test_end_5_backfill_failed_when_the_store_cannot_be_read(
-    node: MemoryNode, writer: Peer, peer: Peer, monkeypatch: pytest.MonkeyPatch, broken: str
+    node: MemoryNode,
+    writer: Peer,
+    peer: Peer,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: tuple[str, ...],
 ) -> None:
     set_all(node, writer, "abc")
     peer.control(b"connection_buffer_size", b"10000")
@@ -66,7 +70,8 @@ def test_end_5_backfill_failed_when_the_store_cannot_be_read(
     def damaged(*_: object) -> None:
         raise RecordDamagedError("vb 7: the checksum does not match")
 
-    monkeypatch.setattr(node.engine.versions, broken, damaged)
+    for method in broken:
+        monkeypatch.setattr(node.engine.versions, method, damaged)
     peer.stream(VB)
     peer.stream(VB + 1)
     frames = peer.drain()

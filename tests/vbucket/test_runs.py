@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp.stream.codec import without_collection, without_xattrs
+from dcp.wire.xattrs import pack_xattrs
 from support.memory_node import START_NS, MemoryNode
 from vbucket.engine.engine import SET, Engine
 from vbucket.store.block import (
@@ -19,15 +21,25 @@ from vbucket.store.block import (
 )
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import BY_SEQNO_TABLE
-from vbucket.store.runs import ALL_PLAIN, entries_within
+from vbucket.store.runs import ALL_PLAIN, STRIPPED, UNPREFIXED, entries_within
 
 VB = 5
 OPAQUE = 0xA1B2C3D4
+PLAIN = [ALL_PLAIN, ONLY_MUTATIONS, ONLY_MUTATIONS | ONLY_RAW]
+CUT = [
+    UNPREFIXED | ONLY_MUTATIONS, UNPREFIXED | ONLY_MUTATIONS | ONLY_RAW,
+    STRIPPED | ONLY_MUTATIONS, STRIPPED | UNPREFIXED | ONLY_MUTATIONS,
+]  # fmt: skip
+"""What streams ask for whose runs are cut."""
+SECTION = pack_xattrs([(b"user", b'"%b"' % (b"x" * 150))])
+DATATYPES = {"json": 1, "xattr": 4}
 KEYS = [b"\0key", b"\0a longer key", b"\0z"]
 
 changes = st.lists(
     st.tuples(
-        st.sampled_from(["set", "set", "set", "json", "delete", "commit", "freeze", "merge"]),
+        st.sampled_from(
+            ["set", "set", "set", "json", "xattr", "delete", "commit", "freeze", "merge"]
+        ),
         st.sampled_from(KEYS),
         st.sampled_from([0, 1, 90, 20_000]),
     ),
@@ -43,9 +55,10 @@ def node_of(steps: list[tuple[str, bytes, int]]) -> MemoryNode:
     for what, key, value_bytes in steps:
         if what == "delete":
             engine.delete(VB, key, 0)
-        elif what in {"set", "json"}:
-            body = key + b"W" * value_bytes
-            engine.store(SET, VB, key, body, 0, 0, int(what == "json"), 0)
+        elif what in {"set", "json", "xattr"}:
+            section = SECTION if what == "xattr" else b""
+            body = key + section + b"W" * value_bytes
+            engine.store(SET, VB, key, body, 0, 0, DATATYPES.get(what, 0), 0)
         elif what == "merge":
             if engine.keyspace.is_merging:
                 node.commit()
@@ -60,13 +73,22 @@ def node_of(steps: list[tuple[str, bytes, int]]) -> MemoryNode:
     return node
 
 
-def one_by_one(engine: Engine, start: int, end: int, skip: set[int]) -> bytes:
+def converted(frames: list[bytes], plain: int) -> bytes:
+    """What a stream makes of frames that go one by one."""
+    if plain & STRIPPED:
+        frames = list(map(without_xattrs, frames))
+    return b"".join(map(without_collection, frames) if plain & UNPREFIXED else frames)
+
+
+def one_by_one(
+    engine: Engine, start: int, end: int, skip: set[int], plain: int = ALL_PLAIN
+) -> bytes:
     frames: list[bytes] = []
     while start <= end:
         batch = engine.versions.frames(VB, start, end, OPAQUE.to_bytes(4, "big"), skip, 1 << 30)
         frames += batch.frames
         start = batch.next_seqno
-    return b"".join(frames)
+    return converted(frames, plain)
 
 
 def all_runs(
@@ -80,7 +102,7 @@ def all_runs(
         run = engine.versions.runs(VB, seqno, end, OPAQUE, skip, bytes_max, plain)
         if run is None:
             batch = engine.versions.frames(VB, seqno, end, OPAQUE.to_bytes(4, "big"), skip, 1)
-            sent += b"".join(batch.frames)
+            sent += converted(batch.frames, plain)
             next_seqno = batch.next_seqno
         else:
             joined = b"".join(run.pieces)
@@ -112,8 +134,8 @@ def test_runs_are_the_bytes_that_going_one_by_one_gives(
     skip = data.draw(st.sets(st.integers(start, max(start, end - 1)), max_size=high))
     skip.discard(end)
     bytes_max = data.draw(st.sampled_from([1, 200, 5_000, 1 << 20]))
-    plain = data.draw(st.sampled_from([ALL_PLAIN, ONLY_MUTATIONS, ONLY_MUTATIONS | ONLY_RAW]))
-    wanted = one_by_one(engine, start, end, skip)
+    plain = data.draw(st.sampled_from([*PLAIN, *CUT]))
+    wanted = one_by_one(engine, start, end, skip, plain)
     assert all_runs(engine, start, end, skip, bytes_max, plain) == wanted
 
 
@@ -128,16 +150,25 @@ def test_frames_of_one_length_and_of_several(lengths: list[int], data: st.DataOb
     start = data.draw(st.integers(1, len(lengths)))
     end = data.draw(st.integers(start, len(lengths)))
     bytes_max = data.draw(st.sampled_from([1, 5_000, 1 << 20]))
-    wanted = one_by_one(node.engine, start, end, set())
-    assert all_runs(node.engine, start, end, set(), bytes_max, ALL_PLAIN) == wanted
+    for plain in (ALL_PLAIN, UNPREFIXED | ONLY_MUTATIONS):
+        wanted = one_by_one(node.engine, start, end, set(), plain)
+        assert all_runs(node.engine, start, end, set(), bytes_max, plain) == wanted
 
 
-def test_all_frames_of_one_length() -> None:
-    node = node_of([("set", b"\0key%05d" % at, 100) for at in range(700)])
-    node.merge()
-    for start, end in ((1, 700), (2, 699), (300, 300)):
-        wanted = one_by_one(node.engine, start, end, {start})
-        assert all_runs(node.engine, start, end, {start}, 5_000, ALL_PLAIN) == wanted
+@pytest.mark.parametrize("plain", [ALL_PLAIN, UNPREFIXED | ONLY_MUTATIONS])
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_all_frames_of_one_length(plain: int, is_merged: bool) -> None:
+    node = MemoryNode()
+    for at in range(700):
+        # Lengths of keys and values differ, and their sum does not.
+        key = b"\0key%05d" % at + b"-" * (at % 7)
+        node.engine.store(SET, VB, key, key + b"W" * (100 - at % 7), 0, 0, 0, 0)
+    node.commit()
+    if is_merged:
+        node.merge()
+    for start, end, skip in ((1, 700, {1}), (2, 699, set()), (300, 300, set()), (1, 9, {2, 4})):
+        wanted = one_by_one(node.engine, start, end, skip, plain)
+        assert all_runs(node.engine, start, end, skip, 5_000, plain) == wanted
 
 
 @pytest.mark.parametrize("is_merged", [True, False])

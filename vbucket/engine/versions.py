@@ -28,13 +28,15 @@ from vbucket.model.entry import (
 )
 from vbucket.model.manifest import SYSTEM_COLLECTION
 from vbucket.store.runs import (
+    CUTS,
     STRIPPED,
+    UNPREFIXED,
     RunBatch,
     are_plain,
     are_wholly_plain,
+    cut_run_of_entries,
     entries_within,
     run_of_entries,
-    stripped_run_of_entries,
 )
 from vbucket.store.store import REFUSED_BYTES_MAX, Accepts, FrameBatch, Store
 
@@ -208,7 +210,8 @@ class Versions:
             end_seqno = min(end_seqno, part.merged_seqno)
             return self._store.runs(vb_id, start_seqno, end_seqno, opaque, skip, bytes_max, plain)
         pieces: list[bytes | bytearray] = []
-        size = last_seqno = 0
+        # What is taken counts against `bytes_max` as it is stored, before anything is cut out.
+        size = taken_bytes = last_seqno = 0
         for layer in part.layers():
             entries = layer.between(start_seqno, end_seqno)
             if skip:
@@ -218,20 +221,22 @@ class Versions:
             if len(entries) == 1:
                 run_bytes = len(entries[0]) - PREFIX_BYTES
             else:
-                entries, run_bytes = entries_within(entries, bytes_max - size)
-            is_cut = bool(plain & STRIPPED) and not are_wholly_plain(entries)
-            if (is_cut or not plain & STRIPPED) and not are_plain(entries, plain):
+                entries, run_bytes = entries_within(entries, bytes_max - taken_bytes)
+            taken_bytes += run_bytes
+            has_none = bool(plain & STRIPPED) and are_wholly_plain(entries)
+            if not has_none and not are_plain(entries, plain):
                 next_seqno = seqno_of(entries[0])
                 return RunBatch(pieces, next_seqno, size, last_seqno) if pieces else None
-            if is_cut:
-                run = stripped_run_of_entries(entries, opaque)
+            cuts = plain & (UNPREFIXED if has_none else CUTS)
+            if cuts:
+                run = cut_run_of_entries(entries, opaque, cuts)
                 pieces += run
                 run_bytes = sum(map(len, run))
             else:
                 pieces += run_of_entries(entries, opaque)
             size += run_bytes
             last_seqno = seqno_of(entries[-1])
-            if size >= bytes_max:
+            if taken_bytes >= bytes_max:
                 return RunBatch(pieces, last_seqno + 1, size, last_seqno)
         return RunBatch(pieces, end_seqno + 1, size, last_seqno)
 

@@ -5,8 +5,11 @@ copy, and the copy is sent. This works only for frames that are sent as they are
 that must look at each frame (filter, other form, previous values) takes them one by one.
 
 The flags of `vbucket.store.block` tell which frames can be sent unchanged: all flags that the
-caller asks for must hold for each frame of a run. `ALL_PLAIN` asks for none. `STRIPPED` is the one
-change that runs make: it takes 0.5 us per frame with XATTRs, one by one it takes 2.
+caller asks for must hold for each frame of a run. `ALL_PLAIN` asks for none.
+
+Runs make two changes, the `CUTS`. `STRIPPED` cuts out XATTRs: 0.5 us per frame that has some, one
+by one it takes 2. `UNPREFIXED` cuts out the byte of the default collection: 0.04 us per frame if
+all frames of a block have one length, else 0.5; one by one it takes 1.5.
 
 Who calls it: store and versions. A run has the same bytes as its single frames.
 """
@@ -23,6 +26,7 @@ from operator import itemgetter
 from struct import Struct
 from typing import Final, NamedTuple
 
+from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
 from dcp.wire.xattrs import DATATYPE_XATTR
 from vbucket.model.datatype import SNAPPY
@@ -45,6 +49,11 @@ ALL_PLAIN: Final = 0
 """All stored frames are sent unchanged."""
 STRIPPED: Final = 0x20
 """Beside flags of blocks: XATTRs are cut out of the frames, which may have some."""
+UNPREFIXED: Final = 0x40
+"""Beside flags of blocks: the byte in the key that names the default collection is cut out, because
+the client does not know collections. The caller makes sure that all keys have it.
+"""
+CUTS: Final = STRIPPED | UNPREFIXED
 
 _OPAQUE_AT: Final = 12
 _HEAD: Final = Struct(">HHBBHII")
@@ -56,8 +65,12 @@ _unpack_head: Final = Struct(">2xHxBHI").unpack_from
 """Key length, datatype, vbucket, body length."""
 _unpack_length: Final = Struct(">I").unpack_from
 _FORM: Final = MUTATION_FORM
-_VALUE_AT: Final = 24 + MUTATION_EXTRAS_BYTES
-"""Of a mutation's frame, plus the key's length."""
+_KEY_LENGTH_AT: Final = 3
+"""The low byte of the key's length. The high one is 0: keys have 251 bytes at most."""
+_BODY_LENGTH_AT: Final = 8
+_COLLECTION_AT: Final = HEADER_BYTES + MUTATION_EXTRAS_BYTES
+"""The first byte of a mutation's key, in its frame."""
+_ONE_LESS: Final = bytes((byte - 1) % 256 for byte in range(256))
 _put_opaque: Final = Struct(">I").pack_into
 _opcode_of: Final = itemgetter(OPCODE_AT)
 _datatype_of: Final = itemgetter(DATATYPE_AT)
@@ -121,41 +134,72 @@ def run_of_block(
     return pieces
 
 
-def stripped_run_of_block(
-    block: Block, body: bytes, low: int, high: int, opaque: int, skip: Collection[int]
+def cut_run_of_block(
+    block: Block, body: bytes, low: int, high: int, opaque: int, skip: Collection[int], cuts: int
 ) -> list[bytes | bytearray]:
-    """Return what `run_of_block` does, without XATTRs. All frames are mutations."""
+    """Return what `run_of_block` does, without the `CUTS`. All frames are mutations."""
     ends, seqnos = block.ends, block.seqnos
+    start, frame_bytes = ends[low - 1] if low else 0, ends[0]
+    is_even = frame_bytes <= BODY_BYTES_TARGET and ends == _multiples(frame_bytes)[: len(ends)]
+    if cuts == UNPREFIXED and is_even and not skip:
+        joined = bytearray(memoryview(body)[start : ends[high - 1]])
+        _set_opaques_evenly(joined, frame_bytes, opaque)
+        _cut_collections_evenly(joined, frame_bytes)
+        return [joined]
     pieces: list[bytes] = []
-    start = ends[low - 1] if low else 0
     for at in range(low, high):
         end = ends[at]
         if not skip or seqnos[at] not in skip:
-            pieces += _stripped(body, start, end, opaque)
+            pieces += _cut(body, start, end, opaque, cuts)
         start = end
     return [b"".join(pieces)] if pieces else []
 
 
-def stripped_run_of_entries(entries: list[bytes], opaque: int) -> list[bytes | bytearray]:
-    """Return what `run_of_entries` does, without XATTRs. All entries are mutations."""
+def cut_run_of_entries(entries: list[bytes], opaque: int, cuts: int) -> list[bytes | bytearray]:
+    """Return what `run_of_entries` does, without the `CUTS`. All entries are mutations."""
+    if cuts == UNPREFIXED and len(entries) > _FEW and len(set(map(len, entries))) == 1:
+        frame_bytes = len(entries[0]) - PREFIX_BYTES
+        joined = bytearray().join(map(_frame_of, entries))
+        _set_opaques_evenly(joined, frame_bytes, opaque)
+        _cut_collections_evenly(joined, frame_bytes)
+        return [joined]
     pieces: list[bytes] = []
     for entry in entries:
-        pieces += _stripped(entry, PREFIX_BYTES, len(entry), opaque)
+        pieces += _cut(entry, PREFIX_BYTES, len(entry), opaque, cuts)
     return [b"".join(pieces)]
 
 
-def _stripped(data: bytes, start: int, end: int, opaque: int) -> tuple[bytes, bytes, bytes]:
-    """Return the pieces of a mutation without its XATTRs."""
+def _cut(data: bytes, start: int, end: int, opaque: int, cuts: int) -> tuple[bytes, ...]:
+    """Return the pieces of a mutation without the `CUTS`."""
     key_bytes, datatype, vb_id, body_bytes = _unpack_head(data, start)
-    value_at = start + _VALUE_AT + key_bytes
+    key_at = start + _COLLECTION_AT
+    value_at = key_at + key_bytes
     cut = 0
-    if datatype & DATATYPE_XATTR:
+    if cuts & STRIPPED and datatype & DATATYPE_XATTR:
         cut = _unpack_length(data, value_at)[0] + 4
+        datatype &= ~DATATYPE_XATTR
+    unprefixed = 1 if cuts & UNPREFIXED else 0
     head = _pack_head(
-        _FORM, key_bytes, MUTATION_EXTRAS_BYTES, datatype & ~DATATYPE_XATTR, vb_id,
-        body_bytes - cut, opaque,
+        _FORM, key_bytes - unprefixed, MUTATION_EXTRAS_BYTES, datatype, vb_id,
+        body_bytes - cut - unprefixed, opaque,
     )  # fmt: skip
-    return head, data[start + _HEAD_BYTES : value_at], data[value_at + cut : end]
+    cas_and_extras = data[start + _HEAD_BYTES : key_at]
+    if not cut:
+        return head, cas_and_extras, data[key_at + unprefixed : end]
+    return head, cas_and_extras, data[key_at + unprefixed : value_at], data[value_at + cut : end]
+
+
+def _cut_collections_evenly(joined: bytearray, frame_bytes: int) -> None:
+    """Cut the collection's byte out of mutations of one length: each step is one byte of every
+    frame.
+    """
+    count = len(joined) // frame_bytes
+    body_bytes = frame_bytes - HEADER_BYTES - 1
+    for place, byte in enumerate(body_bytes.to_bytes(4, "big"), _BODY_LENGTH_AT):
+        joined[place::frame_bytes] = bytes((byte,)) * count
+    lengths = joined[_KEY_LENGTH_AT::frame_bytes]
+    joined[_KEY_LENGTH_AT::frame_bytes] = lengths.translate(_ONE_LESS)
+    del joined[_COLLECTION_AT::frame_bytes]
 
 
 def _set_opaques(joined: bytearray, starts: Sequence[int], opaque: int) -> None:

@@ -65,7 +65,7 @@ from vbucket.store.records import (
     put_partition,
     put_quarantine,
 )
-from vbucket.store.runs import STRIPPED, RunBatch, run_of_block, stripped_run_of_block
+from vbucket.store.runs import CUTS, STRIPPED, RunBatch, cut_run_of_block, run_of_block
 
 _VB_PREFIXES: Final = tuple(vb_id.to_bytes(2, "big") for vb_id in range(NUM_VBUCKETS))
 """Made once; a store with fewer partitions uses the first of them."""
@@ -239,15 +239,19 @@ class StoreView(RecordView):
             seqnos, ends = block.seqnos, block.ends
             low = bisect_left(seqnos, start_seqno)
             high = bisect_right(seqnos, end_seqno)
-            is_cut = plain & STRIPPED and not block.kinds & WITHOUT_XATTRS
-            if plain & ~(block.kinds | STRIPPED) and low < high:
+            cuts = plain & CUTS
+            if block.kinds & WITHOUT_XATTRS:
+                cuts &= ~STRIPPED
+            if plain & ~(block.kinds | CUTS) and low < high:
                 return RunBatch(pieces, seqnos[low], size, last_seqno) if pieces else None
             body = block.checked_body()
             while low < high:
                 start = ends[low - 1] if low else 0
                 stop = bisect_left(ends, start + bytes_max - size, low, high - 1) + 1
-                take = stripped_run_of_block if is_cut else run_of_block
-                run = take(block, body, low, stop, opaque, skip)
+                if cuts:
+                    run = cut_run_of_block(block, body, low, stop, opaque, skip, cuts)
+                else:
+                    run = run_of_block(block, body, low, stop, opaque, skip)
                 size += sum(map(len, run))
                 pieces += run
                 last_seqno = seqnos[stop - 1]
