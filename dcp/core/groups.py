@@ -95,6 +95,12 @@ class GroupCycle:
             or self._keyspace.has_pending
         )
 
+    @property
+    def next_is_group(self) -> bool:
+        """Whether the next job is a group of changes."""
+        is_free = self.job is None and not (self._must_rotate or self._must_sync)
+        return is_free and self._keyspace.has_pending
+
     def next_job(self) -> Job | None:
         """Return what the log has to do next; it is under way until `done`."""
         if self.job is not None:

@@ -29,6 +29,7 @@ from typing import Final
 from dcp.core.floors import FloorCycle
 from dcp.core.groups import GroupCycle
 from dcp.core.merges import MergeCycle
+from dcp.core.pacing import Pacing
 from dcp.server.access.access import Access
 from dcp.server.access.users import Users
 from dcp.server.admin.node_view import AdminParts
@@ -58,6 +59,7 @@ from dcp.server.storage.compaction_schedule import Compaction
 from dcp.server.storage.expiry_schedule import expire_when_due
 from dcp.server.storage.failover_logs import FailoverLogs
 from dcp.server.storage.health import Health
+from dcp.server.storage.merge_pace import MergePace
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.opening import Storage
 from dcp.server.storage.store_process import StoreProcess
@@ -222,7 +224,7 @@ class Node:
         self._merging = merging = Merging(
             engine, MergeCycle(engine, kept_segments(storage.store.quarantine())),
             storage.device, self._store_queue, self.meter, log,
-            kick=self._kick, on_merged=self._merged,
+            kick=self._kick, on_room=self._has_room,
         )  # fmt: skip
         self._backpressure = Backpressure(
             engine, settings.write_wait_s,
@@ -239,12 +241,13 @@ class Node:
             self.meter, commits, self._backpressure, self.connections,
             save_failover_log=failover_logs.save_soon,
         )  # fmt: skip
+        pace = MergePace(Pacing(engine.keyspace), merging, self.meter)
         self._committer = Committer(
             groups, storage.writer,
             finds_room=settings.durability == "commit",
             on_publish=after_commit.published, on_rotated=self._log_rotated,
             on_full=health.log_full, on_failure=self._fail,
-            sync_seconds=self.meter.sync_seconds,
+            sync_seconds=self.meter.sync_seconds, pace=pace,
         )  # fmt: skip
         self._periodic_sync = PeriodicSync(groups, self._committer, settings.sync_interval_s)
 
@@ -293,8 +296,8 @@ class Node:
         """Commit what is pending; for parts that are created before the committer."""
         self._committer.kick()
 
-    def _merged(self) -> None:
-        """Update backpressure after a merge; `Merging` is created before `Backpressure`."""
+    def _has_room(self) -> None:
+        """A merge has made room; `Merging` is created before `Backpressure`."""
         self._backpressure.update()
 
     def _log_rotated(self, _segment: int) -> None:

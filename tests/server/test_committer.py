@@ -29,7 +29,7 @@ class Server:
     def __init__(self, *, syncs_groups: bool = True, memtable_bytes: int = 64 << 20) -> None:
         self.node = MemoryNode()
         self.engine, self.device = self.node.engine, self.node.device
-        self.engine.keyspace._memtable_bytes_max = memtable_bytes
+        self.engine.keyspace.memtable_bytes_max = memtable_bytes
         self.committed: list[int] = []
         self.rotated: list[int] = []
         self.full: list[str] = []

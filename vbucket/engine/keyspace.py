@@ -30,11 +30,10 @@ from failover.history import FailoverLog
 from vbucket.engine.branch import Branch, check_undo
 from vbucket.engine.commits import Commits
 from vbucket.engine.item_cache import ItemCache
-from vbucket.engine.partition import ABSENT, Hold, Partition, VbState
+from vbucket.engine.partition import ABSENT, Hold, Partition, VbState, restored
 from vbucket.engine.versions import Versions
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.collection_counts import CollectionCounts
-from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import (
     LOG_CONTROL,
     META,
@@ -56,7 +55,6 @@ from vbucket.model.manifest import (
 )
 from vbucket.store.due import DueDocuments
 from vbucket.store.environment import StoreDamagedError
-from vbucket.store.records import Mended
 from vbucket.store.store import Store
 from vbucket.upkeep.merge import NODE_VB_ID, MergeReport
 
@@ -89,7 +87,7 @@ class Keyspace:
         assert not num_vbuckets & (num_vbuckets - 1), "partitions are bits of a key's hash"
         self._store = store
         self.draw_uuid = draw_uuid
-        self._memtable_bytes_max = memtable_bytes_max
+        self.memtable_bytes_max = memtable_bytes_max
         self.num_vbuckets = num_vbuckets
         records = store.partitions()
         missing = sorted(set(range(num_vbuckets)) - records.keys())
@@ -102,21 +100,7 @@ class Keyspace:
         self.item_cache = ItemCache(self.partitions, item_cache_bytes)
         self.versions = Versions(store, self.partitions, self.item_cache)
         for vb_id in range(num_vbuckets):
-            record = records[vb_id]
-            part = Partition(vb_id, FailoverLog.from_document(record.failover))
-            part.raise_epoch(record.epoch)
-            part.state = VbState(record.state)
-            part.high_seqno = part.committed_seqno = part.synced_seqno = record.high_seqno
-            part.merged_seqno = record.high_seqno
-            part.purge_seqno = record.purge_seqno
-            part.history_floor = record.history_floor
-            if record.snapshot is not None:
-                part.incomplete_snapshot = SnapshotWindow.from_document(record.snapshot)
-            part.max_cas = record.max_cas
-            part.mended = Mended(*record.mended) if record.mended else None
-            part.item_count = record.item_count
-            part.tally = CollectionCounts(record.tally)
-            self.partitions.append(part)
+            self.partitions.append(restored(vb_id, records[vb_id]))
         self.manifest = self.committed_manifest = store.manifest()
         """Which collections there are; as commands see it, and as streams do."""
         self._adopt_manifest(self.manifest)
@@ -136,6 +120,8 @@ class Keyspace:
         self.due = DueDocuments()
         self.active_bytes = 0
         self.frozen_bytes = 0
+        """Of the frozen layers that are not dropped yet."""
+        self._frozen_bytes_at_first = 0
         self.is_merging = False
         self.merged_group = 0
         """The last group that a merge of this process has brought into the store."""
@@ -461,7 +447,7 @@ class Keyspace:
         """Whether a merge should begin: the memtable is full or a merge was asked for, and no other
         merge is running.
         """
-        is_due = self._merge_wanted_for or self.active_bytes >= self._memtable_bytes_max
+        is_due = self._merge_wanted_for or self.active_bytes >= self.memtable_bytes_max
         return bool(is_due) and not self.is_merging
 
     def merge_soon(self) -> int:
@@ -481,7 +467,12 @@ class Keyspace:
     @property
     def has_room(self) -> bool:
         """Whether background work may write: merging keeps up with the clients."""
-        return self.active_bytes + self.frozen_bytes < ROOMY * self._memtable_bytes_max
+        return self.active_bytes + self.frozen_bytes < ROOMY * self.memtable_bytes_max
+
+    @property
+    def room_bytes(self) -> int:
+        """How much the memtables may grow before writers must wait; negative if they wait."""
+        return OVERFULL * self.memtable_bytes_max - self.active_bytes - self.frozen_bytes
 
     @property
     def is_overfull(self) -> bool:
@@ -489,7 +480,7 @@ class Keyspace:
 
         A start after a crash replays all that is not merged, so the limit bounds its time.
         """
-        return self.active_bytes + self.frozen_bytes >= OVERFULL * self._memtable_bytes_max
+        return self.room_bytes <= 0
 
     def freeze(self) -> None:
         """Set the memtable aside for a merge. Nothing may be pending."""
@@ -502,7 +493,8 @@ class Keyspace:
         for part in self.partitions:
             part.freeze()
         self.due.freeze()
-        self.frozen_bytes, self.active_bytes = self.active_bytes, 0
+        self.frozen_bytes = self._frozen_bytes_at_first = self.active_bytes
+        self.active_bytes = 0
 
     def merged(self, report: MergeReport) -> None:
         """Take note that the store holds what was frozen; reads of it go to the store."""
@@ -539,6 +531,8 @@ class Keyspace:
             if part.frozen is not None:
                 self.item_cache.absorb(part, part.frozen.newest)
             part.drop_frozen()
+        dropped = self._frozen_bytes_at_first * (last_vb - first_vb) // self.num_vbuckets
+        self.frozen_bytes = max(0, self.frozen_bytes - dropped)
         self.due.drop(-((first_vb - self.num_vbuckets) // (last_vb - first_vb)))
         if last_vb == self.num_vbuckets:
             self.frozen_bytes = 0

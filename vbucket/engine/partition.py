@@ -41,7 +41,7 @@ from failover.write_answer import WriteGuard
 from vbucket.model.collection_counts import CollectionCounts
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import seqno_of
-from vbucket.store.records import Mended
+from vbucket.store.records import Mended, PartitionRecord
 
 ABSENT: Final = b""
 
@@ -334,3 +334,21 @@ class Partition:
         self.item_count = 0
         self.tally = CollectionCounts()
         self.cut_seqno = 0
+
+
+def restored(vb_id: int, record: PartitionRecord) -> Partition:
+    """Return a partition as the store has it."""
+    part = Partition(vb_id, FailoverLog.from_document(record.failover))
+    part.raise_epoch(record.epoch)
+    part.state = VbState(record.state)
+    part.high_seqno = part.committed_seqno = part.synced_seqno = record.high_seqno
+    part.merged_seqno = record.high_seqno
+    part.purge_seqno = record.purge_seqno
+    part.history_floor = record.history_floor
+    if record.snapshot is not None:
+        part.incomplete_snapshot = SnapshotWindow.from_document(record.snapshot)
+    part.max_cas = record.max_cas
+    part.mended = Mended(*record.mended) if record.mended else None
+    part.item_count = record.item_count
+    part.tally = CollectionCounts(record.tally)
+    return part

@@ -67,6 +67,8 @@ class Meter:
         self.last_merge_s = 0.0
         """Duration of the last merge in the store process, without the wait for its turn. The
         length of compaction's turns depends on it."""
+        self.paced_s = 0.0
+        """How long commit groups were held back while a merge ran (dcp.core.pacing)."""
         self.compaction_seconds = Histogram()
         """One turn; merges run between turns."""
         self.dropped_versions = 0

@@ -142,6 +142,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         _one(lambda of: of.engine.writers_wait),
     ),
     MetricSpec(
+        "dcpd_writers_paced_seconds_total", "counter", "seconds", (),
+        "How long commit groups were held back, a few milliseconds each, so that writers need not"
+        " stop until a merge ends.",
+        "rises by more than 0.5 a second: the store is too slow for the writes",
+        _one(lambda of: of.meter.paced_s),
+    ),
+    MetricSpec(
         "dcpd_vbuckets_quarantined", "gauge", "", (),
         "Partitions whose stored data is damaged. They take no writes, and merges skip them.",
         "above 0: `dcpctl status` shows which, docs/operations.md says what to do",

@@ -7,8 +7,8 @@
     ROOM -- full --> WAITING -- wait_s is over --> REFUSED
     WAITING, REFUSED -- a merge made room --> ROOM
 
-`update` is called after each commit group and after each merge. Only sessions whose next command
-writes wait. Reads, logins, NOOPs, acknowledgements and streams never do.
+`update` is called after each commit group and whenever a merge has made room. Only sessions whose
+next command writes wait. Reads, logins, NOOPs, acknowledgements and streams never do.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from dcp.core.groups import GroupCycle, Job, LogTask, Published, WriteGroup
 from dcp.server.observe.meter import Histogram
@@ -47,6 +47,16 @@ MARK_S: Final = 0.1
 sync takes a tenth of a millisecond of the thread."""
 JOIN_S: Final = 2.0
 """How long to wait for the thread's end: a disk that does not answer blocks it for ever."""
+
+
+class GroupPace(Protocol):
+    """How fast groups may follow each other (dcp.core.pacing)."""
+
+    def taken(self, group_bytes: int) -> None:
+        """A group was taken."""
+
+    def pause_s(self) -> float:
+        """Return how long the next group has to wait; 0 if it need not."""
 
 
 class _Work(NamedTuple):
@@ -72,6 +82,7 @@ class Committer:
         on_full: Callable[[str], None],
         on_failure: Callable[[Exception], None],
         sync_seconds: Histogram,
+        pace: GroupPace | None = None,
         retry_first_s: float = RETRY_FIRST_S,
         retry_max_s: float = RETRY_MAX_S,
         room_bytes_min: int = ROOM_BYTES_MIN,
@@ -88,6 +99,9 @@ class Committer:
         self._on_full = on_full
         self._on_failure = on_failure
         self._sync_seconds = sync_seconds
+        self._pace = pace
+        self._pausing: asyncio.TimerHandle | None = None
+        """Set while the next group has to wait."""
         self._retry_first_s = retry_first_s
         self._retry_max_s = retry_max_s
         self._room_bytes_min = room_bytes_min
@@ -99,6 +113,8 @@ class Committer:
         self._reserves = finds_room
         self._finds_room = finds_room
         """Whether zeros can be written ahead in this segment."""
+        self._is_draining = False
+        """Whether a caller waits until everything is written: groups do not wait meanwhile."""
         self._has_started = False
         self._has_failed = False
         self._next_mark: asyncio.TimerHandle | None = None
@@ -138,6 +154,16 @@ class Committer:
 
     async def drain(self) -> None:
         """Return when nothing is pending or being written, or if the log has no room for it."""
+        self._is_draining = True
+        if self._pausing is not None:
+            self._pausing.cancel()
+            self._is_scheduled = False
+        try:
+            await self._drain()
+        finally:
+            self._is_draining = False
+
+    async def _drain(self) -> None:
         while not self._has_failed and self._cycle.has_work:
             if self.full_why or not self._has_started:
                 return
@@ -149,7 +175,7 @@ class Committer:
         """End the thread; sync what it has appended, unless it failed. A group that waits for room
         is dropped: nobody has seen it. Raises SyncFailedError, also if the disk does not answer.
         """
-        for timer in (self._retry, self._next_mark):
+        for timer in (self._retry, self._next_mark, self._pausing):
             if timer is not None:
                 timer.cancel()
         if not self._has_started:
@@ -168,9 +194,13 @@ class Committer:
     def _begin(self) -> None:
         """Begin what the log has to do next, unless it is busy. The loop does small groups."""
         self._is_scheduled = False
+        if self._pauses():
+            return
         job = None if self._has_failed else self._cycle.next_job()
         if job is None:
             return
+        if self._pace is not None and isinstance(job, WriteGroup):
+            self._pace.taken(len(job.group.payload))
         if not isinstance(job, WriteGroup) or not self._is_for_the_loop(job):
             self._give(job)
             return
@@ -182,6 +212,17 @@ class Committer:
         self._publish(job)
         if self._finds_room and self._device.room_bytes < self._room_bytes_min:
             self._reserve()
+
+    def _pauses(self) -> bool:
+        """Whether the next group has to wait; then it begins later."""
+        self._pausing = None
+        if self._pace is None or self._is_draining or not self._cycle.next_is_group:
+            return False
+        pause_s = self._pace.pause_s()
+        if pause_s:
+            self._is_scheduled = True
+            self._pausing = self._loop.call_later(pause_s, self._guarded, self._begin)
+        return bool(pause_s)
 
     def _is_for_the_loop(self, job: WriteGroup) -> bool:
         record_bytes = RECORD_BYTES + len(job.group.payload)

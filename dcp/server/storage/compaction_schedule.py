@@ -7,7 +7,7 @@
 
 Invariants
 - one compaction at a time; merges and turns of compaction alternate in the store process
-  (dcp.server.storage.store_queue);
+  (dcp.server.storage.store_queue). A turn ends early for a merge that is urgent;
 - the floors of a turn are looked up when it begins, so no merge can have brought a later branch
   (`dcp.core.floors` says which floors). The next merge finds them in the store's records;
 - a stream that holds a floor back and makes no progress for PIN_LIMIT_S ends (reason 4).
@@ -26,7 +26,7 @@ from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.health import Health
-from dcp.server.storage.merging import MergeTroubleError, Merging
+from dcp.server.storage.merging import TURN_SHARE_MIN, MergeTroubleError, Merging
 from dcp.server.storage.store_process import StoreProcess
 from dcp.server.storage.store_queue import FAILURES, Ask, StoreQueue, Work
 from dcp.server.storage.waiters import CommitWaiters
@@ -49,7 +49,7 @@ MERGE_SHARE: Final = 2.0
 without a pause, a turn of fixed length could fall behind for ever, and the store's file would grow.
 Dropping a version takes half as long as merging one."""
 SECONDS_MIN, SECONDS_MAX = 0.2, 16.0
-"""Limits of a turn. Writes go to the memtable meanwhile; once it is full, writers wait."""
+"""Limits of a turn. Writes go to the memtable meanwhile."""
 MERGES_BETWEEN: Final = 3
 """Merges that may add versions to the store before a planned compaction is done: one during the
 plan, one while floors are committed, one between two turns."""
@@ -238,10 +238,19 @@ class Compaction:
         floors = self._floors.committed()
         if not floors:
             return None
-        seconds = max(SECONDS_MIN, min(SECONDS_MAX, MERGE_SHARE * self._meter.last_merge_s))
-        report = await process.compact(floors, seconds, self._refresh_store)
+        report = await process.compact(floors, self._is_turn_over, self._refresh_store)
         self._meter.compaction_seconds.observe(process.compact_s)
         return report
+
+    def _is_turn_over(self, seconds: float) -> bool:
+        """Whether a turn that has lasted so long must end. It ends early for a merge that waits
+        while the memtables get full.
+        """
+        last_merge_s = self._meter.last_merge_s
+        if seconds >= max(SECONDS_MIN, min(SECONDS_MAX, MERGE_SHARE * last_merge_s)):
+            return True
+        is_urgent = self._queue.is_wanted(Work.MERGE) and not self._engine.keyspace.has_room
+        return is_urgent and seconds >= TURN_SHARE_MIN * last_merge_s
 
     async def _asked(self, work: Work, ask: Ask[_T]) -> _T:
         """Send the store process a request. Raises CompactionError."""

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from dcp.core.merges import MergeCycle
 from dcp.server.observe.event_log import EventLog
@@ -25,6 +26,15 @@ from dcp.server.storage.store_queue import StoreQueue, Work
 from vbucket.engine.engine import Engine
 from vbucket.log.device import LogDevice
 from vbucket.upkeep.merge import MergeReport
+
+TURN_SHARE_MIN: Final = 0.6
+"""How long a turn of compaction lasts at least, in durations of the last merge, while a merge waits
+for it (dcp.server.storage.compaction_schedule). Dropping a version takes half as long as merging
+one, so compaction keeps up even if merges follow each other without a pause."""
+USUAL_S_MIN: Final = 0.1
+"""What a merge is expected to take at least: the first one has none before it."""
+LATE_SHARE: Final = 0.25
+"""A merge that takes longer than usual is expected to need this share of its time once more."""
 
 
 class MergeTroubleError(Exception):
@@ -44,7 +54,7 @@ class Merging:
         log: EventLog,
         *,
         kick: Callable[[], None],
-        on_merged: Callable[[], None],
+        on_room: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._cycle = cycle
@@ -53,11 +63,13 @@ class Merging:
         self._meter = meter
         self._log = log
         self._kick = kick
-        self._on_merged = on_merged
+        self._on_room = on_room
         self._changed = asyncio.Condition()
         """Notified at the end of a merge, and when a merge fails."""
         self._began_s = 0.0
         """When the running merge began, monotonic; 0: none runs."""
+        self._turn_began_s = 0.0
+        """When its turn in the store process came; 0: it waits for it."""
         self._deleting: asyncio.Future[None] | None = None
         """The deletion of merged segments, in a thread: removing 64 MiB takes milliseconds."""
         self.count = 0
@@ -70,6 +82,18 @@ class Merging:
     def seconds_under_way(self) -> float:
         """How long the running merge has taken so far; 0 if none runs."""
         return time.monotonic() - self._began_s if self._began_s else 0.0
+
+    def left_s(self) -> float:
+        """Estimate how long the running merge will take, the wait for its turn included; 0 if none
+        runs. It takes about as long as the last one.
+        """
+        if not self._began_s:
+            return 0.0
+        usual_s = max(USUAL_S_MIN, self._meter.last_merge_s)
+        if not self._turn_began_s:
+            return usual_s * (1 + TURN_SHARE_MIN)
+        under_way_s = time.monotonic() - self._turn_began_s
+        return max(usual_s - under_way_s, LATE_SHARE * max(usual_s, under_way_s))
 
     def why_behind(self) -> str:
         """Return why the store is behind."""
@@ -92,10 +116,10 @@ class Merging:
         is_over = False
         while not is_over:
             is_over = self._cycle.drop_slice()
+            self._on_room()
             await asyncio.sleep(0)
-        self._began_s = 0.0
+        self._began_s = self._turn_began_s = 0.0
         self.count += 1
-        self._on_merged()
         if self._engine.keyspace.has_pending:
             self._kick()
         await self._notify()
@@ -127,6 +151,7 @@ class Merging:
 
     async def _merge(self, segments: list[int]) -> MergeReport:
         async def ask(process: StoreProcess) -> MergeReport:
+            self._turn_began_s = time.monotonic()
             report = await process.merge(segments)
             self._meter.merged_in(process.merge_s)
             return report
@@ -150,6 +175,7 @@ class Merging:
         if not self.trouble:
             self._log.error("merge put off", reason=str(error), retry_s=pause_s)
         self.trouble = str(error)
+        self._turn_began_s = 0.0
         self.on_trouble()
         await self._notify()
 

@@ -170,9 +170,13 @@ class StoreProcess:
         return report._replace(steps=[FloorStep(*step) for step in report.steps])
 
     async def compact(
-        self, floors: dict[int, Floors], seconds: float, after_slice: Callable[[], None]
+        self,
+        floors: dict[int, Floors],
+        is_over: Callable[[float], bool],
+        after_slice: Callable[[], None],
     ) -> SliceReport:
-        """Compact these partitions for this long, or until all are done. The result is durable.
+        """Compact these partitions until all are done, or `is_over` says so, which is asked after
+        each transaction with the seconds that the turn has lasted. The result is durable.
 
         The floors must be in the log. Other requests wait. `after_slice` is called after each
         transaction, so that readers of the store move to its newest state: pages that a transaction
@@ -190,7 +194,7 @@ class StoreProcess:
                 for vb_id in report.finished:
                     del todo[vb_id]
                 self.compact_s = time.monotonic() - began_s
-                if self.compact_s >= seconds:
+                if is_over(self.compact_s):
                     break
         return total
 

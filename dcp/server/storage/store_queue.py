@@ -82,6 +82,10 @@ class StoreQueue:
         self._failed: StoreProcess | None = None
         """The process to replace before the next job."""
 
+    def is_wanted(self, work: Work) -> bool:
+        """Whether a job of this kind waits for its turn."""
+        return work in self._waiting
+
     async def start(self) -> None:
         """Start the store process. Raises OSError."""
         await self._supervisor.start()

@@ -1,0 +1,192 @@
+"""Writers are slowed down while a merge runs, so that they need not stop."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from dcp.core.groups import GroupCycle, Published
+from dcp.core.pacing import PAUSE_MAX_S, Pacing
+from dcp.server.observe.meter import Histogram
+from dcp.server.storage.committer import Committer
+from support.memory_node import MemoryNode
+from vbucket.engine.engine import SET
+from vbucket.engine.keyspace import Keyspace
+
+MEMTABLE = 64 << 20
+GROUP_BYTES = 512 * 200
+"""512 SETs of 128 bytes, as eight connections with 64 in flight send during a sync."""
+
+
+@dataclass
+class Rates:
+    """What a machine can do."""
+
+    group_s: float
+    """Time for a commit group if nothing holds it back."""
+    merge_s: float
+    turn_s: float
+    """A turn of compaction before each merge."""
+
+
+@dataclass
+class Run:
+    """A server of these rates under full load."""
+
+    rates: Rates
+    keyspace: Keyspace
+    longest_s: float = 0.0
+    """Longest pause."""
+    stops: int = 0
+    """Groups that found the memtables full."""
+    groups: int = 0
+    now_s: float = 0.0
+
+    def go(self, seconds: float, *, paced: bool) -> None:
+        pacing = Pacing(self.keyspace)
+        ends_s = 0.0
+        while self.now_s < seconds:
+            keyspace = self.keyspace
+            if ends_s and self.now_s >= ends_s:
+                keyspace.frozen_bytes, keyspace.is_merging, ends_s = 0, False, 0.0
+            if keyspace.wants_freeze:
+                keyspace.is_merging = True
+                keyspace.frozen_bytes, keyspace.active_bytes = keyspace.active_bytes, 0
+                ends_s = self.now_s + self.rates.turn_s + self.rates.merge_s
+            if keyspace.is_overfull:
+                self.stops += 1
+                self.longest_s = max(self.longest_s, ends_s - self.now_s)
+                self.now_s = ends_s
+                continue
+            pause_s = pacing.pause_s(self.now_s) if paced else 0.0
+            self.longest_s = max(self.longest_s, pause_s)
+            self.now_s += pause_s
+            left_s = max(0.0, ends_s - self.now_s)
+            pacing.taken(self.now_s, GROUP_BYTES, left_s)
+            keyspace.active_bytes += GROUP_BYTES
+            self.groups += 1
+            self.now_s += self.rates.group_s
+
+
+@pytest.fixture
+def keyspace() -> Keyspace:
+    keyspace = MemoryNode().engine.keyspace
+    keyspace.memtable_bytes_max = MEMTABLE
+    return keyspace
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        # Filling a memtable takes 2.2 s: merge and compaction take longer.
+        Rates(group_s=0.0033, merge_s=1.7, turn_s=1.0),
+        Rates(group_s=0.0033, merge_s=2.5, turn_s=0.0),
+        Rates(group_s=0.005, merge_s=2.0, turn_s=2.0),
+    ],
+)
+def test_nothing_stops_no_pause_is_long_and_the_rate_is_the_same(
+    keyspace: Keyspace, rates: Rates
+) -> None:
+    paced = Run(rates, keyspace)
+    paced.go(60.0, paced=True)
+    keyspace.active_bytes = keyspace.frozen_bytes = 0
+    keyspace.is_merging = False
+    stopping = Run(rates, keyspace)
+    stopping.go(60.0, paced=False)
+    assert stopping.stops > 10
+    assert stopping.longest_s > 0.2, "what pacing is for"
+    assert paced.stops == 0
+    assert paced.longest_s < 0.004
+    assert paced.groups > 0.97 * stopping.groups
+
+
+def test_with_room_nothing_waits(keyspace: Keyspace) -> None:
+    pacing = Pacing(keyspace)
+    keyspace.frozen_bytes = MEMTABLE
+    keyspace.active_bytes = MEMTABLE // 2 - 1
+    pacing.taken(1.0, GROUP_BYTES, 5.0)
+    assert pacing.pause_s(1.0) == 0.0
+
+
+def test_without_a_merge_nothing_waits(keyspace: Keyspace) -> None:
+    pacing = Pacing(keyspace)
+    keyspace.active_bytes = MEMTABLE * 19 // 10
+    pacing.taken(1.0, GROUP_BYTES, 0.0)
+    assert pacing.pause_s(1.0) == 0.0
+
+
+def test_a_pause_is_bounded_and_ends_when_there_is_room(keyspace: Keyspace) -> None:
+    pacing = Pacing(keyspace)
+    keyspace.frozen_bytes = MEMTABLE
+    keyspace.active_bytes = MEMTABLE - 1
+    pacing.taken(1.0, GROUP_BYTES, 60.0)
+    assert pacing.pause_s(1.0) == pytest.approx(PAUSE_MAX_S)
+    assert pacing.paused_s == PAUSE_MAX_S
+    keyspace.frozen_bytes = 0
+    assert pacing.pause_s(1.0) == 0.0
+
+
+def test_short_pauses_add_up(keyspace: Keyspace) -> None:
+    pacing = Pacing(keyspace)
+    keyspace.frozen_bytes = MEMTABLE
+    keyspace.active_bytes = MEMTABLE // 2
+    pauses = 0.0
+    for _ in range(100):
+        pacing.taken(1.0, GROUP_BYTES // 100, 1.0)
+        pauses = pacing.pause_s(1.0)
+    assert pauses == pytest.approx(GROUP_BYTES / (MEMTABLE // 2), rel=0.05)
+
+
+async def test_the_committer_waits_before_a_group_and_not_while_it_drains() -> None:
+    node = MemoryNode()
+    published: list[Published] = []
+    pace = SteadyPace()
+    committer = Committer(
+        GroupCycle(node.engine, node.hub, syncs_groups=True), node.writer,
+        finds_room=False, on_publish=published.append, on_rotated=lambda _: None,
+        on_full=lambda _: None, on_failure=lambda _: None, sync_seconds=Histogram(), pace=pace,
+    )  # fmt: skip
+    committer.start()
+    loop = asyncio.get_running_loop()
+
+    def change() -> None:
+        node.engine.store(SET, 5, b"\0k", b"\0kv", 0, 0, 0, 0)
+        committer.kick()
+
+    change()
+    await asyncio.sleep(0)
+    assert published == [], "it waits"
+    began_s = loop.time()
+    async with asyncio.timeout(20):
+        while not published:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.001)
+    assert loop.time() - began_s >= pace.seconds / 2
+    assert len(pace.groups) == 1
+    pace.seconds = 3600.0
+    change()
+    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        await committer.drain()
+    assert len(published) == 2
+    committer.stop()
+
+
+class SteadyPace:
+    """Every group waits as long."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.05
+        self.groups: list[int] = []
+        self._has_waited = False
+
+    def taken(self, group_bytes: int) -> None:
+        self.groups.append(group_bytes)
+        self._has_waited = False
+
+    def pause_s(self) -> float:
+        if self._has_waited:
+            return 0.0
+        self._has_waited = True
+        return self.seconds
