@@ -5,7 +5,7 @@
 Each connection sends a batch of `in-flight` operations, waits for all answers, and sends the next.
 Requests are built before the clock starts. Answers are counted, and each status is checked by
 slicing (benchmarks/answers.py). The output is one JSON document: operations a second, latency of a
-batch (p50, p99, maximum), errors, and the generator's share of a core. That share must be far below
+batch (p50, p99, p99.99, maximum), errors, and the generator's share of a core. That share must be far below
 1. Otherwise the generator is the bottleneck.
 
 With `--load` it writes the keys 0 to `--keys` - 1 once each, and stops.
@@ -69,6 +69,7 @@ class Result:
     operations_per_second: float
     p50_us: int
     p99_us: int
+    p9999_us: int
     max_us: int
     batches: int
     errors: int
@@ -238,8 +239,8 @@ def run(load: Load) -> Result:
     counters = [connection.counter for connection in connections]
     return Result(
         operations, round(wall, 3), round(operations / wall, 1),
-        histogram.percentile(50), histogram.percentile(99), histogram.percentile(100),
-        len(histogram), sum(counter.errors for counter in counters),
+        histogram.percentile(50), histogram.percentile(99), histogram.percentile(99.99),
+        histogram.percentile(100), len(histogram), sum(counter.errors for counter in counters),
         next((counter.first_error for counter in counters if counter.first_error), ""),
         round(cpu / wall, 3),
     )  # fmt: skip

@@ -51,6 +51,9 @@ def measure(report: Report, options: argparse.Namespace, peer: Peer, run: int) -
         "--prebuilt", prebuilt, "--seed", run + 1,
     )  # fmt: skip
     record_sets(report, peer.name, result, what)
+    for name, key in (("p99.99", "p9999_us"), ("longest", "max_us")):
+        report.add(peer.name, f"{what}, {name}", result[key] / 1000, unit="ms",
+                   more_is_better=False)  # fmt: skip
     for kind, count in memory_bytes(peer.pid).items():
         report.add(peer.name, f"{what}, memory, {kind}", count / MIB, unit="MiB",
                    more_is_better=False)  # fmt: skip
