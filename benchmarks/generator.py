@@ -5,8 +5,8 @@
 Each connection sends a batch of `in-flight` operations, waits for all answers, and sends the next.
 Requests are built before the clock starts. Answers are counted, and each status is checked by
 slicing (benchmarks/answers.py). The output is one JSON document: operations a second, latency of a
-batch (p50, p99, p99.99, maximum), errors, and the generator's share of a core. That share must be far below
-1. Otherwise the generator is the bottleneck.
+batch (p50, p99, p99.99, maximum), errors, and the generator's share of a core. That share must be
+far below 1. Otherwise the generator is the bottleneck.
 
 With `--load` it writes the keys 0 to `--keys` - 1 once each, and stops.
 """
