@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
+from dcp.cluster.effects import Notice
 from dcp.replication.cut_off import Quarantine
 from dcp.replication.loss_receipt import CutOff
 from dcp.replication.mastership import ReplicationSettings
@@ -98,6 +99,8 @@ class Following:
         self._hw: dict[int, int] = {}
         """The high watermarks that masters told."""
         self._quarantine = Quarantine(engine, effects)
+        self._damaged: dict[int, str] = {}
+        """Partitions that could not be cut back, and what was said about it."""
 
     # -- which links -------------------------------------------------------------------------------
 
@@ -193,7 +196,8 @@ class Following:
         window = part.incomplete_snapshot
         asked = from_here(part.high_seqno, part.vb_uuid, window)
         purge = window.purge if window is not None else 0
-        return asked, ReplicaPosition(epoch, versions_of(part.failover), purge)
+        versions = versions_of(part.failover)
+        return asked, ReplicaPosition(epoch, versions, purge, part.history_floor)
 
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """See ReplicaSide."""
@@ -223,19 +227,44 @@ class Following:
         seqno = min(seqno, part.high_seqno)
         if part.incomplete_snapshot is not None:
             seqno = min(seqno, part.incomplete_snapshot.start)
-        if not self._is_kept(part, epoch, seqno):
+        try:
+            if not self._is_kept(part, epoch, seqno):
+                return
+        except StoreDamagedError as error:
+            self._tell_damage(part, seqno, error, "What it would cut off cannot be kept: it stays")
             return
         if seqno < part.history_floor:
             seqno = 0
-        self.rollbacks += 1
         try:
-            adopt_failover_log(
-                self._engine, vb_id, part.failover.cut(seqno), part.leader_epoch,
-                rollback_to=seqno,
-            )  # fmt: skip
+            self._cut(part, seqno)
         except BranchRefusedError as error:
             raise ReplicationError(str(error)) from error
-        self._hw[vb_id] = min(self._hw.get(vb_id, 0), seqno)
+        except StoreDamagedError as error:
+            if self._identity.member in self._record_of(vb_id).isr:
+                then = "It is filled anew when it has left the in-sync set"
+                self._tell_damage(part, seqno, error, then)
+                return
+            self._tell_damage(part, seqno, error, "It is filled anew")
+            self._cut(part, 0)
+
+    def _cut(self, part: Partition, seqno: int) -> None:
+        """Cut off what lies above a seqno. Raises BranchRefusedError, StoreDamagedError."""
+        log = part.failover.cut(seqno)
+        adopt_failover_log(self._engine, part.vb_id, log, part.leader_epoch, rollback_to=seqno)
+        self.rollbacks += 1
+        self._damaged.pop(part.vb_id, None)
+        self._hw[part.vb_id] = min(self._hw.get(part.vb_id, 0), seqno)
+
+    def _tell_damage(self, part: Partition, seqno: int, why: StoreDamagedError, then: str) -> None:
+        """Say once that a partition cannot be cut back, and what follows."""
+        if self._damaged.get(part.vb_id) != then:
+            self._damaged[part.vb_id] = then
+            self._effects.append(
+                Notice(
+                    f"vb {part.vb_id} cannot go back to seqno {seqno}, as its master asks: {why}. "
+                    f"{then}; the other partitions go on. Check the disk"
+                )
+            )
 
     def _is_kept(self, part: Partition, epoch: int, seqno: int) -> bool:
         """Whether all above a seqno that may have been answered is in quarantine."""

@@ -20,6 +20,7 @@ from typing import Final
 
 from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
+from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import RecordChange
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
 from dcp.replication.messages import (
@@ -32,7 +33,7 @@ from dcp.replication.messages import (
     versions_of,
 )
 from dcp.replication.replica_feed import Followed, ReplicaFeed
-from dcp.replication.shell_effects import BranchEnded
+from dcp.replication.shell_effects import BranchEnded, ReplicationEffect
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
@@ -49,10 +50,12 @@ from failover.replication_record import (
     start_branch,
 )
 from failover.rollback import Question, decide
+from vbucket.engine.branch import BranchRefusedError, check_undo
 from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import begin_version, set_leader_epoch
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.model.control import SnapshotWindow
+from vbucket.store.environment import StoreDamagedError
 
 
 class _AskedBranch:
@@ -85,6 +88,7 @@ class Leading:
         member: str,
         raise_watermarks: Callable[[Iterable[int]], None],
         depose: Callable[[tuple[int, ...], str], None],
+        effects: list[ReplicationEffect],
         now_ns: int,
     ) -> None:
         self._engine = engine
@@ -95,6 +99,7 @@ class Leading:
         self._member = member
         self._raise_watermarks = raise_watermarks
         self._depose = depose
+        self._effects = effects
         self._now_ns = now_ns
         self.masterships: dict[int, Mastership] = {}
         self.feeds: dict[str, ReplicaFeed] = {}
@@ -122,13 +127,10 @@ class Leading:
         if was_master:
             self.step_down(vb_id, f"epoch {record.epoch} has begun")
         first = first_step(record, part.failover, part.high_seqno)
-        branch = record.branch
-        if branch is not None and first.branch_seqno is not None:
-            log = part.failover.branch(branch.vb_uuid, first.branch_seqno, record.epoch)
-            self._engine.keyspace.replace_history(
-                part, log, record.epoch, rollback_to=first.branch_seqno
-            )
-        if first.version_seqno is None or (was_master and branch is not None):
+        branch_only = was_master and record.branch is not None
+        if first.branch_seqno is not None:
+            branch_only &= self._carry_out_branch(part, record, first.branch_seqno)
+        if first.version_seqno is None or branch_only:
             set_leader_epoch(self._engine, vb_id, record.epoch)
         else:
             begin_version(self._engine, vb_id, record.epoch)
@@ -144,6 +146,29 @@ class Leading:
         part.guard = mastership
         self.masterships[vb_id] = mastership
 
+    def _carry_out_branch(self, part: Partition, record: ReplicationRecord, seqno: int) -> bool:
+        """Begin the version of the branch that a record names; return whether that was possible.
+
+        If it is not, because data is damaged or after an unclean election, nothing is undone, and
+        this master begins a version at its end. Nobody has seen the branch yet: it is served when
+        all members in sync have rolled back, and this one has not.
+        """
+        assert record.branch is not None
+        log = part.failover.branch(record.branch.vb_uuid, seqno, record.epoch)
+        try:
+            check_undo(part, seqno)
+            self._engine.keyspace.replace_history(part, log, record.epoch, rollback_to=seqno)
+        except (BranchRefusedError, StoreDamagedError) as error:
+            self._effects.append(
+                Notice(
+                    f"vb {part.vb_id}: its record asks for a branch at seqno {seqno} (version "
+                    f"{record.branch.vb_uuid}), which this master cannot carry out: {error}. "
+                    "Nothing is undone; ask for another branch"
+                )
+            )
+            return False
+        return True
+
     def _give_up_snapshot(self, part: Partition) -> None:
         """Cut off a part of a snapshot: only an unclean election makes such a replica master."""
         window = part.incomplete_snapshot
@@ -155,7 +180,7 @@ class Leading:
     def step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""
         self._depose((vb_id,), why)
-        del self.masterships[vb_id]
+        self.masterships.pop(vb_id).want_branch(None)
         part = self._engine.partitions[vb_id]
         part.state = VbState.REPLICA
         part.may_send_back = False
@@ -250,7 +275,7 @@ class Leading:
         if window is not None:
             whole_seqno = window.start
             window = window._replace(purge=part.purge_seqno)
-        mastership.begins_at(feed.member, whole_seqno)
+        mastership.begins_at(feed.member, whole_seqno, told.history_floor)
         feed.open(vb_id, mastership.epoch, opaque, asked.start_seqno, window)
         welcome = Welcome(
             mastership.epoch, versions_of(part.failover), part.history_floor, part.purge_seqno,
@@ -350,8 +375,16 @@ class Leading:
         if record.branch is not None:
             done = is_branch_done(record, mastership.acknowledged_epochs())
             return finish_branch(record) if done else None
-        if mastership.branch_wanted is not None and part.state == VbState.ACTIVE:
-            return start_branch(record, mastership.branch_wanted)
+        wanted_branch = mastership.branch_wanted
+        if wanted_branch is not None and part.state == VbState.ACTIVE:
+            try:
+                mastership.check_branch(wanted_branch.seqno)
+            except BranchRefusedError as error:  # somebody else has joined since, for example
+                mastership.want_branch(None)
+                self._asked_branches.pop(part.vb_id, None)
+                self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
+                return None
+            return start_branch(record, wanted_branch)
         wanted = record.wanted_master
         if wanted is None or wanted not in record.isr or part.state != VbState.ACTIVE:
             mastership.handing_since_ns = 0
@@ -380,19 +413,20 @@ class Leading:
             return f"vb {vb_id}: this node does not serve it now; ask its master"
         if mastership.branch_wanted is not None or mastership.record.branch is not None:
             return f"vb {vb_id}: another branch is under way"
-        if seqno > part.high_seqno or 0 < seqno < part.history_floor:
-            return (
-                f"vb {vb_id} keeps every version from seqno {part.history_floor} to "
-                f"{part.high_seqno}; a branch cannot begin at {seqno}"
-            )
-        mastership.branch_wanted = BranchUnderWay(vb_uuid, seqno)
-        self._asked_branches[vb_id] = _AskedBranch(mastership.branch_wanted)
+        try:
+            mastership.check_branch(seqno)
+        except BranchRefusedError as error:
+            return str(error)
+        branch = BranchUnderWay(vb_uuid, seqno)
+        mastership.want_branch(branch)
+        self._asked_branches[vb_id] = _AskedBranch(branch)
         return ""
 
     def branch_ended(self, vb_id: int, record: ReplicationRecord) -> BranchEnded | None:
         """Return the end of a branch that was asked for here, if a new record says that it ended.
 
-        A branch that a record names is finished, by this master or the next one.
+        A branch that a record names is finished, by this master or the next one, unless damaged
+        data is in the way. All members in sync have the master's failover log by then.
         """
         asked = self._asked_branches.get(vb_id)
         if asked is None:
@@ -405,12 +439,19 @@ class Leading:
             return None  # it is not written yet
         del self._asked_branches[vb_id]
         vb_uuid = asked.branch.vb_uuid
-        if asked.is_recorded and record.branch is None:
+        log = self._engine.partitions[vb_id].failover
+        if (
+            asked.is_recorded
+            and record.branch is None
+            and self._member in record.isr
+            and vb_uuid in dict(log.pairs())
+        ):
             return BranchEnded(vb_id, vb_uuid, "")
         return BranchEnded(
             vb_id, vb_uuid,
-            f"vb {vb_id}: this node is not its master any more. If the failover log has version "
-            f"{vb_uuid}, the branch was made; otherwise ask the present master for it",
+            f"vb {vb_id}: this node is not its master any more, or could not carry the branch out "
+            f"(its log says why). If the failover log has version {vb_uuid}, the branch was made; "
+            "otherwise ask the present master for it",
         )  # fmt: skip
 
 

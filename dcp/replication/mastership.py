@@ -13,7 +13,8 @@ Invariants
   in this epoch (`failover.isr.high_watermark`), and it never falls;
 - nothing is answered that claims to be current without the confirmation of the in-sync set;
 - one change of the record is under way at a time. `asked` is the in-sync set that it asks for, from
-  the moment when it is asked for until its outcome is in the view.
+  the moment when it is asked for until its outcome is in the view;
+- a branch that is wanted stays possible here: no history floor rises above it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from failover.isr import (
 )
 from failover.replication_record import BranchUnderWay, ReplicationRecord, expand, shrink
 from failover.write_answer import Durability, WriteState
+from vbucket.engine.branch import BranchRefusedError, check_undo
 from vbucket.engine.partition import Partition
 
 
@@ -95,7 +97,9 @@ class Mastership:
         """Whether a change of the record is under way."""
         self.handing_since_ns = 0
         self.branch_wanted: BranchUnderWay | None = None
-        """What an operator has asked for, until the record says it."""
+        """What an operator has asked for, until the record says it; see `want_branch`."""
+        self._floors: dict[str, int] = {}
+        """The history floors that members told."""
         self.in_snapshot: frozenset[str] = frozenset()
         """Members that have only a part of a de-duplicated snapshot."""
         self.has_handed = False
@@ -121,10 +125,11 @@ class Mastership:
         if before is None or before.epoch < epoch or before.synced_seqno < seqno:
             self._acknowledged[member] = Acknowledgement(epoch, seqno)
 
-    def begins_at(self, member: str, seqno: int) -> None:
+    def begins_at(self, member: str, seqno: int, history_floor: int) -> None:
         """A member has all up to a seqno, and perhaps less than it acknowledged before: deletions
         that it needed were purged, so it began again at 0.
         """
+        self._floors[member] = history_floor
         given = self._acknowledged.get(member)
         if given is not None and given.epoch == self.epoch and seqno < given.synced_seqno:
             self._acknowledged[member] = Acknowledgement(self.epoch, seqno)
@@ -152,6 +157,28 @@ class Mastership:
             is_confirmed=True, hw_seqno=self.part.committed_seqno,
             epoch_start_seqno=self.epoch_start_seqno,
         )  # fmt: skip
+
+    # -- branches ----------------------------------------------------------------------------------
+
+    def check_branch(self, seqno: int) -> None:
+        """Raise BranchRefusedError if this node, or a member in sync, cannot go back to a seqno."""
+        check_undo(self.part, seqno)
+        for member in sorted(self.isr - {self._member}):
+            floor = self._floors.get(member, 0)
+            if 0 < seqno < floor:
+                raise BranchRefusedError(
+                    f"vb {self.part.vb_id}: member {member} keeps every version from seqno {floor} "
+                    f"only; it cannot go back to {seqno}, but to {floor} and above, or to 0"
+                )
+
+    def want_branch(self, branch: BranchUnderWay | None) -> None:
+        """Want a branch, or none any more. No floor rises above it meanwhile."""
+        pins = self.part.pins
+        if self.branch_wanted is not None:
+            pins.remove(self.branch_wanted.seqno)
+        if branch is not None:
+            pins.add(branch.seqno)
+        self.branch_wanted = branch
 
     # -- decisions ---------------------------------------------------------------------------------
 

@@ -126,6 +126,9 @@ class ReplicaPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vb_uuid, seqno (decimal text, because 64 bits are more than a JSON number holds), epoch."""
     snapshot_purge: int = 0
     """The purge seqno of the incomplete snapshot of which the replica has a part; 0: none."""
+    history_floor: int = 0
+    """The replica cannot go back below it, but to 0. A former master may have told it a floor that
+    its present one has not heard of."""
 
     def failover_log(self) -> FailoverLog:
         """Return the replica's versions. Raises ValueError."""

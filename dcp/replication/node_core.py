@@ -97,7 +97,8 @@ class ReplicationCore:
         )  # fmt: skip
         self.leading = Leading(
             engine, hub, session.view, settings, cluster=cluster, member=membership.member,
-            raise_watermarks=self._raise_watermarks, depose=depose, now_ns=now_ns,
+            raise_watermarks=self._raise_watermarks, depose=depose, effects=self._effects,
+            now_ns=now_ns,
         )  # fmt: skip
         for part in engine.partitions:
             part.has_copies = True
