@@ -11,7 +11,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from dcp.cluster.effects import Notice
@@ -46,7 +46,7 @@ from vbucket.engine.leadership import (
     end_snapshot,
 )
 from vbucket.engine.partition import Partition
-from vbucket.engine.replicated import ReplicatedChanges
+from vbucket.engine.replicated import ReplicatedChange, ReplicatedChanges
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT
 from vbucket.store.environment import StoreDamagedError
@@ -77,6 +77,7 @@ class Following:
         *,
         record_of: Callable[[int], ReplicationRecord],
         raise_watermarks: Callable[[Iterable[int]], None],
+        commit_many: Callable[[Mapping[int, int]], None],
         effects: list[ReplicationEffect],
         now_ns: int,
     ) -> None:
@@ -86,6 +87,7 @@ class Following:
         self._settings = settings
         self._record_of = record_of
         self._raise_watermarks = raise_watermarks
+        self._commit_many = commit_many
         self._effects = effects
         self._now_ns = self._started_ns = now_ns
         self.links: dict[str, ReplicaLink] = {}
@@ -96,8 +98,10 @@ class Following:
         """When a partition's master was last confirmed, on links that are left or gone."""
         self.rollbacks = 0
         """How often a partition was cut back to where its master's history parts."""
+        self._has_gaps = False
+        """Whether some partition may not be followed, because its master's link is closed."""
         self._hw: dict[int, int] = {}
-        """The high watermarks that masters told."""
+        """The high watermarks that masters told, above those of here."""
         self._quarantine = Quarantine(engine, effects)
         self._damaged: dict[int, str] = {}
         """Partitions that could not be cut back, and what was said about it."""
@@ -118,6 +122,8 @@ class Following:
         followed = self._link_to(master)
         if followed is not None:
             followed.follow(vb_id, record.epoch, now_ns)
+        else:
+            self._has_gaps = True
 
     def leave(self, vb_id: int) -> None:
         """Follow nobody for a partition."""
@@ -155,12 +161,18 @@ class Following:
             self._heard_ns[member] = max(self._heard_ns.get(member, 0), link.master_heard_ns)
             link.tick(now_ns)
             if link.state is LinkState.CLOSED:
+                self._has_gaps = True
                 self._keep_confirmations(link)
 
     def _keep_confirmations(self, link: ReplicaLink) -> None:
         """Note what a closed link has confirmed; it still says what it followed."""
         for vb_id in link.followed():
             self.confirmed(vb_id, link.confirmed_ns)
+
+    def take_gaps(self) -> bool:
+        """Return whether `follow` must be called for all partitions again, and forget it."""
+        has_gaps, self._has_gaps = self._has_gaps, False
+        return has_gaps
 
     def synced(self, group: int) -> None:
         """A commit group of this node is on disk: acknowledge it."""
@@ -169,7 +181,10 @@ class Following:
 
     def is_unheard(self, record: ReplicationRecord) -> bool:
         """Whether a partition has no master, or one that was not heard for a while."""
-        master = record.master
+        return self.is_unheard_member(record.master)
+
+    def is_unheard_member(self, master: str | None) -> bool:
+        """The same, by the master."""
         if master is None or master == self._identity.member:
             return True
         return self._now_ns - self._heard_ns.get(master, self._started_ns) >= UNHEARD_NS
@@ -253,7 +268,8 @@ class Following:
         adopt_failover_log(self._engine, part.vb_id, log, part.leader_epoch, rollback_to=seqno)
         self.rollbacks += 1
         self._damaged.pop(part.vb_id, None)
-        self._hw[part.vb_id] = min(self._hw.get(part.vb_id, 0), seqno)
+        if part.vb_id in self._hw:
+            self._hw[part.vb_id] = min(self._hw[part.vb_id], seqno)
 
     def _tell_damage(self, part: Partition, seqno: int, why: StoreDamagedError, then: str) -> None:
         """Say once that a partition cannot be cut back, and what follows."""
@@ -312,6 +328,22 @@ class Following:
             raise ReplicationError(str(error)) from error
         self._note_told(section.vb_id, section.committed_seqno)
 
+    def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
+        """See ReplicaSide."""
+        try:
+            return self._changes.apply_group(changes)
+        except StoreDamagedError as error:
+            raise ReplicationError(str(error)) from error
+
+    def told_committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
+        """See ReplicaSide."""
+        if is_synced:
+            self._commit_many(seqnos)
+            return
+        for vb_id, seqno in seqnos.items():
+            self._note_told(vb_id, seqno)
+        self._raise_watermarks(seqnos)
+
     def applied(self, vb_ids: Iterable[int]) -> None:
         """See ReplicaSide."""
         self._raise_watermarks(vb_ids)
@@ -327,8 +359,17 @@ class Following:
 
     # -- high watermarks ---------------------------------------------------------------------------
 
+    def awaits_sync(self, vb_id: int) -> bool:
+        """Whether a master told a high watermark that this node had not synced yet."""
+        return vb_id in self._hw
+
+    def reached(self, vb_id: int, seqno: int) -> None:
+        """A partition is committed up to a seqno here."""
+        if self._hw.get(vb_id, seqno + 1) <= seqno:
+            del self._hw[vb_id]
+
     def told_hw(self, vb_id: int) -> int:
-        """Return the high watermark that a partition's masters told."""
+        """Return the high watermark that a partition's masters told, unless it is reached."""
         return self._hw.get(vb_id, 0)
 
     def take_told_hw(self, vb_id: int) -> int:

@@ -19,7 +19,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vbucket.engine.partition import Partition
 from vbucket.log.commit_group import CommitGroup
@@ -101,6 +101,29 @@ class Commits:
                 return commits or number > first
         del self.lagging[vb_id]
         return True
+
+    def commit_many(self, seqnos: Mapping[int, int]) -> list[int]:
+        """Raise the high watermarks of many partitions, as `commit` and `settle` do; return the
+        partitions where that commits anything.
+        """
+        partitions, lagging = self._partitions, self.lagging
+        rose: list[int] = []
+        for vb_id, seqno in seqnos.items():
+            part = partitions[vb_id]
+            synced_seqno = part.synced_seqno
+            assert seqno <= synced_seqno, "nothing is committed that this node has not synced"
+            if seqno > part.committed_seqno:
+                part.committed_seqno = seqno
+                rose.append(vb_id)
+                if seqno == synced_seqno:  # no synced group has more of it
+                    lagging.pop(vb_id, None)
+                else:
+                    self.commit(vb_id, seqno)
+            elif vb_id in lagging and self.commit(vb_id, seqno):
+                rose.append(vb_id)
+        if rose:
+            self.settle()
+        return rose
 
     def settle(self) -> None:
         """Forget the groups that all their partitions have committed."""

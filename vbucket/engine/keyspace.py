@@ -22,7 +22,7 @@ Rules: kv_engine's failover tables and system events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from dcp.wire.opcode import Opcode
@@ -34,7 +34,7 @@ from vbucket.engine.partition import ABSENT, Hold, Partition, VbState
 from vbucket.engine.versions import Versions
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.collection_counts import CollectionCounts
-from vbucket.model.control import SnapshotWindow
+from vbucket.model.control import SnapshotWindow, watermarks_document
 from vbucket.model.entry import (
     LOG_CONTROL,
     META,
@@ -217,8 +217,7 @@ class Keyspace:
         if not self.pending:
             return None
         if self.watermarks:
-            seqnos = [[vb_id, seqno] for vb_id, seqno in self.watermarks.items()]
-            self.pending.append(pack_control(NODE_VB_ID, {"kind": "hw", "seqnos": seqnos}))
+            self.pending.append(pack_control(NODE_VB_ID, watermarks_document(self.watermarks)))
             self.watermarks = {}
         payload = b"".join(self.pending)
         group = CommitGroup(
@@ -561,9 +560,9 @@ class Keyspace:
             if part.has_copies:
                 self.watermarks[part.vb_id] = part.committed_seqno
 
-    def replay_watermarks(self, seqnos: Iterable[Sequence[int]]) -> None:
+    def replay_watermarks(self, seqnos: Mapping[int, int]) -> None:
         """Take note of high watermarks that the log tells."""
-        self.known_watermarks.update((vb_id, seqno) for vb_id, seqno in seqnos)
+        self.known_watermarks.update(seqnos)
 
     def replay_manifest(self, manifest: Manifest) -> None:
         """Adopt a manifest from the log; it is committed."""

@@ -1,0 +1,271 @@
+"""Commit groups that go to replicas wholly: what is sent, what commits, and what falls back."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import pytest
+
+from dcp.cluster.cluster_keys import KeyKind
+from dcp.cluster.cluster_records import AliveRecord, encode_record
+from dcp.cluster.metastore import KeyValue
+from dcp.replication.messages import (
+    NOTHING,
+    FloorsTold,
+    GroupMessage,
+    Message,
+    pack_group,
+    pack_told,
+    share,
+    unpack_entries,
+    unpack_group,
+)
+from dcp.replication.whole_entries import checked_group
+from dcp.session.replication_port import ReplicationError
+from dcp.wire.frame import Frame, FrameDecoder, pack_request
+from dcp.wire.opcode import Opcode
+from failover.replication_record import shrink
+from support.copies import KEYS, Copies, CopyNode, holdings
+from vbucket.engine.engine import SET
+from vbucket.log.record import split_entries
+from vbucket.model.entry import pack_deletion, pack_mutation, vb_id_of
+
+
+def put(copies: Copies, vb_id: int, key: bytes = b"\0k") -> None:
+    node = copies.a
+    node.now_ns += 1 << 16
+    node.engine.begin_batch(node.now_ns)
+    assert node.engine.store(SET, vb_id, key, key + b"v", 0, 0, 0, 0)[0] == 0
+
+
+def messages_to(copies: Copies, member: str) -> list[Message | GroupMessage]:
+    """Return what is on its way to a member, without delivering it."""
+    wire = next(wire for wire in copies.wires if wire.node.member == member)
+    wire.take()
+    found: list[Message | GroupMessage] = []
+    for frame in FrameDecoder().feed(wire.to_replica):
+        if frame.opcode == Opcode.X_REPLICA_ENTRIES:
+            found.append(unpack_entries(frame))
+        elif frame.opcode == Opcode.X_REPLICA_GROUP:
+            found.append(unpack_group(frame))
+    return found
+
+
+def groups_to(copies: Copies, member: str) -> list[bytes]:
+    """Return the whole groups that are on their way to a member."""
+    found = messages_to(copies, member)
+    return [each.entries for each in found if isinstance(each, GroupMessage) and each.entries]
+
+
+def committed(node: CopyNode, vb_id: int) -> int:
+    return node.engine.partitions[vb_id].committed_seqno
+
+
+def level() -> Copies:
+    """Return three nodes at rest."""
+    copies = Copies("abc")
+    copies.rest()
+    return copies
+
+
+def test_a_group_goes_to_all_replicas_as_one_message_of_the_same_bytes() -> None:
+    copies = level()
+    for vb_id in (0, 1, 3):
+        put(copies, vb_id)
+    assert messages_to(copies, "b") == messages_to(copies, "c") == []
+    copies.a.commit()
+    assert len(messages_to(copies, "b")) == len(messages_to(copies, "c")) == 1
+    (to_b,), (to_c,) = (groups_to(copies, member) for member in "bc")
+    assert to_b == to_c
+    assert [vb_id_of(entry) for entry in split_entries(to_b)] == [0, 1, 3]
+    copies.rest()
+    for vb_id in range(4):
+        held = holdings(copies.a, vb_id)
+        assert held["seqnos"] == ((1, 1, 1) if vb_id != 2 else (0, 0, 0))
+        assert holdings(copies.b, vb_id) == holdings(copies.nodes["c"], vb_id) == held
+    assert copies.problems == []
+
+
+def test_a_group_commits_when_the_whole_in_sync_set_has_it_on_disk() -> None:
+    copies = level()
+    put(copies, 1)
+    copies.a.commit()
+    copies.move()
+    copies.b.commit()
+    copies.move()
+    assert committed(copies.a, 1) == 0, "c has received it, but not synced it"
+    copies.nodes["c"].commit()
+    copies.move()
+    assert committed(copies.a, 1) == 1
+    assert copies.a.engine.commits.committed_group == copies.a.engine.commits.synced_group
+
+
+def test_replicas_are_told_by_the_number_of_the_message_that_a_group_is_committed() -> None:
+    copies = level()
+    put(copies, 1)
+    put(copies, 2)
+    copies.a.commit()
+    copies.move()
+    for member in "bc":
+        copies.nodes[member].commit()
+    copies.move()
+    assert committed(copies.a, 1) == committed(copies.a, 2) == 1
+    (told,) = messages_to(copies, "b")
+    assert isinstance(told, GroupMessage)
+    assert (told.entries, told.committed[0] > 0) == (b"", True)
+    copies.move()
+    assert committed(copies.b, 1) == committed(copies.b, 2) == 1
+
+
+def test_a_group_that_was_sent_before_the_in_sync_set_changed_commits_one_by_one() -> None:
+    copies = level()
+    put(copies, 1)
+    copies.a.commit()
+    copies.move()
+    copies.b.commit()
+    copies.move()
+    copies.write(1, shrink(copies.records[1], ["c"]))
+    assert committed(copies.a, 1) == 1, "b has it, and c does not count any more"
+
+
+def test_an_acknowledgement_for_a_stream_that_was_opened_again_does_not_count() -> None:
+    copies = level()
+    put(copies, 1)
+    copies.a.commit()
+    copies.move()
+    copies.nodes["c"].commit()
+    copies.move()
+    feed = copies.a.core.leading.feeds["b"]
+    feed.close_stream(1)
+    copies.b.commit()
+    copies.move()
+    assert committed(copies.a, 1) == 0
+
+
+def test_a_full_window_puts_partitions_behind_and_they_catch_up() -> None:
+    copies = level()
+    feed = copies.a.core.leading.feeds["b"]
+    feed._window_bytes = 1
+    put(copies, 1)
+    copies.a.commit()
+    assert groups_to(copies, "b") == []
+    feed._window_bytes = 1 << 20
+    copies.rest()
+    assert holdings(copies.b, 1) == holdings(copies.a, 1)
+    put(copies, 1, b"\0again")
+    copies.a.commit()
+    assert len(groups_to(copies, "b")) == 1, "it is in step again"
+
+
+def mutation(vb_id: int, seqno: int, **fields: int) -> bytes:
+    given = {"cas": 7, "rev_seqno": 1, "epoch": 2, **fields}
+    return pack_mutation(vb_id=vb_id, key=b"\0k", value=b"v", seqno=seqno, **given)
+
+
+def no_check(_vb_id: int) -> None:
+    """Other partitions are not followed."""
+
+
+def test_entries_of_a_whole_group_are_checked_for_each_partition() -> None:
+    entries = [mutation(1, 5), mutation(3, 1), mutation(1, 6), mutation(9, 77)]
+    entries.append(
+        pack_deletion(vb_id=3, key=b"\0k", cas=9, seqno=2, rev_seqno=2, prev_seqno=1, epoch=2)
+    )
+    changes, ends = checked_group(b"".join(entries), {1: 4, 3: 0}, {1: 2, 3: 2}, no_check, 100)
+    assert ends == {1: 6, 3: 2}, "vb 9 is not followed"
+    assert [(change[0], change[3], change[6]) for change in changes] == [
+        (1, 5, True), (3, 1, True), (1, 6, True), (3, 2, False),
+    ]  # fmt: skip
+    assert [change[2] for change in changes] == [*entries[:3], entries[4]]
+    assert {change[1] for change in changes} == {b"\0k"}
+
+
+def long_mutation() -> bytes:
+    value = bytes(2000)
+    return pack_mutation(vb_id=1, key=b"\0k", value=value, cas=7, seqno=5, rev_seqno=1, epoch=2)
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        (mutation(1, 6), "seqno 6 follows 4"),
+        (mutation(1, 5) + mutation(1, 5), "seqno 5 follows 5"),
+        (mutation(1, 5, epoch=3), "leader epoch 3"),
+        (mutation(1, 5, epoch=1), "no change of leader epoch 2"),
+        (mutation(1, 5, cas=0), "CAS 0"),
+        (mutation(1, 5, prev_seqno=5), "replaces seqno 5"),
+        (mutation(1, 5)[:-1], "an entry of 70 bytes, and 69 follow"),
+        (mutation(1, 5)[:20], "too short"),
+        (pack_told(1, FloorsTold(1, 0)), "a control entry after seqno 4"),
+        (long_mutation(), "at most 1124 are allowed"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_a_bad_entry_refuses_the_whole_group(payload: bytes, words: str) -> None:
+    with pytest.raises(ReplicationError, match=words):
+        checked_group(payload, {1: 4}, {1: 2}, no_check, 100)
+
+
+def frame_of(pieces: list[bytes]) -> Frame:
+    (frame,) = FrameDecoder().feed(b"".join(pieces))
+    return frame
+
+
+def test_a_message_with_a_group_comes_back_and_every_changed_byte_is_noticed() -> None:
+    entries = mutation(1, 5)
+    message = b"".join(pack_group(9, 8, 4, (3, 7), share(entries)))
+    assert unpack_group(frame_of([message])) == GroupMessage(9, 8, 4, (3, 7), entries)
+    assert unpack_group(frame_of(pack_group(9, 8, 4, (0, 0), NOTHING))).entries == b""
+    for place in range(24, len(message)):
+        changed = message[:place] + bytes([message[place] ^ 4]) + message[place + 1 :]
+        with pytest.raises(ReplicationError, match="checksum"):
+            unpack_group(frame_of([changed]))
+    short = pack_request(Opcode.X_REPLICA_GROUP, extras=bytes(8))
+    with pytest.raises(ReplicationError, match="40 bytes of extras"):
+        unpack_group(frame_of([short]))
+
+
+def test_of_what_is_committed_no_group_between_is_told_that_is_not() -> None:
+    copies = level()
+    feed = copies.a.core.leading.feeds["b"]
+    feed._untold = {101: 6}
+    feed._committed = [8, 5, 3]
+    assert [feed._take_committed() for _ in range(3)] == [(3, 5), (8, 8), (0, 0)]
+
+
+def calls_at_rest(partitions: int) -> int:
+    """Return how many calls two nodes make in two seconds at rest."""
+    copies = Copies("ab", partitions=partitions)
+    for node in copies.nodes.values():
+        copies._revision += 1
+        revision = copies._revision
+        alive = [
+            KeyValue(
+                KEYS.of_member(KeyKind.ALIVE, member),
+                encode_record(AliveRecord(member=member, incarnation=1)), revision, revision, 1,
+            )
+            for member in copies.nodes
+        ]  # fmt: skip
+        node.session.view.learn(alive, revision)
+    copies.rest()
+    for _ in range(20):
+        copies.tick()
+        copies.move()
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    for _ in range(40):
+        copies.tick()
+        copies.move()
+    sys.setprofile(None)
+    assert copies.problems == []
+    return calls
+
+
+def test_what_a_node_does_at_rest_does_not_grow_with_its_partitions() -> None:
+    assert calls_at_rest(4) == calls_at_rest(64)
