@@ -11,7 +11,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from dcp.cluster.effects import Notice
@@ -359,9 +359,10 @@ class Following:
 
     # -- high watermarks ---------------------------------------------------------------------------
 
-    def awaits_sync(self, vb_id: int) -> bool:
-        """Whether a master told a high watermark that this node had not synced yet."""
-        return vb_id in self._hw
+    @property
+    def awaiting_sync(self) -> KeysView[int]:
+        """Partitions whose master told a high watermark that this node had not synced yet."""
+        return self._hw.keys()
 
     def reached(self, vb_id: int, seqno: int) -> None:
         """A partition is committed up to a seqno here."""

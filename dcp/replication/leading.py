@@ -112,7 +112,7 @@ class Leading:
         self.masterships: dict[int, Mastership] = {}
         self._preparing: set[int] = set()
         """Partitions whose mastership may not be ready yet."""
-        self._wholes = WholeGroups(member, self.masterships)
+        self._wholes = WholeGroups(member, self.masterships, engine.num_vbuckets)
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
         self._asked_branches: dict[int, _AskedBranch] = {}

@@ -228,16 +228,18 @@ class ReplicationCore:
         """Return the followed partitions of a group where it commits something: the master has told
         a high watermark that was not synced here, or the group has no changes (but a version).
         """
-        masterships, awaits_sync = self.leading.masterships, self.following.awaits_sync
+        masterships, awaiting = self.leading.masterships, self.following.awaiting_sync
         if len(masterships) == self._engine.num_vbuckets:
             return []
-        partitions = self._engine.partitions
-        return [
-            vb_id
-            for vb_id, seqno in group.high_seqnos.items()
-            if (seqno <= partitions[vb_id].committed_seqno or awaits_sync(vb_id))
-            and vb_id not in masterships
-        ]
+        found: Iterable[int] = awaiting & group.high_seqnos.keys()
+        if group.has_control:
+            partitions = self._engine.partitions
+            found = [
+                vb_id
+                for vb_id, seqno in group.high_seqnos.items()
+                if seqno <= partitions[vb_id].committed_seqno or vb_id in awaiting
+            ]
+        return [vb_id for vb_id in found if vb_id not in masterships]
 
     def _raise_watermarks(self, vb_ids: Iterable[int]) -> None:
         """Commit what may be committed now in these partitions."""
@@ -267,7 +269,11 @@ class ReplicationCore:
         """Commit these partitions up to these seqnos. The caller tells the replicas."""
         rose = self._commits.commit_many(seqnos)
         if rose:
-            self._engine.keyspace.watermarks.update(seqnos)
+            partitions, watermarks = self._engine.partitions, self._engine.keyspace.watermarks
+            if rose is seqnos:
+                watermarks.update(seqnos)
+            else:
+                watermarks.update((vb_id, partitions[vb_id].committed_seqno) for vb_id in rose)
             self._effects.append(self._groups.committed(rose))
 
     # -- time --------------------------------------------------------------------------------------

@@ -163,6 +163,8 @@ class ReplicaFeed:
         self._sent_bytes = 0
         """Their cost: their bytes and RECORD_BYTES for each part."""
         self._in_step: set[int] = set()
+        self._takes_all_of: frozenset[int] | None = None
+        """Partitions that were all found to be in step; None: some have left since."""
         self.streams_revision = 0
         """Rises when a stream is opened, closed or ended."""
         self._newest_opaque = 0
@@ -236,6 +238,7 @@ class ReplicaFeed:
     def _drop(self, vb_id: int) -> FedStream | None:
         self.streams_revision += 1
         self._in_step.discard(vb_id)
+        self._takes_all_of = None
         self._group_seqnos.pop(vb_id, None)
         return self._streams.pop(vb_id, None)
 
@@ -292,7 +295,7 @@ class ReplicaFeed:
         behind, or the window is full, and nothing was done.
         """
         seqnos, shared = group.seqnos, group.shared
-        if not seqnos.keys() <= self._in_step:
+        if not self._takes_all(group.mastered) and not seqnos.keys() <= self._in_step:
             followed = seqnos.keys() & self._streams.keys()
             if not followed <= self._in_step:
                 return False
@@ -312,6 +315,12 @@ class ReplicaFeed:
         self._sent.append(_Sent(self._number, cost, whole=whole))
         self._sent_bytes += cost
         return True
+
+    def _takes_all(self, mastered: frozenset[int]) -> bool:
+        """Whether all partitions that this node masters are in step."""
+        if self._takes_all_of is not mastered and mastered <= self._in_step:
+            self._takes_all_of = mastered
+        return self._takes_all_of is mastered
 
     def _post(self, shared: SharedGroup) -> None:
         """Make a message with a whole group, or with nothing. It tells what is committed."""
@@ -339,7 +348,8 @@ class ReplicaFeed:
         """Partitions of a whole group are committed; the replica is told with the next message."""
         seqnos = group.sent_to.get(self.member)
         number = self._untold.get(group.number)
-        if seqnos is None or number is None or not seqnos.keys() <= committed.keys():
+        is_all = seqnos is committed or (seqnos is not None and seqnos.keys() <= committed.keys())
+        if number is None or not is_all:
             self.hw_rose(group.seqnos.keys() & committed.keys())
             return
         del self._untold[group.number]
@@ -376,6 +386,7 @@ class ReplicaFeed:
     def _leave_behind(self, stream: FedStream, part: Partition, entries: Sequence[bytes]) -> None:
         """Send these entries of a synced group, and later ones, from the partition's cursor."""
         self._in_step.discard(part.vb_id)
+        self._takes_all_of = None
         stream.pace = FeedPace.BEHIND
         first = next((entry for entry in entries if entry[OPCODE_AT] != LOG_CONTROL), None)
         stream.sent_seqno = part.synced_seqno if first is None else seqno_of(first) - 1
@@ -576,6 +587,7 @@ class ReplicaFeed:
         self._sent.clear()
         self._streams.clear()
         self._in_step.clear()
+        self._takes_all_of = None
         self._group_seqnos.clear()
         self._committed.clear()
         self._behind.clear()

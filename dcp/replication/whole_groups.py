@@ -21,6 +21,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -49,6 +50,8 @@ class WholeGroup:
     __slots__ = (
         "_changes",
         "acknowledged",
+        "is_committed",
+        "mastered",
         "number",
         "revision",
         "sent_to",
@@ -65,6 +68,7 @@ class WholeGroup:
         payload: bytes,
         revision: int,
         shares: tuple[_Share, ...],
+        mastered: frozenset[int],
         member: str,
     ) -> None:
         self.number = number
@@ -73,9 +77,14 @@ class WholeGroup:
         self.shared: SharedGroup = share(payload)
         self.revision = revision
         self.shares = shares
+        self.mastered = mastered
+        """All partitions that this node masters, and that are ready; the same object as long as
+        they are the same."""
         self.sent_to: dict[str, Mapping[int, int]] = {}
         """Member -> which partitions it got, all of them in step."""
         self.acknowledged = {member: Acknowledgement(_EPOCH, number)}
+        self.is_committed = False
+        """Whether all of it was found to be committed, by number."""
         self._changes = changes
 
     def only(self, vb_ids: Iterable[int]) -> tuple[Mapping[int, int], SharedGroup]:
@@ -92,26 +101,36 @@ def _entries_of(changes: Sequence[bytes], vb_ids: Iterable[int]) -> list[bytes]:
     return [entry for entry in changes if entry[VB_ID] in wanted]
 
 
-class Acknowledged(NamedTuple):
+class Acknowledged:
     """What acknowledgements of whole groups bring."""
 
-    committed: dict[int, int]
-    """Partition -> the seqno up to which it is committed now."""
-    groups: list[WholeGroup]
-    """Groups of which something is committed now."""
-    one_by_one: set[int]
-    """Partitions whose high watermark must be asked for each."""
+    __slots__ = ("committed", "groups", "one_by_one")
+
+    def __init__(self) -> None:
+        self.committed: Mapping[int, int] = {}
+        """Partition -> the seqno up to which it is committed now."""
+        self.groups: list[WholeGroup] = []
+        """Groups of which something is committed now."""
+        self.one_by_one: set[int] = set()
+        """Partitions whose high watermark must be asked for each."""
 
 
 class WholeGroups:
     """See the module. `masterships` is the node core's own table."""
 
-    def __init__(self, member: str, masterships: Mapping[int, Mastership]) -> None:
+    def __init__(
+        self, member: str, masterships: Mapping[int, Mastership], num_vbuckets: int
+    ) -> None:
         self._member = member
         self._masterships = masterships
+        self._num_vbuckets = num_vbuckets
         self.revision = 0
         """Rises with every change of a mastership that matters here."""
         self._sets: dict[InSyncSet, set[int]] = {}
+        """In-sync set -> the partitions of this master that have it, and are ready."""
+        self._mastered: frozenset[int] = frozenset()
+        self._only_set: InSyncSet | None = None
+        """The one that all partitions of the node have; None: there are several."""
         self._is_stale = True
 
     def mastership_changed(self) -> None:
@@ -143,16 +162,19 @@ class WholeGroups:
                 return None
             changes = _entries_of(changes, mastered)
             payload = b"".join(changes)
-        if not changes or LOG_CONTROL in map(_opcode_of, changes):
+        if not changes or (group.has_control and LOG_CONTROL in map(_opcode_of, changes)):
             return None
         return WholeGroup(
-            group.number, seqnos, changes, payload, self.revision, shares, self._member
-        )
+            group.number, seqnos, changes, payload, self.revision, shares, self._mastered,
+            self._member,
+        )  # fmt: skip
 
     def _shares(self, seqnos: Mapping[int, int]) -> tuple[_Share, ...] | None:
         """Split the partitions of a group by in-sync set; None: some of them have none yet."""
         if self._is_stale:
             self._group_by_set()
+        if self._only_set is not None:
+            return (_Share(self._only_set, seqnos),)
         for in_sync, vb_ids in self._sets.items():
             if seqnos.keys() <= vb_ids:
                 return (_Share(in_sync, seqnos),)
@@ -170,25 +192,38 @@ class WholeGroups:
         for vb_id, mastership in self._masterships.items():
             if mastership.is_ready:
                 self._sets.setdefault(mastership.in_sync_set, set()).add(vb_id)
+        self._mastered = frozenset(chain.from_iterable(self._sets.values()))
+        self._only_set = None
+        for in_sync, vb_ids in self._sets.items():
+            if len(vb_ids) == self._num_vbuckets:
+                self._only_set = in_sync
         self._is_stale = False
 
     def acknowledged(self, member: str, groups: Iterable[WholeGroup]) -> Acknowledged:
         """Take note that a member has synced all that it got of these groups, in their order."""
-        found = Acknowledged({}, [], set())
+        found = Acknowledged()
+        committed: list[Mapping[int, int]] = []
         for whole in groups:
+            if whole.is_committed:
+                continue
             whole.acknowledged[member] = Acknowledgement(_EPOCH, whole.number)
             if whole.revision != self.revision:
                 found.one_by_one.update(whole.seqnos.keys() & self._masterships.keys())
                 continue
-            commits = False
+            commits = 0
             for each in whole.shares:
                 if not self._is_whole(whole, each):
                     found.one_by_one.update(each.seqnos)
                 elif self._is_committed(whole, each.in_sync):
-                    found.committed.update(each.seqnos)
-                    commits = True
+                    committed.append(each.seqnos)
+                    commits += 1
             if commits:
                 found.groups.append(whole)
+                whole.is_committed = commits == len(whole.shares)
+        if len(committed) == 1:  # as it is most often: nothing is copied
+            found.committed = committed[0]
+        elif committed:
+            found.committed = dict(chain.from_iterable(each.items() for each in committed))
         return found
 
     def waits(self, whole: WholeGroup) -> bool:

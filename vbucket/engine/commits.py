@@ -19,7 +19,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from vbucket.engine.partition import Partition
 from vbucket.log.commit_group import CommitGroup
@@ -102,28 +102,23 @@ class Commits:
         del self.lagging[vb_id]
         return True
 
-    def commit_many(self, seqnos: Mapping[int, int]) -> list[int]:
-        """Raise the high watermarks of many partitions, as `commit` and `settle` do; return the
-        partitions where that commits anything.
+    def commit_many(self, seqnos: Mapping[int, int]) -> Collection[int]:
+        """Raise the high watermarks of many partitions, as `commit` does; return the partitions
+        where that commits anything. Call `settle` then.
         """
         partitions, lagging = self._partitions, self.lagging
-        rose: list[int] = []
+        others: list[int] = []
         for vb_id, seqno in seqnos.items():
             part = partitions[vb_id]
-            synced_seqno = part.synced_seqno
-            assert seqno <= synced_seqno, "nothing is committed that this node has not synced"
-            if seqno > part.committed_seqno:
+            if part.committed_seqno < seqno == part.synced_seqno:
                 part.committed_seqno = seqno
-                rose.append(vb_id)
-                if seqno == synced_seqno:  # no synced group has more of it
-                    lagging.pop(vb_id, None)
-                else:
-                    self.commit(vb_id, seqno)
-            elif vb_id in lagging and self.commit(vb_id, seqno):
-                rose.append(vb_id)
-        if rose:
-            self.settle()
-        return rose
+                lagging.pop(vb_id, None)  # no synced group has more of it
+            else:
+                others.append(vb_id)
+        if not others:
+            return seqnos
+        idle = {vb_id for vb_id in others if not self.commit(vb_id, seqnos[vb_id])}
+        return [vb_id for vb_id in seqnos if vb_id not in idle]
 
     def settle(self) -> None:
         """Forget the groups that all their partitions have committed."""

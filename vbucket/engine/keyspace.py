@@ -131,6 +131,8 @@ class Keyspace:
         """Those that the log told at the start."""
         self.pending: list[bytes] = []
         self.touched: list[Partition] = []
+        self._has_control = False
+        """Whether `pending` has control entries."""
         self._branched: list[int] = []
         self._restated: list[int] = []
         self.due = DueDocuments()
@@ -229,10 +231,12 @@ class Keyspace:
             len(self.pending),
             self.pending,
             self.manifest if self.manifest_group == self.group else None,
+            self._has_control,
         )
         self.active_bytes += len(payload)
         self.pending = []
         self.touched = []
+        self._has_control = False
         self._branched = []
         self._restated = []
         self.commits.taken(group)
@@ -294,7 +298,7 @@ class Keyspace:
         if rollback_to == 0 and part.vb_id in self.quarantined:
             # Merges left out the partition's earlier state entry, so write it again.
             state = {"kind": "state", "state": int(part.durable_state)}
-            self.pending.append(pack_control(part.vb_id, state))
+            self._put_control(part.vb_id, state)
         if rollback_to is not None:
             part.undo_group = self.group
             self.commits.cut(part.vb_id, rollback_to)
@@ -318,13 +322,17 @@ class Keyspace:
 
     def add_control(self, part: Partition, document: dict[str, object]) -> None:
         """Put a control entry of a partition into the open group."""
-        self.pending.append(pack_control(part.vb_id, document))
+        self._put_control(part.vb_id, document)
         if document["kind"] == "state":
             self._restated.append(part.vb_id)
             part.state_group = self.group
         if part.last_group != self.group:
             part.last_group = self.group
             self.touched.append(part)
+
+    def _put_control(self, vb_id: int, document: dict[str, object]) -> None:
+        self.pending.append(pack_control(vb_id, document))
+        self._has_control = True
 
     def roll_back(self, part: Partition, seqno: int) -> int:
         """Undo what lies above `seqno` in memory, for a branch; return how many keys changed.
@@ -395,7 +403,7 @@ class Keyspace:
         self._adopt_manifest(manifest)
         self.manifest_group = self.group
         document: dict[str, object] = {"kind": "manifest", "manifest": manifest.to_document()}
-        self.pending.append(pack_control(NODE_VB_ID, document))
+        self._put_control(NODE_VB_ID, document)
         for part in self.partitions:
             if part.durable_state == VbState.ACTIVE:
                 for event in events:
