@@ -455,7 +455,8 @@ class ReplicaLink:
         except ReplicationError as error:
             raise ReplicationError(f"message {message.number}, {error}") from None
         group = self._side.apply_group(changes) if changes else 0
-        self._highs.update(ends)
+        if highs is not self._highs:
+            self._highs.update(ends)
         self._groups[message.number] = _AppliedGroup(ends, opened, self._left)
         if len(self._groups) > _REMEMBERED_GROUPS:
             del self._groups[next(iter(self._groups))]

@@ -25,6 +25,7 @@ from vbucket.model.entry import (
     OPCODE_AT,
     PREFIX_BYTES,
     SYSTEM_EVENT_EXTRAS_BYTES,
+    vb_id_of,
 )
 
 _HEAD: Final = Struct(">QIxBHBxHI4xQQ")
@@ -32,20 +33,17 @@ _HEAD: Final = Struct(">QIxBHBxHI4xQQ")
 _unpack_head = _HEAD.unpack_from
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
-_EXTRAS_BYTES: Final[dict[int, int]] = {
-    _MUTATION: MUTATION_EXTRAS_BYTES,
+_OTHER_EXTRAS_BYTES: Final[dict[int, int]] = {
     int(Opcode.DCP_DELETION): DELETION_EXTRAS_BYTES,
     int(Opcode.DCP_EXPIRATION): EXPIRATION_EXTRAS_BYTES,
     _SYSTEM_EVENT: SYSTEM_EVENT_EXTRAS_BYTES,
 }
 _BODY_AT: Final = PREFIX_BYTES + 24
-_SKIPPED: Final = -1
-"""Instead of a seqno: the group is not for this partition."""
 
 
 def checked_group(
     payload: bytes,
-    highs: Mapping[int, int],
+    highs: dict[int, int],
     epochs: Mapping[int, int],
     check_absent: Callable[[int], None],
     value_bytes_max: int,
@@ -53,13 +51,12 @@ def checked_group(
     """Return the changes of a whole group that are to be applied, and partition -> end seqno.
     `payload` has its entries.
 
-    `highs` has the high seqno of each partition that the group is for, `epochs` the leader epochs
-    of these. `check_absent` raises ReplicationError if an entry of another partition cannot be; the
-    others are skipped. Raises ReplicationError.
+    `highs` has the high seqno of each partition that the group is for, and is raised; `epochs` has
+    the leader epochs of these. `check_absent` raises ReplicationError if an entry of another
+    partition cannot be; else it is skipped. Raises ReplicationError; `highs` is of no use then.
     """
     changes: list[ReplicatedChange] = []
     append = changes.append
-    extras_bytes_of = _EXTRAS_BYTES.get
     ends: dict[int, int] = {}
     body_bytes_max = value_bytes_max + ENTRY_OVERHEAD_BYTES_MAX
     start, total = 0, len(payload)
@@ -68,55 +65,49 @@ def checked_group(
             prev_seqno, epoch, opcode, key_bytes, extras_bytes, vb_id, body, cas, seqno = (
                 _unpack_head(payload, start)
             )
-            body_at = start + _BODY_AT
-            entry_at, start = start, body_at + body
-            if start > total:
-                raise ReplicationError(
-                    f"an entry of {start - entry_at} bytes, and {total - entry_at} follow"
-                )
-            if vb_id in ends:
-                high_seqno = ends[vb_id]
-            elif vb_id in highs:
-                high_seqno = highs[vb_id]
-            else:
+            end = start + _BODY_AT + body
+            if vb_id not in highs:
                 check_absent(vb_id)
-                ends[vb_id] = high_seqno = _SKIPPED
-            if high_seqno < 0:
-                continue
-            if (
-                seqno != high_seqno + 1
-                or epoch != epochs[vb_id]
-                or body > body_bytes_max
-                or extras_bytes_of(opcode) != extras_bytes
-                or not key_bytes
-                or extras_bytes + key_bytes > body
-                or prev_seqno >= seqno
-                or not (cas or opcode == _SYSTEM_EVENT)
-            ):
-                entry = payload[entry_at:start]
-                raise _refused(entry, vb_id, epochs[vb_id], high_seqno, value_bytes_max)
-            ends[vb_id] = seqno
-            key_at = body_at + extras_bytes
-            append(
-                (
-                    vb_id, payload[key_at : key_at + key_bytes], payload[entry_at:start], seqno,
-                    prev_seqno, cas, opcode == _MUTATION,
-                )
-            )  # fmt: skip
+            elif (
+                seqno == highs[vb_id] + 1
+                and epoch == epochs[vb_id]
+                and prev_seqno < seqno
+                and (extras_bytes == MUTATION_EXTRAS_BYTES if opcode == _MUTATION
+                     else extras_bytes == _OTHER_EXTRAS_BYTES.get(opcode))
+                and 0 < key_bytes <= body - extras_bytes
+                and body <= body_bytes_max
+                and end <= total
+                and (cas or opcode == _SYSTEM_EVENT)
+            ):  # fmt: skip
+                highs[vb_id] = ends[vb_id] = seqno
+                key_at = start + _BODY_AT + extras_bytes
+                append(
+                    (
+                        vb_id, payload[key_at : key_at + key_bytes], payload[start:end], seqno,
+                        prev_seqno, cas, opcode == _MUTATION,
+                    )
+                )  # fmt: skip
+            else:
+                entry = payload[start:end]
+                raise _refused(entry, end - start, epochs[vb_id], highs[vb_id], value_bytes_max)
+            start = end
     except struct.error as error:
         raise ReplicationError(f"an entry is too short: {error}") from None
-    if _SKIPPED in ends.values():
-        ends = {vb_id: seqno for vb_id, seqno in ends.items() if seqno >= 0}
+    if start > total:
+        raise ReplicationError(f"an entry reaches {start - total} bytes beyond the end")
     return changes, ends
 
 
 def _refused(
-    entry: bytes, vb_id: int, epoch: int, high_seqno: int, value_bytes_max: int
+    entry: bytes, entry_bytes: int, epoch: int, high_seqno: int, value_bytes_max: int
 ) -> ReplicationError:
+    vb_id = vb_id_of(entry)
     if entry[OPCODE_AT] == LOG_CONTROL:
         return ReplicationError(f"vb {vb_id}: a control entry after seqno {high_seqno}")
     section = EntriesSection(vb_id, 0, epoch, 0, [entry])
     problem = problem_of(section, high_seqno, None, value_bytes_max)
+    if not problem and len(entry) < entry_bytes:
+        problem = f"an entry of {entry_bytes} bytes after seqno {high_seqno}; {len(entry)} follow"
     return ReplicationError(
         f"vb {vb_id}: "
         + (problem or f"the entry after seqno {high_seqno} is no change of leader epoch {epoch}")

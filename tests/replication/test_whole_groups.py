@@ -195,7 +195,7 @@ def long_mutation() -> bytes:
         (mutation(1, 5, epoch=1), "no change of leader epoch 2"),
         (mutation(1, 5, cas=0), "CAS 0"),
         (mutation(1, 5, prev_seqno=5), "replaces seqno 5"),
-        (mutation(1, 5)[:-1], "an entry of 70 bytes, and 69 follow"),
+        (mutation(1, 5)[:-1], "an entry of 70 bytes after seqno 4; 69 follow"),
         (mutation(1, 5)[:20], "too short"),
         (pack_told(1, FloorsTold(1, 0)), "a control entry after seqno 4"),
         (long_mutation(), "at most 1124 are allowed"),
