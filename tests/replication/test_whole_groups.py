@@ -7,9 +7,6 @@ from types import FrameType
 
 import pytest
 
-from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import AliveRecord, encode_record
-from dcp.cluster.metastore import KeyValue
 from dcp.replication.messages import (
     NOTHING,
     FloorsTold,
@@ -26,10 +23,12 @@ from dcp.session.replication_port import ReplicationError
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from failover.replication_record import shrink
-from support.copies import KEYS, Copies, CopyNode, holdings
+from support.copies import Copies, CopyNode, holdings
 from vbucket.engine.engine import SET
+from vbucket.engine.leadership import begin_snapshot
 from vbucket.log.record import split_entries
-from vbucket.model.entry import pack_deletion, pack_mutation, vb_id_of
+from vbucket.model.control import SnapshotWindow
+from vbucket.model.entry import pack_deletion, pack_mutation, prev_seqno_of, vb_id_of
 
 
 def put(copies: Copies, vb_id: int, key: bytes = b"\0k") -> None:
@@ -158,9 +157,9 @@ def test_a_full_window_puts_partitions_behind_and_they_catch_up() -> None:
     assert len(groups_to(copies, "b")) == 1, "it is in step again"
 
 
-def mutation(vb_id: int, seqno: int, **fields: int) -> bytes:
+def mutation(vb_id: int, seqno: int, key: bytes = b"\0k", **fields: int) -> bytes:
     given = {"cas": 7, "rev_seqno": 1, "epoch": 2, **fields}
-    return pack_mutation(vb_id=vb_id, key=b"\0k", value=b"v", seqno=seqno, **given)
+    return pack_mutation(vb_id=vb_id, key=key, value=b"v", seqno=seqno, **given)
 
 
 def no_check(_vb_id: int) -> None:
@@ -234,20 +233,101 @@ def test_of_what_is_committed_no_group_between_is_told_that_is_not() -> None:
     assert [feed._take_committed() for _ in range(3)] == [(3, 5), (8, 8), (0, 0)]
 
 
+def test_a_changed_byte_closes_the_link_and_nothing_of_the_group_is_applied() -> None:
+    copies = level()
+    for vb_id in (0, 1):
+        put(copies, vb_id)
+    copies.a.commit()
+    wire = next(wire for wire in copies.wires if wire.node is copies.b)
+    wire.take()
+    wire.to_replica = wire.to_replica[:-1] + bytes([wire.to_replica[-1] ^ 1])
+    copies.move()
+    [problem] = copies.problems
+    assert "the checksum of its" in problem
+    assert [copies.b.engine.partitions[vb_id].high_seqno for vb_id in (0, 1)] == [0, 0]
+    copies.rest()
+    assert holdings(copies.b, 1) == holdings(copies.a, 1)
+
+
+def sent_by_a(copies: Copies, entries: list[bytes], opened: int = 1 << 20) -> None:
+    """Let b receive a group of a that a did not make."""
+    wire = next(wire for wire in copies.wires if wire.node is copies.b)
+    number = wire.link._number + 1
+    pieces = pack_group(number, number, opened, (0, 0), share(b"".join(entries)))
+    wire.link.receive(b"".join(pieces), copies.now_ns)
+
+
+def test_a_group_is_applied_wholly_or_not_at_all() -> None:
+    copies = level()
+    sent_by_a(copies, [mutation(0, 1), mutation(1, 1), mutation(1, 3)])
+    assert copies.b.engine.partitions[0].high_seqno == 0
+    copies.move()
+    assert "vb 1: seqno 3 follows 1" in copies.problems[0]
+
+
+def test_a_stream_that_was_opened_again_takes_no_group_that_was_made_before() -> None:
+    copies = level()
+    put(copies, 1)
+    copies.a.commit()  # for the first stream
+    wire = next(wire for wire in copies.wires if wire.node is copies.b)
+    wire.take()
+    late, wire.to_replica = wire.to_replica, b""
+    record = copies.records[1]
+    copies.b.core.following.leave(1)
+    copies.b.core.following.follow(1, record, copies.now_ns)
+    wire.take()
+    wire.deliver(1 << 30, 0)
+    wire.take()
+    answer_bytes = 24 + int.from_bytes(wire.to_replica[8:12], "big")
+    wire.to_replica = wire.to_replica[:answer_bytes] + late  # the answer overtakes the group
+    wire.deliver(0, 1 << 30)
+    assert copies.b.engine.partitions[1].high_seqno == 0, "it was not for this stream"
+    assert wire.link.problem == ""
+
+
+def test_what_is_committed_of_an_earlier_stream_does_not_count_for_a_later_one() -> None:
+    copies = level()
+    put(copies, 1)
+    copies.a.commit()
+    copies.move()
+    copies.b.commit()
+    wire = next(wire for wire in copies.wires if wire.node is copies.b)
+    link, number = wire.link, wire.link._number
+    copies.b.core.following.leave(1)
+    pieces = pack_group(number + 1, number + 1, 1, (number, number), NOTHING)
+    link.receive(b"".join(pieces), copies.now_ns)
+    assert link.problem == ""
+    assert committed(copies.b, 1) == 0
+
+
+def test_a_group_inside_of_a_snapshot_is_refused() -> None:
+    copies = level()
+    begin_snapshot(copies.b.engine, 1, SnapshotWindow(0, 5, 0))
+    wire = next(wire for wire in copies.wires if wire.node is copies.b)
+    wire.link._note_high(1)
+    sent_by_a(copies, [mutation(1, 1)])
+    assert "inside of a snapshot" in wire.link.problem
+
+
+def test_a_purged_deletion_that_is_still_here_is_linked() -> None:
+    """The master has forgotten a key with its deletion; the replica has not compacted yet."""
+    copies = level()
+    part = copies.b.engine.partitions[1]
+    deletion = pack_deletion(
+        vb_id=1, key=b"\0k", cas=8, seqno=2, rev_seqno=2, prev_seqno=1, epoch=2
+    )
+    sent_by_a(copies, [mutation(1, 1), deletion, mutation(1, 3, key=b"\0other")])
+    copies.b.commit()
+    part.purge_seqno, part.history_floor = 2, 3
+    sent_by_a(copies, [mutation(1, 4)])
+    assert [prev_seqno_of(entry) for entry in part.active.entries] == [0, 1, 0, 2]
+    assert part.item_count == 2
+
+
 def calls_at_rest(partitions: int) -> int:
     """Return how many calls two nodes make in two seconds at rest."""
     copies = Copies("ab", partitions=partitions)
-    for node in copies.nodes.values():
-        copies._revision += 1
-        revision = copies._revision
-        alive = [
-            KeyValue(
-                KEYS.of_member(KeyKind.ALIVE, member),
-                encode_record(AliveRecord(member=member, incarnation=1)), revision, revision, 1,
-            )
-            for member in copies.nodes
-        ]  # fmt: skip
-        node.session.view.learn(alive, revision)
+    copies.revive()
     copies.rest()
     for _ in range(20):
         copies.tick()
