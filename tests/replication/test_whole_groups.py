@@ -142,6 +142,63 @@ def test_an_acknowledgement_for_a_stream_that_was_opened_again_does_not_count() 
     assert committed(copies.a, 1) == 0
 
 
+def test_an_acknowledgement_of_a_group_before_a_stream_was_opened_does_not_count_for_it() -> None:
+    copies = level()
+    put(copies, 1)
+    copies.a.commit()
+    copies.move()
+    copies.nodes["c"].commit()
+    copies.move()
+    feed = copies.a.core.leading.feeds["b"]
+    feed.close_stream(1)
+    feed.open(1, 2, 1 << 20, 0)
+    copies.b.commit()
+    wire = next(wire for wire in copies.wires if wire.node is copies.b)
+    wire.take()
+    wire.deliver(1 << 30, 0)
+    assert committed(copies.a, 1) == 0
+
+
+def test_who_joins_while_a_group_is_on_its_way_counts() -> None:
+    copies = level()
+    copies.write(1, shrink(copies.records[1], ["c"]))
+    copies.rest()
+    put(copies, 1)
+    copies.a.commit()
+    copies.move()
+    copies.a.core.leading.masterships[1].ask(frozenset("abc"))
+    copies.b.commit()
+    copies.move()
+    assert committed(copies.a, 1) == 0, "c may be elected by now"
+    copies.nodes["c"].commit()
+    copies.move()
+    assert committed(copies.a, 1) == 1
+
+
+def test_a_member_that_got_the_group_section_by_section_counts_as_well() -> None:
+    copies = level()
+    copies.a.core.leading.feeds["c"]._window_bytes = 300  # less than a whole group counts
+    put(copies, 1)
+    copies.a.commit()
+    assert (len(groups_to(copies, "b")), len(groups_to(copies, "c"))) == (1, 0)
+    copies.move()
+    for member in "cb":
+        copies.nodes[member].commit()
+        copies.move()
+    assert committed(copies.a, 1) == 1, "without a tick"
+
+
+def test_a_group_on_a_link_that_is_closed_does_not_count_as_whole() -> None:
+    copies = level()
+    put(copies, 1)
+    copies.a.commit()
+    feed = copies.a.core.leading.feeds["b"]
+    (whole,) = [sent.whole.group for sent in feed._sent if sent.whole is not None]
+    assert whole.sent_to.keys() == {"b", "c"}
+    feed.close()
+    assert whole.sent_to.keys() == {"c"}
+
+
 def test_a_full_window_puts_partitions_behind_and_they_catch_up() -> None:
     copies = level()
     feed = copies.a.core.leading.feeds["b"]
