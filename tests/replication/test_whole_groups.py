@@ -202,14 +202,22 @@ def test_a_group_on_a_link_that_is_closed_does_not_count_as_whole() -> None:
 def test_a_full_window_puts_partitions_behind_and_they_catch_up() -> None:
     copies = level()
     feed = copies.a.core.leading.feeds["b"]
-    feed._window_bytes = 1
     put(copies, 1)
+    copies.rest()
+    feed._window_bytes = 1
+    put(copies, 1, b"\0again")
     copies.a.commit()
     assert groups_to(copies, "b") == []
     feed._window_bytes = 1 << 20
+    put(copies, 1, b"\0more")
+    put(copies, 2)
+    copies.a.commit()
+    assert groups_to(copies, "b") == [], "vb 1 is behind"
     copies.rest()
-    assert holdings(copies.b, 1) == holdings(copies.a, 1)
-    put(copies, 1, b"\0again")
+    assert copies.problems == [], "nothing was sent twice or left out"
+    for vb_id in (1, 2):
+        assert holdings(copies.b, vb_id) == holdings(copies.a, vb_id)
+    put(copies, 1, b"\0last")
     copies.a.commit()
     assert len(groups_to(copies, "b")) == 1, "it is in step again"
 
