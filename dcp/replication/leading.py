@@ -120,6 +120,8 @@ class Leading:
         """What was so when all partitions were served and nothing was under way; None: not so."""
         self._level_ns: dict[str, int] = {}
         """When members had all that was synced here, in all partitions that they follow."""
+        self._rested_ns: dict[str, int] = {}
+        """The same when nothing was done for each partition: then members in sync follow all."""
         self._ticked_ns = now_ns
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
@@ -461,6 +463,7 @@ class Leading:
         """
         ticked_ns, self._ticked_ns = self._ticked_ns, self._now_ns
         if self._are_level() and self.is_settled:
+            self._rested_ns = dict(self._level_ns)
             return []
         alive = self._view.alive
         heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
@@ -471,7 +474,7 @@ class Leading:
                     member for member, feed in self.feeds.items() if feed.is_in_snapshot(vb_id)
                 )
             self.note_acknowledged(mastership)
-            mastership.rested(ticked_ns, self._levels_in(mastership))
+            mastership.rested(ticked_ns, self._rested_ns)
             record = mastership.changed_isr(self._now_ns, alive, heard_ns)
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
@@ -484,15 +487,6 @@ class Leading:
                 mastership.ask(record.isr)
                 changes.append(RecordChange(vb_id, record, records[vb_id]))
         return changes
-
-    def _levels_in(self, mastership: Mastership) -> dict[str, int]:
-        """Return when members in sync were level in all partitions, if they follow this one."""
-        isr, vb_id = mastership.record.isr, mastership.part.vb_id
-        return {
-            member: self._level_ns[member]
-            for member, feed in self.feeds.items()
-            if member in isr and member in self._level_ns and feed.follows(vb_id)
-        }
 
     def _next_record(self, mastership: Mastership) -> ReplicationRecord | None:
         """Return the record after a branch or a handover that is due; None: nothing is."""

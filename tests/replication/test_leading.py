@@ -310,6 +310,50 @@ def test_a_master_that_cannot_carry_a_branch_out_undoes_nothing_and_says_so() ->
     assert "could not carry the branch out" in ended.why_not
 
 
+# -- at rest ---------------------------------------------------------------------------------------
+
+
+def test_after_a_rest_a_replica_that_is_cut_off_leaves_as_soon_as_otherwise() -> None:
+    cluster = serving("abc")
+    cluster.run(5 * S)
+    leading = cluster.a.core.leading
+    assert leading.is_settled, "nothing is done for each partition"
+    (wire,) = [wire for wire in cluster.wires if wire.node is cluster.b]
+    wire.cut()
+    cluster.wires.remove(wire)
+    cut_ns = cluster.now_ns
+    while "b" in cluster.record.isr:
+        assert cluster.now_ns <= cut_ns + cluster.settings.replica_lag_max_ns + 200 * MS
+        cluster.tick("a", "c")
+        cluster.settle()
+        while cluster.a.submits:
+            cluster.a.answer()
+            cluster.show(cluster.a)
+    assert cluster.now_ns >= cut_ns + cluster.settings.replica_lag_max_ns - 200 * MS
+    assert cluster.record.isr == {"a", "c"}
+
+
+def test_nobody_leaves_because_the_master_stood_still_at_rest() -> None:
+    cluster = serving("abc")
+    cluster.run(5 * S)
+    assert cluster.a.core.leading.is_settled
+    cluster.now_ns += 2 * S  # nobody runs
+    cluster.run(2 * S)
+    assert cluster.record.isr == {"a", "b", "c"}
+    assert cluster.a.part.state == VbState.ACTIVE
+
+
+def test_at_rest_a_master_is_fenced_when_a_confirmation_lapses() -> None:
+    cluster = serving("abc")
+    cluster.run(5 * S)
+    assert cluster.a.core.leading.is_settled
+    fence_ns = cluster.a.core.leading.fence_ns
+    assert fence_ns is not None
+    assert cluster.now_ns < fence_ns <= cluster.now_ns + CONFIRMATION_NS
+    cluster.a.core.check_fence(fence_ns)
+    assert cluster.a.part.state == VbState.FENCED
+
+
 # -- who gets in -----------------------------------------------------------------------------------
 
 
