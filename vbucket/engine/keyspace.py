@@ -132,12 +132,10 @@ class Keyspace:
         self.pending: list[bytes] = []
         self.touched: list[Partition] = []
         self._has_control = False
-        """Whether `pending` has control entries."""
         self._branched: list[int] = []
         self._restated: list[int] = []
         self.due = DueDocuments()
-        self.active_bytes = 0
-        self.frozen_bytes = 0
+        self.active_bytes = self.frozen_bytes = 0
         self.is_merging = False
         self.merged_group = 0
         """The last group that a merge of this process has brought into the store."""
