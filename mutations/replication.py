@@ -143,8 +143,8 @@ REPLICATION = (
     ),
     Mutation(
         "uncommitted-group-told",
-        "        if between:\n",
-        "        if False:\n",
+        "        elif between:\n",
+        "        elif False:\n",
         ("test_whole_groups",),
     ),
     Mutation(

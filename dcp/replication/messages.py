@@ -84,6 +84,8 @@ TOLD_GROUPS_MAX: Final = 128
 it. A replica remembers twice as many."""
 MESSAGE_BYTES_MAX: Final = 24 << 20
 """A section holds at least one entry, and a value may have 20 MiB."""
+GROUP_BYTES_MAX: Final = MESSAGE_BYTES_MAX - _GROUP_EXTRAS_BYTES
+"""A longer commit group goes section by section."""
 ENTRY_OVERHEAD_BYTES_MAX: Final = 1024
 """Key and extras of an entry: a key has at most 250 bytes and a collection id."""
 CONTROL_BYTES_MAX: Final = 256

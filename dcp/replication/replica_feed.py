@@ -46,7 +46,7 @@ from dcp.replication.fed_stream import (
     known_committed,
 )
 from dcp.replication.messages import (
-    MESSAGE_BYTES_MAX,
+    GROUP_BYTES_MAX,
     NOTHING,
     TOLD_GROUPS_MAX,
     EntriesSection,
@@ -174,6 +174,8 @@ class ReplicaFeed:
         self._untold: dict[int, int] = {}
         """Commit group -> its message, for whole groups of which the replica does not know whether
         they are committed; the newest ones, in their order."""
+        self._given_up = 0
+        """The last message that `_untold` had and has not any more, because newer ones came."""
         self._committed: list[int] = []
         """Messages of whole groups that are committed, which the replica is not told yet."""
         self._number_at_call = 0
@@ -304,13 +306,13 @@ class ReplicaFeed:
             seqnos, shared = group.only(followed)
         size = len(shared.entries)
         cost = size + RECORD_BYTES * (1 + len(seqnos))
-        if self._sent_bytes + cost > self._window_bytes or size > MESSAGE_BYTES_MAX // 2:
+        if self._sent_bytes + cost > self._window_bytes or size > GROUP_BYTES_MAX:
             return False
         group.sent_to[self.member] = seqnos
         self._post(shared)
         self._untold[group.number] = self._number
         if len(self._untold) > TOLD_GROUPS_MAX:
-            del self._untold[next(iter(self._untold))]
+            self._given_up = self._untold.pop(next(iter(self._untold)))
         whole = _SentWhole(group, seqnos, self.streams_revision)
         self._sent.append(_Sent(self._number, cost, whole=whole))
         self._sent_bytes += cost
@@ -339,7 +341,9 @@ class ReplicaFeed:
         numbers.sort()
         first, last = numbers[0], numbers[-1]
         between = [number for number in self._untold.values() if first < number < last]
-        if between:
+        if first < self._given_up:
+            last = first
+        elif between:
             last = max(number for number in numbers if number < min(between))
         self._committed = [number for number in numbers if number > last]
         return first, last

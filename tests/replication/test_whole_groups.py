@@ -9,6 +9,7 @@ import pytest
 
 from dcp.replication.messages import (
     NOTHING,
+    TOLD_GROUPS_MAX,
     FloorsTold,
     GroupMessage,
     Message,
@@ -295,6 +296,21 @@ def test_of_what_is_committed_no_group_between_is_told_that_is_not() -> None:
     feed._untold = {101: 6}
     feed._committed = [8, 5, 3]
     assert [feed._take_committed() for _ in range(3)] == [(3, 5), (8, 8), (0, 0)]
+
+
+def test_a_group_that_is_on_its_way_for_long_is_not_told_with_others() -> None:
+    copies = level()
+    feed = copies.a.core.leading.feeds["b"]
+    for number in range(TOLD_GROUPS_MAX + 1):
+        put(copies, number % 4)
+        copies.a.commit()
+    numbers = [sent.number for sent in feed._sent if sent.whole is not None]
+    assert len(numbers) == TOLD_GROUPS_MAX + 1
+    assert list(feed._untold.values()) == numbers[1:]
+    feed._committed = [numbers[0] - 1, numbers[1]]
+    feed._untold = {}
+    assert feed._take_committed() == (numbers[0] - 1, numbers[0] - 1)
+    assert feed._take_committed() == (numbers[1], numbers[1])
 
 
 def test_a_changed_byte_closes_the_link_and_nothing_of_the_group_is_applied() -> None:
