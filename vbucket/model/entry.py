@@ -67,7 +67,8 @@ NEWEST: Final = Struct(">13xB3xB18xQQ")
 """opcode, datatype, seqno, rev seqno: what a change needs from the version that it replaces."""
 OPCODE_AT: Final = PREFIX_BYTES + 1
 DATATYPE_AT: Final = PREFIX_BYTES + 5
-VB_ID: Final = slice(PREFIX_BYTES + 6, PREFIX_BYTES + 8)
+_VB_ID_AT: Final = PREFIX_BYTES + 6
+VB_ID: Final = slice(_VB_ID_AT, _VB_ID_AT + 2)
 """Where an entry has its partition."""
 LENGTHS: Final = Struct(">QIxBHBxHI")
 """prev seqno, epoch, opcode, key length, extras length, vbucket, body length."""
@@ -101,7 +102,7 @@ def head_of(entry: bytes, offset: int = 0) -> EntryHead:
 
 def vb_id_of(entry: bytes) -> int:
     """Return the partition of an entry."""
-    return int.from_bytes(entry[VB_ID], "big")
+    return int.from_bytes(entry[_VB_ID_AT : _VB_ID_AT + 2], "big")
 
 
 def seqno_of(entry: bytes) -> int:
