@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mutations.__main__ import AnchorError, files_of_tests, main, place_of
-from mutations.table import MUTATIONS, Mutation
+from mutations.mutation import Mutation
+from mutations.table import MUTATIONS
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

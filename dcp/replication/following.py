@@ -11,9 +11,10 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from dcp.cluster.effects import Notice
 from dcp.replication.cut_off import Quarantine
 from dcp.replication.loss_receipt import CutOff
 from dcp.replication.mastership import ReplicationSettings
@@ -45,7 +46,7 @@ from vbucket.engine.leadership import (
     end_snapshot,
 )
 from vbucket.engine.partition import Partition
-from vbucket.engine.replicated import ReplicatedChanges
+from vbucket.engine.replicated import ReplicatedChange, ReplicatedChanges
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT
 from vbucket.store.environment import StoreDamagedError
@@ -76,6 +77,7 @@ class Following:
         *,
         record_of: Callable[[int], ReplicationRecord],
         raise_watermarks: Callable[[Iterable[int]], None],
+        commit_many: Callable[[Mapping[int, int]], None],
         effects: list[ReplicationEffect],
         now_ns: int,
     ) -> None:
@@ -85,6 +87,7 @@ class Following:
         self._settings = settings
         self._record_of = record_of
         self._raise_watermarks = raise_watermarks
+        self._commit_many = commit_many
         self._effects = effects
         self._now_ns = self._started_ns = now_ns
         self.links: dict[str, ReplicaLink] = {}
@@ -95,9 +98,13 @@ class Following:
         """When a partition's master was last confirmed, on links that are left or gone."""
         self.rollbacks = 0
         """How often a partition was cut back to where its master's history parts."""
+        self._has_gaps = False
+        """Whether some partition may not be followed, because its master's link is closed."""
         self._hw: dict[int, int] = {}
-        """The high watermarks that masters told."""
+        """The high watermarks that masters told, above those of here."""
         self._quarantine = Quarantine(engine, effects)
+        self._damaged: dict[int, str] = {}
+        """Partitions that could not be cut back, and what was said about it."""
 
     # -- which links -------------------------------------------------------------------------------
 
@@ -115,6 +122,8 @@ class Following:
         followed = self._link_to(master)
         if followed is not None:
             followed.follow(vb_id, record.epoch, now_ns)
+        else:
+            self._has_gaps = True
 
     def leave(self, vb_id: int) -> None:
         """Follow nobody for a partition."""
@@ -152,12 +161,18 @@ class Following:
             self._heard_ns[member] = max(self._heard_ns.get(member, 0), link.master_heard_ns)
             link.tick(now_ns)
             if link.state is LinkState.CLOSED:
+                self._has_gaps = True
                 self._keep_confirmations(link)
 
     def _keep_confirmations(self, link: ReplicaLink) -> None:
         """Note what a closed link has confirmed; it still says what it followed."""
         for vb_id in link.followed():
             self.confirmed(vb_id, link.confirmed_ns)
+
+    def take_gaps(self) -> bool:
+        """Return whether `follow` must be called for all partitions again, and forget it."""
+        has_gaps, self._has_gaps = self._has_gaps, False
+        return has_gaps
 
     def synced(self, group: int) -> None:
         """A commit group of this node is on disk: acknowledge it."""
@@ -166,7 +181,10 @@ class Following:
 
     def is_unheard(self, record: ReplicationRecord) -> bool:
         """Whether a partition has no master, or one that was not heard for a while."""
-        master = record.master
+        return self.is_unheard_member(record.master)
+
+    def is_unheard_member(self, master: str | None) -> bool:
+        """The same, by the master."""
         if master is None or master == self._identity.member:
             return True
         return self._now_ns - self._heard_ns.get(master, self._started_ns) >= UNHEARD_NS
@@ -193,7 +211,8 @@ class Following:
         window = part.incomplete_snapshot
         asked = from_here(part.high_seqno, part.vb_uuid, window)
         purge = window.purge if window is not None else 0
-        return asked, ReplicaPosition(epoch, versions_of(part.failover), purge)
+        versions = versions_of(part.failover)
+        return asked, ReplicaPosition(epoch, versions, purge, part.history_floor)
 
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """See ReplicaSide."""
@@ -223,19 +242,45 @@ class Following:
         seqno = min(seqno, part.high_seqno)
         if part.incomplete_snapshot is not None:
             seqno = min(seqno, part.incomplete_snapshot.start)
-        if not self._is_kept(part, epoch, seqno):
+        try:
+            if not self._is_kept(part, epoch, seqno):
+                return
+        except StoreDamagedError as error:
+            self._tell_damage(part, seqno, error, "What it would cut off cannot be kept: it stays")
             return
         if seqno < part.history_floor:
             seqno = 0
-        self.rollbacks += 1
         try:
-            adopt_failover_log(
-                self._engine, vb_id, part.failover.cut(seqno), part.leader_epoch,
-                rollback_to=seqno,
-            )  # fmt: skip
+            self._cut(part, seqno)
         except BranchRefusedError as error:
             raise ReplicationError(str(error)) from error
-        self._hw[vb_id] = min(self._hw.get(vb_id, 0), seqno)
+        except StoreDamagedError as error:
+            if self._identity.member in self._record_of(vb_id).isr:
+                then = "It is filled anew when it has left the in-sync set"
+                self._tell_damage(part, seqno, error, then)
+                return
+            self._tell_damage(part, seqno, error, "It is filled anew")
+            self._cut(part, 0)
+
+    def _cut(self, part: Partition, seqno: int) -> None:
+        """Cut off what lies above a seqno. Raises BranchRefusedError, StoreDamagedError."""
+        log = part.failover.cut(seqno)
+        adopt_failover_log(self._engine, part.vb_id, log, part.leader_epoch, rollback_to=seqno)
+        self.rollbacks += 1
+        self._damaged.pop(part.vb_id, None)
+        if part.vb_id in self._hw:
+            self._hw[part.vb_id] = min(self._hw[part.vb_id], seqno)
+
+    def _tell_damage(self, part: Partition, seqno: int, why: StoreDamagedError, then: str) -> None:
+        """Say once that a partition cannot be cut back, and what follows."""
+        if self._damaged.get(part.vb_id) != then:
+            self._damaged[part.vb_id] = then
+            self._effects.append(
+                Notice(
+                    f"vb {part.vb_id} cannot go back to seqno {seqno}, as its master asks: {why}. "
+                    f"{then}; the other partitions go on. Check the disk"
+                )
+            )
 
     def _is_kept(self, part: Partition, epoch: int, seqno: int) -> bool:
         """Whether all above a seqno that may have been answered is in quarantine."""
@@ -283,6 +328,22 @@ class Following:
             raise ReplicationError(str(error)) from error
         self._note_told(section.vb_id, section.committed_seqno)
 
+    def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
+        """See ReplicaSide."""
+        try:
+            return self._changes.apply_group(changes)
+        except StoreDamagedError as error:
+            raise ReplicationError(str(error)) from error
+
+    def told_committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
+        """See ReplicaSide."""
+        if is_synced:
+            self._commit_many(seqnos)
+            return
+        for vb_id, seqno in seqnos.items():
+            self._note_told(vb_id, seqno)
+        self._raise_watermarks(seqnos)
+
     def applied(self, vb_ids: Iterable[int]) -> None:
         """See ReplicaSide."""
         self._raise_watermarks(vb_ids)
@@ -298,8 +359,18 @@ class Following:
 
     # -- high watermarks ---------------------------------------------------------------------------
 
+    @property
+    def awaiting_sync(self) -> KeysView[int]:
+        """Partitions whose master told a high watermark that this node had not synced yet."""
+        return self._hw.keys()
+
+    def reached(self, vb_id: int, seqno: int) -> None:
+        """A partition is committed up to a seqno here."""
+        if self._hw.get(vb_id, seqno + 1) <= seqno:
+            del self._hw[vb_id]
+
     def told_hw(self, vb_id: int) -> int:
-        """Return the high watermark that a partition's masters told."""
+        """Return the high watermark that a partition's masters told, unless it is reached."""
         return self._hw.get(vb_id, 0)
 
     def take_told_hw(self, vb_id: int) -> int:

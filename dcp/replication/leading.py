@@ -10,7 +10,9 @@ Invariants
 - clients are served only while the in-sync set confirms this master. Who is not served any more has
   its streams ended, so that a consumer that reaches only a deposed master notices;
 - a record is changed by one write at a time, and from the moment of a handover's write nobody is
-  served until its outcome is known.
+  served until its outcome is known;
+- at rest nothing is done for each partition. As long as `_settled` holds, all partitions are
+  served, and a look at each in-sync set and each feed says the same as one at each mastership.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from typing import Final
 
 from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
+from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import RecordChange
+from dcp.replication.fed_stream import Followed
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
 from dcp.replication.messages import (
     FORMAT,
@@ -31,14 +35,15 @@ from dcp.replication.messages import (
     encode,
     versions_of,
 )
-from dcp.replication.replica_feed import Followed, ReplicaFeed
-from dcp.replication.shell_effects import BranchEnded
+from dcp.replication.replica_feed import ReplicaFeed
+from dcp.replication.shell_effects import BranchEnded, ReplicationEffect
+from dcp.replication.whole_groups import WholeGroup, WholeGroups
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
 from dcp.wire.status import Status
 from failover.fencing import refusal
-from failover.isr import serves_from_ns
+from failover.isr import confirmed_until_ns, may_answer_reads, serves_from_ns
 from failover.promotion import first_step, is_branch_done, may_send_back
 from failover.replication_record import (
     BranchUnderWay,
@@ -49,10 +54,14 @@ from failover.replication_record import (
     start_branch,
 )
 from failover.rollback import Question, decide
+from vbucket.engine.branch import BranchRefusedError, check_undo
 from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import begin_version, set_leader_epoch
 from vbucket.engine.partition import Hold, Partition, VbState
+from vbucket.log.commit_group import CommitGroup
 from vbucket.model.control import SnapshotWindow
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_of
+from vbucket.store.environment import StoreDamagedError
 
 
 class _AskedBranch:
@@ -84,7 +93,9 @@ class Leading:
         cluster: str,
         member: str,
         raise_watermarks: Callable[[Iterable[int]], None],
+        commit_many: Callable[[Mapping[int, int]], None],
         depose: Callable[[tuple[int, ...], str], None],
+        effects: list[ReplicationEffect],
         now_ns: int,
     ) -> None:
         self._engine = engine
@@ -94,12 +105,24 @@ class Leading:
         self._cluster = cluster
         self._member = member
         self._raise_watermarks = raise_watermarks
+        self._commit_many = commit_many
         self._depose = depose
+        self._effects = effects
         self._now_ns = now_ns
         self.masterships: dict[int, Mastership] = {}
+        self._preparing: set[int] = set()
+        """Partitions whose mastership may not be ready yet."""
+        self._wholes = WholeGroups(member, self.masterships, engine.num_vbuckets)
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
         self._asked_branches: dict[int, _AskedBranch] = {}
+        self._settled: tuple[object, ...] | None = None
+        """What was so when all partitions were served and nothing was under way; None: not so."""
+        self._level_ns: dict[str, int] = {}
+        """When members had all that was synced here, in all partitions that they follow."""
+        self._rested_ns: dict[str, int] = {}
+        """The same when nothing was done for each partition: then members in sync follow all."""
+        self._ticked_ns = now_ns
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
 
@@ -122,13 +145,10 @@ class Leading:
         if was_master:
             self.step_down(vb_id, f"epoch {record.epoch} has begun")
         first = first_step(record, part.failover, part.high_seqno)
-        branch = record.branch
-        if branch is not None and first.branch_seqno is not None:
-            log = part.failover.branch(branch.vb_uuid, first.branch_seqno, record.epoch)
-            self._engine.keyspace.replace_history(
-                part, log, record.epoch, rollback_to=first.branch_seqno
-            )
-        if first.version_seqno is None or (was_master and branch is not None):
+        branch_only = was_master and record.branch is not None
+        if first.branch_seqno is not None:
+            branch_only &= self._carry_out_branch(part, record, first.branch_seqno)
+        if first.version_seqno is None or branch_only:
             set_leader_epoch(self._engine, vb_id, record.epoch)
         else:
             begin_version(self._engine, vb_id, record.epoch)
@@ -140,9 +160,34 @@ class Leading:
                 confirmed_ns, was_handed_over=record.handover is not None or was_master
             ),
             known_seqno=max(told_seqno, first.committed_seqno),
+            changed=self._wholes.mastership_changed,
         )  # fmt: skip
         part.guard = mastership
+        self._preparing.add(vb_id)
         self.masterships[vb_id] = mastership
+
+    def _carry_out_branch(self, part: Partition, record: ReplicationRecord, seqno: int) -> bool:
+        """Begin the version of the branch that a record names; return whether that was possible.
+
+        If it is not, because data is damaged or after an unclean election, nothing is undone, and
+        this master begins a version at its end. Nobody has seen the branch yet: it is served when
+        all members in sync have rolled back, and this one has not.
+        """
+        assert record.branch is not None
+        log = part.failover.branch(record.branch.vb_uuid, seqno, record.epoch)
+        try:
+            check_undo(part, seqno)
+            self._engine.keyspace.replace_history(part, log, record.epoch, rollback_to=seqno)
+        except (BranchRefusedError, StoreDamagedError) as error:
+            self._effects.append(
+                Notice(
+                    f"vb {part.vb_id}: its record asks for a branch at seqno {seqno} (version "
+                    f"{record.branch.vb_uuid}), which this master cannot carry out: {error}. "
+                    "Nothing is undone; ask for another branch"
+                )
+            )
+            return False
+        return True
 
     def _give_up_snapshot(self, part: Partition) -> None:
         """Cut off a part of a snapshot: only an unclean election makes such a replica master."""
@@ -155,7 +200,8 @@ class Leading:
     def step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""
         self._depose((vb_id,), why)
-        del self.masterships[vb_id]
+        self.masterships.pop(vb_id).want_branch(None)
+        self._wholes.mastership_changed()
         part = self._engine.partitions[vb_id]
         part.state = VbState.REPLICA
         part.may_send_back = False
@@ -165,15 +211,47 @@ class Leading:
         for feed in self.feeds.values():
             feed.end(vb_id)
 
-    def group_synced(self, changes: Mapping[int, Sequence[bytes]]) -> None:
-        """A group is on disk: replicas get its changes."""
-        synced_group = self._engine.commits.synced_group
-        for mastership in self.masterships.values():
-            if not mastership.is_ready and mastership.ready_group <= synced_group:
-                mastership.is_ready = True
-        if changes:
-            for feed in self.feeds.values():
+    def group_synced(self, group: CommitGroup) -> Iterable[int]:
+        """A group is on disk: replicas get its changes, wholly where all of it is in step.
+
+        Return the partitions of this master where something may be committed now. The others wait
+        for replicas.
+        """
+        self._note_ready()
+        whole = self._wholes.begin(group) if self.feeds else None
+        sectioned = [
+            feed for feed in self.feeds.values() if whole is None or not feed.send_whole(whole)
+        ]
+        if sectioned and (changes := self._changes_for_replicas(group.changes)):
+            for feed in sectioned:
                 feed.group_synced(changes)
+        if whole is not None and self._wholes.waits(whole):
+            return ()
+        return group.high_seqnos.keys() & self.masterships.keys()
+
+    def _note_ready(self) -> None:
+        """Note which masterships are ready, because the beginning of their epoch is on disk."""
+        synced_group = self._engine.commits.synced_group
+        for vb_id in tuple(self._preparing):
+            mastership = self.masterships.get(vb_id)
+            if mastership is None or mastership.ready_group <= synced_group:
+                self._preparing.discard(vb_id)
+                if mastership is not None:
+                    mastership.become_ready()
+
+    def _changes_for_replicas(self, entries: Sequence[bytes]) -> dict[int, list[bytes]]:
+        """Return partition -> what its replicas get of a group: changes, and floors. Versions come
+        with the welcome.
+        """
+        changes: dict[int, list[bytes]] = {}
+        for entry in entries:
+            vb_id = vb_id_of(entry)
+            is_control = entry[OPCODE_AT] == LOG_CONTROL
+            if vb_id in self.masterships and not (
+                is_control and control_document(entry)["kind"] != "floor"
+            ):
+                changes.setdefault(vb_id, []).append(entry)
+        return changes
 
     # -- ReplicationPort and MasterSide ------------------------------------------------------------
 
@@ -250,7 +328,7 @@ class Leading:
         if window is not None:
             whole_seqno = window.start
             window = window._replace(purge=part.purge_seqno)
-        mastership.begins_at(feed.member, whole_seqno)
+        mastership.begins_at(feed.member, whole_seqno, told.history_floor)
         feed.open(vb_id, mastership.epoch, opaque, asked.start_seqno, window)
         welcome = Welcome(
             mastership.epoch, versions_of(part.failover), part.history_floor, part.purge_seqno,
@@ -268,11 +346,31 @@ class Leading:
                 touched.append(each.vb_id)
         self._raise_watermarks(touched)
 
+    def groups_acknowledged(self, member: str, groups: Sequence[WholeGroup]) -> None:
+        """See MasterSide."""
+        found = self._wholes.acknowledged(member, groups)
+        if found.committed:
+            self._commit_many(found.committed)
+            for feed in self.feeds.values():
+                for whole in found.groups:
+                    feed.group_committed(whole, found.committed)
+        if found.one_by_one:
+            self._raise_watermarks(found.one_by_one)
+
+    def note_acknowledged(self, mastership: Mastership) -> None:
+        """Tell a mastership what replicas have acknowledged in whole groups."""
+        for feed in self.feeds.values():
+            if given := feed.group_acknowledgement(mastership.part.vb_id):
+                mastership.acknowledged(feed.member, *given)
+
     # -- what is served ----------------------------------------------------------------------------
 
     def serve(self, now_ns: int) -> None:
         """Let each partition serve what it may, and find the next fence."""
         self._now_ns = now_ns
+        if self.is_settled and self._serve_on(now_ns):
+            return
+        alive, are_settled = self._view.alive, True
         fence_ns: int | None = None
         for mastership in self.masterships.values():
             until_ns = mastership.confirmed_until_ns(self._confirmations(mastership))
@@ -280,7 +378,47 @@ class Leading:
             self._set_service(mastership, service)
             if service in _SERVED and until_ns is not None:
                 fence_ns = until_ns if fence_ns is None else min(fence_ns, until_ns)
+            are_settled &= service is Service.SERVING and mastership.is_settled(alive)
         self.fence_ns = fence_ns
+        self._settled = self._state() if are_settled else None
+
+    def _state(self) -> tuple[object, ...]:
+        feeds = tuple((feed, feed.streams_revision) for feed in self.feeds.values())
+        return self._wholes.revision, feeds, frozenset(self._view.alive)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all partitions were served when they were looked at last, and nothing has changed
+        that this depends on, but time and confirmations.
+        """
+        return self._settled is not None and self._settled == self._state()
+
+    def _serve_on(self, now_ns: int) -> bool:
+        """Find the next fence of partitions that are all served; False: some must not be."""
+        asked: dict[str, int] = {}
+        for member, feed in self.feeds.items():
+            asked_ns = feed.all_confirmed_ns()
+            if asked_ns is not None:
+                asked[member] = asked_ns
+        fences: list[int] = []
+        for in_sync in self._wholes.in_sync_sets():
+            until_ns = confirmed_until_ns(self._member, in_sync.members, asked)
+            if not may_answer_reads(now_ns, until_ns):
+                return False
+            if until_ns is not None:
+                fences.append(until_ns)
+        self.fence_ns = min(fences, default=None)
+        return True
+
+    def _are_level(self) -> bool:
+        """Whether no member of an in-sync set may have to leave it."""
+        for member, feed in self.feeds.items():
+            if feed.is_level():
+                self._level_ns[member] = max(self._level_ns.get(member, 0), feed.asked_ns)
+        since_ns = self._now_ns - self._settings.replica_lag_max_ns
+        level = {member for member, at_ns in self._level_ns.items() if at_ns >= since_ns}
+        level.add(self._member)
+        return all(in_sync.members <= level for in_sync in self._wholes.in_sync_sets())
 
     def _confirmations(self, mastership: Mastership) -> dict[str, int]:
         """Return member -> when it was asked the question that it confirmed last, of all copies."""
@@ -323,6 +461,10 @@ class Leading:
         """Return the changes of this master's records that are due. They must be written. Those
         that are not in `records` are left alone.
         """
+        ticked_ns, self._ticked_ns = self._ticked_ns, self._now_ns
+        if self._are_level() and self.is_settled:
+            self._rested_ns = dict(self._level_ns)
+            return []
         alive = self._view.alive
         heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
         changes: list[RecordChange] = []
@@ -331,6 +473,8 @@ class Leading:
                 mastership.in_snapshot = frozenset(
                     member for member, feed in self.feeds.items() if feed.is_in_snapshot(vb_id)
                 )
+            self.note_acknowledged(mastership)
+            mastership.rested(ticked_ns, self._rested_ns)
             record = mastership.changed_isr(self._now_ns, alive, heard_ns)
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
@@ -340,7 +484,7 @@ class Leading:
                 record = self._next_record(mastership)
             if record is not None:
                 mastership.is_writing = True
-                mastership.asked = record.isr
+                mastership.ask(record.isr)
                 changes.append(RecordChange(vb_id, record, records[vb_id]))
         return changes
 
@@ -350,8 +494,16 @@ class Leading:
         if record.branch is not None:
             done = is_branch_done(record, mastership.acknowledged_epochs())
             return finish_branch(record) if done else None
-        if mastership.branch_wanted is not None and part.state == VbState.ACTIVE:
-            return start_branch(record, mastership.branch_wanted)
+        wanted_branch = mastership.branch_wanted
+        if wanted_branch is not None and part.state == VbState.ACTIVE:
+            try:
+                mastership.check_branch(wanted_branch.seqno)
+            except BranchRefusedError as error:  # somebody else has joined since, for example
+                mastership.want_branch(None)
+                self._asked_branches.pop(part.vb_id, None)
+                self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
+                return None
+            return start_branch(record, wanted_branch)
         wanted = record.wanted_master
         if wanted is None or wanted not in record.isr or part.state != VbState.ACTIVE:
             mastership.handing_since_ns = 0
@@ -380,19 +532,21 @@ class Leading:
             return f"vb {vb_id}: this node does not serve it now; ask its master"
         if mastership.branch_wanted is not None or mastership.record.branch is not None:
             return f"vb {vb_id}: another branch is under way"
-        if seqno > part.high_seqno or 0 < seqno < part.history_floor:
-            return (
-                f"vb {vb_id} keeps every version from seqno {part.history_floor} to "
-                f"{part.high_seqno}; a branch cannot begin at {seqno}"
-            )
-        mastership.branch_wanted = BranchUnderWay(vb_uuid, seqno)
-        self._asked_branches[vb_id] = _AskedBranch(mastership.branch_wanted)
+        try:
+            mastership.check_branch(seqno)
+        except BranchRefusedError as error:
+            return str(error)
+        branch = BranchUnderWay(vb_uuid, seqno)
+        mastership.want_branch(branch)
+        self._settled = None
+        self._asked_branches[vb_id] = _AskedBranch(branch)
         return ""
 
     def branch_ended(self, vb_id: int, record: ReplicationRecord) -> BranchEnded | None:
         """Return the end of a branch that was asked for here, if a new record says that it ended.
 
-        A branch that a record names is finished, by this master or the next one.
+        A branch that a record names is finished, by this master or the next one, unless damaged
+        data is in the way. All members in sync have the master's failover log by then.
         """
         asked = self._asked_branches.get(vb_id)
         if asked is None:
@@ -405,12 +559,19 @@ class Leading:
             return None  # it is not written yet
         del self._asked_branches[vb_id]
         vb_uuid = asked.branch.vb_uuid
-        if asked.is_recorded and record.branch is None:
+        log = self._engine.partitions[vb_id].failover
+        if (
+            asked.is_recorded
+            and record.branch is None
+            and self._member in record.isr
+            and vb_uuid in dict(log.pairs())
+        ):
             return BranchEnded(vb_id, vb_uuid, "")
         return BranchEnded(
             vb_id, vb_uuid,
-            f"vb {vb_id}: this node is not its master any more. If the failover log has version "
-            f"{vb_uuid}, the branch was made; otherwise ask the present master for it",
+            f"vb {vb_id}: this node is not its master any more, or could not carry the branch out "
+            f"(its log says why). If the failover log has version {vb_uuid}, the branch was made; "
+            "otherwise ask the present master for it",
         )  # fmt: skip
 
 

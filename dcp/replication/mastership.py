@@ -13,16 +13,17 @@ Invariants
   in this epoch (`failover.isr.high_watermark`), and it never falls;
 - nothing is answered that claims to be current without the confirmation of the in-sync set;
 - one change of the record is under way at a time. `asked` is the in-sync set that it asks for, from
-  the moment when it is asked for until its outcome is in the view.
+  the moment when it is asked for until its outcome is in the view;
+- a branch that is wanted stays possible here: no history floor rises above it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import NamedTuple
 
-from dcp.replication.replica_feed import SECTION_BYTES, WINDOW_BYTES
+from dcp.replication.fed_stream import SECTION_BYTES, WINDOW_BYTES
 from failover.isr import (
     CONFIRMATION_NS,
     Acknowledgement,
@@ -37,6 +38,7 @@ from failover.isr import (
 )
 from failover.replication_record import BranchUnderWay, ReplicationRecord, expand, shrink
 from failover.write_answer import Durability, WriteState
+from vbucket.engine.branch import BranchRefusedError, check_undo
 from vbucket.engine.partition import Partition
 
 
@@ -63,8 +65,21 @@ class ReplicationSettings(NamedTuple):
     """Entries of a partition that is behind, in one message: a fair share of a turn."""
 
 
+class InSyncSet(NamedTuple):
+    """An effective in-sync set, and how many members it must have for anything to commit."""
+
+    members: frozenset[str]
+    min_in_sync: int
+
+
+def _nothing_to_tell() -> None:
+    """Nobody depends on in-sync sets."""
+
+
 class Mastership:
-    """See the module. It is the partition's `WriteGuard`."""
+    """See the module. It is the partition's `WriteGuard`. `changed` is called when `in_sync_set`
+    may be another one, and when the mastership becomes ready.
+    """
 
     def __init__(
         self,
@@ -77,25 +92,28 @@ class Mastership:
         ready_group: int,
         serves_from_ns: int,
         known_seqno: int,
+        changed: Callable[[], None] = _nothing_to_tell,
     ) -> None:
         """`known_seqno`: everything up to there is known to be committed."""
         self.part = part
-        self.record = record
-        self.min_in_sync = min_in_sync_of(settings.min_in_sync, record.counted_copies)
-        """How many members must be in sync for the high watermark to rise."""
+        self._changed = changed
+        self._record = record
+        self._min_in_sync = min_in_sync_of(settings.min_in_sync, record.counted_copies)
         self.epoch = record.epoch
         self.epoch_start_seqno = part.high_seqno
         self.ready_group = ready_group
         """The commit group that begins this epoch here."""
         self.serves_from_ns = serves_from_ns
         self.known_seqno = min(known_seqno, part.high_seqno)
-        self.is_ready = False
-        self.asked: frozenset[str] | None = None
+        self._is_ready = False
+        self._asked: frozenset[str] | None = None
         self.is_writing = False
         """Whether a change of the record is under way."""
         self.handing_since_ns = 0
         self.branch_wanted: BranchUnderWay | None = None
-        """What an operator has asked for, until the record says it."""
+        """What an operator has asked for, until the record says it; see `want_branch`."""
+        self._floors: dict[str, int] = {}
+        """The history floors that members told."""
         self.in_snapshot: frozenset[str] = frozenset()
         """Members that have only a part of a de-duplicated snapshot."""
         self.has_handed = False
@@ -107,6 +125,44 @@ class Mastership:
         self._synced_at_tick = part.high_seqno
         self._ticked_ns = now_ns
         self._failed_sync: set[str] = set()
+        changed()
+
+    # -- what the in-sync set depends on -----------------------------------------------------------
+
+    @property
+    def record(self) -> ReplicationRecord:
+        """The partition's record of this epoch, as the metadata store had it last."""
+        return self._record
+
+    @property
+    def min_in_sync(self) -> int:
+        """How many members must be in sync for the high watermark to rise."""
+        return self._min_in_sync
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the beginning of this epoch is on disk here."""
+        return self._is_ready
+
+    def become_ready(self) -> None:
+        """The beginning of this epoch is on disk here."""
+        self._is_ready = True
+        self._changed()
+
+    @property
+    def asked(self) -> frozenset[str] | None:
+        """The in-sync set that is asked for, if a change is under way."""
+        return self._asked
+
+    def ask(self, asked: frozenset[str] | None) -> None:
+        """Ask for an in-sync set; None: nothing is asked for any more."""
+        self._asked = asked
+        self._changed()
+
+    @property
+    def in_sync_set(self) -> InSyncSet:
+        """What the high watermark depends on, beside acknowledgements."""
+        return InSyncSet(self.isr, self.min_in_sync)
 
     # -- what is known -----------------------------------------------------------------------------
 
@@ -121,10 +177,11 @@ class Mastership:
         if before is None or before.epoch < epoch or before.synced_seqno < seqno:
             self._acknowledged[member] = Acknowledgement(epoch, seqno)
 
-    def begins_at(self, member: str, seqno: int) -> None:
+    def begins_at(self, member: str, seqno: int, history_floor: int) -> None:
         """A member has all up to a seqno, and perhaps less than it acknowledged before: deletions
         that it needed were purged, so it began again at 0.
         """
+        self._floors[member] = history_floor
         given = self._acknowledged.get(member)
         if given is not None and given.epoch == self.epoch and seqno < given.synced_seqno:
             self._acknowledged[member] = Acknowledgement(self.epoch, seqno)
@@ -153,22 +210,57 @@ class Mastership:
             epoch_start_seqno=self.epoch_start_seqno,
         )  # fmt: skip
 
+    # -- branches ----------------------------------------------------------------------------------
+
+    def check_branch(self, seqno: int) -> None:
+        """Raise BranchRefusedError if this node, or a member in sync, cannot go back to a seqno."""
+        check_undo(self.part, seqno)
+        for member in sorted(self.isr - {self._member}):
+            floor = self._floors.get(member, 0)
+            if 0 < seqno < floor:
+                raise BranchRefusedError(
+                    f"vb {self.part.vb_id}: member {member} keeps every version from seqno {floor} "
+                    f"only; it cannot go back to {seqno}, but to {floor} and above, or to 0"
+                )
+
+    def want_branch(self, branch: BranchUnderWay | None) -> None:
+        """Want a branch, or none any more. No floor rises above it meanwhile."""
+        pins = self.part.pins
+        if self.branch_wanted is not None:
+            pins.remove(self.branch_wanted.seqno)
+        if branch is not None:
+            pins.add(branch.seqno)
+        self.branch_wanted = branch
+
     # -- decisions ---------------------------------------------------------------------------------
 
     def take_record(self, record: ReplicationRecord) -> None:
         """Take the record of this epoch, as the metadata store has it now."""
         assert record.epoch == self.epoch
-        self.record = record
-        self.min_in_sync = min_in_sync_of(self._settings.min_in_sync, record.counted_copies)
-        if not self.is_writing:
-            self.asked = None
+        self._record = record
+        self._min_in_sync = min_in_sync_of(self._settings.min_in_sync, record.counted_copies)
+        self.ask(self._asked if self.is_writing else None)
 
     def decided(self, *, is_written: bool) -> None:
         """A change of the record has its outcome; `take_record` follows if it was written."""
         self.is_writing = self.has_handed = False
         self.handing_since_ns = 0
-        if not is_written:
-            self.asked = None
+        self.ask(self._asked if is_written else None)
+
+    def is_settled(self, alive: Mapping[str, object]) -> bool:
+        """Whether nothing is under way. The record changes then only if a member is lost or comes,
+        or if somebody asks for it.
+        """
+        record = self._record
+        return (
+            not self.is_writing
+            and self._asked is None
+            and not self.handing_since_ns
+            and self.branch_wanted is None
+            and record.branch is None
+            and record.wanted_master in {None, record.master}
+            and all((member in record.isr) == (member in alive) for member in record.copies)
+        )
 
     def confirmed_until_ns(self, asked_ns: Mapping[str, int]) -> int | None:
         """Return until when reads may be answered; None: without limit. `asked_ns` has, for each
@@ -228,6 +320,14 @@ class Mastership:
             and self._may_join(member, heard_ns.get(member))
         ]  # fmt: skip
         return expand(record, joining) if joining else None
+
+    def rested(self, until_ns: int, level_ns: Mapping[str, int]) -> None:
+        """Up to then, `changed_isr` was not called because nothing had to change. `level_ns` has
+        when members had all that was synced here, in all partitions.
+        """
+        self._ticked_ns = max(self._ticked_ns, until_ns)
+        for member, at_ns in level_ns.items():
+            self._level_ns[member] = max(self._level_ns.get(member, 0), at_ns)
 
     def _may_join(self, member: str, heard_ns: int | None) -> bool:
         given = self._acknowledged.get(member)

@@ -11,20 +11,28 @@ and the master sends
 
     the answers         OK with a `Welcome`, ROLLBACK, or X_FENCED with both epochs in words
     X_REPLICA_ENTRIES   a numbered message: sections, each with entries of one partition
+    X_REPLICA_GROUP     a numbered message: a whole commit group of the master, or nothing; and
+                        which earlier ones are committed
     DCP_STREAM_END      it is not this partition's master any more
 
 A section has the partition, the opaque of the stream request, the leader epoch, the high watermark,
 and entries as the log stores them, prefix included. A message without sections is a heartbeat.
-Among the entries are control entries (vbucket.model.control):
+Among the entries of a section are control entries (vbucket.model.control):
 
     floor      the master's history floor and purge seqno
     snapshot   with a window: what follows is a part of a de-duplicated snapshot, so its seqnos have
                gaps. Without one: the snapshot ends here; with floor, purge seqno and highest CAS
 
+A commit group goes wholly to a replica that is level in all its partitions that it follows. The
+entries are as the log has them, the same bytes for every replica (`share`), without control
+entries. They are for the streams whose requests were answered before: the message has the opaque of
+the newest of these, and opaques rise. The high watermark comes back by number: the groups of the
+messages from one number to another are committed.
+
 Invariants
 - numbers have no gaps; an acknowledgement covers all messages up to its number;
-- a message is taken wholly or not at all: `unpack_entries` checks checksum and lengths, and
-  `problem_of` that the entries follow what the replica has;
+- a message is taken wholly or not at all: `unpack_entries` and `unpack_group` check the checksum,
+  `problem_of` and `dcp.replication.whole_entries` that the entries follow what the replica has;
 - seqnos follow each other without gaps, except within a snapshot, where they rise up to its end.
 """
 
@@ -34,14 +42,14 @@ import struct
 from collections.abc import Iterable, Sequence
 from struct import Struct
 from typing import Any, Final, NamedTuple
-from zlib import crc32
 
+import google_crc32c
 import msgspec
 from cbor2 import CBORDecodeError
 
 from dcp.session.replication_port import ReplicationError
-from dcp.wire.frame import Frame, pack_request
-from dcp.wire.opcode import Opcode
+from dcp.wire.frame import HEADER, Frame, pack_request
+from dcp.wire.opcode import Magic, Opcode
 from failover.history import EPOCH_MAX, FailoverLog
 from vbucket.log.record import LogDamagedError, split_entries
 from vbucket.model.control import SnapshotWindow, seqno_in, snapshot_window
@@ -62,13 +70,22 @@ from vbucket.model.ids import SEQNO_MAX
 FORMAT: Final = 1
 """Version of these messages; nodes with different ones do not replicate."""
 _ENTRIES_EXTRAS: Final = Struct(">QQI")
-"""Number, question, CRC-32 of the value."""
+"""Number, question, CRC-32C of the value."""
+_GROUP_EXTRAS: Final = Struct(">QQIQQ")
+"""Number, question, opaque of the newest stream; the messages whose groups are committed: from, to
+(0: none). The CRC-32C of the value and then of these follows."""
+_GROUP_EXTRAS_BYTES: Final = _GROUP_EXTRAS.size + 4
 _ACK_EXTRAS: Final = Struct(">QQ")
 """Number, question."""
 _SECTION: Final = Struct(">HIIQI")
 """Partition, opaque of the stream request, leader epoch, high watermark, bytes of entries."""
+TOLD_GROUPS_MAX: Final = 128
+"""A whole group is said to be committed by its number only as long as no more than so many followed
+it. A replica remembers twice as many."""
 MESSAGE_BYTES_MAX: Final = 24 << 20
 """A section holds at least one entry, and a value may have 20 MiB."""
+GROUP_BYTES_MAX: Final = MESSAGE_BYTES_MAX - _GROUP_EXTRAS_BYTES
+"""A longer commit group goes section by section."""
 ENTRY_OVERHEAD_BYTES_MAX: Final = 1024
 """Key and extras of an entry: a key has at most 250 bytes and a collection id."""
 CONTROL_BYTES_MAX: Final = 256
@@ -81,6 +98,8 @@ _EXTRAS_BYTES: Final[dict[int, int]] = {
 }
 """The changes that an entry can be, and the length of their extras."""
 
+_crc32c = google_crc32c.value
+_crc32c_extend = google_crc32c.extend
 _LENGTHS_OF: Final = LENGTHS.unpack_from
 _META_OF: Final = META.unpack_from
 
@@ -107,6 +126,26 @@ class Message(NamedTuple):
     sections: tuple[EntriesSection, ...]
 
 
+class SharedGroup(NamedTuple):
+    """The entries of a whole commit group, with their checksum, for all replicas."""
+
+    entries: bytes
+    checksum: int
+
+
+class GroupMessage(NamedTuple):
+    """A numbered message of a master with a whole commit group."""
+
+    number: int
+    question: int
+    opened: int
+    """Opaque of the newest stream request that was answered OK before."""
+    committed: tuple[int, int]
+    """The messages from the first number to the second: their groups are committed; 0: none."""
+    entries: bytes
+    """The group's; b"": the message only tells what is committed."""
+
+
 class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The value of the control `x_replicate`: who wants to replicate."""
 
@@ -126,6 +165,9 @@ class ReplicaPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vb_uuid, seqno (decimal text, because 64 bits are more than a JSON number holds), epoch."""
     snapshot_purge: int = 0
     """The purge seqno of the incomplete snapshot of which the replica has a part; 0: none."""
+    history_floor: int = 0
+    """The replica cannot go back below it, but to 0. A former master may have told it a floor that
+    its present one has not heard of."""
 
     def failover_log(self) -> FailoverLog:
         """Return the replica's versions. Raises ValueError."""
@@ -215,7 +257,7 @@ def pack_entries(number: int, question: int, sections: Iterable[EntriesSection])
             entries,
         )
     value = b"".join(pieces)
-    extras = _ENTRIES_EXTRAS.pack(number, question, crc32(value))
+    extras = _ENTRIES_EXTRAS.pack(number, question, _crc32c(value))
     return pack_request(Opcode.X_REPLICA_ENTRIES, extras=extras, value=value)
 
 
@@ -226,8 +268,8 @@ def unpack_entries(frame: Frame) -> Message:
     except struct.error:
         raise ReplicationError(f"a message has {_ENTRIES_EXTRAS.size} bytes of extras") from None
     value = frame.value
-    if crc32(value) != checksum:
-        raise ReplicationError(f"message {number}: the checksum of its {len(value)} bytes is wrong")
+    if _crc32c(value) != checksum:
+        raise _bad_checksum(number, value)
     sections: list[EntriesSection] = []
     position, end = 0, len(value)
     while position < end:
@@ -246,6 +288,50 @@ def unpack_entries(frame: Frame) -> Message:
         sections.append(EntriesSection(vb_id, opaque, epoch, committed_seqno, entries))
         position += size
     return Message(number, question, tuple(sections))
+
+
+def share(entries: bytes) -> SharedGroup:
+    """Make the entries of a commit group ready to be sent to any number of replicas."""
+    return SharedGroup(entries, _crc32c(entries))
+
+
+NOTHING: Final = share(b"")
+"""For a message that only tells what is committed."""
+
+
+def pack_group(
+    number: int, question: int, opened: int, committed: tuple[int, int], group: SharedGroup
+) -> list[bytes]:
+    """Return the pieces of a message with a whole commit group; see `GroupMessage`."""
+    extras = _GROUP_EXTRAS.pack(number, question, opened, *committed)
+    checksum: int = _crc32c_extend(group.checksum, extras)
+    head = HEADER.pack(
+        Magic.REQUEST, Opcode.X_REPLICA_GROUP, 0, _GROUP_EXTRAS_BYTES, 0, 0,
+        _GROUP_EXTRAS_BYTES + len(group.entries), 0, 0,
+    )  # fmt: skip
+    head += extras + checksum.to_bytes(4, "big")
+    return [head, group.entries] if group.entries else [head]
+
+
+def unpack_group(frame: Frame) -> GroupMessage:
+    """Return a message with a whole commit group; its entries are not checked. Raises
+    ReplicationError.
+    """
+    extras, value = frame.extras, frame.value
+    if len(extras) != _GROUP_EXTRAS_BYTES:
+        raise ReplicationError(f"a message with a group has {_GROUP_EXTRAS_BYTES} bytes of extras")
+    number, question, opened, *committed = _GROUP_EXTRAS.unpack_from(extras)
+    checksum = _crc32c_extend(_crc32c(value), extras[: _GROUP_EXTRAS.size])
+    if checksum != int.from_bytes(extras[_GROUP_EXTRAS.size :], "big"):
+        raise _bad_checksum(number, value)
+    return GroupMessage(number, question, opened, (committed[0], committed[1]), value)
+
+
+def _bad_checksum(number: int, value: bytes) -> ReplicationError:
+    return ReplicationError(
+        f"message {number}: the checksum of its {len(value)} bytes is wrong; the network or a "
+        "machine changes bytes"
+    )
 
 
 def problem_of(

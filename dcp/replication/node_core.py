@@ -25,7 +25,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import ReportedPartition, StoredPartition
@@ -45,7 +45,6 @@ from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
 from vbucket.engine.replicated import ReplicatedChanges
 from vbucket.log.commit_group import CommitGroup
-from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_of
 from vbucket.store.store import Store
 
 CarryOut = Callable[[Iterable[SessionEffect]], None]
@@ -89,15 +88,20 @@ class ReplicationCore:
         self._first_epochs: dict[int, int] = {}
         """The epoch that a partition's record had when this process first read it."""
         self._reported: tuple[ReportedPartition, ...] = ()
+        self._followed_masters: set[str | None] | None = None
+        """Masters of the partitions that this node does not master; None: records have changed
+        since that was known."""
         self.following = Following(
             engine, self._changes,
             Identity(cluster, membership.member, membership.incarnation), settings,
             record_of=self._record_of, raise_watermarks=self._raise_watermarks,
+            commit_many=self._commit_many,
             effects=self._effects, now_ns=now_ns,
         )  # fmt: skip
         self.leading = Leading(
             engine, hub, session.view, settings, cluster=cluster, member=membership.member,
-            raise_watermarks=self._raise_watermarks, depose=depose, now_ns=now_ns,
+            raise_watermarks=self._raise_watermarks, commit_many=self._commit_many,
+            depose=depose, effects=self._effects, now_ns=now_ns,
         )  # fmt: skip
         for part in engine.partitions:
             part.has_copies = True
@@ -165,6 +169,7 @@ class ReplicationCore:
         first_epoch = self._first_epochs.setdefault(vb_id, record.epoch)
         self._distrusted.pop(vb_id, None)
         self._records[vb_id] = stored
+        self._followed_masters = None
         mastership = self.leading.masterships.get(vb_id)
         if not is_master(record, self._member, first_epoch):
             if mastership is not None:
@@ -175,7 +180,8 @@ class ReplicationCore:
             confirmed_ns = self.following.last_confirmed_ns(vb_id)
             self.following.leave(vb_id)
             self._changes.settle()
-            told_seqno = self.following.take_told_hw(vb_id)
+            part = self._engine.partitions[vb_id]
+            told_seqno = max(self.following.take_told_hw(vb_id), part.committed_seqno)
             self._tell_loss(vb_id, record, told_seqno)
             self.leading.begin(
                 vb_id, record, confirmed_ns=confirmed_ns, told_seqno=told_seqno,
@@ -214,26 +220,26 @@ class ReplicationCore:
         """A commit group of this node is on disk."""
         self._now_ns = now_ns
         self._changes.settle()
-        self.leading.group_synced(self._changes_for_replicas(group.changes))
-        self._raise_watermarks(group.high_seqnos)
+        self._raise_watermarks(self.leading.group_synced(group))
+        self._raise_watermarks(self._followed_and_told(group))
         self.following.synced(self._commits.synced_group)
 
-    def _changes_for_replicas(self, entries: Sequence[bytes]) -> dict[int, list[bytes]]:
-        """Return partition -> what its replicas get of a group: changes, and floors. Versions come
-        with the welcome.
+    def _followed_and_told(self, group: CommitGroup) -> list[int]:
+        """Return the followed partitions of a group where it commits something: the master has told
+        a high watermark that was not synced here, or the group has no changes (but a version).
         """
-        changes: dict[int, list[bytes]] = {}
-        if not self.leading.feeds:
-            return changes
-        masterships = self.leading.masterships
-        for entry in entries:
-            vb_id = vb_id_of(entry)
-            is_control = entry[OPCODE_AT] == LOG_CONTROL
-            if vb_id in masterships and not (
-                is_control and control_document(entry)["kind"] != "floor"
-            ):
-                changes.setdefault(vb_id, []).append(entry)
-        return changes
+        masterships, awaiting = self.leading.masterships, self.following.awaiting_sync
+        if len(masterships) == self._engine.num_vbuckets:
+            return []
+        found: Iterable[int] = awaiting & group.high_seqnos.keys()
+        if group.has_control:
+            partitions = self._engine.partitions
+            found = [
+                vb_id
+                for vb_id, seqno in group.high_seqnos.items()
+                if seqno <= partitions[vb_id].committed_seqno or vb_id in awaiting
+            ]
+        return [vb_id for vb_id in found if vb_id not in masterships]
 
     def _raise_watermarks(self, vb_ids: Iterable[int]) -> None:
         """Commit what may be committed now in these partitions."""
@@ -244,9 +250,13 @@ class ReplicationCore:
             if part.committed_seqno == part.synced_seqno and vb_id not in lagging:
                 continue  # all that may be committed is
             mastership = masterships.get(vb_id)
-            told = self.following.told_hw(vb_id)
-            seqno = told if mastership is None else mastership.hw_seqno()
+            if mastership is None:
+                seqno = self.following.told_hw(vb_id)
+            else:
+                self.leading.note_acknowledged(mastership)
+                seqno = mastership.hw_seqno()
             seqno = max(part.committed_seqno, min(seqno, part.synced_seqno))
+            self.following.reached(vb_id, seqno)
             if self._commits.commit(vb_id, seqno):
                 rose.append(vb_id)
                 self._engine.keyspace.watermarks[vb_id] = part.committed_seqno
@@ -254,6 +264,17 @@ class ReplicationCore:
             self._effects.append(self._groups.committed(rose))
             for feed in self.leading.feeds.values():
                 feed.hw_rose(rose)
+
+    def _commit_many(self, seqnos: Mapping[int, int]) -> None:
+        """Commit these partitions up to these seqnos. The caller tells the replicas."""
+        rose = self._commits.commit_many(seqnos)
+        if rose:
+            partitions, watermarks = self._engine.partitions, self._engine.keyspace.watermarks
+            if rose is seqnos:
+                watermarks.update(seqnos)
+            else:
+                watermarks.update((vb_id, partitions[vb_id].committed_seqno) for vb_id in rose)
+            self._effects.append(self._groups.committed(rose))
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -268,10 +289,12 @@ class ReplicationCore:
         self._now_ns = now_ns
         self.following.tick(now_ns)
         masterships = self.leading.masterships
-        for vb_id, stored in self._records.items():
-            if vb_id not in masterships:
-                self.following.follow(vb_id, stored.content.record, now_ns)
-        self._raise_watermarks(tuple(masterships))
+        if self.following.take_gaps():
+            for vb_id, stored in self._records.items():
+                if vb_id not in masterships:
+                    self.following.follow(vb_id, stored.content.record, now_ns)
+        lagging = self._commits.lagging if self.leading.is_settled else masterships
+        self._raise_watermarks(tuple(lagging))
         self.leading.serve(now_ns)
         trusted = {
             vb_id: stored
@@ -285,6 +308,14 @@ class ReplicationCore:
 
     def _report(self) -> None:
         """Report the partitions whose master is not heard."""
+        if self._followed_masters is None:
+            self._followed_masters = {
+                self._record_of(vb_id).master
+                for vb_id in self._records.keys() - self.leading.masterships.keys()
+            }
+        is_unheard = any(map(self.following.is_unheard_member, self._followed_masters))
+        if not is_unheard and not self._reported:
+            return
         reported: list[ReportedPartition] = []
         for vb_id, stored in sorted(self._records.items()):
             record = stored.content.record

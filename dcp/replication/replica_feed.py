@@ -1,12 +1,16 @@
 """The master's side of a replication link: what one replica's node gets. Sans-IO.
 
-    IN_STEP   the partition is in every group message: it has all that is synced here
+    IN_STEP   the partition is in every group message: all that is synced here was sent
     BEHIND    it is read from its cursor, from memory or from blocks, until it is level
+
+A commit group goes wholly, as one message, if all of its partitions that the replica follows are
+IN_STEP (`send_whole`), and section by section otherwise (`group_synced`). With a whole group
+nothing is done for each partition: acknowledgements and high watermarks come and go by number.
 
 Below the master's history floor versions may be gone. A replica that is there gets what is left up
 to the floor as a snapshot: its seqnos have gaps, and it is of use only as a whole. The floor may
 rise meanwhile; then so does the end of the snapshot. Nothing is held back for it. Only deletions
-that are purged meanwhile can make a part useless (`_FedStream.is_overtaken`): then the stream is
+that are purged meanwhile can make a part useless (`FedStream.is_overtaken`): then the stream is
 ended, and the answer to the next request sends the replica to 0.
 
 Who calls it: the session passes requests and acknowledgements on, the connection pumps messages
@@ -20,28 +24,40 @@ Invariants
 - what the feed holds is bounded, whatever the replica does: messages count with what is remembered
   of them, and no more than QUESTIONS_MAX heartbeats are waiting for an answer;
 - an acknowledgement counts for a partition if its stream was open when the message was made, and
-  not for a part of a snapshot;
+  not for a part of a snapshot. A whole group counts as such only if no stream of the link was
+  opened or closed since it was sent; otherwise each of its partitions counts for itself;
+- `_in_step` are the streams that are IN_STEP. To them all that is synced here was sent;
 - a replica knows the master's floors before it gets a change that was made after they rose.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
+from dcp.replication.fed_stream import (
+    NEVER,
+    SECTION_BYTES,
+    WINDOW_BYTES,
+    FedStream,
+    FeedPace,
+    Followed,
+    known_committed,
+)
 from dcp.replication.messages import (
+    GROUP_BYTES_MAX,
+    NOTHING,
+    TOLD_GROUPS_MAX,
     EntriesSection,
-    FloorsTold,
     ReplicaPosition,
-    SnapshotDone,
-    Told,
+    SharedGroup,
     decode,
     pack_entries,
-    pack_told,
+    pack_group,
     unpack_ack,
 )
+from dcp.replication.whole_groups import WholeGroup
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.wire.frame import Frame
 from dcp.wire.message import (
@@ -54,14 +70,9 @@ from dcp.wire.message import (
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
 from vbucket.model.control import SnapshotWindow
-from vbucket.model.entry import seqno_of
-from vbucket.model.ids import SEQNO_MAX
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
 from vbucket.store.environment import StoreDamagedError
 
-WINDOW_BYTES: Final = 8 << 20
-"""Entries on their way to one replica: at 100 MB/s, 80 ms of them."""
-SECTION_BYTES: Final = 256 << 10
-"""Entries of a partition that is behind, in one message: a fair share of a turn."""
 RECORD_BYTES: Final = 256
 """What this node remembers of a message, and of each of its sections, until it is acknowledged."""
 QUESTIONS_MAX: Final = 64
@@ -70,116 +81,6 @@ BEAT_NS: Final = 100_000_000
 """Time between heartbeats, and the longest time between two questions."""
 SILENCE_NS_MAX: Final = 3_000_000_000
 """A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
-
-
-NEVER: Final = SEQNO_MAX
-"""Above the number of every message."""
-
-
-class FeedPace(Enum):
-    """See the module."""
-
-    IN_STEP = auto()
-    BEHIND = auto()
-
-
-class Followed(NamedTuple):
-    """What a replica has acknowledged of a partition, in one message."""
-
-    vb_id: int
-    epoch: int
-    seqno: int
-
-
-class _FedStream:
-    """One partition on the link."""
-
-    __slots__ = (
-        "confirmations",
-        "epoch",
-        "floors",
-        "opaque",
-        "pace",
-        "safe_purge",
-        "sent_seqno",
-        "shown_seqno",
-        "whole_number",
-        "window",
-    )
-
-    def __init__(
-        self,
-        epoch: int,
-        opaque: int,
-        seqno: int,
-        confirmations: int,
-        window: SnapshotWindow | None,
-    ) -> None:
-        self.confirmations = confirmations
-        """How many confirmations the link had when the stream was opened."""
-        self.epoch = epoch
-        self.opaque = opaque
-        self.sent_seqno = seqno
-        self.pace = FeedPace.BEHIND
-        self.shown_seqno = -1
-        """The high watermark that the replica was told last."""
-        self.floors = FloorsTold(0, 0)
-        """The floors that the replica was told while it was behind. Floors never fall, so these are
-        the present ones only if it knows them."""
-        self.window = window
-        """The snapshot of which the replica has a part; None: what it has is whole."""
-        self.whole_number = 0 if window is None else NEVER
-        """The message that ends the last snapshot; NEVER: it was not sent yet."""
-        self.safe_purge = 0 if window is None else window.purge
-        """Deletions up to this seqno were purged, or superseded what they delete, before anything
-        of the snapshot was read."""
-
-    def section(self, part: Partition, entries: Sequence[bytes]) -> EntriesSection:
-        """Return a section, which tells the replica the high watermark."""
-        self.shown_seqno = known_committed(part)
-        return EntriesSection(part.vb_id, self.opaque, self.epoch, self.shown_seqno, entries)
-
-    def is_overtaken(self, part: Partition) -> bool:
-        """Whether deletions were purged that the replica has not got, of documents that it has."""
-        return 0 < self.sent_seqno < part.purge_seqno and part.purge_seqno > self.safe_purge
-
-    def news(self, part: Partition) -> list[bytes]:
-        """Return the control entries that come before the next changes. A cursor meets none,
-        because they are no changes.
-        """
-        floors = FloorsTold(part.history_floor, part.purge_seqno)
-        window = self.window
-        if window is None and self.sent_seqno < floors.floor:
-            self.window = SnapshotWindow(self.sent_seqno, *floors)
-            # Who holds nothing gets no document that a deletion below the floor has deleted.
-            self.safe_purge = 0 if self.sent_seqno else floors.floor
-        elif window is not None:
-            end = max(window.end, floors.floor)
-            self.window = window._replace(end=end, purge=floors.purge)
-        told: list[Told] = []
-        if self.window is not None:
-            if self.window != window:
-                told.append(self.window)
-        elif self.floors != floors:
-            self.floors = floors
-            told.append(floors)
-        return [pack_told(part.vb_id, each) for each in told]
-
-    def end_snapshot(self, part: Partition) -> list[bytes]:
-        """Return the control entry that ends the snapshot if all of it is sent."""
-        window = self.window
-        if window is None or self.sent_seqno < window.end:
-            return []
-        self.window = None
-        self.floors = FloorsTold(part.history_floor, part.purge_seqno)
-        return [pack_told(part.vb_id, SnapshotDone(window.end, part.purge_seqno, part.max_cas))]
-
-
-def known_committed(part: Partition) -> int:
-    """Return up to which seqno a master knows that changes are committed. A history floor is, also
-    where a new master does not know so much of others yet.
-    """
-    return max(part.committed_seqno, part.history_floor)
 
 
 class MasterSide(Protocol):
@@ -198,8 +99,31 @@ class MasterSide(Protocol):
     def acknowledged(self, member: str, followed: Sequence[Followed]) -> None:
         """A replica has synced these."""
 
+    def groups_acknowledged(self, member: str, groups: Sequence[WholeGroup]) -> None:
+        """A replica has synced what it got of these whole groups, all of it on streams that are
+        open since.
+        """
+
     def feed_closed(self, feed: ReplicaFeed) -> None:
         """The link is gone."""
+
+
+class _SentWhole(NamedTuple):
+    """A whole group on its way."""
+
+    group: WholeGroup
+    seqnos: Mapping[int, int]
+    """What the replica got of it."""
+    streams_revision: int
+
+
+class _Sent(NamedTuple):
+    """A message that is not acknowledged."""
+
+    number: int
+    cost: int
+    followed: tuple[tuple[FedStream, Followed], ...] = ()
+    whole: _SentWhole | None = None
 
 
 class ReplicaFeed:
@@ -226,21 +150,41 @@ class ReplicaFeed:
         self._is_closed = False
         self._window_bytes = window_bytes
         self._section_bytes = section_bytes
-        self._streams: dict[int, _FedStream] = {}
+        self._streams: dict[int, FedStream] = {}
         self._out: list[bytes] = []
         self._behind: dict[int, None] = {}
         """Partitions to read from their cursors, in turn."""
         self._stale: dict[int, None] = {}
         """Partitions whose high watermark the replica does not know, in the order they rose."""
         self._number = 0
-        self._sent: deque[tuple[int, int, tuple[tuple[_FedStream, Followed], ...]]] = deque()
-        """Messages with sections that are not acknowledged: number, cost, what they bring."""
+        self._sent: deque[_Sent] = deque()
+        """Messages with entries or high watermarks that are not acknowledged."""
         self._acknowledged_number = 0
         self._sent_bytes = 0
         """Their cost: their bytes and RECORD_BYTES for each part."""
+        self._in_step: set[int] = set()
+        self._takes_all_of: frozenset[int] | None = None
+        """Partitions that were all found to be in step; None: some have left since."""
+        self.streams_revision = 0
+        """Rises when a stream is opened, closed or ended."""
+        self._newest_opaque = 0
+        """Of the stream requests that were answered OK."""
+        self._group_seqnos: dict[int, int] = {}
+        """Partition -> what the replica has acknowledged of it in whole groups."""
+        self._untold: dict[int, int] = {}
+        """Commit group -> its message, for whole groups of which the replica does not know whether
+        they are committed; the newest ones, in their order."""
+        self._given_up = 0
+        """The last message that `_untold` had and has not any more, because newer ones came."""
+        self._committed: list[int] = []
+        """Messages of whole groups that are committed, which the replica is not told yet."""
+        self._number_at_call = 0
+        """The last message that was made when `is_level` was asked last."""
         self._asked: deque[tuple[int, int]] = deque()
         """Questions that are not confirmed: question, when it was asked."""
         self._confirmations = 0
+        self._opened_confirmations = 0
+        """How many there were when the newest stream was opened."""
         self._confirmed_ns = 0
         """When the question was asked that was confirmed last."""
         self._now_ns = self._heard_ns = now_ns
@@ -279,18 +223,30 @@ class ReplicaFeed:
         """Feed a partition to the replica, which has everything up to `seqno`, or the part of the
         snapshot `window` up to there.
         """
-        self._streams[vb_id] = _FedStream(epoch, opaque, seqno, self._confirmations, window)
+        self._drop(vb_id)
+        self._streams[vb_id] = FedStream(
+            epoch, opaque, seqno, self._confirmations, self._number, window
+        )
+        self._newest_opaque = max(self._newest_opaque, opaque)
+        self._opened_confirmations = self._confirmations
         self._behind[vb_id] = None
         self._stale[vb_id] = None
         self._schedule()
 
     def close_stream(self, vb_id: int) -> None:
         """The replica does not follow a partition any more."""
-        self._streams.pop(vb_id, None)
+        self._drop(vb_id)
+
+    def _drop(self, vb_id: int) -> FedStream | None:
+        self.streams_revision += 1
+        self._in_step.discard(vb_id)
+        self._takes_all_of = None
+        self._group_seqnos.pop(vb_id, None)
+        return self._streams.pop(vb_id, None)
 
     def end(self, vb_id: int) -> None:
         """Tell the replica that this node is not the partition's master any more."""
-        stream = self._streams.pop(vb_id, None)
+        stream = self._drop(vb_id)
         if stream is not None:
             self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.STATE_CHANGED))
             self._schedule()
@@ -312,12 +268,104 @@ class ReplicaFeed:
             return None
         return self._confirmed_ns
 
+    def all_confirmed_ns(self) -> int | None:
+        """Return the same for all open streams together; None: some were not confirmed yet."""
+        if self._opened_confirmations == self._confirmations:
+            return None
+        return self._confirmed_ns
+
+    def follows(self, vb_id: int) -> bool:
+        """Whether the replica gets a partition on this link."""
+        return vb_id in self._streams
+
+    def is_level(self) -> bool:
+        """Return whether the replica has synced all that was sent when this was asked last."""
+        number, self._number_at_call = self._number_at_call, self._number
+        return not self._behind and (not self._sent or self._sent[0].number > number)
+
+    def group_acknowledgement(self, vb_id: int) -> tuple[int, int] | None:
+        """Return leader epoch and seqno up to which the replica has acknowledged a partition in
+        whole groups; None: nothing.
+        """
+        seqno = self._group_seqnos.get(vb_id)
+        return None if seqno is None else (self._streams[vb_id].epoch, seqno)
+
     # -- what the node core tells ------------------------------------------------------------------
 
+    def send_whole(self, group: WholeGroup) -> bool:
+        """Send what the replica follows of a synced group as one message; False: some of it is
+        behind, or the window is full, and nothing was done.
+        """
+        seqnos, shared = group.seqnos, group.shared
+        if not self._takes_all(group.mastered) and not seqnos.keys() <= self._in_step:
+            followed = seqnos.keys() & self._streams.keys()
+            if not followed <= self._in_step:
+                return False
+            if not followed:
+                return True
+            seqnos, shared = group.only(followed)
+        size = len(shared.entries)
+        cost = size + RECORD_BYTES * (1 + len(seqnos))
+        if self._sent_bytes + cost > self._window_bytes or size > GROUP_BYTES_MAX:
+            return False
+        group.sent_to[self.member] = seqnos
+        self._post(shared)
+        self._untold[group.number] = self._number
+        if len(self._untold) > TOLD_GROUPS_MAX:
+            self._given_up = self._untold.pop(next(iter(self._untold)))
+        whole = _SentWhole(group, seqnos, self.streams_revision)
+        self._sent.append(_Sent(self._number, cost, whole=whole))
+        self._sent_bytes += cost
+        return True
+
+    def _takes_all(self, mastered: frozenset[int]) -> bool:
+        """Whether all partitions that this node masters are in step."""
+        if self._takes_all_of is not mastered and mastered <= self._in_step:
+            self._takes_all_of = mastered
+        return self._takes_all_of is mastered
+
+    def _post(self, shared: SharedGroup) -> None:
+        """Make a message with a whole group, or with nothing. It tells what is committed."""
+        self._number += 1
+        self._asked.append((self._number, self._now_ns))
+        self._out += pack_group(
+            self._number, self._number, self._newest_opaque, self._take_committed(), shared
+        )
+        self._schedule()
+
+    def _take_committed(self) -> tuple[int, int]:
+        """Return the first committed messages that no other one separates: from, to."""
+        numbers = self._committed
+        if not numbers:
+            return 0, 0
+        numbers.sort()
+        first, last = numbers[0], numbers[-1]
+        between = [number for number in self._untold.values() if first < number < last]
+        if first < self._given_up:
+            last = first
+        elif between:
+            last = max(number for number in numbers if number < min(between))
+        self._committed = [number for number in numbers if number > last]
+        return first, last
+
+    def group_committed(self, group: WholeGroup, committed: Mapping[int, int]) -> None:
+        """Partitions of a whole group are committed; the replica is told with the next message."""
+        seqnos = group.sent_to.get(self.member)
+        number = self._untold.get(group.number)
+        is_all = seqnos is committed or (seqnos is not None and seqnos.keys() <= committed.keys())
+        if number is None or not is_all:
+            self.hw_rose(group.seqnos.keys() & committed.keys())
+            return
+        del self._untold[group.number]
+        self._committed.append(number)
+        self._schedule()
+
     def group_synced(self, changes: Mapping[int, Sequence[bytes]]) -> None:
-        """Send a synced group: partition -> its entries for replicas, floors included."""
+        """Send a synced group section by section: partition -> its entries for replicas, floors
+        included.
+        """
         sections: list[EntriesSection] = []
-        followed: list[tuple[_FedStream, Followed]] = []
+        followed: list[tuple[FedStream, Followed]] = []
         room = self._window_bytes - self._sent_bytes
         partitions = self._engine.partitions
         for vb_id, entries in changes.items():
@@ -325,13 +373,13 @@ class ReplicaFeed:
             if stream is None:
                 continue
             size = sum(map(len, entries)) + RECORD_BYTES
-            if stream.pace is FeedPace.BEHIND or size > room:
-                stream.pace = FeedPace.BEHIND
+            part = partitions[vb_id]
+            if stream.pace is FeedPace.IN_STEP and size > room:
+                self._leave_behind(stream, part, entries)
+            if stream.pace is FeedPace.BEHIND:
                 self._behind[vb_id] = None
                 continue
-            part = partitions[vb_id]
             sections.append(stream.section(part, entries))
-            stream.sent_seqno = part.synced_seqno
             followed.append((stream, Followed(vb_id, stream.epoch, part.synced_seqno)))
             room -= size
         if sections:
@@ -339,7 +387,15 @@ class ReplicaFeed:
         if self._behind:
             self._schedule()
 
-    def hw_rose(self, vb_ids: Sequence[int]) -> None:
+    def _leave_behind(self, stream: FedStream, part: Partition, entries: Sequence[bytes]) -> None:
+        """Send these entries of a synced group, and later ones, from the partition's cursor."""
+        self._in_step.discard(part.vb_id)
+        self._takes_all_of = None
+        stream.pace = FeedPace.BEHIND
+        first = next((entry for entry in entries if entry[OPCODE_AT] != LOG_CONTROL), None)
+        stream.sent_seqno = part.synced_seqno if first is None else seqno_of(first) - 1
+
+    def hw_rose(self, vb_ids: Iterable[int]) -> None:
         """High watermarks have risen; the replica is told with the next message."""
         for vb_id in vb_ids:
             if vb_id in self._streams:
@@ -348,7 +404,7 @@ class ReplicaFeed:
             self._schedule()
 
     def _send(
-        self, sections: Sequence[EntriesSection], followed: Sequence[tuple[_FedStream, Followed]]
+        self, sections: Sequence[EntriesSection], followed: Sequence[tuple[FedStream, Followed]]
     ) -> None:
         self._number += 1
         question = self._number
@@ -357,7 +413,7 @@ class ReplicaFeed:
         self._out.append(message)
         if sections:
             cost = len(message) + RECORD_BYTES * (1 + len(sections))
-            self._sent.append((self._number, cost, tuple(followed)))
+            self._sent.append(_Sent(self._number, cost, tuple(followed)))
             self._sent_bytes += cost
         self._schedule()
 
@@ -366,7 +422,8 @@ class ReplicaFeed:
     @property
     def has_output(self) -> bool:
         """Whether `pump` would return anything now."""
-        return bool(self._out or ((self._stale or self._behind) and self._has_room))
+        waits = self._stale or self._behind or self._committed
+        return bool(self._out or (waits and self._has_room))
 
     @property
     def _has_room(self) -> bool:
@@ -380,6 +437,8 @@ class ReplicaFeed:
             bytes_max -= self._catch_up(vb_id)
         if self._stale and self._has_room:
             self._send_watermarks()
+        while self._committed and self._has_room:
+            self._post(NOTHING)
         out, self._out = self._out, []
         return out
 
@@ -408,11 +467,12 @@ class ReplicaFeed:
                 stream.whole_number = self._number
         if stream.sent_seqno == part.synced_seqno and stream.window is None:
             stream.pace = FeedPace.IN_STEP
+            self._in_step.add(vb_id)
         else:
             self._behind[vb_id] = None
         return sum(map(len, entries))
 
-    def _next_entries(self, stream: _FedStream, part: Partition) -> list[bytes]:
+    def _next_entries(self, stream: FedStream, part: Partition) -> list[bytes]:
         """Return the next entries of a partition that is behind. Raises StoreDamagedError."""
         entries = stream.news(part)
         window, first_seqno = stream.window, stream.sent_seqno + 1
@@ -435,7 +495,8 @@ class ReplicaFeed:
     def _fail(self, vb_id: int, why: str) -> None:
         """End a stream that cannot be read here, rather than leave anything out."""
         self.damages.append(why)
-        stream = self._streams.pop(vb_id)
+        stream = self._drop(vb_id)
+        assert stream is not None, "it was read from"
         self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.BACKFILL_FAILED))
 
     def _send_watermarks(self) -> None:
@@ -443,7 +504,7 @@ class ReplicaFeed:
         what it has, also where nothing was left to send.
         """
         sections: list[EntriesSection] = []
-        followed: list[tuple[_FedStream, Followed]] = []
+        followed: list[tuple[FedStream, Followed]] = []
         for vb_id in self._stale:
             stream = self._streams.get(vb_id)
             if stream is None or stream.window is not None:
@@ -451,7 +512,9 @@ class ReplicaFeed:
             part = self._engine.partitions[vb_id]
             if stream.shown_seqno != known_committed(part):
                 sections.append(stream.section(part, ()))
-                followed.append((stream, Followed(vb_id, stream.epoch, stream.sent_seqno)))
+                is_level = stream.pace is FeedPace.IN_STEP
+                seqno = part.synced_seqno if is_level else stream.sent_seqno
+                followed.append((stream, Followed(vb_id, stream.epoch, seqno)))
         self._stale.clear()
         if sections:
             self._send(sections, followed)
@@ -484,10 +547,18 @@ class ReplicaFeed:
             )
         self._acknowledged_number = max(self._acknowledged_number, number)
         newest: dict[int, Followed] = {}
-        while self._sent and self._sent[0][0] <= number:
-            _, size, followed = self._sent.popleft()
-            self._sent_bytes -= size
-            for stream, each in followed:
+        wholes: list[WholeGroup] = []
+        while self._sent and self._sent[0].number <= number:
+            sent = self._sent.popleft()
+            self._sent_bytes -= sent.cost
+            if sent.whole is not None:
+                if sent.whole.streams_revision == self.streams_revision:
+                    self._group_seqnos.update(sent.whole.seqnos)
+                    wholes.append(sent.whole.group)
+                else:
+                    del sent.whole.group.sent_to[self.member]  # it does not count as a whole
+                    newest |= self._still_followed(sent.number, sent.whole.seqnos)
+            for stream, each in sent.followed:
                 # A stream that was closed and opened again may have left this message out.
                 if self._streams.get(each.vb_id) is stream:
                     newest[each.vb_id] = each
@@ -496,13 +567,33 @@ class ReplicaFeed:
             self._confirmations += 1
         if newest:
             self._side.acknowledged(self.member, tuple(newest.values()))
+        if wholes:
+            self._side.groups_acknowledged(self.member, wholes)
         if self.has_output:
             self._schedule()
+
+    def _still_followed(self, number: int, seqnos: Mapping[int, int]) -> dict[int, Followed]:
+        """Return what a message brought for streams that were open then and are now."""
+        found: dict[int, Followed] = {}
+        for vb_id, seqno in seqnos.items():
+            stream = self._streams.get(vb_id)
+            if stream is not None and stream.opened_number < number:
+                found[vb_id] = Followed(vb_id, stream.epoch, seqno)
+        return found
 
     def close(self) -> None:
         """The connection is gone, or a newer link of the member has come."""
         self._is_closed = True
+        self.streams_revision += 1
+        for sent in self._sent:
+            if sent.whole is not None:
+                del sent.whole.group.sent_to[self.member]
+        self._sent.clear()
         self._streams.clear()
+        self._in_step.clear()
+        self._takes_all_of = None
+        self._group_seqnos.clear()
+        self._committed.clear()
         self._behind.clear()
         self._stale.clear()
         self._side.feed_closed(self)

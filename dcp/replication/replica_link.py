@@ -14,7 +14,11 @@ moves bytes. The core of the node carries out what needs the engine (`ReplicaSid
 
 Invariants
 - a message is applied wholly or not at all, and only for streams that are OPEN. What was sent for a
-  stream that was left meanwhile has another opaque, and is skipped;
+  stream that was left meanwhile has another opaque, and is skipped. A whole commit group has the
+  newest opaque of its time: it is not for streams with a higher one;
+- `_highs` has the last seqno that is here of each partition whose stream is OPEN, unless it has
+  only a part of a snapshot. While a partition is followed, nothing else changes it;
+- that a whole group is committed counts for streams that were OPEN when it came, and are since;
 - a message is acknowledged after the commit group that holds its entries is synced here, and all
   messages before it;
 - a question is confirmed at once, for the streams that are open then. `confirmed_ns` is when that
@@ -24,14 +28,17 @@ Invariants
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from dcp.replication.messages import (
     MESSAGE_BYTES_MAX,
+    TOLD_GROUPS_MAX,
     EntriesSection,
     Greeting,
+    GroupMessage,
+    Message,
     ReplicaPosition,
     Welcome,
     decode,
@@ -39,7 +46,9 @@ from dcp.replication.messages import (
     pack_ack,
     problem_of,
     unpack_entries,
+    unpack_group,
 )
+from dcp.replication.whole_entries import checked_group
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_request
 from dcp.wire.message import (
@@ -53,6 +62,7 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
+from vbucket.engine.replicated import ReplicatedChange
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.ids import SEQNO_MAX
 
@@ -63,6 +73,10 @@ DAMAGED_RETRY_NS: Final = 5_000_000_000
 each attempt is logged there."""
 HEARD_NS_MAX: Final = 3_000_000_000
 """A link without a word for so long is closed; heartbeats come ten times a second."""
+
+
+_REMEMBERED_GROUPS: Final = 2 * TOLD_GROUPS_MAX
+"""The master names none of the older ones."""
 
 
 class LinkState(Enum):
@@ -91,6 +105,17 @@ class _FollowedStream:
         self.retry_ns = 0
 
 
+class _AppliedGroup(NamedTuple):
+    """A whole group that is applied."""
+
+    ends: dict[int, int]
+    """Partition -> its seqno at the end."""
+    opened: int
+    """Opaque of the newest stream that it was for."""
+    left: int
+    """How many streams had been left before."""
+
+
 class ReplicaSide(Protocol):
     """What a link needs of its node's core."""
 
@@ -116,6 +141,16 @@ class ReplicaSide(Protocol):
 
     def applied(self, vb_ids: Iterable[int]) -> None:
         """All sections of a message are applied; these are their partitions."""
+
+    def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
+        """Apply changes of a whole group that were checked, or none of them; return the commit
+        group that has them here. Raises ReplicationError.
+        """
+
+    def told_committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
+        """The master has committed these partitions up to these seqnos. `is_synced`: all of that is
+        on disk here.
+        """
 
     def unsynced_group(self, vb_id: int) -> int:
         """Return the commit group that must be synced before all that a partition has is; 0: it is
@@ -146,6 +181,15 @@ class ReplicaLink:
         self._unsynced: deque[tuple[int, int]] = deque()
         """Applied messages that are not synced here: commit group, number."""
         self._synced_number = 0
+        self._highs: dict[int, int] = {}
+        self._epochs: dict[int, int] = {}
+        """Leader epochs of the same partitions."""
+        self._newest_open = 0
+        """The highest opaque of a stream that was OPEN."""
+        self._left = 0
+        """How many streams were left, or have ended."""
+        self._groups: dict[int, _AppliedGroup] = {}
+        """Whole groups that may not be committed, by message; the newest ones."""
         self.heard_ns = now_ns
         self.master_heard_ns = 0
         """When the last message of the member that is followed came; 0: none has."""
@@ -180,9 +224,16 @@ class ReplicaLink:
         """Do not follow a partition here any more. No later answer confirms its master."""
         stream = self._streams.pop(vb_id, None)
         self._waiting.pop(vb_id, None)
+        self._forget(vb_id)
         is_closed = self.state is LinkState.CLOSED
         if stream is not None and stream.step is not _FollowStep.WAITING and not is_closed:
             self._out.append(pack_request(Opcode.DCP_CLOSE_STREAM, vb_id=vb_id))
+
+    def _forget(self, vb_id: int) -> None:
+        """The stream of a partition is not OPEN any more."""
+        self._left += 1
+        self._highs.pop(vb_id, None)
+        self._epochs.pop(vb_id, None)
 
     def follows(self, vb_id: int) -> bool:
         """Whether a partition is followed here; on a closed link, whether it was. Until
@@ -236,6 +287,8 @@ class ReplicaLink:
         self._waiting.clear()
         self._asked.clear()
         self._unsynced.clear()
+        self._groups.clear()
+        self._highs.clear()
         self._out.clear()
 
     # -- inside ------------------------------------------------------------------------------------
@@ -245,6 +298,8 @@ class ReplicaLink:
             self._answered(frame, now_ns)
         elif frame.opcode == Opcode.X_REPLICA_ENTRIES:
             self._message(frame, now_ns)
+        elif frame.opcode == Opcode.X_REPLICA_GROUP:
+            self._group(frame, now_ns)
         elif frame.opcode == Opcode.DCP_STREAM_END:
             stream = self._streams.get(frame.vb_id)
             if stream is not None and stream.opaque == frame.opaque:
@@ -285,6 +340,9 @@ class ReplicaLink:
                 )
             self._side.welcomed(vb_id, welcome)
             stream.step = _FollowStep.OPEN
+            self._newest_open = max(self._newest_open, stream.opaque)
+            self._epochs[vb_id] = stream.epoch
+            self._note_high(vb_id)
         elif frame.status == Status.ROLLBACK:
             if len(frame.value) < U64.size:
                 raise ReplicationError(f"vb {vb_id}: ROLLBACK without a seqno")
@@ -296,7 +354,14 @@ class ReplicaLink:
         else:
             self._wait(vb_id, now_ns + RETRY_NS)
 
+    def _note_high(self, vb_id: int) -> None:
+        if self._side.incomplete_snapshot(vb_id) is None:
+            self._highs[vb_id] = self._side.high_seqno(vb_id)
+        else:
+            self._highs.pop(vb_id, None)
+
     def _wait(self, vb_id: int, until_ns: int) -> None:
+        self._forget(vb_id)
         stream = self._streams[vb_id]
         stream.step, stream.retry_ns = _FollowStep.WAITING, until_ns
         self._waiting[vb_id] = None
@@ -317,8 +382,23 @@ class ReplicaLink:
 
     def _message(self, frame: Frame, now_ns: int) -> None:
         message = unpack_entries(frame)
-        if message.number != self._number + 1:
-            raise ReplicationError(f"message {message.number} follows message {self._number}")
+        self._check_number(message.number)
+        self._taken(message.number, message.question, self._take_sections(message), now_ns)
+
+    def _check_number(self, number: int) -> None:
+        if number != self._number + 1:
+            raise ReplicationError(f"message {number} follows message {self._number}")
+
+    def _taken(self, number: int, question: int, group: int, now_ns: int) -> None:
+        """A message is applied, as a part of this commit group (0: it is synced)."""
+        self._number = number
+        self._applied(number, group)
+        self._question = question
+        self.confirmed_ns = self.master_heard_ns = now_ns
+        self._acknowledge()
+
+    def _take_sections(self, message: Message) -> int:
+        """Apply sections; return the commit group that must be synced before, 0: none."""
         taken: dict[int, EntriesSection] = {}
         for section in message.sections:
             stream = self._streams.get(section.vb_id)
@@ -342,17 +422,64 @@ class ReplicaLink:
             taken[section.vb_id] = section
         for section in taken.values():
             self._side.apply(section)
+            if section.entries:
+                self._note_high(section.vb_id)
         self._side.applied(taken)
-        self._number = message.number
-        self._applied(message.number, taken)
-        self._question = message.question
-        self.confirmed_ns = self.master_heard_ns = now_ns
-        self._acknowledge()
+        return max(map(self._side.unsynced_group, taken), default=0)
 
-    def _applied(self, number: int, vb_ids: Iterable[int]) -> None:
+    def _group(self, frame: Frame, now_ns: int) -> None:
+        message = unpack_group(frame)
+        self._check_number(message.number)
+        group = self._take_group(message) if message.entries else 0
+        self._taken(message.number, message.question, group, now_ns)
+        if message.committed[1]:
+            self._take_committed(*message.committed)
+
+    def _take_group(self, message: GroupMessage) -> int:
+        """Apply a whole group; return the commit group that has it here, 0: none."""
+        opened, highs = message.opened, self._highs
+        if opened < self._newest_open:
+            streams = self._streams
+            highs = {vb: seqno for vb, seqno in highs.items() if streams[vb].opaque <= opened}
+
+        def check_absent(vb_id: int) -> None:
+            stream = self._streams.get(vb_id)
+            is_for_it = stream is not None and stream.opaque <= opened
+            if is_for_it and stream is not None and stream.step is _FollowStep.OPEN:
+                raise ReplicationError(f"vb {vb_id}: a whole group inside of a snapshot")
+
+        try:
+            changes, ends = checked_group(
+                message.entries, highs, self._epochs, check_absent, self._value_bytes_max
+            )
+        except ReplicationError as error:
+            raise ReplicationError(f"message {message.number}, {error}") from None
+        group = self._side.apply_group(changes) if changes else 0
+        if highs is not self._highs:
+            self._highs.update(ends)
+        self._groups[message.number] = _AppliedGroup(ends, opened, self._left)
+        if len(self._groups) > _REMEMBERED_GROUPS:
+            del self._groups[next(iter(self._groups))]
+        return group
+
+    def _take_committed(self, first: int, last: int) -> None:
+        """The whole groups of the messages from the first to the last are committed."""
+        seqnos: dict[int, int] = {}
+        for number in [number for number in self._groups if first <= number <= last]:
+            ends, opened, left = self._groups.pop(number)
+            if left != self._left:
+                ends = {
+                    vb_id: seqno
+                    for vb_id, seqno in ends.items()
+                    if vb_id in self._epochs and self._streams[vb_id].opaque <= opened
+                }
+            seqnos |= ends
+        if seqnos:
+            self._side.told_committed(seqnos, is_synced=last <= self._synced_number)
+
+    def _applied(self, number: int, group: int) -> None:
         """Take note of the group that must be synced before a message is acknowledged."""
         unsynced = self._unsynced
-        group = max(map(self._side.unsynced_group, vb_ids), default=0)
         if unsynced and group <= unsynced[-1][0]:
             unsynced[-1] = (unsynced[-1][0], number)  # one for each group, however long it takes
         elif group:

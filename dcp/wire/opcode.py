@@ -84,6 +84,7 @@ class Opcode(IntEnum):
     DCP_OSO_SNAPSHOT = 0x65
     X_REPLICA_ENTRIES = 0x68
     X_REPLICA_ACK = 0x69
+    X_REPLICA_GROUP = 0x6A
     DCP_PREVIOUS_VALUE = 0x6E
     DCP_SNAPSHOT_END = 0x6F
     GET_REPLICA = 0x83
@@ -364,7 +365,7 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     ),
     Opcode.DCP_SNAPSHOT_END: OpSpec(_DCP, "u64 end", "-", "sent: the snapshot is complete"),
     Opcode.X_REPLICA_ENTRIES: OpSpec(
-        _DCP, "u64 number, u64 question, u32 CRC-32", "value sections",
+        _DCP, "u64 number, u64 question, u32 CRC-32C", "value sections",
         "sent: between nodes, to a replica's node after control x_replicate: entries of several"
         " partitions, or none (a heartbeat)",
     ),
@@ -372,6 +373,12 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
         _DCP, "u64 number, u64 question", "-",
         "between nodes: a replica's node has synced all messages up to a number, and confirms the"
         " master. Never answered",
+    ),
+    Opcode.X_REPLICA_GROUP: OpSpec(
+        _DCP, "u64 number, u64 question, u32 opaque, u64 from, u64 to, u32 CRC-32C",
+        "value stored entries",
+        "sent: between nodes, to a replica's node after control x_replicate: a commit group, or"
+        " nothing; the groups of the messages between two numbers are committed",
     ),
 }  # fmt: skip
 """What each opcode does, in the order of the documentation."""

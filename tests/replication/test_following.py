@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from dcp.cluster.effects import Notice
 from dcp.replication.cut_off import Quarantine
 from dcp.replication.following import UNHEARD_NS
 from dcp.replication.loss_receipt import CutOff
@@ -12,8 +15,9 @@ from failover.replication_record import elect, shrink, unclean_elect
 from support.core_cluster import MS, VB, CoreCluster, Wire
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
-from vbucket.engine.partition import VbState
+from vbucket.engine.partition import Partition, VbState
 from vbucket.model.entry import key_of, seqno_of
+from vbucket.store.environment import StoreDamagedError
 
 LONG = PROMOTED_WAIT_NS + 200 * MS
 
@@ -125,6 +129,47 @@ def test_what_was_kept_of_another_history_does_not_count() -> None:
     node.engine.store(SET, VB, b"\0more", b"\0morev", 0, 0, 0, 0)
     assert not quarantine.is_kept(part, 3, 0)
     assert [seqno_of(entry) for entry in effects.pop().entries] == [1, 2]
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+def test_a_replica_that_cannot_be_cut_back_leaves_the_in_sync_set_and_is_filled_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = parted(unclean=False)
+    roll_back = cluster.a.engine.keyspace.roll_back
+
+    def damaged(part: Partition, seqno: int) -> int:
+        if seqno:
+            raise StoreDamagedError("block 7 of vb 1 is damaged")
+        return roll_back(part, seqno)
+
+    monkeypatch.setattr(cluster.a.engine.keyspace, "roll_back", damaged)
+    reconcile(cluster, 300 * MS)
+    assert cluster.a.part.high_seqno == 3, "as long as it is in sync, it may be elected"
+    (notice,) = cluster.a.told(Notice)
+    assert "block 7 of vb 1 is damaged" in notice.text
+    assert "when it has left the in-sync set" in notice.text
+    assert cluster.refused == [], "other partitions go on"
+    cluster.write(shrink(cluster.record, "a"))
+    reconcile(cluster)
+    assert cluster.a.part.failover == cluster.b.part.failover
+    assert cluster.a.part.high_seqno == cluster.b.part.high_seqno == 1
+    assert len(cluster.a.told(Notice)) == 2
+
+
+def test_what_cannot_be_kept_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = parted()
+
+    def damaged(*_args: object) -> list[bytes]:
+        raise StoreDamagedError("block 7 of vb 1 is damaged")
+
+    monkeypatch.setattr(cluster.a.engine.versions, "entries", damaged)
+    reconcile(cluster)
+    assert cluster.a.part.high_seqno == 3
+    (notice,) = cluster.a.told(Notice)
+    assert "cannot be kept: it stays" in notice.text
 
 
 # -- the high watermark that was told --------------------------------------------------------------

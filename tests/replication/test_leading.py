@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from dcp.cluster.effects import Notice
 from dcp.cluster.metastore import OutcomeUnknown
 from dcp.replication.leading import HANDING_NS_MAX
 from dcp.replication.mastership import Service
 from dcp.replication.messages import FORMAT, Greeting, encode
 from dcp.replication.shell_effects import BranchEnded
 from dcp.session.replication_port import ReplicationError
+from dcp.stream.pins import allowed
 from failover.isr import CONFIRMATION_NS, PROMOTED_WAIT_NS
 from failover.replication_record import HandedOver, elect, hand_over, shrink, want
 from support.core_cluster import CLUSTER, MS, VB, CoreCluster
@@ -255,6 +257,101 @@ def test_a_branch_that_is_not_in_the_record_is_not_done() -> None:
     assert "not its master any more" in ended.why_not
     cluster.run(LONG)
     assert cluster.b.part.high_seqno == 3
+
+
+def test_no_floor_rises_above_a_branch_that_is_wanted() -> None:
+    cluster = serving()
+    part = cluster.a.part
+    cluster.a.merge()
+    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    cluster.tick(ns=MS)
+    assert allowed(part, 3, 0, ()).floor == 1, "the record does not say so yet"
+    cluster.a.answer()
+    assert part.high_seqno == 1, "it could be carried out"
+    assert not part.pins
+
+
+def test_a_branch_below_a_floor_that_only_a_replica_has_is_refused() -> None:
+    cluster = serving()
+    cluster.b.engine.keyspace.raise_floor(VB, 2, 0)  # a former master told it, and died
+    cluster.wires[0].cut()
+    cluster.run(LONG)
+    assert "member b keeps every version from seqno 2" in cluster.a.core.leading.want_branch(
+        VB, 1, 99
+    )
+    assert cluster.a.core.leading.want_branch(VB, 2, 99) == ""
+
+
+def test_a_branch_that_became_impossible_is_not_written() -> None:
+    cluster = serving()
+    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    cluster.a.engine.keyspace.raise_floor(VB, 2, 0)
+    cluster.run(200 * MS)
+    assert cluster.record.branch is None
+    (ended,) = cluster.a.told(BranchEnded)
+    assert "it cannot go back to 1" in ended.why_not
+    assert cluster.a.core.leading.want_branch(VB, 2, 98) == "", "another one can be asked for"
+
+
+def test_a_master_that_cannot_carry_a_branch_out_undoes_nothing_and_says_so() -> None:
+    cluster = serving()
+    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    cluster.tick()
+    cluster.b.engine.keyspace.raise_floor(VB, 2, 0)  # no rule allows it
+    cluster.a.answer()
+    cluster.write(elect(cluster.record, "b"))
+    cluster.run(LONG)
+    assert cluster.record.branch is None
+    assert cluster.b.part.high_seqno == cluster.a.part.high_seqno == 3
+    assert cluster.b.part.failover == cluster.a.part.failover
+    (notice,) = cluster.b.told(Notice)
+    assert "cannot carry out" in notice.text
+    (ended,) = cluster.a.told(BranchEnded)
+    assert "could not carry the branch out" in ended.why_not
+
+
+# -- at rest ---------------------------------------------------------------------------------------
+
+
+def test_after_a_rest_a_replica_that_is_cut_off_leaves_as_soon_as_otherwise() -> None:
+    cluster = serving("abc")
+    cluster.run(5 * S)
+    leading = cluster.a.core.leading
+    assert leading.is_settled, "nothing is done for each partition"
+    (wire,) = [wire for wire in cluster.wires if wire.node is cluster.b]
+    wire.cut()
+    cluster.wires.remove(wire)
+    cut_ns = cluster.now_ns
+    while "b" in cluster.record.isr:
+        assert cluster.now_ns <= cut_ns + cluster.settings.replica_lag_max_ns + 200 * MS
+        cluster.tick("a", "c")
+        cluster.settle()
+        while cluster.a.submits:
+            cluster.a.answer()
+            cluster.show(cluster.a)
+    assert cluster.now_ns >= cut_ns + cluster.settings.replica_lag_max_ns - 200 * MS
+    assert cluster.record.isr == {"a", "c"}
+
+
+def test_nobody_leaves_because_the_master_stood_still_at_rest() -> None:
+    cluster = serving("abc")
+    cluster.run(5 * S)
+    assert cluster.a.core.leading.is_settled
+    cluster.now_ns += 2 * S  # nobody runs
+    cluster.run(2 * S)
+    assert cluster.record.isr == {"a", "b", "c"}
+    assert cluster.a.part.state == VbState.ACTIVE
+
+
+def test_at_rest_a_master_is_fenced_when_a_confirmation_lapses() -> None:
+    cluster = serving("abc")
+    cluster.run(5 * S)
+    assert cluster.a.core.leading.is_settled
+    fence_ns = cluster.a.core.leading.fence_ns
+    assert fence_ns is not None
+    assert cluster.now_ns < fence_ns <= cluster.now_ns + CONFIRMATION_NS
+    cluster.a.core.check_fence(fence_ns)
+    assert cluster.a.part.state == VbState.FENCED
 
 
 # -- who gets in -----------------------------------------------------------------------------------

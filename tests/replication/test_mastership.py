@@ -40,7 +40,7 @@ def mastership(
         synced_part(changes), record, "a", ReplicationSettings(min_in_sync=min_in_sync),
         now_ns=NOW, ready_group=1, serves_from_ns=serves_from_ns, known_seqno=known_seqno,
     )  # fmt: skip
-    made.is_ready = True
+    made.become_ready()
     return made
 
 
@@ -68,9 +68,9 @@ def test_it_waits_for_min_in_sync_and_for_the_version() -> None:
     alone = shrink(RECORD, "bc")
     assert mastership(5, alone, min_in_sync=2).hw_seqno() == 0
     master = mastership(5, alone)
-    master.is_ready = False
+    master._is_ready = False
     assert master.hw_seqno() == 0, "the version of the epoch is not on disk"
-    master.is_ready = True
+    master.become_ready()
     assert master.hw_seqno() == 5
 
 
@@ -82,7 +82,7 @@ def test_what_is_known_is_no_more_than_what_is_here() -> None:
 def test_who_leaves_counts_until_confirmed_and_who_joins_from_the_question_on() -> None:
     master = mastership(5)
     acknowledge(master, "b", seqno=5)
-    master.asked = shrink(RECORD, "c").isr
+    master.ask(shrink(RECORD, "c").isr)
     master.is_writing = True
     assert master.isr == {"a", "b", "c"}
     assert master.hw_seqno() == 0
@@ -91,7 +91,8 @@ def test_who_leaves_counts_until_confirmed_and_who_joins_from_the_question_on() 
     assert (master.isr, master.hw_seqno()) == ({"a", "b"}, 5)
     master = mastership(5, shrink(RECORD, "c"))
     acknowledge(master, "b", seqno=5)
-    master.asked, master.is_writing = frozenset("abc"), True
+    master.ask(frozenset("abc"))
+    master.is_writing = True
     assert master.hw_seqno() == 0, "the store may have c in the set already"
     master.take_record(shrink(RECORD, "c"))
     assert master.asked is not None, "a view that is old decides nothing"
@@ -165,9 +166,9 @@ def test_who_joins(epoch: int, seqno: int, is_heard: bool, joins: bool) -> None:
 
 def test_the_services_in_order() -> None:
     master = mastership(5, serves_from_ns=NOW + S)
-    master.is_ready = False
+    master._is_ready = False
     assert master.service(NOW + 2 * S, None) is Service.PREPARING
-    master.is_ready = True
+    master.become_ready()
     assert master.service(NOW + 2 * S, None) is Service.REPLAYING, "the HW is below the start"
     master.part.committed_seqno = 5
     assert master.service(NOW, None) is Service.REPLAYING, "its own confirmation may count yet"

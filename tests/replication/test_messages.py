@@ -5,9 +5,9 @@ from __future__ import annotations
 import struct
 from contextlib import suppress
 from typing import Any
-from zlib import crc32
 
 import cbor2
+import google_crc32c
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,7 +136,7 @@ def test_bytes_of_any_kind_raise_nothing_else(extras: bytes, value: bytes) -> No
 
 def with_checksum(value: bytes) -> Frame:
     """A message whose checksum is right: a peer that lies."""
-    extras = struct.pack(">QQI", 1, 1, crc32(value))
+    extras = struct.pack(">QQI", 1, 1, google_crc32c.value(value))
     return frame_of(pack_request(Opcode.X_REPLICA_ENTRIES, extras=extras, value=value))
 
 

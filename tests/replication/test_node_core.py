@@ -92,6 +92,7 @@ def test_a_change_that_is_not_synced_here_is_not_committed() -> None:
     cluster.a.core.tick(cluster.now_ns)
     assert cluster.a.part.committed_seqno == 1
     cluster.a.finish(job)
+    cluster.a.core.tick(cluster.now_ns)
     assert cluster.a.part.committed_seqno == 2
 
 

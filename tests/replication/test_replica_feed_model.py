@@ -102,7 +102,7 @@ class Play:
 
     def check(self) -> None:
         feed = self.master.feed
-        unacked = sum(cost for _, cost, _ in feed._sent)
+        unacked = sum(sent.cost for sent in feed._sent)
         assert unacked == feed._sent_bytes < 2 * WINDOW + 3 * RECORD_BYTES + 2000
 
     def rest(self) -> None:

@@ -7,7 +7,7 @@ modules have imported them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -33,6 +33,7 @@ from failover.replication_record import ReplicationRecord
 from sim.cluster_node import ClusterNode
 from sim.network import Side
 from sim.serving import ServedConnection
+from vbucket.engine.replicated import ReplicatedChange
 
 
 class Replaced(NamedTuple):
@@ -59,12 +60,28 @@ def _nothing_unsynced(_following: Following, _vb_id: int) -> int:
     return 0
 
 
+_apply_group = Following.apply_group
+_told_committed = Following.told_committed
+
+
+def _group_is_synced(following: Following, changes: Sequence[ReplicatedChange]) -> int:
+    """The same for whole groups."""
+    _apply_group(following, changes)
+    return 0
+
+
+def _told_early(following: Following, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
+    """What is acknowledged need not be synced, so it is committed here when it is."""
+    _told_committed(following, seqnos, is_synced=False)
+
+
 _step_down = Leading.step_down
 _begin = Leading.begin
 
 
 def _step_down_remembering(core: Leading, vb_id: int, why: str) -> None:
-    vars(core).setdefault("former", {})[vb_id] = core.masterships[vb_id]
+    former = vars(core).setdefault("former", {})[vb_id] = core.masterships[vb_id]
+    core.note_acknowledged(former)
     _step_down(core, vb_id, why)
 
 
@@ -217,7 +234,11 @@ def _keep_streams(_hub: StreamHub, _vb_id: int) -> None:
 CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
     "hw-counts-received": ClusterBug(
         "the HW counts what was received, not synced",
-        (Replaced(Following, "unsynced_group", _nothing_unsynced),),
+        (
+            Replaced(Following, "unsynced_group", _nothing_unsynced),
+            Replaced(Following, "apply_group", _group_is_synced),
+            Replaced(Following, "told_committed", _told_early),
+        ),
     ),
     "old-epoch-counts": ClusterBug(
         "an acknowledgement of an earlier epoch counts",

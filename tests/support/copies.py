@@ -11,6 +11,7 @@ from typing import Any
 
 from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
 from dcp.cluster.cluster_records import (
+    AliveRecord,
     MemberRecord,
     StoredPartition,
     encode_partition,
@@ -186,6 +187,20 @@ class Copies:
             for vb_id, record in self.records.items()
         ]  # fmt: skip
         node.core.records_changed(self.now_ns, node.session.view.replace(items, self._revision))
+
+    def revive(self) -> None:
+        """Show all nodes that all members are alive."""
+        self._revision += 1
+        alive = [
+            KeyValue(
+                KEYS.of_member(KeyKind.ALIVE, member),
+                encode_record(AliveRecord(member=member, incarnation=1)),
+                self._revision, self._revision, 1,
+            )
+            for member in self.nodes
+        ]  # fmt: skip
+        for node in self.nodes.values():
+            node.session.view.learn(alive, self._revision)
 
     # -- steps -------------------------------------------------------------------------------------
 

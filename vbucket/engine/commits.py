@@ -19,7 +19,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from vbucket.engine.partition import Partition
 from vbucket.log.commit_group import CommitGroup
@@ -101,6 +101,24 @@ class Commits:
                 return commits or number > first
         del self.lagging[vb_id]
         return True
+
+    def commit_many(self, seqnos: Mapping[int, int]) -> Collection[int]:
+        """Raise the high watermarks of many partitions, as `commit` does; return the partitions
+        where that commits anything. Call `settle` then.
+        """
+        partitions, lagging = self._partitions, self.lagging
+        others: list[int] = []
+        for vb_id, seqno in seqnos.items():
+            part = partitions[vb_id]
+            if part.committed_seqno < seqno == part.synced_seqno:
+                part.committed_seqno = seqno
+                lagging.pop(vb_id, None)  # no synced group has more of it
+            else:
+                others.append(vb_id)
+        if not others:
+            return seqnos
+        idle = {vb_id for vb_id in others if not self.commit(vb_id, seqnos[vb_id])}
+        return [vb_id for vb_id in seqnos if vb_id not in idle]
 
     def settle(self) -> None:
         """Forget the groups that all their partitions have committed."""

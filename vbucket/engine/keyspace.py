@@ -22,7 +22,7 @@ Rules: kv_engine's failover tables and system events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from dcp.wire.opcode import Opcode
@@ -34,6 +34,7 @@ from vbucket.engine.partition import ABSENT, Hold, Partition, VbState, restored
 from vbucket.engine.versions import Versions
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.collection_counts import CollectionCounts
+from vbucket.model.control import watermarks_document
 from vbucket.model.entry import (
     LOG_CONTROL,
     META,
@@ -115,6 +116,7 @@ class Keyspace:
         """Those that the log told at the start."""
         self.pending: list[bytes] = []
         self.touched: list[Partition] = []
+        self._has_control = False
         self._branched: list[int] = []
         self._restated: list[int] = []
         self.due = DueDocuments()
@@ -203,8 +205,7 @@ class Keyspace:
         if not self.pending:
             return None
         if self.watermarks:
-            seqnos = [[vb_id, seqno] for vb_id, seqno in self.watermarks.items()]
-            self.pending.append(pack_control(NODE_VB_ID, {"kind": "hw", "seqnos": seqnos}))
+            self.pending.append(pack_control(NODE_VB_ID, watermarks_document(self.watermarks)))
             self.watermarks = {}
         payload = b"".join(self.pending)
         group = CommitGroup(
@@ -216,10 +217,12 @@ class Keyspace:
             len(self.pending),
             self.pending,
             self.manifest if self.manifest_group == self.group else None,
+            self._has_control,
         )
         self.active_bytes += len(payload)
         self.pending = []
         self.touched = []
+        self._has_control = False
         self._branched = []
         self._restated = []
         self.commits.taken(group)
@@ -281,7 +284,7 @@ class Keyspace:
         if rollback_to == 0 and part.vb_id in self.quarantined:
             # Merges left out the partition's earlier state entry, so write it again.
             state = {"kind": "state", "state": int(part.durable_state)}
-            self.pending.append(pack_control(part.vb_id, state))
+            self._put_control(part.vb_id, state)
         if rollback_to is not None:
             part.undo_group = self.group
             self.commits.cut(part.vb_id, rollback_to)
@@ -305,13 +308,17 @@ class Keyspace:
 
     def add_control(self, part: Partition, document: dict[str, object]) -> None:
         """Put a control entry of a partition into the open group."""
-        self.pending.append(pack_control(part.vb_id, document))
+        self._put_control(part.vb_id, document)
         if document["kind"] == "state":
             self._restated.append(part.vb_id)
             part.state_group = self.group
         if part.last_group != self.group:
             part.last_group = self.group
             self.touched.append(part)
+
+    def _put_control(self, vb_id: int, document: dict[str, object]) -> None:
+        self.pending.append(pack_control(vb_id, document))
+        self._has_control = True
 
     def roll_back(self, part: Partition, seqno: int) -> int:
         """Undo what lies above `seqno` in memory, for a branch; return how many keys changed.
@@ -382,7 +389,7 @@ class Keyspace:
         self._adopt_manifest(manifest)
         self.manifest_group = self.group
         document: dict[str, object] = {"kind": "manifest", "manifest": manifest.to_document()}
-        self.pending.append(pack_control(NODE_VB_ID, document))
+        self._put_control(NODE_VB_ID, document)
         for part in self.partitions:
             if part.durable_state == VbState.ACTIVE:
                 for event in events:
@@ -555,9 +562,9 @@ class Keyspace:
             if part.has_copies:
                 self.watermarks[part.vb_id] = part.committed_seqno
 
-    def replay_watermarks(self, seqnos: Iterable[Sequence[int]]) -> None:
+    def replay_watermarks(self, seqnos: Mapping[int, int]) -> None:
         """Take note of high watermarks that the log tells."""
-        self.known_watermarks.update((vb_id, seqno) for vb_id, seqno in seqnos)
+        self.known_watermarks.update(seqnos)
 
     def replay_manifest(self, manifest: Manifest) -> None:
         """Adopt a manifest from the log; it is committed."""

@@ -15,7 +15,7 @@ from vbucket.engine.deferred_lookups import DeferredLookups
 from vbucket.engine.engine import Engine
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.partition import Partition, VbState
-from vbucket.model.control import epoch_of, floor_and_purge, snapshot_window
+from vbucket.model.control import epoch_of, floor_and_purge, snapshot_window, watermarks_of
 from vbucket.model.entry import LOG_CONTROL, META, PREFIX_BYTES, control_document, head_of
 from vbucket.model.manifest import Manifest
 from vbucket.store.records import Mended
@@ -102,9 +102,7 @@ class Replay:
         elif kind == "manifest":
             engine.keyspace.replay_manifest(Manifest.from_document(document["manifest"]))
         elif kind == "hw":
-            seqnos = document["seqnos"]
-            assert isinstance(seqnos, list)
-            engine.keyspace.replay_watermarks(seqnos)
+            engine.keyspace.replay_watermarks(watermarks_of(document))
         else:
             # `durability` is for the shell, which reads it from the node record.
             assert kind == "durability", kind

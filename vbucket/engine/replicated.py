@@ -23,11 +23,26 @@ from vbucket.engine.deferred_lookups import DeferredLookups
 from vbucket.engine.engine import Engine
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.partition import Partition
-from vbucket.model.entry import META, PREFIX, PREFIX_BYTES, head_of, key_of, seqno_of
+from vbucket.model.entry import (
+    META,
+    OPCODE_AT,
+    PREFIX,
+    PREFIX_BYTES,
+    head_of,
+    key_of,
+    prev_seqno_of,
+    seqno_of,
+)
+from vbucket.store.due import EXPIRY_AT, NO_EXPIRY
 from vbucket.store.store import Store
 
 _UNPACK_META = META.unpack_from
 SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
+
+
+ReplicatedChange = tuple[int, bytes, bytes, int, int, int, bool]
+"""A change of a master that was checked: partition, key, entry, and the entry's seqno, previous
+seqno and CAS; whether it leaves a document."""
 
 
 class ReplicatedChanges:
@@ -84,6 +99,62 @@ class ReplicatedChanges:
         if entry:
             return seqno_of(entry)
         return self._engine.versions.meta_below(part, key, entry)[5]
+
+    def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
+        """Apply changes of several partitions, in the order of the master's log. Return the commit
+        group that has them here.
+
+        The caller has checked them (dcp.replication.whole_entries): the seqnos of each partition
+        follow each other, and no partition has a part of a snapshot. Raises StoreDamagedError
+        before anything is changed.
+        """
+        engine = self._engine
+        keyspace, due = engine.keyspace, engine.due
+        partitions, was_document = keyspace.partitions, self._presumed.was_document
+        group, touch = keyspace.group, keyspace.touched.append
+        changes = self._all_linked(changes)
+        keyspace.pending += [change[2] for change in changes]
+        for vb_id, key, entry, seqno, prev_seqno, cas, is_document in changes:
+            part = partitions[vb_id]
+            assert seqno == part.high_seqno + 1, f"vb {vb_id} at {part.high_seqno}: {seqno}"
+            newest = part.newest
+            before = newest.get(key)
+            if before and before[OPCODE_AT] == MUTATION:
+                documents = is_document - 1
+            else:
+                documents = is_document - was_document(part, key, prev_seqno)
+            newest[key] = entry
+            part.append_entry(entry)
+            if part.last_group != group:
+                part.last_group = group
+                touch(part)
+            if key[0]:
+                part.tally.note(key, seqno, seqno - 1, keyspace.manifest.collections)
+                if documents:
+                    keyspace.count(part, key, documents)
+            elif documents:
+                part.item_count += documents
+            if cas > part.max_cas:  # noqa: PLR1730 - a call takes longer
+                part.max_cas = cas
+            if is_document and entry[EXPIRY_AT : EXPIRY_AT + 4] != NO_EXPIRY:
+                due.add(entry)
+            part.high_seqno = seqno
+        return group
+
+    def _all_linked(self, changes: Sequence[ReplicatedChange]) -> Sequence[ReplicatedChange]:
+        """Return the changes, each with the previous version of its key that is here."""
+        partitions = self._engine.partitions
+        linked: list[ReplicatedChange] | None = None
+        for place in [place for place, change in enumerate(changes) if not change[4]]:
+            vb_id, key, entry, seqno, _, cas, is_document = changes[place]
+            part = partitions[vb_id]
+            if part.purge_seqno:
+                (entry,) = self._linked(part, (entry,))
+                if linked is None:
+                    linked = list(changes)
+                prev_seqno = prev_seqno_of(entry)
+                linked[place] = (vb_id, key, entry, seqno, prev_seqno, cas, is_document)
+        return changes if linked is None else linked
 
     def settle(self) -> None:
         """Correct the counts of documents. Raises StoreDamagedError."""

@@ -28,3 +28,5 @@ class CommitGroup(NamedTuple):
     """The entries one by one, for replicas."""
     manifest: Manifest | None = None
     """The collections manifest if the group changed it."""
+    has_control: bool = True
+    """Whether it may have control entries, beside the high watermarks at its end."""

@@ -14,8 +14,8 @@ Each is a CBOR document with a kind (`vbucket.model.entry.pack_control`):
     purge        upto                      the same, written before compaction existed
     cas          mended                    the highest CAS was lowered
     manifest     manifest                  the collections (of the node)
-    hw           seqnos                    [[vb_id, seqno], ...]: high watermarks of partitions with
-                                           replicas (of the node). A start begins there
+    hw           vb_ids, seqnos            high watermarks of partitions with replicas (of the
+                                           node), as u16 and u64. A start begins there
     durability   level                     what an answer promises (of the node)
 
 `epoch`, `hw`, `snapshot`, and failover logs of more than 25 versions need a log of format
@@ -26,6 +26,8 @@ Who calls it: the replay at a start and the merge, which must read them alike. P
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vbucket.model.ids import SEQNO_MAX
@@ -75,6 +77,25 @@ def floor_and_purge(document: dict[str, Any]) -> tuple[int, int]:
     if document["kind"] == "purge":
         return document["upto"] + 1, document["upto"]
     return document["seqno"], document["purge"]
+
+
+def watermarks_document(seqnos: Mapping[int, int]) -> dict[str, object]:
+    """Return the entry of high watermarks. Byte strings, because many groups have one, and CBOR
+    would take longer for the numbers than the rest of a small group takes.
+    """
+    count = len(seqnos)
+    return {
+        "kind": "hw",
+        "vb_ids": struct.pack(f">{count}H", *seqnos),
+        "seqnos": struct.pack(f">{count}Q", *seqnos.values()),
+    }
+
+
+def watermarks_of(document: Mapping[str, Any]) -> dict[int, int]:
+    """Return partition -> high watermark of an entry."""
+    count = len(document["vb_ids"]) // 2
+    vb_ids = struct.unpack(f">{count}H", document["vb_ids"])
+    return dict(zip(vb_ids, struct.unpack(f">{count}Q", document["seqnos"]), strict=True))
 
 
 def epoch_of(document: dict[str, Any]) -> int:

@@ -68,6 +68,8 @@ NEWEST: Final = Struct(">13xB3xB18xQQ")
 OPCODE_AT: Final = PREFIX_BYTES + 1
 DATATYPE_AT: Final = PREFIX_BYTES + 5
 _VB_ID_AT: Final = PREFIX_BYTES + 6
+VB_ID: Final = slice(_VB_ID_AT, _VB_ID_AT + 2)
+"""Where an entry has its partition."""
 LENGTHS: Final = Struct(">QIxBHBxHI")
 """prev seqno, epoch, opcode, key length, extras length, vbucket, body length."""
 PREV_SEQNO: Final = Struct(">Q")

@@ -1,0 +1,139 @@
+"""One partition on the way to one replica: what of it was sent, and what must come next. Sans-IO.
+
+Who calls it: `dcp.replication.replica_feed`, which has the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+from dcp.replication.messages import (
+    EntriesSection,
+    FloorsTold,
+    SnapshotDone,
+    Told,
+    pack_told,
+)
+from vbucket.engine.partition import Partition
+from vbucket.model.control import SnapshotWindow
+from vbucket.model.ids import SEQNO_MAX
+
+WINDOW_BYTES: Final = 8 << 20
+"""Entries on their way to one replica: at 100 MB/s, 80 ms of them."""
+SECTION_BYTES: Final = 256 << 10
+"""Entries of a partition that is behind, in one message: a fair share of a turn."""
+NEVER: Final = SEQNO_MAX
+"""Above the number of every message."""
+
+
+class FeedPace(Enum):
+    """See `dcp.replication.replica_feed`."""
+
+    IN_STEP = auto()
+    BEHIND = auto()
+
+
+class Followed(NamedTuple):
+    """What a replica has acknowledged of a partition, in one message."""
+
+    vb_id: int
+    epoch: int
+    seqno: int
+
+
+class FedStream:
+    """One partition on the link."""
+
+    __slots__ = (
+        "confirmations",
+        "epoch",
+        "floors",
+        "opaque",
+        "opened_number",
+        "pace",
+        "safe_purge",
+        "sent_seqno",
+        "shown_seqno",
+        "whole_number",
+        "window",
+    )
+
+    def __init__(
+        self,
+        epoch: int,
+        opaque: int,
+        seqno: int,
+        confirmations: int,
+        opened_number: int,
+        window: SnapshotWindow | None,
+    ) -> None:
+        self.confirmations = confirmations
+        """How many confirmations the link had when the stream was opened."""
+        self.epoch = epoch
+        self.opaque = opaque
+        self.opened_number = opened_number
+        """The last message that was made before the stream was opened."""
+        self.sent_seqno = seqno
+        """The last seqno that was sent, while the stream is BEHIND."""
+        self.pace = FeedPace.BEHIND
+        self.shown_seqno = -1
+        """The high watermark that the replica was told last."""
+        self.floors = FloorsTold(0, 0)
+        """The floors that the replica was told while it was behind. Floors never fall, so these are
+        the present ones only if it knows them."""
+        self.window = window
+        """The snapshot of which the replica has a part; None: what it has is whole."""
+        self.whole_number = 0 if window is None else NEVER
+        """The message that ends the last snapshot; NEVER: it was not sent yet."""
+        self.safe_purge = 0 if window is None else window.purge
+        """Deletions up to this seqno were purged, or superseded what they delete, before anything
+        of the snapshot was read."""
+
+    def section(self, part: Partition, entries: Sequence[bytes]) -> EntriesSection:
+        """Return a section, which tells the replica the high watermark."""
+        self.shown_seqno = known_committed(part)
+        return EntriesSection(part.vb_id, self.opaque, self.epoch, self.shown_seqno, entries)
+
+    def is_overtaken(self, part: Partition) -> bool:
+        """Whether deletions were purged that the replica has not got, of documents that it has."""
+        return 0 < self.sent_seqno < part.purge_seqno and part.purge_seqno > self.safe_purge
+
+    def news(self, part: Partition) -> list[bytes]:
+        """Return the control entries that come before the next changes. A cursor meets none,
+        because they are no changes.
+        """
+        floors = FloorsTold(part.history_floor, part.purge_seqno)
+        window = self.window
+        if window is None and self.sent_seqno < floors.floor:
+            self.window = SnapshotWindow(self.sent_seqno, *floors)
+            # Who holds nothing gets no document that a deletion below the floor has deleted.
+            self.safe_purge = 0 if self.sent_seqno else floors.floor
+        elif window is not None:
+            end = max(window.end, floors.floor)
+            self.window = window._replace(end=end, purge=floors.purge)
+        told: list[Told] = []
+        if self.window is not None:
+            if self.window != window:
+                told.append(self.window)
+        elif self.floors != floors:
+            self.floors = floors
+            told.append(floors)
+        return [pack_told(part.vb_id, each) for each in told]
+
+    def end_snapshot(self, part: Partition) -> list[bytes]:
+        """Return the control entry that ends the snapshot if all of it is sent."""
+        window = self.window
+        if window is None or self.sent_seqno < window.end:
+            return []
+        self.window = None
+        self.floors = FloorsTold(part.history_floor, part.purge_seqno)
+        return [pack_told(part.vb_id, SnapshotDone(window.end, part.purge_seqno, part.max_cas))]
+
+
+def known_committed(part: Partition) -> int:
+    """Return up to which seqno a master knows that changes are committed. A history floor is, also
+    where a new master does not know so much of others yet.
+    """
+    return max(part.committed_seqno, part.history_floor)

@@ -1,0 +1,241 @@
+"""The mutations of replication; see mutations.table."""
+
+from __future__ import annotations
+
+from mutations.mutation import Mutation
+
+REPLICATION = (
+    # -- replication ---------------------------------------------------------------------------
+    Mutation(
+        "stale-acknowledgement-counts",
+        "        if given is None or given.epoch != epoch:\n",
+        "        if given is None:\n",
+        ("test_isr",),
+    ),
+    Mutation(
+        "shrink-counts-at-once",
+        "    return confirmed if asked is None else confirmed | asked\n",
+        "    return confirmed if asked is None else asked\n",
+        ("test_isr", "test_modelcheck"),
+    ),
+    Mutation(
+        "joins-below-the-epoch-start",
+        "        and given.synced_seqno >= max(hw_seqno, epoch_start_seqno)\n",
+        "        and given.synced_seqno >= hw_seqno\n",
+        ("test_isr", "test_modelcheck"),
+    ),
+    Mutation(
+        "promoted-replica-does-not-wait",
+        "    return last_confirmed_ns + (0 if was_handed_over else PROMOTED_WAIT_NS)\n",
+        "    return last_confirmed_ns\n",
+        ("test_isr",),
+    ),
+    Mutation(
+        "handover-unchecked",
+        "    return handover is not None and handover == (log.current.vb_uuid, end_seqno)\n",
+        "    return handover is not None\n",
+        ("test_promotion",),
+    ),
+    Mutation(
+        "restarted-process-is-master",
+        "    return record.master == member and record.epoch > first_seen_epoch\n",
+        "    return record.master == member\n",
+        ("test_replication_record",),
+    ),
+    Mutation(
+        "one-witness-of-two",
+        "    return len(members) + is_lease_over >= majority(len(record.isr))\n",
+        "    return len(members) + is_lease_over >= majority(len(record.isr) - 1)\n",
+        ("test_election",),
+    ),
+    Mutation(
+        "longer-log-of-an-older-version",
+        "            report.version_epoch,\n            report.end_seqno,\n",
+        "            report.end_seqno,\n",
+        ("test_election",),
+    ),
+    Mutation(
+        "unclean-election-forgotten",
+        "        unclean_epoch=epoch,\n",
+        "",
+        ("test_replication_record", "test_promotion"),
+    ),
+    Mutation(
+        "frame-satisfied-by-a-minority",
+        "    return max(state.min_in_sync, majority(state.counted_copies))\n",
+        "    return state.min_in_sync\n",
+        ("test_write_answer",),
+    ),
+    # -- links between nodes -------------------------------------------------------------------
+    Mutation(
+        "acknowledgement-of-a-closed-stream",
+        "                if self._streams.get(each.vb_id) is stream:\n",
+        "                if each.vb_id in self._streams:\n",
+        ("test_replica_feed", "test_copies"),
+    ),
+    Mutation(
+        "section-of-a-left-stream",
+        "            if stream is None or stream.opaque != section.opaque:\n",
+        "            if stream is None:\n",
+        ("test_replica_link", "test_copies"),
+    ),
+    Mutation(
+        "closed-link-forgets-its-master",
+        "            self.problem = problem\n        self._waiting.clear()\n",
+        "            self.problem = problem\n        self._waiting.clear()\n"
+        "        self._streams.clear()\n",
+        ("test_copies", "test_replica_link"),
+    ),
+    Mutation(
+        "unsynced-message-acknowledged",
+        "            unsynced.append((group, number))\n        else:\n",
+        "            self._synced_number = number\n        else:\n",
+        ("test_replica_link", "test_copies"),
+    ),
+    Mutation(
+        "floor-missed-while-behind",
+        "        elif self.floors != floors:\n",
+        "        elif self.floors > floors:\n",
+        ("test_replica_feed", "test_snapshot_below_floor"),
+    ),
+    Mutation(
+        "snapshot-part-joins",
+        "        return stream is not None and stream.whole_number > self._acknowledged_number\n",
+        "        return False\n",
+        ("test_snapshot_below_floor",),
+    ),
+    Mutation(
+        "snapshot-hides-gaps",
+        "    goes_on = told.start == window.start and told.end >= window.end\n",
+        "    goes_on = told.start in {window.start, high_seqno} and told.end >= window.end\n",
+        ("test_snapshot_below_floor",),
+    ),
+    Mutation(
+        "replica-presumes-documents",
+        "            keyspace.apply(part, key, entry, seqno, is_document - was_document)\n",
+        "            keyspace.apply(part, key, entry, seqno, int(is_document))\n",
+        ("test_apply_paths", "test_copies"),
+    ),
+    # -- whole groups ----------------------------------------------------------------------------
+    Mutation(
+        "group-taken-by-a-later-stream",
+        "        if opened < self._newest_open:\n",
+        "        if False:\n",
+        ("test_whole_groups",),
+    ),
+    Mutation(
+        "group-counts-for-streams-opened-since",
+        "if stream is not None and stream.opened_number < number:\n",
+        "if stream is not None:\n",
+        ("test_whole_groups",),
+    ),
+    Mutation(
+        "group-commits-without-who-joined",
+        "            if whole.revision != self.revision:\n",
+        "            if False:\n",
+        ("test_whole_groups",),
+    ),
+    Mutation(
+        "committed-group-of-an-earlier-stream",
+        "            if left != self._left:\n",
+        "            if False:\n",
+        ("test_whole_groups",),
+    ),
+    Mutation(
+        "uncommitted-group-told",
+        "        elif between:\n",
+        "        elif False:\n",
+        ("test_whole_groups",),
+    ),
+    Mutation(
+        "left-behind-and-still-in-step",
+        "        self._in_step.discard(part.vb_id)\n        self._takes_all_of = None\n",
+        "        self._in_step.discard(part.vb_id)\n",
+        ("test_whole_groups",),
+    ),
+    Mutation(
+        "branch-below-a-floor",
+        "                mastership.check_branch(wanted_branch.seqno)\n",
+        "                pass\n",
+        ("test_leading",),
+    ),
+    Mutation(
+        "floor-above-a-wanted-branch",
+        "            pins.add(branch.seqno)\n",
+        "            pins.add(self.part.high_seqno)\n",
+        ("test_leading",),
+    ),
+    # -- replication of a node -----------------------------------------------------------------
+    Mutation(
+        "replica-let-in-before-the-version-is-on-disk",
+        "        if not mastership.is_ready:\n            return FeedAnswer(",
+        "        if not mastership:\n            return FeedAnswer(",
+        ("test_leading",),
+    ),
+    Mutation(
+        "who-joins-counts-late",
+        "                mastership.ask(record.isr)\n",
+        "                mastership.ask(None)\n",
+        ("test_leading",),
+    ),
+    Mutation(
+        "silent-replica-is-level",
+        "max(self._level_ns.get(member, 0), heard_ns.get(member, 0))\n",
+        "max(self._level_ns.get(member, 0), now_ns)\n",
+        ("test_mastership",),
+    ),
+    Mutation(
+        "master-serves-while-it-hands-over",
+        "        if self.has_handed or not may_answer_reads(now_ns, until_ns):\n",
+        "        if not may_answer_reads(now_ns, until_ns):\n",
+        ("test_mastership", "test_leading"),
+    ),
+    Mutation(
+        "handed-over-before-all-is-committed",
+        "        if part.committed_seqno < part.high_seqno:\n            return None\n",
+        "",
+        ("test_leading",),
+    ),
+    Mutation(
+        "no-fence-before-a-batch",
+        "        if fence_ns is not None and now_ns >= fence_ns:\n",
+        "        if fence_ns is not None and now_ns > fence_ns:\n",
+        ("test_leading",),
+    ),
+    Mutation(
+        "cut-off-before-it-is-answered",
+        "        self._depose((vb_id,), why)\n        self.masterships.pop(vb_id)",
+        "        self.masterships.pop(vb_id)",
+        ("test_leading", "test_node_core"),
+    ),
+    Mutation(
+        "cut-off-before-it-is-kept",
+        "        if keeping.kept_seqno < part.high_seqno:\n            return False\n",
+        "",
+        ("test_following",),
+    ),
+    Mutation(
+        "told-watermark-outlives-a-truncation",
+        "            self._hw[part.vb_id] = min(self._hw[part.vb_id], seqno)\n",
+        "            pass\n",
+        ("test_following",),
+    ),
+    Mutation(
+        "confirmation-forgotten-with-the-link",
+        "            self.confirmed(vb_id, link.confirmed_ns)\n            link.leave(vb_id)\n",
+        "            link.leave(vb_id)\n",
+        ("test_following",),
+    ),
+    Mutation(
+        "store-that-was-set-back-is-followed",
+        "        if record.epoch < seen_epoch:\n            self._distrust(",
+        "        if record.epoch < 0:\n            self._distrust(",
+        ("test_node_core",),
+    ),
+    Mutation(
+        "unreadable-record-is-written",
+        "            if vb_id not in self._distrusted\n",
+        "            if vb_id in self._records\n",
+        ("test_node_core",),
+    ),
+)
