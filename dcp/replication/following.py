@@ -147,12 +147,25 @@ class Following:
 
     def tick(self, now_ns: int) -> None:
         """Let time pass; note what links that are gone have confirmed."""
-        self._now_ns = now_ns
-        for member, link in self.links.items():
-            self._heard_ns[member] = max(self._heard_ns.get(member, 0), link.master_heard_ns)
+        self.note_heard(now_ns)
+        for link in self.links.values():
             link.tick(now_ns)
             if link.state is LinkState.CLOSED:
                 self._keep_confirmations(link)
+
+    def note_heard(self, now_ns: int) -> None:
+        """Note when the masters' nodes were last heard."""
+        self._now_ns = now_ns
+        for member, link in self.links.items():
+            self._heard_ns[member] = max(self._heard_ns.get(member, 0), link.master_heard_ns)
+
+    @property
+    def unheard_from_ns(self) -> int:
+        """When the first node of a master counts as unheard, unless it is heard before. Only nodes
+        that are heard now count.
+        """
+        heard = (at_ns for at_ns in self._heard_ns.values() if self._now_ns - at_ns < UNHEARD_NS)
+        return min(heard, default=self._now_ns) + UNHEARD_NS
 
     def _keep_confirmations(self, link: ReplicaLink) -> None:
         """Note what a closed link has confirmed; it still says what it followed."""

@@ -133,6 +133,7 @@ class Leading:
         else:
             begin_version(self._engine, vb_id, record.epoch)
         part.state = VbState.FENCED
+        part.is_unheard = False
         mastership = Mastership(
             part, record, self._member, self._settings, now_ns=now_ns,
             ready_group=part.last_group,

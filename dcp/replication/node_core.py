@@ -19,6 +19,7 @@ master only in epochs that began while this process was running (`replication_re
 Invariants
 - an epoch is never followed lower than one that was seen;
 - a partition that this node does not master is REPLICA here: it takes no writes, expires nothing;
+- a replica that hears no master is marked (`Partition.is_unheard`) and has no streams of clients;
 - what waits in connections is answered (`depose`) before history is cut off;
 - the high watermark of a master comes from its in-sync set, that of a replica from its master.
 """
@@ -74,6 +75,7 @@ class ReplicationCore:
         """
         membership = session.membership
         self._engine = engine
+        self._hub = hub
         self._commits = engine.commits
         self._groups = groups
         self._session = session
@@ -89,6 +91,8 @@ class ReplicationCore:
         self._first_epochs: dict[int, int] = {}
         """The epoch that a partition's record had when this process first read it."""
         self._reported: tuple[ReportedPartition, ...] = ()
+        self._unheard_from_ns = now_ns
+        """When the next partition counts as unheard, unless its master is heard before."""
         self.following = Following(
             engine, self._changes,
             Identity(cluster, membership.member, membership.incarnation), settings,
@@ -102,6 +106,7 @@ class ReplicationCore:
         for part in engine.partitions:
             part.has_copies = True
             part.state = VbState.REPLICA
+            part.is_unheard = True  # until a record says that there is no copy here, or a master
             part.may_send_back = False
             # A floor is committed, and so is what the log says. More is not known.
             known_seqno = engine.keyspace.known_watermarks.get(part.vb_id, 0)
@@ -258,10 +263,15 @@ class ReplicationCore:
     # -- time --------------------------------------------------------------------------------------
 
     def check_fence(self, now_ns: int) -> None:
-        """Fence the partitions that are not confirmed any more. Call it before every batch."""
+        """Fence the partitions that are not confirmed any more, and mark those whose master is not
+        heard. Call it before every batch: the process may have been stopped since the last tick.
+        """
         fence_ns = self.leading.fence_ns
         if fence_ns is not None and now_ns >= fence_ns:
             self.leading.serve(now_ns)
+        if now_ns >= self._unheard_from_ns:
+            self.following.note_heard(now_ns)
+            self._mark_unheard()
 
     def tick(self, now_ns: int) -> None:
         """Let time pass: links, services, in-sync sets, handovers, reports."""
@@ -273,6 +283,7 @@ class ReplicationCore:
                 self.following.follow(vb_id, stored.content.record, now_ns)
         self._raise_watermarks(tuple(masterships))
         self.leading.serve(now_ns)
+        self._mark_unheard()
         trusted = {
             vb_id: stored
             for vb_id, stored in self._records.items()
@@ -283,16 +294,28 @@ class ReplicationCore:
             self._carry_out(self._session.write(now_ns, changes))
         self._report()
 
+    def _mark_unheard(self) -> None:
+        """Mark the replicas whose master is not heard, and end their streams."""
+        self._unheard_from_ns = self.following.unheard_from_ns
+        for vb_id, stored in self._records.items():
+            record, part = stored.content.record, self._engine.partitions[vb_id]
+            was_unheard = part.is_unheard
+            part.is_unheard = (
+                part.state == VbState.REPLICA
+                and self._member in record.copies
+                and self.following.is_unheard(record)
+            )
+            if part.is_unheard and not was_unheard:
+                self._hub.fenced(vb_id)
+
     def _report(self) -> None:
         """Report the partitions whose master is not heard."""
         reported: list[ReportedPartition] = []
         for vb_id, stored in sorted(self._records.items()):
-            record = stored.content.record
-            if self._member not in record.copies or vb_id in self.leading.masterships:
-                continue
-            if not self.following.is_unheard(record):
-                continue
             part = self._engine.partitions[vb_id]
+            if not part.is_unheard:
+                continue
+            record = stored.content.record
             window = part.incomplete_snapshot
             reported.append(
                 ReportedPartition(
