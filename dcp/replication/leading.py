@@ -9,6 +9,7 @@ Invariants
   epoch is on disk here;
 - clients are served only while the in-sync set confirms this master. Who is not served any more has
   its streams ended, so that a consumer that reaches only a deposed master notices;
+- from the moment when a branch is asked for, the history floor does not rise above its seqno;
 - a record is changed by one write at a time, and from the moment of a handover's write nobody is
   served until its outcome is known.
 """
@@ -156,8 +157,9 @@ class Leading:
     def step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""
         self._depose((vb_id,), why)
-        del self.masterships[vb_id]
-        part = self._engine.partitions[vb_id]
+        part, wanted = self._engine.partitions[vb_id], self.masterships.pop(vb_id).branch_wanted
+        if wanted is not None:
+            part.pins.remove(wanted.seqno)
         part.state = VbState.REPLICA
         part.may_send_back = False
         part.guard = None
@@ -387,6 +389,7 @@ class Leading:
                 f"{part.high_seqno}; a branch cannot begin at {seqno}"
             )
         mastership.branch_wanted = BranchUnderWay(vb_uuid, seqno)
+        part.pins.add(seqno)  # no floor rises above it before the branch
         self._asked_branches[vb_id] = _AskedBranch(mastership.branch_wanted)
         return ""
 
