@@ -222,6 +222,9 @@ class Following:
                 )  # fmt: skip
         except (StaleEpochError, FloorsRefusedError, ValueError) as error:
             raise ReplicationError(str(error)) from error
+        # An earlier master's word about changes that are not here says nothing about this history:
+        # a branch or an unclean election may have replaced them.
+        self._hw[vb_id] = min(self._hw.get(vb_id, 0), part.high_seqno)
         self._note_told(vb_id, welcome.committed_seqno)
         self._raise_watermarks((vb_id,))
 
