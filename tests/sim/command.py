@@ -65,7 +65,10 @@ class Totals:
 
 def main(words: Sequence[str]) -> int:
     """Run what the arguments say; return the exit code."""
-    arguments = _parser().parse_args(words)
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    if arguments.nodes == 1 and (arguments.act or arguments.bug == ALL_BUGS):
+        parser.error("--act and --bug all are about replication; add --nodes 3")
     options = Options(
         nodes=arguments.nodes,
         has_faults=not arguments.no_faults,
@@ -180,6 +183,6 @@ def _parser() -> argparse.ArgumentParser:
         help="put in a known bug",
     )
     parser.add_argument(
-        "--act", default="", choices=sorted(ACTS), help="let each seed have this act (--nodes 3)"
+        "--act", default="", choices=sorted(ACTS), help="let each seed have this act"
     )
     return parser

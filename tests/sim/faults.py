@@ -14,7 +14,6 @@ from functools import partial
 from typing import Protocol
 
 from failover.replication_record import ReplicationRecord
-
 from sim import cluster_faults
 from sim.consumer import SimConsumer
 from sim.facts import Facts
