@@ -42,6 +42,12 @@ class Scene(NamedTuple):
         assert controls is not None
         return controls
 
+    @property
+    def replicas(self) -> list[Machine]:
+        """The others that are in the in-sync set."""
+        in_sync = self.controls.in_sync(self.vb_id)
+        return [machine for machine in self.others if machine.name in in_sync]
+
     def later(self, delay_ns: int, name: str, machine: Machine, last_ns: int = 0) -> None:
         """Let a fault happen to a machine after a while, for a time (0: as long as usual)."""
         self.faults.world.after(delay_ns, self.faults.happen_to, name, machine, last_ns)
@@ -181,7 +187,10 @@ def behind(scene: Scene) -> None:
     """A replica leaves the in-sync set, and what waited for it is committed at once. Then the
     master restarts, knows little of what is committed, and hears of nobody but this replica.
     """
-    faults, controls, (other, behind) = scene.faults, scene.controls, scene.others[:2]
+    faults, controls, replicas = scene.faults, scene.controls, scene.replicas
+    if len(replicas) < 2:
+        return
+    other, behind = replicas[:2]
     mend = scene.cut(scene.master, behind, 2000 * MS)
 
     def restart() -> None:
@@ -205,7 +214,10 @@ def behind(scene: Scene) -> None:
 
 def came_back(scene: Scene) -> None:
     """A partition moves, is cut back by a branch, and moves back before all have what came then."""
-    faults, controls, (second, third) = scene.faults, scene.controls, scene.others[:2]
+    faults, controls, replicas = scene.faults, scene.controls, scene.replicas
+    if len(replicas) < 2:
+        return
+    second, third = replicas[:2]
     epoch = controls.record(scene.vb_id).epoch
 
     def branch() -> None:
@@ -237,10 +249,9 @@ def forgotten(scene: Scene) -> None:
     to its master is lost, and that master hears nothing of the store from then on.
     """
     controls, vb_id, master = scene.controls, scene.vb_id, scene.master
-    others = [other for other in scene.others if other.name in controls.in_sync(vb_id)]
-    if not others:
+    if not scene.replicas:
         return
-    replica = others[0]
+    replica = scene.replicas[0]
     mend = scene.cut(master, replica, 2000 * MS)
 
     def come_back() -> None:
