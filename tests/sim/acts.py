@@ -27,6 +27,12 @@ WAIT_NS_MAX: Final = 1600 * MS
 """How long it waits for that."""
 
 
+UNDER_WAY_NS: Final = 40 * MS
+"""Then what was under way before a cut has arrived."""
+SOME_CHANGES: Final = 4
+"""So many a branch has to undo something of, to matter."""
+
+
 class Scene(NamedTuple):
     """Whom an act is about: a partition, its master, and the others in a drawn order."""
 
@@ -81,14 +87,16 @@ class Scene(NamedTuple):
 
     def when(self, is_so: Callable[[], bool], then: Callable[[], None]) -> None:
         """Do something as soon as something is so. Give up after a while, and with the faults."""
-        world = self.faults.world
+        faults, world = self.faults, self.faults.world
         until_ns = world.now_ns + WAIT_NS_MAX
+        faults.steps_due += 1
 
         def look() -> None:
-            if self.faults.is_over or world.now_ns >= until_ns:
-                return
-            if is_so():
+            if faults.is_over or world.now_ns >= until_ns:
+                faults.steps_due -= 1
+            elif is_so():
                 then()
+                faults.steps_due -= 1
             else:
                 world.after(WATCH_NS, look)
 
@@ -224,7 +232,7 @@ def came_back(scene: Scene) -> None:
         node = second.node
         assert node is not None
         if faults.branches < BRANCHES_MAX and node.branch(
-            scene.vb_id, 0.8 * faults.world.draw.random()
+            scene.vb_id, 0.7 * faults.world.draw.random()
         ):
             faults.branches += 1
             scene.when(is_branched, part)
@@ -235,13 +243,19 @@ def came_back(scene: Scene) -> None:
 
     def part() -> None:
         scene.cut(second, third, 1500 * MS)
-        scene.when(
-            lambda: scene.end(scene.master) > scene.end(third) >= 0,
-            lambda: scene.later(0, "kill", second, scene.between(1000, 1500)),
-        )
+        scene.after(UNDER_WAY_NS, lambda: scene.when(is_ahead, end))
 
-    controls.handover(scene.vb_id, second.name)
-    scene.when(lambda: scene.is_served_by(second), branch)
+    def is_ahead() -> bool:
+        return scene.end(scene.master) > scene.end(third) >= 0
+
+    def end() -> None:
+        scene.later(0, "kill", second, scene.between(1000, 1500))
+
+    def move() -> None:
+        controls.handover(scene.vb_id, second.name)
+        scene.when(lambda: scene.is_served_by(second), branch)
+
+    scene.when(lambda: scene.end(scene.master) >= SOME_CHANGES, move)
 
 
 def forgotten(scene: Scene) -> None:
@@ -298,7 +312,8 @@ class Acts:
             if machine.node is not None and machine.node.serves(vb_id)
         ]
         is_patient = world.now_ns - self._since_ns < PATIENCE_NS
-        if (faults.has_open and is_patient) or not serving:
+        is_busy = faults.has_open or faults.steps_due > 0
+        if (is_busy and is_patient) or not serving:
             world.after(LOOK_NS, self._look)
             return
         self._since_ns = world.now_ns

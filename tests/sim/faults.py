@@ -96,6 +96,8 @@ class Faults:
         self.branches = 0
         self.strikes = 0
         """New masters that were struck, and one more if they are looked for."""
+        self.steps_due = 0
+        """Steps of acts that wait for something."""
         self._victim: Machine | None = None
         self._open: dict[int, Mend] = {}
         """What is to be mended, by number."""

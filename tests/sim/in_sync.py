@@ -19,7 +19,7 @@ from sim.facts import Facts, Kept, Lacking, Overlap
 from sim.machine import Machine
 from sim.world import MS, World
 from vbucket.engine.engine import Engine
-from vbucket.engine.partition import Partition
+from vbucket.engine.partition import Partition, VbState
 
 LOOK_NS: Final = 20 * MS
 
@@ -99,6 +99,8 @@ class InSyncWatch:
             return
         if seqno == 0:
             return
+        if part.state == VbState.REPLICA and part.leader_epoch < self._record_of(vb_id).epoch:
+            return  # it hears late what a former master said, perhaps before a branch
         entries = part.failover.entries
         version = next((each for each in entries if each.seqno < seqno), entries[-1])
         self._claims[vb_id] = Claim(self._world.now_ns, node, part.failover, version.vb_uuid, seqno)
