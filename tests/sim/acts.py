@@ -10,6 +10,7 @@ that loses its replicas, its successor that dies, a handover whose outcome is un
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple
 
 from sim.faults import BRANCHES_MAX, Controls, Faults, Mend
@@ -58,22 +59,25 @@ class Scene(NamedTuple):
         """Let a fault happen to a machine after a while, for a time (0: as long as usual)."""
         self.faults.world.after(delay_ns, self.faults.happen_to, name, machine, last_ns)
 
-    def after(self, delay_ns: int, then: Callable[[], None]) -> None:
+    def after(self, delay_ns: int, then: Callable[[], object]) -> None:
         """Do something after a while."""
         self.faults.world.after(delay_ns, then)
 
     def cut(self, one: Machine, other: Machine, last_ns: int) -> Mend:
         """Let nothing pass between two machines for a time. Return what mends it earlier."""
-        network = self.faults.stage.network
-        pairs = (one.name, other.name), (other.name, one.name)
-        for pair in pairs:
-            network.cut(*pair)
+        mends = self.cut_way(one, other, last_ns), self.cut_way(other, one, last_ns)
 
         def mend() -> None:
-            for pair in pairs:
-                network.mend(*pair)
+            for each in mends:
+                each()
 
-        return self.faults.began("cut", mend, last_ns)
+        return mend
+
+    def cut_way(self, source: Machine, target: Machine, last_ns: int) -> Mend:
+        """Let nothing pass from a machine to another for a time."""
+        network = self.faults.stage.network
+        network.cut(source.name, target.name)
+        return self.faults.began("cut", lambda: network.mend(source.name, target.name), last_ns)
 
     def narrow(self, one: Machine, other: Machine, bytes_per_s: int, last_ns: int) -> None:
         """Let little pass from a machine to another for a time."""
@@ -169,6 +173,16 @@ def late_acks(scene: Scene) -> None:
     """Acknowledgements are late; then the master loses its replicas, but not the store."""
     scene.later(0, "slow_from", scene.master, 3000 * MS)
     scene.later(scene.between(200, 500), "cut_off", scene.master, scene.between(1000, 1800))
+
+
+def unanswered(scene: Scene) -> None:
+    """Replicas get changes, and their acknowledgements do not arrive. Then the master loses them,
+    but not the store: it hears of the next election while clients wait for these changes.
+    """
+    last_ns, later_ns = scene.between(1000, 1400), scene.between(30, 150)
+    for other in scene.others:
+        scene.cut_way(other, scene.master, last_ns)
+        scene.after(later_ns, partial(scene.cut_way, scene.master, other, last_ns - later_ns))
 
 
 def all_die(scene: Scene) -> None:
@@ -283,7 +297,7 @@ ACTS: Final[dict[str, Callable[[Scene], None]]] = {
     "deposed": deposed, "blink": blink, "two_deaths": two_deaths,
     "master_and_replica": master_and_replica, "all_die": all_die, "to_and_fro": to_and_fro,
     "late_acks": late_acks, "moved_under_load": moved_under_load, "behind": behind,
-    "came_back": came_back, "forgotten": forgotten,
+    "came_back": came_back, "forgotten": forgotten, "unanswered": unanswered,
 }  # fmt: skip
 
 

@@ -35,10 +35,13 @@ ABOUT_ELECTIONS = (
 ACTS = (
     "deposed", "blink", "two_deaths", "master_and_replica", "all_die", "to_and_fro",
     "moved_under_load", "late_acks", "behind", "came_back", "forgotten",
+    "unanswered",
 )  # fmt: skip
-LONG = ("blink", "behind", "came_back", "forgotten")
-"""Acts of several steps, which random faults hardly ever make: most plans have one of them."""
-OF_THREE = frozenset({"blink", "behind", "came_back"})
+RARE = ("blink", "behind", "came_back", "forgotten", "unanswered")
+"""Acts for what random faults hardly ever bring about: most plans have one of them."""
+OF_PATIENCE = frozenset({"unanswered"})
+"""Acts that show nothing to clients who give up before the next election."""
+OF_THREE = frozenset({"blink", "behind", "came_back", "unanswered"})
 """Acts that take three copies of a partition."""
 ACT_FAULTS = ("cut_off", "slow_from", "one_store_deaf", "one_store_forgets_write", "store_late")
 """Faults that only acts have."""
@@ -141,6 +144,9 @@ def about_elections(
     share = draw.choice((0.0, 0.2))  # other faults spoil most acts
     faults = tuple(name for name in ABOUT_ELECTIONS if draw.random() < share)
     acts = (act,) if act else _acts(draw, nodes)
+    is_patient = not OF_PATIENCE.isdisjoint(acts)
+    if is_patient:
+        kinds = COUNTING
     is_of_three = not OF_THREE.isdisjoint(acts)
     if is_of_three:
         copies = 3
@@ -148,13 +154,14 @@ def about_elections(
         partitions=draw.choice((2, 4)),
         copies=copies,
         min_in_sync=draw.choice((1, 1, 2)),
+        acknowledge="committed" if is_patient else plan.acknowledge,
         clients=draw.randint(3 if is_of_three else 2, 4),
         keys=tuple(b"k%d" % number for number in range(draw.choice((3, 6)))),
         kinds=kinds,
         kind_weights=tuple(WEIGHTS[kind] for kind in kinds),
-        pipeline=3 if is_of_three else draw.choice((1, 3)),
+        pipeline=8 if is_patient else 3 if is_of_three else draw.choice((1, 3)),
         think_ns=draw.choice((8, 16)) * MS,
-        timeout_ns=draw.choice((150, 400, 1500, 3000)) * MS,
+        timeout_ns=draw.choice((1500, 3000) if is_patient else (150, 400, 1500, 3000)) * MS,
         faults=faults,
         acts=acts,
         fault_every_ns=draw.choice((500, 1500)) * MS,
@@ -168,7 +175,7 @@ def about_elections(
 def _acts(draw: random.Random, nodes: int) -> tuple[str, ...]:
     """Draw one to three acts."""
     possible = [name for name in ACTS if nodes > 2 or name not in OF_THREE]
-    first = draw.choice([name for name in LONG if name in possible])
+    first = draw.choice([name for name in RARE if name in possible])
     acts = draw.sample(possible, draw.choice((1, 2, 3)))
     return tuple(dict.fromkeys([first, *acts[1:]])) if draw.random() < 0.6 else tuple(acts)
 
