@@ -156,13 +156,26 @@ class Following:
 
     def tick(self, now_ns: int) -> None:
         """Let time pass; note what links that are gone have confirmed."""
-        self._now_ns = now_ns
-        for member, link in self.links.items():
-            self._heard_ns[member] = max(self._heard_ns.get(member, 0), link.master_heard_ns)
+        self.note_heard(now_ns)
+        for link in self.links.values():
             link.tick(now_ns)
             if link.state is LinkState.CLOSED:
                 self._has_gaps = True
                 self._keep_confirmations(link)
+
+    def note_heard(self, now_ns: int) -> None:
+        """Note when the masters' nodes were last heard."""
+        self._now_ns = now_ns
+        for member, link in self.links.items():
+            self._heard_ns[member] = max(self._heard_ns.get(member, 0), link.master_heard_ns)
+
+    @property
+    def unheard_from_ns(self) -> int:
+        """When the first node of a master counts as unheard, unless it is heard before. Only nodes
+        that are heard now count.
+        """
+        heard = (at_ns for at_ns in self._heard_ns.values() if self._now_ns - at_ns < UNHEARD_NS)
+        return min(heard, default=self._now_ns) + UNHEARD_NS
 
     def _keep_confirmations(self, link: ReplicaLink) -> None:
         """Note what a closed link has confirmed; it still says what it followed."""
@@ -179,12 +192,8 @@ class Following:
         for link in self.links.values():
             link.synced(group)
 
-    def is_unheard(self, record: ReplicationRecord) -> bool:
-        """Whether a partition has no master, or one that was not heard for a while."""
-        return self.is_unheard_member(record.master)
-
-    def is_unheard_member(self, master: str | None) -> bool:
-        """The same, by the master."""
+    def is_unheard(self, master: str | None) -> bool:
+        """Whether this master was not heard for a while, or there is none."""
         if master is None or master == self._identity.member:
             return True
         return self._now_ns - self._heard_ns.get(master, self._started_ns) >= UNHEARD_NS
@@ -228,6 +237,9 @@ class Following:
                 )  # fmt: skip
         except (StaleEpochError, FloorsRefusedError, ValueError) as error:
             raise ReplicationError(str(error)) from error
+        # An earlier master's word about changes that are not here says nothing about this history:
+        # a branch or an unclean election may have replaced them.
+        self._cap_told(part, part.high_seqno)
         self._note_told(vb_id, welcome.committed_seqno)
         self._raise_watermarks((vb_id,))
 
@@ -268,6 +280,10 @@ class Following:
         adopt_failover_log(self._engine, part.vb_id, log, part.leader_epoch, rollback_to=seqno)
         self.rollbacks += 1
         self._damaged.pop(part.vb_id, None)
+        self._cap_told(part, seqno)
+
+    def _cap_told(self, part: Partition, seqno: int) -> None:
+        """Forget what was told of changes above a seqno."""
         if part.vb_id in self._hw:
             self._hw[part.vb_id] = min(self._hw[part.vb_id], seqno)
 

@@ -9,6 +9,7 @@ Invariants
   epoch is on disk here;
 - clients are served only while the in-sync set confirms this master. Who is not served any more has
   its streams ended, so that a consumer that reaches only a deposed master notices;
+- from the moment when a branch is asked for, the history floor does not rise above its seqno;
 - a record is changed by one write at a time, and from the moment of a handover's write nobody is
   served until its outcome is known;
 - at rest nothing is done for each partition. As long as `_settled` holds, all partitions are
@@ -153,6 +154,7 @@ class Leading:
         else:
             begin_version(self._engine, vb_id, record.epoch)
         part.state = VbState.FENCED
+        part.is_unheard = False
         mastership = Mastership(
             part, record, self._member, self._settings, now_ns=now_ns,
             ready_group=part.last_group,

@@ -97,7 +97,8 @@ class ElectionLoss(NamedTuple):
     versions: tuple[tuple[int, int], ...]
     """(vb_uuid, seqno at which it began) before the election, newest first."""
     end_seqno: int
-    """Its last seqno: changes of the former master above it are lost."""
+    """Its last seqno: changes of the former master above it are lost, and those of versions that
+    `versions` does not name."""
     committed_seqno: int | None
     """The highest seqno that it knows was committed; None: it was never told. It knows that changes
     are lost if this is above `end_seqno`.

@@ -19,6 +19,7 @@ master only in epochs that began while this process was running (`replication_re
 Invariants
 - an epoch is never followed lower than one that was seen;
 - a partition that this node does not master is REPLICA here: it takes no writes, expires nothing;
+- a replica that hears no master is marked (`Partition.is_unheard`) and has no streams of clients;
 - what waits in connections is answered (`depose`) before history is cut off;
 - the high watermark of a master comes from its in-sync set, that of a replica from its master.
 """
@@ -73,6 +74,7 @@ class ReplicationCore:
         """
         membership = session.membership
         self._engine = engine
+        self._hub = hub
         self._commits = engine.commits
         self._groups = groups
         self._session = session
@@ -91,6 +93,10 @@ class ReplicationCore:
         self._followed_masters: set[str | None] | None = None
         """Masters of the partitions that this node does not master; None: records have changed
         since that was known."""
+        self._unheard_masters: frozenset[str | None] = frozenset()
+        """Those of them that are not heard."""
+        self._unheard_from_ns = now_ns
+        """When the next partition counts as unheard, unless its master is heard before."""
         self.following = Following(
             engine, self._changes,
             Identity(cluster, membership.member, membership.incarnation), settings,
@@ -106,6 +112,7 @@ class ReplicationCore:
         for part in engine.partitions:
             part.has_copies = True
             part.state = VbState.REPLICA
+            part.is_unheard = True  # until a record says that there is no copy here, or a master
             part.may_send_back = False
             # A floor is committed, and so is what the log says. More is not known.
             known_seqno = engine.keyspace.known_watermarks.get(part.vb_id, 0)
@@ -279,10 +286,15 @@ class ReplicationCore:
     # -- time --------------------------------------------------------------------------------------
 
     def check_fence(self, now_ns: int) -> None:
-        """Fence the partitions that are not confirmed any more. Call it before every batch."""
+        """Fence the partitions that are not confirmed any more, and mark those whose master is not
+        heard. Call it before every batch: the process may have been stopped since the last tick.
+        """
         fence_ns = self.leading.fence_ns
         if fence_ns is not None and now_ns >= fence_ns:
             self.leading.serve(now_ns)
+        if now_ns >= self._unheard_from_ns:
+            self.following.note_heard(now_ns)
+            self._mark_unheard()
 
     def tick(self, now_ns: int) -> None:
         """Let time pass: links, services, in-sync sets, handovers, reports."""
@@ -296,6 +308,7 @@ class ReplicationCore:
         lagging = self._commits.lagging if self.leading.is_settled else masterships
         self._raise_watermarks(tuple(lagging))
         self.leading.serve(now_ns)
+        self._mark_unheard()
         trusted = {
             vb_id: stored
             for vb_id, stored in self._records.items()
@@ -306,24 +319,43 @@ class ReplicationCore:
             self._carry_out(self._session.write(now_ns, changes))
         self._report()
 
-    def _report(self) -> None:
-        """Report the partitions whose master is not heard."""
+    def _mark_unheard(self) -> None:
+        """Mark the replicas whose master is not heard, and end their streams. Nothing is done for
+        each partition unless a record or what is heard has changed.
+        """
+        following = self.following
+        self._unheard_from_ns = following.unheard_from_ns
+        has_new_records = self._followed_masters is None
         if self._followed_masters is None:
             self._followed_masters = {
                 self._record_of(vb_id).master
                 for vb_id in self._records.keys() - self.leading.masterships.keys()
             }
-        is_unheard = any(map(self.following.is_unheard_member, self._followed_masters))
-        if not is_unheard and not self._reported:
+        unheard = frozenset(filter(following.is_unheard, self._followed_masters))
+        if unheard == self._unheard_masters and not has_new_records:
+            return
+        self._unheard_masters = unheard
+        for vb_id, stored in self._records.items():
+            record, part = stored.content.record, self._engine.partitions[vb_id]
+            was_unheard = part.is_unheard
+            part.is_unheard = (
+                part.state == VbState.REPLICA
+                and self._member in record.copies
+                and record.master in unheard
+            )
+            if part.is_unheard and not was_unheard:
+                self._hub.fenced(vb_id)
+
+    def _report(self) -> None:
+        """Report the partitions whose master is not heard."""
+        if not self._unheard_masters and not self._reported:
             return
         reported: list[ReportedPartition] = []
         for vb_id, stored in sorted(self._records.items()):
-            record = stored.content.record
-            if self._member not in record.copies or vb_id in self.leading.masterships:
-                continue
-            if not self.following.is_unheard(record):
-                continue
             part = self._engine.partitions[vb_id]
+            if not part.is_unheard:
+                continue
+            record = stored.content.record
             window = part.incomplete_snapshot
             reported.append(
                 ReportedPartition(

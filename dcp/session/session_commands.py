@@ -258,8 +258,7 @@ class ConnectionCommands:
         engine = state.engine
         parts = [part for part in engine.partitions if part.durable_state in states]
         for part in parts:
-            if part.state == VbState.FENCED:
-                raise state.elsewhere(part)
+            state.check_is_current(part)
         for part in parts:
             if part.branch_group > engine.commits.committed_group:
                 # The branch has lowered its committed_seqno already.
@@ -295,8 +294,7 @@ class ConnectionCommands:
         if request.vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
         part = state.engine.partitions[request.vb_id]
-        if part.state == VbState.FENCED:
-            raise state.elsewhere(part)
+        state.check_is_current(part)
         state.observes_history(request.vb_id)
         log, producer = part.failover, state.producer
         pairs = log.shown_pairs() if producer is None else producer.terms.log_for_client(log)
@@ -310,8 +308,7 @@ class ConnectionCommands:
         if request.vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
         part = state.engine.partitions[request.vb_id]
-        if part.state == VbState.FENCED:
-            raise state.elsewhere(part)
+        state.check_is_current(part)
         state.observes_history(request.vb_id)
         vb_uuid = U64.unpack(request.value)[0]
         ended_at = part.failover.upper_of(vb_uuid, part.committed_seqno)

@@ -437,6 +437,16 @@ class SessionState:
         self._await_sync(part.state_group)
         return WrongVbucketError()
 
+    def check_is_current(self, part: Partition) -> None:
+        """Raise RefusedError if what this node would tell of the partition may be out of date."""
+        if part.state == VbState.FENCED:
+            raise RefusedError(Status.ETMPFAIL, fence_text(part))
+        if part.is_unheard:
+            raise RefusedError(
+                Status.ETMPFAIL,
+                f"vb {part.vb_id}: this replica has not heard from a master for a while; try again",
+            )
+
     def observes(self, vb_id: int) -> None:
         """Let the answers wait until the partition's changes, which they tell of, are committed.
 

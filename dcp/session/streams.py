@@ -360,8 +360,7 @@ class DcpCommands:
             is_readable = part.state == VbState.REPLICA and not part.has_copies
             if is_readable and not flags & _NEEDS_ACTIVE:
                 return part
-            if part.state == VbState.FENCED:
-                raise self._state.elsewhere(part)
+            self._state.check_is_current(part)
         raise WrongVbucketError
 
     def _check_range(self, asked: StreamRequest, producer: Producer) -> None:

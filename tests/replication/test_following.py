@@ -194,6 +194,18 @@ def test_what_was_told_is_known_at_promotion_and_no_more_than_what_is_here() -> 
     assert cluster.b.core.following.told_hw(VB) == 0, "it is not told a second time"
 
 
+def test_what_was_told_of_changes_that_are_not_here_ends_with_the_epoch() -> None:
+    """A branch or an unclean election replaces them, and the replica has nothing to cut off."""
+    cluster = CoreCluster()
+    cluster.run(LONG)
+    cluster.a.put()
+    cluster.run(200 * MS)
+    cluster.b.core.following._note_told(VB, 40)
+    cluster.write(elect(cluster.record, "a"))
+    cluster.run(200 * MS)
+    assert cluster.b.core.following.told_hw(VB) <= cluster.a.part.committed_seqno == 1
+
+
 # -- links -----------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dcp.cluster.effects import Notice
+from dcp.replication.following import UNHEARD_NS
 from dcp.replication.loss_receipt import ElectionLoss
+from dcp.wire.frame import Frame
+from dcp.wire.message import EndReason
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
 from failover.isr import PROMOTED_WAIT_NS
 from failover.replication_record import elect, shrink, unclean_elect, vacate
-from support.core_cluster import MS, VB, CoreCluster
+from support.core_cluster import MS, VB, CoreCluster, CoreNode
 from vbucket.engine.partition import VbState
 
 LONG = PROMOTED_WAIT_NS + 200 * MS
@@ -191,3 +196,73 @@ def test_a_store_that_was_set_back_and_restored_makes_no_master() -> None:
     cluster.write(replace(good, epoch=1))
     cluster.write(good)
     assert VB not in cluster.a.core.leading.masterships, "epoch 2 began before this process"
+
+
+# -- replicas that hear no master ------------------------------------------------------------------
+
+
+def asked_for_seqno(node: CoreNode) -> Frame:
+    uuid = node.part.vb_uuid.to_bytes(8, "big")
+    return node.connect().ask(Opcode.OBSERVE_SEQNO, vb_id=VB, value=uuid)
+
+
+def cut(cluster: CoreCluster) -> None:
+    for wire in list(cluster.wires):
+        wire.cut()
+    cluster.wires.clear()
+
+
+def test_a_replica_that_hears_no_master_tells_nothing_that_may_be_old() -> None:
+    cluster = serving()
+    assert asked_for_seqno(cluster.b).status == Status.OK
+    cut(cluster)
+    cluster.tick(ns=UNHEARD_NS // 2)
+    assert asked_for_seqno(cluster.b).status == Status.OK, "not yet"
+    cluster.tick(ns=UNHEARD_NS)
+    assert asked_for_seqno(cluster.b).status == Status.ETMPFAIL
+    cluster.run(500 * MS)
+    assert asked_for_seqno(cluster.b).status == Status.OK, "it is heard again"
+
+
+def test_a_process_that_stood_still_looks_before_the_next_batch_of_requests() -> None:
+    cluster = serving()
+    cluster.now_ns += UNHEARD_NS
+    cluster.b.core.check_fence(cluster.now_ns)
+    assert asked_for_seqno(cluster.b).status == Status.ETMPFAIL
+
+
+def test_streams_of_a_replica_end_once_when_it_hears_no_master() -> None:
+    cluster = serving()
+    peer, part = cluster.b.connect(), cluster.b.part
+    peer.open()
+    part.has_copies = False  # a partition with copies opens streams on its master only
+    assert peer.stream(VB, opaque=9).status == Status.OK
+    part.has_copies = True
+    peer.drain()
+    cut(cluster)
+    cluster.tick(ns=2 * UNHEARD_NS)
+    (end,) = peer.drain()
+    assert (end.opcode, end.opaque) == (Opcode.DCP_STREAM_END, 9)
+    assert int.from_bytes(end.extras, "big") == EndReason.STATE_CHANGED == 2
+    cluster.tick()
+    assert peer.drain() == []
+
+
+def test_without_a_record_or_a_master_nothing_is_heard() -> None:
+    cluster = serving()
+    cluster.a.crash()
+    assert asked_for_seqno(cluster.a).status == Status.ETMPFAIL, "it has read no record"
+    cluster.show(cluster.a)
+    cluster.write(vacate(cluster.record), "b")
+    cluster.tick()
+    assert asked_for_seqno(cluster.b).status == Status.ETMPFAIL, "nobody is master"
+    cluster.write(elect(cluster.record, "b"), "b")
+    assert not cluster.b.part.is_unheard, "this node is"
+
+
+def test_where_no_copy_is_no_master_is_missed() -> None:
+    cluster = CoreCluster("abc")
+    cluster.write(replace(cluster.record, copies=("a", "b"), isr=frozenset("ab")))
+    cut(cluster)
+    cluster.tick(ns=2 * UNHEARD_NS)
+    assert [node.part.is_unheard for node in cluster.nodes.values()] == [False, True, False]

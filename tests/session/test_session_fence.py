@@ -232,6 +232,54 @@ def test_who_may_be_behind_sends_nobody_back(
     assert answer.status == refused
 
 
+# -- replicas that hear no master -----------------------------------------------------------------
+
+
+@pytest.fixture
+def replica(node: MemoryNode) -> MemoryNode:
+    """A node that has a replica of a partition and hears no master of it."""
+    part = node.engine.partitions[VB]
+    part.state, part.has_copies, part.is_unheard = VbState.REPLICA, True, True
+    return node
+
+
+def test_a_replica_that_hears_no_master_tells_no_seqnos(replica: MemoryNode) -> None:
+    peer, part = dcp(replica), replica.engine.partitions[VB]
+    uuid = part.vb_uuid.to_bytes(8, "big")
+    questions = [
+        {"opcode": Opcode.GET_ALL_VB_SEQNOS},
+        {"opcode": Opcode.GET_ALL_VB_SEQNOS, "extras": (2).to_bytes(4, "big")},
+        {"opcode": Opcode.OBSERVE_SEQNO, "vb_id": VB, "value": uuid},
+        {"opcode": Opcode.GET_FAILOVER_LOG, "vb_id": VB},
+        {"opcode": Opcode.DCP_GET_FAILOVER_LOG, "vb_id": VB},
+    ]
+    for question in questions:
+        answer = peer.ask(**question)
+        assert answer.status == LATER, question
+        assert "vb 3" in json.loads(answer.value)["error"]["context"]
+    active = peer.ask(Opcode.GET_ALL_VB_SEQNOS, extras=(1).to_bytes(4, "big"))
+    assert active.status == Status.OK, "it is about other partitions"
+    part.is_unheard = False
+    assert [peer.ask(**question).status for question in questions] == [Status.OK] * 5
+
+
+def test_a_replica_that_hears_no_master_opens_no_stream(replica: MemoryNode) -> None:
+    peer = dcp(replica)
+    assert peer.stream(VB).status == LATER
+    assert peer.stream(OTHER).status == Status.OK
+    replica.engine.partitions[VB].is_unheard = False
+    assert peer.stream(VB).status == Status.NOT_MY_VBUCKET
+
+
+def test_a_replica_that_hears_no_master_sends_document_commands_elsewhere(
+    replica: MemoryNode,
+) -> None:
+    peer = connect(replica)
+    assert peer.ask(Opcode.GET, vb_id=VB, key=KEY).status == Status.NOT_MY_VBUCKET
+    assert peer.set(VB, KEY, b"w").status == Status.NOT_MY_VBUCKET
+    assert peer.ask(Opcode.GET_REPLICA, vb_id=VB, key=KEY).value == b"v", "it may be older"
+
+
 # -- where a fence is not known ----------------------------------------------------------------
 
 

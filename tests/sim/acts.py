@@ -10,17 +10,28 @@ that loses its replicas, its successor that dies, a handover whose outcome is un
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple
 
-from sim.faults import Faults
+from sim.faults import BRANCHES_MAX, Controls, Faults, Mend
 from sim.machine import Machine
-from sim.world import MS
+from sim.world import MS, SECOND
 
 LOOK_NS: Final = 20 * MS
 PATIENCE_NS: Final = 2000 * MS
 """Then the next act begins, served or not."""
 CALM_NS: Final = 300 * MS
 """Load between acts, at most."""
+WATCH_NS: Final = 2 * MS
+"""How often an act looks whether its next step is due."""
+WAIT_NS_MAX: Final = 1600 * MS
+"""How long it waits for that."""
+
+
+UNDER_WAY_NS: Final = 40 * MS
+"""Then what was under way before a cut has arrived."""
+SOME_CHANGES: Final = 4
+"""So many a branch has to undo something of, to matter."""
 
 
 class Scene(NamedTuple):
@@ -31,9 +42,77 @@ class Scene(NamedTuple):
     master: Machine
     others: list[Machine]
 
+    @property
+    def controls(self) -> Controls:
+        """What only a cluster can do."""
+        controls = self.faults.stage.controls
+        assert controls is not None
+        return controls
+
+    @property
+    def replicas(self) -> list[Machine]:
+        """The others that are in the in-sync set."""
+        in_sync = self.controls.in_sync(self.vb_id)
+        return [machine for machine in self.others if machine.name in in_sync]
+
     def later(self, delay_ns: int, name: str, machine: Machine, last_ns: int = 0) -> None:
         """Let a fault happen to a machine after a while, for a time (0: as long as usual)."""
         self.faults.world.after(delay_ns, self.faults.happen_to, name, machine, last_ns)
+
+    def after(self, delay_ns: int, then: Callable[[], object]) -> None:
+        """Do something after a while."""
+        self.faults.world.after(delay_ns, then)
+
+    def cut(self, one: Machine, other: Machine, last_ns: int) -> Mend:
+        """Let nothing pass between two machines for a time. Return what mends it earlier."""
+        mends = self.cut_way(one, other, last_ns), self.cut_way(other, one, last_ns)
+
+        def mend() -> None:
+            for each in mends:
+                each()
+
+        return mend
+
+    def cut_way(self, source: Machine, target: Machine, last_ns: int) -> Mend:
+        """Let nothing pass from a machine to another for a time."""
+        network = self.faults.stage.network
+        network.cut(source.name, target.name)
+        return self.faults.began("cut", lambda: network.mend(source.name, target.name), last_ns)
+
+    def narrow(self, one: Machine, other: Machine, bytes_per_s: int, last_ns: int) -> None:
+        """Let little pass from a machine to another for a time."""
+        link = self.faults.stage.network.link(one.name, other.name)
+        link.ns_per_byte = SECOND // bytes_per_s
+
+        def mend() -> None:
+            link.ns_per_byte = 0
+
+        self.faults.began("narrow", mend, last_ns)
+
+    def when(self, is_so: Callable[[], bool], then: Callable[[], None]) -> None:
+        """Do something as soon as something is so. Give up after a while, and with the faults."""
+        faults, world = self.faults, self.faults.world
+        until_ns = world.now_ns + WAIT_NS_MAX
+        faults.steps_due += 1
+
+        def look() -> None:
+            if faults.is_over or world.now_ns >= until_ns:
+                faults.steps_due -= 1
+            elif is_so():
+                then()
+                faults.steps_due -= 1
+            else:
+                world.after(WATCH_NS, look)
+
+        look()
+
+    def end(self, machine: Machine) -> int:
+        """Return the last seqno that a machine has of the partition; -1 if its process is down."""
+        return -1 if machine.node is None else machine.node.high_seqno(self.vb_id)
+
+    def is_served_by(self, machine: Machine) -> bool:
+        """Whether a machine would answer for the partition now."""
+        return machine.node is not None and machine.node.would_answer(self.vb_id)
 
     def between(self, low_ms: int, high_ms: int) -> int:
         """Draw a time."""
@@ -52,10 +131,24 @@ def deposed(scene: Scene) -> None:
 
 
 def blink(scene: Scene) -> None:
-    """A master is away just as long as it takes to suspect it."""
-    length_ns = scene.between(610, 800)
-    scene.later(0, "one_store_away", scene.master, length_ns + 800 * MS)
-    scene.later(0, "cut_off", scene.master, length_ns)
+    """A master is away until another one is elected. Then it is confirmed once more, because nobody
+    has heard of the election yet; and is away again, so that it hears nothing of it either.
+    """
+    controls, vb_id, master = scene.controls, scene.vb_id, scene.master
+    epoch = controls.record(vb_id).epoch
+    scene.later(0, "store_late", master, 2500 * MS)
+    scene.later(0, "one_store_away", master, 2500 * MS)
+    mends = [scene.cut(master, other, 1600 * MS) for other in scene.others]
+
+    def come_back() -> None:
+        for mend in mends:
+            mend()
+        scene.when(
+            lambda: scene.is_served_by(master),
+            lambda: scene.later(0, "cut_off", master, scene.between(500, 1000)),
+        )
+
+    scene.when(lambda: controls.record(vb_id).epoch > epoch, come_back)
 
 
 def two_deaths(scene: Scene) -> None:
@@ -82,6 +175,16 @@ def late_acks(scene: Scene) -> None:
     scene.later(scene.between(200, 500), "cut_off", scene.master, scene.between(1000, 1800))
 
 
+def unanswered(scene: Scene) -> None:
+    """Replicas get changes, and their acknowledgements do not arrive. Then the master loses them,
+    but not the store: it hears of the next election while clients wait for these changes.
+    """
+    last_ns, later_ns = scene.between(1000, 1400), scene.between(30, 150)
+    for other in scene.others:
+        scene.cut_way(other, scene.master, last_ns)
+        scene.after(later_ns, partial(scene.cut_way, scene.master, other, last_ns - later_ns))
+
+
 def all_die(scene: Scene) -> None:
     """All nodes lose power, and one of them soon again."""
     scene.later(0, "power_cut_all", scene.master, scene.between(20, 400))
@@ -102,10 +205,99 @@ def moved_under_load(scene: Scene) -> None:
     scene.later(scene.between(0, 200), "handovers", scene.master)
 
 
+def behind(scene: Scene) -> None:
+    """A replica leaves the in-sync set, and what waited for it is committed at once. Then the
+    master restarts, knows little of what is committed, and hears of nobody but this replica.
+    """
+    faults, controls, replicas = scene.faults, scene.controls, scene.replicas
+    if len(replicas) < 2:
+        return
+    other, behind = replicas[:2]
+    mend = scene.cut(scene.master, behind, 2000 * MS)
+
+    def restart() -> None:
+        # Without power nothing arrives that was held back on the way to the replica.
+        faults.happen_to("power_cut", scene.master, scene.between(10, 60))
+        scene.cut(scene.master, other, scene.between(900, 1400))
+        scene.narrow(scene.master, behind, 4_000, 1500 * MS)
+        mend()
+
+    def is_committed() -> bool:
+        """Whether the master has committed what waited."""
+        node = scene.master.node
+        return (
+            behind.name not in controls.in_sync(scene.vb_id)
+            and node is not None
+            and node.committed_seqno(scene.vb_id) > scene.end(behind) >= 0
+        )
+
+    scene.when(is_committed, lambda: scene.after(scene.between(0, 5), restart))
+
+
+def came_back(scene: Scene) -> None:
+    """A partition moves, is cut back by a branch, and moves back before all have what came then."""
+    faults, controls, replicas = scene.faults, scene.controls, scene.replicas
+    if len(replicas) < 2:
+        return
+    second, third = replicas[:2]
+    epoch = controls.record(scene.vb_id).epoch
+
+    def branch() -> None:
+        node = second.node
+        assert node is not None
+        if faults.branches < BRANCHES_MAX and node.branch(
+            scene.vb_id, 0.7 * faults.world.draw.random()
+        ):
+            faults.branches += 1
+            scene.when(is_branched, part)
+
+    def is_branched() -> bool:
+        record = controls.record(scene.vb_id)
+        return record.epoch > epoch + 1 and record.branch is None and scene.is_served_by(second)
+
+    def part() -> None:
+        scene.cut(second, third, 1500 * MS)
+        scene.after(UNDER_WAY_NS, lambda: scene.when(is_ahead, end))
+
+    def is_ahead() -> bool:
+        return scene.end(scene.master) > scene.end(third) >= 0
+
+    def end() -> None:
+        scene.later(0, "kill", second, scene.between(1000, 1500))
+
+    def move() -> None:
+        controls.handover(scene.vb_id, second.name)
+        scene.when(lambda: scene.is_served_by(second), branch)
+
+    scene.when(lambda: scene.end(scene.master) >= SOME_CHANGES, move)
+
+
+def forgotten(scene: Scene) -> None:
+    """A replica comes back into the in-sync set, and falls behind at once. The answer of the store
+    to its master is lost, and that master hears nothing of the store from then on.
+    """
+    controls, vb_id, master = scene.controls, scene.vb_id, scene.master
+    if not scene.replicas:
+        return
+    replica = scene.replicas[0]
+    mend = scene.cut(master, replica, 2000 * MS)
+
+    def come_back() -> None:
+        scene.later(0, "one_store_forgets_write", master, scene.between(800, 1500))
+        mend()
+        scene.when(
+            lambda: replica.name in controls.in_sync(vb_id),
+            lambda: scene.cut(master, replica, scene.between(600, 900)),
+        )
+
+    scene.when(lambda: replica.name not in controls.in_sync(vb_id), come_back)
+
+
 ACTS: Final[dict[str, Callable[[Scene], None]]] = {
     "deposed": deposed, "blink": blink, "two_deaths": two_deaths,
     "master_and_replica": master_and_replica, "all_die": all_die, "to_and_fro": to_and_fro,
-    "late_acks": late_acks, "moved_under_load": moved_under_load,
+    "late_acks": late_acks, "moved_under_load": moved_under_load, "behind": behind,
+    "came_back": came_back, "forgotten": forgotten, "unanswered": unanswered,
 }  # fmt: skip
 
 
@@ -134,7 +326,8 @@ class Acts:
             if machine.node is not None and machine.node.serves(vb_id)
         ]
         is_patient = world.now_ns - self._since_ns < PATIENCE_NS
-        if (faults.has_open and is_patient) or not serving:
+        is_busy = faults.has_open or faults.steps_due > 0
+        if (is_busy and is_patient) or not serving:
             world.after(LOOK_NS, self._look)
             return
         self._since_ns = world.now_ns

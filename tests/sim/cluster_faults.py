@@ -205,10 +205,12 @@ FAULTS: Final[dict[str, Fault]] = {
     "isolate": isolate, "lonely_consumer": lonely_consumer, "strike": strike,
     "cut_off": cut_off, "slow_from": slow_from,
     "store_away": _store("away", is_for_all=True), "store_slow": _store("slow", is_for_all=True),
+    "store_late": _store("late", is_for_all=True),
     "store_forgets": _store("forgets", is_for_all=True),
     "store_compacts": _store("compacts", is_for_all=True),
     "one_store_away": _store("away", is_for_all=False),
     "one_store_deaf": _store("deaf", is_for_all=False),
+    "one_store_forgets_write": _store("forgets_write", is_for_all=False),
     "one_store_forgets": _store("forgets", is_for_all=False),
 }  # fmt: skip
 """Name in the plan -> fault."""

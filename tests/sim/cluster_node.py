@@ -31,6 +31,7 @@ from sim.network import Side
 from sim.node import Facades, SingleNode
 from sim.plan import Plan
 from sim.quarantine import keep
+from sim.store_client import ROOT
 from sim.world import MS
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.entry import META, seqno_of
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 CLUSTER_TICK_NS = 50 * MS
 COMMIT_TIMEOUT_NS = 2_000 * MS
-ROOT = b"/sim/"
 
 
 NoteRecord = Callable[[int, ReplicationRecord], None]

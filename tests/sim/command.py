@@ -5,8 +5,12 @@
     python -m tests.sim --seeds 0..1500       many seeds; stops at the first that fails
     python -m tests.sim --minutes 3           seeds from 0 (or from A of --seeds A..B) for some time
     python -m tests.sim --until-fail          until one fails
+    python -m tests.sim --nodes 3 --bug all --seeds 0..500
+                                              for each bug of replication, the first seed that shows
+                                              it; with --keep-on, how many of the seeds do
 
 Exit code 0: nothing was found. 1: a violation, or a crash of the simulated code. 2: bad arguments.
+With `--bug all`, 0: each bug was found.
 """
 
 from __future__ import annotations
@@ -20,10 +24,14 @@ from collections.abc import Iterator, Sequence
 
 from sim.bugs import BUGS
 from sim.cluster_bugs import CLUSTER_BUGS
+from sim.plan import ACTS
 from sim.run import Options, Report, replay_command, run_seed
 from sim.world import SECOND, Trace
 
 VIOLATIONS_SHOWN = 10
+ALL_BUGS = "all"
+FOUND_WITHIN = (0, 499)
+"""Within these seeds each bug has to be found."""
 
 
 class Totals:
@@ -57,13 +65,19 @@ class Totals:
 
 def main(words: Sequence[str]) -> int:
     """Run what the arguments say; return the exit code."""
-    arguments = _parser().parse_args(words)
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    if arguments.nodes == 1 and (arguments.act or arguments.bug == ALL_BUGS):
+        parser.error("--act and --bug all are about replication; add --nodes 3")
     options = Options(
         nodes=arguments.nodes,
         has_faults=not arguments.no_faults,
         seconds=arguments.seconds,
         bug=arguments.bug,
+        act=arguments.act,
     )
+    if arguments.bug == ALL_BUGS:
+        return find_bugs(options, arguments.seeds or FOUND_WITHIN, keep_on=arguments.keep_on)
     totals = Totals()
     many = arguments.seeds is not None or arguments.minutes or arguments.until_fail
     if not many:
@@ -88,6 +102,27 @@ def main(words: Sequence[str]) -> int:
     faults = ", ".join(f"{name} {count}" for name, count in sorted(totals.faults.items()))
     print(f"faults: {faults or 'none'}")
     return int(totals.failed > 0)
+
+
+def find_bugs(options: Options, seeds: tuple[int, int], *, keep_on: bool) -> int:
+    """Print for each bug of replication which seeds show it; return the exit code."""
+    first, last = seeds
+    missed = 0
+    for bug in CLUSTER_BUGS:
+        found: list[Report] = []
+        for seed in range(first, last + 1):
+            report = attempt(seed, options._replace(bug=bug))
+            if report.violations:
+                found.append(report)
+                if not keep_on:
+                    break
+        missed += not found
+        share = f", {len(found)} of {last + 1 - first} seeds" if keep_on else ""
+        if found:
+            print(f"{bug}: seed {found[0].seed}{share}: {found[0].violations[0]}", flush=True)
+        else:
+            print(f"{bug}: no seed from {first} to {last}", flush=True)
+    return int(missed > 0)
 
 
 def attempt(seed: int, options: Options, *, trace: bool = False) -> Report:
@@ -142,6 +177,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, default=1, choices=range(1, 6))
     parser.add_argument("--no-faults", action="store_true", help="let nothing go wrong")
     parser.add_argument(
-        "--bug", default="", choices=sorted(BUGS | CLUSTER_BUGS), help="put in a known bug"
+        "--bug",
+        default="",
+        choices=[*sorted(BUGS | CLUSTER_BUGS), ALL_BUGS],
+        help="put in a known bug",
+    )
+    parser.add_argument(
+        "--act", default="", choices=sorted(ACTS), help="let each seed have this act"
     )
     return parser

@@ -10,8 +10,10 @@ Invariant: faults draw from the world's randomness only, and choose among things
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
+from failover.replication_record import ReplicationRecord
 from sim import cluster_faults
 from sim.consumer import SimConsumer
 from sim.facts import Facts
@@ -41,8 +43,14 @@ LEFT_BEHIND_AFTER_NS = 500 * MS
 class Controls(Protocol):
     """What only a cluster can do: the seam for replicated nodes."""
 
-    def handover(self, vb_id: int) -> None:
-        """Name another wanted master of a partition."""
+    def handover(self, vb_id: int, wanted: str | None = None) -> None:
+        """Name another wanted master of a partition: a machine, or any of its copies."""
+
+    def record(self, vb_id: int) -> ReplicationRecord:
+        """Return a partition's record as the metadata store has it."""
+
+    def in_sync(self, vb_id: int) -> frozenset[str]:
+        """Return the machines in a partition's in-sync set."""
 
     def elect_unclean(self, vb_id: int) -> bool:
         """Elect a master outside the in-sync set, where nobody of it is left. False: refused.
@@ -88,6 +96,8 @@ class Faults:
         self.branches = 0
         self.strikes = 0
         """New masters that were struck, and one more if they are looked for."""
+        self.steps_due = 0
+        """Steps of acts that wait for something."""
         self._victim: Machine | None = None
         self._open: dict[int, Mend] = {}
         """What is to be mended, by number."""
@@ -127,14 +137,18 @@ class Faults:
         self.world.note(f"fault {name}")
         mend = FAULTS[name](self)
         if mend is not None:
-            self.counts[name] = self.counts.get(name, 0) + 1
-            self._number += 1
-            self._open[self._number] = mend
             between_ns = 1, HARM_MAX_NS
             if name in LONG_HARMS:
                 between_ns = LONG_HARMS_NS[self.world.below(len(LONG_HARMS_NS))]
-            last_ns = last_ns or self.world.between(*between_ns)
-            self.world.after(last_ns, self._mend, self._number)
+            self.began(name, mend, last_ns or self.world.between(*between_ns))
+
+    def began(self, name: str, mend: Mend, last_ns: int) -> Mend:
+        """Note a fault, which is mended after a while. Return what mends it earlier."""
+        self.counts[name] = self.counts.get(name, 0) + 1
+        self._number += 1
+        self._open[self._number] = mend
+        self.world.after(last_ns, self._mend, self._number)
+        return partial(self._mend, self._number)
 
     def happen_to(self, name: str, machine: Machine, last_ns: int = 0) -> None:
         """Let a fault happen to a machine whose process runs."""

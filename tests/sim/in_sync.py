@@ -19,7 +19,7 @@ from sim.facts import Facts, Kept, Lacking, Overlap
 from sim.machine import Machine
 from sim.world import MS, World
 from vbucket.engine.engine import Engine
-from vbucket.engine.partition import Partition
+from vbucket.engine.partition import Partition, VbState
 
 LOOK_NS: Final = 20 * MS
 
@@ -49,11 +49,12 @@ class Watched(Protocol):
 class Claim:
     """The highest seqno of a partition that any node has called committed."""
 
-    __slots__ = ("at_ns", "node", "seqno", "vb_uuid")
+    __slots__ = ("at_ns", "log", "node", "seqno", "vb_uuid")
 
-    def __init__(self, at_ns: int, node: str, vb_uuid: int, seqno: int) -> None:
+    def __init__(self, at_ns: int, node: str, log: FailoverLog, vb_uuid: int, seqno: int) -> None:
         self.at_ns = at_ns
         self.node = node
+        self.log = log
         self.vb_uuid = vb_uuid
         self.seqno = seqno
 
@@ -98,10 +99,27 @@ class InSyncWatch:
             return
         if seqno == 0:
             return
+        if part.state == VbState.REPLICA and part.leader_epoch < self._record_of(vb_id).epoch:
+            return  # it hears late what a former master said, perhaps before a branch
         entries = part.failover.entries
         version = next((each for each in entries if each.seqno < seqno), entries[-1])
-        self._claims[vb_id] = Claim(self._world.now_ns, node, version.vb_uuid, seqno)
+        self._claims[vb_id] = Claim(self._world.now_ns, node, part.failover, version.vb_uuid, seqno)
         self._look_at(vb_id)
+
+    def shared_seqno(self, part: Partition) -> int:
+        """Return up to which seqno a partition has the history that was committed."""
+        claim = self._claims.get(part.vb_id)
+        if claim is None:
+            return part.high_seqno
+        own_ends = part.failover.uppers(part.high_seqno)
+        return max(
+            (
+                min(end, own_ends[vb_uuid])
+                for vb_uuid, end in claim.log.uppers(claim.seqno).items()
+                if vb_uuid in own_ends
+            ),
+            default=0,
+        )
 
     def _is_void(self, vb_id: int, claim: Claim) -> bool:
         """Whether a branch or an unclean election may have cut a claim off."""
@@ -128,6 +146,9 @@ class InSyncWatch:
                 continue
             log, synced_seqno = held
             end = log.upper_of(claim.vb_uuid, synced_seqno)
+            if end is not None:
+                # A replica has its master's versions before it has the changes in them.
+                end = min(end, synced_seqno)
             if (end is None or end < claim.seqno) and (vb_id, member) not in self._told:
                 if self._is_void(vb_id, claim):
                     return

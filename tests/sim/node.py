@@ -96,6 +96,12 @@ class SimNode(Protocol):
     def high_seqno(self, vb_id: int) -> int:
         """Return the newest seqno of a partition, committed or not."""
 
+    def committed_seqno(self, vb_id: int) -> int:
+        """Return the last committed seqno of a partition."""
+
+    def would_answer(self, vb_id: int) -> bool:
+        """Whether it would answer a request for a partition now."""
+
     def is_quiet(self) -> bool:
         """Whether everything that was written is committed."""
 
@@ -367,6 +373,14 @@ class SingleNode:
     def serves(self, vb_id: int) -> bool:
         """See SimNode."""
         return self._has_begun
+
+    def committed_seqno(self, vb_id: int) -> int:
+        """See SimNode."""
+        return self.engine.partitions[vb_id].committed_seqno
+
+    def would_answer(self, vb_id: int) -> bool:
+        """See SimNode."""
+        return self.serves(vb_id)
 
     def high_seqno(self, vb_id: int) -> int:
         """See SimNode."""

@@ -34,9 +34,16 @@ ABOUT_ELECTIONS = (
 """Faults of plans that are about elections."""
 ACTS = (
     "deposed", "blink", "two_deaths", "master_and_replica", "all_die", "to_and_fro",
-    "moved_under_load", "late_acks",
+    "moved_under_load", "late_acks", "behind", "came_back", "forgotten",
+    "unanswered",
 )  # fmt: skip
-ACT_FAULTS = ("cut_off", "slow_from", "one_store_deaf")
+RARE = ("blink", "behind", "came_back", "forgotten", "unanswered")
+"""Acts for what random faults hardly ever bring about: most plans have one of them."""
+OF_PATIENCE = frozenset({"unanswered"})
+"""Acts that show nothing to clients who give up before the next election."""
+OF_THREE = frozenset({"blink", "behind", "came_back", "unanswered"})
+"""Acts that take three copies of a partition."""
+ACT_FAULTS = ("cut_off", "slow_from", "one_store_deaf", "one_store_forgets_write", "store_late")
 """Faults that only acts have."""
 COUNTING = (Kind.GET, Kind.INCREMENT, Kind.APPEND, Kind.ADD, Kind.DELETE)
 """Operations that differ if they are done twice."""
@@ -119,38 +126,58 @@ class Plan(NamedTuple):
 
 
 def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) -> Plan:
-    """Draw the plan of a seed. Half of the clusters have a plan that is about elections."""
+    """Draw the plan of a seed. Most clusters have a plan that is about elections."""
     plan = _drawn(draw, nodes=nodes, seconds=seconds)
-    if nodes == 1 or draw.random() < 0.4:
+    if nodes == 1 or draw.random() < 0.3:
         return plan
-    return _about_elections(plan, draw, nodes=nodes, seconds=seconds)
+    return about_elections(plan, draw, nodes=nodes, seconds=seconds)
 
 
-def _about_elections(plan: Plan, draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:
-    """Return a plan with few keys and partitions, several copies, and faults near elections."""
+def about_elections(
+    plan: Plan, draw: random.Random, *, nodes: int, seconds: float | None = None, act: str = ""
+) -> Plan:
+    """Return a plan with few keys and partitions, several copies, and faults near elections.
+    `act`: the one sequence of faults that it has.
+    """
     copies = draw.choice((2, 3, 3)) if nodes > 2 else 2
     kinds = draw.choice((plan.kinds, COUNTING))
-    faults = tuple(name for name in ABOUT_ELECTIONS if draw.random() < 0.2)
-    acts = tuple(draw.sample(ACTS, draw.choice((1, 2, 3))))
+    share = draw.choice((0.0, 0.2))  # other faults spoil most acts
+    faults = tuple(name for name in ABOUT_ELECTIONS if draw.random() < share)
+    acts = (act,) if act else _acts(draw, nodes)
+    is_patient = not OF_PATIENCE.isdisjoint(acts)
+    if is_patient:
+        kinds = COUNTING
+    is_of_three = not OF_THREE.isdisjoint(acts)
+    if is_of_three:
+        copies = 3
     return plan._replace(
         partitions=draw.choice((2, 4)),
         copies=copies,
         min_in_sync=draw.choice((1, 1, 2)),
-        clients=draw.randint(2, 4),
+        acknowledge="committed" if is_patient else plan.acknowledge,
+        clients=draw.randint(3 if is_of_three else 2, 4),
         keys=tuple(b"k%d" % number for number in range(draw.choice((3, 6)))),
         kinds=kinds,
         kind_weights=tuple(WEIGHTS[kind] for kind in kinds),
-        pipeline=draw.choice((1, 3)),
+        pipeline=8 if is_patient else 3 if is_of_three else draw.choice((1, 3)),
         think_ns=draw.choice((8, 16)) * MS,
-        timeout_ns=draw.choice((150, 400, 1500, 3000)) * MS,
+        timeout_ns=draw.choice((1500, 3000) if is_patient else (150, 400, 1500, 3000)) * MS,
         faults=faults,
         acts=acts,
         fault_every_ns=draw.choice((500, 1500)) * MS,
         waits_for_masters=True,
-        load_ns=int((seconds or draw.choice((2.5, 4.0))) * SECOND),
+        load_ns=int((seconds or draw.choice((3.0, 4.0))) * SECOND),
         window_bytes=draw.choice((500, 64 << 10)),
-        section_bytes=draw.choice((1, 1, 4 << 10)),
+        section_bytes=1 if is_of_three else draw.choice((1, 1, 4 << 10)),
     )
+
+
+def _acts(draw: random.Random, nodes: int) -> tuple[str, ...]:
+    """Draw one to three acts."""
+    possible = [name for name in ACTS if nodes > 2 or name not in OF_THREE]
+    first = draw.choice([name for name in RARE if name in possible])
+    acts = draw.sample(possible, draw.choice((1, 2, 3)))
+    return tuple(dict.fromkeys([first, *acts[1:]])) if draw.random() < 0.6 else tuple(acts)
 
 
 def _drawn(draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:

@@ -15,7 +15,7 @@ from dcp.cluster.cluster_records import (
 )
 from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn
 from dcp.cluster.revision_store import RevisionStore
-from failover.replication_record import ReplicationRecord, add_copy, create, want
+from failover.replication_record import ReplicationRecord, add_copy, create, majority, want
 from sim.cluster import Setting
 from sim.cluster_bugs import node_type
 from sim.cluster_node import ROOT, ClusterNode
@@ -40,8 +40,10 @@ FOLDERS_LOST_MAX = 1
 _ABSENCES = (Absence.REFUSING, Absence.SILENT, Absence.DEAF_TO_ANSWERS)
 _STORE_HARMS = {
     "slow": StoreClient.be_slow,
+    "late": StoreClient.be_late,
     "deaf": StoreClient.be_deaf,
     "forgets": StoreClient.forget_answers,
+    "forgets_write": StoreClient.forget_next_write,
     "compacts": StoreClient.compact,
 }
 
@@ -117,6 +119,9 @@ class ReplicatedNodes:
         self._unclean: set[tuple[int, int]] = set()
         self._branching: set[int] = set()
         self._lost: list[str] = []
+        self._read: dict[int, tuple[KeyValue, ReplicationRecord]] = {}
+        """The records that were read at a revision of the store; they are looked at often."""
+        self._read_at = -1
         self._dead: set[str] = set()
         """Members whose folders are lost."""
 
@@ -161,7 +166,10 @@ class ReplicatedNodes:
             self._unclean.add((vb_id, record.epoch))
             machine = self._machines.get(record.master or "")
             node = machine.node if machine is not None else None
-            facts.excuse(world.now_ns, vb_id, node.high_seqno(vb_id) if node else 0, "unclean")
+            kept_seqno = 0
+            if isinstance(node, ClusterNode):
+                kept_seqno = self._watch.shared_seqno(node.engine.partitions[vb_id])
+            facts.excuse(world.now_ns, vb_id, kept_seqno, "unclean")
         if record.branch is not None:
             self._branching.add(vb_id)
         elif vb_id in self._branching:
@@ -198,12 +206,22 @@ class ReplicatedNodes:
 
     # -- Controls ----------------------------------------------------------------------------------
 
-    def handover(self, vb_id: int) -> None:
+    def handover(self, vb_id: int, wanted: str | None = None) -> None:
         """See Controls."""
         item, record = self._stored(vb_id)
-        wanted = record.copies[self._world.below(len(record.copies))]
-        stored = StoredPartition(want(record, wanted), f"wanted{self._world.now_ns}")
+        member = self._members[wanted] if wanted is not None else None
+        if member not in record.copies:
+            member = record.copies[self._world.below(len(record.copies))]
+        stored = StoredPartition(want(record, member), f"wanted{self._world.now_ns}")
         self.store.apply(self._world.now_ns, Txn((), (Put(item.key, encode_partition(stored)),)))
+
+    def record(self, vb_id: int) -> ReplicationRecord:
+        """See Controls."""
+        return self._stored(vb_id)[1]
+
+    def in_sync(self, vb_id: int) -> frozenset[str]:
+        """See Controls."""
+        return frozenset(member.rpartition("-")[0] for member in self.record(vb_id).isr)
 
     def elect_unclean(self, vb_id: int) -> bool:
         """See Controls."""
@@ -223,6 +241,10 @@ class ReplicatedNodes:
         records = [self._stored(vb_id)[1] for vb_id in range(self._setting.plan.partitions)]
         if any(self._dead & record.isr or record.isr <= gone for record in records):
             return False  # one after the other: a majority has to be left to report
+        copies = self._setting.plan.copies
+        lost = (len((self._dead | {member}).intersection(record.copies)) for record in records)
+        if any(copies < majority(copies + number) for number in lost):
+            return False  # a lost copy stays in the record, and counts for majorities
         if any(self._may_be_left_to(gone, machine) for machine in self._machines.values()):
             return False
         self._lost.append(machine)
@@ -265,7 +287,12 @@ class ReplicatedNodes:
         return client.mend
 
     def _stored(self, vb_id: int) -> tuple[KeyValue, ReplicationRecord]:
-        key = KEYS.of_partition(KeyKind.PARTITION, vb_id)
-        result = self.store.apply(self._world.now_ns, Range(key))
-        assert isinstance(result, RangeResult)
-        return result.items[0], decode_partition(result.items[0]).record
+        if self._read_at != self.store.revision:
+            self._read_at, self._read = self.store.revision, {}
+        found = self._read.get(vb_id)
+        if found is None:
+            key = KEYS.of_partition(KeyKind.PARTITION, vb_id)
+            result = self.store.apply(self._world.now_ns, Range(key))
+            assert isinstance(result, RangeResult)
+            found = self._read[vb_id] = result.items[0], decode_partition(result.items[0]).record
+        return found

@@ -24,7 +24,7 @@ from sim.faults import Faults
 from sim.kv_client import KvClient
 from sim.machine import Machine
 from sim.network import Network
-from sim.plan import Plan, drawn
+from sim.plan import Plan, about_elections, drawn
 from sim.quarantine import kept
 from sim.replicated import ReplicatedNodes
 from sim.world import MS, SECOND, Trace, World
@@ -44,6 +44,8 @@ class Options(NamedTuple):
     has_faults: bool = True
     bug: str = ""
     """A fault of the product that is put in on purpose (`sim.bugs`)."""
+    act: str = ""
+    """The one act that every plan has; "": as the seed says."""
 
 
 DEFAULTS = Options()
@@ -82,6 +84,11 @@ class Simulation:
         self.plan: Plan = plan or drawn(
             self.world.draw, nodes=options.nodes, seconds=options.seconds
         )
+        if options.act:
+            self.plan = about_elections(
+                self.plan, self.world.draw, nodes=options.nodes, seconds=options.seconds,
+                act=options.act,
+            )  # fmt: skip
         if not options.has_faults:
             self.plan = self.plan._replace(faults=(), acts=())
         self.facts = Facts()
@@ -291,6 +298,8 @@ def replay_command(seed: int, options: Options) -> str:
         words = [*words, f"--nodes {options.nodes}"]
     if options.bug:
         words = [*words, f"--bug {options.bug}"]
+    if options.act:
+        words = [*words, f"--act {options.act}"]
     if options.seconds is not None:
         words = [*words, f"--seconds {options.seconds:g}"]
     return " ".join(words)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dcp.cluster.metastore import StoreRequest, StoreResult, WatchHandle, WatchMessage
+from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
+from dcp.cluster.metastore import Put, StoreRequest, StoreResult, Txn, WatchHandle, WatchMessage
 from dcp.cluster.revision_store import RevisionStore
 from sim.world import MS, Host, World
 from support.metastore_faults import Absence, FaultyMetaStore, StoreFaults
 
+ROOT = b"/sim/"
+_KEYS = ClusterKeys(ROOT)
 DEADLINES_NS = (100 * MS, 500 * MS)
 """When a request without an answer ends as unknown: clients differ in their patience."""
 
@@ -34,6 +37,9 @@ class StoreClient:
     def submit(self, request: StoreRequest, done: Callable[[StoreResult], None]) -> None:
         """See MetaStore."""
         incarnation = self._host.incarnation
+        if self._forgets_write and _writes_record(request):
+            self._forgets_write = False
+            self.be_deaf()
 
         def answered(result: StoreResult) -> None:
             world = self._world
@@ -57,7 +63,7 @@ class StoreClient:
 
     def mend(self) -> None:
         """Everything works again."""
-        faults = self.faults
+        faults, self._forgets_write = self.faults, False
         faults.absence, faults.unknown_rate = Absence.HERE, 0.0
         faults.request_ns, faults.deadline_ns = (MS, MS), self._deadline_ns
         faults.answer_ns, faults.watch_ns = (MS // 2, 3 * MS), (MS // 2, 5 * MS)
@@ -74,10 +80,28 @@ class StoreClient:
         """Requests take long, and so do watches."""
         self.faults.request_ns = self.faults.watch_ns = (MS, 400 * MS)
 
+    def be_late(self) -> None:
+        """Requests arrive soon. Answers and watches are late, some of them after the deadline."""
+        self.faults.answer_ns = self.faults.watch_ns = (200 * MS, 400 * MS)
+
     def forget_answers(self) -> None:
         """Half of the requests end without an answer; half of these are carried out."""
         self.faults.unknown_rate = 0.5
 
+    def forget_next_write(self) -> None:
+        """The next change of a partition's record is carried out; its answer is lost, and nothing
+        is heard of the store from then on.
+        """
+        self._forgets_write = True
+
     def compact(self) -> None:
         """The store's history is compacted: watches that are late end."""
         self._inner.compact()
+
+
+def _writes_record(request: StoreRequest) -> bool:
+    """Whether a request changes the record of a partition."""
+    if not isinstance(request, Txn):
+        return False
+    keys = [_KEYS.parse(put.key) for put in request.then if isinstance(put, Put)]
+    return any(key is not None and key.kind is KeyKind.PARTITION for key in keys)

@@ -20,9 +20,9 @@ CHUNK = 10
 FOUND_BY = {
     "hw-counts-received": (0, "in the in-sync set"),
     "shrink-counts-early": (4, "an answered write is lost"),
-    "truncates-to-hw": (2, "in the in-sync set"),
+    "truncates-to-hw": (13, "in the in-sync set"),
     "no-version": (14, "has another change with seqno"),
-    "handover-unchecked": (3, "has another change with seqno"),
+    "handover-unchecked": (15, "has another change with seqno"),
     "streams-show-synced": (0, "was committed"),
     "reads-unconfirmed": (0, "at the same time"),
     "applied-not-mine": (91, "is not linearizable"),

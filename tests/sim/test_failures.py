@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from clients.consumer.partition_stream import PartitionStreamState
 from sim.facts import Outcome
 from sim.scenario import Scenario
 from sim.world import SECOND
@@ -156,6 +157,28 @@ def test_a_master_that_is_cut_off_from_its_replicas_is_deposed(cluster: Scenario
     node = cluster.node(master)
     cluster.until(lambda: not node.serves(0))
     cluster.mend()
+    cluster.passes()
+
+
+def test_a_replica_that_hears_no_master_tells_consumers_to_come_again(cluster: Scenario) -> None:
+    """A consumer that reaches only such a replica is told so, and catches up later."""
+    consumer, lonely = cluster.consumers[0], cluster.replicas()[0]
+    for machine in cluster.machines:
+        if machine.name != lonely:
+            for name in (lonely, consumer.name):
+                cluster.cut(machine.name, name)
+                cluster.cut(name, machine.name)
+    cluster.until(lambda: cluster.node(lonely).engine.partitions[0].is_unheard)
+
+    def is_told() -> bool:
+        link = consumer.links.get(lonely)
+        core = None if link is None else link.core
+        stream = None if core is None else core.streams.by_vb.get(0)
+        return stream is not None and stream.state is PartitionStreamState.WAITING
+
+    cluster.until(is_told)
+    cluster.mend()
+    cluster.until(lambda: not cluster.node(lonely).engine.partitions[0].is_unheard)
     cluster.passes()
 
 

@@ -163,7 +163,7 @@ LIES: dict[Callable[[bytes], bytes], str] = {
 
 
 class LyingConnection(ServedConnection):
-    """It changes messages for replicas that bring entries."""
+    """It changes messages for replicas that bring several entries of partition 0."""
 
     def __init__(self, node: SingleNode, side: Side, lie: Callable[[bytes], bytes]) -> None:
         super().__init__(node, side)
@@ -176,7 +176,7 @@ class LyingConnection(ServedConnection):
         if message[1] != Opcode.X_REPLICA_ENTRIES:
             return message
         told = unpack_entries(FrameDecoder().feed(message)[0])
-        brings = any(len(section.entries) > 1 for section in told.sections)
+        brings = any(section.vb_id == 0 and len(section.entries) > 1 for section in told.sections)
         return self._lie(message) if brings else message
 
 

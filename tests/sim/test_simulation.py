@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sim import node, plan
+from sim import command, node, plan
 from sim.bugs import BUGS
 from sim.checkers import histories
+from sim.cluster_bugs import CLUSTER_BUGS, ClusterBug
 from sim.command import main
 from sim.facts import Outcome
 from sim.faults import FAULTS
@@ -150,6 +151,21 @@ class TestCommand:
         assert "3 seeds, 0 failed" in out
         assert "events/s" in out
 
+    def test_the_seeds_that_show_the_bugs_of_replication(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bugs = {"streams-show-synced": ClusterBug("found"), "none": ClusterBug("not found")}
+        bugs["streams-show-synced"] = CLUSTER_BUGS["streams-show-synced"]
+        monkeypatch.setattr(command, "CLUSTER_BUGS", bugs)
+        words = ["--nodes", "3", "--bug", "all", "--seeds", "0..1"]
+        assert main(words) == 1
+        found, missed = capsys.readouterr().out.splitlines()
+        assert found.startswith("streams-show-synced: seed 0: ")
+        assert missed == "none: no seed from 0 to 1"
+        del bugs["none"]
+        assert main([*words, "--keep-on"]) == 0
+        assert "2 of 2 seeds" in capsys.readouterr().out
+
     def test_it_is_a_program(self) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "tests.sim", "--seed", "1"], cwd=ROOT, capture_output=True,
@@ -157,7 +173,13 @@ class TestCommand:
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
 
-    @pytest.mark.parametrize("words", [["--seeds", "5"], ["--seeds", "5..3"], ["--bug", "none"]])
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["--seeds", "5"], ["--seeds", "5..3"], ["--bug", "none"], ["--bug", "all"],
+            ["--act", "blink"],
+        ],
+    )  # fmt: skip
     def test_bad_arguments(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as exit_info:
             main(words)

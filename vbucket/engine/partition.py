@@ -133,6 +133,7 @@ class Partition:
         "holds",
         "incomplete_snapshot",
         "is_backed_up",
+        "is_unheard",
         "item_count",
         "last_group",
         "leader_epoch",
@@ -190,6 +191,8 @@ class Partition:
         """The last commit group that changed the state, 0 if it is older than this process."""
         self.has_copies = False
         """Whether replicas must have a change before it is committed (see `Keyspace`)."""
+        self.is_unheard = False
+        """Whether this is a replica that hears no master: what it holds may be out of date."""
         self.guard: WriteGuard | None = None
         """Says whether a change with a durability frame may be applied, and whether it is done;
         None: the partition has no replicas."""

@@ -51,8 +51,11 @@ def named(
     for operation in gone:
         began_ns = operation.invoked_ns
         told = any(
-            fact.lost.vb_id == operation.vb_id and fact.lost.end_seqno < operation.seqno
-            and fact.at_ns >= began_ns
+            fact.lost.vb_id == operation.vb_id and fact.at_ns >= began_ns
+            and (
+                fact.lost.end_seqno < operation.seqno
+                or operation.vb_uuid not in dict(fact.lost.versions)
+            )
             for fact in lost
         )  # fmt: skip
         if not told:
