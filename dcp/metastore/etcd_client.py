@@ -195,11 +195,9 @@ class EtcdClient:
                 self._tell_once(NO_SPACE_TEXT)
             return refusal
         text = trouble_of(link.endpoint, details)
-        if (
-            code is _STATUS.UNAVAILABLE
-            or any(part in details for part in _LOGIN_AGAIN)
-            or (code is _STATUS.DEADLINE_EXCEEDED and link.heard_s < begun_s)
-        ):
+        is_silent = code is _STATUS.DEADLINE_EXCEEDED and link.heard_s < begun_s
+        is_logged_out = any(part in details for part in _LOGIN_AGAIN)
+        if code is _STATUS.UNAVAILABLE or is_silent or is_logged_out:
             link.lose(text)
         elif code is _STATUS.PERMISSION_DENIED:
             self._tell_once(text)
