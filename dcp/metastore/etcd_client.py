@@ -48,11 +48,11 @@ from dcp.metastore.etcd_codec import (
 from dcp.metastore.etcd_link import (
     LOGIN_S,
     EtcdLink,
-    EtcdSettings,
     EtcdUnfitError,
     RpcError,
     claim_loop,
 )
+from dcp.metastore.etcd_settings import EtcdSettings
 from dcp.metastore.etcd_stubs import etcd_api_pb2 as pb
 from dcp.metastore.etcd_trouble import history_trouble, trouble_of, version_warning
 from dcp.metastore.resumed_watch import ResumedWatch

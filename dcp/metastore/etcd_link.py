@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import AsyncIterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it would write to stderr beside our log
 
@@ -30,6 +29,7 @@ from dcp.cluster.metastore import (
     Txn,
 )
 from dcp.metastore.etcd_codec import range_ends
+from dcp.metastore.etcd_settings import EtcdSettings
 from dcp.metastore.etcd_stubs import etcd_api_pb2 as pb
 from dcp.metastore.etcd_trouble import version_trouble
 
@@ -60,7 +60,6 @@ _WATCH: Final = ("/etcdserverpb.Watch/Watch", pb.WatchResponse)
 _STATUS: Final = ("/etcdserverpb.Maintenance/Status", pb.StatusResponse)
 _AUTHENTICATE: Final = ("/etcdserverpb.Auth/Authenticate", pb.AuthenticateResponse)
 _LEADER: Final = (("hasleader", "true"),)
-_ENDPOINT: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 
 RpcError: Final = aio.AioRpcError
 _loops: list[asyncio.AbstractEventLoop] = []
@@ -69,36 +68,6 @@ _loops: list[asyncio.AbstractEventLoop] = []
 
 class EtcdUnfitError(Exception):
     """The etcd cannot be used; the text says why and what to try."""
-
-
-class EtcdSettings(NamedTuple):
-    """Where etcd is, and how to log in."""
-
-    endpoints: tuple[str, ...]
-    """HOST:PORT of each member."""
-    prefix: bytes
-    """Below this everything is read and written. The user needs rights for it."""
-    user: str = ""
-    password: str = ""
-    ca: bytes = b""
-    """Certificates in PEM; empty: no TLS."""
-    certificate: bytes = b""
-    """The client's own, for etcd's --client-cert-auth."""
-    private_key: bytes = b""
-
-    def check(self) -> None:
-        """Raise ValueError if the settings cannot work."""
-        if not self.endpoints:
-            raise ValueError("no endpoint of etcd was given; give HOST:PORT of each member")
-        for endpoint in self.endpoints:
-            if _ENDPOINT.fullmatch(endpoint) is None:
-                raise ValueError(f"etcd endpoint {endpoint!r}: HOST:PORT is expected")
-        if bool(self.certificate) != bool(self.private_key):
-            raise ValueError("a client certificate for etcd needs its private key, and vice versa")
-        if self.certificate and not self.ca:
-            raise ValueError("a client certificate for etcd needs TLS; give etcd's CA, too")
-        if self.password and not self.user:
-            raise ValueError("a password for etcd was given without a user; give both")
 
 
 def claim_loop() -> None:

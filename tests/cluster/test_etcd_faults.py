@@ -36,9 +36,10 @@ from dcp.cluster.metastore import (
     Txn,
     TxnResult,
 )
+from dcp.cluster.prefix_owner import owner_read, owner_trouble
 from dcp.cluster.record_writer import OutcomeKind, RecordChange, RecordWriter, WriteOutcome
 from dcp.metastore.etcd_client import EtcdClient
-from dcp.metastore.etcd_link import EtcdSettings
+from dcp.metastore.etcd_settings import EtcdSettings
 from dcp.metastore.etcd_stubs import etcd_api_pb2 as pb
 from failover.replication_record import create, elect
 from support.certificates import TestCa
@@ -339,6 +340,16 @@ def test_a_history_that_went_back_is_refused_and_told(tmp_path, is_copy):
         put(harness, harness.client(), b"/new process")
 
 
+def test_the_store_of_another_cluster_is_told(harness):
+    client, base = harness.client(), harness.new_prefix()
+    for cluster, text in (("ours", "and none of any other"), ("ours", "but of cluster theirs")):
+        found = run_on(harness, client, owner_read(base, cluster))
+        assert text in owner_trouble(found, base, cluster)
+        put(harness, client, base + b"theirs/leader")
+    put(harness, client, base + b"ours/leader")
+    assert not owner_trouble(run_on(harness, client, owner_read(base, "ours")), base, "ours")
+
+
 # ---- TLS
 
 
@@ -550,18 +561,3 @@ def test_the_messages_are_what_the_script_generates(tmp_path):
     made = (tmp_path / name).read_text().partition("DESCRIPTOR = ")[2]
     kept = (ROOT / "dcp/metastore/etcd_stubs" / name).read_text().partition("DESCRIPTOR = ")[2]
     assert made == kept, "run scripts/etcd-stubs"
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"endpoints": ()}, "no endpoint of etcd was given"),
-        ({"endpoints": ("http://a:1",)}, "HOST:PORT is expected"),
-        ({"certificate": b"x"}, "needs its private key"),
-        ({"certificate": b"x", "private_key": b"y"}, "needs TLS"),
-        ({"password": "x"}, "without a user"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings, text):
-    with pytest.raises(ValueError, match=text):
-        EtcdSettings(**{"endpoints": ("a:1", "[::1]:2"), "prefix": b"/", **settings}).check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from dcp.metastore.etcd_client import EtcdClient
-from dcp.metastore.etcd_link import EtcdSettings
+from dcp.metastore.etcd_settings import EtcdSettings
 from support.embedded_store import UNKNOWN_DEADLINE_S, LoopHarness
 from support.etcd_members import EtcdMembers
 
