@@ -226,6 +226,19 @@ def test_a_watch_that_a_compaction_overtook_ends_as_compacted(harness):
     harness.wait(lambda: watched.messages[1:] == [Compacted(last)])
 
 
+def test_a_revision_that_comes_twice_is_delivered_once(harness):
+    """Releases of etcd had this bug."""
+    client, prefix = harness.client(), harness.new_prefix()
+    watched = Watched(client, prefix, put(harness, client, prefix + b"a"))
+    harness.wait(lambda: watched.batches)
+    (again,) = watched.batches
+    kv = pb.KeyValue(key=prefix + b"a", mod_revision=again.revision, version=1)
+    client._deliver(watched.handle, pb.WatchResponse(events=[pb.Event(kv=kv)]))
+    last = put(harness, client, prefix + b"b")
+    harness.wait(lambda: watched.revisions[-1:] == [last])
+    assert watched.revisions == [again.revision, last]
+
+
 # ---- Outcomes
 
 
