@@ -84,6 +84,8 @@ CALLS_MAX: Final = 256
 """Requests under way; a node has a few. More are refused."""
 WATCHES_MAX: Final = 64
 """A node has one. The server allows as many."""
+LOST_S: Final = 3.0
+"""When a watch is lost that cannot begin: callers begin lost watches again at once."""
 _SET_BACK: Final = "the store's history went back"
 
 
@@ -172,7 +174,7 @@ class EmbeddedClient:
         watch = ResumedWatch(prefix, from_revision, deliver, partial(self._end_watch, watch_id))
         lost = self._why_no_watch()
         if lost:
-            self._loop.call_soon(watch.hand_over, Lost(lost))
+            self._loop.call_later(LOST_S, watch.hand_over, Lost(lost))
             return watch
         self._watches[watch_id] = watch
         self._send(WatchBegin(watch_id, prefix, from_revision))

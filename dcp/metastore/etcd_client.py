@@ -49,6 +49,7 @@ from dcp.metastore.etcd_link import (
     LOGIN_S,
     EtcdLink,
     EtcdUnfitError,
+    LinkLostError,
     RpcError,
     claim_loop,
 )
@@ -69,6 +70,10 @@ ETCD_CALLS_MAX: Final = 256
 """Requests under way; a node has a few. More are refused."""
 ETCD_WATCHES_MAX: Final = 64
 """A node has one."""
+ETCD_LOST_S: Final = 3.0
+"""When a watch is lost that cannot begin: callers begin lost watches again at once."""
+TROUBLES_MAX: Final = 16
+"""Reasons that are told while etcd is away."""
 _SET_BACK: Final = "etcd's history went back"
 _STATUS = grpc.StatusCode
 _HAPPENED_NOT: Final = frozenset(
@@ -77,12 +82,13 @@ _HAPPENED_NOT: Final = frozenset(
         _STATUS.PERMISSION_DENIED,
         _STATUS.INVALID_ARGUMENT,
         _STATUS.UNIMPLEMENTED,
-        _STATUS.RESOURCE_EXHAUSTED,  # too many requests, or too big for gRPC
     }
 )
 _HAPPENED_NOT_TEXTS: Final = (
     "failed to connect",  # gRPC found no connection to send it on
     "etcdserver: no leader",  # checked before anything else, because of `hasleader`
+    "etcdserver: too many requests",
+    "grpc: received message larger than max",  # etcd's words; our own begin otherwise
 )
 _LOGIN_AGAIN: Final = ("invalid auth token", "revision of auth store is old", "user name is empty")
 
@@ -115,6 +121,8 @@ class EtcdClient:
         """The highest one that etcd told in an answer that a majority confirmed."""
         self._is_set_back = False
         self._told: set[str] = set()
+        self._told_away: set[str] = set()
+        """Why etcd does not answer, as far as told since it last did."""
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
@@ -149,7 +157,7 @@ class EtcdClient:
         watch = ResumedWatch(prefix, from_revision, deliver, lambda: self._end_watch(watch))
         if self._is_set_back or len(self._watches) >= ETCD_WATCHES_MAX:
             text = _SET_BACK if self._is_set_back else "too many watches are running"
-            self._loop.call_soon(watch.hand_over, Lost(text))
+            self._loop.call_later(ETCD_LOST_S, watch.hand_over, Lost(text))
             return watch
         self._watches[watch] = self._loop.create_task(self._keep_watching(watch))
         return watch
@@ -173,9 +181,11 @@ class EtcdClient:
         link = self._link or await self._next_link(until_s)
         begun_s = self._loop.time()
         if link is None or begun_s >= until_s:
-            return StoreUnavailable(self.trouble)
+            return StoreUnavailable(self.trouble or "etcd: no member answered in time")
         try:
             response = await link.call(request, message, until_s - begun_s)
+        except LinkLostError as error:
+            return StoreUnavailable(str(error))
         except RpcError as error:
             return self._failed(link, error, begun_s)
         except (asyncio.CancelledError, EtcdUnfitError) as error:
@@ -254,7 +264,7 @@ class EtcdClient:
                 await link.log_in()
             self._check_history(link)
             self._linked(link)
-            await link.lost
+            self.trouble = await link.lost
         except RpcError as error:
             return trouble_of(endpoint, error.details() or "")
         except EtcdUnfitError as error:
@@ -267,8 +277,9 @@ class EtcdClient:
         return None
 
     def _linked(self, link: EtcdLink) -> None:
-        if self.trouble and self._cluster_id:
+        if self._told_away:
             self._notice(f"etcd answers again, at {link.endpoint}")
+            self._told_away.clear()
         self.trouble = ""
         self._cluster_id = link.cluster_id
         self._revision = max(self._revision, link.revision)
@@ -292,8 +303,9 @@ class EtcdClient:
         )
 
     def _away(self, text: str) -> None:
-        if text != self.trouble:
-            self.trouble = text
+        self.trouble = text
+        if text not in self._told_away and len(self._told_away) < TROUBLES_MAX:
+            self._told_away.add(text)
             self._notice(text)
         self._answer_waiters(None)
 
@@ -307,7 +319,7 @@ class EtcdClient:
     async def _keep_watching(self, watch: ResumedWatch) -> None:
         while not watch.is_over:
             link = self._link or await self._next_link(self._loop.time() + ETCD_SILENCE_S)
-            if link is not None:
+            if link is not None and not link.lost.done():
                 text = await self._follow(watch, link)
                 if watch not in self._watches:
                     return

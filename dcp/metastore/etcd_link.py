@@ -66,6 +66,10 @@ _loops: list[asyncio.AbstractEventLoop] = []
 """The loop that has gRPC now."""
 
 
+class LinkLostError(Exception):
+    """The link was given up before the request was sent."""
+
+
 class EtcdUnfitError(Exception):
     """The etcd cannot be used; the text says why and what to try."""
 
@@ -138,15 +142,22 @@ class EtcdLink:
         """Send a request; return etcd's response.
 
         Raises:
+            LinkLostError: it was not sent.
             RpcError: etcd refuses it, or no answer came in time.
         """
+        self._check_lost()
         if isinstance(request, LeaseKeepAlive):
             return await self._keep_alive(message, timeout_s)
         return await self._unary(_UNARY[type(request)], message, timeout_s)
 
     def watch_stream(self) -> Any:
-        """Return a stream of watch requests and responses."""
+        """Return a stream of watch requests and responses. Raises LinkLostError."""
+        self._check_lost()
         return self._stream(_WATCH, None)
+
+    def _check_lost(self) -> None:
+        if self.lost.done():
+            raise LinkLostError(self.lost.result())
 
     def hear(self) -> None:
         """Note that something came."""

@@ -235,8 +235,9 @@ def test_a_store_that_sends_nothing_is_given_up_and_connected_anew(embedded, mon
     embedded.wait(lambda: len(watched.batches) == 2)
 
 
-def test_a_history_that_went_back_is_refused_and_told(embedded):
+def test_a_history_that_went_back_is_refused_and_told(embedded, monkeypatch):
     """An older copy of the file was put back: its revisions will name other changes."""
+    monkeypatch.setattr("dcp.metastore.embedded_client.LOST_S", 0.1)
     client = embedded.client()
     put(embedded, client)
     embedded.stop()
@@ -367,7 +368,8 @@ def test_a_number_above_64_bits_is_refused(embedded):
     assert isinstance(refused, StoreRefused)
 
 
-def test_too_many_watches_are_refused(embedded):
+def test_too_many_watches_are_refused(embedded, monkeypatch):
+    monkeypatch.setattr("dcp.metastore.embedded_client.LOST_S", 0.1)
     client = embedded.client()
     watches = [Watched(client, b"", 1) for _ in range(WATCHES_MAX + 1)]
     put(embedded, client)

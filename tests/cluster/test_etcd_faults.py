@@ -321,7 +321,8 @@ def test_a_full_quota_is_told_with_what_to_do(tmp_path):
 
 
 @pytest.mark.parametrize("is_copy", [True, False], ids=["an older copy", "another cluster"])
-def test_a_history_that_went_back_is_refused_and_told(tmp_path, is_copy):
+def test_a_history_that_went_back_is_refused_and_told(tmp_path, monkeypatch, is_copy):
+    monkeypatch.setattr("dcp.metastore.etcd_client.ETCD_LOST_S", 0.1)
     with running(tmp_path) as harness:
         etcd, data = harness.etcd, tmp_path / "m0"
         client = harness.client(deadline_s=0.8)
