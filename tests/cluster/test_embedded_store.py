@@ -77,12 +77,23 @@ def test_a_second_owner_is_refused_while_the_first_lives(embedded):
         embedded.run(second())
 
 
-def test_it_listens_on_loopback_only(embedded, tmp_path):
-    async def everywhere():
-        await EmbeddedServer(tmp_path / "other", SECRET, print).start("0.0.0.0")
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "localhost"])
+def test_it_listens_on_loopback_only(embedded, tmp_path, host):
+    async def elsewhere():
+        await EmbeddedServer(tmp_path / "other", SECRET, print).start(host)
 
     with pytest.raises(EmbeddedStoreError, match="use etcd for a cluster of several machines"):
-        embedded.run(everywhere())
+        embedded.run(elsewhere())
+
+
+def test_a_folder_that_cannot_be_used_is_told(embedded, tmp_path):
+    (tmp_path / "file").touch()
+
+    async def in_a_file():
+        await EmbeddedServer(tmp_path / "file" / "metastore", SECRET, print).start()
+
+    with pytest.raises(EmbeddedStoreError, match="cannot use .*: Not a directory"):
+        embedded.run(in_a_file())
 
 
 def test_a_port_that_is_taken_is_told_and_the_folder_is_free_again(embedded, tmp_path):

@@ -160,6 +160,16 @@ def test_a_frozen_member_is_left_for_another(tmp_path):
         harness.etcd.signal(number, signal.SIGCONT)
 
 
+def test_a_request_on_a_link_that_was_just_lost_was_not_sent(harness):
+    client, results = harness.client(), []
+    put(harness, client, b"/lost")
+    client.submit(PUT, results.append)
+    client._link.lose("it is gone")
+    harness.wait(lambda: results)
+    assert results == [StoreUnavailable("it is gone")]
+    put(harness, client, b"/lost")
+
+
 def test_endpoints_that_do_not_answer_are_skipped(harness):
     (closed,) = free_ports(1)
     client = harness.client((f"127.0.0.1:{closed}", harness.etcd.endpoints[0]))
