@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_used_is_told(embedded, tmp_path):
     async def in_a_file():
         await EmbeddedServer(tmp_path / "file" / "metastore", SECRET, print).start()
 
-    with pytest.raises(EmbeddedStoreError, match="cannot use .*: Not a directory"):
+    with pytest.raises(EmbeddedStoreError, match=r"cannot use .*: Not a directory"):
         embedded.run(in_a_file())
 
 
