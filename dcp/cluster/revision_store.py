@@ -16,14 +16,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import groupby, islice
 from operator import eq, gt, lt, ne
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sortedcontainers import SortedDict
 
 from dcp.cluster.metastore import (
     FIRST_REVISION,
-    REQUEST_BYTES_MAX,
-    TXN_OPERATIONS_MAX,
     Compact,
     Compacted,
     Compare,
@@ -50,11 +48,10 @@ from dcp.cluster.metastore import (
     WatchEvent,
     prefix_end,
 )
+from dcp.cluster.request_checks import range_refusal, ttl_refusal, txn_refusal
 
 LEASE_TTL_MIN_S: Final = 2
 """The shortest lease; a shorter one is lengthened (etcd's, with its default election timeout)."""
-LEASE_TTL_MAX_S: Final = 9_000_000_000
-"""etcd's limit."""
 
 _SIGNS: Final[dict[CompareSign, Callable[[Any, Any], bool]]] = {
     CompareSign.EQUAL: eq,
@@ -81,6 +78,19 @@ class _Lease:
         self.ttl_s = ttl_s
         self.keys: set[bytes] = set()
         self.deadline_ns = now_ns + ttl_s * _NS_PER_S
+
+
+class StoreImage(NamedTuple):
+    """All that a store holds, for a snapshot of it. Leases have no deadlines in it."""
+
+    revision: int
+    compact_revision: int
+    older: tuple[KeyValue, ...]
+    """The states from before the compact revision that are still readable."""
+    events: tuple[KeyValue, ...]
+    """All changes from the compact revision on, in their order."""
+    leases: dict[int, int]
+    """Lease id -> time to live in seconds."""
 
 
 class RevisionStore:
@@ -148,8 +158,13 @@ class RevisionStore:
         for lease in self._leases.values():
             lease.deadline_ns = now_ns + lease.ttl_s * _NS_PER_S
 
-    def batches(self, prefix: bytes, from_revision: int) -> tuple[WatchBatch, ...] | Compacted:
-        """Return the changes of a prefix from a revision on, one batch for each revision."""
+    def batches(
+        self, prefix: bytes, from_revision: int, limit: int | None = None
+    ) -> tuple[WatchBatch, ...] | Compacted:
+        """Return the changes of a prefix from a revision on, one batch for each revision.
+
+        With a limit, return the first batches only.
+        """
         assert from_revision >= FIRST_REVISION, "a watch names its first revision"
         if from_revision < self.compact_revision:
             return Compacted(self.compact_revision)
@@ -159,17 +174,80 @@ class RevisionStore:
             for event in islice(self._events, begin, None)
             if event.item.key.startswith(prefix)
         )
-        return tuple(
+        batches = (
             WatchBatch(revision, tuple(events))
             for revision, events in groupby(chosen, lambda event: event.item.mod_revision)
         )
+        return tuple(islice(batches, limit))
+
+    # ---- For a store that is kept on disk
+
+    def will_change(self, request: StoreRequest) -> bool:
+        """Return whether carrying out this request now would change keys, leases or history."""
+        if isinstance(request, Txn):
+            return any(
+                isinstance(operation, Put)
+                or (isinstance(operation, Delete) and self._exists(operation.key))
+                for operation in self._operations_to_run(request)
+            )
+        if isinstance(request, LeaseGrant):
+            return self._grant_refusal(request) is None
+        if isinstance(request, LeaseRevoke):
+            return request.lease_id in self._leases
+        return isinstance(request, Compact) and self._compact_refusal(request.revision) is None
+
+    def leases(self) -> dict[int, int]:
+        """Return lease id -> time to live in seconds."""
+        return {lease_id: lease.ttl_s for lease_id, lease in self._leases.items()}
+
+    def revision_with_history_of(self, bytes_max: int) -> int:
+        """Return from which revision on the changes have at most so many bytes."""
+        left, oldest = bytes_max, self.revision
+        for event in reversed(self._events):
+            left -= len(event.item.key) + len(event.item.value)
+            if left < 0:
+                is_part = event.item.mod_revision == oldest  # of a revision that was counted
+                return min(oldest + is_part, self.revision)
+            oldest = event.item.mod_revision
+        return max(self.compact_revision, FIRST_REVISION)
+
+    def image(self) -> StoreImage:
+        """Return all that the store holds."""
+        older = tuple(
+            item
+            for history in self._keys.values()
+            for item in history
+            if item.mod_revision < self.compact_revision
+        )
+        events = tuple(event.item for event in self._events)
+        return StoreImage(self.revision, self.compact_revision, older, events, self.leases())
+
+    @classmethod
+    def of_image(cls, image: StoreImage) -> RevisionStore:
+        """Return the store that `image` was made of. Its leases begin at time 0."""
+        store = cls()
+        store.revision = store._told_revision = image.revision
+        store.compact_revision = image.compact_revision
+        store._leases = {lease_id: _Lease(ttl_s, 0) for lease_id, ttl_s in image.leases.items()}
+        for item in image.older:
+            store._keys.setdefault(item.key, []).append(item)
+        for item in image.events:
+            store._events.append(WatchEvent(item))
+            if item.mod_revision == image.compact_revision:
+                store._keys[item.key] = [item]  # the compaction kept nothing before it
+                if not item.version:
+                    del store._keys[item.key]
+            else:
+                store._keys.setdefault(item.key, []).append(item)
+        for key, history in store._keys.items():
+            if history[-1].lease_id:
+                store._leases[history[-1].lease_id].keys.add(key)
+        return store
 
     # ---- Reads
 
     def _range(self, request: Range) -> RangeResult | StoreRefused:
-        if not request.key and not request.is_prefix:
-            return StoreRefused(RefusalKind.EMPTY_KEY, "the key is empty; name a key or a prefix")
-        refusal = self._revision_refusal(request.revision)
+        refusal = range_refusal(request) or self._revision_refusal(request.revision)
         if refusal is not None:
             return refusal
         found = self._items(request)
@@ -210,11 +288,24 @@ class RevisionStore:
 
     # ---- Transactions
 
+    def _exists(self, key: bytes) -> bool:
+        return self._item(key, self.revision).version > 0
+
+    def _operations_to_run(self, txn: Txn) -> tuple[Operation, ...]:
+        """Return the list that the compares choose; nothing if the transaction is refused."""
+        if txn_refusal(txn) is not None or self._named_revisions_refusal(txn) is not None:
+            return ()
+        operations = txn.then if self._succeeds(txn) else txn.otherwise
+        return operations if self._lease_refusal(operations) is None else ()
+
+    def _succeeds(self, txn: Txn) -> bool:
+        return all(self._holds(compare) for compare in txn.compares)
+
     def _txn(self, txn: Txn) -> TxnResult | StoreRefused:
-        refusal = _txn_refusal(txn) or self._named_revisions_refusal(txn)
+        refusal = txn_refusal(txn) or self._named_revisions_refusal(txn)
         if refusal is not None:
             return refusal
-        succeeded = all(self._holds(compare) for compare in txn.compares)
+        succeeded = self._succeeds(txn)
         operations = txn.then if succeeded else txn.otherwise
         refusal = self._lease_refusal(operations)
         if refusal is not None:
@@ -290,13 +381,20 @@ class RevisionStore:
 
     # ---- Leases
 
+    def _grant_refusal(self, request: LeaseGrant) -> StoreRefused | None:
+        refusal = ttl_refusal(request.ttl_s)
+        if refusal is not None:
+            return refusal
+        if request.lease_id in self._leases:
+            text = f"lease {request.lease_id} exists already"
+            return StoreRefused(RefusalKind.LEASE_EXISTS, text)
+        return None
+
     def _grant(self, request: LeaseGrant) -> LeaseResult | StoreRefused:
-        if not 0 < request.ttl_s <= LEASE_TTL_MAX_S:
-            text = f"a lease of {request.ttl_s} s was asked for; 1 to {LEASE_TTL_MAX_S} s are valid"
-            return StoreRefused(RefusalKind.BAD_TTL, text)
+        refusal = self._grant_refusal(request)
+        if refusal is not None:
+            return refusal
         lease_id = request.lease_id
-        if lease_id in self._leases:
-            return StoreRefused(RefusalKind.LEASE_EXISTS, f"lease {lease_id} exists already")
         while not lease_id or lease_id in self._leases:
             self._last_lease_id += 1
             lease_id = self._last_lease_id
@@ -328,12 +426,15 @@ class RevisionStore:
 
     # ---- Compaction
 
-    def _compact(self, request: Compact) -> Done | StoreRefused:
-        revision = request.revision
+    def _compact_refusal(self, revision: int) -> StoreRefused | None:
         if revision <= self.compact_revision:
             text = f"revision {revision} is compacted already, up to {self.compact_revision}"
             return StoreRefused(RefusalKind.COMPACTED, text)
-        refusal = self._revision_refusal(revision)
+        return self._revision_refusal(revision)
+
+    def _compact(self, request: Compact) -> Done | StoreRefused:
+        revision = request.revision
+        refusal = self._compact_refusal(revision)
         if refusal is not None:
             return refusal
         self.compact_revision = revision
@@ -355,40 +456,3 @@ class RevisionStore:
 def _no_lease(lease_id: int) -> StoreRefused:
     text = f"lease {lease_id} does not exist; it may have run out. Make a new one"
     return StoreRefused(RefusalKind.LEASE_NOT_FOUND, text)
-
-
-def _txn_refusal(txn: Txn) -> StoreRefused | None:
-    """Return why a transaction is refused, whatever the store holds; None if it is not."""
-    lists = {"compares": txn.compares, "then": txn.then, "otherwise": txn.otherwise}
-    for name, entries in lists.items():
-        if len(entries) > TXN_OPERATIONS_MAX:
-            text = (
-                f"the transaction has {len(entries)} entries in `{name}`; at most"
-                f" {TXN_OPERATIONS_MAX} are allowed. Split it"
-            )
-            return StoreRefused(RefusalKind.TOO_MANY_OPERATIONS, text)
-        if any(not entry.key and not getattr(entry, "is_prefix", False) for entry in entries):
-            return StoreRefused(RefusalKind.EMPTY_KEY, f"a key in `{name}` is empty")
-    size = sum(
-        len(entry.key) + len(getattr(entry, "value", b""))
-        for entries in lists.values()
-        for entry in entries
-    )
-    if size > REQUEST_BYTES_MAX:
-        text = (
-            f"the transaction has {size} bytes; at most {REQUEST_BYTES_MAX} are allowed. Split it"
-        )
-        return StoreRefused(RefusalKind.TOO_BIG, text)
-    return _duplicate_refusal(txn.then) or _duplicate_refusal(txn.otherwise)
-
-
-def _duplicate_refusal(operations: tuple[Operation, ...]) -> StoreRefused | None:
-    put: set[bytes] = set()
-    deleted = {operation.key for operation in operations if isinstance(operation, Delete)}
-    for operation in operations:
-        if isinstance(operation, Put):
-            if operation.key in put or operation.key in deleted:
-                text = f"the transaction writes key {operation.key!r} twice; write it once"
-                return StoreRefused(RefusalKind.DUPLICATE_KEY, text)
-            put.add(operation.key)
-    return None
