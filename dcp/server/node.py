@@ -395,8 +395,8 @@ class Node:
                 self._log.error("no clean mark", reason=why)
 
 
-def _metrics_page(sources: MetricSources, *, by_vbucket: bool) -> bytes:
+def _metrics_page(sources: MetricSources, *, by_vbucket: bool, is_openmetrics: bool) -> bytes:
     """Return the metrics. The import takes 60 ms, and not every server is asked for them."""
     from dcp.server.report.metrics import page
 
-    return page(sources, by_vbucket=by_vbucket)
+    return page(sources, by_vbucket=by_vbucket, is_openmetrics=is_openmetrics)

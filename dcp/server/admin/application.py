@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dcp.server.access.logins import Peer
 from dcp.server.admin import couchbase_routes as field
+from dcp.server.admin import description_routes as description
 from dcp.server.admin import dump_routes as dump
 from dcp.server.admin import fault_routes as faults
 from dcp.server.admin import partition_routes as partitions
@@ -31,6 +32,7 @@ from dcp.server.admin.answers import (
     receive_body,
 )
 from dcp.server.admin.node_view import AdminParts
+from dcp.server.admin.openapi import role_of
 from dcp.server.admin.origin import HostRule, page_refusal
 from dcp.server.net.crowd import Crowd, Places, TooManyError
 from dcp.session.rights import Rights, Role
@@ -51,7 +53,7 @@ PATH_CHARS_MAX: Final = 200
 
 def routes_of(parts: AdminParts) -> list[RouteSpec]:
     """Return all routes."""
-    return [
+    described = [
         *probes.routes(parts.health, parts.status, parts.metrics),
         *partitions.routes(parts.operations),
         *storage.routes(parts.operations),
@@ -61,6 +63,7 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
         *users.routes(parts.users, parts.users_changed),
         *field.routes(parts.config, parts.collections, parts.health),
     ]
+    return [*described, *description.routes(described)]
 
 
 def admin_app(parts: AdminParts, crowd: Crowd, rule: HostRule) -> Starlette:
@@ -160,7 +163,7 @@ class _RequestGuard:
 
         The original handler finds the user in `request.state.user` and `request.state.rights`.
         """
-        role = route.role or (None if route.method == "GET" else Role.ADMIN)
+        role = role_of(route)
 
         async def checked(request: Request) -> Any:
             state = request.state
