@@ -264,11 +264,12 @@ async def _serve(
     accepts_log_loss: bool,
 ) -> ExitCode:
     from dcp.server.access.certificates import TlsError
+    from dcp.server.access.metrics_token import TokenError
     from dcp.server.node import Node
 
     try:
         node = Node(settings, users, log, accepts_log_loss=accepts_log_loss)
-    except TlsError as error:
+    except (TlsError, TokenError) as error:
         raise StartError(ExitCode.USAGE, str(error)) from error
     try:
         await node.start()

@@ -100,7 +100,10 @@ class Node:
         accepts_log_loss: bool = False,
         room_retry_s: float = ROOM_RETRY_S,
     ) -> None:
-        """Load the files of TLS, if it is on; nothing else is opened. Raises TlsError."""
+        """Load the files of TLS and the metrics token, if they are set; nothing else is opened.
+
+        Raises TlsError, TokenError.
+        """
         self._settings = settings
         self._users = users
         self._log = log

@@ -239,7 +239,7 @@ async def test_partitions(ask, node):
 async def test_partitions_that_refuse(ask, node):
     for action, body, status, why in (
         ("failover", {"lose": 11}, 409, "it has 10"),
-        ("failover", {"lose": -1}, 400, 'Expected `int` >= 0 - at `$.lose`'),
+        ("failover", {"lose": -1}, 400, "Expected `int` >= 0 - at `$.lose`"),
         ("state", {"state": "asleep"}, 400, "one of active, replica, pending, dead"),
         ("state", {"state": "fenced"}, 400, "one of active, replica, pending, dead, not"),
         ("state", {}, 400, '"state" (string)'),

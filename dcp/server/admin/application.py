@@ -167,6 +167,10 @@ class _RequestGuard:
 
         async def checked(request: Request) -> Any:
             state = request.state
+            if (token := _token_of(request)) is not None:
+                self._check_token(route, token)
+                with self._place(request):
+                    return await route.handler(request)
             state.user, password = _credentials(request)
             with self._place(request):
                 state.rights = await self._rights(request, state.user, password)
@@ -180,6 +184,13 @@ class _RequestGuard:
             return await self._audited(request, route.handler)
 
         return checked
+
+    def _check_token(self, route: RouteSpec, token: str) -> None:
+        """Check a token. Raises AdminError unless it is right, and good for this route."""
+        if not route.takes_token:
+            raise _log_in_first("a token is for /metrics only")
+        if not self._access.may_read_metrics(token):
+            raise _log_in_first("the token is not that of the setting metrics_token")
 
     @contextmanager
     def _place(self, request: Request) -> Iterator[None]:
@@ -328,6 +339,12 @@ def _credentials(request: Request) -> tuple[str, str]:
     if not colon:
         raise _log_in_first("user and password are missing")
     return name, password
+
+
+def _token_of(request: Request) -> str | None:
+    """Return the token of bearer authentication, None if there is none."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
 
 
 def _log_in_first(why: str) -> AdminError:

@@ -168,6 +168,10 @@ def _responses(route: RouteSpec, schema_of: Mapping[str, Any]) -> dict[str, Any]
     refusal = {problem_type: {"schema": schema_of[str(problem)]}}
     for status in _refusals(route):
         found[str(status.value)] = {"description": status.phrase, "content": refusal}
+    if route.answer is not None and route.status >= HTTPStatus.BAD_REQUEST:
+        # What Couchbase can do and this server cannot: other refusals may have the same status.
+        either = {"anyOf": [schema_of[str(route.answer)], schema_of[str(problem)]]}
+        found[str(route.status.value)]["content"] = {problem_type: {"schema": either}}
     return found | {"default": {"description": "Another refusal.", "content": refusal}}
 
 

@@ -144,6 +144,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             choices=("on", "off"),
         ),
     ] = "on"
+    metrics_token: Annotated[
+        Path | None,
+        Option(
+            "File with a token that may read /metrics without a login: Authorization: Bearer "
+            "TOKEN. It has 16 characters or more. Read again when it changes.",
+            read_file,
+            "FILE",
+        ),
+    ] = None
     audit: Annotated[
         str,
         Option(
