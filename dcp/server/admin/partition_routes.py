@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dcp.server.admin.answers import (
     AdminError,
@@ -51,6 +51,8 @@ from vbucket.store.environment import StoreDamagedError
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+
+_PREFIX: Final = "/api/v1/vbuckets/{vb}"
 
 
 def routes(operations: Operations) -> list[RouteSpec]:
@@ -94,39 +96,42 @@ def routes(operations: Operations) -> list[RouteSpec]:
         await read_body(request, NoMembers)
         return await _done(operations.mend_cas(vb_id), f"vbucket {vb_id} is not mended")
 
+    return [
+        RouteSpec(
+            "POST", f"{_PREFIX}/branch", branch, body=BranchRequest, answer=BranchReport,
+            summary="Undo every change above a seqno, and begin a new version.",
+        ),
+        RouteSpec(
+            "POST", f"{_PREFIX}/failover", failover, body=FailoverRequest, answer=BranchReport,
+            summary="Simulate a promotion: a new version begins, and streams end.",
+        ),
+        RouteSpec(
+            "POST", f"{_PREFIX}/state", state, body=StateRequest, answer=StateReport,
+            summary="Set the state of a partition.",
+        ),
+        RouteSpec(
+            "POST", f"{_PREFIX}/purge", purge, body=PurgeRequest, answer=PurgeReport,
+            summary="Purge deletions; the next compaction drops them.",
+        ),
+        RouteSpec(
+            "POST", f"{_PREFIX}/mend-cas", mend_cas, body=NoMembers, answer=MendReport,
+            summary="Bring a partition's CAS back to the clock, while writes continue.",
+        ),
+        _explain_route(operations),
+    ]  # fmt: skip
+
+
+def _explain_route(operations: Operations) -> RouteSpec:
     async def explain(request: Request) -> Response:
         vb_id = vb_of(request)
         question = _question_of(await read_body(request, ExplainRequest))
         return json_answer(await operations.explain(vb_id, question))
 
-    prefix = "/api/v1/vbuckets/{vb}"
-    return [
-        RouteSpec(
-            "POST", f"{prefix}/branch", branch, body=BranchRequest, answer=BranchReport,
-            summary="Undo every change above a seqno, and begin a new version.",
-        ),
-        RouteSpec(
-            "POST", f"{prefix}/failover", failover, body=FailoverRequest, answer=BranchReport,
-            summary="Simulate a promotion: a new version begins, and streams end.",
-        ),
-        RouteSpec(
-            "POST", f"{prefix}/state", state, body=StateRequest, answer=StateReport,
-            summary="Set the state of a partition.",
-        ),
-        RouteSpec(
-            "POST", f"{prefix}/purge", purge, body=PurgeRequest, answer=PurgeReport,
-            summary="Purge deletions; the next compaction drops them.",
-        ),
-        RouteSpec(
-            "POST", f"{prefix}/mend-cas", mend_cas, body=NoMembers, answer=MendReport,
-            summary="Bring a partition's CAS back to the clock, while writes continue.",
-        ),
-        RouteSpec(
-            "POST", f"{prefix}/explain-rollback", explain, role=Role.STREAM,
-            body=ExplainRequest, answer=ExplainReport,
-            summary="Say how a stream request would be answered, and why.",
-        ),
-    ]  # fmt: skip
+    return RouteSpec(
+        "POST", f"{_PREFIX}/explain-rollback", explain, role=Role.STREAM,
+        body=ExplainRequest, answer=ExplainReport,
+        summary="Say how a stream request would be answered, and why.",
+    )  # fmt: skip
 
 
 async def _done(change: Awaitable[Any], what: str) -> Response:
