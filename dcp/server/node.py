@@ -30,6 +30,7 @@ from dcp.core.floors import FloorCycle
 from dcp.core.groups import GroupCycle
 from dcp.core.merges import MergeCycle
 from dcp.server.access.access import Access
+from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
 from dcp.server.access.users import Users
 from dcp.server.admin.node_view import AdminParts
 from dcp.server.config.settings import Settings
@@ -144,7 +145,8 @@ class Node:
     async def start(self) -> None:
         """Open the folder, recover, and listen.
 
-        Raises FolderError, LogDamagedError, UnknownFormatError, StoreDamagedError, OSError.
+        Raises FolderError, LogDamagedError, UnknownFormatError, StoreDamagedError,
+        FirstAdminError, OSError.
         """
         self._storage = Storage(
             self.about.data_dir, self._settings, accepts_log_loss=self._accepts_log_loss
@@ -153,6 +155,7 @@ class Node:
         self._wire_storage()
         self._wire_ports()
         try:
+            self._add_first_admin()
             await self._begin_writing()
             await self._listeners.start()
             self._config.publish(self.ports)
@@ -163,6 +166,11 @@ class Node:
         self._upkeep.start()
         if self.health.read_only_why:
             self._tasks.begin(self._begin_when_there_is_room())
+
+    def _add_first_admin(self) -> None:
+        path = self._settings.admin_password_file
+        if path is not None and add_first_admin(self._users, path):
+            self._log.info("first user added", user=FIRST_ADMIN, password_file=str(path))
 
     async def _begin_writing(self) -> None:
         """Make the first writes and start everything that writes, if the disk has room for it."""
