@@ -1,6 +1,6 @@
 """What to run to get the packages of an extra, for messages. Pure.
 
-Documentation says the same; tests/test_packages.py holds it against IS_PUBLISHED.
+Documentation says the same; tests/system/test_release.py holds it against IS_PUBLISHED.
 """
 
 from __future__ import annotations

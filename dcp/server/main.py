@@ -453,7 +453,7 @@ def _say(text: str) -> None:
 # -- the command line ------------------------------------------------------------------------------
 
 
-def _command(on_ready: OnReady | None) -> click.Command:
+def server_command(on_ready: OnReady | None = None) -> click.Command:
     """Build the command from the table of settings."""
     options: list[click.Parameter] = [
         click.Option(
@@ -511,7 +511,7 @@ def main(on_ready: OnReady | None = None) -> None:
     if not __debug__:
         _say("python -O removes checks that guard the data. Start without -O.")
         sys.exit(ExitCode.USAGE)
-    _command(on_ready)(prog_name="dcpd")
+    server_command(on_ready)(prog_name="dcpd")
 
 
 if __name__ == "__main__":
