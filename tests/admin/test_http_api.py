@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlencode
 
 import pytest
@@ -15,8 +15,12 @@ from openapi_schema_validator import OAS31Validator
 from openapi_spec_validator import validate
 
 from dcp.server.admin.api_page import TAGS, described, markdown
+from dcp.server.admin.application import admin_app
 from dcp.server.admin.openapi import PATH_FIELDS
+from dcp.server.admin.origin import HostRule
+from dcp.server.net.crowd import Crowd
 from dcp.wire.opcode import Opcode
+from support.admin_node import SmallNode
 from support.raw_http import login
 from support.server import DcpdProcess
 from vbucket.model.ids import vbucket_of
@@ -106,6 +110,8 @@ CALLS = (
     Call("GET", "/pools/default/bucketsStreaming/{bucket}"),
 )  # fmt: skip
 PLACES = {"vb": VB, "id": 1, "name": "alice", "bucket": "default", "scope": "s", "collection": "c"}
+NOT_DESCRIBED: frozenset[tuple[str, str]] = frozenset()
+"""Routes (method, path) that are not part of the API, such as pages for a browser."""
 ENDLESS = ("/pools/default/bs/", "/pools/default/bucketsStreaming/")
 
 
@@ -121,6 +127,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DcpdProcess]:
     data = tmp_path_factory.mktemp("described") / "data"
     with DcpdProcess(data, "--metrics-token", str(token)) as server:
         yield server
+
+
+def routes_in(document: dict[str, Any]) -> set[tuple[str, str]]:
+    return {
+        (method.upper(), path)
+        for path, operations in document["paths"].items()
+        for method in operations
+    }
 
 
 def send(
@@ -199,13 +213,20 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
         assert schema["description"].endswith("."), name
 
 
-def test_every_route_is_called(document: dict[str, Any]) -> None:
-    routes = {
-        (method.upper(), path)
-        for path, operations in document["paths"].items()
-        for method in operations
+def test_no_route_is_undescribed(document: dict[str, Any], node: SmallNode) -> None:
+    """What the application serves, however it came there."""
+    app = admin_app(cast("Any", node), Crowd(), HostRule("127.0.0.1"))
+    served = {
+        (method, route.path)
+        for route in app.routes
+        for method in getattr(route, "methods", None) or ("*",)
+        if method != "HEAD"  # which starlette adds to every GET
     }
-    assert {(call.method, call.path) for call in CALLS} == routes
+    assert served - NOT_DESCRIBED == routes_in(document)
+
+
+def test_every_route_is_called(document: dict[str, Any]) -> None:
+    assert {(call.method, call.path) for call in CALLS} == routes_in(document)
 
 
 def test_answers_are_as_described(document: dict[str, Any], server: DcpdProcess) -> None:
