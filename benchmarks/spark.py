@@ -8,7 +8,7 @@ and compares them with
 - the plain Python consumer that keeps the newest value of each key;
 - the source alone (rows counted), on local[2] and on local[1];
 and the cost of an empty micro-batch. Each Spark has its own process; figures are medians of --runs.
-Needs: pip install 'dcpd[spark]', Java 17 or newer.
+Needs: pip install '.[spark]', Java 17 or newer.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
 """The change-stream server: wire format, streams, sessions and the process around them."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -14,7 +14,7 @@ What happens, with real processes only
 5. after the branch and at the end the table is compared with the server, key by key.
 
 The folder then has the table, the checkpoint, `lag.png` and the server's data. The exit code is 0
-only if all documents are equal. Needs: pip install 'dcpd[spark,examples]', and Java 17 or newer.
+only if all documents are equal. Needs: pip install '.[spark,examples]', and Java 17 or newer.
 """
 
 from __future__ import annotations

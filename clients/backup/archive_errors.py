@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from clients.errors import DcpdError
+from typing import Final
 
-EXTRA_HINT = "pip install 'dcpd[backup]'"
+from clients.errors import DcpdError
+from clients.install_hint import install_hint
+
+EXTRA_HINT: Final = install_hint("backup")
 
 
 class BackupError(DcpdError):

@@ -154,7 +154,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise MissingExtraError(
             f"no driver for this URL: {error}", node=url,
-            hint=f"{EXTRA_HINT} supports local files. For others install the package named above.",
+            hint=f"{EXTRA_HINT} is enough for local files. Others need the package named above.",
         ) from None  # fmt: skip
     except ValueError as error:
         raise ArchiveError(

@@ -26,6 +26,7 @@ from clients.errors import (
     NotFoundError,
     OperationTimeoutError,
 )
+from dcp import __version__
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -74,6 +75,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "user": ("user_commands:user", "Manage users and their roles."),
     "quarantine": ("quarantine_command:quarantine", "Show changes that a replica has cut off."),
     "verify": ("verify_command:verify", "Check a data folder that no server uses."),
+    "completion": ("completion_command:completion", "Print a script for a shell's completion."),
 }
 """Command -> (module:name, line in the help)."""
 
@@ -238,7 +240,7 @@ def help_text(summary: str, *examples: str) -> str:
     help="Use TLS with this client certificate and key (PEM) [DCPCTL_TLS_CERT].",
 )  # fmt: skip
 @click.option("-o", "--output", type=click.Choice(["table", "plain", "json", "raw"]), hidden=True)
-@click.version_option(package_name="dcpd")
+@click.version_option(__version__, prog_name="dcpctl")
 @click.pass_context
 def cli(
     ctx: click.Context,

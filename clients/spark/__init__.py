@@ -4,12 +4,14 @@
     changes = spark.readStream.format("dcp").option("servers", "127.0.0.1:11210").load()
     changes.writeStream.foreachBatch(partial(apply_changes, path="table")).start()
 
-Needs the extra `spark` (pip install 'dcpd[spark]') and Java 17 or newer. docs/spark.md.
+Needs the extra `spark` and Java 17 or newer: docs/spark.md.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
+
+from clients.install_hint import install_hint
 
 if TYPE_CHECKING:
     from clients.spark.java import check_java
@@ -41,7 +43,7 @@ def __getattr__(name: str) -> Any:
         if (error.name or "").partition(".")[0] not in _PACKAGES:
             raise
         raise ModuleNotFoundError(
-            f"clients.spark needs the package {error.name}: pip install 'dcpd[spark]'"
+            f"clients.spark needs the package {error.name}: {install_hint('spark')}"
             " (and Java 17 or newer)",
             name=error.name,
         ) from error

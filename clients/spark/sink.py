@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 from clients.errors import DcpdError
+from clients.install_hint import install_hint
 from clients.spark.sink_rules import TableWriter
 
 if TYPE_CHECKING:
@@ -116,6 +117,6 @@ def _delta() -> ModuleType:
         return import_module("clients.spark.sink_delta")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"format='delta' needs the package {error.name}: pip install 'dcpd[spark]'",
+            f"format='delta' needs the package {error.name}: {install_hint('spark')}",
             name=error.name,
         ) from error

@@ -175,7 +175,7 @@ class DcpServer:
             )
             response = connection.getresponse()
             text = response.read().decode()
-            is_json = response.headers.get_content_type() == "application/json"
+            is_json = response.headers.get_content_type().endswith("json")
         finally:
             connection.close()
         answer: Any = json.loads(text) if is_json else text

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from dcp.server.access.users import Users
     from dcp.server.node import Node
     from dcp.server.observe.event_log import EventLog
+    from dcp.server.observe.service_notices import ServiceNotices
 
     OnReady = Callable[[Node], None]
 
@@ -109,13 +110,13 @@ class Plan(NamedTuple):
 
 def exposure_refusal(settings: Settings, user_names: list[str], users_file: Path) -> str | None:
     """Return why the server may not listen on the configured address; None if it may."""
-    if is_loopback(settings.host) or user_names:
+    if is_loopback(settings.host) or user_names or settings.admin_password_file is not None:
         return None
     return (
         f"protected mode: other machines can reach {settings.host}, but {users_file} has no user "
         "who could log in (the built-in guest works from this machine only). Start on loopback "
         "without --host, add a user with `dcpctl user add NAME`, then start with this --host "
-        "again."
+        "again. Or give the password of a first user in a file: --admin-password-file FILE."
     )
 
 
@@ -264,17 +265,20 @@ async def _serve(
     accepts_log_loss: bool,
 ) -> ExitCode:
     from dcp.server.access.certificates import TlsError
+    from dcp.server.access.metrics_token import TokenError
     from dcp.server.node import Node
+    from dcp.server.observe.service_notices import take_notices
 
+    notices = take_notices()
     try:
         node = Node(settings, users, log, accepts_log_loss=accepts_log_loss)
-    except TlsError as error:
+    except (TlsError, TokenError) as error:
         raise StartError(ExitCode.USAGE, str(error)) from error
     try:
         await node.start()
     except _start_failures() as error:
         raise _start_error(error, settings) from error
-    signals.serve(node)
+    signals.serve(node, notices)
     gc.collect()
     gc.freeze()
     text = ready_text(
@@ -291,6 +295,8 @@ async def _serve(
         print(text, flush=True)
     if on_ready is not None:
         on_ready(node)
+    notices.ready(f"{authority(settings.host, node.ports.kv)}, data in {node.about.data_dir}")
+    alive = asyncio.create_task(notices.keep_alive())
     try:
         await node.run_until_stopped()
         await node.stop()  # raises if the stop failed
@@ -299,6 +305,8 @@ async def _serve(
         with contextlib.suppress(TimeoutError, *_run_failures()):
             await asyncio.wait_for(node.stop(), STOP_AFTER_FAILURE_S)
         return ExitCode.FAILED
+    finally:
+        alive.cancel()
     return ExitCode.STOPPED
 
 
@@ -316,11 +324,13 @@ class SignalWatch:
         signal.pthread_sigmask(signal.SIG_BLOCK, self._NUMBERS)
         self._node: Node | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._notices: ServiceNotices | None = None
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
 
-    def serve(self, node: Node) -> None:
+    def serve(self, node: Node, notices: ServiceNotices) -> None:
         """From now on SIGTERM and SIGINT stop this node. SIGHUP makes it read its files again."""
         self._loop = asyncio.get_running_loop()
+        self._notices = notices
         self._node = node
 
     def _watch(self) -> None:
@@ -331,6 +341,8 @@ class SignalWatch:
         if node is None or loop is None:
             os._exit(128 + number)  # nothing was answered yet
         _say("stopping; a second signal stops at once")
+        if self._notices is not None:
+            self._notices.stopping()
         loop.call_soon_threadsafe(self._stop, node)
         second = signal.sigtimedwait(self._NUMBERS - {signal.SIGHUP}, STOP_LIMIT_S)
         if second is None:
@@ -353,12 +365,14 @@ def _retrieved(task: asyncio.Task[None]) -> None:
 
 
 def _start_failures() -> tuple[type[Exception], ...]:
+    from dcp.server.access.first_admin import FirstAdminError
     from dcp.server.storage.folder import FolderError
     from vbucket.log.device import UnknownFormatError
     from vbucket.log.record import LogDamagedError
     from vbucket.store.environment import StoreDamagedError
 
     return (
+        FirstAdminError,
         FolderError,
         LogDamagedError,
         StoreDamagedError,
@@ -385,12 +399,15 @@ def _run_failures() -> tuple[type[Exception], ...]:
 
 
 def _start_error(error: Exception, settings: Settings) -> StartError:
+    from dcp.server.access.first_admin import FirstAdminError
     from dcp.server.storage.folder import FolderError
     from vbucket.log.device import UnknownFormatError
     from vbucket.log.record import LogDamagedError
     from vbucket.store.environment import StoreDamagedError
 
     folder = settings.data.absolute()
+    if isinstance(error, FirstAdminError):
+        return StartError(ExitCode.USAGE, str(error))
     if isinstance(error, FolderError | UnknownFormatError):
         return StartError(ExitCode.FOLDER, str(error))
     if isinstance(error, LogDamagedError | StoreDamagedError):
@@ -436,7 +453,7 @@ def _say(text: str) -> None:
 # -- the command line ------------------------------------------------------------------------------
 
 
-def _command(on_ready: OnReady | None) -> click.Command:
+def server_command(on_ready: OnReady | None = None) -> click.Command:
     """Build the command from the table of settings."""
     options: list[click.Parameter] = [
         click.Option(
@@ -494,7 +511,7 @@ def main(on_ready: OnReady | None = None) -> None:
     if not __debug__:
         _say("python -O removes checks that guard the data. Start without -O.")
         sys.exit(ExitCode.USAGE)
-    _command(on_ready)(prog_name="dcpd")
+    server_command(on_ready)(prog_name="dcpd")
 
 
 if __name__ == "__main__":

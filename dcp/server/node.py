@@ -31,6 +31,7 @@ from dcp.core.groups import GroupCycle
 from dcp.core.merges import MergeCycle
 from dcp.core.pacing import Pacing
 from dcp.server.access.access import Access
+from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
 from dcp.server.access.users import Users
 from dcp.server.admin.node_view import AdminParts
 from dcp.server.config.settings import Settings
@@ -102,7 +103,10 @@ class Node:
         accepts_log_loss: bool = False,
         room_retry_s: float = ROOM_RETRY_S,
     ) -> None:
-        """Load the files of TLS, if it is on; nothing else is opened. Raises TlsError."""
+        """Load the files of TLS and the metrics token, if they are set; nothing else is opened.
+
+        Raises TlsError, TokenError.
+        """
         self._settings = settings
         self._users = users
         self._log = log
@@ -143,7 +147,8 @@ class Node:
     async def start(self) -> None:
         """Open the folder, recover, and listen.
 
-        Raises FolderError, LogDamagedError, UnknownFormatError, StoreDamagedError, OSError.
+        Raises FolderError, LogDamagedError, UnknownFormatError, StoreDamagedError,
+        FirstAdminError, OSError.
         """
         self._storage = Storage(
             self.about.data_dir, self._settings, accepts_log_loss=self._accepts_log_loss
@@ -152,6 +157,7 @@ class Node:
         self._wire_storage()
         self._wire_ports()
         try:
+            self._add_first_admin()
             await self._begin_writing()
             await self._listeners.start()
             self._config.publish(self.ports)
@@ -162,6 +168,11 @@ class Node:
         self._upkeep.start()
         if self.health.read_only_why:
             self._tasks.begin(self._begin_when_there_is_room())
+
+    def _add_first_admin(self) -> None:
+        path = self._settings.admin_password_file
+        if path is not None and add_first_admin(self._users, path):
+            self._log.info("first user added", user=FIRST_ADMIN, password_file=str(path))
 
     async def _begin_writing(self) -> None:
         """Make the first writes and start everything that writes, if the disk has room for it."""
@@ -398,8 +409,8 @@ class Node:
                 self._log.error("no clean mark", reason=why)
 
 
-def _metrics_page(sources: MetricSources, *, by_vbucket: bool) -> bytes:
+def _metrics_page(sources: MetricSources, *, by_vbucket: bool, is_openmetrics: bool) -> bytes:
     """Return the metrics. The import takes 60 ms, and not every server is asked for them."""
     from dcp.server.report.metrics import page
 
-    return page(sources, by_vbucket=by_vbucket)
+    return page(sources, by_vbucket=by_vbucket, is_openmetrics=is_openmetrics)

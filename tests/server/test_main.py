@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dcp import __version__
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import resolve
@@ -173,7 +174,7 @@ def test_help_and_version():
     for flag in ("--host", "--admin-port", "--durability", "--config", "--idle-timeout"):
         assert flag in text
     assert "Exit codes" in text
-    assert dcpd("--version").stdout == "dcpd, version 0.1.0\n"
+    assert dcpd("--version").stdout == f"dcpd, version {__version__}\n"
 
 
 def test_python_without_asserts_is_refused():
@@ -200,7 +201,7 @@ def test_a_users_file_that_is_damaged_stops_the_start(tmp_path):
 def test_ready_text_and_a_graceful_stop(start, tmp_path):
     running = start("--admin-port", "0")
     assert running.lines == [
-        "dcpd 0.1.0 is ready",
+        f"dcpd {__version__} is ready",
         f"  data       {tmp_path / 'data'}",
         f"  key-value  127.0.0.1:{running.port}",
         f"  admin      http://127.0.0.1:{running.admin_port}",

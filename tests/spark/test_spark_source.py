@@ -19,6 +19,7 @@ from pyspark.sql.types import StructType
 
 from clients.address import parse_address
 from clients.errors import DcpdError
+from clients.install_hint import install_hint
 from clients.kv.client import KvClient
 from clients.link.blocking_link import SyncLink
 from clients.spark import check_java, rows_behind
@@ -477,7 +478,7 @@ def test_a_missing_package_is_named_with_its_extra():
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pyspark" in told.stdout
-    assert "pip install 'dcpd[spark]'" in told.stdout
+    assert install_hint("spark") in told.stdout
     assert "Java 17" in told.stdout
 
 

@@ -153,7 +153,9 @@ class SmallNode:
             raise KeyError("a fault")
         return {"version": "test", "items": 3}
 
-    def metrics(self, *, by_vbucket):
+    def metrics(self, *, by_vbucket, is_openmetrics):
+        if is_openmetrics:
+            return b"# EOF\n"
         return self.page(by_vbucket)
 
     def users_changed(self):

@@ -78,7 +78,7 @@ class RawHttp:
                 for name, _, value in (line.partition(":") for line in head[1:] if line)
             }
             body = await self.reader.readexactly(int(headers.get("content-length", "0")))
-        is_json = headers.get("content-type") == "application/json"
+        is_json = headers.get("content-type", "").endswith("json")
         return Answer(int(head[0].split()[1]), headers, json.loads(body) if is_json else body)
 
     async def ask(self, method: str, path: str, *headers: str, body: bytes = b"") -> Answer:

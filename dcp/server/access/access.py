@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from dcp.server.access.audit import AuditLog
 from dcp.server.access.certificates import ServerTls, TlsError, TlsFiles
 from dcp.server.access.logins import LoginLimits, Logins, PeerLogins
+from dcp.server.access.metrics_token import MetricsToken, TokenError
 from dcp.server.access.users import Users
 from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
@@ -52,7 +53,10 @@ class Access:
     """See the module."""
 
     def __init__(self, settings: Settings, users: Users, log: EventLog) -> None:
-        """Load the files of TLS, if it is on. Raises TlsError."""
+        """Load the files of TLS and of the metrics token, if they are set.
+
+        Raises TlsError, TokenError.
+        """
         self.users = users
         self._log = log
         path = None if settings.audit == AUDIT_OFF else settings.data / settings.audit
@@ -75,6 +79,8 @@ class Access:
         )
         files = tls_files(settings)
         self._tls = None if files is None else ServerTls(files)
+        token_file = settings.metrics_token
+        self._metrics_token = None if token_file is None else MetricsToken(token_file)
         self._seen_revision = users.revision
 
     @property
@@ -116,10 +122,15 @@ class Access:
         return ""
 
     def tick(self, connections: Iterable[GuardedConnection]) -> None:
-        """Load changed files of users and certificates; update open connections."""
+        """Load changed files of users, certificates and the token; update open connections."""
         self.users.reload_if_changed()
         self.apply_rights(connections)
         self.reload_certificates(always=False)
+        self._reload_metrics_token()
+
+    def may_read_metrics(self, token: str) -> bool:
+        """Return whether this is the token of the setting metrics_token."""
+        return self._metrics_token is not None and self._metrics_token.allows(token)
 
     def apply_rights(self, connections: Iterable[GuardedConnection]) -> None:
         """Give every open connection the rights that its user has now."""
@@ -142,6 +153,15 @@ class Access:
             else:
                 may_stream = rights is not None and rights.has(Role.REPLICATE)
             connection.rights_changed(may_stream=may_stream)
+
+    def _reload_metrics_token(self) -> None:
+        if self._metrics_token is None:
+            return
+        try:
+            if self._metrics_token.reload_if_changed():
+                self._log.info("metrics token reloaded")
+        except TokenError as error:
+            self._log.error("metrics token not reloaded, the old one stays", reason=str(error))
 
     def reload_certificates(self, *, always: bool) -> None:
         """Load changed certificates. If they are bad, log that and keep the old ones."""

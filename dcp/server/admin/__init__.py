@@ -1,11 +1,13 @@
 """The admin interface: a small HTTP API on its own port, for dcpctl, probes, scripts and SDKs.
 
     probes        /livez  /readyz  /metrics
-    our own       /api/v1/...            JSON in, JSON out (docs/testing-consumers.md)
+    our own       /api/v1/...            JSON in, JSON out (docs/http-api.md)
     Couchbase's   /pools/... /whoami     what Couchbase clients ask for over HTTP
 
-HTTP basic authentication; the guest from loopback only. Every error is JSON of the form
-{"error": {"what", "where", "why", "try"}}. `routes` of each module returns its requests.
+HTTP basic authentication; the guest from loopback only. Refusals are problem documents (RFC 9457)
+with a member {"error": {"what", "where", "why", "try"}}; on Couchbase's paths they have Couchbase's
+form. `routes` of each module returns its requests, `bodies` has what they take, and `openapi`
+describes all of them.
 
 The way of a request:
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from urllib.parse import parse_qs
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from urllib.parse import parse_qs, quote
 
+import msgspec
+
+from dcp.server.admin.bodies import CouchbaseProblem, ErrorDetails, Problem
 from dcp.session.controls import is_decimal
 from dcp.session.rights import Role
 from vbucket.model.ids import NUM_VBUCKETS
@@ -20,11 +23,24 @@ if TYPE_CHECKING:
 
 BODY_BYTES_MAX: Final = 64 * 1024
 JSON_TYPE: Final = "application/json"
+PROBLEM_TYPE: Final = "application/problem+json"
+"""Refusals (RFC 9457)."""
 _SECRET_FIELDS: Final = frozenset({"password", "saslPassword", "value"})
 FORM_TYPE: Final = "application/x-www-form-urlencoded"
 
-Kinds = Mapping[str, type | tuple[type, ...]]
-"""Member -> its type or types."""
+COUCHBASE_PATHS: Final = ("/pools", "/whoami")
+"""Paths whose answers have Couchbase's form."""
+
+_B = TypeVar("_B", bound=msgspec.Struct)
+
+
+class QueryField(NamedTuple):
+    """A field of a query."""
+
+    name: str
+    meaning: str
+    kind: str = "string"
+    """Its type in JSON Schema."""
 
 
 class RouteSpec(NamedTuple):
@@ -38,6 +54,21 @@ class RouteSpec(NamedTuple):
     """The role it needs. None: admin for a change, any login for a GET."""
     is_long: bool = False
     """The answer may take very long."""
+    summary: str = ""
+    """What it does, in a sentence. This and what follows is for the API's description."""
+    body: type[msgspec.Struct] | None = None
+    """The body of a request: JSON, or a form on Couchbase's paths."""
+    answer: Any = None
+    """The type of the answer, if it is JSON."""
+    status: HTTPStatus = HTTPStatus.OK
+    """The status of the usual answer."""
+    other_statuses: tuple[HTTPStatus, ...] = ()
+    """Statuses of answers that have the same form."""
+    media_type: str = JSON_TYPE
+    other_media_types: tuple[str, ...] = ()
+    query: tuple[QueryField, ...] = ()
+    takes_token: bool = False
+    """The token of the setting metrics_token stands for a login."""
 
 
 class AdminError(Exception):
@@ -62,10 +93,10 @@ def invalid(why: str) -> AdminError:
 
 
 def json_answer(document: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
-    """Return a response with a JSON document."""
-    from starlette.responses import JSONResponse
+    """Return a response with a JSON document: a Struct, or what JSON has."""
+    from starlette.responses import Response
 
-    return JSONResponse(document, status_code=status)
+    return Response(msgspec.json.encode(document), status.value, media_type=JSON_TYPE)
 
 
 def raw_answer(body: bytes, media_type: str = JSON_TYPE) -> Response:
@@ -110,51 +141,61 @@ def number_in(text: str, maximum: int) -> int | None:
     return number if is_decimal(text) and (number := int(text)) <= maximum else None
 
 
-async def read_object(
-    request: Request, required: Kinds, optional: Kinds | None = None
-) -> dict[str, Any]:
-    """Read a JSON object with these members. Optional ones may be missing or null."""
-    optional = optional or {}
+async def read_body(request: Request, kind: type[_B]) -> _B:
+    """Read a JSON object as a Struct. An empty body is an empty object."""
     body = _body_of(request, JSON_TYPE)
     try:
-        document = json.loads(body or b"{}") if not required else json.loads(body)
-        # Half a surrogate pair is valid JSON, but cannot be stored, logged or sent. NaN and
-        # Infinity are not valid JSON, but `loads` accepts them.
-        json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON: {error}") from error
-    wanted = ", ".join(
-        [f'"{name}" ({_names(kind)})' for name, kind in required.items()]
-        + [f'"{name}" ({_names(kind)}, optional)' for name, kind in optional.items()]
-    )
-    known = {*required, *optional}
-    if not isinstance(document, dict) or not {*required} <= set(document) <= known:
-        raise invalid(f"the body must be an object with {wanted} and nothing else")
-    found = {name: value for name, value in document.items() if value is not None}
-    kinds = {**optional, **required}
-    if not {*required} <= set(found) or not all(
-        type(value) in _types(kinds[name]) for name, value in found.items()
-    ):
-        raise invalid(f"the body must have {wanted}")
-    request.state.told = _without_secrets(found)
+        found = msgspec.json.decode(body or b"{}", type=kind)
+        fields = msgspec.to_builtins(found)
+        # Strings with half a surrogate pair cannot be stored, logged or sent.
+        msgspec.json.encode(fields)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise invalid(f"{error}; the body is an object with {_members_of(kind)}") from error
+    request.state.told = _without_secrets(fields)
     return found
 
 
-async def read_form(request: Request) -> dict[str, str]:
-    """Read an HTML form. If a name comes twice, the first value counts."""
+async def read_form(request: Request, kind: type[_B]) -> _B:
+    """Read an HTML form as a Struct. If a name comes twice, the first value counts."""
     body = _body_of(request, FORM_TYPE)
     try:
         fields = parse_qs(body.decode(), keep_blank_values=True, max_num_fields=32)
-    except ValueError as error:
-        raise invalid(f"the body is not a form: {error}") from error
-    found = {name: values[0] for name, values in fields.items()}
+        found = {name: values[0] for name, values in fields.items()}
+        form = msgspec.convert(found, kind, strict=False)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise invalid(f"{error}; the body is a form with {_members_of(kind)}") from error
     request.state.told = _without_secrets(found)
-    return found
+    return form
 
 
-def _without_secrets(fields: dict[str, Any]) -> dict[str, Any]:
+@lru_cache
+def _members_of(kind: type[msgspec.Struct]) -> str:
+    """Return what a body may have, for messages: "at" (integer), "or_zero" (boolean, optional)."""
+    _, schemas = msgspec.json.schema_components([kind])
+    schema = schemas[kind.__name__]
+    required = schema.get("required", ())
+    return (
+        ", ".join(
+            f'"{name}" ({_kind_of(member)}{"" if name in required else ", optional"})'
+            for name, member in schema["properties"].items()
+        )
+        or "no members"
+    )
+
+
+def _kind_of(schema: Mapping[str, Any]) -> str:
+    kinds = schema.get("anyOf", (schema,))
+    names = (str(kind.get("type", "object")) for kind in kinds)
+    return " or ".join(name for name in names if name != "null")
+
+
+def _without_secrets(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that may be in the audit log."""
-    return {name: value for name, value in fields.items() if name not in _SECRET_FIELDS}
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None and name not in _SECRET_FIELDS
+    }
 
 
 async def receive_body(request: Request) -> bytes:
@@ -185,29 +226,41 @@ def _body_of(request: Request, wanted_type: str) -> bytes:
     return body
 
 
-def _types(kind: type | tuple[type, ...]) -> tuple[type, ...]:
-    return kind if isinstance(kind, tuple) else (kind,)
-
-
-def _names(kind: type | tuple[type, ...]) -> str:
-    return " or ".join(one.__name__ for one in _types(kind))
-
-
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def error_document(what: str, where: str, why: str, try_this: str) -> dict[str, Any]:
-    """Return the document of a refusal."""
-    return {"error": {"what": what, "where": where, "why": why, "try": try_this}}
+def problem(status: HTTPStatus, what: str, why: str, try_this: str, action: str = "") -> bytes:
+    """Return the document of a refusal. `action`: method and path, "" if they are not known."""
+    _, _, path = action.partition(" ")
+    return msgspec.json.encode(
+        Problem(
+            title=status.phrase,
+            status=status.value,
+            detail=f"{what}: {why}",
+            instance=quote(path) if path else msgspec.UNSET,
+            error=ErrorDetails(what, action or "the admin port", why, try_this),
+        )
+    )
 
 
 def error_answer(
     request: Request, status: HTTPStatus, what: str, why: str, try_this: str
 ) -> Response:
-    """Return a response with an error document."""
-    response = json_answer(error_document(what, action_of(request), why, try_this), status)
+    """Return a response with the document of a refusal."""
+    action = action_of(request)
+    if is_couchbase_path(request.scope["path"]):
+        details = ErrorDetails(what, action, why, try_this)
+        response = json_answer(CouchbaseProblem(details))
+    else:
+        response = raw_answer(problem(status, what, why, try_this, action), PROBLEM_TYPE)
+    response.status_code = status.value
     response.headers.update(_HEADERS.get(status, {}))
     return response
+
+
+def is_couchbase_path(path: str) -> bool:
+    """Return whether clients of Couchbase read the answer, in the form that they know."""
+    return path.startswith(COUCHBASE_PATHS)
 
 
 _HEADERS: Final = {

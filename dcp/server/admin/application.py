@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dcp.server.access.logins import Peer
 from dcp.server.admin import couchbase_routes as field
+from dcp.server.admin import description_routes as description
 from dcp.server.admin import dump_routes as dump
 from dcp.server.admin import fault_routes as faults
 from dcp.server.admin import partition_routes as partitions
@@ -31,6 +32,7 @@ from dcp.server.admin.answers import (
     receive_body,
 )
 from dcp.server.admin.node_view import AdminParts
+from dcp.server.admin.openapi import role_of
 from dcp.server.admin.origin import HostRule, page_refusal
 from dcp.server.net.crowd import Crowd, Places, TooManyError
 from dcp.session.rights import Rights, Role
@@ -51,7 +53,7 @@ PATH_CHARS_MAX: Final = 200
 
 def routes_of(parts: AdminParts) -> list[RouteSpec]:
     """Return all routes."""
-    return [
+    described = [
         *probes.routes(parts.health, parts.status, parts.metrics),
         *partitions.routes(parts.operations),
         *storage.routes(parts.operations),
@@ -61,6 +63,7 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
         *users.routes(parts.users, parts.users_changed),
         *field.routes(parts.config, parts.collections, parts.health),
     ]
+    return [*described, *description.routes(described)]
 
 
 def admin_app(parts: AdminParts, crowd: Crowd, rule: HostRule) -> Starlette:
@@ -160,10 +163,14 @@ class _RequestGuard:
 
         The original handler finds the user in `request.state.user` and `request.state.rights`.
         """
-        role = route.role or (None if route.method == "GET" else Role.ADMIN)
+        role = role_of(route)
 
         async def checked(request: Request) -> Any:
             state = request.state
+            if (token := _token_of(request)) is not None:
+                self._check_token(route, token)
+                with self._place(request):
+                    return await route.handler(request)
             state.user, password = _credentials(request)
             with self._place(request):
                 state.rights = await self._rights(request, state.user, password)
@@ -177,6 +184,13 @@ class _RequestGuard:
             return await self._audited(request, route.handler)
 
         return checked
+
+    def _check_token(self, route: RouteSpec, token: str) -> None:
+        """Check a token. Raises AdminError unless it is right, and good for this route."""
+        if not route.takes_token:
+            raise _log_in_first("a token is for /metrics only")
+        if not self._access.may_read_metrics(token):
+            raise _log_in_first("the token is not that of the setting metrics_token")
 
     @contextmanager
     def _place(self, request: Request) -> Iterator[None]:
@@ -325,6 +339,12 @@ def _credentials(request: Request) -> tuple[str, str]:
     if not colon:
         raise _log_in_first("user and password are missing")
     return name, password
+
+
+def _token_of(request: Request) -> str | None:
+    """Return the token of bearer authentication, None if there is none."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
 
 
 def _log_in_first(why: str) -> AdminError:

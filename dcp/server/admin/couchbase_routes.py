@@ -25,15 +25,22 @@ from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import Struct
+
 from dcp.server.admin.answers import (
     JSON_TYPE,
     AdminError,
     RouteSpec,
-    invalid,
     json_answer,
-    number_in,
     raw_answer,
     read_form,
+)
+from dcp.server.admin.bodies import (
+    BucketForm,
+    CollectionForm,
+    CouchbaseRefusal,
+    ManifestUid,
+    ScopeForm,
 )
 from dcp.server.admin.node_view import CollectionsView
 from dcp.server.net.cluster_config import ClusterConfig
@@ -46,16 +53,17 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from dcp.server.admin.answers import Handler
+
 IMPLEMENTATION_VERSION: Final = f"{REPORTED_VERSION.decode()}-0000-community"
 """MAJOR.MINOR.PATCH-BUILD-EDITION; go-dcp and SDKs derive features from it."""
 BLOCK_END: Final = b"\n\n\n\n"
 KEEPALIVE_S: Final = 10.0
 POLL_S: Final = 0.25
 """How soon a stream reports a change of the map, and notices that the server stops."""
-NAME_CHARS_MAX: Final = 251
-TTL_MAX_S: Final = 10**10
-"""Above the manifest's own limit, whose error says more."""
-
+FORBIDDEN: Final = HTTPStatus.FORBIDDEN
+_BUCKETS: Final = ("/pools/default/buckets", "/pools/default/buckets/")
+"""Some SDKs ask with the slash."""
 
 SETTINGS_OF_BUCKET: Final[dict[str, Any]] = {
     "controllers": {},
@@ -78,33 +86,70 @@ def routes(config: ClusterConfig, collections: CollectionsView, health: Health) 
     bucket = "/pools/default/buckets/{bucket}"
     scope = f"{bucket}/scopes/{{scope}}"
     return [
-        RouteSpec("GET", "/pools", field.pools),
-        RouteSpec("GET", "/pools/default", field.pool),
-        RouteSpec("GET", "/pools/default/nodeServices", field.node_services),
-        RouteSpec("POST", "/pools/default", field.set_quota),
-        RouteSpec("GET", "/pools/default/buckets", field.buckets),
-        RouteSpec("GET", "/pools/default/buckets/", field.buckets),
-        RouteSpec("POST", "/pools/default/buckets", field.create_bucket),
-        RouteSpec("POST", "/pools/default/buckets/", field.create_bucket),
-        RouteSpec("GET", bucket, field.of_bucket(field.details)),
-        RouteSpec("POST", bucket, field.change_bucket),
-        RouteSpec("DELETE", bucket, field.drop_bucket),
-        RouteSpec("POST", f"{bucket}/controller/doFlush", field.flush_bucket),
-        RouteSpec("GET", "/pools/default/b/{bucket}", field.of_bucket(field.terse)),
-        RouteSpec("GET", "/pools/default/bs/{bucket}", field.stream_of(field.terse), is_long=True),
-        RouteSpec(
-            "GET",
-            "/pools/default/bucketsStreaming/{bucket}",
-            field.stream_of(field.details),
-            is_long=True,
+        _read("/pools", field.pools, "The version, and the only pool."),
+        _read("/pools/default", field.pool, "The node, as a cluster of one."),
+        _read("/pools/default/nodeServices", field.node_services, "The node's ports."),
+        _refusal("POST", "/pools/default", field.set_quota, "memory has settings of its own"),
+        *(
+            _read(path, field.buckets, "The only bucket, in a list.", list[dict[str, Any]])
+            for path in _BUCKETS
         ),
-        RouteSpec("GET", "/whoami", field.whoami),
-        RouteSpec("GET", f"{bucket}/scopes", field.of_bucket(field.manifest)),
-        RouteSpec("POST", f"{bucket}/scopes", field.create_scope),
-        RouteSpec("DELETE", scope, field.drop_scope),
-        RouteSpec("POST", f"{scope}/collections", field.create_collection),
-        RouteSpec("DELETE", f"{scope}/collections/{{collection}}", field.drop_collection),
-    ]
+        *(
+            _refusal("POST", path, field.create_bucket, "there is one bucket", BucketForm)
+            for path in _BUCKETS
+        ),
+        _read(bucket, field.of_bucket(field.details), "The bucket: type, nodes, partition map."),
+        _refusal("POST", bucket, field.change_bucket, "it has no settings of its own"),
+        _refusal("DELETE", bucket, field.drop_bucket, "it is the only one", None, FORBIDDEN),
+        _refusal("POST", f"{bucket}/controller/doFlush", field.flush_bucket, "it is not enabled"),
+        _read("/pools/default/b/{bucket}", field.of_bucket(field.terse), "The partition map."),
+        _stream("/pools/default/bs/{bucket}", field.stream_of(field.terse), "The partition map"),
+        _stream(
+            "/pools/default/bucketsStreaming/{bucket}", field.stream_of(field.details), "The bucket"
+        ),
+        _read("/whoami", field.whoami, "Who is logged in."),
+        _read(f"{bucket}/scopes", field.of_bucket(field.manifest), "All scopes and collections."),
+        _change("POST", f"{bucket}/scopes", field.create_scope, "Create a scope.", ScopeForm),
+        _change("DELETE", scope, field.drop_scope, "Drop a scope and its collections."),
+        _change(
+            "POST", f"{scope}/collections", field.create_collection, "Create a collection.",
+            CollectionForm,
+        ),
+        _change(
+            "DELETE", f"{scope}/collections/{{collection}}", field.drop_collection,
+            "Drop a collection.",
+        ),
+    ]  # fmt: skip
+
+
+def _read(path: str, handler: Handler, summary: str, answer: Any = dict[str, Any]) -> RouteSpec:
+    return RouteSpec("GET", path, handler, summary=summary, answer=answer)
+
+
+def _stream(path: str, handler: Handler, what: str) -> RouteSpec:
+    summary = f"{what}, now and after each change; four newlines end each document."
+    return RouteSpec("GET", path, handler, is_long=True, summary=summary)
+
+
+def _change(
+    method: str, path: str, handler: Handler, summary: str, body: type[Struct] | None = None
+) -> RouteSpec:
+    return RouteSpec(method, path, handler, summary=summary, body=body, answer=ManifestUid)
+
+
+def _refusal(
+    method: str,
+    path: str,
+    handler: Handler,
+    why: str,
+    body: type[Struct] | None = None,
+    status: HTTPStatus = HTTPStatus.BAD_REQUEST,
+) -> RouteSpec:
+    """Return a route for what Couchbase can do and this server cannot."""
+    summary = f"Refused in Couchbase's form: {why}."
+    return RouteSpec(
+        method, path, handler, summary=summary, body=body, answer=CouchbaseRefusal, status=status
+    )
 
 
 class _Field:
@@ -229,7 +274,7 @@ class _Field:
 
     async def create_bucket(self, request: Request) -> Response:
         """Refuse POST name=B, as Couchbase refuses a bucket that exists or cannot be made."""
-        name, bucket = (await read_form(request)).get("name", ""), self._config.bucket
+        name, bucket = (await read_form(request, BucketForm)).name, self._config.bucket
         if name == bucket:
             return _refused({"name": "Bucket with given name already exists"})
         why = f"this server has one bucket, {bucket!r} (setting bucket), and makes no others"
@@ -271,8 +316,8 @@ class _Field:
     async def create_scope(self, request: Request) -> Response:
         """Handle POST name=S."""
         collections = self._collections(request)
-        name = _name_of(await read_form(request))
-        return await _changed(collections.create_scope(name))
+        form = await read_form(request, ScopeForm)
+        return await _changed(collections.create_scope(form.name))
 
     async def drop_scope(self, request: Request) -> Response:
         """Handle DELETE of a scope."""
@@ -282,12 +327,9 @@ class _Field:
     async def create_collection(self, request: Request) -> Response:
         """Handle POST name=C, with maxTTL=SECONDS if documents expire."""
         collections = self._collections(request)
-        form = await read_form(request)
-        max_ttl_s = number_in(form.get("maxTTL", "0"), TTL_MAX_S)
-        if max_ttl_s is None:
-            raise invalid("maxTTL must be a number of seconds, 0 for no limit")
+        form = await read_form(request, CollectionForm)
         scope = request.path_params["scope"]
-        change = collections.create_collection(scope, _name_of(form), max_ttl_s)
+        change = collections.create_collection(scope, form.name, form.max_ttl_s)
         return await _changed(change)
 
     async def drop_collection(self, request: Request) -> Response:
@@ -311,18 +353,9 @@ async def _changed(change: Any) -> Response:
             why=str(error),
             try_this="GET /pools/default/buckets/default/scopes lists them",
         ) from error
-    return json_answer({"uid": f"{uid:x}"})
-
-
-def _name_of(form: dict[str, str]) -> str:
-    name = form.get("name", "")
-    if not 0 < len(name) <= NAME_CHARS_MAX:
-        raise invalid(f"name is missing, or longer than {NAME_CHARS_MAX} characters")
-    return name
+    return json_answer(ManifestUid(f"{uid:x}"))
 
 
 def _refused(errors: dict[str, str], status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> Response:
     """Return a refusal in Couchbase's form, which SDKs read: field -> reason."""
-    if set(errors) == {"_"}:
-        return json_answer({**errors, "errors": errors}, status)
-    return json_answer({"errors": errors}, status)
+    return json_answer(CouchbaseRefusal(errors, errors.get("_")), status)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
-from dcp.server.admin.answers import AdminError, RouteSpec, invalid, number_in, vb_of
+from dcp.server.admin.answers import AdminError, QueryField, RouteSpec, invalid, number_in, vb_of
 from dcp.server.operate.partition_dump import Dumps
 from dcp.session.rights import Role
 from dcp.wire.opcode import Opcode
@@ -54,8 +54,13 @@ def routes(dumps: Dumps) -> list[RouteSpec]:
         return StreamingResponse(dumps.lines(view), media_type=LINES_TYPE, headers=headers)
 
     return [
-        RouteSpec("GET", "/api/v1/vbuckets/{vb}/documents", documents, role=Role.READ, is_long=True)
-    ]
+        RouteSpec(
+            "GET", "/api/v1/vbuckets/{vb}/documents", documents, role=Role.READ, is_long=True,
+            media_type=LINES_TYPE,
+            summary="List a partition's documents as of a seqno, one JSON object in each line.",
+            query=(QueryField("at", "The seqno; without it: what is committed now.", "integer"),),
+        )
+    ]  # fmt: skip
 
 
 def _at(request: Request) -> int | None:

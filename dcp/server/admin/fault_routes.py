@@ -1,7 +1,7 @@
 """Faults on demand (dcp.session.faults).
 
 GET    /api/v1/faults          the rules, in the order in which they are tried
-POST   /api/v1/faults          set one: see _RULE
+POST   /api/v1/faults          set one
 DELETE /api/v1/faults          remove all
 DELETE /api/v1/faults/{id}     remove one
 """
@@ -13,62 +13,50 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dcp.server.admin.answers import (
     AdminError,
-    Kinds,
     RouteSpec,
     invalid,
     json_answer,
     number_in,
-    read_object,
+    read_body,
 )
+from dcp.server.admin.bodies import ClearedCount, FaultList, FaultRequest
 from dcp.server.operate.operations import Operations
+from dcp.server.operate.reports import FaultRow
 from dcp.session.faults import FaultError
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
 FAULT_ID_MAX: Final = 1 << 63
-_RULE: Final[Kinds] = {
-    "opcode": (str, int),
-    "vb": int,
-    "status": (str, int),
-    "delay_ms": int,
-    "disconnect": bool,
-    "count": int,
-    "probability": (float, int),
-    "seed": int,
-    "rollback_seqno": int,
-}
-"""Members of a rule, all optional; opcodes and statuses by name or number."""
 
 
 def routes(operations: Operations) -> list[RouteSpec]:
     """Return the routes."""
 
     async def listed(_request: Request) -> Response:
-        return json_answer({"faults": operations.faults()})
+        return json_answer(FaultList(operations.faults()))
 
     async def add(request: Request) -> Response:
-        body = await read_object(request, {}, _RULE)
-        vb_id = body.get("vb")
-        if vb_id is not None and not 0 <= vb_id < NUM_VBUCKETS:
-            raise invalid(f"there is no vbucket {vb_id}")
-        rollback_seqno = body.get("rollback_seqno", 0)
-        if not 0 <= rollback_seqno < 2**64:
+        body = await read_body(request, FaultRequest)
+        if body.vb is not None and not 0 <= body.vb < NUM_VBUCKETS:
+            raise invalid(f"there is no vbucket {body.vb}")
+        rollback_seqno = body.rollback_seqno or 0
+        if not 0 <= rollback_seqno <= SEQNO_MAX:
             raise invalid('"rollback_seqno" must fit into 64 bits')
         try:
             rule = operations.set_fault(
-                opcode=_named(Opcode, body.get("opcode"), "opcode"),
-                vb_id=vb_id,
-                status=_named(Status, body.get("status"), "status"),
-                delay_ms=body.get("delay_ms", 0),
-                disconnects=body.get("disconnect", False),
-                count=body.get("count"),
-                probability=body.get("probability", 1),
-                seed=body.get("seed"),
+                opcode=_named(Opcode, body.opcode, "opcode"),
+                vb_id=body.vb,
+                status=_named(Status, body.status, "status"),
+                delay_ms=body.delay_ms or 0,
+                disconnects=bool(body.disconnect),
+                count=body.count,
+                probability=1 if body.probability is None else body.probability,
+                seed=body.seed,
                 rollback_seqno=rollback_seqno,
             )
         except FaultError as error:
@@ -76,7 +64,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
         return json_answer(rule, HTTPStatus.CREATED)
 
     async def clear(_request: Request) -> Response:
-        return json_answer({"cleared": operations.clear_faults()})
+        return json_answer(ClearedCount(operations.clear_faults()))
 
     async def clear_one(request: Request) -> Response:
         text = request.path_params["id"]
@@ -88,14 +76,24 @@ def routes(operations: Operations) -> list[RouteSpec]:
                 why="it was never set, was cleared, or has reached its count",
                 try_this="dcpctl fault list",
             )
-        return json_answer({"cleared": 1})
+        return json_answer(ClearedCount(1))
 
     return [
-        RouteSpec("GET", "/api/v1/faults", listed),
-        RouteSpec("POST", "/api/v1/faults", add),
-        RouteSpec("DELETE", "/api/v1/faults", clear),
-        RouteSpec("DELETE", "/api/v1/faults/{id}", clear_one),
-    ]
+        RouteSpec(
+            "GET", "/api/v1/faults", listed, answer=FaultList, summary="List active fault rules.",
+        ),
+        RouteSpec(
+            "POST", "/api/v1/faults", add, body=FaultRequest, answer=FaultRow,
+            status=HTTPStatus.CREATED, summary="Set a fault rule.",
+        ),
+        RouteSpec(
+            "DELETE", "/api/v1/faults", clear, answer=ClearedCount, summary="Remove all rules.",
+        ),
+        RouteSpec(
+            "DELETE", "/api/v1/faults/{id}", clear_one, answer=ClearedCount,
+            summary="Remove one rule.",
+        ),
+    ]  # fmt: skip
 
 
 def _named(kind: Any, value: str | int | None, what: str) -> Any:

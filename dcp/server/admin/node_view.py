@@ -13,6 +13,7 @@ from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
+from dcp.server.operate.reports import StatusReport
 from dcp.server.storage.health import Health
 
 
@@ -50,9 +51,9 @@ class AdminParts:
     operations: Operations
     dumps: Dumps
     collections: CollectionsView
-    status: Callable[[], dict[str, Any]]
-    """Returns the status as JSON."""
+    status: Callable[[], StatusReport]
     metrics: Callable[..., bytes]
-    """Returns the metrics for Prometheus; with by_vbucket also those of each partition."""
+    """Returns the metrics as text; by_vbucket: also those of each partition; is_openmetrics: in
+    that format."""
     users_changed: Callable[[], None]
     """Gives open connections the current rights of their users."""

@@ -1,13 +1,9 @@
 """Partitions, and what operators can do to them.
 
-    POST /api/v1/vbuckets/{vb}/branch             {"at": seqno, "or_zero": bool, optional}
-    POST /api/v1/vbuckets/{vb}/failover           {"lose": count, optional}
-    POST /api/v1/vbuckets/{vb}/state              {"state": "active|replica|pending|dead"}
-    POST /api/v1/vbuckets/{vb}/purge              {"upto": seqno, optional}
-    POST /api/v1/vbuckets/{vb}/mend-cas
-    POST /api/v1/vbuckets/{vb}/explain-rollback   {"uuid", "seqno", ...}: see _QUESTION
+    POST /api/v1/vbuckets/{vb}/branch, failover, state, purge, mend-cas
+    POST /api/v1/vbuckets/{vb}/explain-rollback
 
-Each answers when the change is durable.
+Each change is answered when it is durable.
 """
 
 from __future__ import annotations
@@ -22,17 +18,33 @@ from dcp.server.admin.answers import (
     invalid,
     json_answer,
     number_in,
-    read_object,
+    read_body,
     vb_of,
 )
+from dcp.server.admin.bodies import (
+    SETTABLE_STATES,
+    VERSIONS_MAX,
+    BranchRequest,
+    ExplainRequest,
+    FailoverRequest,
+    NoMembers,
+    PurgeRequest,
+    StateRequest,
+)
 from dcp.server.operate.operations import Operations, WritesRefusedError
+from dcp.server.operate.reports import (
+    BranchReport,
+    ExplainReport,
+    MendReport,
+    PurgeReport,
+    StateReport,
+)
 from dcp.session.rights import Role
 from failover.history import VB_UUID_MAX
 from failover.rollback import Question
 from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.lifecycle import HasCopiesError, PurgeRefusedError
 from vbucket.engine.mending import MendingRefusedError
-from vbucket.engine.partition import VbState
 from vbucket.model.ids import SEQNO_MAX
 from vbucket.store.environment import StoreDamagedError
 
@@ -40,19 +52,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-VERSIONS_MAX: Final = 1_000
-
-_UUID: Final = (str, int)
-"""The id of a version; also as text, because many JSON readers round numbers above 2^53."""
-_QUESTION: Final = {
-    "snap_start": int,
-    "snap_end": int,
-    "versions": list,
-    "strict": bool,
-    "ignore_purged": bool,
-    "client_purge_seqno": int,
-}
-"""Optional members of a question. Without a snapshot, it is the start alone."""
+_PREFIX: Final = "/api/v1/vbuckets/{vb}"
 
 
 def routes(operations: Operations) -> list[RouteSpec]:
@@ -60,31 +60,31 @@ def routes(operations: Operations) -> list[RouteSpec]:
 
     async def branch(request: Request) -> Response:
         vb_id = vb_of(request)
-        body = await read_object(request, {"at": int}, {"or_zero": bool})
-        at_seqno = _seqno(body["at"], "at")
-        change = operations.branch_or_zero if body.get("or_zero") else operations.branch
+        body = await read_body(request, BranchRequest)
+        at_seqno = _seqno(body.at, "at")
+        change = operations.branch_or_zero if body.or_zero else operations.branch
         return await _done(
             change(vb_id, at_seqno), f"vbucket {vb_id} cannot branch at seqno {at_seqno}"
         )
 
     async def failover(request: Request) -> Response:
         vb_id = vb_of(request)
-        lost = _seqno((await read_object(request, {}, {"lose": int})).get("lose", 0), "lose")
+        lost = _seqno((await read_body(request, FailoverRequest)).lose or 0, "lose")
         return await _done(
             operations.failover(vb_id, lost), f"vbucket {vb_id} cannot lose {lost} changes"
         )
 
     async def state(request: Request) -> Response:
         vb_id = vb_of(request)
-        name = (await read_object(request, {"state": str}))["state"]
-        wanted = _STATES.get(name)
+        name = (await read_body(request, StateRequest)).state
+        wanted = SETTABLE_STATES.get(name)
         if wanted is None:
-            raise invalid(f'"state" is one of {", ".join(_STATES)}, not {name!r}')
+            raise invalid(f'"state" is one of {", ".join(SETTABLE_STATES)}, not {name!r}')
         return await _done(operations.set_state(vb_id, wanted), f"vbucket {vb_id} stays as it is")
 
     async def purge(request: Request) -> Response:
         vb_id = vb_of(request)
-        upto = (await read_object(request, {}, {"upto": int})).get("upto")
+        upto = (await read_body(request, PurgeRequest)).upto
         upto_seqno = None if upto is None else _seqno(upto, "upto")
         return await _done(
             operations.purge(vb_id, upto_seqno),
@@ -93,30 +93,48 @@ def routes(operations: Operations) -> list[RouteSpec]:
 
     async def mend_cas(request: Request) -> Response:
         vb_id = vb_of(request)
-        await read_object(request, {})
+        await read_body(request, NoMembers)
         return await _done(operations.mend_cas(vb_id), f"vbucket {vb_id} is not mended")
 
+    return [
+        RouteSpec(
+            "POST", f"{_PREFIX}/branch", branch, body=BranchRequest, answer=BranchReport,
+            summary="Undo every change above a seqno, and begin a new version.",
+        ),
+        RouteSpec(
+            "POST", f"{_PREFIX}/failover", failover, body=FailoverRequest, answer=BranchReport,
+            summary="Simulate a promotion: a new version begins, and streams end.",
+        ),
+        RouteSpec(
+            "POST", f"{_PREFIX}/state", state, body=StateRequest, answer=StateReport,
+            summary="Set the state of a partition.",
+        ),
+        RouteSpec(
+            "POST", f"{_PREFIX}/purge", purge, body=PurgeRequest, answer=PurgeReport,
+            summary="Purge deletions; the next compaction drops them.",
+        ),
+        RouteSpec(
+            "POST", f"{_PREFIX}/mend-cas", mend_cas, body=NoMembers, answer=MendReport,
+            summary="Bring a partition's CAS back to the clock, while writes continue.",
+        ),
+        _explain_route(operations),
+    ]  # fmt: skip
+
+
+def _explain_route(operations: Operations) -> RouteSpec:
     async def explain(request: Request) -> Response:
         vb_id = vb_of(request)
-        body = await read_object(request, {"uuid": _UUID, "seqno": int}, _QUESTION)
-        return json_answer(await operations.explain(vb_id, _question_of(body)))
+        question = _question_of(await read_body(request, ExplainRequest))
+        return json_answer(await operations.explain(vb_id, question))
 
-    prefix = "/api/v1/vbuckets/{vb}"
-    return [
-        RouteSpec("POST", f"{prefix}/branch", branch),
-        RouteSpec("POST", f"{prefix}/failover", failover),
-        RouteSpec("POST", f"{prefix}/state", state),
-        RouteSpec("POST", f"{prefix}/purge", purge),
-        RouteSpec("POST", f"{prefix}/mend-cas", mend_cas),
-        RouteSpec("POST", f"{prefix}/explain-rollback", explain, role=Role.STREAM),
-    ]
+    return RouteSpec(
+        "POST", f"{_PREFIX}/explain-rollback", explain, role=Role.STREAM,
+        body=ExplainRequest, answer=ExplainReport,
+        summary="Say how a stream request would be answered, and why.",
+    )  # fmt: skip
 
 
-_STATES: Final = {state.name.lower(): state for state in VbState if state is not VbState.FENCED}
-"""What an operator can set. A fence is the node's own."""
-
-
-async def _done(change: Awaitable[dict[str, Any]], what: str) -> Response:
+async def _done(change: Awaitable[Any], what: str) -> Response:
     """Answer with the report of a change, or with why it failed; `what` says what was wanted."""
     try:
         return json_answer(await change)
@@ -151,33 +169,31 @@ async def _done(change: Awaitable[dict[str, Any]], what: str) -> Response:
         ) from error
 
 
-def _seqno(number: Any, name: str) -> int:
-    if type(number) is not int or not 0 <= number <= SEQNO_MAX:
+def _seqno(number: int, name: str) -> int:
+    if not 0 <= number <= SEQNO_MAX:
         raise invalid(f'"{name}" must be 0 or more, and fit into 64 bits')
     return number
 
 
-def _uuid(value: Any) -> int:
+def _uuid(value: str | int) -> int:
     vb_uuid = number_in(str(value), VB_UUID_MAX)
     if vb_uuid is None:
         raise invalid(f"a vb_uuid is a number from 0 to 2^64-1, not {value!r:.40}")
     return vb_uuid
 
 
-def _question_of(body: dict[str, Any]) -> Question:
-    start = _seqno(body["seqno"], "seqno")
-    versions = body.get("versions", [])
-    if len(versions) > VERSIONS_MAX or not all(
-        isinstance(item, list) and len(item) == 2 for item in versions
-    ):
-        raise invalid(f'"versions" must be a list of [vb_uuid, seqno], {VERSIONS_MAX} at most')
+def _question_of(body: ExplainRequest) -> Question:
+    start = _seqno(body.seqno, "seqno")
+    versions = body.versions or []
+    if len(versions) > VERSIONS_MAX:
+        raise invalid(f'"versions" must have {VERSIONS_MAX} items at most')
     return Question(
         start,
-        _uuid(body["uuid"]),
-        _seqno(body.get("snap_start", start), "snap_start"),
-        _seqno(body.get("snap_end", start), "snap_end"),
+        _uuid(body.uuid),
+        start if body.snap_start is None else _seqno(body.snap_start, "snap_start"),
+        start if body.snap_end is None else _seqno(body.snap_end, "snap_end"),
         versions=tuple((_uuid(uuid), _seqno(seqno, "versions")) for uuid, seqno in versions),
-        strict=body.get("strict", False),
-        ignore_purged=body.get("ignore_purged", False),
-        client_purge_seqno=_seqno(body.get("client_purge_seqno", 0), "client_purge_seqno"),
+        strict=bool(body.strict),
+        ignore_purged=bool(body.ignore_purged),
+        client_purge_seqno=_seqno(body.client_purge_seqno or 0, "client_purge_seqno"),
     )

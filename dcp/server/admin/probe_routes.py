@@ -8,11 +8,14 @@ GET /api/v1/status     the node's state and contents
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from dcp.server.admin.answers import RouteSpec, json_answer, raw_answer
+from dcp.server.admin.answers import QueryField, RouteSpec, json_answer, raw_answer
+from dcp.server.admin.bodies import HealthAnswer
+from dcp.server.operate.reports import StatusReport
 from dcp.server.storage.health import Health
 
 if TYPE_CHECKING:
@@ -20,36 +23,78 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 HEALTH_PATHS: Final = frozenset({"/livez", "/readyz"})
-METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+PROMETHEUS: Final = "text/plain"
+OPENMETRICS: Final = "application/openmetrics-text"
+METRICS_TYPE: Final = f"{PROMETHEUS}; version=0.0.4; charset=utf-8"
+OPENMETRICS_TYPE: Final = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
+_QUALITY: Final = re.compile(r"[01](\.[0-9]{0,3})?")
 
 
 def routes(
-    health: Health, status: Callable[[], dict[str, Any]], metrics: Callable[..., bytes]
+    health: Health, status: Callable[[], StatusReport], metrics: Callable[..., bytes]
 ) -> list[RouteSpec]:
     """Return the routes."""
 
     async def livez(_request: Request) -> Response:
-        return json_answer({"status": "ok"})
+        return json_answer(HealthAnswer("ok"))
 
     async def readyz(_request: Request) -> Response:
         kind = health.refusal_kind
         if health.is_ready and not kind:
-            return json_answer({"status": "ok"})
-        document = {"status": "writes are refused" if health.is_ready else "not ready"}
-        if health.is_ready:
-            document["why"] = kind  # the full text names folders, so only `status` shows it
-        return json_answer(document, HTTPStatus.SERVICE_UNAVAILABLE)
+            return json_answer(HealthAnswer("ok"))
+        if health.is_ready:  # the full text names folders, so only `status` shows it
+            answer = HealthAnswer("writes are refused", kind)
+        else:
+            answer = HealthAnswer("not ready")
+        return json_answer(answer, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def show_status(_request: Request) -> Response:
         return json_answer(status())
 
     async def show_metrics(request: Request) -> Response:
         by_vbucket = request.query_params.get("vbuckets", "0") not in {"", "0"}
-        return raw_answer(metrics(by_vbucket=by_vbucket), METRICS_TYPE)
+        is_openmetrics = prefers_openmetrics(request.headers.get("accept", ""))
+        text = metrics(by_vbucket=by_vbucket, is_openmetrics=is_openmetrics)
+        return raw_answer(text, OPENMETRICS_TYPE if is_openmetrics else METRICS_TYPE)
 
     return [
-        RouteSpec("GET", "/livez", livez, needs_login=False),
-        RouteSpec("GET", "/readyz", readyz, needs_login=False),
-        RouteSpec("GET", "/metrics", show_metrics),
-        RouteSpec("GET", "/api/v1/status", show_status),
-    ]
+        RouteSpec(
+            "GET", "/livez", livez, needs_login=False, answer=HealthAnswer,
+            summary="Whether the process answers.",
+        ),
+        RouteSpec(
+            "GET", "/readyz", readyz, needs_login=False, answer=HealthAnswer,
+            other_statuses=(HTTPStatus.SERVICE_UNAVAILABLE,),
+            summary="200 if clients may be sent here; 503 while the server starts or stops, or"
+            " refuses writes.",
+        ),
+        RouteSpec(
+            "GET", "/metrics", show_metrics, takes_token=True,
+            media_type=PROMETHEUS, other_media_types=(OPENMETRICS,),
+            summary="The metrics, in Prometheus's format or in OpenMetrics, as Accept says.",
+            query=(QueryField("vbuckets", "1 adds series of each partition.", "integer"),),
+        ),
+        RouteSpec(
+            "GET", "/api/v1/status", show_status, answer=StatusReport,
+            summary="The node's state and contents.",
+        ),
+    ]  # fmt: skip
+
+
+def prefers_openmetrics(accept: str) -> bool:
+    """Return whether an Accept header ranks OpenMetrics before Prometheus's own text."""
+    ranks = {OPENMETRICS: 0.0, PROMETHEUS: 0.0}
+    for part in accept.split(","):
+        kind, *parameters = (text.strip().lower() for text in part.split(";"))
+        if kind in ranks:
+            ranks[kind] = max(ranks[kind], _quality(parameters))
+    return ranks[OPENMETRICS] > ranks[PROMETHEUS]
+
+
+def _quality(parameters: list[str]) -> float:
+    """Return the q of a media type, 1 without one."""
+    for parameter in parameters:
+        if parameter.startswith("q="):
+            found = _QUALITY.fullmatch(parameter.removeprefix("q="))
+            return float(found[0]) if found else 0.0
+    return 1.0

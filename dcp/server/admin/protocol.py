@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from dcp.server.admin.answers import JSON_TYPE, error_document
+from dcp.server.admin.answers import PROBLEM_TYPE, problem
 from dcp.server.net.crowd import Crowd, Phase, Visitor
 
 if TYPE_CHECKING:
@@ -141,9 +140,9 @@ class AdminProtocol(H11Protocol):
             # The application may still work on this request; its answer is dropped.
             cycle.disconnected = True
             cycle.message_event.set()
-        body = json.dumps(error_document(what, "the admin port", why, try_this)).encode()
+        body = problem(status, what, why, try_this)
         headers = [
-            (b"content-type", JSON_TYPE.encode()),
+            (b"content-type", PROBLEM_TYPE.encode()),
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]

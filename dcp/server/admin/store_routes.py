@@ -1,20 +1,18 @@
 """What operators can do to the store as a whole.
 
-    POST /api/v1/compact   {"vbs": [vb, ...], "history": "10m", "purge_age": "3d"}, all optional
-
-It answers when it is done. Without "vbs" it compacts all partitions. The other two default to the
-settings.
+POST /api/v1/compact   answers when it is done
 """
 
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dcp.server.admin.answers import AdminError, RouteSpec, invalid, json_answer, read_object
+from dcp.server.admin.answers import AdminError, RouteSpec, invalid, json_answer, read_body
+from dcp.server.admin.bodies import CompactRequest
 from dcp.server.config.sources import OPTIONS
 from dcp.server.operate.operations import Operations
-from dcp.server.storage.compaction_schedule import CompactionError
+from dcp.server.storage.compaction_schedule import CompactionError, CompactionReport
 from vbucket.model.ids import NUM_VBUCKETS
 
 if TYPE_CHECKING:
@@ -26,13 +24,12 @@ def routes(operations: Operations) -> list[RouteSpec]:
     """Return the routes."""
 
     async def compact(request: Request) -> Response:
-        kinds = {"vbs": list, "history": str, "purge_age": str}
-        body = await read_object(request, {}, kinds)
-        vb_ids = body.get("vbs") or list(range(NUM_VBUCKETS))
-        if not all(type(vb_id) is int and 0 <= vb_id < NUM_VBUCKETS for vb_id in vb_ids):
+        body = await read_body(request, CompactRequest)
+        vb_ids = body.vbs or list(range(NUM_VBUCKETS))
+        if not all(0 <= vb_id < NUM_VBUCKETS for vb_id in vb_ids):
             raise invalid(f'"vbs" must be a list of vbuckets, 0 to {NUM_VBUCKETS - 1}')
-        history_s = _duration(body, "history", "history_window")
-        purge_age_s = _duration(body, "purge_age", "purge_age")
+        history_s = _duration(body.history, "history", "history_window")
+        purge_age_s = _duration(body.purge_age, "purge_age", "purge_age")
         try:
             return json_answer(
                 await operations.compact(list(dict.fromkeys(vb_ids)), history_s, purge_age_s)
@@ -45,15 +42,20 @@ def routes(operations: Operations) -> list[RouteSpec]:
                 try_this="try again once the cause is gone; what was done stays done",
             ) from error
 
-    return [RouteSpec("POST", "/api/v1/compact", compact)]
+    return [
+        RouteSpec(
+            "POST", "/api/v1/compact", compact, body=CompactRequest, answer=CompactionReport,
+            summary="Compact partitions now; answer when it is done.",
+        )
+    ]  # fmt: skip
 
 
-def _duration(body: dict[str, Any], name: str, setting: str) -> float | None:
+def _duration(text: str | None, name: str, setting: str) -> float | None:
     """Return a duration, parsed like the setting of that name."""
-    if name not in body:
+    if text is None:
         return None
     option = OPTIONS[setting][1]
     try:
-        return float(option.parse(body[name], option))
+        return float(option.parse(text, option))
     except ValueError as error:
         raise invalid(f'"{name}" {error}') from error

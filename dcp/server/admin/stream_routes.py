@@ -1,28 +1,38 @@
 """Streams of change consumers, and what operators can do to them.
 
     GET  /api/v1/streams            every open stream; ?name= and ?vb= filter
-    POST /api/v1/streams/close      {"reason": "state_changed", ...}: end with STREAM_END
-    POST /api/v1/streams/slow       {"bytes_per_s": 1000, ...}: send no faster
+    POST /api/v1/streams/close      end with STREAM_END
+    POST /api/v1/streams/slow       send no faster than a limit
     POST /api/v1/streams/stall      send nothing
     POST /api/v1/streams/resume     end slow or stall
     POST /api/v1/streams/drop       cut the connections
 
-The bodies choose streams by {"name": connection, "vb": partition}, both optional. The answer is the
-number of streams, {"streams": 3}, or for drop of connections, {"connections": 1}.
+The bodies choose streams by the name of their connection and by partition. The answer is the number
+of streams, or for drop of connections.
 """
 
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from dcp.server.admin.answers import (
     AdminError,
+    QueryField,
     RouteSpec,
     invalid,
     json_answer,
     number_in,
-    read_object,
+    read_body,
+)
+from dcp.server.admin.bodies import (
+    END_REASONS,
+    CloseRequest,
+    ConnectionCount,
+    SlowRequest,
+    StreamCount,
+    StreamList,
+    StreamSelection,
 )
 from dcp.server.operate.operations import Operations, StreamChoice
 from dcp.wire.message import EndReason
@@ -33,8 +43,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 BYTES_PER_S_MAX: Final = 1 << 40
-_REASONS: Final = {reason.name.lower(): reason for reason in EndReason}
-_CHOICE: Final = {"name": str, "vb": int}
 
 
 def routes(operations: Operations) -> list[RouteSpec]:
@@ -46,52 +54,77 @@ def routes(operations: Operations) -> list[RouteSpec]:
         if vb is not None and vb_id is None:
             raise invalid(f"there is no vbucket {vb[:30]}")
         choice = StreamChoice(request.query_params.get("name"), vb_id)
-        return json_answer({"streams": operations.streams(choice)})
+        return json_answer(StreamList(operations.streams(choice)))
 
     async def close(request: Request) -> Response:
-        body = await read_object(request, {}, {**_CHOICE, "reason": str})
-        reason = _REASONS.get(body.get("reason", EndReason.CLOSED.name.lower()))
+        body = await read_body(request, CloseRequest)
+        reason = END_REASONS.get(body.reason or EndReason.CLOSED.name.lower())
         if reason is None:
-            raise invalid(f'"reason" must be one of {", ".join(_REASONS)}')
-        return _counted("streams", operations.end_streams(_choice_of(body), reason))
+            raise invalid(f'"reason" must be one of {", ".join(END_REASONS)}')
+        return _streams(operations.end_streams(_choice_of(body), reason))
 
     async def slow(request: Request) -> Response:
-        body = await read_object(request, {"bytes_per_s": int}, _CHOICE)
-        bytes_per_s = body["bytes_per_s"]
-        if not 0 < bytes_per_s <= BYTES_PER_S_MAX:
+        body = await read_body(request, SlowRequest)
+        if body.bytes_per_s > BYTES_PER_S_MAX:
             raise invalid(f'"bytes_per_s" must be 1 to {BYTES_PER_S_MAX}; stall sends nothing')
-        return _counted("streams", operations.limit_streams(_choice_of(body), bytes_per_s))
+        return _streams(operations.limit_streams(_choice_of(body), body.bytes_per_s))
 
     async def stall(request: Request) -> Response:
-        body = await read_object(request, {}, _CHOICE)
-        return _counted("streams", operations.limit_streams(_choice_of(body), 0))
+        body = await read_body(request, StreamSelection)
+        return _streams(operations.limit_streams(_choice_of(body), 0))
 
     async def resume(request: Request) -> Response:
-        body = await read_object(request, {}, _CHOICE)
-        return _counted("streams", operations.limit_streams(_choice_of(body), None))
+        body = await read_body(request, StreamSelection)
+        return _streams(operations.limit_streams(_choice_of(body), None))
 
     async def drop(request: Request) -> Response:
-        body = await read_object(request, {}, _CHOICE)
-        return _counted("connections", operations.drop_connections(_choice_of(body)))
+        body = await read_body(request, StreamSelection)
+        return json_answer(ConnectionCount(_some(operations.drop_connections(_choice_of(body)))))
 
+    post = "/api/v1/streams"
     return [
-        RouteSpec("GET", "/api/v1/streams", listed),
-        RouteSpec("POST", "/api/v1/streams/close", close),
-        RouteSpec("POST", "/api/v1/streams/slow", slow),
-        RouteSpec("POST", "/api/v1/streams/stall", stall),
-        RouteSpec("POST", "/api/v1/streams/resume", resume),
-        RouteSpec("POST", "/api/v1/streams/drop", drop),
-    ]
+        RouteSpec(
+            "GET", post, listed, answer=StreamList, summary="List open streams.",
+            query=(
+                QueryField("name", "Only streams of connections with this name."),
+                QueryField("vb", "Only streams of this partition.", "integer"),
+            ),
+        ),
+        RouteSpec(
+            "POST", f"{post}/close", close, body=CloseRequest, answer=StreamCount,
+            summary="End streams with STREAM_END.",
+        ),
+        RouteSpec(
+            "POST", f"{post}/slow", slow, body=SlowRequest, answer=StreamCount,
+            summary="Limit the speed of streams that are open now.",
+        ),
+        RouteSpec(
+            "POST", f"{post}/stall", stall, body=StreamSelection, answer=StreamCount,
+            summary="Send nothing on streams that are open now.",
+        ),
+        RouteSpec(
+            "POST", f"{post}/resume", resume, body=StreamSelection, answer=StreamCount,
+            summary="End slow and stall.",
+        ),
+        RouteSpec(
+            "POST", f"{post}/drop", drop, body=StreamSelection, answer=ConnectionCount,
+            summary="Cut the connections that have a chosen stream.",
+        ),
+    ]  # fmt: skip
 
 
-def _choice_of(body: dict[str, Any]) -> StreamChoice:
-    vb_id = body.get("vb")
-    if vb_id is not None and not 0 <= vb_id < NUM_VBUCKETS:
-        raise invalid(f"there is no vbucket {vb_id}")
-    return StreamChoice(body.get("name"), vb_id)
+def _choice_of(body: StreamSelection) -> StreamChoice:
+    if body.vb is not None and not 0 <= body.vb < NUM_VBUCKETS:
+        raise invalid(f"there is no vbucket {body.vb}")
+    return StreamChoice(body.name, body.vb)
 
 
-def _counted(what: str, count: int) -> Response:
+def _streams(count: int) -> Response:
+    return json_answer(StreamCount(_some(count)))
+
+
+def _some(count: int) -> int:
+    """Return the count. Raises AdminError if it is 0."""
     if not count:
         raise AdminError(
             HTTPStatus.NOT_FOUND,
@@ -99,4 +132,4 @@ def _counted(what: str, count: int) -> Response:
             why="no open stream has that connection name and partition",
             try_this="dcpctl stream list",
         )
-    return json_answer({what: count})
+    return count

@@ -1,10 +1,10 @@
 """Users and their rights. All requests need the role admin.
 
-GET    /api/v1/users                  {"users": [names], "roles": {name: {role: [scopes]}}}
-POST   /api/v1/users                  {"name", "password", "roles"?}: add, or new password
-PUT    /api/v1/users/{name}/password  {"password"}
-POST   /api/v1/users/{name}/grant     {"role", "prefix"?, "collection"?}: for all or a scope
-POST   /api/v1/users/{name}/revoke    {"role", "prefix"?, "collection"?}: all or one scope of it
+GET    /api/v1/users                  all users with their roles
+POST   /api/v1/users                  add, or new password
+PUT    /api/v1/users/{name}/password
+POST   /api/v1/users/{name}/grant     a role, for everything or a scope
+POST   /api/v1/users/{name}/revoke    a role, or one scope of it
 DELETE /api/v1/users/{name}
 
 Roles are read, write, stream, admin and replicate; without "roles" a user has all but the last. A
@@ -17,18 +17,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from dcp.server.access.users import UnknownUserError, UserError, Users
 from dcp.server.access.users_file import UsersFileError, parse_roles, roles_document
-from dcp.server.admin.answers import AdminError, RouteSpec, invalid, json_answer, read_object
+from dcp.server.admin.answers import AdminError, RouteSpec, invalid, json_answer, read_body
+from dcp.server.admin.bodies import (
+    GrantRequest,
+    NewUserRequest,
+    PasswordRequest,
+    ScopeBody,
+    UserName,
+    UserRoles,
+    UserTable,
+)
 from dcp.session.rights import EVERYTHING, Rights, Role, Scope
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
-
-_SCOPE: Final = {"prefix": str, "collection": str}
 
 
 def routes(users: Users, users_changed: Callable[[], None]) -> list[RouteSpec]:
@@ -36,13 +45,28 @@ def routes(users: Users, users_changed: Callable[[], None]) -> list[RouteSpec]:
     api = _Users(users, users_changed)
     one = "/api/v1/users/{name}"
     return [
-        RouteSpec("GET", "/api/v1/users", api.table, role=Role.ADMIN),
-        RouteSpec("POST", "/api/v1/users", api.add),
-        RouteSpec("PUT", f"{one}/password", api.set_password),
-        RouteSpec("POST", f"{one}/grant", api.grant),
-        RouteSpec("POST", f"{one}/revoke", api.revoke),
-        RouteSpec("DELETE", one, api.remove),
-    ]
+        RouteSpec(
+            "GET", "/api/v1/users", api.table, role=Role.ADMIN, answer=UserTable,
+            summary="List users with their roles.",
+        ),
+        RouteSpec(
+            "POST", "/api/v1/users", api.add, body=NewUserRequest, answer=UserName,
+            status=HTTPStatus.CREATED, summary="Add a user, or give one a new password.",
+        ),
+        RouteSpec(
+            "PUT", f"{one}/password", api.set_password, body=PasswordRequest, answer=UserName,
+            summary="Give a user a new password.",
+        ),
+        RouteSpec(
+            "POST", f"{one}/grant", api.grant, body=GrantRequest, answer=UserRoles,
+            summary="Give a user a role, for everything or for some keys.",
+        ),
+        RouteSpec(
+            "POST", f"{one}/revoke", api.revoke, body=GrantRequest, answer=UserRoles,
+            summary="Take a role, or its grant for some keys, from a user.",
+        ),
+        RouteSpec("DELETE", one, api.remove, answer=UserName, summary="Remove a user."),
+    ]  # fmt: skip
 
 
 class _Users:
@@ -53,38 +77,38 @@ class _Users:
     async def table(self, _request: Request) -> Response:
         """Answer all users with their roles."""
         table = self._users.table()
-        roles = {name: roles_document(rights) for name, rights in table.items()}
-        return json_answer({"users": list(table), "roles": roles})
+        roles = {name: _roles_of(rights) for name, rights in table.items()}
+        return json_answer(UserTable(list(table), roles))
 
     async def add(self, request: Request) -> Response:
         """Add a user, or give one a new password."""
-        body = await read_object(request, {"name": str, "password": str}, {"roles": dict})
-        rights = _rights_of(body["roles"]) if "roles" in body else None
-        await self._change(lambda: self._users.add(body["name"], body["password"], rights))
-        return json_answer({"name": body["name"]}, HTTPStatus.CREATED)
+        body = await read_body(request, NewUserRequest)
+        rights = None if body.roles is None else _rights_of(body.roles)
+        await self._change(lambda: self._users.add(body.name, body.password, rights))
+        return json_answer(UserName(body.name), HTTPStatus.CREATED)
 
     async def set_password(self, request: Request) -> Response:
         """Give a user a new password."""
         name = request.path_params["name"]
-        body = await read_object(request, {"password": str})
-        await self._change(lambda: self._users.set_password(name, body["password"]))
-        return json_answer({"name": name})
+        body = await read_body(request, PasswordRequest)
+        await self._change(lambda: self._users.set_password(name, body.password))
+        return json_answer(UserName(name))
 
     async def grant(self, request: Request) -> Response:
         """Give a user a role."""
         name = request.path_params["name"]
-        body = await read_object(request, {"role": str}, _SCOPE)
-        role, scope = _role_of(body["role"]), _scope_of(body) or EVERYTHING
+        body = await read_body(request, GrantRequest)
+        role, scope = _role_of(body.role), _scope_of(body) or EVERYTHING
         rights = await self._change(lambda: self._users.grant(name, role, scope))
-        return json_answer({"name": name, "roles": roles_document(rights)})
+        return json_answer(UserRoles(name, _roles_of(rights)))
 
     async def revoke(self, request: Request) -> Response:
         """Take a role, or one scope of it, from a user."""
         name = request.path_params["name"]
-        body = await read_object(request, {"role": str}, _SCOPE)
-        role, scope = _role_of(body["role"]), _scope_of(body)
+        body = await read_body(request, GrantRequest)
+        role, scope = _role_of(body.role), _scope_of(body)
         rights = await self._change(lambda: self._users.revoke(name, role, scope))
-        return json_answer({"name": name, "roles": roles_document(rights)})
+        return json_answer(UserRoles(name, _roles_of(rights)))
 
     async def remove(self, request: Request) -> Response:
         """Remove a user."""
@@ -103,7 +127,7 @@ class _Users:
         if not was_there:
             raise _unknown(f"there is no user {name!r}")
         self._users_changed()
-        return json_answer({"name": name})
+        return json_answer(UserName(name))
 
     async def _change(self, change: Callable[[], Any]) -> Any:
         """Change the users in a thread: keys and the sync of the file take tens of milliseconds."""
@@ -126,17 +150,21 @@ def _role_of(text: str) -> Role:
         raise invalid(f"there is no role {text!r}; use {', '.join(Role)}") from None
 
 
-def _scope_of(body: dict[str, Any]) -> Scope | None:
+def _scope_of(body: GrantRequest) -> Scope | None:
     """Return the scope of a request, None if it has none."""
-    prefix, collection = body.get("prefix", ""), body.get("collection")
-    return Scope(prefix.encode(), collection or None) if prefix or collection else None
+    prefix, collection = body.prefix or "", body.collection or None
+    return Scope(prefix.encode(), collection) if prefix or collection else None
 
 
-def _rights_of(document: dict[str, Any]) -> Rights:
+def _rights_of(roles: dict[str, list[ScopeBody]]) -> Rights:
     try:
-        return parse_roles(document)
-    except (ValueError, TypeError, AttributeError) as error:
+        return parse_roles(msgspec.to_builtins(roles))
+    except ValueError as error:
         raise invalid(f'"roles" must be an object of role and list of scopes: {error}') from error
+
+
+def _roles_of(rights: Rights) -> dict[str, list[ScopeBody]]:
+    return msgspec.convert(roles_document(rights), dict[str, list[ScopeBody]])
 
 
 def _unknown(what: str) -> AdminError:

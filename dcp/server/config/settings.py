@@ -144,6 +144,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             choices=("on", "off"),
         ),
     ] = "on"
+    admin_password_file: Annotated[
+        Path | None,
+        Option(
+            "File with the password of the first user, admin, who is added if there is no user "
+            "yet. For containers, whose --host is reachable from the start.",
+            read_file,
+            "FILE",
+        ),
+    ] = None
+    metrics_token: Annotated[
+        Path | None,
+        Option(
+            "File with a token that may read /metrics without a login: Authorization: Bearer "
+            "TOKEN. It has 16 characters or more. Read again when it changes.",
+            read_file,
+            "FILE",
+        ),
+    ] = None
     audit: Annotated[
         str,
         Option(

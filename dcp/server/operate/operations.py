@@ -10,13 +10,25 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
+
+import msgspec
 
 from dcp.core.groups import EndReasons
 from dcp.server.net.connections import Connections, OpenConnection
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
-from dcp.server.storage.compaction_schedule import Compaction
+from dcp.server.operate.reports import (
+    BranchReport,
+    ExplainReport,
+    FaultRow,
+    MendReport,
+    PurgeReport,
+    StateReport,
+    StreamRow,
+    VersionAnswer,
+)
+from dcp.server.storage.compaction_schedule import Compaction, CompactionReport
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.waiters import CommitWaiters
 from dcp.session.faults import Fault, FaultTable
@@ -87,27 +99,27 @@ class Operations:
 
     # -- partitions ------------------------------------------------------------------------------
 
-    async def branch(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
+    async def branch(self, vb_id: int, at_seqno: int) -> BranchReport:
         """Branch a partition's history. Raises BranchRefusedError, HasCopiesError,
         WritesRefusedError.
         """
         self._refuse_while_full()
         branch = lifecycle.branch(self._engine, vb_id, at_seqno)
         await self._durable("branch", branch)
-        return _branch_document(branch)
+        return _branch_report(branch)
 
-    async def branch_or_zero(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
+    async def branch_or_zero(self, vb_id: int, at_seqno: int) -> BranchReport:
         """Branch at a seqno, or at 0 if the history does not reach back that far; then "reason"
         says why.
 
         Raises BranchRefusedError, HasCopiesError, WritesRefusedError.
         """
         try:
-            return await self.branch(vb_id, at_seqno) | {"reason": None}
+            return await self.branch(vb_id, at_seqno)
         except FloorError as error:
-            return await self.branch(vb_id, 0) | {"reason": str(error)}
+            return msgspec.structs.replace(await self.branch(vb_id, 0), reason=str(error))
 
-    async def failover(self, vb_id: int, lost_seqnos: int) -> dict[str, Any]:
+    async def failover(self, vb_id: int, lost_seqnos: int) -> BranchReport:
         """Simulate a promotion: a new version begins, and streams end with STATE_CHANGED.
 
         Raises BranchRefusedError, HasCopiesError, WritesRefusedError.
@@ -117,9 +129,9 @@ class Operations:
         self._end_reasons[vb_id] = EndReason.STATE_CHANGED
         self._meter.failovers += 1
         await self._durable("failover", branch)
-        return _branch_document(branch)
+        return _branch_report(branch)
 
-    async def set_state(self, vb_id: int, state: VbState) -> dict[str, Any]:
+    async def set_state(self, vb_id: int, state: VbState) -> StateReport:
         """Set the state of a partition. If it becomes active, it gets a new version.
 
         Raises HasCopiesError, WritesRefusedError.
@@ -132,14 +144,9 @@ class Operations:
         await self._commits.until_partition(vb_id)
         self._log.info("state", vb_id=vb_id, before=before.name.lower(), now=state.name.lower())
         part = self._engine.partitions[vb_id]
-        return {
-            "vb": vb_id,
-            "state": state.name.lower(),
-            "before": before.name.lower(),
-            "vb_uuid": str(part.vb_uuid),
-        }
+        return StateReport(vb_id, state.name.lower(), before.name.lower(), str(part.vb_uuid))
 
-    async def purge(self, vb_id: int, upto_seqno: int | None) -> dict[str, Any]:
+    async def purge(self, vb_id: int, upto_seqno: int | None) -> PurgeReport:
         """Purge deletions; the next compaction drops them.
 
         Raises HasCopiesError, PurgeRefusedError, WritesRefusedError.
@@ -150,9 +157,9 @@ class Operations:
         await self._commits.until_partition(vb_id)
         self._log.info("purge", vb_id=vb_id, purge_seqno=purge_seqno)
         high_seqno = self._engine.partitions[vb_id].high_seqno
-        return {"vb": vb_id, "purge_seqno": purge_seqno, "high_seqno": high_seqno}
+        return PurgeReport(vb_id, purge_seqno, high_seqno)
 
-    async def mend_cas(self, vb_id: int) -> dict[str, Any]:
+    async def mend_cas(self, vb_id: int) -> MendReport:
         """Bring a partition's CAS back to the clock, while writes continue.
 
         Raises MendingRefusedError, StoreDamagedError, WritesRefusedError.
@@ -166,19 +173,19 @@ class Operations:
                 self._refuse_while_full()
                 await self._merging.wait(MERGE_WAIT_S)
         await self._commits.until_partition(vb_id)
-        report = {
-            "vb": vb_id,
-            "documents": mending.documents,
-            "deletions": mending.deletions,
-            "cas_before": str(mending.before_cas),
-            "cas": str(self._engine.partitions[vb_id].max_cas),
-        }
-        self._log.info("CAS mended", **report)
+        report = MendReport(
+            vb_id,
+            documents=mending.documents,
+            deletions=mending.deletions,
+            cas_before=str(mending.before_cas),
+            cas=str(self._engine.partitions[vb_id].max_cas),
+        )
+        self._log.info("CAS mended", **msgspec.structs.asdict(report))
         return report
 
     async def compact(
         self, vb_ids: Sequence[int], history_s: float | None, purge_age_s: float | None
-    ) -> dict[str, Any]:
+    ) -> CompactionReport:
         """Compact partitions now. Windows that are None are those of the settings.
 
         Raises CompactionError.
@@ -189,15 +196,26 @@ class Operations:
         if purge_age_s is not None:
             windows = windows._replace(purge_age_ns=int(purge_age_s * 1e9))
         report = await self._compaction.compact(vb_ids, windows)
-        self._log.info("compacted on command", **report)
+        self._log.info("compacted on command", **msgspec.structs.asdict(report))
         return report
 
-    async def explain(self, vb_id: int, question: Question) -> dict[str, Any]:
+    async def explain(self, vb_id: int, question: Question) -> ExplainReport:
         """Say how a stream request would be answered, and why."""
         await self._commits.until_partition(vb_id)
         part = self._engine.partitions[vb_id]
         told = explain(question, part.failover, part.high_seqno, part.purge_seqno)
-        return {"vb": vb_id, **told.to_document()}
+        return ExplainReport(
+            vb_id,
+            answer=told.answer,
+            rollback_seqno=told.rollback_seqno,
+            reason=told.reason,
+            high_seqno=told.high_seqno,
+            purge_seqno=told.purge_seqno,
+            failover_log=[
+                VersionAnswer(str(row.vb_uuid), row.from_seqno, row.upto_seqno, row.is_asked_for)
+                for row in told.table
+            ],
+        )
 
     def _refuse_while_full(self) -> None:
         if self._engine.write_refusal:
@@ -209,24 +227,24 @@ class Operations:
 
     # -- streams ---------------------------------------------------------------------------------
 
-    def streams(self, choice: StreamChoice) -> list[dict[str, Any]]:
+    def streams(self, choice: StreamChoice) -> list[StreamRow]:
         """Return the state of the chosen streams."""
         now_ns = time.monotonic_ns()
         parts = self._engine.partitions
         return [
-            {
-                "name": _name(found.producer),
-                "peer": found.connection.peer,
-                "vb": found.stream.vb_id,
-                "state": found.producer.phase_of(found.stream),
-                "seqno": found.stream.next_seqno - 1,
-                "high_seqno": parts[found.stream.vb_id].committed_seqno,
-                "lag_items": lag_of(found.stream, parts[found.stream.vb_id].committed_seqno),
-                "unacked_bytes": found.producer.unacked_bytes,
-                "window_bytes": found.producer.window_bytes,
-                "bytes_per_s": None if (rate := found.stream.rate) is None else rate.bytes_per_s,
-                "age_s": round(max(0, now_ns - (found.stream.opened_ns or now_ns)) / 1e9, 1),
-            }
+            StreamRow(
+                name=_name(found.producer),
+                peer=found.connection.peer,
+                vb=found.stream.vb_id,
+                state=found.producer.phase_of(found.stream),
+                seqno=found.stream.next_seqno - 1,
+                high_seqno=parts[found.stream.vb_id].committed_seqno,
+                lag_items=lag_of(found.stream, parts[found.stream.vb_id].committed_seqno),
+                unacked_bytes=found.producer.unacked_bytes,
+                window_bytes=found.producer.window_bytes,
+                bytes_per_s=None if (rate := found.stream.rate) is None else rate.bytes_per_s,
+                age_s=round(max(0, now_ns - (found.stream.opened_ns or now_ns)) / 1e9, 1),
+            )
             for found in self._chosen(choice)
         ]
 
@@ -272,9 +290,9 @@ class Operations:
 
     # -- faults ----------------------------------------------------------------------------------
 
-    def faults(self) -> list[dict[str, Any]]:
+    def faults(self) -> list[FaultRow]:
         """Return the active rules."""
-        return [_fault_document(fault) for fault in self._faults.rules]
+        return [_fault_row(fault) for fault in self._faults.rules]
 
     def set_fault(
         self,
@@ -288,7 +306,7 @@ class Operations:
         probability: float,
         seed: int | None,
         rollback_seqno: int,
-    ) -> dict[str, Any]:
+    ) -> FaultRow:
         """Set a rule. With the same seed it matches the same requests. Raises FaultError."""
         fault = self._faults.add(
             draw=random.Random(seed).random,  # noqa: S311 - not for secrets
@@ -301,9 +319,9 @@ class Operations:
             probability=probability,
             rollback_seqno=rollback_seqno,
         )
-        document = _fault_document(fault)
-        self._log.info("fault set", **document)
-        return document
+        row = _fault_row(fault)
+        self._log.info("fault set", **msgspec.structs.asdict(row))
+        return row
 
     def clear_faults(self, fault_id: int | None = None) -> int:
         """Remove one rule, or all; return how many there were."""
@@ -322,27 +340,27 @@ def _name(producer: Producer) -> str:
     return producer.name.decode("utf-8", "replace")
 
 
-def _branch_document(branch: Branch) -> dict[str, Any]:
+def _branch_report(branch: Branch) -> BranchReport:
     current = branch.failover.current
-    return {
-        "vb": branch.vb_id,
-        "vb_uuid": str(current.vb_uuid),
-        "seqno": current.seqno,
-        "undone_seqnos": branch.undone_seqnos,
-        "undone_keys": branch.undone_keys,
-    }
+    return BranchReport(
+        vb=branch.vb_id,
+        vb_uuid=str(current.vb_uuid),
+        seqno=current.seqno,
+        undone_seqnos=branch.undone_seqnos,
+        undone_keys=branch.undone_keys,
+    )
 
 
-def _fault_document(fault: Fault) -> dict[str, Any]:
-    return {
-        "id": fault.fault_id,
-        "opcode": None if fault.opcode is None else fault.opcode.name,
-        "vb": fault.vb_id,
-        "status": None if fault.status is None else fault.status.name,
-        "delay_ms": fault.delay_ms,
-        "disconnect": fault.disconnects,
-        "count": fault.count,
-        "probability": fault.probability,
-        "rollback_seqno": fault.rollback_seqno,
-        "met": fault.met,
-    }
+def _fault_row(fault: Fault) -> FaultRow:
+    return FaultRow(
+        id=fault.fault_id,
+        opcode=None if fault.opcode is None else fault.opcode.name,
+        vb=fault.vb_id,
+        status=None if fault.status is None else fault.status.name,
+        delay_ms=fault.delay_ms,
+        disconnect=fault.disconnects,
+        count=fault.count,
+        probability=fault.probability,
+        rollback_seqno=fault.rollback_seqno,
+        met=fault.met,
+    )

@@ -24,6 +24,7 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 from prometheus_client.registry import Collector
 
 from dcp.server.observe.meter import REFUSAL_KINDS, Histogram
@@ -494,13 +495,14 @@ def _family(spec: MetricSpec, found: Samples | Histogram) -> Metric:
     return samples
 
 
-def page(of: MetricSources, *, by_vbucket: bool) -> bytes:
-    """Return all metrics as text."""
+def page(of: MetricSources, *, by_vbucket: bool, is_openmetrics: bool = False) -> bytes:
+    """Return all metrics as text, in Prometheus's format or in that of OpenMetrics."""
     registry = CollectorRegistry(auto_describe=False)
     specs = (*METRICS, *VBUCKET_METRICS) if by_vbucket else METRICS
     registry.register(_Collector(of, specs))
     ProcessCollector(registry=registry)
-    return generate_latest(registry)
+    text: bytes = openmetrics_text(registry) if is_openmetrics else generate_latest(registry)  # type: ignore[no-untyped-call]
+    return text
 
 
 # -- for people ------------------------------------------------------------------------------------
@@ -513,6 +515,10 @@ _HEAD: Final = """\
 `GET /metrics` on the admin port, with a login:
 
     curl -u guest:guest http://127.0.0.1:8091/metrics
+
+Clients whose `Accept` prefers `application/openmetrics-text`, as Prometheus's does, get it.
+With the setting `metrics_token` a token is enough (`Authorization: Bearer TOKEN`). The folder
+`deploy/` has a scrape configuration, alert rules and a Grafana dashboard.
 
 Names and units follow Prometheus. Counters are updated once per batch of commands or commit group,
 not per operation. Other values are read when somebody asks. `process_*` are the standard process

@@ -7,12 +7,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from dcp.compiled import compiled_modules
 from dcp.server.net.cluster_config import Ports
 from dcp.server.net.connections import Connections
 from dcp.server.observe.about import About
+from dcp.server.operate.reports import StatusReport
 from dcp.server.storage.health import Health
 from dcp.server.storage.merging import Merging
 from dcp.session.controls import is_decimal
@@ -75,33 +76,33 @@ class Stats:
             return None
         return per_partition(self._engine.partitions[int(argument)])
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> StatusReport:
         """Return what `dcpctl status` and the admin API show."""
         engine, ports = self._engine, self._ports
         parts = engine.partitions
-        return {
-            "version": self._about.version,
-            "compiled": bool(compiled_modules()),
-            "uptime_s": self._about.uptime_s,
-            "data": str(self._about.data_dir),
-            "durability": self._about.durability,
-            "key_value_port": ports.kv,
-            "admin_port": ports.admin,
-            "key_value_tls_port": ports.kv_tls,
-            "admin_tls_port": ports.admin_tls,
-            "vbuckets": {state.name.lower(): self._count(state) for state in VbState},
-            "items": sum(part.item_count for part in parts),
-            "connections": len(self._connections),
-            "dcp_connections": self._hub.connection_count,
-            "dcp_streams": self._hub.stream_count,
-            "memtable_bytes": engine.keyspace.active_bytes + engine.keyspace.frozen_bytes,
-            "merges": self._merging.count,
-            "merge_seconds": round(self._merging.seconds_under_way, 1),
-            "write_refusal": self._health.write_refusal,
-            "merge_trouble": self._merging.trouble,
-            "cas_ahead": cas_ahead(engine),
-            "quarantined": {str(vb_id): why for vb_id, why in engine.keyspace.quarantined.items()},
-        }
+        return StatusReport(
+            version=self._about.version,
+            compiled=bool(compiled_modules()),
+            uptime_s=self._about.uptime_s,
+            data=str(self._about.data_dir),
+            durability=self._about.durability,
+            key_value_port=ports.kv,
+            admin_port=ports.admin,
+            key_value_tls_port=ports.kv_tls,
+            admin_tls_port=ports.admin_tls,
+            vbuckets={state.name.lower(): self._count(state) for state in VbState},
+            items=sum(part.item_count for part in parts),
+            connections=len(self._connections),
+            dcp_connections=self._hub.connection_count,
+            dcp_streams=self._hub.stream_count,
+            memtable_bytes=engine.keyspace.active_bytes + engine.keyspace.frozen_bytes,
+            merges=self._merging.count,
+            merge_seconds=round(self._merging.seconds_under_way, 1),
+            write_refusal=self._health.write_refusal,
+            merge_trouble=self._merging.trouble,
+            cas_ahead=cas_ahead(engine),
+            quarantined={str(vb_id): why for vb_id, why in engine.keyspace.quarantined.items()},
+        )
 
     def _server(self) -> Rows:
         engine, about = self._engine, self._about

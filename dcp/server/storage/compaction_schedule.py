@@ -19,7 +19,10 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from dcp.core.floors import FloorCycle
 from dcp.server.config.settings import Settings
@@ -57,6 +60,17 @@ RAISED_AT_ONCE: Final = 128
 """Floors raised in one turn of the loop: about a millisecond."""
 _ALL: Final = range(NUM_VBUCKETS)
 _T = TypeVar("_T")
+
+
+class CompactionReport(msgspec.Struct):
+    """What a compaction on command did."""
+
+    vbuckets: Annotated[int, Meta(description="Partitions that were compacted.")]
+    versions: Annotated[int, Meta(description="Replaced versions that were dropped.")]
+    tombstones: Annotated[int, Meta(description="Deletions that were dropped.")]
+    held_back: Annotated[int, Meta(description="Partitions where a stream or a scan holds some.")]
+    bytes_before: Annotated[int, Meta(description="Used bytes of the store's file before.")]
+    bytes_after: int
 
 
 class CompactionError(Exception):
@@ -125,7 +139,7 @@ class Compaction:
             except CompactionError as error:
                 self._log.warning("compaction put off", reason=str(error))
 
-    async def compact(self, vb_ids: Sequence[int], windows: Windows) -> dict[str, Any]:
+    async def compact(self, vb_ids: Sequence[int], windows: Windows) -> CompactionReport:
         """Compact partitions now, whether or not it is worth it; return a report.
 
         Raises CompactionError.
@@ -140,14 +154,14 @@ class Compaction:
             before = await self._asked(Work.PLAN, StoreProcess.used_bytes)
             steps = await self._plan_and_raise(vb_ids, windows, is_forced=True)
             versions, tombstones = await self._compact()
-            return {
-                "vbuckets": len(steps),
-                "versions": versions,
-                "tombstones": tombstones,
-                "held_back": sum(step.vb_id in self._floors.held for step in steps),
-                "bytes_before": before,
-                "bytes_after": await self._asked(Work.PLAN, StoreProcess.used_bytes),
-            }
+            return CompactionReport(
+                vbuckets=len(steps),
+                versions=versions,
+                tombstones=tombstones,
+                held_back=sum(step.vb_id in self._floors.held for step in steps),
+                bytes_before=before,
+                bytes_after=await self._asked(Work.PLAN, StoreProcess.used_bytes),
+            )
 
     async def _go_on(self) -> None:
         if self._health.write_refusal:

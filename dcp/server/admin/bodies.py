@@ -1,0 +1,314 @@
+"""What the HTTP API reads and answers: the bodies of requests, and answers that no report holds.
+
+Each is a msgspec Struct. It checks what arrives, and docs/http-api.md and the OpenAPI document come
+from it (`dcp.server.admin.openapi`). Reports of operations are in `dcp.server.operate.reports`.
+
+A body with an unknown member is refused, because a misspelt option would be ignored otherwise.
+Members that may be missing may also be null.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+
+from dcp.server.operate.reports import Count, FaultRow, Seqno, StreamRow, VbId
+from dcp.session.rights import Role
+from dcp.wire.message import EndReason
+from vbucket.engine.partition import VbState
+
+VERSIONS_MAX: Final = 1_000
+"""A failover log with more versions is longer than any that a server writes."""
+NAME_CHARS_MAX: Final = 251
+"""Above the manifest's own limit, whose error says more."""
+TTL_MAX_S: Final = 10**10
+"""The same."""
+SETTABLE_STATES: Final = {
+    state.name.lower(): state for state in VbState if state is not VbState.FENCED
+}
+"""What an operator can set. A fence is the node's own."""
+END_REASONS: Final = {reason.name.lower(): reason for reason in EndReason}
+
+_Uuid = Annotated[
+    str | int, Meta(description="The id of a version, as a number or as decimal text.")
+]
+_Role = Annotated[str, Meta(extra_json_schema={"enum": [role.value for role in Role]})]
+_Prefix = Annotated[str | None, Meta(description="Only keys that begin with this.")]
+_Collection = Annotated[str | None, Meta(description="Only this collection: scope.collection.")]
+_Password = Annotated[str, Meta(description="6 to 128 characters.")]
+
+
+class NoMembers(Struct, forbid_unknown_fields=True):
+    """An empty object."""
+
+
+# -- partitions ------------------------------------------------------------------------------------
+
+
+class BranchRequest(Struct, forbid_unknown_fields=True):
+    """Where to branch."""
+
+    at: Annotated[Seqno, Meta(description="The last seqno that stays.")]
+    or_zero: Annotated[
+        bool | None, Meta(description="Branch at 0 if the history does not reach back to `at`.")
+    ] = None
+
+
+class FailoverRequest(Struct, forbid_unknown_fields=True):
+    """A simulated promotion."""
+
+    lose: Annotated[Seqno | None, Meta(description="Changes that the new master lacks.")] = None
+
+
+class StateRequest(Struct, forbid_unknown_fields=True):
+    """The state wanted."""
+
+    state: Annotated[str, Meta(extra_json_schema={"enum": list(SETTABLE_STATES)})]
+
+
+class PurgeRequest(Struct, forbid_unknown_fields=True):
+    """What to purge."""
+
+    upto: Annotated[
+        Seqno | None, Meta(description="Without it: up to the last but one change.")
+    ] = None
+
+
+class ExplainRequest(Struct, forbid_unknown_fields=True):
+    """A stream request. Without a snapshot, it is the start alone."""
+
+    uuid: _Uuid
+    seqno: Annotated[Seqno, Meta(description="Where the client wants to go on.")]
+    snap_start: Seqno | None = None
+    snap_end: Seqno | None = None
+    versions: Annotated[
+        list[tuple[_Uuid, Seqno]] | None,
+        Meta(description="All versions that the client knows: [vb_uuid, seqno]."),
+    ] = None
+    strict: bool | None = None
+    ignore_purged: bool | None = None
+    client_purge_seqno: Seqno | None = None
+
+
+class CompactRequest(Struct, forbid_unknown_fields=True):
+    """What to compact, and what may go."""
+
+    vbs: Annotated[list[VbId] | None, Meta(description="Without it: all partitions.")] = None
+    history: Annotated[
+        str | None, Meta(description='A duration such as "10m"; the default: history_window.')
+    ] = None
+    purge_age: Annotated[
+        str | None, Meta(description='A duration such as "3d"; the default: purge_age.')
+    ] = None
+
+
+# -- streams and faults ----------------------------------------------------------------------------
+
+
+class StreamSelection(Struct, forbid_unknown_fields=True):
+    """Which streams; without members: all."""
+
+    name: Annotated[str | None, Meta(description="The name of the connection.")] = None
+    vb: VbId | None = None
+
+
+class CloseRequest(StreamSelection, forbid_unknown_fields=True):
+    """Which streams to end, and with which reason."""
+
+    reason: Annotated[str | None, Meta(extra_json_schema={"enum": [*END_REASONS, None]})] = None
+
+
+class SlowRequest(StreamSelection, forbid_unknown_fields=True, kw_only=True):
+    """Which streams to slow down."""
+
+    bytes_per_s: Annotated[int, Meta(ge=1, description="Send no faster than this.")]
+
+
+class StreamList(Struct):
+    """Open streams."""
+
+    streams: list[StreamRow]
+
+
+class StreamCount(Struct):
+    """How many streams it concerned."""
+
+    streams: Count
+
+
+class ConnectionCount(Struct):
+    """How many connections it concerned."""
+
+    connections: Count
+
+
+class FaultRequest(Struct, forbid_unknown_fields=True):
+    """A fault rule: which requests, and what happens to them."""
+
+    opcode: Annotated[
+        str | int | None, Meta(description="A command by name or number; null: any.")
+    ] = None
+    vb: VbId | None = None
+    status: Annotated[
+        str | int | None, Meta(description="Answer this status, by name or number.")
+    ] = None
+    delay_ms: Count | None = None
+    disconnect: Annotated[bool | None, Meta(description="Cut the connection.")] = None
+    count: Annotated[int | None, Meta(description="Apply so many times; null: always.")] = None
+    probability: Annotated[float | None, Meta(description="Of each request; 1 without it.")] = None
+    seed: Annotated[int | None, Meta(description="Makes the draws repeatable.")] = None
+    rollback_seqno: Annotated[
+        Seqno | None, Meta(description="With the status ROLLBACK: the seqno it names.")
+    ] = None
+
+
+class FaultList(Struct):
+    """Active rules, in the order in which they are tried."""
+
+    faults: list[FaultRow]
+
+
+class ClearedCount(Struct):
+    """How many rules were removed."""
+
+    cleared: Count
+
+
+# -- users -----------------------------------------------------------------------------------------
+
+
+class ScopeBody(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Keys that a role is granted for; without members: every key."""
+
+    prefix: _Prefix = None
+    collection: _Collection = None
+
+
+_Roles = Annotated[
+    dict[str, list[ScopeBody]],
+    Meta(
+        description="Role -> what it is granted for.",
+        extra_json_schema={"propertyNames": {"enum": [role.value for role in Role]}},
+    ),
+]
+
+
+class NewUserRequest(Struct, forbid_unknown_fields=True):
+    """A user to add. If the user exists, the password (and the roles, if given) are replaced."""
+
+    name: str
+    password: _Password
+    roles: _Roles | None = None
+
+
+class PasswordRequest(Struct, forbid_unknown_fields=True):
+    """A new password."""
+
+    password: _Password
+
+
+class GrantRequest(Struct, forbid_unknown_fields=True):
+    """A role, and for what."""
+
+    role: _Role
+    prefix: _Prefix = None
+    collection: _Collection = None
+
+
+class UserTable(Struct):
+    """All users that were added."""
+
+    users: list[str]
+    roles: Annotated[dict[str, _Roles], Meta(description="User -> roles.")]
+
+
+class UserName(Struct):
+    """The user that was changed."""
+
+    name: str
+
+
+class UserRoles(Struct):
+    """A user's roles after a change."""
+
+    name: str
+    roles: _Roles
+
+
+# -- the node --------------------------------------------------------------------------------------
+
+
+class HealthAnswer(Struct, omit_defaults=True):
+    """Whether the server is alive, or ready."""
+
+    status: str
+    why: Annotated[
+        str | None,
+        Meta(description="The kind of the refusal; /api/v1/status has the whole reason."),
+    ] = None
+
+
+class ErrorDetails(Struct):
+    """A refusal in parts."""
+
+    what: Annotated[str, Meta(description="What was not done.")]
+    where: Annotated[str, Meta(description="The request: method and path.")]
+    why: Annotated[str, Meta(description="The reason.")]
+    hint: Annotated[str, Meta(description="What to try.")] = field(name="try")
+
+
+class Problem(Struct, kw_only=True):
+    """A refusal, as RFC 9457 has it. Its type is about:blank: the status says what kind it is."""
+
+    type: str = "about:blank"
+    title: Annotated[str, Meta(description="The status in words.")]
+    status: int
+    detail: Annotated[str, Meta(description="What was not done, and why.")]
+    instance: Annotated[str | UnsetType, Meta(description="The path of the request.")] = UNSET
+    error: ErrorDetails
+
+
+class CouchbaseProblem(Struct):
+    """A refusal on a path of Couchbase's."""
+
+    error: ErrorDetails
+
+
+# -- Couchbase's own -------------------------------------------------------------------------------
+
+
+class ScopeForm(Struct):
+    """A scope to create. Other fields are ignored."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+
+
+class CollectionForm(Struct):
+    """A collection to create. Other fields are ignored."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+    max_ttl_s: Annotated[
+        int, Meta(ge=0, le=TTL_MAX_S, description="Its documents expire after this; 0: never.")
+    ] = field(name="maxTTL", default=0)
+
+
+class BucketForm(Struct):
+    """A bucket to create, which is refused. Other fields are ignored."""
+
+    name: str = ""
+
+
+class ManifestUid(Struct):
+    """The manifest after a change."""
+
+    uid: Annotated[str, Meta(description="Hexadecimal.")]
+
+
+class CouchbaseRefusal(Struct, omit_defaults=True):
+    """A refusal in the form that SDKs read."""
+
+    errors: Annotated[dict[str, str], Meta(description="Field -> reason.")]
+    whole: Annotated[str | None, Meta(description="The reason, if it is not about a field.")] = (
+        field(name="_", default=None)
+    )

@@ -1,0 +1,290 @@
+"""The description of the HTTP API: it is valid, it is served, and real answers are as it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+from urllib.parse import urlencode
+
+import pytest
+from openapi_schema_validator import OAS31Validator
+from openapi_spec_validator import validate
+
+from dcp.server.admin.api_page import TAGS, described, markdown
+from dcp.server.admin.application import admin_app
+from dcp.server.admin.openapi import PATH_FIELDS
+from dcp.server.admin.origin import HostRule
+from dcp.server.net.crowd import Crowd
+from dcp.wire.opcode import Opcode
+from support.admin_node import SmallNode
+from support.raw_http import login
+from support.server import DcpdProcess
+from vbucket.model.ids import vbucket_of
+
+ROOT = Path(__file__).parents[2]
+VB = vbucket_of(b"key")
+SCOPES = "/pools/default/buckets/{bucket}/scopes"
+BUCKET = "/pools/default/buckets/{bucket}"
+
+
+class Call(NamedTuple):
+    """A request that is done, with its path as the description has it."""
+
+    method: str
+    path: str
+    body: dict[str, Any] | None = None
+    status: int = 200
+    query: str = ""
+
+
+CALLS = (
+    Call("GET", "/livez"),
+    Call("GET", "/readyz"),
+    Call("GET", "/metrics"),
+    Call("GET", "/metrics", query="?vbuckets=1"),
+    Call("GET", "/api/v1/openapi.json"),
+    Call("GET", "/api/v1/status"),
+    Call("GET", "/api/v1/vbuckets/{vb}/documents"),
+    Call("GET", "/api/v1/vbuckets/{vb}/documents", query="?at=0"),
+    Call("POST", "/api/v1/vbuckets/{vb}/explain-rollback",
+         {"uuid": "1", "seqno": 1, "versions": [["7", 1], [8, 1]], "strict": None}),
+    Call("GET", "/api/v1/streams", query=f"?name=described&vb={VB}"),
+    Call("POST", "/api/v1/streams/slow", {"name": "described", "bytes_per_s": 1000}),
+    Call("POST", "/api/v1/streams/stall", {"vb": VB}),
+    Call("GET", "/api/v1/streams"),
+    Call("POST", "/api/v1/streams/resume", {}),
+    Call("POST", "/api/v1/streams/drop", {"name": "second"}),
+    Call("POST", "/api/v1/streams/close", {"reason": "state_changed"}),
+    Call("POST", "/api/v1/streams/close", {}, 404),
+    Call("POST", "/api/v1/streams/drop", {"name": "nobody"}, 404),
+    Call("POST", "/api/v1/faults",
+         {"opcode": "GET", "status": 0x86, "delay_ms": 1, "count": 2, "probability": 0.5}, 201),
+    Call("POST", "/api/v1/faults", {"disconnect": True, "vb": 3}, 201),
+    Call("GET", "/api/v1/faults"),
+    Call("DELETE", "/api/v1/faults/{id}"),
+    Call("DELETE", "/api/v1/faults/{id}", None, 404),
+    Call("DELETE", "/api/v1/faults"),
+    Call("POST", "/api/v1/vbuckets/{vb}/failover", {}),
+    Call("POST", "/api/v1/vbuckets/{vb}/branch", {"at": 99}, 409),
+    Call("POST", "/api/v1/vbuckets/{vb}/purge", {}),
+    Call("POST", "/api/v1/vbuckets/{vb}/branch", {"at": 1, "or_zero": True}),
+    Call("POST", "/api/v1/vbuckets/{vb}/mend-cas", {}),
+    Call("POST", "/api/v1/vbuckets/{vb}/state", {"state": "replica"}),
+    Call("POST", "/api/v1/vbuckets/{vb}/state", {"state": "active"}),
+    Call("POST", "/api/v1/compact", {"vbs": [VB], "history": "0s"}),
+    Call("POST", "/api/v1/compact", {"history": "soon"}, 400),
+    Call("POST", "/api/v1/users",
+         {"name": "alice", "password": "wonderland", "roles": {"read": [{"prefix": "a"}]}}, 201),
+    Call("PUT", "/api/v1/users/{name}/password", {"password": "looking-glass"}),
+    Call("POST", "/api/v1/users/{name}/grant", {"role": "write", "collection": "a.b"}),
+    Call("POST", "/api/v1/users/{name}/revoke", {"role": "write", "collection": "a.b"}),
+    Call("GET", "/api/v1/users"),
+    Call("DELETE", "/api/v1/users/{name}"),
+    Call("DELETE", "/api/v1/users/{name}", None, 404),
+    Call("GET", "/pools"),
+    Call("GET", "/pools/default"),
+    Call("POST", "/pools/default", {"memoryQuota": "1"}, 400),
+    Call("GET", "/pools/default/nodeServices"),
+    Call("GET", "/pools/default/buckets"),
+    Call("GET", "/pools/default/buckets/"),
+    Call("POST", "/pools/default/buckets", {"name": "other"}, 400),
+    Call("POST", "/pools/default/buckets/", {"name": "other"}, 400),
+    Call("GET", BUCKET),
+    Call("POST", BUCKET, {}, 400),
+    Call("DELETE", BUCKET, None, 403),
+    Call("POST", f"{BUCKET}/controller/doFlush", {}, 400),
+    Call("GET", "/pools/default/b/{bucket}"),
+    Call("GET", "/whoami"),
+    Call("GET", SCOPES),
+    Call("POST", SCOPES, {"name": "s"}),
+    Call("POST", f"{SCOPES}/{{scope}}/collections", {"name": "c", "maxTTL": "60"}),
+    Call("POST", f"{SCOPES}/{{scope}}/collections", {"name": "c", "maxTTL": "soon"}, 400),
+    Call("DELETE", f"{SCOPES}/{{scope}}/collections/{{collection}}"),
+    Call("DELETE", f"{SCOPES}/{{scope}}"),
+    # These two do not end; the first document is read.
+    Call("GET", "/pools/default/bs/{bucket}"),
+    Call("GET", "/pools/default/bucketsStreaming/{bucket}"),
+)  # fmt: skip
+PLACES = {"vb": VB, "id": 1, "name": "alice", "bucket": "default", "scope": "s", "collection": "c"}
+NOT_DESCRIBED: frozenset[tuple[str, str]] = frozenset()
+"""Routes (method, path) that are not part of the API, such as pages for a browser."""
+ENDLESS = ("/pools/default/bs/", "/pools/default/bucketsStreaming/")
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return described()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DcpdProcess]:
+    token = tmp_path_factory.mktemp("token") / "token"
+    token.write_text("0123456789abcdef\n")
+    data = tmp_path_factory.mktemp("described") / "data"
+    with DcpdProcess(data, "--metrics-token", str(token)) as server:
+        yield server
+
+
+def routes_in(document: dict[str, Any]) -> set[tuple[str, str]]:
+    return {
+        (method.upper(), path)
+        for path, operations in document["paths"].items()
+        for method in operations
+    }
+
+
+def send(
+    server: DcpdProcess, call: Call, *, logs_in: bool = True, **headers: str
+) -> tuple[HTTPResponse, bytes]:
+    """Send a request with a JSON body, or a form on Couchbase's paths."""
+    connection = HTTPConnection("127.0.0.1", server.admin_port, timeout=20)
+    if logs_in:
+        headers["authorization"] = login().partition(": ")[2]
+    is_form = call.path.startswith("/pools")
+    body = None
+    if call.body is not None:
+        body = urlencode(call.body) if is_form else json.dumps(call.body)
+        headers["content-type"] = f"application/{'x-www-form-urlencoded' if is_form else 'json'}"
+    try:
+        connection.request(call.method, call.path.format(**PLACES) + call.query, body, headers)
+        response = connection.getresponse()
+        ends = not call.path.startswith(ENDLESS) or response.status != 200
+        text = response.read() if ends else response.readline()
+        return response, text
+    finally:
+        connection.close()
+
+
+def strict(schema: Any) -> Any:
+    """Return a schema that allows no members but those it names."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: strict(value) for name, value in schema.items()}
+    if "properties" in schema:
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def check(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
+    """Validate a value; references lead into the components."""
+    whole = {**strict(schema), "components": strict(document["components"])}
+    OAS31Validator(whole).validate(value)
+
+
+def content_of(document: dict[str, Any], call: Call, status: int) -> dict[str, Any]:
+    """Return what the description says about the answers of this status."""
+    responses = document["paths"][call.path][call.method.lower()]["responses"]
+    content: dict[str, Any] = responses.get(str(status), responses["default"])["content"]
+    return content
+
+
+def check_answer(document: dict[str, Any], call: Call, response: HTTPResponse, text: bytes) -> None:
+    content = content_of(document, call, response.status)
+    kind = response.headers.get_content_type()
+    assert kind in content, (call, kind)
+    if content[kind]:
+        check(document, content[kind]["schema"], json.loads(text))
+
+
+def test_the_page_is_current() -> None:
+    text = (ROOT / "docs" / "http-api.md").read_text()
+    assert text == markdown(), "run: python -m dcp.server.admin.api_page > docs/http-api.md"
+
+
+def test_the_document_is_valid(document: dict[str, Any]) -> None:
+    validate(document)
+
+
+def test_every_route_is_described(document: dict[str, Any]) -> None:
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["summary"].endswith("."), f"{method} {path} has no summary"
+            assert operation["tags"][0] in TAGS
+    for name, (meaning, _) in PATH_FIELDS.items():
+        assert meaning
+        assert any(f"{{{name}}}" in path for path in document["paths"]), name
+    for name, schema in document["components"]["schemas"].items():
+        assert schema["description"].endswith("."), name
+
+
+def test_no_route_is_undescribed(document: dict[str, Any], node: SmallNode) -> None:
+    """What the application serves, however it came there."""
+    app = admin_app(cast("Any", node), Crowd(), HostRule("127.0.0.1"))
+    served = {
+        (method, route.path)
+        for route in app.routes
+        for method in getattr(route, "methods", None) or ("*",)
+        if method != "HEAD"  # which starlette adds to every GET
+    }
+    assert served - NOT_DESCRIBED == routes_in(document)
+
+
+def test_every_route_is_called(document: dict[str, Any]) -> None:
+    assert {(call.method, call.path) for call in CALLS} == routes_in(document)
+
+
+def test_answers_are_as_described(document: dict[str, Any], server: DcpdProcess) -> None:
+    with ExitStack() as open_until_the_end:
+        for name in (b"described", b"second"):
+            client = open_until_the_end.enter_context(server.connect())
+            client.set(b"key", b"1")
+            (link,) = client._links.values()
+            link.request(Opcode.DCP_OPEN, key=name, extras=b"\0\0\0\0\0\0\0\1")
+            link.request(Opcode.DCP_CONTROL, key=b"enable_noop", value=b"true")
+            everything = (0).to_bytes(8, "big") + b"".join(
+                number.to_bytes(8, "big") for number in (0, 2**64 - 1, 0, 0, 0)
+            )
+            answer = link.request(Opcode.DCP_STREAM_REQ, vb_id=VB, extras=everything)
+            assert answer.status == 0
+        for call in CALLS:
+            if call.body is not None:
+                operation = document["paths"][call.path][call.method.lower()]
+                content = operation.get("requestBody", {}).get("content", {})
+                if call.status < 400 and "application/json" in content:
+                    check(document, content["application/json"]["schema"], call.body)
+            response, text = send(server, call)
+            assert response.status == call.status, (call, text)
+            check_answer(document, call, response, text)
+            if call.path == "/api/v1/openapi.json":
+                assert json.loads(text) == document
+
+
+def test_refusals_are_as_described(document: dict[str, Any], server: DcpdProcess) -> None:
+    needs_none = {"/livez", "/readyz"}
+    for call in CALLS:
+        response, text = send(server, call, logs_in=False)
+        assert (response.status == 401) == (call.path not in needs_none), call
+        check_answer(document, call, response, text)
+        response, text = send(server, call, **{"sec-fetch-site": "cross-site"})
+        assert response.status == 403, call
+        check_answer(document, call, response, text)
+        if call.body is not None and not call.path.startswith("/pools"):
+            response, text = send(server, call._replace(body={"unheard of": 1}))
+            assert response.status == 400, call
+            check_answer(document, call, response, text)
+
+
+def test_a_refusal_is_a_problem_document(server: DcpdProcess) -> None:
+    call = Call("POST", "/api/v1/vbuckets/{vb}/branch", {"at": 99})
+    response, text = send(server, call)
+    assert response.headers["content-type"] == "application/problem+json"
+    problem = json.loads(text)
+    details = problem.pop("error")
+    assert problem == {
+        "type": "about:blank",
+        "title": "Conflict",
+        "status": 409,
+        "detail": f"{details['what']}: {details['why']}",
+        "instance": "/api/v1/vbuckets/656/branch",
+    }
+    assert details["where"] == "POST /api/v1/vbuckets/656/branch"
+    # Clients of Couchbase know another form.
+    response, text = send(server, Call("GET", "/pools/default/b/none"))
+    assert (response.status, response.headers["content-type"]) == (404, "application/json")
+    assert set(json.loads(text)) == {"error"}
