@@ -100,13 +100,13 @@ class SyncKv:
             link.close()
         self._links.clear()
 
-    def get(self, key: bytes) -> Document:
+    def get(self, key: bytes | str) -> Document:
         """Return a document. Raises NotFoundError."""
         outcome = self._execute(get_operation(key))
         assert isinstance(outcome, Document)
         return outcome
 
-    def get_with_xattrs(self, key: bytes) -> tuple[Document, dict[str, bytes]]:
+    def get_with_xattrs(self, key: bytes | str) -> tuple[Document, dict[str, bytes]]:
         """Return a document and its XATTRs: name -> JSON text. System ones are among them if the
         user may read them. Raises NotFoundError, CasMismatchError if it changes all the time.
         """
@@ -133,7 +133,7 @@ class SyncKv:
                 return Document(body, found.cas, int(flags)), xattrs
         raise changed
 
-    def _look_up(self, key: bytes, lookups: Iterable[bytes], cas: int = 0) -> Lookups:
+    def _look_up(self, key: bytes | str, lookups: Iterable[bytes], cas: int = 0) -> Lookups:
         outcome = self._execute(lookup_operation(key, lookups, cas))
         assert isinstance(outcome, Document)
         return Lookups(outcome.cas, parsed(results_of, outcome.value, self.address.node))
@@ -141,7 +141,7 @@ class SyncKv:
     def store(
         self,
         opcode: Opcode,
-        key: bytes,
+        key: bytes | str,
         value: bytes,
         *,
         flags: int = 0,
@@ -153,11 +153,11 @@ class SyncKv:
         assert isinstance(outcome, MutationResult)
         return outcome
 
-    def set(self, key: bytes, value: bytes) -> MutationResult:
+    def set(self, key: bytes | str, value: bytes) -> MutationResult:
         """Store a document."""
         return self.store(Opcode.SET, key, value)
 
-    def delete(self, key: bytes, *, cas: int = 0) -> MutationResult:
+    def delete(self, key: bytes | str, *, cas: int = 0) -> MutationResult:
         """Delete a document. Raises NotFoundError or CasMismatchError."""
         outcome = self._execute(delete_operation(key, cas))
         assert isinstance(outcome, MutationResult)

@@ -12,19 +12,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from clients.spark.java import check_java
-    from clients.spark.progress import rows_behind
+    from clients.spark.fetch_core import StreamGoneError
+    from clients.spark.java import JavaMissingError, check_java
+    from clients.spark.options import OptionError
+    from clients.spark.progress import rows_behind, seqnos_read
     from clients.spark.sink import apply_changes, read_table
     from clients.spark.source import DcpDataSource
 
-__all__ = ["DcpDataSource", "apply_changes", "check_java", "read_table", "rows_behind"]
+__all__ = [
+    "DcpDataSource", "JavaMissingError", "OptionError", "StreamGoneError", "apply_changes",
+    "check_java", "read_table", "rows_behind", "seqnos_read",
+]  # fmt: skip
 
 _PLACES: Final = {
     "DcpDataSource": "source",
+    "JavaMissingError": "java",
+    "OptionError": "options",
+    "StreamGoneError": "fetch_core",
     "apply_changes": "sink",
     "check_java": "java",
     "read_table": "sink",
     "rows_behind": "progress",
+    "seqnos_read": "progress",
 }
 _PACKAGES: Final = frozenset({"pyspark", "pyarrow", "pandas", "numpy", "deltalake", "py4j"})
 
