@@ -56,6 +56,7 @@ EXIT_CODES_TEXT: Final = (
 )
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "ping": ("ping_command:ping", "Check that the server answers; can wait for it."),
     "get": ("document_commands:get", "Print a document."),
     "set": ("document_commands:set_", "Store a document."),
     "del": ("document_commands:delete", "Delete documents."),
@@ -88,6 +89,8 @@ class Target(NamedTuple):
     output: str | None
     tls_ca: str | None = None
     tls_cert: str | None = None
+    waits: bool = False
+    """Whether the command waits until the server answers."""
 
     @property
     def address(self) -> ServerAddress:
@@ -159,6 +162,7 @@ _SHARED: Final = (
     click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", hidden=True),
     click.option("--tls-ca", metavar="FILE", hidden=True),
     click.option("--tls-cert", metavar="FILE", hidden=True),
+    click.option("--wait", "waits", is_flag=True, default=None, hidden=True),
     click.option(
         "-o", "--output", type=click.Choice(["table", "plain", "json", "raw"]),
         help="Output: table, plain, json (one object per line) or raw.",
@@ -176,7 +180,12 @@ def with_target(command: _F) -> _F:
         context = click.get_current_context()
         given = {name: value for name, value in shared.items() if value is not None}
         target = context.find_object(Target) or Target("127.0.0.1:11210", None, None, 10.0, None)
-        return command(target=target._replace(**given), **arguments)
+        target = target._replace(**given)
+        if target.waits:
+            from clients.cli.ping_command import wait_until_ready
+
+            wait_until_ready(target)
+        return command(target=target, **arguments)
 
     for option in reversed(_SHARED):
         run = option(run)
@@ -190,6 +199,7 @@ _SHARED_NAMES: Final = (
     "timeout_s",
     "tls_ca",
     "tls_cert",
+    "waits",
     "output",
 )
 
@@ -206,6 +216,7 @@ def help_text(summary: str, *examples: str) -> str:
         "Work with a dcpd server: documents, change streams, partitions, backups.",
         """dcpctl set user:1 '{"name":"Ada"}'""",
         "dcpctl get user:1",
+        "dcpctl ping --wait",
         "dcpctl watch",
         "dcpctl watch --state changes.ckpt -o json",
         "dcpctl import flights.csv --key tailnum",
@@ -237,6 +248,10 @@ def help_text(summary: str, *examples: str) -> str:
     "--tls-cert", envvar="DCPCTL_TLS_CERT", metavar="FILE",
     help="Use TLS with this client certificate and key (PEM) [DCPCTL_TLS_CERT].",
 )  # fmt: skip
+@click.option(
+    "--wait", "waits", is_flag=True,
+    help="Wait until the server answers: 30 seconds, or --timeout if that is longer.",
+)  # fmt: skip
 @click.option("-o", "--output", type=click.Choice(["table", "plain", "json", "raw"]), hidden=True)
 @click.version_option(package_name="dcpd")
 @click.pass_context
@@ -248,10 +263,11 @@ def cli(
     timeout_s: float,
     tls_ca: str | None,
     tls_cert: str | None,
+    waits: bool,
     output: str | None,
 ) -> None:
     """Work with a dcpd server: documents, change streams, partitions."""
-    ctx.obj = Target(server, user, password, timeout_s, output, tls_ca, tls_cert)
+    ctx.obj = Target(server, user, password, timeout_s, output, tls_ca, tls_cert, waits)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -153,6 +153,7 @@ class Node:
             await self._begin_writing()
             await self._listeners.start()
             self._config.publish(self.ports)
+            await self._listeners.serve()
         except BaseException:
             await self.stop()
             raise
