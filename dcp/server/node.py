@@ -275,7 +275,7 @@ class Node:
         )  # fmt: skip
         operations = Operations(
             engine, connections, self._merging, self._compaction, self._commits, faults,
-            self._groups.end_reasons, meter, log, kick=self._kick,
+            self._groups.end_reasons, self._hub.limits, meter, log, kick=self._kick,
         )  # fmt: skip
         admin_parts = AdminParts(
             access=access, users=self._users, meter=meter, refusals=self._refusals, health=health,

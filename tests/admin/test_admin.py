@@ -284,7 +284,7 @@ async def test_explain_rollback(ask, node):
 
 async def test_streams(ask, node):
     post = "/api/v1/streams/"
-    assert (await ask("GET", "/api/v1/streams"))[1] == {"streams": [{"name": "x"}]}
+    assert (await ask("GET", "/api/v1/streams"))[1] == {"streams": [{"name": "x"}], "limits": []}
     await ask("GET", "/api/v1/streams?name=a%20b&vb=7")
     assert (await ask("POST", post + "close", {"vb": 7}))[:2] == (200, {"streams": 2})
     await ask("POST", post + "close", {"name": "x", "reason": "too_slow"})

@@ -1,6 +1,6 @@
 """Streams of change consumers, and what operators can do to them.
 
-    GET  /api/v1/streams            every open stream; ?name= and ?vb= filter
+    GET  /api/v1/streams            every open stream, and all limits; ?name= and ?vb= filter
     POST /api/v1/streams/close      {"reason": "state_changed", ...}: end with STREAM_END
     POST /api/v1/streams/slow       {"bytes_per_s": 1000, ...}: send no faster
     POST /api/v1/streams/stall      send nothing
@@ -8,7 +8,8 @@
     POST /api/v1/streams/drop       cut the connections
 
 The bodies choose streams by {"name": connection, "vb": partition}, both optional. The answer is the
-number of streams, {"streams": 3}, or for drop of connections, {"connections": 1}.
+number of open streams, {"streams": 3}, or for drop of connections, {"connections": 1}. Limits also
+apply to streams that are opened later, until `resume` with a choice that covers them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from dcp.server.admin.answers import (
     number_in,
     read_object,
 )
-from dcp.server.operate.operations import Operations, StreamChoice
+from dcp.server.operate.operations import Operations
+from dcp.stream.stream_limits import LIMITS_MAX, StreamChoice, TooManyLimitsError
 from dcp.wire.message import EndReason
 from vbucket.model.ids import NUM_VBUCKETS
 
@@ -46,7 +48,8 @@ def routes(operations: Operations) -> list[RouteSpec]:
         if vb is not None and vb_id is None:
             raise invalid(f"there is no vbucket {vb[:30]}")
         choice = StreamChoice(request.query_params.get("name"), vb_id)
-        return json_answer({"streams": operations.streams(choice)})
+        limits = operations.stream_limits()
+        return json_answer({"streams": operations.streams(choice), "limits": limits})
 
     async def close(request: Request) -> Response:
         body = await read_object(request, {}, {**_CHOICE, "reason": str})
@@ -60,15 +63,15 @@ def routes(operations: Operations) -> list[RouteSpec]:
         bytes_per_s = body["bytes_per_s"]
         if not 0 < bytes_per_s <= BYTES_PER_S_MAX:
             raise invalid(f'"bytes_per_s" must be 1 to {BYTES_PER_S_MAX}; stall sends nothing')
-        return _counted("streams", operations.limit_streams(_choice_of(body), bytes_per_s))
+        return _limited(operations, _choice_of(body), bytes_per_s)
 
     async def stall(request: Request) -> Response:
         body = await read_object(request, {}, _CHOICE)
-        return _counted("streams", operations.limit_streams(_choice_of(body), 0))
+        return _limited(operations, _choice_of(body), 0)
 
     async def resume(request: Request) -> Response:
         body = await read_object(request, {}, _CHOICE)
-        return _counted("streams", operations.limit_streams(_choice_of(body), None))
+        return _limited(operations, _choice_of(body), None)
 
     async def drop(request: Request) -> Response:
         body = await read_object(request, {}, _CHOICE)
@@ -89,6 +92,19 @@ def _choice_of(body: dict[str, Any]) -> StreamChoice:
     if vb_id is not None and not 0 <= vb_id < NUM_VBUCKETS:
         raise invalid(f"there is no vbucket {vb_id}")
     return StreamChoice(body.get("name"), vb_id)
+
+
+def _limited(operations: Operations, choice: StreamChoice, bytes_per_s: int | None) -> Response:
+    """Set a limit. It is no error if no stream is open: the limit is for streams to come, too."""
+    try:
+        return json_answer({"streams": operations.limit_streams(choice, bytes_per_s)})
+    except TooManyLimitsError:
+        raise AdminError(
+            HTTPStatus.CONFLICT,
+            "the limit is not set",
+            why=f"there are {LIMITS_MAX} limits of streams, and each stream looks through them",
+            try_this="dcpctl stream stall --resume",
+        ) from None
 
 
 def _counted(what: str, count: int) -> Response:
