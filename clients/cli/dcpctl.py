@@ -60,6 +60,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "get": ("document_commands:get", "Print a document."),
     "set": ("document_commands:set_", "Store a document."),
     "del": ("document_commands:delete", "Delete documents."),
+    "keys": ("keys_command:keys", "List keys, by prefix."),
     "watch": ("watch_command:watch", "Stream changes; can be resumed."),
     "import": ("import_command:import_", "Load a CSV or JSON lines file."),
     "seqnos": ("partition_commands:seqnos", "Show the high seqno of each partition."),

@@ -1,4 +1,4 @@
-"""A live server for the tests of dcpctl, and dcpctl in this process."""
+"""A live server for the tests of dcpctl, and dcpctl in this process. Each test has its own keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clients.cli.dcpctl import run
 from support.server import DcpdProcess
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory):
     with DcpdProcess(tmp_path_factory.mktemp("dcpctl") / "data") as process:
         yield process
@@ -37,7 +37,7 @@ def local_ctl(capfdbinary, monkeypatch, tmp_path):
 
 @pytest.fixture
 def ctl(server, local_ctl, monkeypatch):
-    """dcpctl that talks to the server of the module."""
+    """dcpctl that talks to the server, which all tests here share."""
     monkeypatch.setenv("DCPCTL_SERVER", server.address)
     return local_ctl
 

@@ -245,7 +245,7 @@ def test_import(ctl, tmp_path):
         ("a.jsonl", '{"key": 1}\n{"key"\n', "line 2"),
         ("a.jsonl", "[1]\n", "line 1"),
         ("a.jsonl", '{"other": 1}\n', "Its columns are: other"),
-        ("a.txt", "x", "must end in one of .csv"),
+        ("a.txt", "x", "does not end in one of .csv"),
     ],
 )
 def test_import_says_which_line(ctl, tmp_path, name, text, why):
