@@ -7,7 +7,8 @@ POST   /api/v1/users/{name}/grant     {"role", "prefix"?, "collection"?}: for al
 POST   /api/v1/users/{name}/revoke    {"role", "prefix"?, "collection"?}: all or one scope of it
 DELETE /api/v1/users/{name}
 
-Roles are read, write, stream, admin and replicate; without "roles" a user has all but the last. A
+With ?force=true, the last two take the role admin from the last user that has it, if the guest may
+log in. Roles are read, write, stream, admin and replicate; without "roles" a new user has read. A
 scope is {"prefix"?, "collection"?}; {} is everything.
 Changes apply to open connections at once.
 """
@@ -82,15 +83,15 @@ class _Users:
         """Take a role, or one scope of it, from a user."""
         name = request.path_params["name"]
         body = await read_object(request, {"role": str}, _SCOPE)
-        role, scope = _role_of(body["role"]), _scope_of(body)
-        rights = await self._change(lambda: self._users.revoke(name, role, scope))
+        role, scope, force = _role_of(body["role"]), _scope_of(body), _is_forced(request)
+        rights = await self._change(lambda: self._users.revoke(name, role, scope, force=force))
         return json_answer({"name": name, "roles": roles_document(rights)})
 
     async def remove(self, request: Request) -> Response:
         """Remove a user."""
         name = request.path_params["name"]
         try:
-            was_there = await asyncio.to_thread(self._users.remove, name)
+            was_there = await asyncio.to_thread(self._users.remove, name, force=_is_forced(request))
         except UserError as error:
             raise AdminError(
                 HTTPStatus.CONFLICT,
@@ -117,6 +118,10 @@ class _Users:
             raise _file_failed(error) from error
         self._users_changed()
         return result
+
+
+def _is_forced(request: Request) -> bool:
+    return request.query_params.get("force") == "true"
 
 
 def _role_of(text: str) -> Role:
