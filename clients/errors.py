@@ -137,8 +137,8 @@ class AuthenticationError(DcpdError):
     """The server refused the user or the password."""
 
     default_hint = (
-        "Set --user and --password (guest/guest works from loopback only), or add the user:"
-        " dcpctl user add NAME"
+        "Check the user and the password (dcpctl: --user, and a prompt, --password-file or"
+        " DCPCTL_PASSWORD). guest/guest works from loopback only; dcpctl user add NAME adds a user."
     )
 
 
