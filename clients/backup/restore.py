@@ -28,7 +28,7 @@ from clients.backup.archive_errors import BackupError
 from clients.backup.archive_manifest import RunRecord
 from clients.backup.point import Point
 from clients.backup.reading import Damage, Findings, PointReader, View
-from clients.backup.restore_compare import NewerOnServer, Sample, newer_on_server
+from clients.backup.restore_compare import KeptSample, NewerOnServer, newer_on_server
 from clients.backup.restore_link import RESTORE_FEATURES, RETRY_PAUSE_S, RestoreWriter
 from clients.backup.restore_load import SKIP_CONFLICT_RESOLUTION, Load, Loader
 from clients.backup.run import collections_of
@@ -180,7 +180,7 @@ class Restore:
             address, topology, self._options,
             features=self._features, retry_pause_s=self._retry_pause_s,
         )  # fmt: skip
-        sample = Sample()
+        sample = KeptSample()
         try:
             for view in self._views():
                 for load in self._loads(view):

@@ -48,7 +48,7 @@ class NewerOnServer(NamedTuple):
     deleted: int
 
 
-class Sample:
+class KeptSample:
     """The first documents that a restore sends."""
 
     def __init__(self) -> None:
