@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from clients.spark.progress import rows_behind, seqnos_read
     from clients.spark.sink import apply_changes, read_table
     from clients.spark.source import DcpDataSource
+    from clients.spark.workers import WorkerPythonError, check_workers
 
 __all__ = [
-    "DcpDataSource", "JavaMissingError", "OptionError", "StreamGoneError", "apply_changes",
-    "check_java", "read_table", "rows_behind", "seqnos_read",
+    "DcpDataSource", "JavaMissingError", "OptionError", "StreamGoneError", "WorkerPythonError",
+    "apply_changes", "check_java", "check_workers", "read_table", "rows_behind", "seqnos_read",
 ]  # fmt: skip
 
 _PLACES: Final = {
@@ -29,8 +30,10 @@ _PLACES: Final = {
     "JavaMissingError": "java",
     "OptionError": "options",
     "StreamGoneError": "fetch_core",
+    "WorkerPythonError": "workers",
     "apply_changes": "sink",
     "check_java": "java",
+    "check_workers": "workers",
     "read_table": "sink",
     "rows_behind": "progress",
     "seqnos_read": "progress",
@@ -54,4 +57,22 @@ def __getattr__(name: str) -> Any:
             " (and Java 17 or newer)",
             name=error.name,
         ) from error
-    return getattr(module, name)
+    if name == "DcpDataSource":
+        _warn_about_workers()
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def _warn_about_workers() -> None:
+    """Warn if the workers on this machine cannot run the source. Spark's own error would name a
+    missing module, and not where.
+    """
+    import warnings
+
+    from clients.spark.workers import WorkerPythonError, check_workers
+
+    try:
+        check_workers()
+    except WorkerPythonError as error:
+        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
