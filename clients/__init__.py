@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from clients.lazy_names import lazy_names
+from dcp import __version__
 
 if TYPE_CHECKING:
     from clients.address import ServerAddress, parse_address
@@ -20,21 +21,45 @@ if TYPE_CHECKING:
         CheckpointFile,
         CheckpointStore,
         MemoryCheckpoint,
+        decode_checkpoint,
         decode_position,
+        encode_checkpoint,
         encode_position,
     )
     from clients.checkpoint.lmdb_checkpoint import LmdbCheckpoint
     from clients.checkpoint.server_checkpoint import ServerCheckpoint
     from clients.consumer.batch_reader import Delivery
     from clients.consumer.consumer import Consumer
-    from clients.consumer.counters import ConsumerMetrics, export_prometheus
+    from clients.consumer.counters import ConsumerMetrics, Measured, export_prometheus
     from clients.consumer.group import Group
+    from clients.consumer.rollback_strategy import OnRollback
+    from clients.consumer.starting_point import Start
     from clients.errors import (
+        AmbiguousWriteError,
+        AuthenticationError,
+        CasMismatchError,
         CheckpointError,
         ConnectError,
+        ConnectionLostError,
         DcpdError,
+        ExistsError,
         HistoryBranchedError,
+        InvalidRequestError,
+        NoAccessError,
+        NotFoundError,
+        NotMyVbucketError,
+        OperationTimeoutError,
+        RangeError,
+        RollbackRequiredError,
+        ServerError,
+        StatusError,
         StreamViolationError,
+        TemporaryError,
+        TooBigError,
+        TopologyError,
+        UnknownCollectionError,
+        UnsupportedError,
+        WrongProtocolError,
     )
     from clients.event import (
         Deletion,
@@ -49,9 +74,11 @@ if TYPE_CHECKING:
         StreamOpened,
         SystemEvent,
     )
-    from clients.kv.client import KvClient
+    from clients.kv.client import KvClient, Pipeline
     from clients.kv.sync_client import SyncKv
+    from clients.link.topology import ClusterNode, Topology
     from clients.mirror.mirror import Mirror
+    from clients.operation import Document, MutationResult, Outcome, vbucket_of
     from clients.position import Position
     from clients.sync import SyncConsumer, SyncMirror
 
@@ -60,31 +87,47 @@ __getattr__ = lazy_names(
     {
         "address": "ServerAddress parse_address",
         "checkpoint.checkpoint": "AsyncCheckpointStore Checkpoint CheckpointFile CheckpointStore"
-        " MemoryCheckpoint decode_position encode_position",
+        " MemoryCheckpoint decode_checkpoint decode_position encode_checkpoint"
+        " encode_position",
         "checkpoint.lmdb_checkpoint": "LmdbCheckpoint",
         "checkpoint.server_checkpoint": "ServerCheckpoint",
-        "consumer.consumer": "Consumer",
-        "consumer.group": "Group",
-        "consumer.counters": "ConsumerMetrics export_prometheus",
         "consumer.batch_reader": "Delivery",
-        "sync": "SyncConsumer SyncMirror",
-        "errors": "CheckpointError ConnectError DcpdError HistoryBranchedError"
-        " StreamViolationError",
-        "event": "Deletion Event Mutation Rollback SeqnoAdvanced SnapshotEnd SnapshotStart"
-        " StreamEnded StreamFailed StreamOpened SystemEvent",
-        "kv.client": "KvClient",
+        "consumer.consumer": "Consumer",
+        "consumer.counters": "ConsumerMetrics Measured export_prometheus",
+        "consumer.group": "Group",
+        "consumer.rollback_strategy": "OnRollback",
+        "consumer.starting_point": "Start",
+        "errors": "AmbiguousWriteError AuthenticationError CasMismatchError"
+        " CheckpointError ConnectError ConnectionLostError DcpdError ExistsError"
+        " HistoryBranchedError InvalidRequestError NoAccessError NotFoundError"
+        " NotMyVbucketError OperationTimeoutError RangeError RollbackRequiredError"
+        " ServerError StatusError StreamViolationError TemporaryError TooBigError"
+        " TopologyError UnknownCollectionError UnsupportedError WrongProtocolError",
+        "event": "Deletion Event Mutation Rollback SeqnoAdvanced SnapshotEnd"
+        " SnapshotStart StreamEnded StreamFailed StreamOpened SystemEvent",
+        "kv.client": "KvClient Pipeline",
         "kv.sync_client": "SyncKv",
+        "link.topology": "ClusterNode Topology",
         "mirror.mirror": "Mirror",
+        "operation": "Document MutationResult Outcome vbucket_of",
         "position": "Position",
+        "sync": "SyncConsumer SyncMirror",
     },
 )
 
 __all__ = [
-    "AsyncCheckpointStore", "Checkpoint", "CheckpointError", "CheckpointFile", "CheckpointStore",
-    "ConnectError", "Consumer", "ConsumerMetrics", "DcpdError", "Deletion", "Delivery", "Event",
-    "Group", "HistoryBranchedError", "KvClient", "LmdbCheckpoint", "MemoryCheckpoint", "Mirror",
-    "Mutation", "Position", "Rollback", "SeqnoAdvanced", "ServerAddress", "ServerCheckpoint",
-    "SnapshotEnd", "SnapshotStart", "StreamEnded", "StreamFailed", "StreamOpened",
-    "StreamViolationError", "SyncConsumer", "SyncKv", "SyncMirror", "SystemEvent",
-    "decode_position", "encode_position", "export_prometheus", "parse_address",
+    "AmbiguousWriteError", "AsyncCheckpointStore", "AuthenticationError", "CasMismatchError",
+    "Checkpoint", "CheckpointError", "CheckpointFile", "CheckpointStore", "ClusterNode",
+    "ConnectError", "ConnectionLostError", "Consumer", "ConsumerMetrics", "DcpdError", "Deletion",
+    "Delivery", "Document", "Event", "ExistsError", "Group", "HistoryBranchedError",
+    "InvalidRequestError", "KvClient", "LmdbCheckpoint", "Measured", "MemoryCheckpoint", "Mirror",
+    "Mutation", "MutationResult", "NoAccessError", "NotFoundError", "NotMyVbucketError",
+    "OnRollback", "OperationTimeoutError", "Outcome", "Pipeline", "Position", "RangeError",
+    "Rollback", "RollbackRequiredError", "SeqnoAdvanced", "ServerAddress", "ServerCheckpoint",
+    "ServerError", "SnapshotEnd", "SnapshotStart", "Start", "StatusError", "StreamEnded",
+    "StreamFailed", "StreamOpened", "StreamViolationError", "SyncConsumer", "SyncKv", "SyncMirror",
+    "SystemEvent", "TemporaryError", "TooBigError", "Topology", "TopologyError",
+    "UnknownCollectionError", "UnsupportedError", "WrongProtocolError", "__version__",
+    "decode_checkpoint", "decode_position", "encode_checkpoint", "encode_position",
+    "export_prometheus", "parse_address", "vbucket_of",
 ]  # fmt: skip

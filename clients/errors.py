@@ -1,7 +1,8 @@
 """The errors of the clients, as one tree.
 
     DcpdError                   .status .vb_id .key .node .retry .hint
-    ├── ConnectError            cannot connect, or the peer does not speak the protocol
+    ├── ConnectError            cannot connect
+    │   └── WrongProtocolError  the port answers, but it is not a key-value port
     ├── ConnectionLostError     the connection broke with requests pending: their outcome is unknown
     ├── OperationTimeoutError   no answer in time (also a TimeoutError): the outcome is unknown
     ├── AuthenticationError     wrong user or password
@@ -84,7 +85,7 @@ class DcpdError(Exception):
 
 
 class ConnectError(DcpdError):
-    """The client cannot connect, or the peer does not speak the protocol."""
+    """The client cannot connect."""
 
     retry = True
     default_hint = "Check that the server is running and the address is right. Start one: dcpd"
@@ -96,6 +97,28 @@ class ConnectError(DcpdError):
         name = errorcode.get(error.errno or 0)
         reason = _REASONS.get(name or "", error.strerror or str(error))
         return cls(f"cannot connect: {reason}", node=node)
+
+
+class WrongProtocolError(ConnectError):
+    """The port answers, but does not speak the key-value protocol."""
+
+    retry = False
+    default_hint = "Check that this is the key-value port of a dcpd (11210 unless you changed it)."
+
+    @classmethod
+    def of_bytes(cls, received: bytes, why: str, node: str) -> WrongProtocolError:
+        """Return the error for bytes that are not part of the protocol; `why` says what is wrong.
+
+        HTTP has its own text: the admin port is easily mistaken for the key-value port.
+        """
+        if not received.startswith(b"HTTP/"):
+            return cls(f"the peer does not speak the protocol: {why}", node=node)
+        return cls(
+            "this port answers with HTTP: it is an admin port or a web server",
+            node=node,
+            hint="Use the key-value port (11210 by default). dcpd prints both ports when it starts,"
+            " and dcpctl finds the admin port through the key-value port.",
+        )
 
 
 class ConnectionLostError(DcpdError):
@@ -114,8 +137,8 @@ class AuthenticationError(DcpdError):
     """The server refused the user or the password."""
 
     default_hint = (
-        "Set --user and --password (guest/guest works from loopback only), or add the user:"
-        " dcpctl user add NAME"
+        "Check the user and the password (dcpctl: --user, and a prompt, --password-file or"
+        " DCPCTL_PASSWORD). guest/guest works from loopback only; dcpctl user add NAME adds a user."
     )
 
 

@@ -15,12 +15,13 @@ from struct import Struct
 from typing import Final, NamedTuple, TypeVar
 from zlib import crc32
 
-from clients.errors import ConnectError, DcpdError, error_from_status
-from dcp.wire.frame import HEADER, MAX_KEY_BYTES, Frame, RemoteProtocolError
+from clients.errors import ConnectError, DcpdError, TooBigError, error_from_status
+from dcp.wire.frame import HEADER, MAX_KEY_BYTES, MAX_VALUE_BYTES, Frame, RemoteProtocolError
 from dcp.wire.message import MUTATION_TOKEN, U32
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
-from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
+from vbucket.model import ids
+from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, NUM_VBUCKETS
 
 Operation = tuple[int, bytes, bytes, bytes, int]
 
@@ -71,11 +72,42 @@ Outcome = Document | MutationResult | DcpdError
 
 
 def key_bytes(key: bytes | str) -> bytes:
-    """Return the key as the wire has it. Raises ValueError when it is empty or too long."""
-    raw = key.encode() if isinstance(key, str) else key
+    """Return the key as the wire has it.
+
+    Raises ValueError when it is empty or too long, TypeError when it is neither str nor bytes.
+    """
+    raw: object = key.encode() if isinstance(key, str) else key
+    if not isinstance(raw, bytes):
+        raise TypeError(f"a key is str or bytes, not {type(key).__name__}")
     if not 0 < len(raw) <= MAX_KEY_BYTES:
         raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, this one {len(raw)}: {raw[:40]!r}")
     return raw
+
+
+def value_bytes(value: object, key: bytes, what: str) -> bytes:
+    """Return the value as the wire has it; `what` names the operation in errors.
+
+    Raises TypeError for anything but bytes (a str has many encodings, so the caller chooses one),
+    and TooBigError for a value that the server would refuse, before it is sent.
+    """
+    if not isinstance(value, bytes | bytearray | memoryview):
+        advice = ": use value.encode()" if isinstance(value, str) else ""
+        raise TypeError(f"a value is bytes, not {type(value).__name__}{advice} (key {key!r})")
+    raw = value if isinstance(value, bytes) else bytes(value)
+    if len(raw) > MAX_VALUE_BYTES:
+        raise TooBigError(
+            f"{what}: the value has {len(raw)} bytes, and the limit is {MAX_VALUE_BYTES} (20 MiB);"
+            " nothing was sent",
+            status=Status.E2BIG,
+            key=key,
+            hint="Split the document, or store the content elsewhere and a reference to it here.",
+        )
+    return raw
+
+
+def vbucket_of(key: bytes | str, num_vbuckets: int = NUM_VBUCKETS) -> int:
+    """Return the partition of a key. Raises as `key_bytes`."""
+    return ids.vbucket_of(key_bytes(key), num_vbuckets)
 
 
 def get_operation(key: bytes | str) -> Operation:
@@ -116,10 +148,11 @@ def results_of(value: bytes) -> list[tuple[int, bytes]]:
 def store_operation(
     opcode: Opcode, key: bytes | str, value: bytes, flags: int = 0, expiry_s: int = 0, cas: int = 0
 ) -> Operation:
-    """Return a SET, ADD or REPLACE."""
+    """Return a SET, ADD or REPLACE. Raises as `key_bytes` and `value_bytes`."""
     assert opcode in _STORES
     extras = STORE_EXTRAS.pack(flags, expiry_s) if flags or expiry_s else _NO_OPTIONS
-    return opcode, key_bytes(key), extras, value, cas
+    raw = key_bytes(key)
+    return opcode, raw, extras, value_bytes(value, raw, _NAMES[opcode]), cas
 
 
 def delete_operation(key: bytes | str, cas: int = 0) -> Operation:

@@ -26,6 +26,7 @@ from typing import Any, Generic, Self, TypeVar
 from clients.checkpoint.checkpoint import Checkpoint
 from clients.consumer.batch_reader import Delivery
 from clients.consumer.consumer import Consumer
+from clients.consumer.counters import ConsumerMetrics
 from clients.event import Event
 from clients.mirror.mirror import Mirror
 
@@ -166,6 +167,11 @@ class SyncConsumer(_Looped[Consumer]):
     def consumer(self) -> Consumer:
         """The Consumer itself. Read its attributes; its methods belong to the loop's thread."""
         return self._held
+
+    @property
+    def metrics(self) -> ConsumerMetrics:
+        """The consumer's counters. They are numbers, so any thread may read them."""
+        return self._held.metrics
 
     def batches(self) -> Iterator[list[Event]]:
         """Yield events in batches."""

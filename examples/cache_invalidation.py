@@ -12,8 +12,7 @@ key of the partition, because a cached value may have been undone.
 import asyncio
 import sys
 
-from clients import Consumer, Deletion, KvClient, Mutation, Rollback, StreamFailed
-from vbucket.model.ids import vbucket_of
+from clients import Consumer, Deletion, KvClient, Mutation, Rollback, StreamFailed, vbucket_of
 
 
 class Cache:

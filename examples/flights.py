@@ -41,11 +41,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from writer import WriteFailedError, Writer
 
-from clients.consumer import Consumer
-from clients.errors import DcpdError
-from clients.event import Mutation
-from clients.kv import KvClient
-from vbucket.model.ids import vbucket_of
+from clients import Consumer, DcpdError, KvClient, Mutation, vbucket_of
 
 BRANCHES = 12
 """Partitions that get a history branch."""

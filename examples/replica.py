@@ -22,10 +22,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from clients.checkpoint import Checkpoint, decode_checkpoint, encode_checkpoint
-from clients.consumer import Consumer
-from clients.errors import DcpdError
-from clients.event import Deletion, Event, Mutation, Rollback, StreamFailed
+from clients import (
+    Checkpoint,
+    Consumer,
+    DcpdError,
+    Deletion,
+    Event,
+    Mutation,
+    Rollback,
+    StreamFailed,
+    decode_checkpoint,
+    encode_checkpoint,
+)
 
 COMMIT_INTERVAL_S = 0.2
 SCHEMA = """

@@ -34,12 +34,15 @@ from flight_data import DataError, Flight, read_flights
 from processes import ProcessFailedError, ServerProcess
 from writer import WriteFailedError, Writer
 
-from clients.errors import DcpdError
-from clients.kv import KvClient
-from clients.spark import DcpDataSource, apply_changes, check_java, read_table
-from clients.spark.java import JavaMissingError
-from clients.spark.progress import seqnos_read
-from vbucket.model.ids import vbucket_of
+from clients import DcpdError, KvClient, vbucket_of
+from clients.spark import (
+    DcpDataSource,
+    JavaMissingError,
+    apply_changes,
+    check_java,
+    read_table,
+    seqnos_read,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

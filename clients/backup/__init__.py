@@ -14,4 +14,30 @@
     archive_check
 
 The format is docs/backup.md.
+The errors can be imported from here.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from clients.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from clients.backup.archive_errors import (
+        ArchiveDamagedError,
+        ArchiveError,
+        ArchiveFormatError,
+        ArchiveLockedError,
+        ArchiveMissingError,
+        BackupError,
+        MissingExtraError,
+        PointError,
+    )
+
+__all__ = [
+    "ArchiveDamagedError", "ArchiveError", "ArchiveFormatError", "ArchiveLockedError",
+    "ArchiveMissingError", "BackupError", "MissingExtraError", "PointError",
+]  # fmt: skip
+
+__getattr__ = lazy_names(__name__, {"archive_errors": " ".join(__all__)})

@@ -28,6 +28,7 @@ from clients.backup.archive_errors import BackupError
 from clients.backup.archive_manifest import RunRecord
 from clients.backup.point import Point
 from clients.backup.reading import Damage, Findings, PointReader, View
+from clients.backup.restore_compare import KeptSample, NewerOnServer, newer_on_server
 from clients.backup.restore_link import RESTORE_FEATURES, RETRY_PAUSE_S, RestoreWriter
 from clients.backup.restore_load import SKIP_CONFLICT_RESOLUTION, Load, Loader
 from clients.backup.run import collections_of
@@ -76,6 +77,16 @@ class RestoreReport(NamedTuple):
     created: tuple[str, ...]
     """Collections that were created."""
     seconds: float
+    newer: NewerOnServer | None = None
+    """If nothing was written: how many documents are newer on the server."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the server has now what the archive has, or a version that was merged with it.
+
+        It has not if everything was kept and some of that is newer than in the archive.
+        """
+        return not self.refused and (self.newer is None or not self.newer.newer)
 
 
 class _Counts:
@@ -169,9 +180,11 @@ class Restore:
             address, topology, self._options,
             features=self._features, retry_pause_s=self._retry_pause_s,
         )  # fmt: skip
+        sample = KeptSample()
         try:
             for view in self._views():
                 for load in self._loads(view):
+                    sample.take(load)
                     await writer.send(load)
             await writer.finish()
         finally:
@@ -180,10 +193,14 @@ class Restore:
             status: (count, writer.examples[status]) for status, count in writer.refused.items()
         }
         plan = self._counts.plan(self.runs, self._names, self._broken)
-        lost = writer.kept_newer + sum(writer.refused.values())
+        written = plan.documents + plan.deletions - writer.kept_newer
+        written -= sum(writer.refused.values())
+        newer = None
+        if writer.kept_newer and not written:
+            newer = await newer_on_server(address, topology, sample.kept)
         return RestoreReport(
-            plan, plan.documents + plan.deletions - lost, writer.kept_newer, writer.replaced_cas,
-            refused, created, time.monotonic() - began_s,
+            plan, written, writer.kept_newer, writer.replaced_cas,
+            refused, created, time.monotonic() - began_s, newer,
         )  # fmt: skip
 
     # -- inside --------------------------------------------------------------------------------

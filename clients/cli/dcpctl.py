@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, Final, NamedTuple, TypeVar
 
 import click
 
-from clients.address import DEFAULT_PORT, DEFAULT_TLS_PORT, ServerAddress, parse_address
+from clients.address import ServerAddress
+from clients.cli.login import DEFAULT_SERVER, WAYS, Given, address_of
 from clients.errors import (
     AuthenticationError,
     CasMismatchError,
@@ -57,9 +59,11 @@ EXIT_CODES_TEXT: Final = (
 )
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "ping": ("ping_command:ping", "Check that the server answers; can wait for it."),
     "get": ("document_commands:get", "Print a document."),
     "set": ("document_commands:set_", "Store a document."),
     "del": ("document_commands:delete", "Delete documents."),
+    "keys": ("keys_command:keys", "List keys, by prefix."),
     "watch": ("watch_command:watch", "Stream changes; can be resumed."),
     "import": ("import_command:import_", "Load a CSV or JSON lines file."),
     "seqnos": ("partition_commands:seqnos", "Show the high seqno of each partition."),
@@ -73,6 +77,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "collection": ("collection_commands:collection", "List, create and drop collections."),
     "backup": ("backup_commands:backup", "Back up to an archive, and restore from it."),
     "user": ("user_commands:user", "Manage users and their roles."),
+    "context": ("context_commands:context", "Save servers and logins under names."),
     "quarantine": ("quarantine_command:quarantine", "Show changes that a replica has cut off."),
     "verify": ("verify_command:verify", "Check a data folder that no server uses."),
     "completion": ("completion_command:completion", "Print a script for a shell's completion."),
@@ -83,39 +88,25 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 class Target(NamedTuple):
     """The options that all commands share."""
 
-    server: str
-    user: str | None
-    password: str | None
-    timeout_s: float
-    output: str | None
-    tls_ca: str | None = None
-    tls_cert: str | None = None
+    given: Given = Given()
+    timeout_s: float = 10.0
+    output: str | None = None
+    waits: bool = False
+    """Whether the command waits until the server answers."""
 
     @property
     def address(self) -> ServerAddress:
-        """The server's address with credentials. Raises click.UsageError."""
-        try:
-            address = parse_address(self.server)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
-        if self.tls_ca is not None or self.tls_cert is not None:
-            # --tls-ca and --tls-cert imply TLS, and the default plain port never speaks TLS.
-            port = DEFAULT_TLS_PORT if address.port == DEFAULT_PORT else address.port
-            address = address._replace(
-                is_tls=True,
-                port=port,
-                tls_ca=self.tls_ca or address.tls_ca,
-                tls_cert=self.tls_cert or address.tls_cert,
-            )
-        if self.user is not None:
-            address = address._replace(user=self.user)
-        if self.password is not None:
-            address = address._replace(password=self.password)
-        return address
+        """The server's address with credentials, from `clients.cli.login`; the terminal is asked
+        once. Raises click.UsageError, ContextError.
+        """
+        return _address_of(self.given)
 
     def output_or(self, default: str) -> str:
         """Return the output mode, or `default` if none was given."""
         return self.output or default
+
+
+_address_of: Final = lru_cache(maxsize=1)(address_of)
 
 
 class LazyGroup(click.Group):
@@ -154,13 +145,28 @@ class LazyGroup(click.Group):
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+
+def refuse_password(
+    _ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> str | None:
+    """Refuse a password on the command line: the process list shows it to every user."""
+    if value is not None:
+        raise click.UsageError(
+            f"{parameter.opts[0]} would show the password to other users of this machine. {WAYS}"
+        )
+    return None
+
+
 _SHARED: Final = (
-    click.option("--server", metavar="HOST:PORT", help="Server [DCPCTL_SERVER].", hidden=True),
+    click.option("--server", metavar="HOST:PORT", hidden=True),
+    click.option("--context", metavar="NAME", hidden=True),
     click.option("--user", metavar="NAME", hidden=True),
-    click.option("--password", metavar="TEXT", hidden=True),
+    click.option("--password", callback=refuse_password, expose_value=False, hidden=True),
+    click.option("--password-file", metavar="FILE", hidden=True),
     click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", hidden=True),
     click.option("--tls-ca", metavar="FILE", hidden=True),
     click.option("--tls-cert", metavar="FILE", hidden=True),
+    click.option("--wait", "waits", is_flag=True, default=None, hidden=True),
     click.option(
         "-o", "--output", type=click.Choice(["table", "plain", "json", "raw"]),
         help="Output: table, plain, json (one object per line) or raw.",
@@ -176,24 +182,25 @@ def with_target(command: _F) -> _F:
     def run(**arguments: Any) -> Any:
         shared = {name: arguments.pop(name) for name in _SHARED_NAMES}
         context = click.get_current_context()
-        given = {name: value for name, value in shared.items() if value is not None}
-        target = context.find_object(Target) or Target("127.0.0.1:11210", None, None, 10.0, None)
-        return command(target=target._replace(**given), **arguments)
+        options = {name: value for name, value in shared.items() if value is not None}
+        target = context.find_object(Target) or Target()
+        login = {name: options.pop(name) for name in Given._fields if name in options}
+        if not {"server", "context"}.isdisjoint(login):
+            # The option of the command takes the place of either option before it.
+            login = {"server": None, "context": None, **login}
+        target = target._replace(given=target.given._replace(**login), **options)
+        if target.waits:
+            from clients.cli.readiness import wait_until_ready
+
+            wait_until_ready(target.address, target.timeout_s)
+        return command(target=target, **arguments)
 
     for option in reversed(_SHARED):
         run = option(run)
     return run  # type: ignore[return-value]  # click's options keep a function a function
 
 
-_SHARED_NAMES: Final = (
-    "server",
-    "user",
-    "password",
-    "timeout_s",
-    "tls_ca",
-    "tls_cert",
-    "output",
-)
+_SHARED_NAMES: Final = (*Given._fields, "timeout_s", "waits", "output")
 
 
 def help_text(summary: str, *examples: str) -> str:
@@ -208,6 +215,7 @@ def help_text(summary: str, *examples: str) -> str:
         "Work with a dcpd server: documents, change streams, partitions, backups.",
         """dcpctl set user:1 '{"name":"Ada"}'""",
         "dcpctl get user:1",
+        "dcpctl ping --wait",
         "dcpctl watch",
         "dcpctl watch --state changes.ckpt -o json",
         "dcpctl import flights.csv --key tailnum",
@@ -217,43 +225,46 @@ def help_text(summary: str, *examples: str) -> str:
     epilog=EXIT_CODES_TEXT,
 )
 @click.option(
-    "--server", envvar="DCPCTL_SERVER", default="127.0.0.1:11210", show_default=True,
-    metavar="HOST:PORT",
-    help="Server, also as dcpd://user:password@host:port or dcpds:// (TLS) [DCPCTL_SERVER].",
+    "--server", metavar="HOST:PORT",
+    help="Server, also as dcpd://host:port or dcpds:// (TLS)"
+    f" [DCPCTL_SERVER; default {DEFAULT_SERVER}].",
 )  # fmt: skip
 @click.option(
-    "--user", envvar="DCPCTL_USER", metavar="NAME", help="User, guest by default [DCPCTL_USER]."
-)
+    "--context", metavar="NAME",
+    help="Server and login that were saved with dcpctl context add [DCPCTL_CONTEXT].",
+)  # fmt: skip
 @click.option(
-    "--password", envvar="DCPCTL_PASSWORD", metavar="TEXT", help="Password [DCPCTL_PASSWORD]."
-)
+    "--user", metavar="NAME",
+    help="User, guest by default. The command asks for the password, unless --password-file,"
+    " DCPCTL_PASSWORD or a context has it [DCPCTL_USER].",
+)  # fmt: skip
+@click.option("--password", callback=refuse_password, expose_value=False, hidden=True)
+@click.option(
+    "--password-file", metavar="FILE",
+    help="Read the password from the first line of a file; - is standard input"
+    " [DCPCTL_PASSWORD_FILE].",
+)  # fmt: skip
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0.01), default=10.0, show_default=True,
     metavar="SECONDS", help="Time to wait for an answer.",
 )  # fmt: skip
+@click.option("--tls-ca", metavar="FILE", help="Use TLS and trust this CA (PEM) [DCPCTL_TLS_CA].")
 @click.option(
-    "--tls-ca", envvar="DCPCTL_TLS_CA", metavar="FILE",
-    help="Use TLS and trust this CA (PEM) [DCPCTL_TLS_CA].",
+    "--tls-cert", metavar="FILE",
+    help="Use TLS with this client certificate and key (PEM) [DCPCTL_TLS_CERT].",
 )  # fmt: skip
 @click.option(
-    "--tls-cert", envvar="DCPCTL_TLS_CERT", metavar="FILE",
-    help="Use TLS with this client certificate and key (PEM) [DCPCTL_TLS_CERT].",
+    "--wait", "waits", is_flag=True,
+    help="Wait until the server answers: 30 seconds, or --timeout if that is longer.",
 )  # fmt: skip
 @click.option("-o", "--output", type=click.Choice(["table", "plain", "json", "raw"]), hidden=True)
 @click.version_option(__version__, prog_name="dcpctl")
 @click.pass_context
 def cli(
-    ctx: click.Context,
-    server: str,
-    user: str | None,
-    password: str | None,
-    timeout_s: float,
-    tls_ca: str | None,
-    tls_cert: str | None,
-    output: str | None,
+    ctx: click.Context, /, *, timeout_s: float, waits: bool, output: str | None, **login: str | None
 ) -> None:
     """Work with a dcpd server: documents, change streams, partitions."""
-    ctx.obj = Target(server, user, password, timeout_s, output, tls_ca, tls_cert)
+    ctx.obj = Target(Given(**login), timeout_s, output, waits)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -263,6 +274,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str] | None = None) -> int:
     """Run dcpctl; return the exit code."""
+    _address_of.cache_clear()
     try:
         result = cli.main(arguments, prog_name="dcpctl", standalone_mode=False)
     except click.UsageError as error:

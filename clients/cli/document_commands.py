@@ -7,7 +7,16 @@ import sys
 import click
 
 from clients.cli.dcpctl import EXIT_NOT_FOUND, Target, complain, help_text, with_target
-from clients.cli.output import is_terminal, shown, text_fields, write_json, write_raw
+from clients.cli.output import (
+    VALUE_STYLES,
+    ValueStyle,
+    is_terminal,
+    shown,
+    text_fields,
+    value_fields,
+    write_json,
+    write_raw,
+)
 from clients.errors import NotFoundError
 from clients.kv.sync_client import SyncKv
 from clients.operation import MutationResult, key_bytes
@@ -28,8 +37,13 @@ def _decoded(xattrs: dict[str, bytes]) -> dict[str, object]:
     return {name: json.loads(text) for name, text in xattrs.items()}
 
 
-def _connect(target: Target) -> SyncKv:
-    return SyncKv(target.address, timeout_s=target.timeout_s)
+_COLLECTION = click.option(
+    "--collection", metavar="SCOPE.COLLECTION", help="In this collection, not the default one."
+)
+
+
+def _connect(target: Target, collection: str | None) -> SyncKv:
+    return SyncKv(target.address, timeout_s=target.timeout_s, collection=collection)
 
 
 @click.command(
@@ -40,18 +54,26 @@ def _connect(target: Target) -> SyncKv:
         "dcpctl get photo > photo.jpg",
         "dcpctl get user:1 -o json",
         "dcpctl get user:1 --xattrs",
+        "dcpctl get 1001 --collection shop.orders",
     ),
 )
 @click.argument("key")
+@_COLLECTION
 @click.option("--xattrs", is_flag=True, help="Print XATTRs, too; as JSON.")
+@click.option(
+    "--value", "style", type=click.Choice(VALUE_STYLES), default="json", show_default=True,
+    help="The value in -o json: an object or array as JSON, as text, or as base64.",
+)  # fmt: skip
 @with_target
-def get(*, target: Target, key: str, xattrs: bool) -> None:
+def get(
+    *, target: Target, key: str, collection: str | None, xattrs: bool, style: ValueStyle
+) -> None:
     """Print a document: as a line on a terminal, or as its exact bytes when piped."""
     found: dict[str, bytes] = {}
     mode = target.output_or("json" if xattrs else "plain" if is_terminal() else "raw")
     if xattrs and mode != "json":
         raise click.UsageError("--xattrs prints JSON: leave out -o, or use -o json")
-    with _connect(target) as kv:
+    with _connect(target, collection) as kv:
         if xattrs:
             document, found = kv.get_with_xattrs(_key(key))
         else:
@@ -60,7 +82,7 @@ def get(*, target: Target, key: str, xattrs: bool) -> None:
         write_json(
             {
                 **text_fields("key", _key(key)),
-                **text_fields("value", document.value),
+                **value_fields(document.value, style),
                 "cas": str(document.cas),
                 "flags": document.flags,
                 **({"xattrs": _decoded(found)} if xattrs else {}),
@@ -81,10 +103,12 @@ def get(*, target: Target, key: str, xattrs: bool) -> None:
         "dcpctl set photo - < photo.jpg",
         "dcpctl set user:1 v2 --cas 1795262141941612544",
         "dcpctl set lock me --add",
+        "dcpctl set 1001 '{}' --collection shop.orders",
     ),
 )
 @click.argument("key")
 @click.argument("value", required=False)
+@_COLLECTION
 @click.option(
     "--flags", type=click.IntRange(0, 2**32 - 1), default=0, help="32 bits for your own use."
 )
@@ -103,6 +127,7 @@ def set_(
     target: Target,
     key: str,
     value: str | None,
+    collection: str | None,
     flags: int,
     expiry: int,
     cas: int,
@@ -121,7 +146,7 @@ def set_(
     else:
         raw_value = value.encode(errors="surrogateescape")
     opcode = {"add": Opcode.ADD, "replace": Opcode.REPLACE}.get(rule or "", Opcode.SET)
-    with _connect(target) as kv:
+    with _connect(target, collection) as kv:
         result = kv.store(opcode, raw_key, raw_value, flags=flags, expiry_s=expiry, cas=cas)
     _show_mutation(target, "stored", raw_key, result)
 
@@ -132,19 +157,21 @@ def set_(
         "Delete documents.",
         "dcpctl del user:1",
         "dcpctl del user:1 user:2",
+        "dcpctl del 1001 --collection shop.orders",
     ),
 )
 @click.argument("keys", metavar="KEY...", nargs=-1, required=True)
+@_COLLECTION
 @click.option(
     "--cas", type=click.IntRange(0, 2**64 - 1), default=0, help="Only if the document has this CAS."
 )
 @with_target
-def delete(*, target: Target, keys: tuple[str, ...], cas: int) -> int:
+def delete(*, target: Target, keys: tuple[str, ...], collection: str | None, cas: int) -> int:
     """Delete documents."""
     if cas and len(keys) > 1:
         raise click.UsageError("--cas works with one KEY only: every document has its own CAS")
     exit_code = 0
-    with _connect(target) as kv:
+    with _connect(target, collection) as kv:
         for key in keys:
             raw_key = _key(key)
             try:

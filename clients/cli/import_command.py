@@ -1,4 +1,4 @@
-"""dcpctl import: load a CSV or JSON lines file.
+"""dcpctl import: load CSV or JSON lines, from a file or a pipe.
 
 Each row becomes one document: a JSON object with its columns. One column holds the key. The
 asyncio client sends the rows in batches, and reads the next batch while the server stores the last.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import csv
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -18,7 +19,7 @@ import msgspec
 
 from clients.cli.dcpctl import EXIT_PARTIAL, Target, complain, help_text, with_target
 from clients.cli.output import write_json, write_raw
-from clients.errors import DcpdError
+from clients.errors import DcpdError, TooBigError
 from clients.kv.client import KvClient
 from clients.operation import Operation, store_operation
 from dcp.wire.opcode import Opcode
@@ -40,21 +41,41 @@ class ImportFileError(DcpdError):
         " again, the later row replaces the earlier one.",
         "dcpctl import flights.csv --key tailnum",
         "dcpctl import users.jsonl --key id --prefix user:",
+        "zcat orders.csv.gz | dcpctl import - --key id --collection shop.orders",
     ),
 )
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument(
+    "file", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
+)
 @click.option("--key", "column", required=True, metavar="COLUMN", help="Column with the key.")
 @click.option("--prefix", default="", metavar="TEXT", help="Prefix of every key.")
+@click.option("--collection", metavar="SCOPE.COLLECTION", help="Load into this collection.")
+@click.option(
+    "--format", "form", type=click.Choice(["csv", "jsonl"]),
+    help="Default: from the file name; for - from the first byte, a { means JSON lines.",
+)  # fmt: skip
 @click.option("--skip-empty", is_flag=True, help="Skip rows with an empty key.")
 @with_target
-def import_(*, target: Target, file: Path, column: str, prefix: str, skip_empty: bool) -> int:
-    """Load a CSV or JSON lines file."""
-    rows = _READERS.get(file.suffix.lower())
-    if rows is None:
+def import_(
+    *,
+    target: Target,
+    file: Path,
+    column: str,
+    prefix: str,
+    collection: str | None,
+    form: str | None,
+    skip_empty: bool,
+) -> int:
+    """Load CSV or JSON lines."""
+    source = _Source(file)
+    form = form or source.form
+    if form is None:
         raise click.UsageError(
-            f"{file}: unknown format. The file name must end in one of {', '.join(_READERS)}"
+            f"{file}: the name does not end in one of {', '.join(_FORMS)}. Add --format"
         )
-    loader = _Loader(target, file, column, prefix, skips_empty=skip_empty)
+    loader = _Loader(
+        target, source, _READERS[form], column, prefix, collection, skips_empty=skip_empty
+    )
     try:
         asyncio.run(loader.run())
     except DcpdError as error:
@@ -63,31 +84,69 @@ def import_(*, target: Target, file: Path, column: str, prefix: str, skip_empty:
         error.hint = f"{loader.stored} rows are stored. Run the command again; that is safe."
         complain(error)
         return EXIT_PARTIAL
-    summary = {"file": str(file), "stored": loader.stored, "skipped": loader.skipped}
+    summary = {"file": source.name, "stored": loader.stored, "skipped": loader.skipped}
     if target.output_or("plain") == "json":
         write_json(summary)
     else:
         skipped = f", {loader.skipped} skipped" if loader.skipped else ""
-        write_raw(f"stored {loader.stored} rows of {file.name}{skipped}\n".encode())
+        write_raw(f"stored {loader.stored} rows of {source.short_name}{skipped}\n".encode())
     return 0
+
+
+class _Source:
+    """The lines of a file or of standard input, and how many bytes were read."""
+
+    def __init__(self, path: Path) -> None:
+        is_pipe = str(path) == "-"
+        self.name = "standard input" if is_pipe else str(path)
+        self.short_name = self.name if is_pipe else path.name
+        self.bytes_read = 0
+        self._path = path
+        self._pipe: IO[bytes] | None = None
+        self._first: list[bytes] = []
+        if is_pipe:
+            self.size_bytes = None
+            self._pipe = sys.stdin.buffer
+            self._first = [self._pipe.readline()]
+            self.form: str | None = "jsonl" if self._first[0].lstrip()[:1] == b"{" else "csv"
+        else:
+            self.size_bytes = path.stat().st_size or None
+            self.form = _FORMS.get(path.suffix.lower())
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines; close the file at the end."""
+        with self._pipe or self._path.open("rb") as file:
+            for line in chain(self._first, file):
+                self.bytes_read += len(line)
+                yield line
 
 
 class _Loader:
     """One import: reads, batches, counts."""
 
     def __init__(
-        self, target: Target, file: Path, column: str, prefix: str, *, skips_empty: bool
+        self,
+        target: Target,
+        source: _Source,
+        read: Reader,
+        column: str,
+        prefix: str,
+        collection: str | None,
+        *,
+        skips_empty: bool,
     ) -> None:
         self.stored = 0
         self.skipped = 0
         self._target = target
-        self._file = file
+        self._source = source
+        self._read = read
         self._column = column
         self._prefix = prefix
+        self._collection = collection
         self._skips_empty = skips_empty
 
     async def run(self) -> None:
-        """Load the file, with a progress bar if stderr is a terminal."""
+        """Load, with a progress bar if stderr is a terminal."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -96,28 +155,28 @@ class _Loader:
             TextColumn("{task.fields[rows]} rows"), TimeRemainingColumn(),
             console=Console(file=sys.stderr), disable=not sys.stderr.isatty(),
         )  # fmt: skip
+        source = self._source
         async with KvClient.connect(
             self._target.address, timeout_s=max(self._target.timeout_s, 30.0)
         ) as kv:
-            with progress, self._file.open("rb") as file:
-                bar = progress.add_task(
-                    self._file.name, total=self._file.stat().st_size or None, rows=0
-                )
-                await self._load(kv, file, progress, bar)
+            into = kv if self._collection is None else kv.collection(self._collection)
+            with progress:
+                bar = progress.add_task(source.short_name, total=source.size_bytes, rows=0)
+                await self._load(into, progress, bar)
 
-    async def _load(self, kv: KvClient, file: IO[bytes], progress: Progress, bar: TaskID) -> None:
+    async def _load(self, kv: KvClient, progress: Progress, bar: TaskID) -> None:
         under_way: asyncio.Task[list[Any]] | None = None
         try:
-            for batch in self._batches(file):
+            for batch in self._batches():
                 if under_way is not None:
                     self._count(await under_way)
-                    progress.update(bar, completed=file.tell(), rows=self.stored)
+                    progress.update(bar, completed=self._source.bytes_read, rows=self.stored)
                 under_way = asyncio.create_task(kv.execute(batch))
                 await asyncio.sleep(0)  # send this batch before reading the next one
         finally:
             if under_way is not None:
                 self._count(await under_way)
-                progress.update(bar, completed=file.tell(), rows=self.stored)
+                progress.update(bar, completed=self._source.bytes_read, rows=self.stored)
 
     def _count(self, outcomes: list[Any]) -> None:
         """Count what was stored. Raises the first error."""
@@ -126,15 +185,16 @@ class _Loader:
         if errors:
             raise errors[0]
 
-    def _batches(self, file: IO[bytes]) -> Iterator[list[Operation]]:
+    def _batches(self) -> Iterator[list[Operation]]:
         """Yield SETs in batches. Raises ImportFileError."""
         batch: list[Operation] = []
         encode = msgspec.json.Encoder().encode
-        for line_number, row in _READERS[self._file.suffix.lower()](file, self._file):
+        name = self._source.name
+        for line_number, row in self._read(self._source.lines(), name):
             key = row.get(self._column)
             if key is None and self._column not in row:
                 raise ImportFileError(
-                    f"{self._file}, line {line_number}: there is no column {self._column!r}",
+                    f"{name}, line {line_number}: there is no column {self._column!r}",
                     hint=f"Its columns are: {', '.join(map(str, row))}",
                 )
             if key in {None, ""} and self._skips_empty:
@@ -143,9 +203,11 @@ class _Loader:
             try:
                 full_key = self._prefix + ("" if key is None else str(key))
                 batch.append(store_operation(Opcode.SET, full_key, encode(row)))
+            except TooBigError as error:
+                raise ImportFileError(f"{name}, line {line_number}: {error}") from error
             except ValueError as error:
                 raise ImportFileError(
-                    f"{self._file}, line {line_number}: {error}",
+                    f"{name}, line {line_number}: {error}",
                     hint="Use --skip-empty to skip rows without a key.",
                 ) from error
             if len(batch) == BATCH_ROWS:
@@ -155,35 +217,38 @@ class _Loader:
             yield batch
 
 
-def _csv_rows(file: IO[bytes], path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _csv_rows(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, row) of a CSV file with a header."""
-    reader = csv.DictReader(_text_lines(file, path))
+    reader = csv.DictReader(_text_lines(lines, name))
     for row in reader:
         if None in row or None in row.values():
             raise ImportFileError(
-                f"{path}, line {reader.line_num}: the number of fields differs from the header"
+                f"{name}, line {reader.line_num}: the number of fields differs from the header"
             )
         yield reader.line_num, row
 
 
-def _text_lines(file: IO[bytes], path: Path) -> Iterator[str]:
-    for number, line in enumerate(file, 1):
+def _text_lines(lines: Iterable[bytes], name: str) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise ImportFileError(f"{path}, line {number}: not UTF-8 ({error.reason})") from error
+            raise ImportFileError(f"{name}, line {number}: not UTF-8 ({error.reason})") from error
 
 
-def _json_rows(file: IO[bytes], path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _json_rows(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) of a JSON lines file; skip empty lines."""
     decode = msgspec.json.Decoder(dict[str, Any]).decode
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             yield number, decode(line)
         except msgspec.MsgspecError as error:
-            raise ImportFileError(f"{path}, line {number}: {error}") from error
+            raise ImportFileError(f"{name}, line {number}: {error}") from error
 
 
-_READERS: Final = {".csv": _csv_rows, ".jsonl": _json_rows, ".ndjson": _json_rows}
+Reader = Callable[[Iterable[bytes], str], Iterator[tuple[int, dict[str, Any]]]]
+_READERS: Final[dict[str, Reader]] = {"csv": _csv_rows, "jsonl": _json_rows}
+_FORMS: Final = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+"""Ending of a file name -> format."""

@@ -3,14 +3,15 @@
 The JSON format is stable. Every line is one object with `"v": 1`. If the meaning of a field ever
 changes, the number changes. 64-bit identifiers (`cas`, `vb_uuid`) are decimal strings, because many
 JSON readers round numbers above 2^53. A key or value that is not UTF-8 is base64, marked with
-`key_encoding` or `value_encoding` = "base64".
+`key_encoding` or `value_encoding` = "base64". A value that is a JSON object or array is JSON,
+marked with `value_encoding` = "json"; --value string and --value base64 choose otherwise.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 SCHEMA_VERSION: Final = 1
 
@@ -30,6 +31,53 @@ def text_fields(name: str, raw: bytes) -> dict[str, str]:
         return {name: b64encode(raw).decode(), f"{name}_encoding": "base64"}
 
 
+ValueStyle = Literal["json", "string", "base64"]
+"""How a value stands in JSON; see `value_fields`."""
+VALUE_STYLES: Final = ("json", "string", "base64")
+TABLE_WIDTH: Final = 80
+"""Columns of a table that is not written to a terminal."""
+
+
+def value_fields(raw: bytes, style: ValueStyle) -> dict[str, Any]:
+    """Return the JSON fields of a value, for msgspec's encoder.
+
+    "json": an object or array is JSON, with all digits of its numbers; other values are as with
+    "string": text, or base64 if they are not UTF-8. "base64": always base64. A value that is a
+    number or a word stays text, so "7" and 7 in a document are not taken for each other.
+    """
+    from base64 import b64encode
+
+    if style == "base64":
+        return {"value": b64encode(raw).decode(), "value_encoding": "base64"}
+    if style == "json" and raw.lstrip(b" \t\r\n")[:1] in {b"{", b"["}:
+        import msgspec
+
+        try:
+            raw.decode()
+            in_one_line = msgspec.json.format(raw, indent=-1)
+        except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
+            pass
+        else:
+            return {"value": msgspec.Raw(in_one_line), "value_encoding": "json"}
+    return text_fields("value", raw)
+
+
+def table_width() -> int:
+    """Return the columns that a table may fill: those of the terminal, 80 without one."""
+    import shutil
+
+    return shutil.get_terminal_size((TABLE_WIDTH, 24)).columns if is_terminal() else TABLE_WIDTH
+
+
+def cut_to_width(line: str, width: int) -> str:
+    """Return a line that fills at most so many columns; a longer one ends in an ellipsis."""
+    from rich.cells import cell_len, set_cell_size
+
+    if cell_len(line) <= width:
+        return line
+    return set_cell_size(line, width - 1).rstrip() + "…"
+
+
 def shown(raw: bytes) -> str:
     """Return bytes as printable text in one line; other characters are escaped."""
     text = raw.decode(errors="backslashreplace")
@@ -46,11 +94,16 @@ def write_raw(data: bytes) -> None:
 
 
 def write_json(document: dict[str, Any]) -> None:
-    """Write one JSON line."""
-    import json
+    """Write one JSON line. A value of `value_fields` may be in it."""
+    if document.get("value_encoding") == "json":
+        import msgspec
 
-    line = json.dumps({"v": SCHEMA_VERSION, **document}, ensure_ascii=False)
-    write_raw(line.encode() + b"\n")
+        line = msgspec.json.encode({"v": SCHEMA_VERSION, **document})
+    else:
+        import json
+
+        line = json.dumps({"v": SCHEMA_VERSION, **document}, ensure_ascii=False).encode()
+    write_raw(line + b"\n")
 
 
 def write_rows(
@@ -79,4 +132,4 @@ def _write_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None
         table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(*map(str, row))
-    Console(file=sys.stdout, highlight=False, markup=False).print(table)
+    Console(file=sys.stdout, highlight=False, markup=False, width=table_width()).print(table)

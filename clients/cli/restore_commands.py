@@ -63,8 +63,9 @@ def with_point(command: _F) -> _F:
     help=help_text(
         "Restore an archive into a server, as of a run, a time or seqnos. Documents keep their"
         " flags, expiry, revision and CAS; a CAS too far ahead of the server's clock is replaced."
-        " If the server has a newer version (by revision and CAS), it is kept unless you use"
-        " --force. Documents that are not in the archive are kept too.",
+        " If the server has a newer version or deletion (by revision and CAS), it is kept unless"
+        " you use --force; the exit code is 8 if that is so for all. Documents that are not in the"
+        " archive are kept too.",
         "dcpctl backup restore --archive backups --dry-run",
         "dcpctl backup restore --archive backups --time 2026-05-01T12:00:00Z",
         "dcpctl --server other:11210 backup restore --archive backups --run 3",
@@ -189,7 +190,14 @@ def export(
 
 
 def point_of(run: int | None, moment: str | None, seqnos: str | None) -> Point:
-    """Return the point that the options name. Raises PointError, click.UsageError."""
+    """Return the point that the options name. Raises click.UsageError."""
+    try:
+        return _point_of(run, moment, seqnos)
+    except PointError as error:
+        raise click.UsageError(f"{error}. {error.hint}" if error.hint else str(error)) from error
+
+
+def _point_of(run: int | None, moment: str | None, seqnos: str | None) -> Point:
     if moment is not None and (run is not None or seqnos is not None):
         raise click.UsageError("--time cannot be used with --run or --seqnos")
     vector = None
@@ -233,7 +241,9 @@ def _document(plan: RestorePlan, report: RestoreReport | None) -> dict[str, Any]
         result = "restored" if _is_whole(plan, report) else "partial"
         document |= {
             "result": result, "written": report.written,
-            "kept_newer": report.kept_newer, "replaced_cas": report.replaced_cas,
+            "kept_newer": report.kept_newer,
+            "newer_on_server": None if report.newer is None else report.newer.newer,
+            "replaced_cas": report.replaced_cas,
             "created": list(report.created),
             "refused": {
                 f"0x{status:02x}": {"count": count, "first": text}
@@ -257,7 +267,16 @@ def _lines(plan: RestorePlan, report: RestoreReport | None) -> list[str]:
             f" in {report.seconds:.1f} s"
         )
         if report.kept_newer:
-            lines.append(f"  {report.kept_newer} kept: the same or newer on the server")
+            lines.append(
+                f"  {report.kept_newer} kept: the server has the same version, or a newer one or a"
+                " newer deletion"
+            )
+        if report.newer is not None and report.newer.newer:
+            lines.append(
+                f"  nothing was restored: {report.newer.newer} of {report.newer.compared} compared"
+                f" are newer on the server, {report.newer.deleted} of them deleted. --force"
+                " restores the versions of the archive"
+            )
         if report.replaced_cas:
             lines.append(
                 f"  {report.replaced_cas} have a new CAS: the old one was too far ahead of the"
@@ -277,7 +296,7 @@ def _lines(plan: RestorePlan, report: RestoreReport | None) -> list[str]:
 
 
 def _is_whole(plan: RestorePlan, report: RestoreReport | None) -> bool:
-    return not (plan.damages or plan.broken or (report is not None and report.refused))
+    return not (plan.damages or plan.broken or (report is not None and not report.is_whole))
 
 
 def _complain(damages: list[Damage], broken: dict[str, str]) -> None:

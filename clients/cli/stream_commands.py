@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 from urllib.parse import urlencode
@@ -14,7 +15,16 @@ from clients.cli.output import is_terminal, write_json, write_raw, write_rows
 from dcp.wire.message import EndReason
 from vbucket.model.ids import NUM_VBUCKETS
 
-_COLUMNS: Final = (
+_CONSUMER_COLUMNS: Final = (
+    ("name", "consumer"),
+    ("peer", "peer"),
+    ("streams", "streams"),
+    ("states", "states"),
+    ("behind", "behind"),
+    ("lag_items", "lag"),
+    ("unacked_bytes", "unacked"),
+)
+_STREAM_COLUMNS: Final = (
     ("name", "connection"),
     ("peer", "peer"),
     ("vb", "vbucket"),
@@ -56,24 +66,80 @@ def stream() -> None:
 @stream.command(
     "list",
     help=help_text(
-        "Show every open stream: its position, and how far it is behind.",
+        "Show every consumer: its streams, how many partitions are behind, by how many seqnos in"
+        " all (lag), and the bytes that it has not acknowledged. --vbuckets shows every stream.",
         "dcpctl stream list",
         "dcpctl stream list --name my-consumer -o json",
+        "dcpctl stream list --vbuckets",
     ),
 )
+@click.option("--vbuckets", is_flag=True, help="Show each stream, with its position.")
 @_with_choice
 @with_target
-def list_(*, target: Target, name: str | None, vb: int | None) -> None:
-    """Show every open stream."""
+def list_(*, target: Target, name: str | None, vb: int | None, vbuckets: bool) -> None:
+    """Show consumers, or every open stream."""
     chosen = {key: value for key, value in (("name", name), ("vb", vb)) if value is not None}
     query = f"?{urlencode(chosen)}" if chosen else ""
-    found = admin_of(target).request("GET", f"/api/v1/streams{query}")["streams"]
+    answer = admin_of(target).request("GET", f"/api/v1/streams{query}")
+    rows = answer["streams"] if vbuckets else consumers_of(answer["streams"])
+    for limit in answer.get("limits", ()):
+        click.echo(_limit_text(limit), err=True)
     mode = target.output_or("table" if is_terminal() else "plain")
     if mode == "json":
-        for row in found:
+        for row in rows:
             write_json(row)
         return
-    write_rows(mode, _COLUMNS, [[row[key] for key, _ in _COLUMNS] for row in found])
+    columns = _STREAM_COLUMNS if vbuckets else _CONSUMER_COLUMNS
+    if not vbuckets:
+        if mode == "table" and len(rows) > 1:
+            rows.append(_total_of(rows))
+        rows = [{**row, "states": _states_text(row["states"])} for row in rows]
+    write_rows(mode, columns, [[row[key] for key, _ in columns] for row in rows])
+
+
+def consumers_of(streams: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the connections of some streams with totals, the one with the most lag first."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in streams:
+        total = found.setdefault(
+            (row["name"], row["peer"]),
+            {
+                "name": row["name"], "peer": row["peer"], "streams": 0, "states": {}, "behind": 0,
+                "lag_items": 0, "unacked_bytes": row["unacked_bytes"], "age_s": 0.0,
+            },
+        )  # fmt: skip
+        total["streams"] += 1
+        total["states"][row["state"]] = total["states"].get(row["state"], 0) + 1
+        total["behind"] += row["lag_items"] > 0
+        total["lag_items"] += row["lag_items"]
+        total["age_s"] = max(total["age_s"], row["age_s"])
+    return sorted(found.values(), key=lambda row: (-row["lag_items"], row["name"], row["peer"]))
+
+
+def _total_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    states: Counter[str] = Counter()
+    for row in rows:
+        states.update(row["states"])
+    sums = {
+        key: sum(row[key] for row in rows)
+        for key in ("streams", "behind", "lag_items", "unacked_bytes")
+    }
+    return {"name": "total", "peer": "", "states": states, **sums}
+
+
+def _states_text(states: dict[str, int]) -> str:
+    """Return for example `live`, or `12 backlog, 1012 live`."""
+    if len(states) == 1:
+        return next(iter(states))
+    return ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+
+
+def _limit_text(limit: dict[str, Any]) -> str:
+    rate = limit["bytes_per_s"]
+    what = "no limit" if rate is None else "stalled" if not rate else f"at most {rate} bytes/s"
+    name = "every consumer" if limit["name"] is None else repr(limit["name"])
+    where = "all partitions" if limit["vb"] is None else f"vbucket {limit['vb']}"
+    return f"dcpctl: streams of {name}, {where}: {what}. dcpctl stream stall --resume removes it"
 
 
 @stream.command(
@@ -98,8 +164,8 @@ def close(*, target: Target, name: str | None, vb: int | None, reason: str) -> N
 @stream.command(
     "slow",
     help=help_text(
-        "Limit the bytes per second of each stream. To remove the limit, use dcpctl stream stall"
-        " --resume.",
+        "Limit the bytes per second of each stream, also of those that are opened later. To remove"
+        " the limit, use dcpctl stream stall --resume.",
         "dcpctl stream slow 10000",
         "dcpctl stream slow 500 --vb 17",
     ),
@@ -115,7 +181,8 @@ def slow(*, target: Target, name: str | None, vb: int | None, bytes_per_s: int) 
 @stream.command(
     "stall",
     help=help_text(
-        "Stop streams silently, or resume slowed and stalled ones.",
+        "Stop streams silently, also those that are opened later, or resume slowed and stalled"
+        " ones.",
         "dcpctl stream stall --vb 17",
         "dcpctl stream stall --vb 17 --resume",
     ),

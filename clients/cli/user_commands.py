@@ -8,10 +8,13 @@ from typing import Any, Final
 import click
 
 from clients.cli.admin_api import admin_of, quoted
-from clients.cli.dcpctl import EXIT_NOT_FOUND, Target, help_text, with_target
+from clients.cli.dcpctl import EXIT_NOT_FOUND, Target, help_text, refuse_password, with_target
+from clients.cli.login import password_in
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
 
 ROLES: Final = ("read", "write", "stream", "admin", "replicate")
+_ALL: Final = ("read", "write", "stream", "admin")
+"""What `--role all` stands for. Nodes of a cluster get `replicate` by name."""
 _ROLES_TEXT: Final = (
     "Roles: read (GET, statistics), write (change documents), stream (DCP), admin (the rest),"
     " replicate (only for the nodes of a cluster)."
@@ -25,6 +28,7 @@ Roles = dict[str, list[dict[str, str]]]
     help=help_text(
         "Manage users. A user can log in from other machines; guest cannot. " + _ROLES_TEXT,
         "dcpctl user add ada",
+        "dcpctl user add root --role all",
         "dcpctl user add reader --role read --role stream",
         "dcpctl user grant ada read --prefix flights:",
         "dcpctl user list",
@@ -41,27 +45,48 @@ _scope_options: Final = (
 )
 
 
+_FORCE: Final = click.option(
+    "--force", is_flag=True, help="Even if nobody but guest is admin afterwards."
+)
+
+
 def _with_scope(command: Any) -> Any:
     for option in reversed(_scope_options):
         command = option(command)
     return command
 
 
+def _with_new_password(command: Any) -> Any:
+    hidden = click.option(
+        "--new-password", callback=refuse_password, expose_value=False, hidden=True
+    )
+    file = click.option(
+        "--new-password-file", metavar="FILE",
+        help="Read the password from the first line of a file; - is standard input.",
+    )  # fmt: skip
+    return hidden(file(command))
+
+
 @user.command(
     "add",
     help=help_text(
-        "Add a user, or set a new password. Without --role a new user has all roles but replicate."
-        " Without --new-password the command asks for the password, or reads it as one line from"
-        " standard input when piped. --prefix and --collection restrict read and write.",
+        "Add a user, or set a new password. Without --role a new user may only read. The command"
+        " asks for the password (6 to 128 characters), or reads it as one line from standard input"
+        " when piped, or from --new-password-file. --prefix and --collection restrict read and"
+        " write.",
         "dcpctl user add ada",
+        "dcpctl user add root --role all",
         "pwgen -s 24 1 | dcpctl user add ada",
         "dcpctl user add app --role read --role write --prefix app:",
     ),
 )
 @click.argument("name")
-@click.option("--role", "roles", type=click.Choice(ROLES), multiple=True, help="May be repeated.")
+@click.option(
+    "--role", "roles", type=click.Choice((*ROLES, "all")), multiple=True,
+    help="May be repeated; all is every role but replicate. Default: read.",
+)  # fmt: skip
 @_with_scope
-@click.option("--new-password", metavar="TEXT", help="Visible to other users of the machine.")
+@_with_new_password
 @with_target
 def add(
     *,
@@ -70,13 +95,15 @@ def add(
     roles: tuple[str, ...],
     prefix: str | None,
     collection: str | None,
-    new_password: str | None,
+    new_password_file: str | None,
 ) -> None:
     """Add a user."""
+    if "all" in roles:
+        roles = (*_ALL, *(role for role in roles if role == "replicate"))
     scope = _scope(prefix, collection)
     if scope and not roles:
         raise click.UsageError("--prefix and --collection need --role read or --role write")
-    body: dict[str, Any] = {"name": name, "password": _password(name, new_password)}
+    body: dict[str, Any] = {"name": name, "password": _password(name, new_password_file)}
     if roles:
         body["roles"] = {role: [scope] for role in roles}
     admin_of(target).request("POST", "/api/v1/users", body)
@@ -87,16 +114,16 @@ def add(
     "passwd",
     help=help_text(
         "Set a new password. Open connections stay logged in. The command asks for the password, or"
-        " reads it from standard input when piped.",
+        " reads it from standard input when piped, or from --new-password-file.",
         "dcpctl user passwd ada",
     ),
 )
 @click.argument("name")
-@click.option("--new-password", metavar="TEXT", help="Visible to other users of the machine.")
+@_with_new_password
 @with_target
-def passwd(*, target: Target, name: str, new_password: str | None) -> None:
+def passwd(*, target: Target, name: str, new_password_file: str | None) -> None:
     """Set a new password."""
-    body = {"password": _password(name, new_password)}
+    body = {"password": _password(name, new_password_file)}
     admin_of(target).request("PUT", f"/api/v1/users/{quoted(name)}/password", body)
     _done(target, "changed", name)
 
@@ -132,12 +159,20 @@ def grant(
 @click.argument("name")
 @click.argument("role", type=click.Choice(ROLES))
 @_with_scope
+@_FORCE
 @with_target
 def revoke(
-    *, target: Target, name: str, role: str, prefix: str | None, collection: str | None
+    *,
+    target: Target,
+    name: str,
+    role: str,
+    prefix: str | None,
+    collection: str | None,
+    force: bool,
 ) -> None:
     """Revoke a role, or one of its scopes."""
-    _change_role(target, "revoke", name, {"role": role, **_scope(prefix, collection)})
+    change = "revoke?force=true" if force else "revoke"
+    _change_role(target, change, name, {"role": role, **_scope(prefix, collection)})
 
 
 @user.command("list", help=help_text("List the users and their roles.", "dcpctl user list"))
@@ -175,28 +210,28 @@ def show(*, target: Target, name: str) -> int:
 @user.command(
     "remove",
     help=help_text(
-        "Remove a user. Open connections have to log in again.", "dcpctl user remove ada"
+        "Remove a user. Open connections have to log in again. The last user with the role admin is"
+        " removed with --force only, and only while guest may log in.",
+        "dcpctl user remove ada",
     ),
 )
 @click.argument("name")
+@_FORCE
 @with_target
-def remove(*, target: Target, name: str) -> None:
+def remove(*, target: Target, name: str, force: bool) -> None:
     """Remove a user."""
-    admin_of(target).request("DELETE", f"/api/v1/users/{quoted(name)}")
+    force_text = "?force=true" if force else ""
+    admin_of(target).request("DELETE", f"/api/v1/users/{quoted(name)}{force_text}")
     _done(target, "removed", name)
 
 
-def _password(name: str, given: str | None) -> str:
-    if given is None:
-        if sys.stdin.isatty():
-            given = click.prompt(
-                f"Password for {name}", hide_input=True, confirmation_prompt=True, err=True
-            )
-        else:
-            given = sys.stdin.readline().rstrip("\r\n")
-    if not given:
-        raise click.UsageError("the password is empty")
-    return given
+def _password(name: str, path: str | None) -> str:
+    if path is None and sys.stdin.isatty():
+        asked: str = click.prompt(
+            f"Password for {name}", hide_input=True, confirmation_prompt=True, err=True
+        )
+        return asked
+    return password_in(path or "-")
 
 
 def _scope(prefix: str | None, collection: str | None) -> dict[str, str]:

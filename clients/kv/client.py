@@ -55,8 +55,9 @@ from clients.operation import (
     pack_operations,
     parsed,
     store_operation,
+    value_bytes,
 )
-from dcp.wire.frame import Frame
+from dcp.wire.frame import MAX_VALUE_BYTES, Frame
 from dcp.wire.message import parse_failover_log, parse_vb_seqnos
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -235,9 +236,13 @@ class KvClient:
         # For speed: one extras object for all, and the tuples of `store_operation` built here.
         extras = store_operation(Opcode.SET, b"k", b"", flags, expiry_s)[2]
         opcode = Opcode.SET
-        return await self.execute(
-            [(opcode, key_bytes(key), extras, value, 0) for key, value in pairs]
-        )
+        operations: list[Operation] = []
+        for key, value in pairs:
+            raw = key_bytes(key)
+            if type(value) is not bytes or len(value) > MAX_VALUE_BYTES:
+                value = value_bytes(value, raw, "set")  # noqa: PLW2901
+            operations.append((opcode, raw, extras, value, 0))
+        return await self.execute(operations)
 
     @asynccontextmanager
     async def pipeline(self) -> AsyncIterator[Pipeline]:

@@ -30,6 +30,7 @@ from clients.errors import (
     OperationTimeoutError,
     StatusError,
     UnknownCollectionError,
+    WrongProtocolError,
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import ERROR_TABLE
@@ -86,6 +87,8 @@ def reaction_to(error: DcpdError, opcode: int, *, was_sent: bool) -> Reaction:
         return Reaction.AGAIN  # The id was refused. The name may have a new id now.
     if isinstance(error, StatusError):
         return Reaction.AGAIN if error.status in RETRY_STATUSES else Reaction.END
+    if isinstance(error, WrongProtocolError):
+        return Reaction.END  # A port does not change what it speaks.
     if isinstance(error, ConnectError):
         return Reaction.UNREACHABLE
     if isinstance(error, OperationTimeoutError):

@@ -23,6 +23,8 @@ from clients.errors import (
     DcpdError,
     NotFoundError,
     OperationTimeoutError,
+    UnknownCollectionError,
+    UnsupportedError,
     error_from_status,
 )
 from clients.kv.call import Call
@@ -37,6 +39,7 @@ from clients.operation import (
     Document,
     MutationResult,
     Operation,
+    collection_id_of,
     delete_operation,
     get_operation,
     lookup_operation,
@@ -51,6 +54,7 @@ from dcp.wire.frame import Frame
 from dcp.wire.message import parse_failover_log, parse_vb_seqnos
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
 
 CONNECT_LIMIT_S: Final = 5.0
 """How long one connection attempt may take. Meanwhile nobody can be asked whether the partition has
@@ -75,8 +79,13 @@ class Lookups(NamedTuple):
 class SyncKv:
     """See the module; a context manager."""
 
-    def __init__(self, address: ServerAddress, *, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, address: ServerAddress, *, timeout_s: float = 10.0, collection: str | None = None
+    ) -> None:
+        """`collection`: scope.collection of the documents; None: the default one."""
         self.address = address
+        self.collection_name = collection
+        self._collection_id: int | None = None
         self._timeout_s = timeout_s
         self._links: dict[Place, SyncLink] = {}
         self._router = Router(ClusterNode(address.host, address.port), is_tls=address.is_tls)
@@ -100,13 +109,13 @@ class SyncKv:
             link.close()
         self._links.clear()
 
-    def get(self, key: bytes) -> Document:
+    def get(self, key: bytes | str) -> Document:
         """Return a document. Raises NotFoundError."""
         outcome = self._execute(get_operation(key))
         assert isinstance(outcome, Document)
         return outcome
 
-    def get_with_xattrs(self, key: bytes) -> tuple[Document, dict[str, bytes]]:
+    def get_with_xattrs(self, key: bytes | str) -> tuple[Document, dict[str, bytes]]:
         """Return a document and its XATTRs: name -> JSON text. System ones are among them if the
         user may read them. Raises NotFoundError, CasMismatchError if it changes all the time.
         """
@@ -133,7 +142,7 @@ class SyncKv:
                 return Document(body, found.cas, int(flags)), xattrs
         raise changed
 
-    def _look_up(self, key: bytes, lookups: Iterable[bytes], cas: int = 0) -> Lookups:
+    def _look_up(self, key: bytes | str, lookups: Iterable[bytes], cas: int = 0) -> Lookups:
         outcome = self._execute(lookup_operation(key, lookups, cas))
         assert isinstance(outcome, Document)
         return Lookups(outcome.cas, parsed(results_of, outcome.value, self.address.node))
@@ -141,7 +150,7 @@ class SyncKv:
     def store(
         self,
         opcode: Opcode,
-        key: bytes,
+        key: bytes | str,
         value: bytes,
         *,
         flags: int = 0,
@@ -153,11 +162,11 @@ class SyncKv:
         assert isinstance(outcome, MutationResult)
         return outcome
 
-    def set(self, key: bytes, value: bytes) -> MutationResult:
+    def set(self, key: bytes | str, value: bytes) -> MutationResult:
         """Store a document."""
         return self.store(Opcode.SET, key, value)
 
-    def delete(self, key: bytes, *, cas: int = 0) -> MutationResult:
+    def delete(self, key: bytes | str, *, cas: int = 0) -> MutationResult:
         """Delete a document. Raises NotFoundError or CasMismatchError."""
         outcome = self._execute(delete_operation(key, cas))
         assert isinstance(outcome, MutationResult)
@@ -206,6 +215,13 @@ class SyncKv:
         frames = _expect(list, reply)
         return {frame.key.decode(): frame.value.decode(errors="replace") for frame in frames}
 
+    def collections_manifest(self) -> bytes:
+        """Return the scopes and collections, as JSON."""
+        reply = self._command(
+            Opcode.GET_COLLECTIONS_MANIFEST, "get collections", node=self._router.seed
+        )
+        return _expect(Frame, reply).value
+
     def topology(self) -> Topology:
         """Return the cluster configuration. It is fetched once, and replaced by newer ones."""
         router = self._router
@@ -226,12 +242,19 @@ class SyncKv:
 
         def transmit(send: Send) -> Result:
             link = self._link(send.node, deadline_s)
+            prefix = self._prefix(link)
             opaque = link.take_opaque()
             packet = pack_operations(
-                [operation], send.vb_ids, opaque=opaque, has_collections=link.has_collections
-            )
+                [operation], send.vb_ids, opaque=opaque, has_collections=link.has_collections,
+                collection_prefix=prefix,
+            )  # fmt: skip
             send.sent = 1
-            return outcome_of(operation, send.vb_ids[0], link.exchange(packet, opaque), link.node)
+            outcome = outcome_of(
+                operation, send.vb_ids[0], link.exchange(packet, opaque), link.node
+            )
+            if isinstance(outcome, UnknownCollectionError):
+                self._collection_id = None  # the name may have a new id now
+            return outcome
 
         direct = self._router.direct([operation])
         if direct is not None:
@@ -309,6 +332,23 @@ class SyncKv:
                 send.outcomes[0] = error
         except DcpdError as error:
             send.outcomes[0] = error
+
+    def _prefix(self, link: SyncLink) -> bytes:
+        """Return the collection prefix of keys.
+
+        Raises UnknownCollectionError, UnsupportedError.
+        """
+        name = self.collection_name
+        if name is None:
+            return DEFAULT_COLLECTION_PREFIX
+        if not link.has_collections:
+            raise UnsupportedError("the server has no collections", node=link.node)
+        from vbucket.model.manifest import encode_leb128  # 3 ms that few commands need
+
+        if self._collection_id is None:
+            frame = link.request(Opcode.GET_COLLECTION_ID, key=name.encode())
+            self._collection_id = collection_id_of(frame, name, link.node)
+        return encode_leb128(self._collection_id)
 
     def _fetch(self, fetch: FetchMap, deadline_s: float) -> bytes | DcpdError:
         """Return the configuration of a node, b"" if it has none."""

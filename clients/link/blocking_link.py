@@ -16,7 +16,12 @@ from types import TracebackType
 from typing import Final
 
 from clients.address import ServerAddress, is_loopback
-from clients.errors import ConnectError, ConnectionLostError, OperationTimeoutError
+from clients.errors import (
+    ConnectError,
+    ConnectionLostError,
+    OperationTimeoutError,
+    WrongProtocolError,
+)
 from clients.link.handshake import Handshake
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, pack_request
 from dcp.wire.opcode import Opcode
@@ -173,9 +178,7 @@ class SyncLink:
             try:
                 self._frames += self._decoder.feed(data)
             except ProtocolError as error:
-                raise ConnectError(
-                    f"the peer does not speak the protocol: {error}", node=self.node
-                ) from error
+                raise WrongProtocolError.of_bytes(data, str(error), self.node) from error
         return self._frames.popleft()
 
     def _bound(self, deadline_s: float) -> None:

@@ -25,6 +25,7 @@ from clients.errors import (
     ConnectionLostError,
     DcpdError,
     OperationTimeoutError,
+    WrongProtocolError,
 )
 from clients.link.handshake import FEATURES, Handshake, is_config_push
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, RemoteProtocolError, pack_request
@@ -223,7 +224,10 @@ class Link(asyncio.Protocol):
             if frames:
                 self._take_replies(frames)
         except ProtocolError as error:
-            self._fail(self._lost(f"the server broke the protocol: {error}"))
+            is_new = self.handshake is not None and not self.handshake.is_done
+            broken = self._lost(f"the server broke the protocol: {error}")
+            wrong = WrongProtocolError.of_bytes(data, str(error), self.node)
+            self._fail(wrong if is_new else broken)
         except DcpdError as error:
             self._fail(error)
 

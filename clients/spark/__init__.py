@@ -14,19 +14,31 @@ from typing import TYPE_CHECKING, Any, Final
 from clients.install_hint import install_hint
 
 if TYPE_CHECKING:
-    from clients.spark.java import check_java
-    from clients.spark.progress import rows_behind
+    from clients.spark.fetch_core import StreamGoneError
+    from clients.spark.java import JavaMissingError, check_java
+    from clients.spark.options import OptionError
+    from clients.spark.progress import rows_behind, seqnos_read
     from clients.spark.sink import apply_changes, read_table
     from clients.spark.source import DcpDataSource
+    from clients.spark.workers import WorkerPythonError, check_workers
 
-__all__ = ["DcpDataSource", "apply_changes", "check_java", "read_table", "rows_behind"]
+__all__ = [
+    "DcpDataSource", "JavaMissingError", "OptionError", "StreamGoneError", "WorkerPythonError",
+    "apply_changes", "check_java", "check_workers", "read_table", "rows_behind", "seqnos_read",
+]  # fmt: skip
 
 _PLACES: Final = {
     "DcpDataSource": "source",
+    "JavaMissingError": "java",
+    "OptionError": "options",
+    "StreamGoneError": "fetch_core",
+    "WorkerPythonError": "workers",
     "apply_changes": "sink",
     "check_java": "java",
+    "check_workers": "workers",
     "read_table": "sink",
     "rows_behind": "progress",
+    "seqnos_read": "progress",
 }
 _PACKAGES: Final = frozenset({"pyspark", "pyarrow", "pandas", "numpy", "deltalake", "py4j"})
 
@@ -47,4 +59,22 @@ def __getattr__(name: str) -> Any:
             " (and Java 17 or newer)",
             name=error.name,
         ) from error
-    return getattr(module, name)
+    if name == "DcpDataSource":
+        _warn_about_workers()
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def _warn_about_workers() -> None:
+    """Warn if the workers on this machine cannot run the source. Spark's own error would name a
+    missing module, and not where.
+    """
+    import warnings
+
+    from clients.spark.workers import WorkerPythonError, check_workers
+
+    try:
+        check_workers()
+    except WorkerPythonError as error:
+        warnings.warn(str(error), RuntimeWarning, stacklevel=3)

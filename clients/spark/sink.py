@@ -90,26 +90,38 @@ def read_table(
     path: str,
     table: str = "current",
     *,
-    format: str = "parquet",  # noqa: A002
+    format: str | None = None,  # noqa: A002
     storage_options: Mapping[str, str] | None = None,
 ) -> DataFrame:
     """Return `current` (the documents) or `changes` (the log) of the table at `path`.
 
+    `format` is "parquet" or "delta"; None: the one that the table has.
     With "delta" the driver reads the rows. Spark with delta-spark can also read `path/current`.
     Raises DcpdError if there is no table.
     """
     if table not in TABLES:
         raise ValueError(f"table takes {' or '.join(TABLES)}, not {table!r}")
+    if format is None:
+        format = _format_of(path, table)  # noqa: A001
     if format == "delta":
         return spark.createDataFrame(_delta().rows_of(path, table, storage_options or {}))
     if format != "parquet":
         raise ValueError(f"format takes {' or '.join(FORMATS)}, not {format!r}")
     from clients.spark.sink_parquet import files_of
 
+    if _format_of(path, table) == "delta":
+        raise DcpdError(f"the table at {path} is a Delta table: leave out format='parquet'")
     files = files_of(Path(path).absolute(), table)
     if not files:
         raise DcpdError(f"the table at {path} has no rows in {table} yet")
     return spark.read.parquet(*files)
+
+
+def _format_of(path: str, table: str) -> str:
+    """Return the format of a table. Parquet tables are folders, so a URL is a Delta table."""
+    if "://" in path:
+        return "delta"
+    return "delta" if (Path(path) / table / "_delta_log").is_dir() else "parquet"
 
 
 def _delta() -> ModuleType:

@@ -141,8 +141,9 @@ class DcpServer:
         return self._end(signal.SIGTERM)
 
     def restart(self) -> None:
-        """Kill the server, and start it again on the same folder and ports."""
-        self.kill()
+        """Kill the server if it runs, and start it again on the same folder and ports."""
+        if self._process is not None:
+            self.kill()
         self.start()
 
     def _end(self, number: signal.Signals) -> int:
@@ -269,15 +270,21 @@ class DcpServer:
     def slow_streams(
         self, bytes_per_s: int, *, name: str | None = None, vb: int | None = None
     ) -> int:
-        """Limit the bytes per second of each stream."""
+        """Limit the bytes per second of each stream, open or opened later, until `resume_streams`.
+
+        Return how many are open.
+        """
         return self._of_streams("slow", name=name, vb=vb, bytes_per_s=bytes_per_s)
 
     def stall_streams(self, *, name: str | None = None, vb: int | None = None) -> int:
-        """Stop streams silently until `resume_streams`."""
+        """Stop streams silently, open or opened later, until `resume_streams`.
+
+        Return how many are open.
+        """
         return self._of_streams("stall", name=name, vb=vb)
 
     def resume_streams(self, *, name: str | None = None, vb: int | None = None) -> int:
-        """Resume slowed or stalled streams."""
+        """Resume slowed or stalled streams, and remove their limits for streams to come."""
         return self._of_streams("resume", name=name, vb=vb)
 
     def drop_connections(self, *, name: str | None = None, vb: int | None = None) -> int:

@@ -54,12 +54,17 @@ class Listeners:
         self._admins: list[AdminServer] = []
 
     async def start(self) -> None:
-        """Listen. Raises OSError if a port cannot be used."""
+        """Take the ports. Raises OSError if one cannot be used.
+
+        The key-value port accepts no connection before `serve`: a client that gets one may ask for
+        the cluster configuration, which names all ports.
+        """
         settings, ports, parts = self._settings, self._ports, self._connection_parts
         plain_host = plain_host_of(settings)
         server = await asyncio.get_running_loop().create_server(
-            lambda: ClientConnection(parts), plain_host, settings.port, backlog=BACKLOG
-        )
+            lambda: ClientConnection(parts), plain_host, settings.port, backlog=BACKLOG,
+            start_serving=False,
+        )  # fmt: skip
         self._servers.append(server)
         ports.kv = server.sockets[0].getsockname()[1]
         ports.admin = await self._new_admin().start(plain_host, settings.admin_port)
@@ -70,6 +75,11 @@ class Listeners:
         ports.admin_tls = await self._new_admin().start(
             settings.host, settings.admin_tls_port, self._tls
         )
+
+    async def serve(self) -> None:
+        """Accept connections on the key-value port."""
+        for server in self._servers:
+            await server.start_serving()
 
     async def stop(self) -> None:
         """Take no new connections; finish the running requests of the admin interface."""

@@ -28,6 +28,7 @@ import click
 
 from dcp import __version__
 from dcp.compiled import problem, version_text
+from dcp.server.announce import IN_WORDS, Announcement, Ready
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import (
     ENV_CONFIG,
@@ -221,6 +222,7 @@ def run(
     on_ready: OnReady | None = None,
     *,
     accepts_log_loss: bool = False,
+    announcement: Announcement = IN_WORDS,
 ) -> ExitCode:
     """Run a server until it is told to stop. Return the exit code."""
     from dcp.server.access.users import USERS_FILE, Users
@@ -232,6 +234,8 @@ def run(
     try:
         if stale := problem():
             raise StartError(ExitCode.FAILED, stale)
+        if unusable := announcement.problem():
+            raise StartError(ExitCode.USAGE, unusable)
         users_file = settings.data.absolute() / USERS_FILE
         users = Users(users_file, has_guest=settings.guest == "on")
         if refusal := exposure_refusal(settings, users.names(), users_file):
@@ -245,8 +249,11 @@ def run(
         gc.set_threshold(*GC_THRESHOLDS)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(
-                _serve(settings, users, log, signals, on_ready, accepts_log_loss=accepts_log_loss)
-            )
+                _serve(
+                    settings, users, log, signals, on_ready, announcement,
+                    accepts_log_loss=accepts_log_loss,
+                )
+            )  # fmt: skip
     except StartError as error:
         _say(str(error))
         return error.exit_code
@@ -261,6 +268,7 @@ async def _serve(
     log: EventLog,
     signals: SignalWatch,
     on_ready: OnReady | None,
+    announcement: Announcement,
     *,
     accepts_log_loss: bool,
 ) -> ExitCode:
@@ -281,18 +289,21 @@ async def _serve(
     signals.serve(node, notices)
     gc.collect()
     gc.freeze()
-    text = ready_text(
+    ports, version = node.ports, version_text(__version__)
+    words = ready_text(
         settings,
-        version=version_text(__version__),
+        version=version,
         data_dir=node.about.data_dir,
-        kv_port=node.ports.kv,
-        admin_port=node.ports.admin,
-        kv_tls_port=node.ports.kv_tls,
-        admin_tls_port=node.ports.admin_tls,
+        kv_port=ports.kv,
+        admin_port=ports.admin,
+        kv_tls_port=ports.kv_tls,
+        admin_tls_port=ports.admin_tls,
     )
-    # The parent process may have closed our stdout. The server runs anyway.
-    with contextlib.suppress(OSError):
-        print(text, flush=True)
+    ready = Ready(
+        version, os.getpid(), str(node.about.data_dir.absolute()), settings.durability,
+        settings.host, ports.kv, ports.admin, ports.kv_tls, ports.admin_tls,
+    )  # fmt: skip
+    announcement.tell(ready, words)
     if on_ready is not None:
         on_ready(node)
     notices.ready(f"{authority(settings.host, node.ports.kv)}, data in {node.about.data_dir}")
@@ -477,6 +488,22 @@ def server_command(on_ready: OnReady | None = None) -> click.Command:
             "lost changes starts a new version.",
         )
     )
+    options += [
+        click.Option(
+            ["--print", "print_format"],
+            type=click.Choice(["text", "json"]),
+            default="text",
+            help="What to print once the server is ready: text, or one line of JSON with the ports."
+            "  [text]",
+        ),
+        click.Option(
+            ["--ready-fd"],
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Once the server is ready, write that line of JSON to this file descriptor and "
+            "close it.",
+        ),
+    ]
     command = click.Command(
         "dcpd",
         params=options,
@@ -492,7 +519,12 @@ def server_command(on_ready: OnReady | None = None) -> click.Command:
 
 
 def _from_command_line(
-    on_ready: OnReady | None, config: str | None, accepts_log_loss: bool, **flags: Any
+    on_ready: OnReady | None,
+    config: str | None,
+    accepts_log_loss: bool,
+    print_format: str,
+    ready_fd: int | None,
+    **flags: Any,
 ) -> None:
     try:
         path = config or os.environ.get(ENV_CONFIG)
@@ -503,7 +535,13 @@ def _from_command_line(
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
-    sys.exit(run(resolved, SignalWatch(), on_ready, accepts_log_loss=accepts_log_loss))
+    announcement = Announcement(print_format == "json", ready_fd)
+    sys.exit(
+        run(
+            resolved, SignalWatch(), on_ready,
+            accepts_log_loss=accepts_log_loss, announcement=announcement,
+        )
+    )  # fmt: skip
 
 
 def main(on_ready: OnReady | None = None) -> None:

@@ -161,6 +161,7 @@ class Node:
             await self._begin_writing()
             await self._listeners.start()
             self._config.publish(self.ports)
+            await self._listeners.serve()
         except BaseException:
             await self.stop()
             raise
@@ -288,7 +289,7 @@ class Node:
         )  # fmt: skip
         operations = Operations(
             engine, connections, self._merging, self._compaction, self._commits, faults,
-            self._groups.end_reasons, meter, log, kick=self._kick,
+            self._groups.end_reasons, self._hub.limits, meter, log, kick=self._kick,
         )  # fmt: skip
         admin_parts = AdminParts(
             access=access, users=self._users, meter=meter, refusals=self._refusals, health=health,

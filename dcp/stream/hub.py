@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from dcp.stream.active_stream import ActiveStream
+from dcp.stream.stream_limits import StreamLimits
 from dcp.wire.message import EndReason
 
 
@@ -45,6 +46,8 @@ class StreamHub:
         self._followers: dict[int, dict[Follower, None]] = {}
         """Per partition, in order of arrival, so that the order of waking is deterministic."""
         self._names: dict[bytes, Follower] = {}
+        self.limits = StreamLimits()
+        """Rate limits; a producer looks there when it opens a stream."""
 
     @property
     def connection_count(self) -> int:

@@ -168,6 +168,9 @@ class Producer:
             self._takeovers[opaque] = stream
         self._hub.follow(vb_id, self)
         self._settle(stream, _READY)
+        bytes_per_s = self._hub.limits.of(self.name.decode("utf-8", "replace"), vb_id)
+        if bytes_per_s is not None:
+            self.limit(stream, RateLimit(bytes_per_s))
 
     def withdraw_stream(self, vb_id: int, stream_id: int) -> None:
         """Forget a stream whose request was refused after all, before anything of it was sent."""

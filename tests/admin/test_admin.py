@@ -157,8 +157,14 @@ async def test_users_are_added_used_and_removed(ask, node):
     )
     assert (status, document) == (201, {"name": "alice"})
     status, document, _ = await ask("GET", "/api/v1/users", login="alice:wonderland")
+    assert (status, document["error"]["why"].split(":")[0]) == (403, "it needs the role admin")
+    await ask("POST", "/api/v1/users/alice/grant", {"role": "admin"})
+    status, document, _ = await ask("GET", "/api/v1/users", login="alice:wonderland")
     assert (status, document["users"]) == (200, ["alice"])
-    assert (await ask("DELETE", "/api/v1/users/alice"))[0] == 200
+    status, document, _ = await ask("DELETE", "/api/v1/users/alice")
+    assert (status, "use --force" in document["error"]["why"]) == (409, True)
+    assert (await ask("POST", "/api/v1/users/alice/revoke", {"role": "admin"}))[0] == 400
+    assert (await ask("DELETE", "/api/v1/users/alice?force=true"))[0] == 200
     status, document, _ = await ask("DELETE", "/api/v1/users/alice")
     assert (status, document["error"]["what"]) == (404, "there is no user 'alice'")
     assert (await ask("GET", "/api/v1/status", login="alice:wonderland"))[0] == 401
@@ -284,7 +290,7 @@ async def test_explain_rollback(ask, node):
 
 async def test_streams(ask, node):
     post = "/api/v1/streams/"
-    assert (await ask("GET", "/api/v1/streams"))[1] == {"streams": [{"name": "x"}]}
+    assert (await ask("GET", "/api/v1/streams"))[1] == {"streams": [{"name": "x"}], "limits": []}
     await ask("GET", "/api/v1/streams?name=a%20b&vb=7")
     assert (await ask("POST", post + "close", {"vb": 7}))[:2] == (200, {"streams": 2})
     await ask("POST", post + "close", {"name": "x", "reason": "too_slow"})

@@ -59,7 +59,7 @@ def test_documents_come_back_with_all_that_is_beside_them(ctl, server, other, ar
         assert (keys.get(b"meta:a"), keys.get(b"meta:b"), keys.get(b"meta:c")) == (b"1", b"2", None)
         changed = keys.set(b"meta:b", b"3")
         assert changed > third, "the clock of the partition went along"
-    again = restore(ctl, other, archive, "--prefix", "meta:")
+    again = restore(ctl, other, archive, "--prefix", "meta:", code=8)
     assert (again["written"], again["kept_newer"]) == (0, 3)
     with Keys(other) as keys:
         assert keys.get(b"meta:b") == b"3", "the higher revision won"

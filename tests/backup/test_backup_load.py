@@ -34,6 +34,7 @@ from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.message import MUTATION_EXTRAS, PUT_FRAMES_BYTES_MAX, PUT_FRAMES_MAX
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from support.passwords import new_password
 from support.server import DcpdProcess
 
 VBS = (3, 4, 700)
@@ -195,7 +196,15 @@ def test_both_ways_leave_the_same(source, tmp_path, sent):
 def test_who_may_write_some_keys_only_restores_those_one_by_one(source, tmp_path, sent):
     with DcpdProcess(tmp_path / "data") as server:
         ctl(server, "collection", "create", "shop.orders")
-        ctl(server, "user", "add", "ada", "--role", "admin", "--new-password", "restored")
+        ctl(
+            server,
+            "user",
+            "add",
+            "ada",
+            "--role",
+            "admin",
+            *new_password("restored"),
+        )
         ctl(server, "user", "grant", "ada", "write", "--prefix", "k1")
         done = restore(server, source, user="ada", selection=Selection(prefix=b"k1"))
         assert done.written == done.plan.documents + done.plan.deletions == 3 * 61

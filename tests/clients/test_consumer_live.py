@@ -9,6 +9,7 @@ import pytest
 from clients.checkpoint.checkpoint import CheckpointFile, MemoryCheckpoint
 from clients.cli.admin_api import admin_of
 from clients.cli.dcpctl import Target
+from clients.cli.login import Given
 from clients.consumer.consumer import Consumer
 from clients.errors import AuthenticationError, ConnectError
 from clients.event import Deletion, Mutation, Rollback
@@ -30,7 +31,7 @@ async def consume(consumer):
 
 
 def branch(server, vb_id, at_seqno):
-    target = Target(server.address, None, None, 10.0, None)
+    target = Target(Given(server.address))
     path = f"/api/v1/vbuckets/{vb_id}/branch"
     return admin_of(target, vb_id=vb_id).request("POST", path, {"at": at_seqno})
 

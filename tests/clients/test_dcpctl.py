@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from clients.cli.dcpctl import COMMANDS, run
+from support.passwords import new_password, with_password
 from support.server import DcpdProcess
 from vbucket.model.ids import vbucket_of
 
@@ -96,7 +97,7 @@ def test_conditions(ctl):
         (["watch", "--server", "127.0.0.1:1"], 6, "cannot connect"),
         (["user", "remove", "nobody"], 3, "no user"),
         (["vb", "branch", "1", "--at", "999999"], 4, "cannot branch"),
-        (["--password", "x", "user", "list"], 7, "refused"),
+        ([*with_password("x"), "user", "list"], 7, "refused"),
     ],
 )
 def test_exit_codes(ctl, arguments, code, text):
@@ -245,7 +246,7 @@ def test_import(ctl, tmp_path):
         ("a.jsonl", '{"key": 1}\n{"key"\n', "line 2"),
         ("a.jsonl", "[1]\n", "line 1"),
         ("a.jsonl", '{"other": 1}\n', "Its columns are: other"),
-        ("a.txt", "x", "must end in one of .csv"),
+        ("a.txt", "x", "does not end in one of .csv"),
     ],
 )
 def test_import_says_which_line(ctl, tmp_path, name, text, why):
@@ -265,13 +266,13 @@ def test_import_that_stops_in_the_middle_is_partial(ctl, tmp_path):
 
 
 def test_users(ctl):
-    assert ctl("user", "add", "ada", "--new-password", "s3cret")[0] == 0
+    assert ctl("user", "add", "ada", *new_password("s3cret"))[0] == 0
     assert b"ada" in ctl("user", "list")[1]
-    assert ctl("--user", "ada", "--password", "s3cret", "status")[0] == 0
+    assert ctl("--user", "ada", *with_password("s3cret"), "status")[0] == 0
     assert ctl("user", "add", "bob", stdin=b"pw of bob\n")[0] == 0
-    assert ctl("--user", "bob", "--password", "pw of bob", "status")[0] == 0
+    assert ctl("--user", "bob", *with_password("pw of bob"), "status")[0] == 0
     assert ctl("user", "remove", "ada")[1] == b"removed user ada\n"
-    assert ctl("--user", "ada", "--password", "s3cret", "status")[0] == 7
+    assert ctl("--user", "ada", *with_password("s3cret"), "status")[0] == 7
 
 
 def test_collections(ctl):

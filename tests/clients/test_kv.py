@@ -373,5 +373,8 @@ async def test_blocking_client_says_what_went_wrong(peer):
     with pytest.raises(ConnectionLostError, match="opaque"):
         await in_thread(peer, lambda kv: kv.get(b"a"), timeout_s=0.3)
     peer.handlers[Opcode.HELLO] = lambda _: b"HTTP/1.1 400 Bad Request\r\n\r\n"
+    with pytest.raises(ConnectError, match="answers with HTTP"):
+        await in_thread(peer, lambda kv: kv.get(b"a"))
+    peer.handlers[Opcode.HELLO] = lambda _: b"-ERR unknown command, of another protocol\r\n"
     with pytest.raises(ConnectError, match="does not speak the protocol"):
         await in_thread(peer, lambda kv: kv.get(b"a"))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import clients
+import dcp
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +26,7 @@ def test_every_public_name_is_there_and_every_module_told_by_the_table():
         for node in ast.walk(ast.parse(Path(clients.__file__).read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy_names"
     )
-    assert sorted(clients.__all__) == sorted(" ".join(table.values()).split())
+    assert sorted(clients.__all__) == sorted(["__version__", *" ".join(table.values()).split()])
 
 
 def test_type_checkers_see_the_same_names():
@@ -33,7 +34,7 @@ def test_type_checkers_see_the_same_names():
     block = text.partition("if TYPE_CHECKING:")[2].partition("__getattr__")[0]
     imported = re.findall(r"^        (\w+),$|import (\w+(?:, \w+)*)$", block, re.MULTILINE)
     names = {name for pair in imported for part in pair if part for name in part.split(", ")}
-    assert names == set(clients.__all__)
+    assert names | {"__version__"} == set(clients.__all__)
 
 
 FACES = {
@@ -97,3 +98,90 @@ def test_type_checkers_of_users_believe_the_annotations():
         for _, function in members:
             if function.__module__.startswith("clients") and not function.__name__.startswith("_"):
                 assert "return" in function.__annotations__, function
+
+
+# -- what is public, and what examples use ---------------------------------------------------------
+
+PUBLIC_PACKAGES = ("clients", "clients.backup", "clients.spark", "clients.testing")
+INTERNAL_ERRORS = {
+    "clients.backup.segment.DamagedError": "becomes ArchiveDamagedError, which names the segment",
+    "clients.spark.columns.NotTextError": "becomes DcpdError, which names the change",
+    "clients.cli.": "dcpctl prints them",
+}
+"""Class or package -> why its errors never reach a user's program."""
+
+
+def error_classes() -> dict[str, type[BaseException]]:
+    """Every exception class that is defined below clients/, by full name."""
+    found = {}
+    for path in sorted((ROOT / "clients").rglob("*.py")):
+        names = [
+            node.name
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Error")
+        ]
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found.update({f"{module}.{name}": name for name in names})
+    return {
+        full: getattr(importlib.import_module(full.rpartition(".")[0]), name)
+        for full, name in found.items()
+    }
+
+
+def test_every_error_that_a_program_can_meet_is_exported():
+    hidden = []
+    for full, error in error_classes().items():
+        if full.startswith(tuple(INTERNAL_ERRORS)):
+            continue
+        package = next((p for p in PUBLIC_PACKAGES[1:] if full.startswith(f"{p}.")), "clients")
+        public = importlib.import_module(package)
+        if error.__name__ not in public.__all__ or getattr(public, error.__name__) is not error:
+            hidden.append(full)
+    assert hidden == []
+    assert clients.NotFoundError.__mro__[1:3] == (clients.StatusError, clients.DcpdError)
+
+
+def test_the_names_in_signatures_are_exported():
+    """Who annotates a function that takes a client's result needs the class of that result."""
+    hidden = set()
+    for public in (getattr(clients, name) for name in clients.__all__):
+        members = [public] if inspect.isfunction(public) else []
+        if inspect.isclass(public) and public.__module__.startswith("clients"):
+            members += [
+                getattr(member, "__func__", getattr(member, "fget", member))
+                for name, member in vars(public).items()
+                if name == "__init__" or not name.startswith("_")
+            ]
+        for function in filter(inspect.isfunction, members):
+            text = " ".join(map(str, function.__annotations__.values()))
+            for word in set(re.findall(r"\b[A-Z]\w+", text)):
+                found = function.__globals__.get(word)
+                is_ours = getattr(found, "__module__", "").startswith("clients")
+                is_alias = found is not None and word in {"Start", "OnRollback", "Outcome"}
+                if (is_ours or is_alias) and word not in clients.__all__:
+                    hidden.add(f"{function.__qualname__}: {word}")
+    assert hidden == set()
+
+
+def test_the_package_says_its_version():
+    assert clients.__version__ == dcp.__version__
+
+
+def test_examples_and_pages_import_public_names_only():
+    sources = {path.name: path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))}
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        sources.update({f"{page.name} {n}": block for n, block in enumerate(blocks)})
+    assert len(sources) > 10
+    hidden = []
+    for source, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for module in names:
+                if module.partition(".")[0] not in {"clients", "dcp", "vbucket", "failover"}:
+                    continue
+                known = importlib.import_module(module).__all__ if module in PUBLIC_PACKAGES else ()
+                taken = [alias.name for alias in getattr(node, "names", ())]
+                hidden += [f"{source}: {module} {name}" for name in taken if name not in known]
+    assert hidden == []

@@ -266,7 +266,9 @@ def test_dcpctl_says_what_was_done(dcp_server):
     assert (listed["v"], listed["opcode"], listed["status"]) == (1, "GET", "EBUSY")
     assert dcpctl(dcp_server, "fault", "clear", "1").stdout == "cleared 1 fault\n"
     assert dcpctl(dcp_server, "stream", "list").stdout == ""
-    assert dcpctl(dcp_server, "stream", "stall").returncode == 3
+    assert "stalled 0 streams" in dcpctl(dcp_server, "stream", "stall").stdout
+    assert dcpctl(dcp_server, "stream", "stall", "--resume").returncode == 0
+    assert dcpctl(dcp_server, "stream", "close").returncode == 3
 
 
 def test_dcpctl_explains_as_the_server_does(dcp_server):
@@ -315,3 +317,36 @@ def test_refusals_are_logged_with_their_reason_and_never_flood(dcp_server):
     assert refused[0]["peer"].startswith("127.0.0.1:")
     assert metrics['dcpd_refusals_total{status="EINVAL"}'] == 200
     assert metrics["dcpd_log_lines_left_out_total"] == 200 - len(refused)
+
+
+# -- a server that is gone, and streams that are not there yet -------------------------------------
+
+
+def test_restart_after_kill_and_stop(dcp_server):
+    write(dcp_server, 2)
+    port = dcp_server.port
+    dcp_server.kill()
+    dcp_server.restart()
+    assert dcp_server.port == port
+    dcp_server.stop()
+    dcp_server.restart()
+    with dcp_server.connect() as kv:
+        assert kv.get_all_vb_seqnos()[VB] == 2
+
+
+async def test_limits_apply_to_streams_that_are_opened_later(dcp_server):
+    assert await asyncio.to_thread(dcp_server.slow_streams, 5000, name="later") == 0
+    assert await asyncio.to_thread(dcp_server.stall_streams, vb=VB) == 0
+    async with (
+        Consumer(dcp_server.address, name="later", vbuckets=[VB, VB + 1]),
+        Consumer(dcp_server.address, name="other", vbuckets=[VB, VB + 1]),
+    ):
+        streams = await asyncio.to_thread(dcp_server.streams)
+        rates = {(row["name"], row["vb"]): row["bytes_per_s"] for row in streams}
+        assert rates == {
+            ("later", VB): 0, ("later", VB + 1): 5000, ("other", VB): 0, ("other", VB + 1): None,
+        }  # fmt: skip
+        assert await asyncio.to_thread(dcp_server.resume_streams) == 4
+    async with Consumer(dcp_server.address, name="later", vbuckets=[VB]):
+        (row,) = await asyncio.to_thread(dcp_server.streams)
+        assert row["bytes_per_s"] is None

@@ -13,6 +13,7 @@ from couchbase.options import ClusterOptions, ClusterTimeoutOptions
 
 from clients.cli.dcpctl import run
 from support.certificates import TestCa
+from support.passwords import new_password
 from support.server import DcpdProcess
 
 pytestmark = pytest.mark.foreign
@@ -37,7 +38,14 @@ def test_couchbases_connects_with_the_ca_and_keeps_out_without(tmp_path: Path) -
     ca = TestCa(tmp_path)
     arguments = ("--tls-port", "0", "--admin-tls-port", "0", "--tls-cert", str(ca.issue()))
     with DcpdProcess(tmp_path / "data", *arguments) as server:
-        add = ["--server", server.address, "user", "add", "reader", "--new-password", "secret1"]
+        add = [
+            "--server",
+            server.address,
+            "user",
+            "add",
+            "reader",
+            *new_password("secret1"),
+        ]
         assert run([*add, "--role", "read", "--role", "write", "--prefix", "sdk:"]) == 0
         cluster = open_cluster(
             server, PasswordAuthenticator("reader", "secret1"), trust_store_path=str(ca.path)

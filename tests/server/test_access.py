@@ -18,6 +18,7 @@ from dcp.wire.frame import HEADER
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from support.passwords import new_password, with_password
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
 from support.waiting import until
@@ -50,7 +51,7 @@ def audited(server: DcpdProcess, **wanted: object) -> bool:
 
 
 def test_grants_and_revocations_count_at_once(server, user, capfd):
-    assert user("add", "ada", "--role", "read", "--new-password", PASSWORD) == 0
+    assert user("add", "ada", "--role", "read", *new_password(PASSWORD)) == 0
     with RawClient(server.port, "ada", PASSWORD) as ada:
         assert "it takes the role write" in context_of(ada.set(b"x:1"))
         assert user("grant", "ada", "write", "--prefix", "x:") == 0
@@ -65,13 +66,13 @@ def test_grants_and_revocations_count_at_once(server, user, capfd):
 
 
 def test_the_role_of_nodes_is_granted_by_name_only(server, user, capfd):
-    assert user("add", "n1", "--new-password", PASSWORD) == 0
+    assert user("add", "n1", "--role", "all", *new_password(PASSWORD)) == 0
     capfd.readouterr()
     assert user("show", "n1", "-o", "plain") == 0
     assert capfd.readouterr().out.split() == ["read", "write", "stream", "admin"]
     assert user("grant", "n1", "replicate") == 0
     assert user("grant", "n1", "replicate", "--prefix", "x:") != 0
-    assert user("add", "n2", "--role", "replicate", "--new-password", PASSWORD) == 0
+    assert user("add", "n2", "--role", "replicate", *new_password(PASSWORD)) == 0
     capfd.readouterr()
     assert user("show", "n2", "-o", "plain") == 0
     assert capfd.readouterr().out.split() == ["replicate"]
@@ -84,7 +85,7 @@ def test_the_role_of_nodes_is_granted_by_name_only(server, user, capfd):
 
 
 def test_a_removed_user_is_told_to_log_in_again(server, user):
-    assert user("add", "gone", "--new-password", PASSWORD) == 0
+    assert user("add", "gone", "--role", "write", *new_password(PASSWORD)) == 0
     with RawClient(server.port, "gone", PASSWORD) as gone:
         assert gone.set(b"k").status == Status.OK
         assert user("remove", "gone") == 0
@@ -97,7 +98,7 @@ def test_a_removed_user_is_told_to_log_in_again(server, user):
 
 
 def test_a_file_changed_by_another_process_counts_soon(server, user):
-    assert user("add", "edited", "--new-password", PASSWORD) == 0
+    assert user("add", "edited", "--role", "all", *new_password(PASSWORD)) == 0
     with RawClient(server.port, "edited", PASSWORD) as edited:
         Users(server.data / USERS_FILE).revoke("edited", Role.WRITE)
         until(lambda: edited.set(b"k").status == Status.EACCESS)
@@ -113,7 +114,7 @@ def open_stream(client: RawClient) -> None:
 @pytest.mark.parametrize("change", [("revoke", "s1", "stream"), ("remove", "s2")])
 def test_a_stream_ends_with_the_role(server, user, change):
     name = change[1]
-    assert user("add", name, "--new-password", PASSWORD) == 0
+    assert user("add", name, "--role", "all", *new_password(PASSWORD)) == 0
     with RawClient(server.port, name, PASSWORD) as streamer:
         open_stream(streamer)
         assert user(*change) == 0
@@ -121,7 +122,7 @@ def test_a_stream_ends_with_the_role(server, user, change):
 
 
 def test_a_stream_ends_when_reading_becomes_restricted(server, user):
-    arguments = ("--role", "stream", "--new-password", PASSWORD)
+    arguments = ("--role", "stream", *new_password(PASSWORD))
     assert user("add", "s3", *arguments) == 0
     with RawClient(server.port, "s3", PASSWORD) as streamer:
         open_stream(streamer)
@@ -132,7 +133,7 @@ def test_a_stream_ends_when_reading_becomes_restricted(server, user):
 
 
 def test_a_restricted_user_has_no_streams(server, user):
-    arguments = ("--role", "read", "--prefix", "x:", "--new-password", PASSWORD)
+    arguments = ("--role", "read", "--prefix", "x:", *new_password(PASSWORD))
     assert user("add", "narrow", *arguments) == 0
     assert user("grant", "narrow", "stream") == 0
     with RawClient(server.port, "narrow", PASSWORD) as narrow:
@@ -144,9 +145,21 @@ def test_a_restricted_user_has_no_streams(server, user):
 
 
 def test_the_admin_interface_takes_the_role_admin(server, user, capfd):
-    arguments = ("--role", "read", "--role", "write", "--new-password", PASSWORD)
+    arguments = (
+        "--role",
+        "read",
+        "--role",
+        "write",
+        *new_password(PASSWORD),
+    )
     assert user("add", "plain", *arguments) == 0
-    login = ["--server", server.address, "--user", "plain", "--password", PASSWORD]
+    login = [
+        "--server",
+        server.address,
+        "--user",
+        "plain",
+        *with_password(PASSWORD),
+    ]
     capfd.readouterr()
     for command in (
         ["user", "list"],
@@ -163,7 +176,16 @@ def test_the_admin_interface_takes_the_role_admin(server, user, capfd):
 def test_guest_and_anonymous_access_can_be_switched_off(tmp_path):
     data = tmp_path / "data"
     with DcpdProcess(data) as server:
-        add = ["--server", server.address, "user", "add", "root", "--new-password", PASSWORD]
+        add = [
+            "--server",
+            server.address,
+            "user",
+            "add",
+            "root",
+            "--role",
+            "all",
+            *new_password(PASSWORD),
+        ]
         assert run(add) == 0
         assert server.stop() == 0
     with DcpdProcess(data, "--guest", "off", "--anonymous", "off") as server:
@@ -175,7 +197,13 @@ def test_guest_and_anonymous_access_can_be_switched_off(tmp_path):
         with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as text:
             text.sendall(b"get k\r\n")
             assert b"log in with SASL" in text.recv(1000)
-        root = ["--server", server.address, "--user", "root", "--password", PASSWORD]
+        root = [
+            "--server",
+            server.address,
+            "--user",
+            "root",
+            *with_password(PASSWORD),
+        ]
         assert run(["--server", server.address, "user", "list"]) == 7
         assert run([*root, "user", "list"]) == 0
         assert run([*root, "user", "revoke", "root", "admin"]) == 2, "nobody could give it back"
@@ -267,7 +295,17 @@ def test_a_stale_connection_may_log_in_as_long_as_a_new_one(tmp_path):
     data = tmp_path / "data"
     with DcpdProcess(data, "--handshake-timeout", "500ms") as server:
         assert (
-            run(["--server", server.address, "user", "add", "ada", "--new-password", PASSWORD]) == 0
+            run(
+                [
+                    "--server",
+                    server.address,
+                    "user",
+                    "add",
+                    "ada",
+                    *new_password(PASSWORD),
+                ]
+            )
+            == 0
         )
         with RawClient(server.port, "ada", PASSWORD) as ada:
             assert run(["--server", server.address, "user", "remove", "ada"]) == 0
@@ -300,7 +338,18 @@ def test_the_audit_log_tells_who_did_what_and_no_secret(tmp_path):
     with DcpdProcess(tmp_path / "data") as server:
         guest = ["--server", server.address]
         assert (
-            run([*guest, "user", "add", "ada", "--role", "read", "--new-password", PASSWORD]) == 0
+            run(
+                [
+                    *guest,
+                    "user",
+                    "add",
+                    "ada",
+                    "--role",
+                    "read",
+                    *new_password(PASSWORD),
+                ]
+            )
+            == 0
         )
         assert run([*guest, "user", "grant", "ada", "write", "--prefix", "x:"]) == 0
         with RawClient(server.port, "ada", PASSWORD) as ada:
@@ -308,7 +357,7 @@ def test_the_audit_log_tells_who_did_what_and_no_secret(tmp_path):
             ada.set(b"x:key-not-told", b"value-not-told")
             ada.log_in("ada", "wrong-not-told")
         run([*guest, "vb", "branch", "1", "--at", "99"])
-        run([*guest, "--password", "guess-not-told", "user", "list"])
+        run([*guest, *with_password("guess-not-told"), "user", "list"])
         assert server.stop() == 0
         path = server.data / "audit.log"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -19,6 +19,7 @@ from dcp.server.net.tls_listener import HANDSHAKE_BYTES
 from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from support.passwords import new_password
 from support.raw_client import RawClient
 from support.server import DcpdProcess
 from support.tls_server import TlsDcpd
@@ -177,7 +178,7 @@ def test_a_client_without_a_login_makes_room_for_one_that_logs_in(tmp_path: Path
     data = tmp_path / "data"
     with DcpdProcess(data) as server:
         for name in ("ada", "bob"):
-            user(server, "add", name, "--new-password", PASSWORD)
+            user(server, "add", name, "--role", "all", *new_password(PASSWORD))
         assert server.stop() == 0
     arguments = ("--anonymous", "off", "--connections-max", "3")
     with (

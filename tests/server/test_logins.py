@@ -25,7 +25,7 @@ from dcp.server.access.logins import (
 )
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.observe.event_log import EventLog
-from dcp.session.rights import Rights, Role
+from dcp.session.rights import FULL_RIGHTS, Rights, Role
 from dcp.wire.status import Status
 
 HERE = Peer("127.0.0.1", "127.0.0.1:5", "admin")
@@ -34,7 +34,7 @@ HERE = Peer("127.0.0.1", "127.0.0.1:5", "admin")
 @pytest.fixture
 async def logins(tmp_path):
     users = Users(tmp_path / USERS_FILE, iterations=4096)
-    users.add("ada", "secret1")
+    users.add("ada", "secret1", FULL_RIGHTS)
     audit = AuditLog(tmp_path / "audit.log", EventLog(logging.getLogger("dcpd")), bytes_max=1 << 20)
     logins = Logins(users, audit, LoginLimits(3, 2))
     yield logins

@@ -23,6 +23,7 @@ from clients.kv.client import KvClient
 from clients.kv.sync_client import SyncKv
 from dcp.server.access.certificates import ServerTls, TlsError, TlsFiles
 from support.certificates import TestCa
+from support.passwords import new_password, with_password
 from support.server import DcpdProcess
 from support.waiting import until
 
@@ -82,8 +83,8 @@ def test_dcpctl_over_tls(server: TlsDcpd, ca: TestCa, capfdbinary) -> None:
     tls = ("--server", f"127.0.0.1:{server.tls_port}", "--tls-ca", str(ca.path))
     assert run([*tls, "set", "secret", "1"]) == 0
     assert run([*tls, "get", "secret"]) == 0
-    assert run([*tls, "user", "add", "ada", "--new-password", "secret1"]) == 0
-    assert run([*tls, "--user", "ada", "--password", "secret1", "user", "list"]) == 0
+    assert run([*tls, "user", "add", "ada", "--role", "all", *new_password("secret1")]) == 0
+    assert run([*tls, "--user", "ada", *with_password("secret1"), "user", "list"]) == 0
     out = capfdbinary.readouterr().out
     assert out.endswith(b"1added user ada\nada\tread, write, stream, admin\n")
     records = [json.loads(line) for line in (server.data / "audit.log").read_text().splitlines()]
@@ -247,7 +248,16 @@ def test_with_tls_only_other_machines_reach_nothing_else(tmp_path: Path) -> None
     data = tmp_path / "data"
     with TlsDcpd(data, ca.issue()) as server:
         assert (
-            run(["--server", server.address, "user", "add", "ada", "--new-password", "secret1"])
+            run(
+                [
+                    "--server",
+                    server.address,
+                    "user",
+                    "add",
+                    "ada",
+                    *new_password("secret1"),
+                ]
+            )
             == 0
         )
         assert server.stop() == 0

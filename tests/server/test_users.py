@@ -43,7 +43,7 @@ def path(tmp_path):
 @pytest.fixture
 def users(path):
     table = quick_users(path)
-    table.add("alice", "wonder land!")
+    table.add("alice", "wonder land!", FULL_RIGHTS)
     return table
 
 
@@ -196,7 +196,7 @@ def test_a_password_that_changes_while_it_is_checked_lets_nobody_in(users):
     )  # other keys of the same password: what was right is forgotten
     assert not checked_while(lambda: users.set_password("alice", "looking glass"))
     users.set_password("alice", "wonder land!")
-    assert not checked_while(lambda: users.remove("alice"))
+    assert not checked_while(lambda: users.remove("alice", force=True))
 
 
 def test_only_the_first_plain_login_derives_keys(users, monkeypatch):
@@ -364,7 +364,14 @@ def without_roles(path):
     path.write_text(json.dumps(document))
 
 
-def test_users_have_all_roles_unless_told(users, path):
+def test_a_new_user_may_only_read_unless_told(users, path):
+    users.add("eve", "apple tree")
+    assert users.rights_of("eve") == Rights({Role.READ: (EVERYTHING,)})
+    users.add("alice", "wonder land!")
+    assert users.rights_of("alice") == FULL_RIGHTS, "a new password takes nothing away"
+
+
+def test_roles_are_kept_with_the_user(users, path):
     assert users.rights_of("alice") == FULL_RIGHTS
     assert not users.rights_of("alice").has(Role.REPLICATE), "it is granted by name only"
     assert users.grant("alice", Role.REPLICATE).has(Role.REPLICATE)
@@ -467,9 +474,20 @@ def test_without_a_guest_one_admin_stays(users, path):
     ):
         with pytest.raises(UserError, match="last user with the role admin"):
             refused()
-    closed.add("bob", "builder")
+    with pytest.raises(UserError, match="guest is switched off"):
+        closed.remove("alice", force=True)
+    closed.add("bob", "builder", FULL_RIGHTS)
     assert closed.remove("alice")
-    assert users.remove("bob"), "the guest of this one is an admin"
+
+
+def test_with_a_guest_the_last_admin_goes_by_force_only(users):
+    users.add("bob", "builder")
+    for refused in (lambda: users.remove("alice"), lambda: users.revoke("alice", Role.ADMIN)):
+        with pytest.raises(UserError, match=r"only guest, .* or use --force"):
+            refused()
+    assert users.remove("bob"), "he is no admin"
+    assert not users.revoke("alice", Role.ADMIN, force=True).has(Role.ADMIN)
+    assert users.remove("alice"), "no admin any more"
 
 
 def _written(path, data):

@@ -81,6 +81,20 @@ def test_a_whole_folder_is_clean_and_is_not_touched(folder: Path) -> None:
     assert list(files(folder)) == before
 
 
+def test_changes_that_are_not_merged_are_counted(tmp_path: Path) -> None:
+    """After a clean stop they are in the log only: `0 keys` alone looks like a loss."""
+    folder = tmp_path / "data"
+    with DcpdProcess(folder) as server:
+        with server.connect() as kv:
+            for n in range(7):
+                kv.set(f"k{n}", b"1")
+        assert server.stop() == 0
+        server.start()
+    plain, as_json = run(folder), run(folder, "-o", "json")
+    assert "0 keys, 0 versions, 7 changes in the log that are not merged yet" in plain.stdout
+    assert json.loads(as_json.stdout.splitlines()[-1])["summary"]["log_changes"] == 7
+
+
 def test_a_running_server_is_named(folder: Path) -> None:
     with DcpdProcess(folder) as server:
         refused = run(folder)

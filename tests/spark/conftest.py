@@ -51,11 +51,11 @@ def spark(tmp_path_factory):
     problem = has_java()
     if problem:
         pytest.skip(problem)
+    worker_environment()
     from pyspark.sql import SparkSession
 
     from clients.spark import DcpDataSource
 
-    worker_environment()
     builder = SparkSession.builder.master("local[2,3]").appName("tests")
     for name, value in SETTINGS.items():
         builder = builder.config(name, value)

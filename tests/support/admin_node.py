@@ -95,6 +95,9 @@ class SmallOperations:
         self.told.append(choice)
         return [{"name": "x"}]
 
+    def stream_limits(self):
+        return []
+
     def end_streams(self, choice, reason):
         self.told.append((choice, reason))
         return 0 if choice.name == "nobody" else 2

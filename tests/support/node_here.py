@@ -15,6 +15,7 @@ from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.config.settings import Settings
 from dcp.server.node import ROOM_RETRY_S, Node
 from dcp.server.observe.event_log import EventLog
+from dcp.session.rights import FULL_RIGHTS
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 
@@ -40,7 +41,7 @@ async def node_here(
     await node.start()
     try:
         for name, password in users.items():
-            table.add(name, password)
+            table.add(name, password, FULL_RIGHTS)
         yield node
     finally:
         await node.stop()

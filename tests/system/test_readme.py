@@ -44,7 +44,7 @@ class Shell:
             "PWD": str(folder),
         }
         self.port = port
-        self.server: subprocess.Popen[str] | None = None
+        self.server: subprocess.Popen[bytes] | None = None
         self.output: dict[str, str] = {}
 
     def run(self, line: str) -> None:
@@ -53,13 +53,10 @@ class Shell:
             path = line.removeprefix("export PATH=").strip('"').replace("$PWD", str(self.folder))
             self.environment["PATH"] = path.replace("$PATH", self.environment["PATH"])
         elif line == "dcpd &":
+            # As in a shell: the next line does not wait for the server to get ready.
             self.server = subprocess.Popen(
-                ["dcpd"], cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, text=True
+                ["dcpd"], cwd=self.folder, env=self.environment, stdout=subprocess.DEVNULL
             )
-            assert self.server.stdout is not None
-            for text in self.server.stdout:
-                if "dcpctl" in text:
-                    break
         elif line == "dcpctl watch":
             self.output[line] = self.watch()
         else:

@@ -8,10 +8,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from dcp.server.config.sources import OPTIONS, default_text
 from dcp.session.rights import Role
@@ -36,72 +33,65 @@ def free_ports(count: int) -> list[str]:
             one.close()
 
 
-class Shell:
-    """Runs the page's lines; each `dcpd ... &` takes the place of the one before."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        port, tls_port = free_ports(2)
-        self._tls_port = tls_port
-        self._environment = os.environ | {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "DCPD_PORT": port,
-            "DCPD_ADMIN_PORT": "0",
-            "DCPD_TLS_PORT": tls_port,
-            "DCPD_ADMIN_TLS_PORT": "0",
-            "DCPCTL_SERVER": f"127.0.0.1:{port}",
-        }
-        self._server: subprocess.Popen[str] | None = None
-
-    def run(self, line: str) -> str:
-        if line.startswith("dcpd "):
-            self._serve(line.removesuffix("&").split())
-            return ""
-        if line.startswith("export "):
-            self._environment |= dict(part.split("=") for part in line.split()[1:])
-            return ""
-        # The defaults of the page are taken on a machine that runs tests.
-        line = line.replace("dcpds://localhost?", f"dcpds://localhost:{self._tls_port}?")
-        if "--tls-ca" in line:
-            self._environment["DCPCTL_SERVER"] = f"127.0.0.1:{self._tls_port}"
-        done = subprocess.run(
-            ["bash", "-c", line], cwd=self._folder, env=self._environment,
-            capture_output=True, text=True, timeout=50, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
-        return done.stdout
-
-    def _serve(self, words: list[str]) -> None:
-        self.stop()
-        self._server = subprocess.Popen(
-            words, cwd=self._folder, env=self._environment,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        assert self._server.stdout is not None
-        said = next((text for text in self._server.stdout if "dcpctl" in text), "")
-        assert said, f"{words} did not get ready"
-
-    def stop(self) -> None:
-        if self._server is not None:
-            self._server.terminate()
-            self._server.communicate(timeout=20)
-            self._server = None
+PRELUDE = """
+dcpd() { exec "$BIN/dcpd" "$@" > /dev/null 2>&1; }
+dcpctl() { "$BIN/dcpctl" "$@"; }
+trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT
+set -e
+"""
+"""`dcpd ... &` is the shell's job itself, so that `kill %1` ends it. Its own words are dropped."""
 
 
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    shell = Shell(tmp_path)
-    yield shell
-    shell.stop()
+def pasted(lines: list[str], folder: Path) -> dict[str, str]:
+    """Paste lines into one clean shell; return what each of them wrote."""
+    port, tls_port = free_ports(2)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "BIN": str(Path(sys.executable).parent),
+        "HOME": str(folder),
+        "DCPD_PORT": port,
+        "DCPD_ADMIN_PORT": "0",
+        "DCPD_TLS_PORT": tls_port,
+        "DCPD_ADMIN_TLS_PORT": "0",
+        "DCPCTL_SERVER": f"127.0.0.1:{port}",
+    }
+    script = PRELUDE
+    for number, line in enumerate(lines):
+        # The page has the default ports, which this machine may use for something else.
+        typed = line.replace("dcpds://localhost?", f"dcpds://localhost:{tls_port}?")
+        if "--tls-ca" in typed:
+            script += f"export DCPCTL_SERVER=127.0.0.1:{tls_port}\n"
+        script += f"exec > out-{number}\n{typed}\n"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+    outputs = [folder / f"out-{number}" for number in range(len(lines))]
+    last = [line for line, path in zip(lines, outputs, strict=True) if path.exists()][-1]
+    assert done.returncode == 0, f"{last}: {done.stderr}"
+    return {line: path.read_text() for line, path in zip(lines, outputs, strict=True)}
 
 
-def test_the_commands_of_the_page(shell: Shell) -> None:
-    output = {line: shell.run(line) for line in commands()}
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    output = pasted(commands(), tmp_path)
+    first = "DCPCTL_PASSWORD=correct-horse dcpctl --user root user list --wait"
+    assert output[first].startswith("root\t")
     assert output["dcpctl user show app"].split() == ["read", "app:", "stream"]
-    assert output["dcpctl --user root --password correct-horse user list"].startswith("root\t")
     assert output['dcpctl --server "dcpds://localhost?tls_ca=cert.pem" get over-tls'] == "1"
-    last = json.loads(output["tail -n 1 demo/audit.log"])
-    assert (last["event"], last["user"], last["over"]) == ("login", "root", "kv-tls")
+    logins = [
+        json.loads(line) for line in (tmp_path / "demo" / "audit.log").read_text().splitlines()
+    ]
+    over_tls = [one for one in logins if one.get("over") == "kv-tls"]
+    assert {(one["event"], one["user"]) for one in over_tls} == {("login", "root")}
+    assert json.loads(output["tail -n 1 demo/audit.log"]) == logins[-1]
+
+
+def test_the_first_block_leaves_a_closed_server(tmp_path: Path) -> None:
+    """Not the first one, which everybody on this machine may use."""
+    block = PAGE.partition("```sh\n")[2].partition("```")[0].splitlines()
+    refused = "dcpctl get k && exit 1 || echo refused with $?"
+    output = pasted([*block, refused], tmp_path)
+    assert output[refused] == "refused with 7\n"
 
 
 def test_the_page_names_roles_and_limits_as_they_are() -> None:
@@ -112,7 +102,7 @@ def test_the_page_names_roles_and_limits_as_they_are() -> None:
     named = set(re.findall(r"--([a-z][a-z-]+)", PAGE))
     settings = {key.replace("_", "-") for key in OPTIONS}
     of_dcpctl = {
-        "new-password", "password", "user", "role", "prefix", "collection", "tls-ca", "tls-cert",
-        "server",
+        "password-file", "user", "role", "prefix", "collection", "tls-ca", "tls-cert", "server",
+        "wait",
     }  # fmt: skip
     assert named - settings - of_dcpctl == set()

@@ -56,7 +56,7 @@ def test_the_shell_blocks(server):
     explained = run(server, alias + explain)
     assert explained.startswith("ROLLBACK to seqno 0\n")
     assert '"answer":"ROLLBACK","rollback_seqno":0' in explained
-    assert run(server, alias + streams) == '{"streams":[]}'
+    assert run(server, alias + streams) == '{"streams":[],"limits":[]}'
     told = run(server, alias + faults)
     assert told.startswith("set fault 1\nset fault 2\n")
     assert re.search(r"\b1\tDCP_STREAM_REQ\t92\tETMPFAIL\t0\tFalse\t3\t1.0\t0$", told, re.MULTILINE)

@@ -73,6 +73,8 @@ class LogCheck:
         """Of the entries since the last rollback."""
         self.rolled_back_to: dict[int, int] = {}
         self.groups = 0
+        self.changes = 0
+        """Changes that the store has not merged."""
         self.size_bytes = 0
 
     def findings(self) -> Iterator[Finding]:
@@ -183,6 +185,7 @@ class LogCheck:
                 self._control(head.vb_id, control_document(entry))
                 continue
             seqno = seqno_of(entry)
+            self.changes += 1
             if head.epoch != self._last_epochs.get(head.vb_id):
                 yield from self._epoch(f"{where}: group {group}", head, seqno)
             if self._is_comparable and seqno <= high_seqnos.get(head.vb_id, 0):

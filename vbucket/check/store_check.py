@@ -52,6 +52,8 @@ class CheckProgress(NamedTuple):
     keys: int
     versions: int
     size_bytes: int
+    log_changes: int = 0
+    """Changes of the log that are not merged, so they are not among keys and versions."""
 
 
 class StoreCheck:
@@ -115,6 +117,7 @@ class StoreCheck:
         for finding in self.log.findings():
             self._is_log_whole &= finding.kind != Kind.LOG
             yield finding
+        self.progress = self.progress._replace(log_changes=self.log.changes)
         yield from self._tables(node, manifest)
 
     # -- records -------------------------------------------------------------------------------
@@ -199,11 +202,10 @@ class StoreCheck:
                 yield from check.findings()
                 expiring += check.expiring
                 done = self.progress
-                self.progress = CheckProgress(
-                    done.partitions,
-                    done.keys + check.keys,
-                    done.versions + check.versions,
-                    done.size_bytes + check.size_bytes,
+                self.progress = done._replace(
+                    keys=done.keys + check.keys,
+                    versions=done.versions + check.versions,
+                    size_bytes=done.size_bytes + check.size_bytes,
                 )
             self.progress = self.progress._replace(partitions=self.progress.partitions + 1)
             self._on_progress(self.progress)

@@ -73,6 +73,9 @@ PASSWORD_CHARS_MAX: Final = 128
 VERIFIED_MAX: Final = 1024
 """Remembered PLAIN logins, so clients that connect often do not cost a PBKDF2 each time."""
 
+LEAST_RIGHTS: Final = Rights({Role.READ: (EVERYTHING,)})
+"""What a new user may do if nobody says more."""
+
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
 _PASSWORD: Final = re.compile(r"[ -~]*")
 
@@ -173,7 +176,7 @@ class Users:
     def add(self, name: str, password: str, rights: Rights | None = None) -> None:
         """Add a user, or give one a new password. Durable when it returns.
 
-        Without `rights`, a new user gets all rights, and an existing user keeps its own.
+        Without `rights`, a new user may only read, and an existing user keeps its own.
 
         Raises:
             UserError: the name or the password is not allowed.
@@ -187,7 +190,7 @@ class Users:
             if known is None and len(self._content.users) >= USERS_MAX:
                 raise UserError(f"the limit, {USERS_MAX} users, is reached")
             if rights is None:
-                rights = FULL_RIGHTS if known is None else known.rights
+                rights = LEAST_RIGHTS if known is None else known.rights
             self._write({**self._content.users, name: UserRecord(keys, rights)})
 
     def set_password(self, name: str, password: str) -> None:
@@ -212,15 +215,22 @@ class Users:
         """
         return self._change_rights(name, lambda rights: rights.granted(role, scope))
 
-    def revoke(self, name: str, role: Role, scope: Scope | None = None) -> Rights:
-        """Take a role, or one scope of it, from a user; return its rights now. As `grant`."""
-        return self._change_rights(name, lambda rights: rights.revoked(role, scope))
+    def revoke(
+        self, name: str, role: Role, scope: Scope | None = None, *, force: bool = False
+    ) -> Rights:
+        """Take a role, or one scope of it, from a user; return its rights now. As `grant`.
 
-    def remove(self, name: str) -> bool:
+        `force`: as for `remove`.
+        """
+        return self._change_rights(name, lambda rights: rights.revoked(role, scope), force=force)
+
+    def remove(self, name: str, *, force: bool = False) -> bool:
         """Remove a user; return whether there was one.
 
+        `force` removes the last user with the role admin, if the guest may log in.
+
         Raises:
-            UserError: the guest cannot be removed.
+            UserError: the guest, or the last admin, cannot be removed.
             UsersFileError: the file cannot be written.
         """
         if name == GUEST:
@@ -233,11 +243,13 @@ class Users:
             if name not in self._content.users:
                 return False
             left = {other: u for other, u in self._content.users.items() if other != name}
-            self._check_admin(left)
+            self._check_admin(left, force=force)
             self._write(left)
         return True
 
-    def _change_rights(self, name: str, change: Callable[[Rights], Rights]) -> Rights:
+    def _change_rights(
+        self, name: str, change: Callable[[Rights], Rights], *, force: bool = False
+    ) -> Rights:
         with self._change:
             self._load()
             record = self._record(name)
@@ -246,7 +258,7 @@ class Users:
             except ValueError as error:
                 raise UserError(f"user {name!r}: {error}") from error
             users = {**self._content.users, name: record._replace(rights=rights)}
-            self._check_admin(users)
+            self._check_admin(users, force=force)
             self._write(users)
         return rights
 
@@ -258,15 +270,23 @@ class Users:
             raise UnknownUserError(f"there is no user {name!r}")
         return record
 
-    def _check_admin(self, users: dict[str, UserRecord]) -> None:
-        """Keep the last admin: nobody could give the role back, not even after a restart."""
+    def _check_admin(self, users: dict[str, UserRecord], *, force: bool) -> None:
+        """Keep the last admin. Without a guest nobody could give the role back, not even after a
+        restart, so `force` does not help then.
+        """
         had_admin = any(u.rights.has(Role.ADMIN) for u in self._content.users.values())
         has_admin = any(u.rights.has(Role.ADMIN) for u in users.values())
-        if had_admin and not (has_admin or self._has_guest):
+        if not had_admin or has_admin or (force and self._has_guest):
+            return
+        if self._has_guest:
             raise UserError(
-                "this is the last user with the role admin, and guest is switched off; "
-                "give the role to another user first"
+                "this is the last user with the role admin: only guest, from this machine, could "
+                "manage the server. Give the role to another user first, or use --force"
             )
+        raise UserError(
+            "this is the last user with the role admin, and guest is switched off; "
+            "give the role to another user first"
+        )
 
     def _keys_for(self, password: str) -> dict[str, ScramKeys]:
         _check_password(password)

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from dcp.server.operate.reports import Count, FaultRow, Seqno, StreamRow, VbId
+from dcp.server.operate.reports import Count, FaultRow, Seqno, StreamLimit, StreamRow, VbId
 from dcp.session.rights import Role
 from dcp.wire.message import EndReason
 from vbucket.engine.partition import VbState
@@ -126,9 +126,10 @@ class SlowRequest(StreamSelection, forbid_unknown_fields=True, kw_only=True):
 
 
 class StreamList(Struct):
-    """Open streams."""
+    """Open streams, and the limits of streams."""
 
     streams: list[StreamRow]
+    limits: list[StreamLimit]
 
 
 class StreamCount(Struct):

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 OnRefusal = Callable[[str, HTTPStatus, str], None]
 """Called with the peer's host, the status and the reason."""
 
+NOT_ASCII: Final = 0x80
+"""No HTTP request begins with such a byte, and every packet of a key-value client does."""
+
 _ANSWERING: Final = frozenset({h11.SEND_RESPONSE, h11.SEND_BODY})
 
 
@@ -66,8 +69,17 @@ class AdminProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of requests."""
-        super().data_received(data)
+        """Take bytes of requests. A client of the key-value port gets an answer at once: it waits
+        for one, and h11 waits for the end of a line.
+        """
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None and not self.conn.trailing_data[0] and data[0] >= NOT_ASCII:
+            self.send_400_response(
+                f"it begins with byte 0x{data[0]:02x}: this is the admin port, and key-value"
+                " clients use another one"
+            )
+        else:
+            super().data_received(data)
         self._tell()
 
     def pause_writing(self) -> None:

@@ -1,6 +1,6 @@
 """Streams of change consumers, and what operators can do to them.
 
-    GET  /api/v1/streams            every open stream; ?name= and ?vb= filter
+    GET  /api/v1/streams            every open stream, and all limits; ?name= and ?vb= filter
     POST /api/v1/streams/close      end with STREAM_END
     POST /api/v1/streams/slow       send no faster than a limit
     POST /api/v1/streams/stall      send nothing
@@ -8,7 +8,8 @@
     POST /api/v1/streams/drop       cut the connections
 
 The bodies choose streams by the name of their connection and by partition. The answer is the number
-of streams, or for drop of connections.
+of open streams, or for drop of connections. Limits also apply to streams that are opened later,
+until `resume` with a choice that covers them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from dcp.server.admin.bodies import (
     StreamList,
     StreamSelection,
 )
-from dcp.server.operate.operations import Operations, StreamChoice
+from dcp.server.operate.operations import Operations
+from dcp.stream.stream_limits import LIMITS_MAX, StreamChoice, TooManyLimitsError
 from dcp.wire.message import EndReason
 from vbucket.model.ids import NUM_VBUCKETS
 
@@ -54,7 +56,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
         if vb is not None and vb_id is None:
             raise invalid(f"there is no vbucket {vb[:30]}")
         choice = StreamChoice(request.query_params.get("name"), vb_id)
-        return json_answer(StreamList(operations.streams(choice)))
+        return json_answer(StreamList(operations.streams(choice), operations.stream_limits()))
 
     async def close(request: Request) -> Response:
         body = await read_body(request, CloseRequest)
@@ -67,15 +69,15 @@ def routes(operations: Operations) -> list[RouteSpec]:
         body = await read_body(request, SlowRequest)
         if body.bytes_per_s > BYTES_PER_S_MAX:
             raise invalid(f'"bytes_per_s" must be 1 to {BYTES_PER_S_MAX}; stall sends nothing')
-        return _streams(operations.limit_streams(_choice_of(body), body.bytes_per_s))
+        return _limited(operations, _choice_of(body), body.bytes_per_s)
 
     async def stall(request: Request) -> Response:
         body = await read_body(request, StreamSelection)
-        return _streams(operations.limit_streams(_choice_of(body), 0))
+        return _limited(operations, _choice_of(body), 0)
 
     async def resume(request: Request) -> Response:
         body = await read_body(request, StreamSelection)
-        return _streams(operations.limit_streams(_choice_of(body), None))
+        return _limited(operations, _choice_of(body), None)
 
     async def drop(request: Request) -> Response:
         body = await read_body(request, StreamSelection)
@@ -84,7 +86,8 @@ def routes(operations: Operations) -> list[RouteSpec]:
     post = "/api/v1/streams"
     return [
         RouteSpec(
-            "GET", post, listed, answer=StreamList, summary="List open streams.",
+            "GET", post, listed, answer=StreamList,
+            summary="List open streams, and the limits of streams.",
             query=(
                 QueryField("name", "Only streams of connections with this name."),
                 QueryField("vb", "Only streams of this partition.", "integer"),
@@ -96,11 +99,11 @@ def routes(operations: Operations) -> list[RouteSpec]:
         ),
         RouteSpec(
             "POST", f"{post}/slow", slow, body=SlowRequest, answer=StreamCount,
-            summary="Limit the speed of streams that are open now.",
+            summary="Limit the speed of streams, also of those to come.",
         ),
         RouteSpec(
             "POST", f"{post}/stall", stall, body=StreamSelection, answer=StreamCount,
-            summary="Send nothing on streams that are open now.",
+            summary="Send nothing on streams, also on those to come.",
         ),
         RouteSpec(
             "POST", f"{post}/resume", resume, body=StreamSelection, answer=StreamCount,
@@ -121,6 +124,19 @@ def _choice_of(body: StreamSelection) -> StreamChoice:
 
 def _streams(count: int) -> Response:
     return json_answer(StreamCount(_some(count)))
+
+
+def _limited(operations: Operations, choice: StreamChoice, bytes_per_s: int | None) -> Response:
+    """Set a limit. It is no error if no stream is open: the limit is for streams to come, too."""
+    try:
+        return json_answer(StreamCount(operations.limit_streams(choice, bytes_per_s)))
+    except TooManyLimitsError:
+        raise AdminError(
+            HTTPStatus.CONFLICT,
+            "the limit is not set",
+            why=f"there are {LIMITS_MAX} limits of streams, and each stream looks through them",
+            try_this="dcpctl stream stall --resume",
+        ) from None
 
 
 def _some(count: int) -> int:

@@ -7,7 +7,8 @@ POST   /api/v1/users/{name}/grant     a role, for everything or a scope
 POST   /api/v1/users/{name}/revoke    a role, or one scope of it
 DELETE /api/v1/users/{name}
 
-Roles are read, write, stream, admin and replicate; without "roles" a user has all but the last. A
+With ?force=true, the last two take the role admin from the last user that has it, if the guest may
+log in. Roles are read, write, stream, admin and replicate; without "roles" a new user has read. A
 scope is {"prefix"?, "collection"?}; {} is everything.
 Changes apply to open connections at once.
 """
@@ -17,13 +18,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from dcp.server.access.users import UnknownUserError, UserError, Users
 from dcp.server.access.users_file import UsersFileError, parse_roles, roles_document
-from dcp.server.admin.answers import AdminError, RouteSpec, invalid, json_answer, read_body
+from dcp.server.admin.answers import (
+    AdminError,
+    QueryField,
+    RouteSpec,
+    invalid,
+    json_answer,
+    read_body,
+)
 from dcp.server.admin.bodies import (
     GrantRequest,
     NewUserRequest,
@@ -38,6 +46,11 @@ from dcp.session.rights import EVERYTHING, Rights, Role, Scope
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+
+
+_FORCE: Final = (
+    QueryField("force", "true: also if nobody has the role admin then and the guest may log in."),
+)
 
 
 def routes(users: Users, users_changed: Callable[[], None]) -> list[RouteSpec]:
@@ -63,9 +76,11 @@ def routes(users: Users, users_changed: Callable[[], None]) -> list[RouteSpec]:
         ),
         RouteSpec(
             "POST", f"{one}/revoke", api.revoke, body=GrantRequest, answer=UserRoles,
-            summary="Take a role, or its grant for some keys, from a user.",
+            query=_FORCE, summary="Take a role, or its grant for some keys, from a user.",
         ),
-        RouteSpec("DELETE", one, api.remove, answer=UserName, summary="Remove a user."),
+        RouteSpec(
+            "DELETE", one, api.remove, answer=UserName, query=_FORCE, summary="Remove a user."
+        ),
     ]  # fmt: skip
 
 
@@ -106,15 +121,15 @@ class _Users:
         """Take a role, or one scope of it, from a user."""
         name = request.path_params["name"]
         body = await read_body(request, GrantRequest)
-        role, scope = _role_of(body.role), _scope_of(body)
-        rights = await self._change(lambda: self._users.revoke(name, role, scope))
+        role, scope, force = _role_of(body.role), _scope_of(body), _is_forced(request)
+        rights = await self._change(lambda: self._users.revoke(name, role, scope, force=force))
         return json_answer(UserRoles(name, _roles_of(rights)))
 
     async def remove(self, request: Request) -> Response:
         """Remove a user."""
         name = request.path_params["name"]
         try:
-            was_there = await asyncio.to_thread(self._users.remove, name)
+            was_there = await asyncio.to_thread(self._users.remove, name, force=_is_forced(request))
         except UserError as error:
             raise AdminError(
                 HTTPStatus.CONFLICT,
@@ -141,6 +156,10 @@ class _Users:
             raise _file_failed(error) from error
         self._users_changed()
         return result
+
+
+def _is_forced(request: Request) -> bool:
+    return request.query_params.get("force") == "true"
 
 
 def _role_of(text: str) -> Role:

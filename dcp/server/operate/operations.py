@@ -25,6 +25,7 @@ from dcp.server.operate.reports import (
     MendReport,
     PurgeReport,
     StateReport,
+    StreamLimit,
     StreamRow,
     VersionAnswer,
 )
@@ -35,6 +36,7 @@ from dcp.session.faults import Fault, FaultTable
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.producer import Producer
 from dcp.stream.rate import RateLimit
+from dcp.stream.stream_limits import StreamChoice, StreamLimits
 from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -48,14 +50,6 @@ from vbucket.engine.partition import VbState
 
 MERGE_WAIT_S: Final = 1.0
 """How long to wait for a merge before the memtable is checked again."""
-
-
-class StreamChoice(NamedTuple):
-    """Which streams to choose; None: any."""
-
-    name: str | None
-    """Name of the connection, as DCP_OPEN gave it."""
-    vb_id: int | None
 
 
 class WritesRefusedError(Exception):
@@ -80,6 +74,7 @@ class Operations:
         commits: CommitWaiters,
         faults: FaultTable,
         end_reasons: EndReasons,
+        limits: StreamLimits,
         meter: Meter,
         log: EventLog,
         *,
@@ -93,6 +88,7 @@ class Operations:
         self._commits = commits
         self._faults = faults
         self._end_reasons = end_reasons
+        self._limits = limits
         self._meter = meter
         self._log = log
         self._kick = kick
@@ -248,6 +244,12 @@ class Operations:
             for found in self._chosen(choice)
         ]
 
+    def stream_limits(self) -> list[StreamLimit]:
+        """Return the limits of streams that are open and to come."""
+        return [
+            StreamLimit(choice.name, choice.vb_id, rate) for choice, rate in self._limits.rows()
+        ]
+
     def end_streams(self, choice: StreamChoice, reason: EndReason) -> int:
         """End streams with STREAM_END; return how many."""
         chosen = list(self._chosen(choice))
@@ -257,10 +259,11 @@ class Operations:
         return len(chosen)
 
     def limit_streams(self, choice: StreamChoice, bytes_per_s: int | None) -> int:
-        """Slow streams down, stop them (0) or remove the limit (None); return how many.
+        """Slow streams down, stop them (0) or remove the limit (None); return how many are open.
 
-        Streams that are opened later are not limited.
+        It applies to streams that are opened later, too. Raises TooManyLimitsError.
         """
+        self._limits.set(choice, bytes_per_s)
         chosen = list(self._chosen(choice))
         for found in chosen:
             rate = None if bytes_per_s is None else RateLimit(bytes_per_s)

@@ -102,6 +102,17 @@ class StreamRow(Struct):
     age_s: float
 
 
+class StreamLimit(Struct):
+    """A limit of streams that are open and to come. null matches every name or partition."""
+
+    name: str | None
+    vb: VbId | None
+    bytes_per_s: Annotated[
+        Count | None,
+        Meta(description="0: stalled; null: no limit, unlike an older limit that also matches."),
+    ]
+
+
 class FaultRow(Struct):
     """One active fault rule. null matches every value, or leaves the answer as it is."""
 

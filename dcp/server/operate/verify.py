@@ -102,7 +102,8 @@ class Report:
         spent_s = max(time.monotonic() - self._began_s, 0.001)
         return (
             f"{progress.partitions:,} partitions, {progress.keys:,} keys, {progress.versions:,} "
-            f"versions, {progress.size_bytes / 1e6:,.0f} MB in {spent_s:.1f} s "
+            f"versions, {progress.log_changes:,} changes in the log that are not merged yet, "
+            f"{progress.size_bytes / 1e6:,.0f} MB in {spent_s:.1f} s "
             f"({progress.keys / spent_s:,.0f} keys/s)"
         )
 
