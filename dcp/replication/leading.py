@@ -216,8 +216,8 @@ class Leading:
     def group_synced(self, group: CommitGroup) -> Iterable[int]:
         """A group is on disk: replicas get its changes, wholly where all of it is in step.
 
-        Return the partitions of this master where something may be committed now. The others wait
-        for replicas.
+        Commit what of a whole group waits for nobody else. Return the partitions of this master
+        where something else may be committed now.
         """
         self._note_ready()
         whole = self._wholes.begin(group) if self.feeds else None
@@ -227,9 +227,10 @@ class Leading:
         if sectioned and (changes := self._changes_for_replicas(group.changes)):
             for feed in sectioned:
                 feed.group_synced(changes)
-        if whole is not None and self._wholes.waits(whole):
-            return ()
-        return group.high_seqnos.keys() & self.masterships.keys()
+        if whole is None:
+            return group.high_seqnos.keys() & self.masterships.keys()
+        self.groups_acknowledged(self._member, (whole,))
+        return ()
 
     def _note_ready(self) -> None:
         """Note which masterships are ready, because the beginning of their epoch is on disk."""

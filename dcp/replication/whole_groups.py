@@ -3,9 +3,10 @@
 A replica that is in step gets a commit group of its master as the log has it: one message, the same
 bytes for all replicas. Nothing is done for each partition before the group is committed:
 
-    begin(group)                what of a synced group replicas get; None: section by section
-    sent(whole, member, ...)    a feed has sent it wholly to a member
-    acknowledged(member, ...)   the member has synced it: says what that commits
+    begin(group)                  what of a synced group replicas get; None: section by section
+    acknowledged(member, groups)  a member, or this node, has synced them: says what that commits
+
+Who calls it: `dcp.replication.leading`. Feeds send the groups, and note to whom (`sent_to`).
 
 The high watermark is `failover.isr.high_watermark`, with the number of the group instead of seqnos:
 it is asked once for each in-sync set, not for each partition. That is allowed because a member that
@@ -225,12 +226,6 @@ class WholeGroups:
         elif committed:
             found.committed = dict(chain.from_iterable(each.items() for each in committed))
         return found
-
-    def waits(self, whole: WholeGroup) -> bool:
-        """Return whether all of a synced group waits for acknowledgements of replicas."""
-        return all(
-            len(each.in_sync.members) > 1 and self._is_whole(whole, each) for each in whole.shares
-        )
 
     def _is_whole(self, whole: WholeGroup, part: _Share) -> bool:
         """Whether all replicas of the in-sync set got these partitions' part of a group wholly."""
