@@ -321,6 +321,7 @@ def read_until_closed(embedded, connection) -> bytes:
         LENGTH.pack(3) + b"abc",
         b"GET / HTTP/1.1\r\n\r\n",
         LENGTH.pack(3) + bytes([0x92, 0xA0, 0x01]),
+        LENGTH.pack(1024) + b"\x93\xa4call\x01" + b"\x91" * 1017,
     ],
 )
 def test_what_is_no_login_is_disconnected(embedded, data):
