@@ -24,7 +24,10 @@ KEYS: Final = 220
 FAR_EXPIRY_S: Final = 30 * 86400 * 24
 PASSWORDS: Final = {"ada": "correct-horse", "bob": "battery-staple"}
 """Ada may do everything; Bob may only read and write keys that begin with `key-`."""
-BOB: Final = {"read": [{"prefix": "key-"}], "write": [{"prefix": "key-"}]}
+ROLES: Final[dict[str, dict[str, Any]]] = {
+    "ada": {role: [{}] for role in ("read", "write", "stream", "admin")},
+    "bob": {"read": [{"prefix": "key-"}], "write": [{"prefix": "key-"}]},
+}
 ARGUMENTS: Final = ("--memtable-bytes", "1MiB", "--compact-interval", "0")
 
 
@@ -62,8 +65,8 @@ class MadeFolder:
 
     def _fill(self, server: AttackedServer, draw: random.Random) -> None:
         for name, password in PASSWORDS.items():
-            body: dict[str, Any] = {"name": name, "password": password}
-            server.ask("POST", "/api/v1/users", body | ({"roles": BOB} if name == "bob" else {}))
+            body = {"name": name, "password": password, "roles": ROLES[name]}
+            server.ask("POST", "/api/v1/users", body)
         if draw.random() < 0.5:
             dcpctl("--server", server.address, "collection", "create", "shop.orders").check()
         keys = keys_in(self.history.changes, KEYS)

@@ -29,8 +29,8 @@ CONNECTIONS_MAX: Final = 200
 ADMIN_CONNECTIONS_MAX: Final = 48
 PASSWORDS: Final = {"root": "correct-horse", "noisy": "battery-staple", "prober": "red-herring-1"}
 NOISY_PREFIXES: Final = ("a", "b", "longer", "noise")
-ROLES: Final[dict[str, dict[str, Any] | None]] = {
-    "root": None,
+ROLES: Final[dict[str, dict[str, Any]]] = {
+    "root": {role: [{}] for role in ("read", "write", "stream", "admin")},
     "noisy": {
         "read": [{"prefix": prefix} for prefix in NOISY_PREFIXES],
         "write": [{"prefix": prefix} for prefix in NOISY_PREFIXES],
@@ -69,8 +69,8 @@ class Target:
         self.server.start()
         try:
             for name, roles in ROLES.items():
-                body = {"name": name, "password": PASSWORDS[name]}
-                self.server.ask("POST", "/api/v1/users", body | ({"roles": roles} if roles else {}))
+                body = {"name": name, "password": PASSWORDS[name], "roles": roles}
+                self.server.ask("POST", "/api/v1/users", body)
             self.history = History(draw.sample(range(NUM_VBUCKETS), 8))
             keys = keys_in(self.history.changes, 60)
             self.large = keys[:3]

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 
 COMMANDS_TO_FIRST = {"set": 2, "get": 3, "watch": 4}
+FIRST_KEY_LINES = 4
 
 
 def code_blocks(language: str) -> list[str]:
@@ -118,6 +119,8 @@ def test_the_first_five_minutes(shell: Shell) -> None:
     assert "world" in output["dcpctl watch"]
     assert '"value":"again"' in output["dcpctl watch --until-now -o json"].replace(" ", "")
     assert "ROLLBACK" in output["dcpctl watch --until-now --state watched.ckpt"]
+    assert output["dcpctl keys hel"] == "hello\n"
+    assert output["dcpctl watch --last 1 --until-now"].endswith("set hello = again\n")
     assert "528" in output["dcpctl vb branch 528 --at 1"]
     (program,) = code_blocks("python")
     ran = subprocess.run(
@@ -134,6 +137,13 @@ def test_few_commands_lead_to_the_first_set_get_and_watch() -> None:
     commands = [line for line in block.splitlines() if line.strip()]
     for word, count in COMMANDS_TO_FIRST.items():
         assert commands[count - 1].startswith(f"dcpctl {word}")
+
+
+def test_four_lines_lead_from_a_clone_to_the_first_key() -> None:
+    lines = shell_lines()
+    first = next(at for at, line in enumerate(lines) if line.startswith("dcpctl set"))
+    assert first + 1 == FIRST_KEY_LINES
+    assert lines[first].endswith("--wait"), "no line waits for the server but this one"
 
 
 def test_every_file_that_the_readme_names_is_there() -> None:
