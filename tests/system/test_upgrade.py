@@ -9,6 +9,7 @@ docs/upgrade.md says what an upgrade changes.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -43,10 +44,10 @@ PLAIN = {b"plain-%d" % number: b"value %d" % number for number in range(20)}
 PASSWORD = "correct horse battery"
 
 
-def dcpctl(server: DcpServer, *arguments: str) -> str:
+def dcpctl(server: DcpServer, *arguments: str, **env: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "clients.cli", "--server", server.address, *arguments],
-        capture_output=True, text=True, check=False, timeout=120,
+        env=os.environ | env, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -173,8 +174,8 @@ def test_a_folder_of_0_1_0_goes_on_as_it_was(server: DcpServer) -> None:
         users = server.ask("GET", "/api/v1/users")
         assert users["roles"]["bob"] == {"read": [{"prefix": "pub:", "collection": "shop.a"}]}
         assert set(users["roles"]["alice"]) == {"read", "write", "stream", "admin"}
-        login = ["--user", "alice", "--password", PASSWORD]
-        assert "durability" in dcpctl(server, *login, "status")
+        login = {"DCPCTL_USER": "alice", "DCPCTL_PASSWORD": PASSWORD}
+        assert "durability" in dcpctl(server, "status", **login)
         server.branch(5, 24)  # within the history of 0.1.0
         with aware(server) as client:
             check_documents(client, PLAIN)
