@@ -11,8 +11,11 @@ from dcp.server.access.users import Users
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
+from dcp.server.operate.documents import Documents
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
+from dcp.server.report.console_view import ConsoleView
+from dcp.server.report.sampler import Sampler
 from dcp.server.storage.health import Health
 
 
@@ -38,6 +41,19 @@ class CollectionsView(Protocol):
 
 
 @dataclass(frozen=True)
+class ConsoleParts:
+    """What the web console uses in addition to the API."""
+
+    view: ConsoleView
+    sampler: Sampler
+    documents: Documents
+    is_test_mode: bool
+    """Setting test_mode."""
+    allows_faults: bool
+    """Whether faults may be set: in test mode, or if only this machine can reach the server."""
+
+
+@dataclass(frozen=True)
 class AdminParts:
     """See the module. Each set of routes gets the parts that it uses."""
 
@@ -50,6 +66,7 @@ class AdminParts:
     operations: Operations
     dumps: Dumps
     collections: CollectionsView
+    console: ConsoleParts
     status: Callable[[], dict[str, Any]]
     """Returns the status as JSON."""
     metrics: Callable[..., bytes]
