@@ -48,7 +48,7 @@ from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import Collections
-from dcp.server.operate.documents import Documents
+from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
 from dcp.server.report.console_view import ConsoleView

@@ -1,4 +1,4 @@
-"""Documents for people (dcp.server.operate.documents). Programs use the key-value port.
+"""Documents for people (dcp.server.operate.document_desk). Programs use the key-value port.
 
     GET    /api/v1/documents            ?key= &collection= &key_encoding= &older_than= &versions=
                                         the versions of a key that are kept, newest first
@@ -22,7 +22,7 @@ import msgspec
 from dcp.server.admin.answers import AdminError, RouteSpec, invalid, number_in, raw_answer
 from dcp.server.admin.console_bodies import read_body
 from dcp.server.admin.denials import denied
-from dcp.server.operate.documents import (
+from dcp.server.operate.document_desk import (
     KEYS_AT_ONCE,
     VERSIONS_AT_ONCE,
     DocumentRefusedError,

@@ -11,7 +11,7 @@ from dcp.server.access.users import Users
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
-from dcp.server.operate.documents import Documents
+from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
 from dcp.server.report.console_view import ConsoleView

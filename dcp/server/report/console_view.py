@@ -49,7 +49,7 @@ class SlowRow(msgspec.Struct):
     user: str
 
 
-class Work(msgspec.Struct):
+class UpkeepWork(msgspec.Struct):
     """Merges and compaction."""
 
     merge_under_way_s: float
@@ -87,14 +87,14 @@ class Overview(msgspec.Struct):
     figures: dict[str, list[float | None]]
     """What is new since the sample that the page has."""
     gauges: list[Gauge]
-    work: Work
+    work: UpkeepWork
     slow: list[SlowRow]
     slow_count: int
     vbuckets: dict[str, int]
     faults: int
 
 
-class PartitionMap(msgspec.Struct):
+class MapColours(msgspec.Struct):
     """The page Partitions: one value for each partition, by its number."""
 
     states: str
@@ -107,7 +107,7 @@ class PartitionMap(msgspec.Struct):
     """Seqnos that can be undone."""
 
 
-class VersionRow(msgspec.Struct):
+class KnownVersion(msgspec.Struct):
     """A version of a partition."""
 
     vb_uuid: str
@@ -136,7 +136,7 @@ class PartitionDetail(msgspec.Struct):
     has_copies: bool
     """Whether replicas must have a change before it is answered."""
     lag_items: int
-    failover_log: list[VersionRow]
+    failover_log: list[KnownVersion]
     """Newest first."""
 
 
@@ -205,7 +205,7 @@ class ConsoleView:
         return self._head
 
     def partition_map(self) -> bytes:
-        """Return `PartitionMap` as JSON."""
+        """Return `MapColours` as JSON."""
         self._refresh()
         if not self._map:
             self._map = msgspec.json.encode(self._partition_map())
@@ -216,7 +216,7 @@ class ConsoleView:
         sources, meter = self._sources, self._sources.meter
         times, figures = self._sampler.ring.after(after)
         merging = sources.merging
-        work = Work(
+        work = UpkeepWork(
             round(merging.seconds_under_way, 1), merging.count, meter.merge_failures,
             merging.trouble, round(meter.last_merge_s, 2),
             sum(meter.compaction_seconds.counts), meter.dropped_versions, meter.dropped_tombstones,
@@ -244,7 +244,7 @@ class ConsoleView:
         engine = self._sources.engine
         part = engine.partitions[vb_id]
         versions = [
-            VersionRow(str(version.vb_uuid), version.seqno, version.epoch)
+            KnownVersion(str(version.vb_uuid), version.seqno, version.epoch)
             for version in part.failover.entries
         ]
         return PartitionDetail(
@@ -321,7 +321,7 @@ class ConsoleView:
             ),
         ]  # fmt: skip
 
-    def _partition_map(self) -> PartitionMap:
+    def _partition_map(self) -> MapColours:
         engine = self._sources.engine
         parts, quarantined = engine.partitions, engine.keyspace.quarantined
         letters = [STATE_LETTERS[part.state] for part in parts]
@@ -337,7 +337,7 @@ class ConsoleView:
                 for now, then in zip(seqnos, before[2], strict=True)
             ]
         self._seqnos = self._made_for, now_s, seqnos
-        return PartitionMap(
+        return MapColours(
             "".join(letters),
             [part.item_count for part in parts],
             rates,

@@ -18,7 +18,7 @@ REST_S: Final = 10.0
 """Time between two measurements. They take some 0.1 ms, and the figures change slowly."""
 
 
-class DiskUse(NamedTuple):
+class FolderUse(NamedTuple):
     """Bytes of the data folder, and of the disk that it is on."""
 
     log_bytes: int
@@ -39,10 +39,10 @@ def bytes_in(folder: Path) -> int:
     return size
 
 
-def disk_use(data_dir: Path) -> DiskUse:
+def disk_use(data_dir: Path) -> FolderUse:
     """Measure now. Raises OSError."""
     disk = os.statvfs(data_dir)
-    return DiskUse(
+    return FolderUse(
         bytes_in(log_path(data_dir)),
         bytes_in(store_path(data_dir)),
         disk.f_bavail * disk.f_frsize,
@@ -55,9 +55,9 @@ class DiskGauge:
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
-        self._asked: asyncio.Future[DiskUse] | None = None
+        self._asked: asyncio.Future[FolderUse] | None = None
         self._asked_s = float("-inf")
-        self.last: DiskUse | None = None
+        self.last: FolderUse | None = None
         self.measured_s = 0.0
         """When `last` was measured, monotonic."""
 
@@ -69,7 +69,7 @@ class DiskGauge:
             self._asked = loop.run_in_executor(None, disk_use, self._data_dir)
             self._asked.add_done_callback(self._take)
 
-    def _take(self, asked: asyncio.Future[DiskUse]) -> None:
+    def _take(self, asked: asyncio.Future[FolderUse]) -> None:
         self._asked = None
         # An error (the folder was removed) leaves the last figures, which grow old.
         if not asked.cancelled() and asked.exception() is None:
