@@ -28,9 +28,9 @@ CONSUMERS_MAX: Final = 100
 STREAMS_AT_ONCE: Final = 2048
 """Streams measured per sample: 1.3 ms every two seconds."""
 GONE_KEPT_S: Final = 3600.0
-STATES: Final = ("gone", "paused", "blocked", "waiting", "catching up", "live")
-"""From worst to best. paused: an operator stopped streams. blocked: the consumer does not
-acknowledge. waiting: streams wait for their turn with the backlog."""
+STATES: Final = ("gone", "paused", "blocked", "waiting", "catching up", "live", "idle")
+"""The first one that holds. paused: an operator stopped streams. blocked: the consumer does not
+acknowledge. waiting: streams wait for their turn with the backlog. idle: it has no streams."""
 
 _STATE_OF_PHASE: Final = {
     "stalled": "paused", "waiting": "waiting", "backlog": "catching up", "live": "live",
@@ -44,7 +44,7 @@ class WatchedConsumer:
         self.name = name
         self.peer = ""
         self.user = ""
-        self.state = "live"
+        self.state = "idle"
         self.streams = 0
         self.lag_items = 0
         self.seqnos_per_s = 0.0
@@ -81,7 +81,7 @@ class WatchedConsumer:
         states = {_STATE_OF_PHASE[phase] for phase in phases}
         if self.window_bytes and self.unacked_bytes >= self.window_bytes:
             states.add("blocked")
-        self.state = next((state for state in STATES if state in states), "live")
+        self.state = next((state for state in STATES if state in states), "idle")
         self.lags.add(now_s, (lag_items,))
 
     def left(self, now_s: float) -> None:

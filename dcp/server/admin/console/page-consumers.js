@@ -11,6 +11,7 @@ const MEANINGS = {
   waiting: "Some streams wait for their turn with the backlog.",
   blocked: "It does not acknowledge what it was sent.",
   paused: "An operator has stopped some of its streams.",
+  idle: "It is connected and has no streams.",
   gone: "It has no connection.",
 };
 
@@ -48,7 +49,7 @@ function Consumer({ consumer, lags, may, now }) {
   const rollback = consumer.last_rollback;
   const isGone = consumer.state === "gone";
   return html`<section class="card consumer" aria-labelledby="c-${consumer.name}">
-    <h2 id="c-${consumer.name}">${consumer.name}
+    <h2 id="c-${consumer.name}">${consumer.name}${" "}
       <span class="state ${consumer.state.replace(" ", "-")}">${consumer.state}</span></h2>
     <p class="hint">${MEANINGS[consumer.state]}${consumer.bytes_per_s ? ` Slowed down to ${
       bytes(consumer.bytes_per_s)} a second for each stream.` : ""}</p>

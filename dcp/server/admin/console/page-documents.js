@@ -5,7 +5,7 @@ import { ask, lines, query } from "./api.js";
 import { Field, bytes, clock, fieldsOf, plural, useAct, useConfirm, whole } from "./parts.js";
 
 const ROWS_MAX = 200; // of a partition as of a seqno
-const SCAN_ROWS = 200;
+const SCAN_ROWS = 50;
 const EDIT_BYTES_MAX = 40_000; // the server takes bodies of 64 KiB
 const PATH = "/api/v1/documents";
 

@@ -153,7 +153,8 @@ function Detail({ vb, may, sample }) {
     );
     return () => { isCurrent = false; };
   }, [vb, sample]);
-  useEffect(() => { setAsked(null); title.current?.focus(); }, [vb]);
+  useEffect(() => setAsked(null), [vb]);
+  useEffect(() => { if (detail?.vb === vb) title.current.focus(); }, [vb, detail?.vb]);
   if (error) return html`<${Notice} error=${error} />`;
   if (!detail || detail.vb !== vb) return html`<p class="loading" role="status">Asking…</p>`;
   const branches = branchesOf(detail.failover_log, detail.high_seqno).reverse();

@@ -45,7 +45,7 @@ export function describe(error) {
   if (error instanceof Refused) {
     return [error.message, error.why && `Why: ${error.why}.`, error.hint && `Try: ${error.hint}.`];
   }
-  if (error instanceof Unreachable) return ["The server cannot be reached.", "Nothing was done."];
+  if (error instanceof Unreachable) return ["The server cannot be reached.", "If you were changing something, look whether it was done."];
   return [String(error)];
 }
 
