@@ -1,4 +1,4 @@
-"""A real browser for the tests of the web console: Debian's chromium, headless, driven by Playwright.
+"""A real browser for the tests of the web console: Debian's chromium, driven by Playwright.
 
 The fixtures live as long as a module, because Playwright's loop would be in the way of the
 asynchronous tests of other modules.
@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from support.server import DcpdProcess
 
@@ -18,8 +18,7 @@ FLAGS = [
     # As root, in a container, and without anything that leaves this machine.
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update",
-    "--host-resolver-rules=MAP evil.example 127.0.0.2, MAP * ~NOTFOUND, "
-    "EXCLUDE localhost, EXCLUDE 127.0.0.1, EXCLUDE 127.0.0.2",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE localhost, EXCLUDE 127.0.0.1",
 ]  # fmt: skip
 WAIT_MS = 20_000
 """Limit of a wait, so that a failure does not hang."""
@@ -49,20 +48,25 @@ def log_in(browser: Browser, server: DcpdProcess) -> Iterator[LogIn]:
     contexts = []
     complaints: list[str] = []
 
+    def complain(message: ConsoleMessage) -> None:
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            complaints.append(message.text)
+
     def open_page(
-        user: str = "guest", password: str = "guest", *, on: DcpdProcess = server, **options: object
+        user: str = "guest",
+        password: str = "guest",
+        *,
+        on: DcpdProcess = server,
+        may_complain: bool = False,
+        **options: object,
     ) -> Page:
         context = browser.new_context(base_url=on.admin_url, **options)
         context.set_default_timeout(WAIT_MS)
         contexts.append(context)
         page = context.new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on(
-            "console",
-            lambda message: (
-                complaints.append(message.text) if "Refused to" in message.text else None
-            ),
-        )
+        if not may_complain:
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.on("console", complain)
         page.goto("/")
         page.get_by_label("User").fill(user)
         page.get_by_label("Password").fill(password)

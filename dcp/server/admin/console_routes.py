@@ -71,15 +71,16 @@ def may_of(rights: Rights) -> May:
     )
 
 
+def me_of(console: ConsoleParts, user: str, rights: Rights) -> Me:
+    """Return who is logged in."""
+    return Me(user, roles_document(rights), may_of(rights), console.is_test_mode, console.view.boot)
+
+
 def routes(console: ConsoleParts, users: Users) -> list[RouteSpec]:
     """Return the routes."""
 
     async def me(request: Request) -> Response:
-        rights = request.state.rights
-        found = Me(
-            request.state.user, roles_document(rights), may_of(rights),
-            console.is_test_mode, console.view.boot,
-        )  # fmt: skip
+        found = me_of(console, request.state.user, request.state.rights)
         return raw_answer(msgspec.json.encode(found))
 
     async def events(request: Request) -> Response:
@@ -131,7 +132,9 @@ class _Events:
         self._show = show
 
     async def events(self, after: int, since_s: float) -> AsyncIterator[bytes]:
-        """Yield events: `state`, and `rights` and the end if the user's rights have changed."""
+        """Yield events: `state`; the first one says who is logged in. If the user's rights change,
+        `rights` is the last one, and the page asks again.
+        """
         sampler, view = self._console.sampler, self._console.view
         if after > sampler.ring.last:
             after, since_s = 0, 0.0  # the number of an earlier run
@@ -143,9 +146,12 @@ class _Events:
             if is_first and not sampler.ring.last:
                 await sampler.after(0)
                 continue
-            is_first = False
             sample, time_s = sampler.ring.last, sampler.ring.last_time_s
             body = self._body(after, since_s)
+            if is_first:
+                me = me_of(self._console, self._user, self._rights)
+                body = b',"me":' + msgspec.json.encode(me) + body
+                is_first = False
             yield b"event: state\ndata: {" + b'"head":' + view.head() + body + b"}\n\n"
             after, since_s = sample, time_s
             await sampler.after(sample)

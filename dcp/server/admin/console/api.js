@@ -92,8 +92,9 @@ export async function* lines(path) {
 }
 
 // The stream of events of one page. It reconnects by itself until `stop`, and rests while the page
-// is hidden. `on.state` gets each event, `on.link` whether there is a connection, `on.rights` is
-// called when the user's rights have changed, and `on.refused` when the server refuses the login.
+// is hidden. `on.state` gets each event, `on.link` whether there is a connection, `on.me` who is
+// logged in (with each connection, so that changed rights show), and `on.refused` is called when the
+// server refuses the login.
 export class Live {
   constructor(show, on) {
     this.show = show;
@@ -101,6 +102,7 @@ export class Live {
     this.after = 0;
     this.since = 0;
     this.boot = "";
+    this.asksAgain = false;
     this.isStopped = false;
     this.wake = () => {};
     this.watch = () => (document.hidden ? this.abort?.abort() : this.wake());
@@ -128,6 +130,10 @@ export class Live {
           }
         }
         if (this.isStopped) return;
+        if (this.asksAgain) {
+          this.asksAgain = false;
+          continue;
+        }
         if (!document.hidden) this.on.link(false);
       }
       await new Promise((resolve) => {
@@ -166,7 +172,7 @@ export class Live {
     const [first, second] = block.split("\n");
     if (this.isStopped) return;
     if (first === "event: rights") {
-      this.on.rights();
+      this.asksAgain = true; // the next connection tells the new rights
       return;
     }
     const state = JSON.parse(second.slice("data: ".length));
@@ -174,6 +180,7 @@ export class Live {
     this.boot = state.head.boot;
     this.after = state.head.sample;
     this.since = state.head.time_s;
+    if (state.me) this.on.me(state.me);
     this.on.state(state, isNewRun);
     this.on.link(true);
   }

@@ -1,7 +1,7 @@
 // The web console: login, navigation, and the live state that the pages show.
 
 import { html, render, useEffect, useRef, useState } from "./vendor-htm-preact.js";
-import { Live, ask, logIn, logOut } from "./api.js";
+import { Live, logIn, logOut } from "./api.js";
 import { Field, Notice, fieldsOf } from "./parts.js";
 import { OverviewPage } from "./page-overview.js";
 import { PartitionsPage } from "./page-partitions.js";
@@ -71,7 +71,7 @@ function joinedLags(before, consumers) {
 }
 
 // The newest state of the page, from its stream of events.
-function useLive(show, onRights, onRefused) {
+function useLive(show, onMe, onRefused) {
   const [live, setLive] = useState({ head: null, link: "first" });
   useEffect(() => {
     setLive((before) => ({ head: before.head, link: before.link }));
@@ -92,7 +92,7 @@ function useLive(show, onRights, onRefused) {
         const link = isUp ? "up" : before.link === "first" && !before.head ? "first" : "down";
         return before.link === link ? before : { ...before, link };
       }),
-      rights: onRights,
+      me: onMe,
       refused: onRefused,
     });
     return () => stream.stop();
@@ -115,8 +115,7 @@ function Console({ me, setMe, leave }) {
     main.current.focus();
   }, [page.id]);
   const refused = (error) => leave(error.status === 401 ? "Please log in again." : error.message);
-  const rights = () => ask("GET", "/api/v1/console/me").then(setMe, refused);
-  const live = useLive(page.shows, rights, refused);
+  const live = useLive(page.shows, setMe, refused);
   const View = page.view;
   return html`
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); main.current.focus(); }}>To the content</a>
@@ -139,7 +138,9 @@ function Console({ me, setMe, leave }) {
 }
 
 function App() {
-  const [me, setMe] = useState(null);
+  const [me, set] = useState(null);
+  const setMe = (found) => set((before) =>
+    JSON.stringify(before) === JSON.stringify(found) ? before : found);
   const [message, setMessage] = useState("");
   function leave(text) {
     logOut();

@@ -114,7 +114,7 @@ export function useConfirm() {
     question.resolve(value);
     setQuestion(null);
   }
-  const view = html`<dialog ref=${dialog} aria-labelledby="confirm-title"
+  const view = html`<dialog ref=${dialog} aria-labelledby=${question ? "confirm-title" : undefined}
       onCancel=${(event) => { event.preventDefault(); answer(false); }}>
     ${question && html`
       <h2 id="confirm-title">${question.title}</h2>
