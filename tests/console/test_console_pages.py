@@ -5,9 +5,9 @@ killed and comes back.
 from __future__ import annotations
 
 import pytest
-from following import Following
 from playwright.sync_api import Locator, Page, expect
 
+from support.following import Following
 from support.server import DcpdProcess
 
 pytestmark = pytest.mark.crash
