@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import uvloop
 
 from dcp.server.admin.console_files import FOLDER, POLICY
@@ -35,9 +36,18 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
     return {"uvloop": uvloop.new_event_loop}
 
 
-@pytest.fixture
-async def node(tmp_path: Path) -> AsyncIterator[Node]:
-    async with node_here(tmp_path, {"boss": "secret-of-boss"}) as running:
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("console-server")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def node(folder: Path) -> AsyncIterator[Node]:
+    """One node for all tests of this module, which use keys and users of their own."""
+    async with node_here(folder, {"boss": "secret-of-boss"}) as running:
         yield running
 
 
@@ -108,7 +118,7 @@ async def test_the_files_are_small_and_allow_no_other_script(node: Node) -> None
     assert bytes(index.body) == (FOLDER / "index.html").read_bytes()
 
 
-def test_the_page_needs_nothing_from_elsewhere_and_has_nothing_inline() -> None:
+async def test_the_page_needs_nothing_from_elsewhere_and_has_nothing_inline() -> None:
     index = (FOLDER / "index.html").read_text()
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", index)
     for reference in re.findall(r'(?:src|href)="([^"]+)"', index):
@@ -295,11 +305,9 @@ async def test_keys_come_in_pieces_and_each_once(node: Node) -> None:
     assert sorted(found) == sorted(f"list:{number}" for number in range(60))
 
 
-async def test_a_changes_audit_line_has_the_key_and_not_the_value(
-    node: Node, tmp_path: Path
-) -> None:
+async def test_a_changes_audit_line_has_the_key_and_not_the_value(node: Node, folder: Path) -> None:
     await put(node, "audited", "the-value")
-    audit = tmp_path / "data" / "audit.log"
+    audit = folder / "data" / "audit.log"
     await until(lambda: audit.exists() and "audited" in audit.read_text())
     assert "the-value" not in audit.read_text()
 
@@ -333,12 +341,13 @@ async def test_the_map_and_the_consumers_are_in_the_events(node: Node) -> None:
     async with aclosing(events(node, "show=partitions")) as stream:
         found = (await anext(stream))["partitions"]
         assert found["states"] == "a" * 1024
-        assert (sum(found["items"]), found["items"][92]) == (1, 1)
+        assert sum(found["items"]) == sum(part.item_count for part in node.engine.partitions)
+        assert found["items"][92] >= 1
         await put(node, "key1", "y")
         node._sampler.sample()
         found = (await anext(stream))["partitions"]
         assert found["rates"][92] > 0
-        assert found["history"][92] == 2
+        assert found["history"][92] == node.engine.partitions[92].high_seqno
     async with aclosing(events(node, "show=consumers")) as stream:
         assert (await anext(stream))["consumers"]["consumers"] == []
     for query in ("show=what", "after=-1", "since=x", "since=-1"):

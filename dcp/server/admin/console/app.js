@@ -88,10 +88,7 @@ function useLive(show, onMe, onRefused) {
         }
         return next;
       }),
-      link: (isUp) => setLive((before) => {
-        const link = isUp ? "up" : before.link === "first" && !before.head ? "first" : "down";
-        return before.link === link ? before : { ...before, link };
-      }),
+      link: (isUp) => setLive((before) => ({ ...before, link: isUp ? "up" : "down" })),
       me: onMe,
       refused: onRefused,
     });
