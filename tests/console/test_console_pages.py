@@ -46,6 +46,8 @@ def test_the_overview_shows_health_rates_and_limits(log_in, server: DcpdProcess)
     expect(page.locator(".health")).to_contain_text("Ready. Clients can use this server.")
     expect(fact(page, "Documents")).to_have_text("30")
     rates = page.locator("figure", has_text="Per second")
+    with Following(server.address, "overview"):
+        expect(rates.locator(".key", has_text="events")).not_to_contain_text("highest 0")
     for key in ("sets", "gets"):
         highest = rates.locator(".key", has_text=key).locator("small")
         expect(highest).not_to_have_text("highest 0")

@@ -18,8 +18,12 @@ import uvloop
 
 from dcp.server.admin.console_files import FOLDER, POLICY
 from dcp.server.node import Node
+from dcp.server.observe.meter import Meter
 from dcp.server.observe.sample_ring import SAMPLES_KEPT
 from dcp.session.rights import EVERYTHING, Rights, Role, Scope
+from dcp.wire.feature import Feature
+from dcp.wire.frame import pack_request
+from dcp.wire.opcode import Opcode
 from support.node_here import Client, node_here, plain, until
 from support.raw_http import RawHttp, ask, login, request
 from vbucket.model.ids import vbucket_of
@@ -414,16 +418,41 @@ async def test_a_stop_of_the_server_ends_the_streams(tmp_path: Path) -> None:
         await stopping
 
 
-async def test_gets_and_slow_operations_are_counted(node: Node) -> None:
+async def test_gets_of_both_protocols_are_counted(node: Node) -> None:
+    before = node.engine.gets
     async with Client.connect(node) as client:
-        from dcp.wire.frame import pack_request
-        from dcp.wire.opcode import Opcode
-
         await client.ask(plain("guest", "guest"))
-        before = node.engine.gets
+        features = Feature.COLLECTIONS.to_bytes(2, "big")
+        await client.ask(pack_request(Opcode.HELLO, key=b"test", value=features))
+        # One that is handled alone, and a run of them; found or not.
+        get = pack_request(Opcode.GET, key=b"\0key1", vb_id=92)
+        client.send(get + get + get)
         for _ in range(3):
-            await client.ask(pack_request(Opcode.GET, key=b"key1", vb_id=92))
-        assert node.engine.gets == before + 3
-    node.meter.sync_seconds.observe(0.5)
-    node.meter.sync_seconds.observe(0.01)
-    assert [row.what for row in node.meter.slow.newest_first()] == ["a sync of the log"]
+            await client.receive()
+    assert node.engine.gets == before + 3
+    reader, writer = await asyncio.open_connection("127.0.0.1", node.ports.kv)
+    writer.write(b"get key1 nothing\r\n")
+    await reader.readuntil(b"END\r\n")
+    writer.close()
+    assert node.engine.gets == before + 5
+
+
+async def test_a_slow_command_is_kept_with_its_user(node: Node) -> None:
+    rule = b'{"opcode": "GET", "delay_ms": 120, "count": 1}'
+    path = "/api/v1/faults"
+    assert (await ask(node.ports.admin, "POST", path, login(), JSON, body=rule)).status == 201
+    async with Client.connect(node) as client:
+        await client.ask(plain("guest", "guest"))
+        await client.ask(pack_request(Opcode.GET, key=b"key1", vb_id=92))
+    slow = node.meter.slow.newest_first()[0]
+    assert (slow.what, slow.user) == ("GET", "guest")
+    assert slow.seconds >= 0.12
+    async with aclosing(events(node, "show=overview")) as stream:
+        assert (await anext(stream))["overview"]["slow"][0]["what"] == "GET"
+
+
+async def test_a_slow_sync_is_kept() -> None:
+    meter = Meter()
+    meter.sync_seconds.observe(0.5)
+    meter.sync_seconds.observe(0.01)
+    assert [row.what for row in meter.slow.newest_first()] == ["a sync of the log"]
