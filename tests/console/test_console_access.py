@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from playwright.sync_api import Page, expect
 
+from support.following import Following
+
 PAGES = ("Overview", "Partitions", "Consumers", "Documents", "Test bench")
 # What a screen reader misses: names of controls, texts of pictures, heads of tables.
 PROBLEMS = """() => {
@@ -67,10 +69,18 @@ def go(page: Page, title: str) -> None:
 def test_every_page_fits_a_phone_and_has_names_and_contrast_in_both_colours(log_in, server) -> None:
     with server.connect() as kv:
         kv.set(b"key1", b"x" * 300)
+    two_consumers = Following(server.address, "one two"), Following(server.address, "three")
+    with two_consumers[0], two_consumers[1]:
+        look_at_all_pages(log_in)
+
+
+def look_at_all_pages(log_in) -> None:
     for scheme in ("light", "dark"):
         page = log_in(viewport={"width": 360, "height": 700}, color_scheme=scheme)
         for title in PAGES:
             go(page, title)
+            if title == "Consumers":
+                expect(page.get_by_role("region", name="one two")).to_be_visible()
             if title == "Partitions":
                 page.get_by_role("gridcell", name="Partition 92, active").click()
                 expect(page.locator("svg.tree")).to_be_visible()
@@ -109,3 +119,20 @@ def test_everything_can_be_reached_with_the_keyboard(log_in) -> None:
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_be_hidden()
     expect(page.locator("table.history tbody tr")).to_have_count(1)
+
+
+def test_a_page_that_is_hidden_asks_for_nothing(log_in) -> None:
+    page = log_in()
+    hide = """(isHidden) => {
+      Object.defineProperty(document, "hidden", {value: isHidden, configurable: true});
+      document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    page.clock.install()
+    with page.expect_event("requestfailed", lambda request: "/events" in request.url):
+        page.evaluate(hide, True)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.clock.run_for(60_000)  # it would try again after a second
+    assert asked == []
+    with page.expect_request(lambda request: "/events" in request.url):
+        page.evaluate(hide, False)

@@ -103,7 +103,10 @@ def test_no_script_runs_but_the_consoles_own(log_in) -> None:
           foreign.src = "http://127.0.0.1:1/x.png";
           document.body.append(foreign);
           await fetch("http://127.0.0.1:1/").catch((error) => refused.push(error.name));
-          await new Promise((resolve) => setTimeout(resolve, 50));
+          while (!["img-src", "connect-src"].every((one) => refused.includes(one))) {
+            await new Promise((resolve) =>
+              addEventListener("securitypolicyviolation", resolve, {once: true}));
+          }
           return refused;
         }"""
     )

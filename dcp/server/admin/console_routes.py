@@ -2,7 +2,8 @@
 
     GET /api/v1/console/me                who is logged in, and what this user may do
     GET /api/v1/console/events            server-sent events, one per sample; see `_Events`
-          ?show=overview|partitions|consumers|none  &after=SAMPLE  &since=TIME
+          ?show=overview|partitions|consumers|none  &after=SAMPLE  &since=TIME  &boot=ID
+          after and since: what the page has; they count if boot is that of this run
     GET /api/v1/vbuckets/{vb}             one partition, with its failover log
 
 Browsers send the login in the header Authorization, so the page reads the events with fetch().
@@ -94,6 +95,8 @@ def routes(console: ConsoleParts, users: Users) -> list[RouteSpec]:
             raise invalid(f'"show" is one of {", ".join(SHOWS)}, not {show[:30]!r}')
         if after is None or since_s is None:
             raise invalid('"after" is the number of a sample, and "since" a Unix time')
+        if query.get("boot") != console.view.boot:
+            after, since_s = 0, 0.0
         stream = _Events(console, users, request.state.user, request.state.rights, show)
         return StreamingResponse(
             stream.events(after, since_s), media_type=EVENTS_TYPE, headers=_NO_STORE
@@ -136,8 +139,6 @@ class _Events:
         `rights` is the last one, and the page asks again.
         """
         sampler, view = self._console.sampler, self._console.view
-        if after > sampler.ring.last:
-            after, since_s = 0, 0.0  # the number of an earlier run
         is_first = True
         while not sampler.is_stopped:
             if self._users.rights_of(self._user) != self._rights:

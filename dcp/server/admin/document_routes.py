@@ -115,7 +115,7 @@ class _Documents:
                 position=query.get("position", ""),
                 limit=_limit(query.get("limit"), KEYS_AT_ONCE, "limit"),
             )
-        except (DocumentRefusedError, ViewRefusedError, StoreDamagedError) as error:
+        except (DocumentRefusedError, ViewRefusedError) as error:
             _refuse(request, "the keys cannot be listed", error)
         return raw_answer(msgspec.json.encode(found))
 

@@ -40,6 +40,7 @@ from vbucket.engine.read_view import Shown, ViewInvalidError, Views
 from vbucket.model.entry import META, OPCODE_AT, expiry_of, key_of, prev_seqno_of, value_of
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 from vbucket.model.manifest import collection_of, decode_leb128, encode_leb128
+from vbucket.store.environment import StoreDamagedError
 from vbucket.store.plain_value import plain, plain_body
 
 VALUE_BYTES_SHOWN: Final = 256 * 1024
@@ -140,6 +141,8 @@ class KeyList(msgspec.Struct):
     """Where to go on; None: this was all."""
     searched: int
     """Partitions that are done."""
+    unreadable: list[int]
+    """Partitions whose stored data is damaged; their keys are missing here."""
 
 
 class Changed(msgspec.Struct):
@@ -261,7 +264,8 @@ class Documents:
         """Return the next keys with a prefix, by partition, and by key within a partition.
 
         `position` is `next` of the answer before, "" for the beginning. Keys that the user may not
-        read are left out. Raises DocumentRefusedError, StoreDamagedError.
+        read are left out. A damaged partition does not hide the others. Raises
+        DocumentRefusedError.
         """
         start_vb, after = _position_of(position)
         stored_prefix = self._prefix_of(collection) + prefix
@@ -273,18 +277,23 @@ class Documents:
         self._scans += 1
         deadline_s = time.monotonic() + SCAN_TIME_S
         rows: list[KeyRow] = []
+        unreadable: list[int] = []
         try:
             for vb_id in range(start_vb, NUM_VBUCKETS):
                 await self._commits.until_partition(vb_id)
-                last = await self._scan(
-                    vb_id, stored_prefix, after, path, rights, rows, limit, deadline_s
-                )
+                last = None
+                try:
+                    last = await self._scan(
+                        vb_id, stored_prefix, after, path, rights, rows, limit, deadline_s
+                    )
+                except StoreDamagedError:
+                    unreadable.append(vb_id)
                 if last is not None:
-                    return KeyList(rows, f"{vb_id}.{last.hex()}", vb_id)
+                    return KeyList(rows, f"{vb_id}.{last.hex()}", vb_id, unreadable)
                 after = b""
                 if time.monotonic() > deadline_s and vb_id + 1 < NUM_VBUCKETS:
-                    return KeyList(rows, f"{vb_id + 1}.", vb_id + 1)
-            return KeyList(rows, None, NUM_VBUCKETS)
+                    return KeyList(rows, f"{vb_id + 1}.", vb_id + 1, unreadable)
+            return KeyList(rows, None, NUM_VBUCKETS, unreadable)
         finally:
             self._scans -= 1
 

@@ -145,7 +145,8 @@ export class Live {
 
   async read() {
     const abort = (this.abort = new AbortController());
-    const path = "/api/v1/console/events" + query({ show: this.show, after: this.after, since: this.since });
+    const path = "/api/v1/console/events" + query({
+      show: this.show, after: this.after, since: this.since, boot: this.boot });
     let timer = setTimeout(() => abort.abort(), SILENCE_MS);
     try {
       const response = await send("GET", path, undefined, abort.signal);

@@ -23,6 +23,8 @@ const pageNow = () => location.hash.replace(/^#\//, "") || "overview";
 function Login({ onIn, message }) {
   const [error, setError] = useState(null);
   const [isBusy, setBusy] = useState(false);
+  const form = useRef();
+  useEffect(() => form.current.elements.user.focus(), []);
   async function submit(event) {
     event.preventDefault();
     const { user, password } = fieldsOf(event.target);
@@ -36,8 +38,8 @@ function Login({ onIn, message }) {
   }
   return html`<main class="login"><h1>dcpd</h1>
     ${message && !error && html`<${Notice} text=${message} />`}
-    <form onSubmit=${submit}>
-      <${Field} label="User" name="user" required autocomplete="username" autofocus />
+    <form onSubmit=${submit} ref=${form}>
+      <${Field} label="User" name="user" required autocomplete="username" />
       <${Field} label="Password" name="password" type="password" required autocomplete="current-password" />
       <button disabled=${isBusy}>Log in</button>
     </form>

@@ -3,7 +3,7 @@
 import { html, useState } from "./vendor-htm-preact.js";
 import { ask } from "./api.js";
 import { Chart } from "./chart.js";
-import { Field, bytes, clock, duration, fieldsOf, plural, short, useAct, useConfirm, whole } from "./parts.js";
+import { Field, bytes, clock, duration, fieldsOf, plural, short, useAct, useConfirm, useId, whole } from "./parts.js";
 
 const MEANINGS = {
   live: "It has everything and gets changes as they come.",
@@ -46,10 +46,11 @@ function Actions({ consumer, run, isRunning, confirm }) {
 function Consumer({ consumer, lags, may, now }) {
   const [notice, run, isRunning] = useAct();
   const [dialog, confirm] = useConfirm();
+  const id = useId(); // a name may have spaces
   const rollback = consumer.last_rollback;
   const isGone = consumer.state === "gone";
-  return html`<section class="card consumer" aria-labelledby="c-${consumer.name}">
-    <h2 id="c-${consumer.name}">${consumer.name}${" "}
+  return html`<section class="card consumer" aria-labelledby=${id}>
+    <h2 id=${id}>${consumer.name}${" "}
       <span class="state ${consumer.state.replace(" ", "-")}">${consumer.state}</span></h2>
     <p class="hint">${MEANINGS[consumer.state]}${consumer.bytes_per_s ? ` Slowed down to ${
       bytes(consumer.bytes_per_s)} a second for each stream.` : ""}</p>

@@ -25,7 +25,7 @@ function Editor({ title, version, onSave, onCancel, isRunning }) {
   useEffect(() => box.current.querySelector("textarea").focus(), []);
   function submit(event) {
     event.preventDefault();
-    onSave(fieldsOf(event.target).value);
+    onSave(event.target.elements.value.value);
   }
   return html`<form onSubmit=${submit} class="editor" ref=${box}>
     <${Field} label=${title} name="value" rows="8" defaultValue=${version?.value ?? ""} />
@@ -38,8 +38,11 @@ function Document({ found, setFound, may }) {
   const [dialog, confirm] = useConfirm();
   const [isEditing, setEditing] = useState(false);
   const newest = found.versions[0];
-  const isShort = !newest || newest.value_bytes <= EDIT_BYTES_MAX;
-  const canEdit = isShort && (!found.is_there || newest.value_encoding === "utf-8");
+  const cannotEdit = found.is_there && (
+    newest.value_bytes > EDIT_BYTES_MAX ? "is too long" :
+    newest.value_encoding !== "utf-8" ? "is binary" :
+    // A text area would silently drop them.
+    newest.value.includes("\r") ? "has carriage returns" : "");
   const mayChange = may.write_documents && found.may_write;
   const refresh = async () => setFound(await ask("GET", PATH + query(who(found))));
   // The CAS makes sure that nothing is overwritten that was not on the screen.
@@ -69,9 +72,9 @@ function Document({ found, setFound, may }) {
     <p class="hint">Collection ${found.collection}, partition ${found.vb}.
       ${found.is_there ? "" : " There is no such document now."}</p>
     ${mayChange && !isEditing && html`<p class="buttons">
-      ${canEdit && html`<button onClick=${() => setEditing(true)}>${found.is_there ? "Edit" : "Create"}</button>`}
+      ${!cannotEdit && html`<button onClick=${() => setEditing(true)}>${found.is_there ? "Edit" : "Create"}</button>`}
       ${found.is_there && html`<button class="danger" onClick=${remove} disabled=${isRunning}>Delete</button>`}
-      ${!canEdit && html`<span class="hint">It is ${isShort ? "binary" : "too long"} and cannot be edited here; use dcpctl set.</span>`}
+      ${cannotEdit && html`<span class="hint">It ${cannotEdit} and cannot be edited here; use dcpctl set.</span>`}
     </p>`}
     ${isEditing && html`<${Editor} title="Value" version=${found.is_there ? newest : null} onSave=${save}
       onCancel=${() => setEditing(false)} isRunning=${isRunning} />`}
@@ -112,13 +115,14 @@ function Keys({ lookUp }) {
   const search = (given, position, rows) => run(async () => {
     stop.current = false;
     const wanted = rows.length + SCAN_ROWS;
-    let next = position;
+    let next = position, unreadable = position ? list.unreadable : [];
     do {
       const found = await ask("GET", `${PATH}/keys` + query({
         ...given, position: next, limit: wanted - rows.length }));
       rows = [...rows, ...found.keys];
       next = found.next;
-      setList({ given, rows, next, searched: found.searched });
+      unreadable = [...unreadable, ...found.unreadable];
+      setList({ given, rows, next, searched: found.searched, unreadable });
     } while (next != null && rows.length < wanted && !stop.current);
   });
   function submit(event) {
@@ -135,6 +139,8 @@ function Keys({ lookUp }) {
     ${list && html`<p class="hint" role="status">${plural(list.rows.length, "key")}${list.next == null
       ? "; this is all." : `; searched ${whole(list.searched)} of 1,024 partitions.`} They are listed by
       partition.</p>
+      ${list.unreadable.length > 0 && html`<p class="health unwell">The stored data of these partitions is damaged,
+        so their keys are missing: ${list.unreadable.join(", ")}.</p>`}
       <div class="scroll"><table><caption class="hidden">Keys</caption>
         <thead><tr><th scope="col">Key</th><th scope="col" class="number">Partition</th>
           <th scope="col" class="number">Seqno</th><th scope="col">Changed</th></tr></thead>

@@ -79,8 +79,15 @@ export function useAct() {
   return [html`<${Notice} ...${result} />`, run, isRunning];
 }
 
+let lastId = 0;
+export function useId() {
+  const id = useRef();
+  id.current ??= `id-${(lastId += 1)}`;
+  return id.current;
+}
+
 export function Field({ label, hint, ...rest }) {
-  const id = `f-${label.toLowerCase().replace(/[^a-z]+/g, "-")}`;
+  const id = useId();
   const Kind = rest.rows ? "textarea" : "input";
   return html`<div class="field">
     <label for=${id}>${label}</label>
@@ -91,7 +98,7 @@ export function Field({ label, hint, ...rest }) {
 }
 
 export function Choice({ label, options, value, onChange }) {
-  const id = `f-${label.toLowerCase().replace(/[^a-z]+/g, "-")}`;
+  const id = useId();
   return html`<div class="field">
     <label for=${id}>${label}</label>
     <select id=${id} value=${value} onChange=${(event) => onChange(event.target.value)}>
