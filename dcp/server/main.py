@@ -29,6 +29,7 @@ import click
 from dcp import __version__
 from dcp.compiled import problem, version_text
 from dcp.server.announce import IN_WORDS, Announcement, Ready
+from dcp.server.config.setting_values import Option
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import (
     ENV_CONFIG,
@@ -467,12 +468,7 @@ def _say(text: str) -> None:
 def server_command(on_ready: OnReady | None = None) -> click.Command:
     """Build the command from the table of settings."""
     options: list[click.Parameter] = [
-        click.Option(
-            [flag_of(key), key],
-            metavar=option.metavar,
-            help=f"{option.doc}  [{default_text(key)}]",
-        )
-        for key, (_field, option) in OPTIONS.items()
+        _option(key, option) for key, (_field, option) in OPTIONS.items()
     ]
     options.append(
         click.Option(
@@ -516,6 +512,15 @@ def server_command(on_ready: OnReady | None = None) -> click.Command:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     return click.version_option(version_text(__version__), prog_name="dcpd")(command)
+
+
+def _option(key: str, option: Option) -> click.Option:
+    names, text = [flag_of(key), key], f"{option.doc}  [{default_text(key)}]"
+    if not option.flag_value:
+        return click.Option(names, metavar=option.metavar, help=text)
+    return click.Option(
+        names, metavar=option.metavar, help=text, is_flag=False, flag_value=option.flag_value
+    )
 
 
 def _from_command_line(

@@ -33,8 +33,9 @@ from dcp.core.pacing import Pacing
 from dcp.server.access.access import Access
 from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
 from dcp.server.access.users import Users
-from dcp.server.admin.node_view import AdminParts
+from dcp.server.admin.node_view import AdminParts, ConsoleParts
 from dcp.server.config.settings import Settings
+from dcp.server.config.sources import is_loopback
 from dcp.server.listeners import Listeners, admin_crowd
 from dcp.server.net.after_commit import AfterCommit
 from dcp.server.net.cluster_config import ClusterConfig, Ports
@@ -49,10 +50,13 @@ from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import Collections
+from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
+from dcp.server.report.console_view import ConsoleView
 from dcp.server.report.facts import ServerFacts
 from dcp.server.report.metric_sources import MetricSources
+from dcp.server.report.sampler import Sampler
 from dcp.server.report.stats import Stats
 from dcp.server.storage.backpressure import Backpressure
 from dcp.server.storage.committer import Committer, PeriodicSync
@@ -140,6 +144,7 @@ class Node:
         self._pager: Pager
         self._config: ClusterConfig
         self._upkeep: Upkeep
+        self._sampler: Sampler
         self._listeners: Listeners
 
     # -- start -------------------------------------------------------------------------------------
@@ -167,6 +172,7 @@ class Node:
             raise
         self.health.is_ready = True
         self._upkeep.start()
+        self._sampler.start()
         if self.health.read_only_why:
             self._tasks.begin(self._begin_when_there_is_room())
 
@@ -291,13 +297,23 @@ class Node:
             engine, connections, self._merging, self._compaction, self._commits, faults,
             self._groups.end_reasons, self._hub.limits, meter, log, kick=self._kick,
         )  # fmt: skip
+        self._sampler = Sampler(sources, self._housekeeping)
+        documents = Documents(
+            engine, self.views, self._commits, self._merging,
+            sessions.new_console_state, sessions.note_console, kick=self._kick,
+        )  # fmt: skip
+        is_test_mode = settings.test_mode == "on"
+        console = ConsoleParts(
+            ConsoleView(sources, self._sampler, settings), self._sampler, documents,
+            is_test_mode, allows_faults=is_test_mode or is_loopback(settings.host),
+        )  # fmt: skip
         admin_parts = AdminParts(
             access=access, users=self._users, meter=meter, refusals=self._refusals, health=health,
             config=config, operations=operations,
             dumps=Dumps(engine, self.views, self._commits),
             collections=Collections(engine, self._commits.until_synced, log.info),
             status=stats.status, metrics=partial(_metrics_page, sources),
-            users_changed=partial(access.apply_rights, connections),
+            console=console, users_changed=partial(access.apply_rights, connections),
         )  # fmt: skip
         self._listeners = Listeners(
             settings, self.ports, access.tls_context, connection_parts, admin_parts, crowd, log
@@ -363,7 +379,7 @@ class Node:
     async def _stop_in_order(self) -> None:
         self.health.is_ready = False
         self._stop_at_s = time.monotonic() + STOP_S
-        for part in (self._upkeep, self._periodic_sync, self._backpressure):
+        for part in (self._upkeep, self._sampler, self._periodic_sync, self._backpressure):
             part.stop()
         for task in self._writing:
             task.cancel()

@@ -390,6 +390,7 @@ class DocumentCommands:
         ):
             vb_id, key = self.locate(vb_id, wire_key)
         engine = self._engine
+        engine.gets += 1
         part = engine.partitions[vb_id]
         if part.state != 1:
             raise state.elsewhere(part)
@@ -437,7 +438,7 @@ class DocumentCommands:
         partitions, num_vbuckets = engine.partitions, self._num_vbuckets
         marks = _GET_EXTRAS_MARKS[state.datatypes]
         committed_group = engine.commits.committed_group
-        unread_bytes, hits = state.unread_bytes, 0
+        unread_bytes, hits, answered = state.unread_bytes, 0, len(state.answers)
         while position + HEADER_BYTES < end and not state.is_full:
             head, others, vb_id, body_len, opaque = _unpack_get(buffer, position)
             key_at = position + HEADER_BYTES
@@ -488,6 +489,7 @@ class DocumentCommands:
                 state.is_full = True
         state.unread_bytes = unread_bytes
         engine.item_cache.hits += hits
+        engine.gets += len(state.answers) - answered
         return position
 
     def absolute_expiry(self, key: bytes, expiry: int) -> int:

@@ -274,8 +274,8 @@ class DcpCommands:
                 raise RefusedError(Status.ETMPFAIL, _behind_text(part))
             state.observes_history(part.vb_id)
             state.note(
-                "rollback", vb_id=part.vb_id, to_seqno=decision.rollback_seqno,
-                kind=str(decision.kind), reason=decision.reason,
+                "rollback", name=producer.name.decode("utf-8", "replace"), vb_id=part.vb_id,
+                to_seqno=decision.rollback_seqno, kind=str(decision.kind), reason=decision.reason,
             )  # fmt: skip
             value = U64.pack(decision.rollback_seqno)
             if producer.terms.has_version_lists and told.wants_version_log:

@@ -376,6 +376,7 @@ class TextSession:
 
     def _look_up(self, wire_key: bytes, expiry: int | None) -> StoredDocument | int:
         vb_id, key = self._locate(wire_key)
+        self._engine.gets += 1
         found: StoredDocument | int | None
         if expiry is None:
             found = self._engine.get(vb_id, key)

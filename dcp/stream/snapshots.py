@@ -167,6 +167,7 @@ class SnapshotWriter:
         end_seqno = stream.snap_end_seqno
         assert end_seqno is not None
         assert stream.next_seqno < next_seqno <= end_seqno + 1
+        self._engine.streamed_seqnos += next_seqno - stream.next_seqno
         stream.next_seqno = next_seqno
         if next_seqno <= end_seqno or last_seqno == end_seqno:
             return 0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from dcp import __version__
@@ -18,6 +19,7 @@ from dcp.server.config.sources import resolve
 from dcp.server.main import (
     ExitCode,
     StartError,
+    _command,
     exposure_refusal,
     listen_error,
     plan_ports,
@@ -257,3 +259,14 @@ def test_a_user_opens_the_door(tmp_path):
     result = dcpd("--host", "192.0.2.1", "--port", "0", "--data", tmp_path / "data")
     assert result.returncode == ExitCode.PORT
     assert "this machine has no such address" in result.stderr
+
+
+def test_a_flag_that_may_stand_alone_means_on_and_others_need_a_value() -> None:
+    command = _command(None)
+    for arguments, wanted in (
+        ([], None), (["--test-mode"], "on"), (["--test-mode", "--port", "1"], "on"),
+        (["--test-mode", "off"], "off"), (["--test-mode=on"], "on"),
+    ):  # fmt: skip
+        assert command.make_context("dcpd", arguments).params["test_mode"] == wanted
+    with pytest.raises(click.BadOptionUsage, match="requires an argument"):
+        command.make_context("dcpd", ["--port"])

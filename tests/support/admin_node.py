@@ -6,6 +6,7 @@ import asyncio
 import http
 import json
 import logging
+from types import SimpleNamespace
 
 from dcp.server.access.access import Access
 from dcp.server.config.settings import Settings
@@ -149,6 +150,9 @@ class SmallNode:
         self.refusals = Refusals()
         self.meter = Meter()
         self.dumps = None
+        self.console = SimpleNamespace(
+            view=None, sampler=None, documents=None, is_test_mode=False, allows_faults=True
+        )
         self.health = self.config = self
 
     def status(self):

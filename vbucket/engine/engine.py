@@ -115,6 +115,10 @@ class Engine:
         """Documents that expired because somebody asked for them."""
         self.flushes = 0
         """Flushes that were asked for."""
+        self.gets = 0
+        """Documents that clients asked for with GET and its forms, found or not."""
+        self.streamed_seqnos = 0
+        """Seqnos that streams went past. Versions that a snapshot leaves out count, too."""
         self._refusals: dict[Hold, str] = {}
         self._kept_xattrs = KeptXattrs(self.versions)
         self._cas_floor = 0

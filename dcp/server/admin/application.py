@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 from dcp.server.access.logins import Peer
+from dcp.server.admin import console_files, console_routes, document_routes
 from dcp.server.admin import couchbase_routes as field
 from dcp.server.admin import description_routes as description
 from dcp.server.admin import dump_routes as dump
@@ -34,6 +35,7 @@ from dcp.server.admin.answers import (
 from dcp.server.admin.node_view import AdminParts
 from dcp.server.admin.openapi import role_of
 from dcp.server.admin.origin import HostRule, page_refusal
+from dcp.server.admin.test_mode import guarded
 from dcp.server.net.crowd import Crowd, Places, TooManyError
 from dcp.session.rights import Rights, Role
 
@@ -59,9 +61,12 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
         *storage.routes(parts.operations),
         *dump.routes(parts.dumps),
         *streams.routes(parts.operations),
-        *faults.routes(parts.operations),
+        *guarded(faults.routes(parts.operations), is_allowed=parts.console.allows_faults),
         *users.routes(parts.users, parts.users_changed),
         *field.routes(parts.config, parts.collections, parts.health),
+        *console_files.routes(),
+        *console_routes.routes(parts.console, parts.users),
+        *document_routes.routes(parts.console.documents),
     ]
     return [*described, *description.routes(described)]
 

@@ -11,9 +11,12 @@ from dcp.server.access.users import Users
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
+from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
 from dcp.server.operate.reports import StatusReport
+from dcp.server.report.console_view import ConsoleView
+from dcp.server.report.sampler import Sampler
 from dcp.server.storage.health import Health
 
 
@@ -39,6 +42,19 @@ class CollectionsView(Protocol):
 
 
 @dataclass(frozen=True)
+class ConsoleParts:
+    """What the web console uses in addition to the API."""
+
+    view: ConsoleView
+    sampler: Sampler
+    documents: Documents
+    is_test_mode: bool
+    """Setting test_mode."""
+    allows_faults: bool
+    """Whether faults may be set: in test mode, or if only this machine can reach the server."""
+
+
+@dataclass(frozen=True)
 class AdminParts:
     """See the module. Each set of routes gets the parts that it uses."""
 
@@ -52,6 +68,7 @@ class AdminParts:
     dumps: Dumps
     collections: CollectionsView
     status: Callable[[], StatusReport]
+    console: ConsoleParts
     metrics: Callable[..., bytes]
     """Returns the metrics as text; by_vbucket: also those of each partition; is_openmetrics: in
     that format."""

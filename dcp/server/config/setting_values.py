@@ -38,6 +38,8 @@ class Option(NamedTuple):
     choices: tuple[str, ...] = ()
     zero_means: str = ""
     """What 0 means if it is outside minimum to maximum."""
+    flag_value: str = ""
+    """What the flag means without a value; "": it needs one."""
 
 
 def read_host(value: object, _option: Option) -> str:

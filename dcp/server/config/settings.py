@@ -162,6 +162,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "FILE",
         ),
     ] = None
+    test_mode: Annotated[
+        Literal["on", "off"],
+        Option(
+            "Shows the test bench in the web console, and allows faults on an address that other "
+            "machines can reach. --test-mode alone means on.",
+            read_choice,
+            "on|off",
+            choices=("on", "off"),
+            flag_value="on",
+        ),
+    ] = "off"
     audit: Annotated[
         str,
         Option(

@@ -21,6 +21,12 @@ from dcp.server.net.connections import Connections
 from dcp.server.net.sessions import Sessions
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
+from dcp.server.observe.slow_operations import (
+    SLOW_S,
+    TEXT_COMMAND,
+    SlowOperation,
+    command_of,
+)
 from dcp.server.storage.committer import Committer
 from dcp.session.auth import AuthStep
 from dcp.session.held_answers import HeldAnswers
@@ -222,7 +228,7 @@ class ClientConnection(asyncio.Protocol):
         if ready:
             now_ns = time.monotonic_ns()
             for batch in ready:
-                self._meter.answer_seconds.observe((now_ns - batch.read_ns) / 1e9)
+                self._answered(batch.answers, (now_ns - batch.read_ns) / 1e9)
             answers = [batch.answers for batch in ready]
             self._write(answers[0] if len(answers) == 1 else b"".join(answers))
         if not self._held:
@@ -307,7 +313,7 @@ class ClientConnection(asyncio.Protocol):
             self._meter.answers += len(state.answers)
             data = self._held.take(state, self.heard_ns)
             if data:
-                self._meter.answer_seconds.observe((time.monotonic_ns() - self.heard_ns) / 1e9)
+                self._answered(data, (time.monotonic_ns() - self.heard_ns) / 1e9)
                 self._write(data)
             else:
                 self._connections.waiting.add(self)
@@ -333,6 +339,14 @@ class ClientConnection(asyncio.Protocol):
             self._close_if_done()
         elif state.is_full:
             self._go_on_soon()
+
+    def _answered(self, answers: bytes, seconds: float) -> None:
+        """Measure how long a batch of commands took, and keep it if it was slow."""
+        self._meter.answer_seconds.observe(seconds)
+        if seconds >= SLOW_S:
+            what = command_of(answers) if isinstance(self.session, Session) else TEXT_COMMAND
+            user = self.session.state.user or ""
+            self._meter.slow.note(SlowOperation(time.time(), what, seconds, self.peer, user))
 
     def _go_on_soon(self) -> None:
         """Continue with what is left in the session's buffer, unless something else will do so: a

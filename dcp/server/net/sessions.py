@@ -7,6 +7,7 @@ applied. Then the server ends (`on_failure`), because it would give wrong answer
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
@@ -21,6 +22,8 @@ from dcp.session.state import NodeFacts, SessionState
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
 
+CONSOLE: Final = "web console"
+"""Stands for the peer in log lines. It is no address, so nothing is allowed because of it."""
 Notes = list[tuple[str, dict[str, object]]]
 """(event, fields), as in SessionState.notes."""
 
@@ -69,6 +72,17 @@ class Sessions:
             scans=self._scans,
             prefixes=self._prefixes,
         )
+
+    def new_console_state(self) -> SessionState:
+        """Return the state of a session for a change that the web console makes. The admin port
+        has checked the login.
+        """
+        logins = self._access.logins_of(CONSOLE, CONSOLE, is_tls=False)
+        return self.new_state(CONSOLE, logins)
+
+    def note_console(self, state: SessionState) -> None:
+        """Log and count what such a session noted."""
+        self.note(CONSOLE, CONSOLE, state.notes, state.notes_left_out)
 
     def leave(self, state: SessionState) -> None:
         """End the range scans of a session whose connection is gone."""

@@ -6,11 +6,14 @@ on demand. Nothing is counted per operation; a batch costs about 0.3 us.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from dcp.server.observe.last_rollbacks import LastRollbacks
+from dcp.server.observe.slow_operations import SLOW_S, SlowOperation, SlowOperations
 from dcp.wire.status import Status
 
 REFUSAL_KINDS: Final = ("log_full", "read_only", "store_behind")
@@ -48,10 +51,29 @@ class Histogram:
         return rows
 
 
+class SlowHistogram(Histogram):
+    """A histogram that also keeps the slow observations, under a name."""
+
+    __slots__ = ("_slow", "_what")
+
+    def __init__(self, what: str, slow: SlowOperations) -> None:
+        super().__init__()
+        self._what = what
+        self._slow = slow
+
+    def observe(self, value: float) -> None:
+        """Count one observation, and keep it if it was slow."""
+        super().observe(value)
+        if value >= SLOW_S:
+            self._slow.note(SlowOperation(time.time(), self._what, value, "", ""))
+
+
 class Meter:
     """The numbers of one server."""
 
     def __init__(self) -> None:
+        self.slow = SlowOperations()
+        self.last_rollbacks = LastRollbacks()
         self.received_bytes = 0
         self.sent_bytes = 0
         self.answers = 0
@@ -60,7 +82,7 @@ class Meter:
         self.changes = 0
         """Entries of committed groups."""
         self.groups = 0
-        self.sync_seconds = Histogram()
+        self.sync_seconds = SlowHistogram("a sync of the log", self.slow)
         self.merge_failures = 0
         """Attempts that failed, or for which the store had no room."""
         self.merge_seconds = Histogram((0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0))
@@ -105,5 +127,6 @@ class Meter:
             self.refusals[Status(status).name] += 1
         elif event == "rollback":
             self.rollbacks[str(fields["kind"])] += 1
+            self.last_rollbacks.note(fields, time.time())
         elif event == "fault":
             self.faults += 1

@@ -13,7 +13,6 @@ import platform
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -29,6 +28,7 @@ from prometheus_client.registry import Collector
 
 from dcp.server.observe.meter import REFUSAL_KINDS, Histogram
 from dcp.server.operate.operations import lag_of
+from dcp.server.report.disk_use import bytes_in
 from dcp.server.report.metric_sources import MetricSources
 from dcp.server.report.stats import cas_ahead
 from dcp.server.storage.folder import log_path, store_path
@@ -72,17 +72,7 @@ def _states(of: MetricSources) -> Samples:
 
 def _disk(of: MetricSources) -> Samples:
     paths = (("log", log_path(of.about.data_dir)), ("store", store_path(of.about.data_dir)))
-    return [((part,), _bytes_in(path)) for part, path in paths]
-
-
-def _bytes_in(folder: Path) -> int:
-    size = 0
-    for path in folder.iterdir():
-        try:
-            size += path.stat().st_blocks * 512  # LMDB's file is sparse
-        except FileNotFoundError:
-            continue  # a merge has just deleted a segment
-    return size
+    return [((part,), bytes_in(path)) for part, path in paths]
 
 
 def _lags(of: MetricSources) -> Samples:

@@ -1,0 +1,508 @@
+"""Documents for operators: look one up, its history, the keys with a prefix, changes.
+
+The admin interface calls it. Reads take the versions from the engine, so they also work while
+writes are refused. Changes go through a session of their own, with the rights of the user who asks.
+So every rule of SET and DELETE holds (locks, CAS, collections, limits, XATTRs that are kept), but
+the faults of the test bench do not apply.
+
+An answer waits until what it tells is committed, as the answer to a GET does.
+
+Invariants
+- one request does a bounded amount of work, and lets other work run in between;
+- a key or value is told only to a user who may read that key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from base64 import b64encode
+from collections.abc import Callable
+from struct import Struct
+from typing import Final
+
+import msgspec
+
+from dcp.server.storage.merging import Merging
+from dcp.server.storage.waiters import CommitWaiters
+from dcp.session.faults import FaultTable
+from dcp.session.rights import Rights
+from dcp.session.session import Session
+from dcp.session.state import SessionState
+from dcp.wire.feature import Feature
+from dcp.wire.frame import Frame, FrameDecoder, pack_request
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from dcp.wire.xattrs import is_system, section_of, unpack_xattrs
+from vbucket.engine.engine import Engine
+from vbucket.engine.partition import Partition
+from vbucket.engine.read_view import Shown, ViewInvalidError, Views
+from vbucket.model.entry import META, OPCODE_AT, expiry_of, key_of, prev_seqno_of, value_of
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
+from vbucket.model.manifest import collection_of, decode_leb128, encode_leb128
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.plain_value import plain, plain_body
+
+VALUE_BYTES_SHOWN: Final = 256 * 1024
+"""Longer values are cut. A browser shows this much text without trouble."""
+VERSIONS_AT_ONCE: Final = 50
+HISTORY_BYTES: Final = 1 << 20
+"""Values of one answer of `history`; one version may go beyond."""
+KEYS_AT_ONCE: Final = 200
+SCAN_STEP_WORK: Final = 200
+"""Keys and versions between two turns of the loop: 1 to 2 ms."""
+SCAN_TIME_S: Final = 0.5
+"""Time of one request for keys. A rare prefix needs several requests, so the page can show how far
+it is, and can stop."""
+SCANS_MAX: Final = 4
+"""Scans at a time, so that they take a part of the loop's time only."""
+KEY_BYTES_MAX: Final = 250
+ROOM_WAIT_S: Final = 0.25
+"""How often a change that waits for room looks again."""
+ROOM_LIMIT_S: Final = 30.0
+"""A person waits no longer than this, whatever the setting write_wait says."""
+
+_FEATURES: Final = (
+    Feature.COLLECTIONS, Feature.JSON, Feature.XERROR, Feature.MUTATION_SEQNO,
+)  # fmt: skip
+_STORE_EXTRAS: Final = Struct(">II")
+_FLAGS_AT: Final = Struct(">52xI")
+_KINDS: Final = {
+    int(Opcode.DCP_MUTATION): "set",
+    int(Opcode.DCP_DELETION): "deleted",
+    int(Opcode.DCP_EXPIRATION): "expired",
+}
+
+
+class DocumentRefusedError(Exception):
+    """A request about documents is refused; `status` is that of the protocol."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class StoredVersion(msgspec.Struct):
+    """One version of a key. Numbers of 64 bits that JSON readers would round are texts."""
+
+    kind: str
+    """set, deleted or expired."""
+    seqno: int
+    rev: str
+    cas: str
+    time_s: float
+    """When it was written, by its CAS."""
+    value: str | None = None
+    """None for a deletion."""
+    value_encoding: str = "utf-8"
+    """Or base64."""
+    value_bytes: int = 0
+    is_cut: bool = False
+    flags: int = 0
+    expiry: int = 0
+    """Unix seconds; 0: never."""
+    is_json: bool = False
+    xattrs: dict[str, str] = {}
+
+
+class History(msgspec.Struct):
+    """The versions of a key, newest first."""
+
+    vb: int
+    collection: str
+    key: str
+    key_encoding: str
+    is_there: bool
+    """Whether the newest version is a document that has not expired."""
+    versions: list[StoredVersion]
+    older_than: int | None
+    """The seqno to ask with for more; None: there are no more."""
+    end: str
+    """Why there are no older versions; "" if there are, or if the first one is shown."""
+    may_write: bool
+    """Whether this user may change the key."""
+
+
+class KeyRow(msgspec.Struct):
+    """A document that a scan has found."""
+
+    vb: int
+    key: str
+    key_encoding: str
+    seqno: int
+    time_s: float
+
+
+class KeyList(msgspec.Struct):
+    """What a scan has found."""
+
+    keys: list[KeyRow]
+    next: str | None
+    """Where to go on; None: this was all."""
+    searched: int
+    """Partitions that are done."""
+    unreadable: list[int]
+    """Partitions whose stored data is damaged; their keys are missing here."""
+
+
+class Changed(msgspec.Struct):
+    """A change that is committed."""
+
+    vb: int
+    seqno: int
+    cas: str
+
+
+class Documents:
+    """See the module."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        views: Views,
+        commits: CommitWaiters,
+        merging: Merging,
+        new_state: Callable[[], SessionState],
+        note: Callable[[SessionState], None],
+        *,
+        kick: Callable[[], None],
+    ) -> None:
+        """`new_state` makes the state of a session, `note` logs what a session noted, and `kick`
+        has the committer write what is pending.
+        """
+        self._engine = engine
+        self._views = views
+        self._commits = commits
+        self._merging = merging
+        self._new_state = new_state
+        self._note = note
+        self._kick = kick
+        self._scans = 0
+
+    def stored_key(self, key: bytes, collection: str) -> tuple[int, bytes]:
+        """Return partition and stored key. Raises DocumentRefusedError."""
+        if not 0 < len(key) <= KEY_BYTES_MAX:
+            raise DocumentRefusedError(
+                Status.EINVAL, f"a key has 1 to {KEY_BYTES_MAX} bytes, not {len(key)}"
+            )
+        return vbucket_of(key), self._prefix_of(collection) + key
+
+    def _prefix_of(self, collection: str) -> bytes:
+        collection_id = self._engine.keyspace.manifest.collection_id(collection)
+        if collection_id is None:
+            raise DocumentRefusedError(
+                Status.UNKNOWN_COLLECTION, f"there is no collection {collection[:100]!r}"
+            )
+        return encode_leb128(collection_id)
+
+    def _path(self, stored_key: bytes) -> str:
+        return self._engine.keyspace.manifest.path_of(collection_of(stored_key))
+
+    async def until_committed(self, vb_id: int) -> None:
+        """Return once all changes made to a partition are committed."""
+        await self._commits.until_partition(vb_id)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    async def history(
+        self, key: bytes, collection: str, rights: Rights, *, older_than: int, versions_max: int
+    ) -> History:
+        """Return the newest versions of a key that are kept, or those below a seqno (0: all).
+
+        Raises DocumentRefusedError, StoreDamagedError.
+        """
+        vb_id, stored_key = self.stored_key(key, collection)
+        path = self._path(stored_key)
+        _check(rights, Opcode.GET, path, key)
+        part = self._engine.partitions[vb_id]
+        entry: bytes | None
+        entry = self._engine.versions.newest_entry(part, stored_key)
+        is_there = entry is not None and entry[OPCODE_AT] == Opcode.DCP_MUTATION
+        if is_there and entry is not None and 0 < expiry_of(entry) <= int(time.time()):
+            is_there = False
+        found, next_seqno, end = self._walk(
+            part, stored_key, entry, older_than, versions_max, rights
+        )
+        await self._commits.until_partition(vb_id)
+        text, encoding = text_of(key)
+        may_write = all(
+            rights.denial(opcode, path, key) is None for opcode in (Opcode.SET, Opcode.DELETE)
+        )
+        return History(
+            vb_id, path, text, encoding, is_there, found, next_seqno, end, may_write
+        )  # fmt: skip
+
+    def _walk(
+        self,
+        part: Partition,
+        stored_key: bytes,
+        entry: bytes | None,
+        older_than: int,
+        versions_max: int,
+        rights: Rights,
+    ) -> tuple[list[StoredVersion], int | None, str]:
+        found: list[StoredVersion] = []
+        left_bytes = HISTORY_BYTES
+        while entry is not None:
+            version = version_of(entry, shows_system=rights.may_read_system_xattrs)
+            if not older_than or version.seqno < older_than:
+                if len(found) >= versions_max or left_bytes <= 0:
+                    return found, found[-1].seqno, ""
+                found.append(version)
+                left_bytes -= len(version.value or "")
+            prev_seqno = prev_seqno_of(entry)
+            if not prev_seqno:
+                return found, None, ""
+            entry = self._engine.versions.entry_at(part, prev_seqno)
+            if entry is None or key_of(entry) != stored_key:
+                return found, None, "older versions are no longer kept (setting history_window)"
+        return found, None, "this key has no version that is kept"
+
+    async def keys(
+        self, prefix: bytes, collection: str, rights: Rights, *, position: str, limit: int
+    ) -> KeyList:
+        """Return the next keys with a prefix, by partition, and by key within a partition.
+
+        `position` is `next` of the answer before, "" for the beginning. Keys that the user may not
+        read are left out. A damaged partition does not hide the others. Raises
+        DocumentRefusedError.
+        """
+        start_vb, after = _position_of(position)
+        stored_prefix = self._prefix_of(collection) + prefix
+        path = self._path(stored_prefix)
+        if self._scans >= SCANS_MAX:
+            raise DocumentRefusedError(
+                Status.EBUSY, f"{SCANS_MAX} searches run already; try again in a moment"
+            )
+        self._scans += 1
+        deadline_s = time.monotonic() + SCAN_TIME_S
+        rows: list[KeyRow] = []
+        unreadable: list[int] = []
+        try:
+            for vb_id in range(start_vb, NUM_VBUCKETS):
+                await self._commits.until_partition(vb_id)
+                last = None
+                try:
+                    last = await self._scan(
+                        vb_id, stored_prefix, after, path, rights, rows, limit, deadline_s
+                    )
+                except StoreDamagedError:
+                    unreadable.append(vb_id)
+                if last is not None:
+                    return KeyList(rows, f"{vb_id}.{last.hex()}", vb_id, unreadable)
+                after = b""
+                if time.monotonic() > deadline_s and vb_id + 1 < NUM_VBUCKETS:
+                    return KeyList(rows, f"{vb_id + 1}.", vb_id + 1, unreadable)
+            return KeyList(rows, None, NUM_VBUCKETS, unreadable)
+        finally:
+            self._scans -= 1
+
+    async def _scan(
+        self,
+        vb_id: int,
+        prefix: bytes,
+        after: bytes,
+        path: str,
+        rights: Rights,
+        rows: list[KeyRow],
+        limit: int,
+        deadline_s: float,
+    ) -> bytes | None:
+        """Add the keys of one partition; return the last key looked at if the request must end."""
+        view = self._views.open(vb_id, self._engine.partitions[vb_id].committed_seqno)
+        last, now_s = after, int(time.time())
+        # No key is longer, so this is the last key with the prefix.
+        end = prefix + b"\xff" * (KEY_BYTES_MAX + 1)
+        scan = view.scan(max(prefix, after), end, with_values=False)
+        try:
+            while not scan.is_done:
+                for shown in scan.step(1, SCAN_STEP_WORK):
+                    if shown.key == after:
+                        continue
+                    last = shown.key
+                    row = self._row(vb_id, shown, path, rights, now_s)
+                    if row is not None:
+                        rows.append(row)
+                    if len(rows) >= limit:
+                        return last
+                if scan.last_work >= SCAN_STEP_WORK:
+                    await asyncio.sleep(0)
+                    if time.monotonic() > deadline_s and last != after:
+                        return last
+        except ViewInvalidError as error:
+            raise DocumentRefusedError(Status.EBUSY, str(error)) from error
+        finally:
+            self._views.close(view)
+        await asyncio.sleep(0)
+        return None
+
+    def _row(
+        self, vb_id: int, shown: Shown, path: str, rights: Rights, now_s: int
+    ) -> KeyRow | None:
+        if 0 < shown.meta.expiry <= now_s or not self._engine.keyspace.is_reachable(shown.key):
+            return None
+        decoded = decode_leb128(shown.key)
+        assert decoded is not None, "stored keys begin with a collection's id"
+        key = shown.key[decoded[1] :]
+        if rights.denial(Opcode.GET, path, key) is not None:
+            return None
+        text, encoding = text_of(key)
+        return KeyRow(vb_id, text, encoding, shown.meta.seqno, time_of(shown.meta.cas))
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    async def put(
+        self,
+        user: str,
+        rights: Rights,
+        key: bytes,
+        collection: str,
+        value: bytes,
+        *,
+        cas: int,
+        flags: int,
+        expiry: int,
+        only_new: bool,
+    ) -> Changed:
+        """Store a document; a `cas` other than 0 must be the document's own. `expiry` is Unix time.
+        `only_new`: refuse if there is a document.
+
+        Raises DocumentRefusedError.
+        """
+        vb_id, stored_key = self.stored_key(key, collection)
+        packet = pack_request(
+            Opcode.ADD if only_new else Opcode.SET,
+            vb_id=vb_id, cas=cas, key=stored_key, value=value,
+            extras=_STORE_EXTRAS.pack(flags, expiry), datatype=int(is_json(value)),
+        )  # fmt: skip
+        return await self._change(user, rights, vb_id, packet)
+
+    async def remove(
+        self, user: str, rights: Rights, key: bytes, collection: str, *, cas: int
+    ) -> Changed:
+        """Delete a document. Raises DocumentRefusedError."""
+        vb_id, stored_key = self.stored_key(key, collection)
+        packet = pack_request(Opcode.DELETE, vb_id=vb_id, cas=cas, key=stored_key)
+        return await self._change(user, rights, vb_id, packet)
+
+    async def _change(self, user: str, rights: Rights, vb_id: int, packet: bytes) -> Changed:
+        state = self._new_state()
+        state.faults = FaultTable()
+        state.logged_in(user, rights)
+        session = Session(state)
+        features = b"".join(feature.to_bytes(2, "big") for feature in _FEATURES)
+        session.receive(
+            pack_request(Opcode.HELLO, key=b"web console", value=features) + packet, time.time_ns()
+        )
+        give_up_s = time.monotonic() + ROOM_LIMIT_S
+        while state.waits_for_room:  # as long as write_wait allows; then the session refuses
+            if time.monotonic() > give_up_s:
+                raise DocumentRefusedError(Status.ETMPFAIL, "the store has fallen behind")
+            await self._merging.wait(ROOM_WAIT_S)
+            if not self._engine.writers_wait or self._engine.write_refusal:
+                session.resume(time.time_ns())
+        self._kick()
+        self._note(state)
+        answer = _answer_in(state)
+        await self._commits.until_partition(vb_id)
+        if answer.status:
+            raise DocumentRefusedError(answer.status, _why(answer))
+        seqno = int.from_bytes(answer.extras[8:16], "big")
+        return Changed(vb_id, seqno, str(answer.cas))
+
+
+# -- pure ------------------------------------------------------------------------------------------
+
+
+def _check(rights: Rights, opcode: Opcode, path: str, key: bytes) -> None:
+    denial = rights.denial(opcode, path, key)
+    if denial is not None:
+        raise DocumentRefusedError(Status.EACCESS, denial.why)
+
+
+def _answer_in(state: SessionState) -> Frame:
+    """Return the answer to the last request of a session."""
+    frames = FrameDecoder().feed(b"".join(state.answers))
+    assert len(frames) == 2, "HELLO and one change"
+    return frames[1]
+
+
+def _why(answer: Frame) -> str:
+    """Return the text of an error answer."""
+    try:
+        return str(msgspec.json.decode(answer.value)["error"]["context"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return ""
+
+
+def _position_of(position: str) -> tuple[int, bytes]:
+    if not position:
+        return 0, b""
+    vb, _, after = position.partition(".")
+    try:
+        vb_id, key = int(vb), bytes.fromhex(after)
+    except ValueError:
+        vb_id, key = -1, b""
+    if not 0 <= vb_id < NUM_VBUCKETS:
+        raise DocumentRefusedError(Status.EINVAL, f"{position[:50]!r} is no position of a search")
+    return vb_id, key
+
+
+def is_json(value: bytes) -> bool:
+    """Whether a value is a JSON document."""
+    try:
+        msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
+
+
+def text_of(raw: bytes) -> tuple[str, str]:
+    """Return bytes as text, and how it is encoded."""
+    try:
+        return raw.decode(), "utf-8"
+    except UnicodeDecodeError:
+        return b64encode(raw).decode(), "base64"
+
+
+def time_of(cas: int) -> float:
+    """Return the time of a CAS, Unix seconds."""
+    return round(cas / 1e9, 3)
+
+
+def version_of(entry: bytes, *, shows_system: bool) -> StoredVersion:
+    """Return a stored change as a version. System XATTRs are shown to some users only.
+
+    Raises StoreDamagedError.
+    """
+    opcode, _, datatype, _, cas, seqno, rev_seqno = META.unpack_from(entry)
+    version = StoredVersion(
+        _KINDS.get(opcode, "event"), seqno, str(rev_seqno), str(cas), time_of(cas)
+    )
+    if opcode == Opcode.DCP_MUTATION:
+        (version.flags,) = _FLAGS_AT.unpack_from(entry)
+        version.expiry = expiry_of(entry)
+        body_datatype, body = plain_body(datatype, value_of(entry))
+        version.value_bytes = len(body)
+        version.is_cut = len(body) > VALUE_BYTES_SHOWN
+        version.is_json = bool(body_datatype & 1)
+        version.value, version.value_encoding = _cut_text(body)
+    plain_datatype, whole = plain(datatype, value_of(entry))
+    version.xattrs = {
+        name.decode(): text.decode()
+        for name, text in unpack_xattrs(section_of(whole, plain_datatype)).items()
+        if shows_system or not is_system(name)
+    }
+    return version
+
+
+def _cut_text(body: bytes) -> tuple[str, str]:
+    """Return a value, or its beginning, as text."""
+    if len(body) <= VALUE_BYTES_SHOWN:
+        return text_of(body)
+    piece = body[:VALUE_BYTES_SHOWN]
+    for left_out in range(4):  # a character of UTF-8 may be cut in the middle
+        text, encoding = text_of(piece[: len(piece) - left_out])
+        if encoding == "utf-8":
+            return text, encoding
+    return text_of(piece)
