@@ -1,5 +1,6 @@
 """The keys of a cluster in the metadata store. Pure.
 
+    <root>cluster                what holds for all of the cluster
     <root>leader                 the coordinator          under its member's lease
     <root>alive/<member>         a running process        under its member's lease
     <root>member/<member>        a member of the cluster
@@ -25,6 +26,7 @@ _VB_DIGITS: Final = 5
 class KeyKind(StrEnum):
     """The kinds of keys below the root."""
 
+    CLUSTER = "cluster"
     LEADER = "leader"
     ALIVE = "alive"
     MEMBER = "member"
@@ -34,11 +36,12 @@ class KeyKind(StrEnum):
 
 
 _KINDS: Final = {str(kind): kind for kind in KeyKind}
+_SINGLE: Final = frozenset({KeyKind.CLUSTER, KeyKind.LEADER})
 _OF_PARTITIONS: Final = frozenset({KeyKind.PARTITION, KeyKind.COMMAND})
 
 
 class ParsedKey(NamedTuple):
-    """What a key names. Of member and partition only one is set, and none for the leader."""
+    """What a key names. Of member and partition only one is set, and none for the single keys."""
 
     kind: KeyKind
     member: str = ""
@@ -53,6 +56,7 @@ class ClusterKeys:
             raise ValueError(f"cluster keys: the root {root!r} must end with a slash")
         self.root: Final = root
         self.leader: Final = root + b"leader"
+        self.cluster: Final = root + b"cluster"
 
     def of_member(self, kind: KeyKind, member: str) -> bytes:
         """Return the key of this kind for a member."""
@@ -75,8 +79,8 @@ class ClusterKeys:
         kind = _KINDS.get(kind_name)
         if kind is None:
             return None
-        if kind is KeyKind.LEADER:
-            return ParsedKey(kind) if key == self.leader else None
+        if kind in _SINGLE:
+            return ParsedKey(kind) if key == self.root + kind.encode() else None
         if kind in _OF_PARTITIONS:
             is_number = len(name) == _VB_DIGITS and name.isascii() and name.isdigit()
             return ParsedKey(kind, vb_id=int(name)) if is_number else None

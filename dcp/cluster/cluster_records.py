@@ -32,6 +32,18 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     format: int = FORMAT
 
 
+class ClusterRecord(_Record, frozen=True, kw_only=True):
+    """What holds for all of the cluster."""
+
+    copies: int
+    """Copies of each partition, if there are so many members."""
+    min_in_sync: int | None = None
+    """Members that must be in sync for a write; None: a majority of the copies."""
+    life: int = 1
+    """Grows when the metadata store was set back, whose revisions begin again lower then. Clients
+    compare (life, revision)."""
+
+
 class LeaderRecord(_Record, frozen=True, kw_only=True):
     """The coordinator. Its term is the create revision of the key."""
 
@@ -47,11 +59,18 @@ class AliveRecord(_Record, frozen=True, kw_only=True):
 
 
 class MemberRecord(_Record, frozen=True, kw_only=True):
-    """A member of the cluster and where other nodes reach it."""
+    """A member of the cluster and where nodes and clients reach it."""
 
     member: str
     address: str
+    """HOST:PORT of the key-value port."""
     rack: str = ""
+    name: str = ""
+    """As the operator calls it."""
+    admin_port: int = 0
+    kv_tls_port: int = 0
+    """0: none."""
+    admin_tls_port: int = 0
 
 
 class ReportedPartition(NamedTuple):

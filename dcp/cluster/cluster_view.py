@@ -19,6 +19,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from dcp.cluster.cluster_keys import ClusterKeys, KeyKind, ParsedKey
 from dcp.cluster.cluster_records import (
     AliveRecord,
+    ClusterRecord,
     LeaderRecord,
     MemberRecord,
     MemberReport,
@@ -52,6 +53,7 @@ class ClusterView:
         self.alive: dict[str, Stored[AliveRecord]] = {}
         self.reports: dict[str, Stored[MemberReport]] = {}
         self.commands: dict[int, Stored[OperatorCommand]] = {}
+        self.cluster: Stored[ClusterRecord] | None = None
         self.leader: Stored[LeaderRecord] | None = None
         self.leader_item: KeyValue | None = None
         """The leader's key, also where its record cannot be read."""
@@ -59,6 +61,7 @@ class ClusterView:
         """Keys whose records cannot be read, with the reason."""
         self._items: dict[bytes, KeyValue] = {}
         self._changes: Final[dict[KeyKind, Callable[[ParsedKey, KeyValue | None], None]]] = {
+            KeyKind.CLUSTER: self._change_cluster,
             KeyKind.LEADER: self._change_leader,
             KeyKind.ALIVE: lambda name, item: _change(self.alive, name.member, item, AliveRecord),
             KeyKind.MEMBER: lambda name, item: _change(
@@ -144,6 +147,10 @@ class ClusterView:
             if name.kind is KeyKind.LEADER:
                 self.leader_item = item
         return name
+
+    def _change_cluster(self, name: ParsedKey, item: KeyValue | None) -> None:
+        assert name.kind is KeyKind.CLUSTER
+        self.cluster = None if item is None else Stored(decode_record(item, ClusterRecord), item)
 
     def _change_leader(self, name: ParsedKey, item: KeyValue | None) -> None:
         assert name.kind is KeyKind.LEADER

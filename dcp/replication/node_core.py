@@ -107,6 +107,11 @@ class ReplicationCore:
             known_seqno = engine.keyspace.known_watermarks.get(part.vb_id, 0)
             part.committed_seqno = max(part.history_floor, min(known_seqno, part.high_seqno))
 
+    @property
+    def has_effects(self) -> bool:
+        """Whether the shell has something to carry out."""
+        return bool(self._effects)
+
     def take_effects(self) -> list[ReplicationEffect]:
         """Return what the shell has to carry out, in order."""
         effects = self._effects[:]

@@ -31,6 +31,9 @@ class OpenConnection(GuardedConnection, Holder, Protocol):
     def release(self) -> bool:
         """Send the answers that may leave after a commit; return whether any still wait."""
 
+    def depose(self, vb_ids: tuple[int, ...]) -> None:
+        """Replace the answers that wait for a commit in partitions with another master now."""
+
     def tick(self, now_ns: int) -> None:
         """Let time pass; monotonic nanoseconds."""
 

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from dcp.core.groups import EndReasons
 from dcp.server.net.connections import Connections, OpenConnection
+from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.compaction_schedule import Compaction
@@ -211,7 +212,7 @@ class Operations:
 
     def streams(self, choice: StreamChoice) -> list[dict[str, Any]]:
         """Return the state of the chosen streams."""
-        now_ns = time.monotonic_ns()
+        now_ns = elapsed_ns()
         parts = self._engine.partitions
         return [
             {
