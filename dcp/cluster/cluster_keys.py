@@ -4,6 +4,7 @@
     <root>leader                 the coordinator          under its member's lease
     <root>alive/<member>         a running process        under its member's lease
     <root>member/<member>        a member of the cluster
+    <root>name/<name>            the member that has a name
     <root>partition/<vb>         one partition's record
     <root>suspect/<member>       a member's report        under its member's lease
     <root>command/<vb>           an operator's command for one partition
@@ -65,6 +66,10 @@ class ClusterKeys:
                 f"member id {member!r}: 1 to 64 letters, digits, dots, dashes or underscores wanted"
             )
         return self.root + f"{kind}/{member}".encode()
+
+    def of_name(self, name: str) -> bytes:
+        """Return the key that says which member has a name. Views do not have it."""
+        return self.root + b"name/" + name.encode()
 
     def of_partition(self, kind: KeyKind, vb_id: int) -> bytes:
         """Return the key of this kind for a partition."""

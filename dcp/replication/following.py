@@ -164,12 +164,23 @@ class Following:
         for link in self.links.values():
             link.synced(group)
 
-    def is_unheard(self, record: ReplicationRecord) -> bool:
-        """Whether a partition has no master, or one that was not heard for a while."""
-        master = record.master
-        if master is None or master == self._identity.member:
-            return True
-        return self._now_ns - self._heard_ns.get(master, self._started_ns) >= UNHEARD_NS
+    def heard_masters(self) -> set[str]:
+        """Return the masters of others' partitions that were heard a short while ago, or that this
+        process has not had the time to hear.
+        """
+        now_ns, member = self._now_ns, self._identity.member
+        return {
+            master
+            for master, heard_ns in self._heard_ns.items()
+            if master != member and now_ns - heard_ns < UNHEARD_NS
+        }
+
+    def lacks_links(self) -> bool:
+        """Whether there is a master without a link, or with one that is closed."""
+        return any(
+            (link := self.links.get(master)) is None or link.state is LinkState.CLOSED
+            for master in self._heard_ns
+        )
 
     # -- confirmations -----------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Final
 
 from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
-from dcp.cluster.record_writer import RecordChange
+from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
 from dcp.replication.messages import (
     FORMAT,
@@ -320,8 +320,8 @@ class Leading:
     def record_changes(
         self, records: Mapping[int, Stored[StoredPartition]], *, may_write: bool
     ) -> list[RecordChange]:
-        """Return the changes of this master's records that are due. They must be written. Those
-        that are not in `records` are left alone.
+        """Return the changes of this master's records that are due, as many as one transaction
+        takes. They must be written. Records that are not in `records` are left alone.
         """
         alive = self._view.alive
         heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
@@ -334,6 +334,8 @@ class Leading:
             record = mastership.changed_isr(self._now_ns, alive, heard_ns)
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
+            if len(changes) == COMPARES_MAX:
+                continue  # the rest comes with the next tick
             if vb_id not in records:
                 continue  # what the store has is not followed, so it is not written either
             if record is None:

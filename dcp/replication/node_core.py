@@ -273,9 +273,10 @@ class ReplicationCore:
         self._now_ns = now_ns
         self.following.tick(now_ns)
         masterships = self.leading.masterships
-        for vb_id, stored in self._records.items():
-            if vb_id not in masterships:
-                self.following.follow(vb_id, stored.content.record, now_ns)
+        if self.following.lacks_links():  # else each record was followed when it came
+            for vb_id, stored in self._records.items():
+                if vb_id not in masterships:
+                    self.following.follow(vb_id, stored.content.record, now_ns)
         self._raise_watermarks(tuple(masterships))
         self.leading.serve(now_ns)
         trusted = {
@@ -291,11 +292,12 @@ class ReplicationCore:
     def _report(self) -> None:
         """Report the partitions whose master is not heard."""
         reported: list[ReportedPartition] = []
-        for vb_id, stored in sorted(self._records.items()):
+        masterships, heard = self.leading.masterships, self.following.heard_masters()
+        for vb_id, stored in self._records.items():
             record = stored.content.record
-            if self._member not in record.copies or vb_id in self.leading.masterships:
+            if record.master in heard or vb_id in masterships:
                 continue
-            if not self.following.is_unheard(record):
+            if self._member not in record.copies:
                 continue
             part = self._engine.partitions[vb_id]
             window = part.incomplete_snapshot
@@ -306,6 +308,7 @@ class ReplicationCore:
                     is_electable=window is None,
                 )
             )  # fmt: skip
+        reported.sort()
         if tuple(reported) != self._reported:
             self._reported = tuple(reported)
             self._carry_out(self._session.report(self._now_ns, self._reported))

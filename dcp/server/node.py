@@ -23,11 +23,12 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dcp.core.floors import FloorCycle
-from dcp.core.groups import GroupCycle
+from dcp.core.groups import GroupCycle, Published
 from dcp.core.merges import MergeCycle
 from dcp.server.access.access import Access
 from dcp.server.access.users import Users
@@ -57,6 +58,7 @@ from dcp.server.storage.committer import Committer, PeriodicSync
 from dcp.server.storage.compaction_schedule import Compaction
 from dcp.server.storage.expiry_schedule import expire_when_due
 from dcp.server.storage.failover_logs import FailoverLogs
+from dcp.server.storage.folder import CLUSTER_FILE
 from dcp.server.storage.health import Health
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.opening import Storage
@@ -74,6 +76,11 @@ from vbucket.engine.read_view import Views
 from vbucket.log.device import LogWriteError, SyncFailedError
 from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import STORE_FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from dcp.cluster.metastore import MetaStore
+    from dcp.server.cluster.cluster_file import ClusterFile
+    from dcp.server.cluster.replicated_node import ReplicatedNode
 
 STOP_S: Final = 8.0
 """Time for a stop, shared by its steps. The command ends the process a little later."""
@@ -99,13 +106,19 @@ class Node:
         *,
         accepts_log_loss: bool = False,
         room_retry_s: float = ROOM_RETRY_S,
+        open_meta: Callable[[ClusterFile], MetaStore] | None = None,
     ) -> None:
-        """Load the files of TLS, if it is on; nothing else is opened. Raises TlsError."""
+        """Load the files of TLS, if it is on; nothing else is opened. `open_meta` opens another
+        metadata store than the one that the folder names. Raises TlsError.
+        """
         self._settings = settings
         self._users = users
         self._log = log
         self._accepts_log_loss = accepts_log_loss
         self._room_retry_s = room_retry_s
+        self._open_meta = open_meta
+        self.replicated: ReplicatedNode | None = None
+        """The replication of a node of a cluster; None: the node is alone."""
         self.about = About(settings)
         self.ports = Ports()
         self.meter = Meter()
@@ -133,6 +146,7 @@ class Node:
         self._backpressure: Backpressure
         self._pager: Pager
         self._config: ClusterConfig
+        self._identity: ClusterFile | None
         self._upkeep: Upkeep
         self._listeners: Listeners
 
@@ -146,13 +160,14 @@ class Node:
         self._storage = Storage(
             self.about.data_dir, self._settings, accepts_log_loss=self._accepts_log_loss
         )
+        self._identity = self._read_identity()
         self._storage.tell(self._log)
         self._wire_storage()
         self._wire_ports()
         try:
             await self._begin_writing()
             await self._listeners.start()
-            self._config.publish(self.ports)
+            self._enter_cluster()
         except BaseException:
             await self.stop()
             raise
@@ -160,6 +175,28 @@ class Node:
         self._upkeep.start()
         if self.health.read_only_why:
             self._tasks.begin(self._begin_when_there_is_room())
+
+    def _enter_cluster(self) -> None:
+        """Tell clients the map, and take part in the cluster if this is a node of one."""
+        replicated = self.replicated
+        if replicated is None:
+            self._config.publish(self.ports)
+            return
+        from dcp.server.cluster.membership_of_node import own_record
+
+        replicated.show_first_map(own_record(replicated, self._settings, self.ports))
+        if not self.health.read_only_why:
+            replicated.start()
+
+    def _read_identity(self) -> ClusterFile | None:
+        """Return what the folder knows of its cluster, None if the node is alone. Raises
+        FolderError.
+        """
+        if not (self.about.data_dir / CLUSTER_FILE).exists():
+            return None
+        from dcp.server.cluster.membership_of_node import identity_of_start
+
+        return identity_of_start(self.about.data_dir, self._settings)
 
     async def _begin_writing(self) -> None:
         """Make the first writes and start everything that writes, if the disk has room for it."""
@@ -187,6 +224,8 @@ class Node:
         while self.health.read_only_why:
             await asyncio.sleep(self._room_retry_s)
             await self._begin_writing()
+        if self.replicated is not None:
+            self.replicated.start()
 
     def _merge_what_is_replayed(self) -> None:
         """Merge if a lot was replayed, or if the store has an older format: a merge upgrades it."""
@@ -209,6 +248,7 @@ class Node:
     def _wire_storage(self) -> None:
         """Create what changes, commits, merges and compacts."""
         settings, storage, log = self._settings, self._storage, self._log
+        identity = self._identity
         self.engine = engine = storage.engine
         self.health = health = Health(
             engine, log, let_writers_go_on=self.connections.writers_may_go_on
@@ -239,22 +279,43 @@ class Node:
             self.meter, commits, self._backpressure, self.connections,
             save_failover_log=failover_logs.save_soon,
         )  # fmt: skip
+        on_publish: Callable[[Published], None] = after_commit.published
+        self._config = ClusterConfig(settings.host, storage.node.node_id, settings.bucket)
+        if identity is not None:
+            on_publish = self._wire_cluster(identity, after_commit)
         self._committer = Committer(
             groups, storage.writer,
             finds_room=settings.durability == "commit",
-            on_publish=after_commit.published, on_rotated=self._log_rotated,
+            on_publish=on_publish, on_rotated=self._log_rotated,
             on_full=health.log_full, on_failure=self._fail,
             sync_seconds=self.meter.sync_seconds,
         )  # fmt: skip
         self._periodic_sync = PeriodicSync(groups, self._committer, settings.sync_interval_s)
 
+    def _wire_cluster(
+        self, identity: ClusterFile, after_commit: AfterCommit
+    ) -> Callable[[Published], None]:
+        """Create the replication of a cluster's node; return what takes published groups."""
+        from dcp.server.cluster.membership_of_node import replicated_node
+        from dcp.server.cluster.replicated_node import ServerParts
+
+        storage = self._storage
+        parts = ServerParts(
+            self.engine, storage.store, self._hub, self._groups, self.connections, self._config,
+            self._tasks, self._log, self.about.data_dir,
+            kick=self._kick, publish=after_commit.published, on_failure=self._fail,
+        )  # fmt: skip
+        self.replicated = replicated_node(
+            parts, storage.node.node_id, identity, self._settings, self._open_meta
+        )
+        self._users.let_cluster_in(identity.secret)
+        return self.replicated.group_published
+
     def _wire_ports(self) -> None:
         """Create what clients and operators use."""
         settings, engine, log, faults = self._settings, self.engine, self._log, FaultTable()
         access, connections, health, meter = self.access, self.connections, self.health, self.meter
-        config = self._config = ClusterConfig(
-            settings.host, self._storage.node.node_id, settings.bucket
-        )
+        config, replicated = self._config, self.replicated
         prefixes = PrefixCounts()
         stats = Stats(
             self.about, self.ports, engine, self._hub, connections, self._merging, health, prefixes
@@ -262,11 +323,12 @@ class Node:
         scans = RangeScans(self.views, lambda: secrets.token_bytes(16))
         sessions = Sessions(
             engine, self._hub, ServerFacts(config, stats), access, faults, scans, meter, log,
-            self._refusals, prefixes=prefixes, on_failure=self._fail,
+            self._refusals, prefixes=prefixes, on_failure=self._fail, replication=replicated,
         )  # fmt: skip
         connection_parts = ConnectionParts(
-            engine, self._committer, connections, access, sessions, meter, self._refusals
-        )
+            engine, self._committer, connections, access, sessions, meter, self._refusals,
+            replicated,
+        )  # fmt: skip
         crowd = admin_crowd(settings)
         sources = MetricSources(
             self.about, meter, health, engine, self._merging, self._pager, self.views, self._hub,
@@ -348,6 +410,8 @@ class Node:
     async def _stop_in_order(self) -> None:
         self.health.is_ready = False
         self._stop_at_s = time.monotonic() + STOP_S
+        if self.replicated is not None:
+            self.replicated.stop()
         for part in (self._upkeep, self._periodic_sync, self._backpressure):
             part.stop()
         for task in self._writing:

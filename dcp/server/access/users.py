@@ -58,6 +58,8 @@ USERS_FILE: Final = "users.json"
 
 GUEST: Final = "guest"
 GUEST_PASSWORD: Final = "guest"  # noqa: S105 - public on purpose, loopback only
+CLUSTER_USER: Final = "@cluster"
+"""The nodes of a cluster log in at each other with this name. No user can have it."""
 PLAIN: Final = "PLAIN"
 _PLAIN_KEYS: Final = "SCRAM-SHA512"
 """The keys that a PLAIN password is checked against."""
@@ -73,6 +75,7 @@ PASSWORD_CHARS_MAX: Final = 128
 VERIFIED_MAX: Final = 1024
 """Remembered PLAIN logins, so clients that connect often do not cost a PBKDF2 each time."""
 
+_CLUSTER_RIGHTS: Final = Rights({Role.REPLICATE: (EVERYTHING,)})
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
 _PASSWORD: Final = re.compile(r"[ -~]*")
 
@@ -149,6 +152,8 @@ class Users:
         self.problem = ""
         """Why the last change of the file was not loaded; "" if it was."""
         self._guest_keys = _guest_keys(draw_bytes(SALT_BYTES)) if has_guest else {}
+        self._cluster_keys: dict[str, ScramKeys] = {}
+        """Of CLUSTER_USER; {} on a node alone."""
         self._load()
 
     # -- the table -------------------------------------------------------------------------------
@@ -167,8 +172,14 @@ class Users:
         """Return the rights of a user, None if there is no such user."""
         if name == GUEST:
             return FULL_RIGHTS if self._has_guest else None
+        if name == CLUSTER_USER:
+            return _CLUSTER_RIGHTS if self._cluster_keys else None
         record = self._content.users.get(name)
         return None if record is None else record.rights
+
+    def let_cluster_in(self, secret: str) -> None:
+        """Let the nodes of a cluster log in with SCRAM, with nothing but the role replicate."""
+        self._cluster_keys = _keys_of_secret(secret, self._draw_bytes(SALT_BYTES))
 
     def add(self, name: str, password: str, rights: Rights | None = None) -> None:
         """Add a user, or give one a new password. Durable when it returns.
@@ -365,6 +376,8 @@ class Users:
         decoy = ScramKeys(seed[:SALT_BYTES], self._iterations, bytes(size), bytes(size))
         if self._is_guest(name, peer_is_loopback=peer_is_loopback):
             return self._guest_keys[mechanism], True
+        if name == CLUSTER_USER and self._cluster_keys:
+            return self._cluster_keys[mechanism], True
         known = self._content.users.get(name)
         return (decoy, False) if known is None else (known.keys[mechanism], True)
 
@@ -426,10 +439,13 @@ def read_plain(message: bytes) -> PlainLogin | AuthStep:
 
 def _guest_keys(salt: bytes) -> dict[str, ScramKeys]:
     """Derive the guest's keys, at start-up: it takes 5 ms."""
+    return _keys_of_secret(GUEST_PASSWORD, salt)
+
+
+def _keys_of_secret(secret: str, salt: bytes) -> dict[str, ScramKeys]:
+    """Derive the keys of what is public, or too random to be guessed: few rounds are enough."""
     return {
-        mechanism: keys_of_password(
-            mechanism, GUEST_PASSWORD, salt=salt, iterations=GUEST_ITERATIONS
-        )
+        mechanism: keys_of_password(mechanism, secret, salt=salt, iterations=GUEST_ITERATIONS)
         for mechanism in HASH_NAMES
     }
 

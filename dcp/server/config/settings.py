@@ -20,6 +20,7 @@ from dcp.server.config.setting_values import (
     read_duration,
     read_file,
     read_host,
+    read_host_or_none,
     read_name_or_off,
     read_names,
     read_path,
@@ -422,6 +423,47 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             zero_means="never",
         ),
     ] = 0.0
+    advertise_host: Annotated[
+        str | None,
+        Option(
+            "Host that clients and other nodes of a cluster use for this node, if it is not "
+            "--host.",
+            read_host_or_none,
+            "ADDRESS",
+        ),
+    ] = None
+    acknowledge: Annotated[
+        Literal["committed", "master"],
+        Option(
+            "In a cluster: when a write without a durability level is answered. committed: when "
+            "all copies in sync have it on disk. master: when this node has; a failover may lose "
+            "it.",
+            read_choice,
+            "WHEN",
+            choices=("committed", "master"),
+        ),
+    ] = "committed"
+    commit_timeout_s: Annotated[
+        float,
+        Option(
+            "In a cluster: how long an answer waits for the other copies. Then it is ambiguous.",
+            read_duration,
+            "TIME",
+            0.1,
+            3600,
+        ),
+    ] = 10.0
+    replica_lag_max_s: Annotated[
+        float,
+        Option(
+            "In a cluster: how long a copy may be behind, or silent, before writes go on without "
+            "it.",
+            read_duration,
+            "TIME",
+            0.5,
+            3600,
+        ),
+    ] = 1.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Option(
