@@ -202,6 +202,8 @@ class RefusalKind(StrEnum):
     BAD_TTL = "bad_ttl"
     COMPACTED = "compacted"
     FUTURE_REVISION = "future_revision"
+    NO_SPACE = "no_space"
+    """The store's disk or its quota is full. Reads and leases go on."""
 
 
 class StoreRefused(NamedTuple):

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import groupby, islice
 from operator import eq, gt, lt, ne
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sortedcontainers import SortedDict
 
@@ -81,6 +81,19 @@ class _Lease:
         self.ttl_s = ttl_s
         self.keys: set[bytes] = set()
         self.deadline_ns = now_ns + ttl_s * _NS_PER_S
+
+
+class StoreImage(NamedTuple):
+    """All that a store holds, for a snapshot of it. Leases have no deadlines in it."""
+
+    revision: int
+    compact_revision: int
+    older: tuple[KeyValue, ...]
+    """The states from before the compact revision that are still readable."""
+    events: tuple[KeyValue, ...]
+    """All changes from the compact revision on, in their order."""
+    leases: dict[int, int]
+    """Lease id -> time to live in seconds."""
 
 
 class RevisionStore:
@@ -148,8 +161,13 @@ class RevisionStore:
         for lease in self._leases.values():
             lease.deadline_ns = now_ns + lease.ttl_s * _NS_PER_S
 
-    def batches(self, prefix: bytes, from_revision: int) -> tuple[WatchBatch, ...] | Compacted:
-        """Return the changes of a prefix from a revision on, one batch for each revision."""
+    def batches(
+        self, prefix: bytes, from_revision: int, limit: int | None = None
+    ) -> tuple[WatchBatch, ...] | Compacted:
+        """Return the changes of a prefix from a revision on, one batch for each revision.
+
+        With a limit, return the first batches only.
+        """
         assert from_revision >= FIRST_REVISION, "a watch names its first revision"
         if from_revision < self.compact_revision:
             return Compacted(self.compact_revision)
@@ -159,10 +177,75 @@ class RevisionStore:
             for event in islice(self._events, begin, None)
             if event.item.key.startswith(prefix)
         )
-        return tuple(
+        batches = (
             WatchBatch(revision, tuple(events))
             for revision, events in groupby(chosen, lambda event: event.item.mod_revision)
         )
+        return tuple(islice(batches, limit))
+
+    # ---- For a store that is kept on disk
+
+    def will_change(self, request: StoreRequest) -> bool:
+        """Return whether carrying out this request now would change keys, leases or history."""
+        if isinstance(request, Txn):
+            return any(
+                isinstance(operation, Put)
+                or (isinstance(operation, Delete) and self._exists(operation.key))
+                for operation in self._operations_to_run(request)
+            )
+        if isinstance(request, LeaseGrant):
+            return self._grant_refusal(request) is None
+        if isinstance(request, LeaseRevoke):
+            return request.lease_id in self._leases
+        return isinstance(request, Compact) and self._compact_refusal(request.revision) is None
+
+    def leases(self) -> dict[int, int]:
+        """Return lease id -> time to live in seconds."""
+        return {lease_id: lease.ttl_s for lease_id, lease in self._leases.items()}
+
+    def revision_with_history_of(self, bytes_max: int) -> int:
+        """Return from which revision on the changes have at most so many bytes."""
+        left, oldest = bytes_max, self.revision
+        for event in reversed(self._events):
+            left -= len(event.item.key) + len(event.item.value)
+            if left < 0:
+                is_part = event.item.mod_revision == oldest  # of a revision that was counted
+                return min(oldest + is_part, self.revision)
+            oldest = event.item.mod_revision
+        return max(self.compact_revision, FIRST_REVISION)
+
+    def image(self) -> StoreImage:
+        """Return all that the store holds."""
+        older = tuple(
+            item
+            for history in self._keys.values()
+            for item in history
+            if item.mod_revision < self.compact_revision
+        )
+        events = tuple(event.item for event in self._events)
+        return StoreImage(self.revision, self.compact_revision, older, events, self.leases())
+
+    @classmethod
+    def of_image(cls, image: StoreImage) -> RevisionStore:
+        """Return the store that `image` was made of. Its leases begin at time 0."""
+        store = cls()
+        store.revision = store._told_revision = image.revision
+        store.compact_revision = image.compact_revision
+        store._leases = {lease_id: _Lease(ttl_s, 0) for lease_id, ttl_s in image.leases.items()}
+        for item in image.older:
+            store._keys.setdefault(item.key, []).append(item)
+        for item in image.events:
+            store._events.append(WatchEvent(item))
+            if item.mod_revision == image.compact_revision:
+                store._keys[item.key] = [item]  # the compaction kept nothing before it
+                if not item.version:
+                    del store._keys[item.key]
+            else:
+                store._keys.setdefault(item.key, []).append(item)
+        for key, history in store._keys.items():
+            if history[-1].lease_id:
+                store._leases[history[-1].lease_id].keys.add(key)
+        return store
 
     # ---- Reads
 
@@ -210,11 +293,24 @@ class RevisionStore:
 
     # ---- Transactions
 
+    def _exists(self, key: bytes) -> bool:
+        return self._item(key, self.revision).version > 0
+
+    def _operations_to_run(self, txn: Txn) -> tuple[Operation, ...]:
+        """Return the list that the compares choose; nothing if the transaction is refused."""
+        if _txn_refusal(txn) is not None or self._named_revisions_refusal(txn) is not None:
+            return ()
+        operations = txn.then if self._succeeds(txn) else txn.otherwise
+        return operations if self._lease_refusal(operations) is None else ()
+
+    def _succeeds(self, txn: Txn) -> bool:
+        return all(self._holds(compare) for compare in txn.compares)
+
     def _txn(self, txn: Txn) -> TxnResult | StoreRefused:
         refusal = _txn_refusal(txn) or self._named_revisions_refusal(txn)
         if refusal is not None:
             return refusal
-        succeeded = all(self._holds(compare) for compare in txn.compares)
+        succeeded = self._succeeds(txn)
         operations = txn.then if succeeded else txn.otherwise
         refusal = self._lease_refusal(operations)
         if refusal is not None:
@@ -290,13 +386,20 @@ class RevisionStore:
 
     # ---- Leases
 
-    def _grant(self, request: LeaseGrant) -> LeaseResult | StoreRefused:
+    def _grant_refusal(self, request: LeaseGrant) -> StoreRefused | None:
         if not 0 < request.ttl_s <= LEASE_TTL_MAX_S:
             text = f"a lease of {request.ttl_s} s was asked for; 1 to {LEASE_TTL_MAX_S} s are valid"
             return StoreRefused(RefusalKind.BAD_TTL, text)
+        if request.lease_id in self._leases:
+            text = f"lease {request.lease_id} exists already"
+            return StoreRefused(RefusalKind.LEASE_EXISTS, text)
+        return None
+
+    def _grant(self, request: LeaseGrant) -> LeaseResult | StoreRefused:
+        refusal = self._grant_refusal(request)
+        if refusal is not None:
+            return refusal
         lease_id = request.lease_id
-        if lease_id in self._leases:
-            return StoreRefused(RefusalKind.LEASE_EXISTS, f"lease {lease_id} exists already")
         while not lease_id or lease_id in self._leases:
             self._last_lease_id += 1
             lease_id = self._last_lease_id
@@ -328,12 +431,15 @@ class RevisionStore:
 
     # ---- Compaction
 
-    def _compact(self, request: Compact) -> Done | StoreRefused:
-        revision = request.revision
+    def _compact_refusal(self, revision: int) -> StoreRefused | None:
         if revision <= self.compact_revision:
             text = f"revision {revision} is compacted already, up to {self.compact_revision}"
             return StoreRefused(RefusalKind.COMPACTED, text)
-        refusal = self._revision_refusal(revision)
+        return self._revision_refusal(revision)
+
+    def _compact(self, request: Compact) -> Done | StoreRefused:
+        revision = request.revision
+        refusal = self._compact_refusal(revision)
         if refusal is not None:
             return refusal
         self.compact_revision = revision

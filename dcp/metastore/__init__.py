@@ -1,0 +1,1 @@
+"""Metadata stores of clusters over the network: the embedded one. Shells around `dcp.cluster`."""

@@ -1,0 +1,113 @@
+"""An embedded metadata store in this process, with clients over loopback, for synchronous tests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dcp.metastore.embedded_client import EmbeddedClient
+from dcp.metastore.embedded_server import EmbeddedServer
+from support.store_proxy import StoreProxy
+
+SECRET = bytes(range(32))
+WAIT_S = 30
+"""How long anything may take on a busy machine."""
+UNKNOWN_DEADLINE_S = 0.3
+
+
+class LoopHarness:
+    """A loop of its own that `wait` runs."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.loop = self.runner.get_loop()
+        self.clients: list = []
+        self.proxies: list[StoreProxy] = []
+        self.notices: list[str] = []
+        self.prefixes = 0
+
+    def new_prefix(self) -> bytes:
+        self.prefixes += 1
+        return b"/%d/" % self.prefixes
+
+    def run(self, work):
+        async def bounded():
+            async with asyncio.timeout(WAIT_S):
+                return await work
+
+        return self.runner.run(bounded())
+
+    def wait(self, is_so: Callable[[], object]) -> None:
+        async def until() -> None:
+            while not is_so():  # noqa: ASYNC110 - nobody sets an event for it
+                await asyncio.sleep(0.001)
+
+        self.run(until())
+
+    def proxy(self, port: int) -> tuple[StoreProxy, int]:
+        proxy = StoreProxy(port)
+        self.proxies.append(proxy)
+        return proxy, self.run(proxy.start())
+
+    def close(self) -> None:
+        for client in self.clients:
+            self.run(client.close())
+        for proxy in self.proxies:
+            self.run(proxy.close())
+        self.runner.close()
+
+
+class EmbeddedHarness(LoopHarness):
+    """The store of a folder, and its clients. Its time can be pushed on."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.ahead_ns = 0
+        self.server = None
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        async def started() -> None:
+            self.server = EmbeddedServer(self.folder, SECRET, self.notices.append, self.now_ns)
+            self.port = await self.server.start(port=self.port)
+
+        self.run(started())
+
+    def stop(self) -> None:
+        self.run(self.server.close())
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns() + self.ahead_ns
+
+    def client(self, port: int = 0, secret: bytes = SECRET, **options) -> EmbeddedClient:
+        async def made() -> EmbeddedClient:
+            return EmbeddedClient(
+                "127.0.0.1", port or self.port, secret, self.notices.append, **options
+            )
+
+        self.clients.append(self.run(made()))
+        return self.clients[-1]
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(round(seconds * 10)):
+            self.ahead_ns += 100_000_000
+            self.server.tick()
+
+    def unknown_client(self, *, applied: bool) -> EmbeddedClient:
+        proxy, port = self.proxy(self.port)
+        client = self.client(port, deadline_s=UNKNOWN_DEADLINE_S)
+        self.wait(lambda: not client.trouble)
+        proxy.swallow_answers, proxy.swallow_requests = applied, not applied
+        return client
+
+    def close(self) -> None:
+        super_close = super().close
+        for client in self.clients:
+            self.run(client.close())
+        self.clients.clear()
+        self.stop()
+        super_close()
