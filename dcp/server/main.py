@@ -263,18 +263,7 @@ async def _serve(
     *,
     accepts_log_loss: bool,
 ) -> ExitCode:
-    from dcp.server.access.certificates import TlsError
-    from dcp.server.node import Node
-
-    try:
-        node = Node(settings, users, log, accepts_log_loss=accepts_log_loss)
-    except TlsError as error:
-        raise StartError(ExitCode.USAGE, str(error)) from error
-    try:
-        await node.start()
-    except _start_failures() as error:
-        raise _start_error(error, settings) from error
-    signals.serve(node)
+    node = await _started(settings, users, log, signals, accepts_log_loss=accepts_log_loss)
     gc.collect()
     gc.freeze()
     text = ready_text(
@@ -291,6 +280,40 @@ async def _serve(
         print(text, flush=True)
     if on_ready is not None:
         on_ready(node)
+    code = await _run_to_the_end(node, settings)
+    while code is ExitCode.STOPPED and node.wants_restart:
+        settings = _with_ports_of(node, settings)
+        node = await _started(settings, users, log, signals, accepts_log_loss=False)
+        log.info("started again as a member of a cluster")
+        code = await _run_to_the_end(node, settings)
+    return code
+
+
+async def _started(
+    settings: Settings,
+    users: Users,
+    log: EventLog,
+    signals: SignalWatch,
+    *,
+    accepts_log_loss: bool,
+) -> Node:
+    """Start a node; from now on signals stop it. Raises StartError."""
+    from dcp.server.access.certificates import TlsError
+    from dcp.server.node import Node
+
+    try:
+        node = Node(settings, users, log, accepts_log_loss=accepts_log_loss)
+    except TlsError as error:
+        raise StartError(ExitCode.USAGE, str(error)) from error
+    try:
+        await node.start()
+    except _start_failures() as error:
+        raise _start_error(error, settings) from error
+    signals.serve(node)
+    return node
+
+
+async def _run_to_the_end(node: Node, settings: Settings) -> ExitCode:
     try:
         await node.run_until_stopped()
         await node.stop()  # raises if the stop failed
@@ -300,6 +323,17 @@ async def _serve(
             await asyncio.wait_for(node.stop(), STOP_AFTER_FAILURE_S)
         return ExitCode.FAILED
     return ExitCode.STOPPED
+
+
+def _with_ports_of(node: Node, settings: Settings) -> Settings:
+    """Return the settings with the ports on which a node listened: its clients know them."""
+    import msgspec
+
+    ports = node.ports
+    return msgspec.structs.replace(
+        settings, port=ports.kv, admin_port=ports.admin, tls_port=ports.kv_tls or settings.tls_port,
+        admin_tls_port=ports.admin_tls or settings.admin_tls_port,
+    )  # fmt: skip
 
 
 class SignalWatch:

@@ -78,8 +78,10 @@ from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import STORE_FORMAT_VERSION
 
 if TYPE_CHECKING:
-    from dcp.cluster.metastore import MetaStore
+    from dcp.server.cluster.becoming_member import Candidate
+    from dcp.server.cluster.cluster_commands import ClusterCommands
     from dcp.server.cluster.cluster_file import ClusterFile
+    from dcp.server.cluster.meta_access import MetaAccess
     from dcp.server.cluster.replicated_node import ReplicatedNode
 
 STOP_S: Final = 8.0
@@ -106,9 +108,9 @@ class Node:
         *,
         accepts_log_loss: bool = False,
         room_retry_s: float = ROOM_RETRY_S,
-        open_meta: Callable[[ClusterFile], MetaStore] | None = None,
+        open_meta: Callable[[ClusterFile], MetaAccess] | None = None,
     ) -> None:
-        """Load the files of TLS, if it is on; nothing else is opened. `open_meta` opens another
+        """Load the files of TLS, if it is on; nothing else is opened. `open_meta` gives another
         metadata store than the one that the folder names. Raises TlsError.
         """
         self._settings = settings
@@ -119,6 +121,8 @@ class Node:
         self._open_meta = open_meta
         self.replicated: ReplicatedNode | None = None
         """The replication of a node of a cluster; None: the node is alone."""
+        self.wants_restart = False
+        """Whether the node stops to start again in this process, as a member of a cluster."""
         self.about = About(settings)
         self.ports = Ports()
         self.meter = Meter()
@@ -146,7 +150,8 @@ class Node:
         self._backpressure: Backpressure
         self._pager: Pager
         self._config: ClusterConfig
-        self._identity: ClusterFile | None
+        self._identity: ClusterFile | None = None
+        self._meta: MetaAccess | None = None
         self._upkeep: Upkeep
         self._listeners: Listeners
 
@@ -160,8 +165,12 @@ class Node:
         self._storage = Storage(
             self.about.data_dir, self._settings, accepts_log_loss=self._accepts_log_loss
         )
-        self._identity = self._read_identity()
         self._storage.tell(self._log)
+        try:
+            await self._open_cluster()
+        except BaseException:
+            self._storage.close(is_clean=False)
+            raise
         self._wire_storage()
         self._wire_ports()
         try:
@@ -188,15 +197,41 @@ class Node:
         if not self.health.read_only_why:
             replicated.start()
 
-    def _read_identity(self) -> ClusterFile | None:
-        """Return what the folder knows of its cluster, None if the node is alone. Raises
-        FolderError.
+    async def _open_cluster(self) -> None:
+        """Open the metadata store, if the folder is one of a cluster's node, or becomes it by the
+        settings. Raises FolderError.
         """
-        if not (self.about.data_dir / CLUSTER_FILE).exists():
-            return None
-        from dcp.server.cluster.membership_of_node import identity_of_start
+        settings, data_dir = self._settings, self.about.data_dir
+        if settings.cluster == "none" and not (data_dir / CLUSTER_FILE).exists():
+            return
+        from dcp.server.cluster.entering import entered
 
-        return identity_of_start(self.about.data_dir, self._settings)
+        self._identity, self._meta = await entered(self._candidate(), self._open_meta)
+        if (failed := self._meta.failed) is not None:
+            failed.add_done_callback(self._store_failed)
+
+    def _store_failed(self, failed: asyncio.Future[str]) -> None:
+        if not failed.cancelled():
+            self._fail(RuntimeError(failed.result()))
+
+    def _candidate(self) -> Candidate:
+        from dcp.server.cluster.becoming_member import Candidate
+
+        storage = self._storage
+        return Candidate(
+            storage.engine, storage.node.node_id, self.about.data_dir, self._settings, self.ports,
+            self._log,
+        )  # fmt: skip
+
+    def _cluster_commands(self) -> ClusterCommands:
+        from dcp.server.cluster.cluster_commands import ClusterCommands
+
+        return ClusterCommands(self._candidate(), self.replicated, self._restart_soon)
+
+    def _restart_soon(self) -> None:
+        """Stop after the answer has left, and start again in this process."""
+        self.wants_restart = True
+        self._tasks.begin(self.stop())
 
     async def _begin_writing(self) -> None:
         """Make the first writes and start everything that writes, if the disk has room for it."""
@@ -281,8 +316,8 @@ class Node:
         )  # fmt: skip
         on_publish: Callable[[Published], None] = after_commit.published
         self._config = ClusterConfig(settings.host, storage.node.node_id, settings.bucket)
-        if identity is not None:
-            on_publish = self._wire_cluster(identity, after_commit)
+        if identity is not None and self._meta is not None:
+            on_publish = self._wire_cluster(identity, self._meta, after_commit)
         self._committer = Committer(
             groups, storage.writer,
             finds_room=settings.durability == "commit",
@@ -293,7 +328,7 @@ class Node:
         self._periodic_sync = PeriodicSync(groups, self._committer, settings.sync_interval_s)
 
     def _wire_cluster(
-        self, identity: ClusterFile, after_commit: AfterCommit
+        self, identity: ClusterFile, access: MetaAccess, after_commit: AfterCommit
     ) -> Callable[[Published], None]:
         """Create the replication of a cluster's node; return what takes published groups."""
         from dcp.server.cluster.membership_of_node import replicated_node
@@ -306,7 +341,7 @@ class Node:
             kick=self._kick, publish=after_commit.published, on_failure=self._fail,
         )  # fmt: skip
         self.replicated = replicated_node(
-            parts, storage.node.node_id, identity, self._settings, self._open_meta
+            parts, storage.node.node_id, identity, self._settings, access
         )
         self._users.let_cluster_in(identity.secret)
         return self.replicated.group_published
@@ -343,6 +378,7 @@ class Node:
             config=config, operations=operations,
             dumps=Dumps(engine, self.views, self._commits),
             collections=Collections(engine, self._commits.until_synced, log.info),
+            cluster=self._cluster_commands,
             status=stats.status, metrics=partial(_metrics_page, sources),
             users_changed=partial(access.apply_rights, connections),
         )  # fmt: skip
@@ -442,6 +478,8 @@ class Node:
 
     async def _stop_storage(self) -> None:
         await self._tasks.stop()
+        if self._meta is not None:
+            await self._meta.close()
         await self._merging.stop(self._stop_s_left(1.0))
         is_clean = self._failure is None
         if not await self._store_queue.stop():

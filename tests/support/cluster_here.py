@@ -14,6 +14,7 @@ from dcp.cluster.cluster_records import MemberRecord
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.cluster.cluster_file import ClusterFile, write_cluster_file
 from dcp.server.cluster.enrolment import NewCluster, found_cluster, join_cluster
+from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.config.settings import Settings
 from dcp.server.node import Node
 from dcp.server.observe.event_log import EventLog
@@ -52,7 +53,9 @@ class ClusterHere:
         )
         table = Users(data / USERS_FILE, iterations=4096)
         log = EventLog(logging.getLogger(f"test.{name}"))
-        return Node(settings, table, log, open_meta=lambda _file: self._client(name))
+        return Node(
+            settings, table, log, open_meta=lambda file: MetaAccess(self._client(name), file.meta)
+        )
 
     def _client(self, name: str) -> LoopClient:
         client = self.clients[name] = self.meta.client()

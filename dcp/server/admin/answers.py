@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BODY_BYTES_MAX: Final = 64 * 1024
 JSON_TYPE: Final = "application/json"
-_SECRET_FIELDS: Final = frozenset({"password", "saslPassword", "value"})
+_SECRET_FIELDS: Final = frozenset({"password", "saslPassword", "token", "value"})
 FORM_TYPE: Final = "application/x-www-form-urlencoded"
 
 Kinds = Mapping[str, type | tuple[type, ...]]

@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 from dcp.server.access.logins import Peer
+from dcp.server.admin import cluster_routes as clusters
 from dcp.server.admin import couchbase_routes as field
 from dcp.server.admin import dump_routes as dump
 from dcp.server.admin import fault_routes as faults
@@ -58,6 +59,7 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
         *dump.routes(parts.dumps),
         *streams.routes(parts.operations),
         *faults.routes(parts.operations),
+        *clusters.routes(parts.cluster),
         *users.routes(parts.users, parts.users_changed),
         *field.routes(parts.config, parts.collections, parts.health),
     ]

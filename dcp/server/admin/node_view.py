@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dcp.server.access.access import Access
 from dcp.server.access.users import Users
@@ -14,6 +14,9 @@ from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
 from dcp.server.storage.health import Health
+
+if TYPE_CHECKING:
+    from dcp.server.cluster.cluster_commands import ClusterCommands
 
 
 class CollectionsView(Protocol):
@@ -54,5 +57,7 @@ class AdminParts:
     """Returns the status as JSON."""
     metrics: Callable[..., bytes]
     """Returns the metrics for Prometheus; with by_vbucket also those of each partition."""
+    cluster: Callable[[], ClusterCommands]
+    """Returns the commands about the cluster."""
     users_changed: Callable[[], None]
     """Gives open connections the current rights of their users."""

@@ -30,6 +30,8 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The cluster's id."""
     meta: str
     """URL of the metadata store."""
+    owns_store: bool = False
+    """Whether the embedded metadata store is in this folder."""
     secret: str
     """What nodes of this cluster log in with at each other."""
     name: str

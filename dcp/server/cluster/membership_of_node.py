@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from dcp.cluster.cluster_records import MemberRecord
-from dcp.cluster.metastore import MetaStore
 from dcp.server.cluster.cluster_file import ClusterFile, begin_incarnation, read_cluster_file
+from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.replicated_node import ReplicatedNode, ReplicationChoices, ServerParts
 from dcp.server.config.settings import Settings
 from dcp.server.net.cluster_config import Ports
 from dcp.server.storage.folder import FolderError
 
-_WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
-
-
-def identity_of_start(data_dir: Path, settings: Settings) -> ClusterFile:
-    """Return what the folder knows of its cluster, with the incarnation of this process. Raises
-    FolderError.
-    """
-    found = read_cluster_file(data_dir)
-    assert found is not None, "the file was there a moment ago"
-    if why := cluster_refusal(settings):
-        raise FolderError(f"{data_dir} is the folder of a node of a cluster: {why}")
-    return begin_incarnation(data_dir, found)
+_WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 
 
 def cluster_refusal(settings: Settings) -> str:
@@ -42,22 +31,28 @@ def cluster_refusal(settings: Settings) -> str:
     return ""
 
 
+def begun_identity(data_dir: Path, settings: Settings) -> ClusterFile:
+    """Return what the folder knows of its cluster, with the incarnation of this process. Raises
+    FolderError.
+    """
+    found = read_cluster_file(data_dir)
+    assert found is not None, "it is the folder of a member"
+    if why := cluster_refusal(settings):
+        raise FolderError(f"{data_dir} is the folder of a node of a cluster: {why}")
+    return begin_incarnation(data_dir, found)
+
+
 def replicated_node(
-    parts: ServerParts,
-    member: str,
-    identity: ClusterFile,
-    settings: Settings,
-    open_meta: Callable[[ClusterFile], MetaStore] | None,
+    parts: ServerParts, member: str, identity: ClusterFile, settings: Settings, access: MetaAccess
 ) -> ReplicatedNode:
-    """Return the replication of a node. Raises FolderError."""
-    assert open_meta is not None
+    """Return the replication of a node."""
     choices = ReplicationChoices(
         commit_timeout_ns=int(settings.commit_timeout_s * 1e9),
         acknowledges_as_master=settings.acknowledge == "master",
         replica_lag_max_ns=int(settings.replica_lag_max_s * 1e9),
         value_bytes_max=settings.value_bytes_max,
     )
-    return ReplicatedNode(parts, member, identity, choices, open_meta(identity))
+    return ReplicatedNode(parts, member, identity, choices, access)
 
 
 def own_record(replicated: ReplicatedNode, settings: Settings, ports: Ports) -> MemberRecord:

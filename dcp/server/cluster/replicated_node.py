@@ -26,7 +26,6 @@ from dcp.cluster.cluster_records import MemberRecord
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.coordinator import Elected
 from dcp.cluster.effects import Notice, ViewChanged
-from dcp.cluster.metastore import MetaStore
 from dcp.cluster.partition_choices import CoordinatorSettings
 from dcp.cluster.record_writer import WriteOutcome
 from dcp.cluster.store_driver import StoreDriver
@@ -38,6 +37,7 @@ from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged
 from dcp.server.cluster.cluster_file import ClusterFile
 from dcp.server.cluster.map_shown import MapShown, host_and_port
 from dcp.server.cluster.member_link import MemberLink
+from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_record import OwnRecord
 from dcp.server.cluster.quarantine_files import keep_cut_off
 from dcp.server.net.cluster_config import ClusterConfig
@@ -49,6 +49,7 @@ from dcp.session.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
+from vbucket.engine.partition import VbState
 from vbucket.store.store import Store
 
 TICK_S: Final = 0.05
@@ -98,7 +99,7 @@ class ReplicatedNode:
         member: str,
         identity: ClusterFile,
         choices: ReplicationChoices,
-        meta: MetaStore,
+        access: MetaAccess,
     ) -> None:
         """`member` is the id of the data folder. Nothing is served until `start`."""
         self.acknowledges_as_master = choices.acknowledges_as_master
@@ -111,7 +112,7 @@ class ReplicatedNode:
             identity.root, member, identity.incarnation,
             CoordinatorSettings(choices.elects_uncleanly, choices.prefers_first),
         )  # fmt: skip
-        self._driver = StoreDriver(session, meta, elapsed_ns, self._take)
+        self._driver = StoreDriver(session, access.meta, elapsed_ns, self._take)
         self.core = ReplicationCore(
             parts.engine, parts.store, parts.hub, parts.groups, session,
             ReplicationSettings(
@@ -124,7 +125,7 @@ class ReplicatedNode:
             now_ns=elapsed_ns(),
         )  # fmt: skip
         self.port: ReplicationPort = self.core.leading
-        self._meta = meta
+        self.access = access
         self._own: OwnRecord
         self._map: MapShown
         self._links: list[MemberLink] = []
@@ -170,9 +171,13 @@ class ReplicatedNode:
     def show_first_map(self, own: MemberRecord) -> None:
         """Tell clients that this node exists, and serves nothing yet; `own` is its own record."""
         view = self.session.view
-        self._own = OwnRecord(view, own, self._meta)
+        self._own = OwnRecord(view, own, self.access.meta)
         self._map = MapShown(view, self._parts.config, self.identity.cluster, own)
         self._map.update()
+
+    def served(self) -> int:
+        """Return how many partitions this node serves now."""
+        return sum(part.state == VbState.ACTIVE for part in self._parts.engine.partitions)
 
     def start(self) -> None:
         """Take part in the cluster: what is in the log is on disk, and it can be written."""

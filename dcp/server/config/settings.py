@@ -423,6 +423,38 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             zero_means="never",
         ),
     ] = 0.0
+    cluster: Annotated[
+        Literal["none", "init", "join"],
+        Option(
+            "How a node becomes a member of a cluster at its start. init: the first one of a new "
+            "cluster, on this machine. join: one more, by --cluster-token-file, with an empty "
+            "--data folder. A member stays one, whatever this says.",
+            read_choice,
+            "none|init|join",
+            choices=("none", "init", "join"),
+        ),
+    ] = "none"
+    cluster_token_file: Annotated[
+        Path | None,
+        Option(
+            "File with the token of the cluster. --cluster join reads it, --cluster init writes "
+            "it.",
+            read_file,
+            "FILE",
+        ),
+    ] = None
+    node_name: Annotated[
+        str | None,
+        Option("Name of this node when it becomes a member.", read_host_or_none, "NAME"),
+    ] = None
+    rack: Annotated[
+        str | None,
+        Option(
+            "Rack of this node when it becomes a member. Copies are placed on different racks.",
+            read_host_or_none,
+            "NAME",
+        ),
+    ] = None
     advertise_host: Annotated[
         str | None,
         Option(
