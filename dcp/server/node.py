@@ -79,8 +79,8 @@ from vbucket.store.records import STORE_FORMAT_VERSION
 
 if TYPE_CHECKING:
     from dcp.server.cluster.becoming_member import Candidate
-    from dcp.server.cluster.cluster_commands import ClusterCommands
     from dcp.server.cluster.cluster_file import ClusterFile
+    from dcp.server.cluster.cluster_operations import ClusterOperations
     from dcp.server.cluster.meta_access import MetaAccess
     from dcp.server.cluster.replicated_node import ReplicatedNode
 
@@ -223,10 +223,10 @@ class Node:
             self._log,
         )  # fmt: skip
 
-    def _cluster_commands(self) -> ClusterCommands:
-        from dcp.server.cluster.cluster_commands import ClusterCommands
+    def _cluster_operations(self) -> ClusterOperations:
+        from dcp.server.cluster.cluster_operations import ClusterOperations
 
-        return ClusterCommands(self._candidate(), self.replicated, self._restart_soon)
+        return ClusterOperations(self._candidate(), self.replicated, self._restart_soon)
 
     def _restart_soon(self) -> None:
         """Stop after the answer has left, and start again in this process."""
@@ -378,7 +378,7 @@ class Node:
             config=config, operations=operations,
             dumps=Dumps(engine, self.views, self._commits),
             collections=Collections(engine, self._commits.until_synced, log.info),
-            cluster=self._cluster_commands,
+            cluster=self._cluster_operations,
             status=stats.status, metrics=partial(_metrics_page, sources),
             users_changed=partial(access.apply_rights, connections),
         )  # fmt: skip

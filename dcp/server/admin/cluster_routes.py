@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from dcp.server.cluster.cluster_commands import ClusterCommands
+    from dcp.server.cluster.cluster_operations import ClusterOperations
 
 
 class InitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +61,7 @@ _JOIN: Final[Kinds] = {"name": str, "rack": str}
 _T = TypeVar("_T")
 
 
-def routes(commands: Callable[[], ClusterCommands]) -> list[RouteSpec]:
+def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
     """Return the routes. `commands` is called for each request: a node alone has nothing of it
     in memory before.
     """

@@ -16,7 +16,7 @@ from dcp.server.operate.partition_dump import Dumps
 from dcp.server.storage.health import Health
 
 if TYPE_CHECKING:
-    from dcp.server.cluster.cluster_commands import ClusterCommands
+    from dcp.server.cluster.cluster_operations import ClusterOperations
 
 
 class CollectionsView(Protocol):
@@ -57,7 +57,7 @@ class AdminParts:
     """Returns the status as JSON."""
     metrics: Callable[..., bytes]
     """Returns the metrics for Prometheus; with by_vbucket also those of each partition."""
-    cluster: Callable[[], ClusterCommands]
+    cluster: Callable[[], ClusterOperations]
     """Returns the commands about the cluster."""
     users_changed: Callable[[], None]
     """Gives open connections the current rights of their users."""

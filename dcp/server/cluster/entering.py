@@ -18,9 +18,6 @@ from dcp.server.cluster.meta_access import MetaAccess, MetaAccessError, MetaUrlE
 from dcp.server.config.settings import Settings
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 
-COPIES = 3
-"""Of a cluster that settings make; there are fewer while there are fewer nodes."""
-
 
 async def entered(
     candidate: Candidate, open_meta: Callable[[ClusterFile], MetaAccess] | None = None
@@ -44,7 +41,7 @@ async def entered(
 
 async def _enrol(candidate: Candidate, settings: Settings) -> None:
     if settings.cluster == "init":
-        token = await init_cluster(candidate, NewCluster(COPIES, None))
+        token = await init_cluster(candidate, NewCluster(settings.cluster_copies, None))
         if settings.cluster_token_file is not None:
             _write_token(settings.cluster_token_file, token.to_text())
         return

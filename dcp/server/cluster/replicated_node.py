@@ -35,6 +35,7 @@ from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged
 from dcp.server.cluster.cluster_file import ClusterFile
+from dcp.server.cluster.election_log import ElectionLog
 from dcp.server.cluster.map_shown import MapShown, host_and_port
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
@@ -128,6 +129,7 @@ class ReplicatedNode:
         self.access = access
         self._own: OwnRecord
         self._map: MapShown
+        self._elections = ElectionLog(session.view)
         self._links: list[MemberLink] = []
         self._loop = asyncio.get_running_loop()
         self._next_tick: asyncio.TimerHandle | None = None
@@ -231,11 +233,7 @@ class ReplicatedNode:
         elif isinstance(effect, WriteOutcome):
             self.core.outcome(now_ns, effect)
         elif isinstance(effect, Elected):
-            record = effect.record
-            self._log.info(
-                "master elected", vb_id=effect.vb_id, epoch=record.epoch, master=record.master,
-                is_clean=effect.is_clean,
-            )  # fmt: skip
+            self._elections.note(effect)
         else:
             assert isinstance(effect, Notice), effect
             self._notice(effect)
@@ -296,6 +294,7 @@ class ReplicatedNode:
     def _show_map(self) -> None:
         self._next_map = None
         self._map.update()
+        self._elections.tell(self._log)
 
     def _cut_off(self, cut: CutOff) -> None:
         self._parts.tasks.begin(self._keep(cut))

@@ -443,6 +443,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "FILE",
         ),
     ] = None
+    cluster_copies: Annotated[
+        int,
+        Option(
+            "Copies of each partition in a cluster that --cluster init makes.",
+            read_count,
+            "COUNT",
+            1,
+            4,
+        ),
+    ] = 3
     node_name: Annotated[
         str | None,
         Option("Name of this node when it becomes a member.", read_host_or_none, "NAME"),

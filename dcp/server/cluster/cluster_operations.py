@@ -76,7 +76,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     """What is wrong, and what to do."""
 
 
-class ClusterCommands:
+class ClusterOperations:
     """See the module. `restart` restarts the node in its process, after the answer has left."""
 
     def __init__(
