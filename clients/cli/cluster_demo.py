@@ -58,7 +58,8 @@ class _DemoNode:
             self.process = process = subprocess.Popen(  # noqa: S603 - our own program
                 [
                     sys.executable, "-m", "dcp.server.main",
-                    "--data", str(self._folder / self.name), "--port", str(self.port), "--admin-port", str(self.admin_port),
+                    "--data", str(self._folder / self.name), "--port", str(self.port),
+                    "--admin-port", str(self.admin_port),
                     "--node-name", self.name, *arguments,
                 ],
                 stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,

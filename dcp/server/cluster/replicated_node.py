@@ -293,7 +293,8 @@ class ReplicatedNode:
 
     def _show_map(self) -> None:
         self._next_map = None
-        self._map.update()
+        if self._map.update():
+            self._parts.connections.tell_map()
         self._elections.tell(self._log)
 
     def _cut_off(self, cut: CutOff) -> None:

@@ -124,7 +124,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_write_paused = False
         self._is_read_paused = False
         self._is_pump_scheduled = False
-        self._is_aborted = False
+        self._is_aborted = self._owes_map = False
         self._has_begun = False
         self._is_new = True
         """Whether it is among the newcomers."""
@@ -214,6 +214,8 @@ class ClientConnection(asyncio.Protocol):
         self._hand_over()
         self._note_unsent(has_moved=True)
         if not self._is_write_paused:
+            if self._owes_map:
+                self.tell_map()
             self._resume_session()
             self.schedule_pump()
             self._close_if_done()
@@ -244,6 +246,14 @@ class ClientConnection(asyncio.Protocol):
         """Replace the answers that wait for a commit in partitions with another master now."""
         self._held.depose(vb_ids)
         self._release()
+
+    @_supervised
+    def tell_map(self) -> None:
+        """Push the newest map to a client that asked for that, when it reads."""
+        packet = self.session.state.pushed_map()
+        self._owes_map = bool(packet) and self._is_write_paused
+        if packet and not self._owes_map and not self._transport.is_closing():
+            self._write(packet)
 
     @property
     def is_stranger(self) -> bool:
