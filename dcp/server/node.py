@@ -69,6 +69,7 @@ from dcp.server.storage.waiters import CommitWaiters
 from dcp.session.faults import FaultTable
 from dcp.session.prefix_counts import PrefixCounts
 from dcp.session.range_scans import RangeScans
+from dcp.session.state import COLLECTIONS_OF_CLUSTER
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
 from vbucket.engine.expiry import Pager
@@ -78,7 +79,7 @@ from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import STORE_FORMAT_VERSION
 
 if TYPE_CHECKING:
-    from dcp.server.cluster.becoming_member import Candidate
+    from dcp.server.cluster.becoming_member import NewMember
     from dcp.server.cluster.cluster_file import ClusterFile
     from dcp.server.cluster.cluster_operations import ClusterOperations
     from dcp.server.cluster.meta_access import MetaAccess
@@ -206,7 +207,7 @@ class Node:
             return
         from dcp.server.cluster.entering import entered
 
-        self._identity, self._meta = await entered(self._candidate(), self._open_meta)
+        self._identity, self._meta = await entered(self._newcomer(), self._open_meta)
         if (failed := self._meta.failed) is not None:
             failed.add_done_callback(self._store_failed)
 
@@ -214,11 +215,11 @@ class Node:
         if not failed.cancelled():
             self._fail(RuntimeError(failed.result()))
 
-    def _candidate(self) -> Candidate:
-        from dcp.server.cluster.becoming_member import Candidate
+    def _newcomer(self) -> NewMember:
+        from dcp.server.cluster.becoming_member import NewMember
 
         storage = self._storage
-        return Candidate(
+        return NewMember(
             storage.engine, storage.node.node_id, self.about.data_dir, self._settings, self.ports,
             self._log,
         )  # fmt: skip
@@ -226,7 +227,7 @@ class Node:
     def _cluster_operations(self) -> ClusterOperations:
         from dcp.server.cluster.cluster_operations import ClusterOperations
 
-        return ClusterOperations(self._candidate(), self.replicated, self._restart_soon)
+        return ClusterOperations(self._newcomer(), self.replicated, self._restart_soon)
 
     def _restart_soon(self) -> None:
         """Stop after the answer has left, and start again in this process."""
@@ -377,7 +378,10 @@ class Node:
             access=access, users=self._users, meter=meter, refusals=self._refusals, health=health,
             config=config, operations=operations,
             dumps=Dumps(engine, self.views, self._commits),
-            collections=Collections(engine, self._commits.until_synced, log.info),
+            collections=Collections(
+                engine, self._commits.until_synced, log.info,
+                refusal=COLLECTIONS_OF_CLUSTER if replicated is not None else "",
+            ),
             cluster=self._cluster_operations,
             status=stats.status, metrics=partial(_metrics_page, sources),
             users_changed=partial(access.apply_rights, connections),

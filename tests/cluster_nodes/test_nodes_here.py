@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 from pathlib import Path
+from struct import pack, unpack
 
 import msgspec
 import pytest
@@ -16,6 +19,7 @@ from dcp.server.access.users import CLUSTER_USER
 from dcp.server.cluster.cluster_file import read_cluster_file, write_cluster_file
 from dcp.server.cluster.enrolment import EnrolmentError
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
+from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
@@ -200,3 +204,44 @@ async def test_a_member_needs_durability_commit(tmp_path: Path) -> None:
         node = cluster._new("n1")
         with pytest.raises(FolderError, match="durability interval is not possible"):
             await node.start()
+
+
+def test_a_node_alone_imports_nothing_of_clusters() -> None:
+    script = (
+        "import sys, dcp.server.main, dcp.server.node, dcp.server.admin.application\n"
+        "names = ('dcp.server.cluster', 'dcp.replication', 'dcp.metastore', 'scramp')\n"
+        "print([name for name in sys.modules if name.startswith(names)])"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+async def test_a_client_that_asked_for_it_is_pushed_each_newer_map(tmp_path: Path) -> None:
+    features = pack(">3H", Feature.SELECT_BUCKET, Feature.DUPLEX, 0x0D)
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        node = await cluster.become_member("n1", copies=2)
+        async with Client.connect(node) as client, Client.connect(node) as silent:
+            hello = await client.ask(pack_request(Opcode.HELLO, value=features))
+            assert hello.value == features
+            await client.ask(pack_request(Opcode.SELECT_BUCKET, key=b"default"))
+            assert (await silent.ask(pack_request(Opcode.NOOP))).status == Status.OK
+            told = []
+            await cluster.start("n2")
+            await cluster.become_member("n2")
+            while not told or len(told[-1]["nodesExt"]) < 2:
+                frame = await client.receive()
+                assert frame is not None
+                assert (frame.magic, frame.opcode, frame.key) == (0x82, 0x01, b"default")
+                document = json.loads(frame.value)
+                assert unpack(">qq", frame.extras) == (document["revEpoch"], document["rev"])
+                told.append(document)
+            revisions = [document["rev"] for document in told]
+            assert revisions == sorted(set(revisions)), "each map once, in order"
+            # Nothing was pushed to a client that did not ask.
+            answer = await silent.ask(pack_request(Opcode.NOOP, opaque=7))
+            assert (answer.magic, answer.opaque) == (0x81, 7)
+        async with Client.connect(node) as client:
+            brief = pack(">2H", Feature.SELECT_BUCKET, 0x1F)
+            refused = await client.ask(pack_request(Opcode.HELLO, value=brief))
+            assert refused.status == Status.EINVAL, "a push needs Duplex"

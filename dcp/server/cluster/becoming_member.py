@@ -40,7 +40,7 @@ from vbucket.engine.engine import Engine
 CLUSTER_ID_BYTES = 16
 
 
-class Candidate(NamedTuple):
+class NewMember(NamedTuple):
     """A node that becomes a member."""
 
     engine: Engine
@@ -66,7 +66,7 @@ class Candidate(NamedTuple):
 
 
 async def init_cluster(
-    candidate: Candidate,
+    newcomer: NewMember,
     wanted: NewCluster,
     *,
     meta: str = EMBEDDED,
@@ -75,45 +75,45 @@ async def init_cluster(
 ) -> ClusterToken:
     """Make a node with its data the first member of a new cluster. Raises EnrolmentError."""
     check_new(wanted)
-    name, rack = candidate.name_or(name), rack or candidate.settings.rack or ""
-    _check(candidate, name)
+    name, rack = newcomer.name_or(name), rack or newcomer.settings.rack or ""
+    _check(newcomer, name)
     content = ClusterFile(
         cluster=secrets.token_hex(CLUSTER_ID_BYTES), meta=meta, owns_store=meta == EMBEDDED,
         secret=secrets.token_urlsafe(SECRET_BYTES), name=name, rack=rack,
         min_in_sync=wanted.min_in_sync,
     )  # fmt: skip
-    access = await _opened(content, candidate)
+    access = await _opened(content, newcomer)
     try:
         content = msgspec.structs.replace(content, meta=access.url)
-        record = candidate.record(name, rack)
-        await found_cluster(access.meta, content.root, candidate.engine, record, wanted)
+        record = newcomer.record(name, rack)
+        await found_cluster(access.meta, content.root, newcomer.engine, record, wanted)
     finally:
         await access.close()
-    _write(candidate.data_dir, content)
+    _write(newcomer.data_dir, content)
     return token_of(content)
 
 
 async def join_by_token(
-    candidate: Candidate, text: str, *, name: str = "", rack: str = ""
+    newcomer: NewMember, text: str, *, name: str = "", rack: str = ""
 ) -> ClusterFile:
     """Make a node one more member. Raises EnrolmentError."""
     try:
         token = ClusterToken.from_text(text)
     except TokenError as error:
         raise EnrolmentError(str(error)) from None
-    name, rack = candidate.name_or(name), rack or candidate.settings.rack or ""
-    _check(candidate, name)
+    name, rack = newcomer.name_or(name), rack or newcomer.settings.rack or ""
+    _check(newcomer, name)
     content = ClusterFile(
         cluster=token.cluster, meta=token.meta, secret=token.secret, name=name, rack=rack
     )
-    access = await _opened(content, candidate)
+    access = await _opened(content, newcomer)
     try:
-        record = candidate.record(name, rack)
-        cluster = await join_cluster(access.meta, content.root, candidate.engine, record)
+        record = newcomer.record(name, rack)
+        cluster = await join_cluster(access.meta, content.root, newcomer.engine, record)
     finally:
         await access.close()
     content = msgspec.structs.replace(content, min_in_sync=cluster.min_in_sync)
-    _write(candidate.data_dir, content)
+    _write(newcomer.data_dir, content)
     return content
 
 
@@ -122,10 +122,10 @@ def token_of(content: ClusterFile) -> ClusterToken:
     return ClusterToken(cluster=content.cluster, meta=content.meta, secret=content.secret)
 
 
-def _check(candidate: Candidate, name: str) -> None:
+def _check(newcomer: NewMember, name: str) -> None:
     check_name(name)
     try:
-        present = read_cluster_file(candidate.data_dir)
+        present = read_cluster_file(newcomer.data_dir)
     except FolderError as error:
         raise EnrolmentError(str(error)) from None
     if present is not None:
@@ -133,13 +133,13 @@ def _check(candidate: Candidate, name: str) -> None:
             f"this node is a member already, {present.name!r} of cluster {present.cluster}. To "
             "make it a member of another one, start it with an empty --data folder"
         )
-    if why := cluster_refusal(candidate.settings):
+    if why := cluster_refusal(newcomer.settings):
         raise EnrolmentError(why)
 
 
-async def _opened(content: ClusterFile, candidate: Candidate) -> MetaAccess:
+async def _opened(content: ClusterFile, newcomer: NewMember) -> MetaAccess:
     try:
-        return await MetaAccess.open(content, candidate.data_dir, candidate.log)
+        return await MetaAccess.open(content, newcomer.data_dir, newcomer.log)
     except (MetaAccessError, MetaUrlError) as error:
         raise EnrolmentError(str(error)) from None
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from dcp.server.cluster.becoming_member import (
-    Candidate,
+    NewMember,
     init_cluster,
     join_by_token,
     token_of,
@@ -81,11 +81,11 @@ class ClusterOperations:
 
     def __init__(
         self,
-        candidate: Candidate,
+        newcomer: NewMember,
         replicated: ReplicatedNode | None,
         restart: Callable[[], None],
     ) -> None:
-        self._candidate = candidate
+        self._newcomer = newcomer
         self._replicated = replicated
         self._restart = restart
 
@@ -96,13 +96,13 @@ class ClusterOperations:
     ) -> str:
         """Make this node the first member; return the token. Raises EnrolmentError."""
         wanted = NewCluster(copies, min_in_sync)
-        token = await init_cluster(self._candidate, wanted, meta=meta, name=name, rack=rack)
+        token = await init_cluster(self._newcomer, wanted, meta=meta, name=name, rack=rack)
         self._restart()
         return token.to_text()
 
     async def join(self, *, token: str, name: str, rack: str) -> str:
         """Make this node one more member; return the cluster's id. Raises EnrolmentError."""
-        content = await join_by_token(self._candidate, token, name=name, rack=rack)
+        content = await join_by_token(self._newcomer, token, name=name, rack=rack)
         self._restart()
         return content.cluster
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dcp.server.access.users_file import replace_file
-from dcp.server.cluster.becoming_member import Candidate, init_cluster, join_by_token
+from dcp.server.cluster.becoming_member import NewMember, init_cluster, join_by_token
 from dcp.server.cluster.cluster_file import ClusterFile
 from dcp.server.cluster.enrolment import EnrolmentError, NewCluster
 from dcp.server.cluster.membership_of_node import begun_identity
@@ -20,28 +20,28 @@ from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 
 
 async def entered(
-    candidate: Candidate, open_meta: Callable[[ClusterFile], MetaAccess] | None = None
+    newcomer: NewMember, open_meta: Callable[[ClusterFile], MetaAccess] | None = None
 ) -> tuple[ClusterFile, MetaAccess]:
     """Return what the folder knows of its cluster, and the open metadata store. Raises
     FolderError.
     """
-    if not (candidate.data_dir / CLUSTER_FILE).exists():
+    if not (newcomer.data_dir / CLUSTER_FILE).exists():
         try:
-            await _enrol(candidate, candidate.settings)
+            await _enrol(newcomer, newcomer.settings)
         except EnrolmentError as error:
             raise FolderError(f"this node does not become a member: {error}") from error
-    identity = begun_identity(candidate.data_dir, candidate.settings)
+    identity = begun_identity(newcomer.data_dir, newcomer.settings)
     if open_meta is not None:
         return identity, open_meta(identity)
     try:
-        return identity, await MetaAccess.open(identity, candidate.data_dir, candidate.log)
+        return identity, await MetaAccess.open(identity, newcomer.data_dir, newcomer.log)
     except (MetaAccessError, MetaUrlError) as error:
         raise FolderError(str(error)) from error
 
 
-async def _enrol(candidate: Candidate, settings: Settings) -> None:
+async def _enrol(newcomer: NewMember, settings: Settings) -> None:
     if settings.cluster == "init":
-        token = await init_cluster(candidate, NewCluster(settings.cluster_copies, None))
+        token = await init_cluster(newcomer, NewCluster(settings.cluster_copies, None))
         if settings.cluster_token_file is not None:
             _write_token(settings.cluster_token_file, token.to_text())
         return
@@ -52,7 +52,7 @@ async def _enrol(candidate: Candidate, settings: Settings) -> None:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise EnrolmentError(f"the token file {path} cannot be read: {error}") from error
-    await join_by_token(candidate, text)
+    await join_by_token(newcomer, text)
 
 
 def _write_token(path: Path, text: str) -> None:

@@ -36,10 +36,14 @@ class Collections:
         engine: Engine,
         until_synced: Callable[[int], Awaitable[None]],
         log_event: Callable[..., None],
+        *,
+        refusal: str = "",
     ) -> None:
+        """`refusal`: why nothing can be changed, "" if it can."""
         self._engine = engine
         self._until_synced = until_synced
         self._log_event = log_event
+        self._refusal = refusal
 
     def manifest(self) -> dict[str, Any]:
         """Return the committed manifest as JSON."""
@@ -71,6 +75,8 @@ class Collections:
 
     async def _change(self, event: str, path: str, change: Callable[[Manifest], Manifest]) -> int:
         engine = self._engine
+        if self._refusal:
+            raise CollectionsRefusedError(HTTPStatus.CONFLICT, self._refusal)
         if engine.write_refusal:
             raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, engine.write_refusal)
         try:
