@@ -56,6 +56,8 @@ class AliveRecord(_Record, frozen=True, kw_only=True):
     member: str
     incarnation: int
     """Grows with each start of the member's process."""
+    is_leaving: bool = False
+    """Whether the process is about to stop: it gets no partition any more."""
 
 
 class MemberRecord(_Record, frozen=True, kw_only=True):

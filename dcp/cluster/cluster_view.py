@@ -81,6 +81,11 @@ class ClusterView:
         """Whether the records were read at least once."""
         return self.revision > 0
 
+    def stays(self, member: str) -> bool:
+        """Whether a member's process runs, and is not about to stop."""
+        stored = self.alive.get(member)
+        return stored is not None and not stored.content.is_leaving
+
     def mod_revision(self, key: bytes) -> int:
         """Return the mod revision of a key; 0 if it does not exist."""
         item = self._items.get(key)

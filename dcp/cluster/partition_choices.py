@@ -199,7 +199,7 @@ class PartitionChoices:
                 and record.wanted_master is None
                 and record.branch is None
                 and first in record.isr
-                and first in self._view.alive
+                and self._view.stays(first)
                 and vb_id not in self._reports
                 and now_ns - self._changed_ns.get(vb_id, now_ns) >= PREFER_AFTER_NS
             ):

@@ -15,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
@@ -47,6 +48,7 @@ from failover.replication_record import (
     finish_branch,
     hand_over,
     start_branch,
+    want,
 )
 from failover.rollback import Question, decide
 from vbucket.engine.engine import Engine
@@ -100,6 +102,9 @@ class Leading:
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
         self._asked_branches: dict[int, _AskedBranch] = {}
+        self._is_leaving = False
+        self._given: Counter[str] = Counter()
+        """Partitions that were meant for each member when this node leaves."""
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
 
@@ -354,6 +359,8 @@ class Leading:
             return finish_branch(record) if done else None
         if mastership.branch_wanted is not None and part.state == VbState.ACTIVE:
             return start_branch(record, mastership.branch_wanted)
+        if self._is_leaving:
+            record = self._to_successor(record)
         wanted = record.wanted_master
         if wanted is None or wanted not in record.isr or part.state != VbState.ACTIVE:
             mastership.handing_since_ns = 0
@@ -369,6 +376,26 @@ class Leading:
         mastership.has_handed = True
         self._fence(part)
         return hand_over(record, HandedOver(part.vb_uuid, part.high_seqno))
+
+    def leave(self) -> None:
+        """Hand over all partitions: this node is about to stop."""
+        self._is_leaving = True
+
+    def _to_successor(self, record: ReplicationRecord) -> ReplicationRecord:
+        """Return the record with the member in sync that has been given the fewest partitions as
+        the wanted master; without one if there is none.
+        """
+        able = [
+            member
+            for member in record.copies
+            if member in record.isr and member != self._member and self._view.stays(member)
+        ]
+        if record.wanted_master in able:
+            return record
+        chosen = min(able, key=lambda member: self._given[member], default=None)
+        if chosen is not None:
+            self._given[chosen] += 1
+        return want(record, chosen)
 
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
         """Ask for a branch of a partition; return why it cannot begin, "" if it will.

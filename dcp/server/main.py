@@ -366,10 +366,11 @@ class SignalWatch:
             os._exit(128 + number)  # nothing was answered yet
         _say("stopping; a second signal stops at once")
         loop.call_soon_threadsafe(self._stop, node)
-        second = signal.sigtimedwait(self._NUMBERS - {signal.SIGHUP}, STOP_LIMIT_S)
+        limit_s = STOP_LIMIT_S + node.leave_s
+        second = signal.sigtimedwait(self._NUMBERS - {signal.SIGHUP}, limit_s)
         if second is None:
             _say(
-                f"the stop took more than {STOP_LIMIT_S:g} s and is cut short. "
+                f"the stop took more than {limit_s:g} s and is cut short. "
                 f"{_KEPT[node.about.durability]}; the next start recovers it."
             )
         # At once is safe: what was answered is in the log, as after SIGKILL.

@@ -122,6 +122,8 @@ class Node:
         self._open_meta = open_meta
         self.replicated: ReplicatedNode | None = None
         """The replication of a node of a cluster; None: the node is alone."""
+        self.leave_s = 0.0
+        """How long a stop may take to hand partitions over, before its own steps."""
         self.wants_restart = False
         """Whether the node stops to start again in this process, as a member of a cluster."""
         self.about = About(settings)
@@ -333,8 +335,9 @@ class Node:
     ) -> Callable[[Published], None]:
         """Create the replication of a cluster's node; return what takes published groups."""
         from dcp.server.cluster.membership_of_node import replicated_node
-        from dcp.server.cluster.replicated_node import ServerParts
+        from dcp.server.cluster.replicated_node import LEAVE_S, ServerParts
 
+        self.leave_s = LEAVE_S
         storage = self._storage
         parts = ServerParts(
             self.engine, storage.store, self._hub, self._groups, self.connections, self._config,
@@ -449,6 +452,8 @@ class Node:
 
     async def _stop_in_order(self) -> None:
         self.health.is_ready = False
+        if self.replicated is not None and self._failure is None:
+            await self.replicated.leave()
         self._stop_at_s = time.monotonic() + STOP_S
         if self.replicated is not None:
             self.replicated.stop()

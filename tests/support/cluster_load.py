@@ -12,7 +12,7 @@ from clients.kv.client import KvClient
 class ClusterLoad:
     """Writers of rising numbers under keys of their own, until `stop`."""
 
-    def __init__(self, kv: KvClient, writers: int = 8, keys: int = 64) -> None:
+    def __init__(self, kv: KvClient, writers: int = 8, keys: int = 20) -> None:
         self.answered: dict[bytes, int] = {}
         """Key -> the last number that was answered."""
         self.tried: dict[bytes, int] = {}

@@ -57,6 +57,10 @@ TICK_S: Final = 0.05
 """Half a heartbeat, so that a late tick costs no heartbeat."""
 CORE_TURNS: Final = 2
 """Ticks for one of the replication core, which looks at every partition."""
+LEAVE_S: Final = 20.0
+"""How long a stop may take to hand over."""
+LEAVE_TICK_S: Final = 0.02
+"""Time between ticks meanwhile: writes of a partition wait for its handover."""
 MAP_S: Final = 0.01
 """How long changes of the map are gathered: an election changes hundreds of records."""
 
@@ -186,6 +190,39 @@ class ReplicatedNode:
         if not self._has_started:
             self._has_started = True
             self._tick()
+
+    async def leave(self) -> None:
+        """Hand over masterships, then get out of the in-sync sets, so that nobody waits for this
+        node when it has stopped. It ends after LEAVE_S, or at once if nobody is there to take over.
+        """
+        view = self.session.view
+        others = [name for name in view.members if name != self.member and view.stays(name)]
+        if not (self._has_started and others) or self.access.trouble:
+            return
+        until_ns = elapsed_ns() + int(LEAVE_S * 1e9)
+        self.session.begin_to_leave(elapsed_ns())
+        self.core.leading.leave()
+        await self._until(until_ns, lambda: not self.core.leading.masterships)
+        self._driver.carry_out(self.session.leave())
+        await self._until(until_ns, lambda: not self._is_in_sync())
+
+    async def _until(self, until_ns: int, is_so: Callable[[], bool]) -> None:
+        """Let time pass fast until something is so, and while there is somebody to take over."""
+        view = self.session.view
+        while not self._is_stopped and not is_so() and elapsed_ns() < until_ns:
+            if not any(view.stays(name) for name in view.members if name != self.member):
+                return
+            self._guarded(self._hurry)
+            await asyncio.sleep(LEAVE_TICK_S)
+
+    def _hurry(self) -> None:
+        self.core.tick(elapsed_ns())
+        self._carry_out()
+
+    def _is_in_sync(self) -> bool:
+        """Whether a master waits for this node."""
+        records = (stored.content.record for stored in self.session.view.partitions.values())
+        return any(self.member in record.isr for record in records)
 
     def group_published(self, published: Published) -> None:
         """A job of the log is done: the commit path calls this instead of `publish`."""
