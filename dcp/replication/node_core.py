@@ -18,7 +18,8 @@ master only in epochs that began while this process was running (`replication_re
 
 Invariants
 - an epoch is never followed lower than one that was seen;
-- a partition that this node does not master is REPLICA here: it takes no writes, expires nothing;
+- a partition that this node does not master is REPLICA here, or DEAD without a copy: it takes no
+  writes, expires nothing;
 - what waits in connections is answered (`depose`) before history is cut off;
 - the high watermark of a master comes from its in-sync set, that of a replica from its master.
 """
@@ -175,6 +176,8 @@ class ReplicationCore:
             if mastership is not None:
                 self.leading.step_down(vb_id, f"epoch {record.epoch} has begun")
                 self.following.confirmed(vb_id, self._now_ns)
+            holds_copy = self._member in record.copies
+            self._engine.partitions[vb_id].state = VbState.REPLICA if holds_copy else VbState.DEAD
             self.following.follow(vb_id, record, self._now_ns)
         elif mastership is None or mastership.epoch != record.epoch:
             confirmed_ns = self.following.last_confirmed_ns(vb_id)
