@@ -1,6 +1,7 @@
 """The keys of a cluster in the metadata store. Pure.
 
     <root>cluster                what holds for all of the cluster
+    <root>manifest               scopes and collections
     <root>leader                 the coordinator          under its member's lease
     <root>alive/<member>         a running process        under its member's lease
     <root>member/<member>        a member of the cluster
@@ -28,6 +29,7 @@ class KeyKind(StrEnum):
     """The kinds of keys below the root."""
 
     CLUSTER = "cluster"
+    MANIFEST = "manifest"
     LEADER = "leader"
     ALIVE = "alive"
     MEMBER = "member"
@@ -37,7 +39,7 @@ class KeyKind(StrEnum):
 
 
 _KINDS: Final = {str(kind): kind for kind in KeyKind}
-_SINGLE: Final = frozenset({KeyKind.CLUSTER, KeyKind.LEADER})
+_SINGLE: Final = frozenset({KeyKind.CLUSTER, KeyKind.MANIFEST, KeyKind.LEADER})
 _OF_PARTITIONS: Final = frozenset({KeyKind.PARTITION, KeyKind.COMMAND})
 
 
@@ -58,6 +60,7 @@ class ClusterKeys:
         self.root: Final = root
         self.leader: Final = root + b"leader"
         self.cluster: Final = root + b"cluster"
+        self.manifest: Final = root + b"manifest"
 
     def of_member(self, kind: KeyKind, member: str) -> bytes:
         """Return the key of this kind for a member."""

@@ -17,6 +17,7 @@ import msgspec
 
 from dcp.cluster.metastore import KeyValue
 from failover.replication_record import ReplicationRecord
+from vbucket.model.manifest import Manifest
 
 FORMAT: Final = 1
 """The version of all records here. A higher one is written by a newer dcpd."""
@@ -42,6 +43,27 @@ class ClusterRecord(_Record, frozen=True, kw_only=True):
     life: int = 1
     """Grows when the metadata store was set back, whose revisions begin again lower then. Clients
     compare (life, revision)."""
+
+
+class ManifestRecord(_Record, frozen=True, kw_only=True):
+    """Scopes and collections, as `Manifest.to_document` has them."""
+
+    uid: int
+    scopes: dict[int, str]
+    collections: list[Any]
+    next: list[int]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> ManifestRecord:
+        """Return the record of a manifest."""
+        return msgspec.convert(manifest.to_document(), cls)
+
+    def manifest(self) -> Manifest:
+        """Return the manifest. Raises RecordUnreadableError."""
+        try:
+            return Manifest.from_document(msgspec.structs.asdict(self))
+        except (TypeError, ValueError, KeyError) as error:
+            raise RecordUnreadableError(f"the collections cannot be read: {error}") from None
 
 
 class LeaderRecord(_Record, frozen=True, kw_only=True):

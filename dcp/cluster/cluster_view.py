@@ -21,6 +21,7 @@ from dcp.cluster.cluster_records import (
     AliveRecord,
     ClusterRecord,
     LeaderRecord,
+    ManifestRecord,
     MemberRecord,
     MemberReport,
     OperatorCommand,
@@ -54,6 +55,7 @@ class ClusterView:
         self.reports: dict[str, Stored[MemberReport]] = {}
         self.commands: dict[int, Stored[OperatorCommand]] = {}
         self.cluster: Stored[ClusterRecord] | None = None
+        self.manifest: Stored[ManifestRecord] | None = None
         self.leader: Stored[LeaderRecord] | None = None
         self.leader_item: KeyValue | None = None
         """The leader's key, also where its record cannot be read."""
@@ -62,6 +64,7 @@ class ClusterView:
         self._items: dict[bytes, KeyValue] = {}
         self._changes: Final[dict[KeyKind, Callable[[ParsedKey, KeyValue | None], None]]] = {
             KeyKind.CLUSTER: self._change_cluster,
+            KeyKind.MANIFEST: self._change_manifest,
             KeyKind.LEADER: self._change_leader,
             KeyKind.ALIVE: lambda name, item: _change(self.alive, name.member, item, AliveRecord),
             KeyKind.MEMBER: lambda name, item: _change(
@@ -156,6 +159,14 @@ class ClusterView:
     def _change_cluster(self, name: ParsedKey, item: KeyValue | None) -> None:
         assert name.kind is KeyKind.CLUSTER
         self.cluster = None if item is None else Stored(decode_record(item, ClusterRecord), item)
+
+    def _change_manifest(self, name: ParsedKey, item: KeyValue | None) -> None:
+        assert name.kind is KeyKind.MANIFEST
+        self.manifest = None
+        if item is not None:
+            record = decode_record(item, ManifestRecord)
+            record.manifest()  # raises if it cannot be used
+            self.manifest = Stored(record, item)
 
     def _change_leader(self, name: ParsedKey, item: KeyValue | None) -> None:
         assert name.kind is KeyKind.LEADER

@@ -292,6 +292,10 @@ class ReplicationCore:
             self._carry_out(self._session.write(now_ns, changes))
         self._report()
 
+    def settle(self) -> None:
+        """Settle the counts of documents. Call it before the collections change."""
+        self._changes.settle()
+
     def _report(self) -> None:
         """Report the partitions whose master is not heard."""
         reported: list[ReportedPartition] = []

@@ -69,7 +69,6 @@ from dcp.server.storage.waiters import CommitWaiters
 from dcp.session.faults import FaultTable
 from dcp.session.prefix_counts import PrefixCounts
 from dcp.session.range_scans import RangeScans
-from dcp.session.state import COLLECTIONS_OF_CLUSTER
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
 from vbucket.engine.expiry import Pager
@@ -383,7 +382,7 @@ class Node:
             dumps=Dumps(engine, self.views, self._commits),
             collections=Collections(
                 engine, self._commits.until_synced, log.info,
-                refusal=COLLECTIONS_OF_CLUSTER if replicated is not None else "",
+                share=None if replicated is None else replicated.change_manifest,
             ),
             cluster=self._cluster_operations,
             status=stats.status, metrics=partial(_metrics_page, sources),

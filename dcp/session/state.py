@@ -54,8 +54,7 @@ CONFIG_VERSION: Final = Struct(">qq")
 CLUSTERMAP_CHANGED: Final = 0x01
 """Opcode of a server's request: a newer configuration."""
 COLLECTIONS_OF_CLUSTER: Final = (
-    "the collections of a cluster cannot be changed yet, because each node has a list of its own. "
-    "Make them before `dcpctl cluster init`"
+    "the collections of a cluster are changed over the admin interface: dcpctl collection create"
 )
 BODY_BYTES_MAX_BEFORE_LOGIN: Final = 64 * 1024
 """Largest body before the login, which needs far less. Anybody can send so much."""

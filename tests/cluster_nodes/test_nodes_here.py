@@ -245,3 +245,31 @@ async def test_a_client_that_asked_for_it_is_pushed_each_newer_map(tmp_path: Pat
             brief = pack(">2H", Feature.SELECT_BUCKET, 0x1F)
             refused = await client.ask(pack_request(Opcode.HELLO, value=brief))
             assert refused.status == Status.EINVAL, "a push needs Duplex"
+
+
+async def test_collections_are_those_of_the_whole_cluster(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        node = await cluster.start("n1")
+        collections = node._listeners._admin_parts.collections
+        await collections.create_collection("_default", "old", 0)
+        await cluster.become_member("n1", copies=2)
+        await cluster.start("n2")
+        await cluster.become_member("n2")
+        await cluster.until_all_in_sync(2)
+        manifests = [node.engine.keyspace for node in cluster.nodes.values()]
+        await until_so(lambda: all(len(each.manifest.collections) == 2 for each in manifests))
+        for name, made in (("n1", "one"), ("n2", "two")):
+            parts = cluster.nodes[name]._listeners._admin_parts
+            await parts.collections.create_collection("_default", made, 0)
+        await until_so(lambda: manifests[0].manifest == manifests[1].manifest)
+        async with cluster.client("n1") as kv:
+            for made in ("old", "one", "two"):
+                orders = kv.collection(f"_default.{made}")
+                await orders.set_many({b"k%d" % number: b"v" for number in range(50)})
+                assert len(await orders.get_many([b"k%d" % number for number in range(50)])) == 50
+            await until_so(lambda: len(cluster.active("n2")) > 500)
+            await cluster.kill("n1")
+        async with cluster.client("n2") as kv:
+            await until_so(lambda: len(cluster.active("n2")) == 1024)
+            two = kv.collection("_default.two")
+            assert len(await two.get_many([b"k%d" % number for number in range(50)])) == 50

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 from dcp.cluster.cluster_keys import MEMBER_ID, ClusterKeys, KeyKind
 from dcp.cluster.cluster_records import (
     ClusterRecord,
+    ManifestRecord,
     MemberRecord,
     RecordUnreadableError,
     StoredPartition,
@@ -104,8 +105,10 @@ async def found_cluster(
     """Write the records of a new cluster whose only member is this node. Raises EnrolmentError."""
     keys = ClusterKeys(root)
     cluster = ClusterRecord(copies=wanted.copies, min_in_sync=wanted.min_in_sync)
+    manifest = engine.keyspace.manifest
     puts = [
         Put(keys.cluster, encode_record(cluster)),
+        Put(keys.manifest, encode_record(ManifestRecord.of(manifest))),
         *_member_puts(keys, member),
         *(_partition_put(keys, member.member, part) for part in engine.partitions),
     ]
@@ -125,6 +128,11 @@ async def join_cluster(
             f"this node holds {documents} documents, and joining would remove them. Start it with "
             "an empty --data folder; to keep the documents, make this node the first one with "
             "`dcpctl cluster init`, or load them into the cluster from a backup"
+        )
+    if engine.keyspace.manifest.uid:
+        raise EnrolmentError(
+            "this node has collections of its own, and the cluster has others. Start it with an "
+            "empty --data folder"
         )
     keys = ClusterKeys(root)
     found = await ask(meta, Range(keys.cluster))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -41,16 +42,19 @@ from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_record import OwnRecord
 from dcp.server.cluster.quarantine_files import keep_cut_off
+from dcp.server.cluster.shared_manifest import ManifestNotChangedError, SharedManifest
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
+from dcp.server.operate.collection_changes import CollectionsRefusedError
 from dcp.session.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
+from vbucket.model.manifest import Manifest
 from vbucket.store.store import Store
 
 TICK_S: Final = 0.05
@@ -133,6 +137,7 @@ class ReplicatedNode:
         self.access = access
         self._own: OwnRecord
         self._map: MapShown
+        self.manifest = SharedManifest(session.view, parts.engine, access.meta, self.core.settle)
         self._elections = ElectionLog(session.view)
         self._links: list[MemberLink] = []
         self._loop = asyncio.get_running_loop()
@@ -180,6 +185,13 @@ class ReplicatedNode:
         self._own = OwnRecord(view, own, self.access.meta)
         self._map = MapShown(view, self._parts.config, self.identity.cluster, own)
         self._map.update()
+
+    async def change_manifest(self, change: Callable[[Manifest], Manifest]) -> Manifest:
+        """Change the collections of the cluster. Raises CollectionsRefusedError, ManifestError."""
+        try:
+            return await self.manifest.change(change)
+        except ManifestNotChangedError as error:
+            raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
 
     def served(self) -> int:
         """Return how many partitions this node serves now."""
@@ -262,10 +274,12 @@ class ReplicatedNode:
 
     def _take(self, effect: SessionEffect) -> None:
         """Take what the driver does not carry out."""
-        if self._is_stopped:
-            return
+        self._guarded(partial(self._taken, effect))
+
+    def _taken(self, effect: SessionEffect) -> None:
         now_ns = elapsed_ns()
         if isinstance(effect, ViewChanged):
+            self.manifest.adopt()
             self.core.records_changed(now_ns, effect.vb_ids)
         elif isinstance(effect, WriteOutcome):
             self.core.outcome(now_ns, effect)

@@ -17,6 +17,7 @@ from vbucket.model.manifest import (
     UnknownScopeError,
 )
 
+Share = Callable[[Callable[[Manifest], Manifest]], Awaitable[Manifest]]
 _NOT_FOUND: Final = (UnknownScopeError, UnknownCollectionIdError)
 
 
@@ -37,13 +38,13 @@ class Collections:
         until_synced: Callable[[int], Awaitable[None]],
         log_event: Callable[..., None],
         *,
-        refusal: str = "",
+        share: Share | None = None,
     ) -> None:
-        """`refusal`: why nothing can be changed, "" if it can."""
+        """`share` changes the list of the whole cluster; None: the node is alone."""
         self._engine = engine
         self._until_synced = until_synced
         self._log_event = log_event
-        self._refusal = refusal
+        self._share = share
 
     def manifest(self) -> dict[str, Any]:
         """Return the committed manifest as JSON."""
@@ -75,17 +76,18 @@ class Collections:
 
     async def _change(self, event: str, path: str, change: Callable[[Manifest], Manifest]) -> int:
         engine = self._engine
-        if self._refusal:
-            raise CollectionsRefusedError(HTTPStatus.CONFLICT, self._refusal)
         if engine.write_refusal:
             raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, engine.write_refusal)
         try:
-            after = change(engine.keyspace.manifest)
+            if self._share is not None:
+                after = await self._share(change)
+            else:
+                after = change(engine.keyspace.manifest)
+                engine.keyspace.set_manifest(after)
         except ManifestError as error:
             is_unknown = isinstance(error, _NOT_FOUND)
             status = HTTPStatus.NOT_FOUND if is_unknown else HTTPStatus.BAD_REQUEST
             raise CollectionsRefusedError(status, str(error)) from error
-        engine.keyspace.set_manifest(after)
         await self._until_synced(engine.keyspace.manifest_group)
         self._log_event(event, path=path, manifest_uid=after.uid)
         return after.uid
