@@ -22,8 +22,6 @@ from sortedcontainers import SortedDict
 
 from dcp.cluster.metastore import (
     FIRST_REVISION,
-    REQUEST_BYTES_MAX,
-    TXN_OPERATIONS_MAX,
     Compact,
     Compacted,
     Compare,
@@ -50,11 +48,10 @@ from dcp.cluster.metastore import (
     WatchEvent,
     prefix_end,
 )
+from dcp.cluster.request_checks import range_refusal, ttl_refusal, txn_refusal
 
 LEASE_TTL_MIN_S: Final = 2
 """The shortest lease; a shorter one is lengthened (etcd's, with its default election timeout)."""
-LEASE_TTL_MAX_S: Final = 9_000_000_000
-"""etcd's limit."""
 
 _SIGNS: Final[dict[CompareSign, Callable[[Any, Any], bool]]] = {
     CompareSign.EQUAL: eq,
@@ -250,9 +247,7 @@ class RevisionStore:
     # ---- Reads
 
     def _range(self, request: Range) -> RangeResult | StoreRefused:
-        if not request.key and not request.is_prefix:
-            return StoreRefused(RefusalKind.EMPTY_KEY, "the key is empty; name a key or a prefix")
-        refusal = self._revision_refusal(request.revision)
+        refusal = range_refusal(request) or self._revision_refusal(request.revision)
         if refusal is not None:
             return refusal
         found = self._items(request)
@@ -298,7 +293,7 @@ class RevisionStore:
 
     def _operations_to_run(self, txn: Txn) -> tuple[Operation, ...]:
         """Return the list that the compares choose; nothing if the transaction is refused."""
-        if _txn_refusal(txn) is not None or self._named_revisions_refusal(txn) is not None:
+        if txn_refusal(txn) is not None or self._named_revisions_refusal(txn) is not None:
             return ()
         operations = txn.then if self._succeeds(txn) else txn.otherwise
         return operations if self._lease_refusal(operations) is None else ()
@@ -307,7 +302,7 @@ class RevisionStore:
         return all(self._holds(compare) for compare in txn.compares)
 
     def _txn(self, txn: Txn) -> TxnResult | StoreRefused:
-        refusal = _txn_refusal(txn) or self._named_revisions_refusal(txn)
+        refusal = txn_refusal(txn) or self._named_revisions_refusal(txn)
         if refusal is not None:
             return refusal
         succeeded = self._succeeds(txn)
@@ -387,9 +382,9 @@ class RevisionStore:
     # ---- Leases
 
     def _grant_refusal(self, request: LeaseGrant) -> StoreRefused | None:
-        if not 0 < request.ttl_s <= LEASE_TTL_MAX_S:
-            text = f"a lease of {request.ttl_s} s was asked for; 1 to {LEASE_TTL_MAX_S} s are valid"
-            return StoreRefused(RefusalKind.BAD_TTL, text)
+        refusal = ttl_refusal(request.ttl_s)
+        if refusal is not None:
+            return refusal
         if request.lease_id in self._leases:
             text = f"lease {request.lease_id} exists already"
             return StoreRefused(RefusalKind.LEASE_EXISTS, text)
@@ -461,40 +456,3 @@ class RevisionStore:
 def _no_lease(lease_id: int) -> StoreRefused:
     text = f"lease {lease_id} does not exist; it may have run out. Make a new one"
     return StoreRefused(RefusalKind.LEASE_NOT_FOUND, text)
-
-
-def _txn_refusal(txn: Txn) -> StoreRefused | None:
-    """Return why a transaction is refused, whatever the store holds; None if it is not."""
-    lists = {"compares": txn.compares, "then": txn.then, "otherwise": txn.otherwise}
-    for name, entries in lists.items():
-        if len(entries) > TXN_OPERATIONS_MAX:
-            text = (
-                f"the transaction has {len(entries)} entries in `{name}`; at most"
-                f" {TXN_OPERATIONS_MAX} are allowed. Split it"
-            )
-            return StoreRefused(RefusalKind.TOO_MANY_OPERATIONS, text)
-        if any(not entry.key and not getattr(entry, "is_prefix", False) for entry in entries):
-            return StoreRefused(RefusalKind.EMPTY_KEY, f"a key in `{name}` is empty")
-    size = sum(
-        len(entry.key) + len(getattr(entry, "value", b""))
-        for entries in lists.values()
-        for entry in entries
-    )
-    if size > REQUEST_BYTES_MAX:
-        text = (
-            f"the transaction has {size} bytes; at most {REQUEST_BYTES_MAX} are allowed. Split it"
-        )
-        return StoreRefused(RefusalKind.TOO_BIG, text)
-    return _duplicate_refusal(txn.then) or _duplicate_refusal(txn.otherwise)
-
-
-def _duplicate_refusal(operations: tuple[Operation, ...]) -> StoreRefused | None:
-    put: set[bytes] = set()
-    deleted = {operation.key for operation in operations if isinstance(operation, Delete)}
-    for operation in operations:
-        if isinstance(operation, Put):
-            if operation.key in put or operation.key in deleted:
-                text = f"the transaction writes key {operation.key!r} twice; write it once"
-                return StoreRefused(RefusalKind.DUPLICATE_KEY, text)
-            put.add(operation.key)
-    return None

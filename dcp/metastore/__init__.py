@@ -1,1 +1,1 @@
-"""Metadata stores of clusters over the network: the embedded one. Shells around `dcp.cluster`."""
+"""Metadata stores of clusters over the network: the embedded one, and a client of etcd."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -64,6 +65,7 @@ from dcp.metastore.embedded_wire import (
     read_to_client,
     server_proof,
 )
+from dcp.metastore.resumed_watch import ResumedWatch
 from dcp.metastore.store_codec import (
     CodecError,
     decode_result,
@@ -82,6 +84,8 @@ CALLS_MAX: Final = 256
 """Requests under way; a node has a few. More are refused."""
 WATCHES_MAX: Final = 64
 """A node has one. The server allows as many."""
+LOST_S: Final = 3.0
+"""When a watch is lost that cannot begin: callers begin lost watches again at once."""
 _SET_BACK: Final = "the store's history went back"
 
 
@@ -97,36 +101,6 @@ class _Pending:
         """Empty once it was sent."""
         self.done = done
         self.timer = timer
-
-
-class EmbeddedWatch:
-    """A watch of an `EmbeddedClient`."""
-
-    def __init__(
-        self,
-        client: EmbeddedClient,
-        watch_id: int,
-        prefix: bytes,
-        from_revision: int,
-        deliver: Callable[[WatchMessage], None],
-    ) -> None:
-        self.prefix: Final = prefix
-        self.next_revision = from_revision
-        self._deliver = deliver
-        self._client = client
-        self._watch_id = watch_id
-        self._is_over = False
-
-    def cancel(self) -> None:
-        """End the watch: `deliver` is not called again."""
-        self._is_over = True
-        self._client.cancel_watch(self._watch_id)
-
-    def hand_over(self, message: WatchMessage) -> None:
-        """Deliver a message, unless the watch was cancelled meanwhile."""
-        if not self._is_over:
-            self._is_over = not isinstance(message, WatchBatch)
-            self._deliver(message)
 
 
 class EmbeddedClient:
@@ -150,7 +124,7 @@ class EmbeddedClient:
         self._loop = asyncio.get_running_loop()
         self._writer: asyncio.StreamWriter | None = None
         self._pending: dict[int, _Pending] = {}
-        self._watches: dict[int, EmbeddedWatch] = {}
+        self._watches: dict[int, ResumedWatch] = {}
         self._last_id = 0
         self._store_id = b""
         self._revision = 0
@@ -194,14 +168,13 @@ class EmbeddedClient:
 
     def watch(
         self, prefix: bytes, from_revision: int, deliver: Callable[[WatchMessage], None]
-    ) -> EmbeddedWatch:
+    ) -> ResumedWatch:
         """Deliver all changes of a prefix from `from_revision` on (at least 1)."""
-        assert from_revision >= 1, "a watch names its first revision"
         watch_id = self._next_id()
-        watch = EmbeddedWatch(self, watch_id, prefix, from_revision, deliver)
+        watch = ResumedWatch(prefix, from_revision, deliver, partial(self._end_watch, watch_id))
         lost = self._why_no_watch()
         if lost:
-            self._loop.call_soon(watch.hand_over, Lost(lost))
+            self._loop.call_later(LOST_S, watch.hand_over, Lost(lost))
             return watch
         self._watches[watch_id] = watch
         self._send(WatchBegin(watch_id, prefix, from_revision))
@@ -212,8 +185,7 @@ class EmbeddedClient:
             return _SET_BACK
         return "" if len(self._watches) < WATCHES_MAX else f"{WATCHES_MAX} watches are running"
 
-    def cancel_watch(self, watch_id: int) -> None:
-        """End a watch."""
+    def _end_watch(self, watch_id: int) -> None:
         if self._watches.pop(watch_id, None) is not None:
             self._send(WatchCancel(watch_id))
 

@@ -117,10 +117,10 @@ class EmbeddedServer:
         Raises:
             EmbeddedStoreError: the file is damaged or in use, or the address cannot be used.
         """
-        if not ipaddress.ip_address(host).is_loopback:
+        if not _is_loopback(host):
             raise EmbeddedStoreError(
-                f"the embedded metadata store listens on loopback only, and {host} is not; use"
-                " etcd for a cluster of several machines"
+                "the embedded metadata store listens on a loopback address only, such as"
+                f" 127.0.0.1, and {host} is none; use etcd for a cluster of several machines"
             )
         self._lock_fd = _locked(self._folder)
         try:
@@ -158,11 +158,11 @@ class EmbeddedServer:
         self._release()
 
     async def _open(self) -> None:
-        self._disk = FolderDisk(self._folder)
         loop = asyncio.get_running_loop()
         try:
+            self._disk = FolderDisk(self._folder)
             self._file, store = await loop.run_in_executor(self._thread, self._load)
-        except (StoreFileError, ReplayError) as error:
+        except (StoreFileError, ReplayError, OSError) as error:
             raise EmbeddedStoreError(f"metadata store in {self._folder}: {error}") from error
         self._core = EmbeddedCore(store, self._now_ns(), partial(secrets.randbits, _LEASE_ID_BITS))
 
@@ -323,10 +323,23 @@ class EmbeddedServer:
         self._full_until_ns = self._now_ns() + round(FULL_RETRY_S * 1e9)
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _locked(folder: Path) -> int:
     """Lock the folder for this process; return the descriptor that holds the lock."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    lock_fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock_fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise EmbeddedStoreError(
+            f"the metadata store cannot use {folder}: {error.strerror}. Correct its rights, or"
+            " make room"
+        ) from error
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -28,6 +28,7 @@ from dcp.cluster.metastore import (
 from dcp.metastore.embedded_client import EmbeddedClient
 from dcp.metastore.embedded_server import EmbeddedServer, EmbeddedStoreError
 from dcp.metastore.store_file import StoreFileBrokenError
+from support.counting_writer import CountingWriter
 from support.embedded_store import SECRET, EmbeddedHarness, LoopHarness
 from support.small_disk import fill, small_disk
 
@@ -79,28 +80,6 @@ def client_of(loop, owner):
 
     loop.clients.append(loop.run(made()))
     return loop.clients[-1]
-
-
-class CountingWriter:
-    """Writes 1, 2, 3 ... to a key, each after the answer to the one before."""
-
-    def __init__(self, client, key: bytes) -> None:
-        self.client = client
-        self.key = key
-        self.sent = 0
-        self.answered = 0
-        self.next()
-
-    def next(self) -> None:
-        self.sent += 1
-        self.client.submit(Txn(then=(Put(self.key, b"%d" % self.sent),)), self.done)
-
-    def done(self, result) -> None:
-        if isinstance(result, TxnResult):
-            self.answered = self.sent
-        else:
-            assert isinstance(result, OutcomeUnknown | StoreUnavailable)
-        self.next()
 
 
 def test_what_was_answered_survives_kills_of_the_owner(loop, owner):

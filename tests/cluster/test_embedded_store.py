@@ -77,12 +77,23 @@ def test_a_second_owner_is_refused_while_the_first_lives(embedded):
         embedded.run(second())
 
 
-def test_it_listens_on_loopback_only(embedded, tmp_path):
-    async def everywhere():
-        await EmbeddedServer(tmp_path / "other", SECRET, print).start("0.0.0.0")
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "localhost"])
+def test_it_listens_on_loopback_only(embedded, tmp_path, host):
+    async def elsewhere():
+        await EmbeddedServer(tmp_path / "other", SECRET, print).start(host)
 
     with pytest.raises(EmbeddedStoreError, match="use etcd for a cluster of several machines"):
-        embedded.run(everywhere())
+        embedded.run(elsewhere())
+
+
+def test_a_folder_that_cannot_be_used_is_told(embedded, tmp_path):
+    (tmp_path / "file").touch()
+
+    async def in_a_file():
+        await EmbeddedServer(tmp_path / "file" / "metastore", SECRET, print).start()
+
+    with pytest.raises(EmbeddedStoreError, match="cannot use .*: Not a directory"):
+        embedded.run(in_a_file())
 
 
 def test_a_port_that_is_taken_is_told_and_the_folder_is_free_again(embedded, tmp_path):
@@ -235,8 +246,9 @@ def test_a_store_that_sends_nothing_is_given_up_and_connected_anew(embedded, mon
     embedded.wait(lambda: len(watched.batches) == 2)
 
 
-def test_a_history_that_went_back_is_refused_and_told(embedded):
+def test_a_history_that_went_back_is_refused_and_told(embedded, monkeypatch):
     """An older copy of the file was put back: its revisions will name other changes."""
+    monkeypatch.setattr("dcp.metastore.embedded_client.LOST_S", 0.1)
     client = embedded.client()
     put(embedded, client)
     embedded.stop()
@@ -367,7 +379,8 @@ def test_a_number_above_64_bits_is_refused(embedded):
     assert isinstance(refused, StoreRefused)
 
 
-def test_too_many_watches_are_refused(embedded):
+def test_too_many_watches_are_refused(embedded, monkeypatch):
+    monkeypatch.setattr("dcp.metastore.embedded_client.LOST_S", 0.1)
     client = embedded.client()
     watches = [Watched(client, b"", 1) for _ in range(WATCHES_MAX + 1)]
     put(embedded, client)

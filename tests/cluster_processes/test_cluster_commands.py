@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 from clients.testing import DcpServer
+from support.etcd_members import EtcdMembers
 from support.waiting import until
+
+STATUS = "/api/v1/cluster/status"
 
 
 def dcpctl(node: DcpServer, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -91,3 +94,25 @@ def test_a_demo_takes_its_nodes_with_it(tmp_path: Path) -> None:
     assert sorted(pids) == ["n1", "n2"]
     for pid in pids.values():
         assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_cluster_on_etcd_follows_a_dead_node(tmp_path: Path) -> None:
+    (tmp_path / "etcd").mkdir()
+    etcd = EtcdMembers(tmp_path / "etcd", 1)
+    try:
+        url = f"etcd://{etcd.endpoints[0]}"
+        with DcpServer(tmp_path / "a") as a, DcpServer(tmp_path / "b") as b:
+            token = done(a, "init", "--copies", "2", "--min-in-sync", "1", "--meta", url).strip()
+            done(b, "join", "--token", token, "--name", "second")
+            until(lambda: a.ask("GET", STATUS)["in_sync_sizes"] == {"2": 1024})
+            with a.connect() as kv:
+                for number in range(100):
+                    kv.set(b"k%d" % number, b"v")
+            a.kill()
+            until(lambda: b.ask("GET", STATUS)["served_here"] == 1024)
+            with b.connect() as kv:
+                for number in range(100):
+                    assert kv.get(b"k%d" % number).value == b"v"
+                kv.set(b"k", b"v")
+    finally:
+        etcd.close()

@@ -18,6 +18,8 @@ from dcp.server.access.users_file import replace_file
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 
 FORMAT: Final = 1
+KEYS_PREFIX: Final = b"/dcpd/"
+"""Below this all clusters have their keys in the metadata store."""
 SECRET_BYTES: Final = 32
 TOKEN_PREFIX: Final = "dcpd-cluster-"  # noqa: S105 - marks tokens, and is none
 
@@ -43,7 +45,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def root(self) -> bytes:
         """The prefix of the cluster's keys in the metadata store."""
-        return f"/dcpd/{self.cluster}/".encode()
+        return KEYS_PREFIX + f"{self.cluster}/".encode()
 
 
 class TokenError(Exception):

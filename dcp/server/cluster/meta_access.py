@@ -1,21 +1,23 @@
 """Opens the metadata store that a cluster's URL names.
 
-    embedded://127.0.0.1:PORT    one node owns the store, in its data folder; the others connect
+    embedded://127.0.0.1:PORT        one node owns the store, in its data folder; the others connect
+    etcd://HOST:PORT,HOST:PORT...    etcd; `dcp.metastore.etcd_settings` has all of the URL
 
-The owner serves the store in its own process, and connects to it like the others.
+The owner of an embedded store serves it in its own process, and connects to it like the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from dcp.cluster.metastore import MetaStore
 from dcp.metastore.embedded_client import EmbeddedClient
 from dcp.metastore.embedded_server import EmbeddedServer, EmbeddedStoreError
-from dcp.server.cluster.cluster_file import ClusterFile
+from dcp.metastore.etcd_settings import ETCD_SCHEME, settings_of_url
+from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
 from dcp.server.observe.event_log import EventLog
 
 EMBEDDED: Final = "embedded"
@@ -50,9 +52,18 @@ def place_of(url: str) -> StorePlace:
     if parts.scheme != EMBEDDED or not parts.hostname:
         raise MetaUrlError(
             f"the metadata store {url!r} is not possible. {EMBEDDED} is: this node owns the store, "
-            "and other nodes of this machine use it"
+            f"and other nodes of this machine use it. So is {ETCD_SCHEME}://HOST:PORT,HOST:PORT"
         )
     return StorePlace(parts.hostname, port)
+
+
+class StoreClient(MetaStore, Protocol):
+    """A client that says why its store does not answer."""
+
+    trouble: str
+
+    async def close(self) -> None:
+        """Disconnect."""
 
 
 class MetaAccess:
@@ -62,12 +73,14 @@ class MetaAccess:
         self.meta = meta
         self.url = url
         """With the port that the owner listens on."""
-        self._client: EmbeddedClient | None = None
+        self._client: StoreClient | None = None
         self._server: EmbeddedServer | None = None
 
     @classmethod
     async def open(cls, identity: ClusterFile, data_dir: Path, log: EventLog) -> MetaAccess:
         """Open the store of a cluster. Raises MetaAccessError, MetaUrlError."""
+        if identity.meta.startswith(f"{ETCD_SCHEME}:"):
+            return cls._of(_etcd_client(identity.meta, log), identity.meta)
         place = place_of(identity.meta)
         secret = identity.secret.encode()
         server, port = None, place.port
@@ -78,7 +91,11 @@ class MetaAccess:
             except EmbeddedStoreError as error:
                 raise MetaAccessError(str(error)) from error
         client = EmbeddedClient(place.host, port, secret, log.info)
-        access = cls(client, f"{EMBEDDED}://{place.host}:{port}")
+        return cls._of(client, f"{EMBEDDED}://{place.host}:{port}", server)
+
+    @classmethod
+    def _of(cls, client: StoreClient, url: str, server: EmbeddedServer | None = None) -> MetaAccess:
+        access = cls(client, url)
         access._client, access._server = client, server
         return access
 
@@ -98,3 +115,23 @@ class MetaAccess:
             await self._client.close()
         if self._server is not None:
             await self._server.close()
+
+
+def _etcd_client(url: str, log: EventLog) -> StoreClient:
+    """Return a client of etcd. Raises MetaAccessError, MetaUrlError."""
+    try:
+        settings = settings_of_url(url, KEYS_PREFIX, lambda path: Path(path).read_bytes())
+    except ValueError as error:
+        raise MetaUrlError(str(error)) from None
+    except OSError as error:
+        raise MetaAccessError(
+            f"{error.filename}: cannot be read: {error.strerror}; it is in the URL of the metadata "
+            "store"
+        ) from error
+    try:
+        from dcp.metastore.etcd_client import EtcdClient
+    except ImportError as error:
+        raise MetaAccessError(
+            f"etcd needs a package that is not installed ({error.name}). Install dcpd[cluster]"
+        ) from error
+    return EtcdClient(settings, log.info)

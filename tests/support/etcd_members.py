@@ -1,0 +1,115 @@
+"""Members of an etcd as processes: Debian's etcd 3.4, or whatever `etcd` is."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from support.waiting import until
+
+IS_MISSING = shutil.which("etcd") is None
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+class EtcdMembers:
+    """One or several members on loopback. Nothing is synced: tests cut no power."""
+
+    def __init__(self, folder: Path, count: int = 1, options: tuple[str, ...] = ()) -> None:
+        if IS_MISSING:
+            pytest.skip("the command etcd is missing (sudo apt-get install etcd-server)")
+        self.folder = folder
+        # One member needs no patience with others, and starts sooner.
+        heartbeat_ms, election_ms = ("10", "100") if count == 1 else ("50", "500")
+        timing = ("--heartbeat-interval", heartbeat_ms, "--election-timeout", election_ms)
+        self.options = (*timing, *options)
+        self.scheme = "https" if "--cert-file" in options else "http"
+        ports = free_ports(3 * count)
+        self.ports, self.peer_ports, self.health_ports = (
+            ports[:count], ports[count : 2 * count], ports[2 * count :],
+        )  # fmt: skip
+        self.processes: list[subprocess.Popen | None] = [None] * count
+        for number in range(count):
+            self.start(number)
+        for number in range(count):
+            self.wait_until_ready(number)
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        return tuple(f"127.0.0.1:{port}" for port in self.ports)
+
+    def start(self, number: int) -> None:
+        cluster = ",".join(
+            f"m{other}=http://127.0.0.1:{port}" for other, port in enumerate(self.peer_ports)
+        )
+        client = f"{self.scheme}://127.0.0.1:{self.ports[number]}"
+        peer = f"http://127.0.0.1:{self.peer_ports[number]}"
+        with (self.folder / f"m{number}.log").open("ab") as log:
+            self.processes[number] = subprocess.Popen(
+                [
+                    "etcd", "--name", f"m{number}", "--data-dir", self.folder / f"m{number}",
+                    "--listen-client-urls", client, "--advertise-client-urls", client,
+                    "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+                    "--initial-cluster", cluster, "--logger", "zap", "--unsafe-no-fsync",
+                    "--listen-metrics-urls", f"http://127.0.0.1:{self.health_ports[number]}",
+                    *self.options,
+                ],
+                stdout=log, stderr=log,
+            )  # fmt: skip
+
+    def wait_until_ready(self, number: int) -> None:
+        """Wait until a member has a leader."""
+
+        def is_ready() -> bool:
+            assert self.processes[number].poll() is None, "etcd has ended; see its log"
+            try:
+                url = f"http://127.0.0.1:{self.health_ports[number]}/health"
+                with urllib.request.urlopen(url, timeout=5) as answer:
+                    return b"true" in answer.read()
+            except OSError:
+                return False
+
+        until(is_ready)
+
+    def signal(self, number: int, which: signal.Signals) -> None:
+        self.processes[number].send_signal(which)
+
+    def kill(self, number: int) -> None:
+        process = self.processes[number]
+        if process is not None:
+            process.kill()
+            process.wait()
+            self.processes[number] = None
+
+    def close(self) -> None:
+        for number in range(len(self.processes)):
+            self.kill(number)
+
+    def leader(self) -> int:
+        """Return which member leads, as the members that run say in their metrics."""
+        found: list[int] = []
+
+        def is_found() -> bool:
+            for number, process in enumerate(self.processes):
+                if process is None:
+                    continue
+                url = f"http://127.0.0.1:{self.health_ports[number]}/metrics"
+                with urllib.request.urlopen(url, timeout=5) as answer:
+                    if b"\netcd_server_is_leader 1" in answer.read():
+                        found.append(number)
+            return bool(found)
+
+        until(is_found)
+        return found[-1]
