@@ -2,6 +2,7 @@
 
     <root>cluster                what holds for all of the cluster
     <root>manifest               scopes and collections
+    <root>users                  users and their rights
     <root>leader                 the coordinator          under its member's lease
     <root>alive/<member>         a running process        under its member's lease
     <root>member/<member>        a member of the cluster
@@ -30,6 +31,7 @@ class KeyKind(StrEnum):
 
     CLUSTER = "cluster"
     MANIFEST = "manifest"
+    USERS = "users"
     LEADER = "leader"
     ALIVE = "alive"
     MEMBER = "member"
@@ -39,7 +41,7 @@ class KeyKind(StrEnum):
 
 
 _KINDS: Final = {str(kind): kind for kind in KeyKind}
-_SINGLE: Final = frozenset({KeyKind.CLUSTER, KeyKind.MANIFEST, KeyKind.LEADER})
+_SINGLE: Final = frozenset({KeyKind.CLUSTER, KeyKind.MANIFEST, KeyKind.USERS, KeyKind.LEADER})
 _OF_PARTITIONS: Final = frozenset({KeyKind.PARTITION, KeyKind.COMMAND})
 
 
@@ -61,6 +63,7 @@ class ClusterKeys:
         self.leader: Final = root + b"leader"
         self.cluster: Final = root + b"cluster"
         self.manifest: Final = root + b"manifest"
+        self.users: Final = root + b"users"
 
     def of_member(self, kind: KeyKind, member: str) -> bytes:
         """Return the key of this kind for a member."""

@@ -66,6 +66,13 @@ class ManifestRecord(_Record, frozen=True, kw_only=True):
             raise RecordUnreadableError(f"the collections cannot be read: {error}") from None
 
 
+class UsersRecord(_Record, frozen=True, kw_only=True):
+    """Users and their rights."""
+
+    text: str
+    """The file users.json. Passwords are not in it, only SCRAM keys."""
+
+
 class LeaderRecord(_Record, frozen=True, kw_only=True):
     """The coordinator. Its term is the create revision of the key."""
 

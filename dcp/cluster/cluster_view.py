@@ -27,6 +27,7 @@ from dcp.cluster.cluster_records import (
     OperatorCommand,
     RecordUnreadableError,
     StoredPartition,
+    UsersRecord,
     decode_partition,
     decode_record,
 )
@@ -56,6 +57,7 @@ class ClusterView:
         self.commands: dict[int, Stored[OperatorCommand]] = {}
         self.cluster: Stored[ClusterRecord] | None = None
         self.manifest: Stored[ManifestRecord] | None = None
+        self.users: Stored[UsersRecord] | None = None
         self.leader: Stored[LeaderRecord] | None = None
         self.leader_item: KeyValue | None = None
         """The leader's key, also where its record cannot be read."""
@@ -65,6 +67,7 @@ class ClusterView:
         self._changes: Final[dict[KeyKind, Callable[[ParsedKey, KeyValue | None], None]]] = {
             KeyKind.CLUSTER: self._change_cluster,
             KeyKind.MANIFEST: self._change_manifest,
+            KeyKind.USERS: self._change_users,
             KeyKind.LEADER: self._change_leader,
             KeyKind.ALIVE: lambda name, item: _change(self.alive, name.member, item, AliveRecord),
             KeyKind.MEMBER: lambda name, item: _change(
@@ -167,6 +170,10 @@ class ClusterView:
             record = decode_record(item, ManifestRecord)
             record.manifest()  # raises if it cannot be used
             self.manifest = Stored(record, item)
+
+    def _change_users(self, name: ParsedKey, item: KeyValue | None) -> None:
+        assert name.kind is KeyKind.USERS
+        self.users = None if item is None else Stored(decode_record(item, UsersRecord), item)
 
     def _change_leader(self, name: ParsedKey, item: KeyValue | None) -> None:
         assert name.kind is KeyKind.LEADER

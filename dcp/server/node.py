@@ -222,7 +222,7 @@ class Node:
         storage = self._storage
         return NewMember(
             storage.engine, storage.node.node_id, self.about.data_dir, self._settings, self.ports,
-            self._log,
+            self._users, self._log,
         )  # fmt: skip
 
     def _cluster_operations(self) -> ClusterOperations:
@@ -340,7 +340,7 @@ class Node:
         storage = self._storage
         parts = ServerParts(
             self.engine, storage.store, self._hub, self._groups, self.connections, self._config,
-            self._tasks, self._log, self.about.data_dir,
+            self._users, self._tasks, self._log, self.about.data_dir,
             kick=self._kick, publish=after_commit.published, on_failure=self._fail,
         )  # fmt: skip
         self.replicated = replicated_node(

@@ -16,6 +16,7 @@ import pytest
 from clients.errors import DcpdError
 from clients.kv.client import KvClient
 from dcp.server.access.users import CLUSTER_USER
+from dcp.server.access.users_file import UsersFileError
 from dcp.server.cluster.cluster_file import read_cluster_file, write_cluster_file
 from dcp.server.cluster.enrolment import EnrolmentError
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
@@ -273,3 +274,26 @@ async def test_collections_are_those_of_the_whole_cluster(tmp_path: Path) -> Non
             await until_so(lambda: len(cluster.active("n2")) == 1024)
             two = kv.collection("_default.two")
             assert len(await two.get_many([b"k%d" % number for number in range(50)])) == 50
+
+
+async def test_users_are_those_of_the_whole_cluster(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        n1 = await cluster.start("n1")
+        await asyncio.to_thread(n1._users.add, "ada", "lovelace")
+        await cluster.become_member("n1", copies=2)
+        n2 = await cluster.start("n2")
+        await asyncio.to_thread(n2._users.add, "local", "password")
+        await cluster.become_member("n2")
+        one, two = (node._users for node in cluster.nodes.values())
+        await until_so(lambda: one.names() == two.names() == ["ada"])
+        await asyncio.to_thread(two.add, "bob", "builder")
+        await until_so(lambda: one.names() == two.names() == ["ada", "bob"])
+        assert await asyncio.to_thread(one.remove, "ada")
+        await until_so(lambda: one.names() == two.names() == ["bob"])
+        async with Client.connect(cluster.nodes["n1"]) as client:
+            assert (await client.ask(plain("bob", "builder"))).status == Status.OK
+        for client in cluster.clients.values():
+            client.is_away = True
+        with pytest.raises(UsersFileError, match="did not answer"):
+            await asyncio.to_thread(two.add, "carl", "password")
+        assert one.names() == two.names() == ["bob"], "nobody changes users alone"

@@ -42,6 +42,8 @@ class ClusterHere:
 
     async def __aexit__(self, *_: object) -> None:
         for node in self.nodes.values():
+            if node.replicated is not None:  # without handing over to nodes that stop, too
+                node.replicated.stop()
             await node.stop()
         self.meta.close()
 
@@ -78,7 +80,7 @@ class ClusterHere:
         meta = self.meta.client()
         if copies:
             wanted = NewCluster(copies, None)
-            await found_cluster(meta, self._root, node.engine, member, wanted)
+            await found_cluster(meta, self._root, node.engine, member, wanted, node._users.text)
         else:
             await join_cluster(meta, self._root, node.engine, member)
         content = ClusterFile(cluster=CLUSTER, meta="memory", secret="s" * 43, name=name)

@@ -152,6 +152,7 @@ class Users:
         self.problem = ""
         """Why the last change of the file was not loaded; "" if it was."""
         self._guest_keys = _guest_keys(draw_bytes(SALT_BYTES)) if has_guest else {}
+        self._share: Callable[[bytes, bytes], None] | None = None
         self._cluster_keys: dict[str, ScramKeys] = {}
         """Of CLUSTER_USER; {} on a node alone."""
         self._load()
@@ -180,6 +181,26 @@ class Users:
     def let_cluster_in(self, secret: str) -> None:
         """Let the nodes of a cluster log in with SCRAM, with nothing but the role replicate."""
         self._cluster_keys = _keys_of_secret(secret, self._draw_bytes(SALT_BYTES))
+
+    def share_changes(self, share: Callable[[bytes, bytes], None]) -> None:
+        """Let the users be those of a cluster: call `share` with the file before and after each
+        change, before it counts here. It raises UsersFileError if the change is not possible.
+        """
+        self._share = share
+
+    @property
+    def text(self) -> bytes:
+        """The users as the file has them."""
+        return file_text(self._content)
+
+    def adopt(self, text: bytes) -> None:
+        """Replace all users by those of the cluster. Durable when it returns. Raises
+        UsersFileError.
+        """
+        content = parse_file(self._path, text)
+        with self._change:
+            if text != file_text(self._content):
+                self._keep(content, text)
 
     def add(self, name: str, password: str, rights: Rights | None = None) -> None:
         """Add a user, or give one a new password. Durable when it returns.
@@ -411,8 +432,14 @@ class Users:
 
     def _write(self, users: dict[str, UserRecord]) -> None:
         content = UsersContent(users, self._content.decoy_key)
+        text = file_text(content)
+        if self._share is not None:
+            self._share(file_text(self._content), text)
+        self._keep(content, text)
+
+    def _keep(self, content: UsersContent, text: bytes) -> None:
         try:
-            replace_file(self._path, file_text(content))
+            replace_file(self._path, text)
         except OSError as error:
             raise UsersFileError(f"{self._path}: cannot be written: {error.strerror}") from error
         self._stamp = stamp_of(self._path)

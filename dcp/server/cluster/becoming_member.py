@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from dcp.cluster.cluster_records import MemberRecord
+from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import (
     SECRET_BYTES,
     ClusterFile,
@@ -49,6 +50,7 @@ class NewMember(NamedTuple):
     data_dir: Path
     settings: Settings
     ports: Ports
+    users: Users
     log: EventLog
 
     def name_or(self, name: str) -> str:
@@ -86,7 +88,9 @@ async def init_cluster(
     try:
         content = msgspec.structs.replace(content, meta=access.url)
         record = newcomer.record(name, rack)
-        await found_cluster(access.meta, content.root, newcomer.engine, record, wanted)
+        await found_cluster(
+            access.meta, content.root, newcomer.engine, record, wanted, newcomer.users.text
+        )
     finally:
         await access.close()
     _write(newcomer.data_dir, content)

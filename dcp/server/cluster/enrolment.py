@@ -24,6 +24,7 @@ from dcp.cluster.cluster_records import (
     MemberRecord,
     RecordUnreadableError,
     StoredPartition,
+    UsersRecord,
     decode_record,
     encode_partition,
     encode_record,
@@ -100,7 +101,12 @@ def check_name(name: str) -> None:
 
 
 async def found_cluster(
-    meta: MetaStore, root: bytes, engine: Engine, member: MemberRecord, wanted: NewCluster
+    meta: MetaStore,
+    root: bytes,
+    engine: Engine,
+    member: MemberRecord,
+    wanted: NewCluster,
+    users: bytes,
 ) -> None:
     """Write the records of a new cluster whose only member is this node. Raises EnrolmentError."""
     keys = ClusterKeys(root)
@@ -109,6 +115,7 @@ async def found_cluster(
     puts = [
         Put(keys.cluster, encode_record(cluster)),
         Put(keys.manifest, encode_record(ManifestRecord.of(manifest))),
+        Put(keys.users, encode_record(UsersRecord(text=users.decode()))),
         *_member_puts(keys, member),
         *(_partition_put(keys, member.member, part) for part in engine.partitions),
     ]

@@ -35,6 +35,7 @@ from dcp.replication.loss_receipt import CutOff, ElectionLoss, cut_off_receipt, 
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged
+from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import ClusterFile
 from dcp.server.cluster.election_log import ElectionLog
 from dcp.server.cluster.map_shown import MapShown, host_and_port
@@ -43,6 +44,7 @@ from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_record import OwnRecord
 from dcp.server.cluster.quarantine_files import keep_cut_off
 from dcp.server.cluster.shared_manifest import ManifestNotChangedError, SharedManifest
+from dcp.server.cluster.shared_users import SharedUsers
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns
@@ -78,6 +80,7 @@ class ServerParts(NamedTuple):
     groups: GroupCycle
     connections: Connections
     config: ClusterConfig
+    users: Users
     tasks: Tasks
     log: EventLog
     data_dir: Path
@@ -138,6 +141,7 @@ class ReplicatedNode:
         self._own: OwnRecord
         self._map: MapShown
         self.manifest = SharedManifest(session.view, parts.engine, access.meta, self.core.settle)
+        self._users = SharedUsers(session.view, parts.users, access.meta, parts.tasks, parts.log)
         self._elections = ElectionLog(session.view)
         self._links: list[MemberLink] = []
         self._loop = asyncio.get_running_loop()
@@ -222,7 +226,8 @@ class ReplicatedNode:
         """Let time pass fast until something is so, and while there is somebody to take over."""
         view = self.session.view
         while not self._is_stopped and not is_so() and elapsed_ns() < until_ns:
-            if not any(view.stays(name) for name in view.members if name != self.member):
+            others = [name for name in view.members if name != self.member]
+            if self.access.trouble or not any(map(view.stays, others)):
                 return
             self._guarded(self._hurry)
             await asyncio.sleep(LEAVE_TICK_S)
@@ -280,6 +285,7 @@ class ReplicatedNode:
         now_ns = elapsed_ns()
         if isinstance(effect, ViewChanged):
             self.manifest.adopt()
+            self._users.adopt()
             self.core.records_changed(now_ns, effect.vb_ids)
         elif isinstance(effect, WriteOutcome):
             self.core.outcome(now_ns, effect)
