@@ -109,7 +109,6 @@ async def test_writes_go_on_when_a_node_is_killed_and_none_is_lost(tmp_path: Pat
 async def test_all_nodes_tell_the_same_map_and_only_masters_answer(tmp_path: Path) -> None:
     async with ClusterHere(tmp_path) as cluster:
         await cluster.of_three()
-        await until_so(lambda: all(len(cluster.active(name)) > 300 for name in cluster.nodes))
         nodes = cluster.nodes.values()
         await until_so(lambda: len({node._config.config_version() for node in nodes}) == 1)
         maps = [json.loads(node._config.bucket_config()) for node in nodes]
@@ -121,12 +120,11 @@ async def test_all_nodes_tell_the_same_map_and_only_masters_answer(tmp_path: Pat
         assert len({len(set(chain)) for chain in maps[0]["vBucketServerMap"]["vBucketMap"]}) == 1
         ports = [entry["services"]["mgmt"] for entry in maps[0]["nodesExt"]]
         assert len(set(ports)) == 3, "SDKs tell nodes apart by host and admin port"
-        served = {name: cluster.active(name) for name in cluster.nodes}
-        elsewhere = min(served["n2"])
-        async with Client.connect(cluster.nodes["n1"]) as client:
+        elsewhere = min(cluster.active("n1"))
+        async with Client.connect(cluster.nodes["n2"]) as client:
             frame = await client.ask(pack_request(Opcode.GET, vb_id=elsewhere, key=b"k"))
             assert frame.status == Status.NOT_MY_VBUCKET
-            assert json.loads(frame.value)["rev"] == maps[0]["rev"]
+            assert json.loads(frame.value)["rev"] >= maps[0]["rev"]
 
 
 async def test_a_stranger_gets_no_replication_link(tmp_path: Path) -> None:
