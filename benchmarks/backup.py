@@ -59,11 +59,11 @@ async def raw(server: str, history: bool) -> dict[str, Any]:
     """Count all changes."""
     from clients.backup.feed import Feed
     from clients.backup.intake import Intake
-    from clients.backup.run import STREAM_FEATURES
+    from clients.backup.run import PUSH_FEATURES
     from clients.link.pipelined_link import Link
 
     began, began_cpu = time.perf_counter(), time.process_time()
-    link = await Link.connect(parse_address(server), features=STREAM_FEATURES)
+    link = await Link.connect(parse_address(server), features=PUSH_FEATURES)
     intake = Intake(b"raw", history=history)
     for vb_id in range(NUM_VBUCKETS):
         intake.add(Feed(vb_id, 1, [], []))

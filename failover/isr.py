@@ -46,8 +46,10 @@ class Acknowledgement(NamedTuple):
 
 
 def min_in_sync_of(setting: int | None, counted_copies: int) -> int:
-    """Return how many members must be in sync for the HW to rise; the default is a majority."""
-    return majority(counted_copies) if setting is None else setting
+    """Return how many members must be in sync for the HW to rise; the default is a majority. While
+    there are fewer copies than the setting says, all of them must be.
+    """
+    return majority(counted_copies) if setting is None else min(setting, counted_copies)
 
 
 class LeaveReason(StrEnum):

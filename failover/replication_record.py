@@ -213,12 +213,15 @@ def want(record: ReplicationRecord, member: str | None) -> ReplicationRecord:
     return replace(record, wanted_master=None if member == record.master else member)
 
 
-def add_copy(record: ReplicationRecord, member: str) -> ReplicationRecord:
-    """Return the record with another copy, the least preferred one, which is to be filled."""
+def add_copy(
+    record: ReplicationRecord, member: str, *, is_preferred: bool = False
+) -> ReplicationRecord:
+    """Return the record with another copy, which is to be filled: the least preferred one, or the
+    most preferred one.
+    """
     assert member not in record.copies, f"{member} holds a copy already"
-    return replace(
-        record, copies=(*record.copies, member), filling=record.filling | frozenset((member,))
-    )
+    copies = (member, *record.copies) if is_preferred else (*record.copies, member)
+    return replace(record, copies=copies, filling=record.filling | frozenset((member,)))
 
 
 def shrink(record: ReplicationRecord, members: Iterable[str]) -> ReplicationRecord:

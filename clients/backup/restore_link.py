@@ -26,7 +26,7 @@ from clients.backup.restore_load import (
     packet,
     single_packets,
 )
-from clients.backup.run import STREAM_FEATURES
+from clients.backup.run import PUSH_FEATURES
 from clients.errors import (
     TEMPORARY_STATUSES,
     ConnectionLostError,
@@ -49,7 +49,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
 RESTORE_FEATURES: Final[tuple[int, ...]] = (
-    *STREAM_FEATURES, Feature.X_PUT_FRAMES, Feature.X_FIT_META,
+    *PUSH_FEATURES, Feature.X_PUT_FRAMES, Feature.X_FIT_META,
 )  # fmt: skip
 """Features that a restore asks for."""
 UNDER_WAY_BYTES_MAX: Final = 16 * 1024 * 1024

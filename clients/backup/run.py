@@ -62,7 +62,7 @@ TICK_S: Final = 0.1
 KEEP_S: Final = 5.0
 """How often a run checks whether the archive's lock needs renewal."""
 
-STREAM_FEATURES: Final = (*FEATURES, Feature.JSON)
+PUSH_FEATURES: Final = (*FEATURES, Feature.JSON)
 """Features of a link for streaming. JSON is there because the datatype is stored too."""
 
 
@@ -330,7 +330,7 @@ class Backup:
             dialing.add_lost(session.intake.abandon())
 
     async def _find_topology(self) -> Topology:
-        link = await Link.connect(self._address, features=STREAM_FEATURES)
+        link = await Link.connect(self._address, features=PUSH_FEATURES)
         try:
             assert link.handshake is not None
             config = link.handshake.config
@@ -342,7 +342,7 @@ class Backup:
             link.close()
 
     async def _connect(self, place: NodePlace) -> Link:
-        return await Link.connect(self._address.at(*place), features=STREAM_FEATURES)
+        return await Link.connect(self._address.at(*place), features=PUSH_FEATURES)
 
     def _stream_from(self, home: Home) -> None:
         """Stream partitions from their node."""

@@ -20,7 +20,7 @@ from clients.consumer.dials import Dials, Pause, Place, first_link
 from clients.consumer.node_session import LOG, ConsumerSession
 from clients.consumer.partition_stream import Wanted
 from clients.errors import TRANSIENT, DcpdError, TopologyError
-from clients.link.handshake import STREAM_FEATURES
+from clients.link.handshake import PUSH_FEATURES
 from clients.link.pipelined_link import Link
 from clients.link.topology import Topology, parse_topology, single_node
 
@@ -339,7 +339,7 @@ class Placement:
 
     async def _dial(self, place: Place) -> Link:
         return await Link.connect(
-            self.address.at(*place), timeout_s=self._connect_timeout_s, features=STREAM_FEATURES
+            self.address.at(*place), timeout_s=self._connect_timeout_s, features=PUSH_FEATURES
         )
 
     def _keep_spare(self, place: Place, link: Link) -> None:

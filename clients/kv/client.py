@@ -40,6 +40,7 @@ from clients.errors import (
 from clients.kv.call import Call
 from clients.kv.reaction import is_answer
 from clients.kv.routing import Action, FetchMap, Place, Result, Router, Send, place_of
+from clients.link.handshake import PUSH_FEATURES
 from clients.link.pipelined_link import Link
 from clients.link.topology import ClusterNode, Topology, single_node
 from clients.operation import (
@@ -504,12 +505,20 @@ class KvClient:
 
     async def _dial(self, place: Place) -> Link:
         try:
-            link = await Link.connect(self.address.at(*place), timeout_s=self.timeout_s)
+            link = await Link.connect(
+                self.address.at(*place), timeout_s=self.timeout_s, features=PUSH_FEATURES
+            )
             self._links[place] = link
             self._adopt_config(link)
+            link.on_config = self._config_pushed
             return link
         finally:
             del self._dials[place]
+
+    def _config_pushed(self, link: Link) -> None:
+        assert link.handshake is not None
+        with suppress(TopologyError):  # the next answer that needs a map brings one
+            self._router.learn(link.handshake.config, link.address.host)
 
     def _adopt_config(self, link: Link) -> None:
         """Adopt the configuration of a new connection. Raises TopologyError if none is known."""

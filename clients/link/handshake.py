@@ -37,11 +37,8 @@ FEATURES: Final = (
 
 CONFIG_PUSH: Final = 0x01
 """Opcode of a request by the server (magic 0x82): a new cluster configuration is its value."""
-CLUSTERMAP_CHANGE_NOTIFICATION: Final = 0x0D
-"""Feature: the server pushes each new configuration. It requires DUPLEX."""
-
-STREAM_FEATURES: Final = (*FEATURES, Feature.DUPLEX, CLUSTERMAP_CHANGE_NOTIFICATION)
-"""The features that a consumer's connection asks for."""
+PUSH_FEATURES: Final = (*FEATURES, Feature.DUPLEX, Feature.CLUSTERMAP_CHANGE_NOTIFICATION)
+"""The same, and the server pushes each newer configuration."""
 
 AGENT: Final = b'{"a":"dcpd-python/0.1"}'
 

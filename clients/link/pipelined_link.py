@@ -79,6 +79,8 @@ class Link(asyncio.Protocol):
         self._take_bytes: Callable[[bytes], None] | None = None
         self._on_lost: Callable[[DcpdError], None] | None = None
         self._failure: DcpdError | None = None
+        self.on_config: Callable[[Link], None] | None = None
+        """Called when the server has pushed a newer configuration (`handshake.config`)."""
 
     @classmethod
     async def connect(
@@ -264,6 +266,8 @@ class Link(asyncio.Protocol):
             if frame.is_request:
                 if self.handshake is not None and is_config_push(frame):
                     self.handshake.config = frame.value
+                    if self.on_config is not None:
+                        self.on_config(self)
                 continue
             if not batches:
                 raise RemoteProtocolError(f"an unexpected reply with opaque {frame.opaque}")

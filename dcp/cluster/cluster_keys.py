@@ -1,8 +1,12 @@
 """The keys of a cluster in the metadata store. Pure.
 
+    <root>cluster                what holds for all of the cluster
+    <root>manifest               scopes and collections
+    <root>users                  users and their rights
     <root>leader                 the coordinator          under its member's lease
     <root>alive/<member>         a running process        under its member's lease
     <root>member/<member>        a member of the cluster
+    <root>name/<name>            the member that has a name
     <root>partition/<vb>         one partition's record
     <root>suspect/<member>       a member's report        under its member's lease
     <root>command/<vb>           an operator's command for one partition
@@ -25,6 +29,9 @@ _VB_DIGITS: Final = 5
 class KeyKind(StrEnum):
     """The kinds of keys below the root."""
 
+    CLUSTER = "cluster"
+    MANIFEST = "manifest"
+    USERS = "users"
     LEADER = "leader"
     ALIVE = "alive"
     MEMBER = "member"
@@ -34,11 +41,12 @@ class KeyKind(StrEnum):
 
 
 _KINDS: Final = {str(kind): kind for kind in KeyKind}
+_SINGLE: Final = frozenset({KeyKind.CLUSTER, KeyKind.MANIFEST, KeyKind.USERS, KeyKind.LEADER})
 _OF_PARTITIONS: Final = frozenset({KeyKind.PARTITION, KeyKind.COMMAND})
 
 
 class ParsedKey(NamedTuple):
-    """What a key names. Of member and partition only one is set, and none for the leader."""
+    """What a key names. Of member and partition only one is set, and none for the single keys."""
 
     kind: KeyKind
     member: str = ""
@@ -53,6 +61,9 @@ class ClusterKeys:
             raise ValueError(f"cluster keys: the root {root!r} must end with a slash")
         self.root: Final = root
         self.leader: Final = root + b"leader"
+        self.cluster: Final = root + b"cluster"
+        self.manifest: Final = root + b"manifest"
+        self.users: Final = root + b"users"
 
     def of_member(self, kind: KeyKind, member: str) -> bytes:
         """Return the key of this kind for a member."""
@@ -61,6 +72,10 @@ class ClusterKeys:
                 f"member id {member!r}: 1 to 64 letters, digits, dots, dashes or underscores wanted"
             )
         return self.root + f"{kind}/{member}".encode()
+
+    def of_name(self, name: str) -> bytes:
+        """Return the key that says which member has a name. Views do not have it."""
+        return self.root + b"name/" + name.encode()
 
     def of_partition(self, kind: KeyKind, vb_id: int) -> bytes:
         """Return the key of this kind for a partition."""
@@ -75,8 +90,8 @@ class ClusterKeys:
         kind = _KINDS.get(kind_name)
         if kind is None:
             return None
-        if kind is KeyKind.LEADER:
-            return ParsedKey(kind) if key == self.leader else None
+        if kind in _SINGLE:
+            return ParsedKey(kind) if key == self.root + kind.encode() else None
         if kind in _OF_PARTITIONS:
             is_number = len(name) == _VB_DIGITS and name.isascii() and name.isdigit()
             return ParsedKey(kind, vb_id=int(name)) if is_number else None

@@ -17,6 +17,7 @@ import msgspec
 
 from dcp.cluster.metastore import KeyValue
 from failover.replication_record import ReplicationRecord
+from vbucket.model.manifest import Manifest
 
 FORMAT: Final = 1
 """The version of all records here. A higher one is written by a newer dcpd."""
@@ -32,6 +33,46 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     format: int = FORMAT
 
 
+class ClusterRecord(_Record, frozen=True, kw_only=True):
+    """What holds for all of the cluster."""
+
+    copies: int
+    """Copies of each partition, if there are so many members."""
+    min_in_sync: int | None = None
+    """Members that must be in sync for a write; None: a majority of the copies."""
+    life: int = 1
+    """Grows when the metadata store was set back, whose revisions begin again lower then. Clients
+    compare (life, revision)."""
+
+
+class ManifestRecord(_Record, frozen=True, kw_only=True):
+    """Scopes and collections, as `Manifest.to_document` has them."""
+
+    uid: int
+    scopes: dict[int, str]
+    collections: list[Any]
+    next: list[int]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> ManifestRecord:
+        """Return the record of a manifest."""
+        return msgspec.convert(manifest.to_document(), cls)
+
+    def manifest(self) -> Manifest:
+        """Return the manifest. Raises RecordUnreadableError."""
+        try:
+            return Manifest.from_document(msgspec.structs.asdict(self))
+        except (TypeError, ValueError, KeyError) as error:
+            raise RecordUnreadableError(f"the collections cannot be read: {error}") from None
+
+
+class UsersRecord(_Record, frozen=True, kw_only=True):
+    """Users and their rights."""
+
+    text: str
+    """The file users.json. Passwords are not in it, only SCRAM keys."""
+
+
 class LeaderRecord(_Record, frozen=True, kw_only=True):
     """The coordinator. Its term is the create revision of the key."""
 
@@ -44,14 +85,23 @@ class AliveRecord(_Record, frozen=True, kw_only=True):
     member: str
     incarnation: int
     """Grows with each start of the member's process."""
+    is_leaving: bool = False
+    """Whether the process is about to stop: it gets no partition any more."""
 
 
 class MemberRecord(_Record, frozen=True, kw_only=True):
-    """A member of the cluster and where other nodes reach it."""
+    """A member of the cluster and where nodes and clients reach it."""
 
     member: str
     address: str
+    """HOST:PORT of the key-value port."""
     rack: str = ""
+    name: str = ""
+    """As the operator calls it."""
+    admin_port: int = 0
+    kv_tls_port: int = 0
+    """0: none."""
+    admin_tls_port: int = 0
 
 
 class ReportedPartition(NamedTuple):

@@ -70,6 +70,14 @@ class ClusterSession:
         """Report these partitions from now on: their master is not heard. () for none."""
         return list(self._reporter.report(now_ns, partitions))
 
+    def begin_to_leave(self, now_ns: int) -> None:
+        """Let the others know that this process is about to stop: it gets no partition any more."""
+        self.membership.begin_to_leave(now_ns)
+
+    def leave(self) -> list[SessionEffect]:
+        """End this member's lease: its keys go, and it takes no further part."""
+        return list(self.membership.leave())
+
     def write(self, now_ns: int, changes: Sequence[RecordChange]) -> list[SessionEffect]:
         """Write records as their master; the outcomes come as effects of later events."""
         return self._shown(now_ns, self._writer.write(now_ns, changes))

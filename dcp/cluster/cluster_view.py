@@ -19,12 +19,15 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from dcp.cluster.cluster_keys import ClusterKeys, KeyKind, ParsedKey
 from dcp.cluster.cluster_records import (
     AliveRecord,
+    ClusterRecord,
     LeaderRecord,
+    ManifestRecord,
     MemberRecord,
     MemberReport,
     OperatorCommand,
     RecordUnreadableError,
     StoredPartition,
+    UsersRecord,
     decode_partition,
     decode_record,
 )
@@ -52,6 +55,9 @@ class ClusterView:
         self.alive: dict[str, Stored[AliveRecord]] = {}
         self.reports: dict[str, Stored[MemberReport]] = {}
         self.commands: dict[int, Stored[OperatorCommand]] = {}
+        self.cluster: Stored[ClusterRecord] | None = None
+        self.manifest: Stored[ManifestRecord] | None = None
+        self.users: Stored[UsersRecord] | None = None
         self.leader: Stored[LeaderRecord] | None = None
         self.leader_item: KeyValue | None = None
         """The leader's key, also where its record cannot be read."""
@@ -59,6 +65,9 @@ class ClusterView:
         """Keys whose records cannot be read, with the reason."""
         self._items: dict[bytes, KeyValue] = {}
         self._changes: Final[dict[KeyKind, Callable[[ParsedKey, KeyValue | None], None]]] = {
+            KeyKind.CLUSTER: self._change_cluster,
+            KeyKind.MANIFEST: self._change_manifest,
+            KeyKind.USERS: self._change_users,
             KeyKind.LEADER: self._change_leader,
             KeyKind.ALIVE: lambda name, item: _change(self.alive, name.member, item, AliveRecord),
             KeyKind.MEMBER: lambda name, item: _change(
@@ -77,6 +86,11 @@ class ClusterView:
     def is_loaded(self) -> bool:
         """Whether the records were read at least once."""
         return self.revision > 0
+
+    def stays(self, member: str) -> bool:
+        """Whether a member's process runs, and is not about to stop."""
+        stored = self.alive.get(member)
+        return stored is not None and not stored.content.is_leaving
 
     def mod_revision(self, key: bytes) -> int:
         """Return the mod revision of a key; 0 if it does not exist."""
@@ -144,6 +158,22 @@ class ClusterView:
             if name.kind is KeyKind.LEADER:
                 self.leader_item = item
         return name
+
+    def _change_cluster(self, name: ParsedKey, item: KeyValue | None) -> None:
+        assert name.kind is KeyKind.CLUSTER
+        self.cluster = None if item is None else Stored(decode_record(item, ClusterRecord), item)
+
+    def _change_manifest(self, name: ParsedKey, item: KeyValue | None) -> None:
+        assert name.kind is KeyKind.MANIFEST
+        self.manifest = None
+        if item is not None:
+            record = decode_record(item, ManifestRecord)
+            record.manifest()  # raises if it cannot be used
+            self.manifest = Stored(record, item)
+
+    def _change_users(self, name: ParsedKey, item: KeyValue | None) -> None:
+        assert name.kind is KeyKind.USERS
+        self.users = None if item is None else Stored(decode_record(item, UsersRecord), item)
 
     def _change_leader(self, name: ParsedKey, item: KeyValue | None) -> None:
         assert name.kind is KeyKind.LEADER

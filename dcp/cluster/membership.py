@@ -2,7 +2,9 @@
 
     ABSENT --- lease granted ----> ANNOUNCING --- key written --> ALIVE
     ANNOUNCING, ALIVE --- the lease may have run out ----------> ABSENT
+    ALIVE --- the node is about to stop -----------------------> ANNOUNCING, with `is_leaving`
     any --- a newer process of this member runs ---------------> REPLACED (for good)
+    any --- the node has handed over, and stops ---------------> LEFT (for good)
 
 The member's other keys that have to vanish with it (its report, the leader's key) use this lease.
 That it is held says "probably alive" to others, and to the member itself nothing: rights come from
@@ -44,6 +46,7 @@ from dcp.cluster.metastore import (
     LeaseGrant,
     LeaseKeepAlive,
     LeaseResult,
+    LeaseRevoke,
     Put,
     Range,
     RefusalKind,
@@ -72,6 +75,10 @@ class MembershipState(Enum):
     ANNOUNCING = auto()
     ALIVE = auto()
     REPLACED = auto()
+    LEFT = auto()
+
+
+_OVER: Final = frozenset({MembershipState.REPLACED, MembershipState.LEFT})
 
 
 class Membership:
@@ -90,6 +97,7 @@ class Membership:
         self._seen_mod_revision = 0
         self._written_revision = 0
         """A view at or above this revision has the alive key."""
+        self.is_leaving = False
         self._is_waiting = False
         self._tag = Tag(MEMBERSHIP, 0)
 
@@ -100,7 +108,7 @@ class Membership:
 
     def on_event(self, now_ns: int, event: StoreEvent) -> list[MembershipEffect]:
         """Take one event; return what to do."""
-        if self.state is MembershipState.REPLACED:
+        if self.state in _OVER:
             return []
         effects = self._check_lapse(now_ns)
         if isinstance(event, Tick):
@@ -111,6 +119,22 @@ class Membership:
             self._next_ns = now_ns + RETRY_NS
             effects += self._answered(now_ns, event.result)
         return effects
+
+    def begin_to_leave(self, now_ns: int) -> None:
+        """Let the others know that this process is about to stop."""
+        self.is_leaving = True
+        if self.state is MembershipState.ALIVE:
+            self.state = MembershipState.ANNOUNCING
+            self._is_waiting, self._next_ns = False, now_ns
+
+    def leave(self) -> list[MembershipEffect]:
+        """End the lease, and take no further part."""
+        if self.state in _OVER:
+            return []
+        lease_id, self.lease_id = self.lease_id, 0
+        self.state = MembershipState.LEFT
+        self._tag = Tag(MEMBERSHIP, self._tag.number + 1)
+        return [Submit(self._tag, LeaseRevoke(lease_id))] if lease_id else []
 
     def see(
         self, now_ns: int, own: Stored[AliveRecord] | None, revision: int
@@ -151,7 +175,9 @@ class Membership:
             return LeaseGrant(LEASE_TTL_S)
         if self.state is MembershipState.ALIVE:
             return LeaseKeepAlive(self.lease_id)
-        record = AliveRecord(member=self.member, incarnation=self.incarnation)
+        record = AliveRecord(
+            member=self.member, incarnation=self.incarnation, is_leaving=self.is_leaving
+        )
         return Txn(
             (if_unchanged(self._key, self._seen_mod_revision),),
             (Put(self._key, encode_record(record), self.lease_id),),

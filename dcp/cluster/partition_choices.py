@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
+from dcp.cluster.copies_to_add import copies_to_add
 from dcp.cluster.record_writer import RecordChange
 from failover.election import (
     SuspectReport,
@@ -39,6 +40,10 @@ UNCLEAN_WAIT_NS: Final = 1_000_000_000
 every 500 ms, so by then all that are left have reported."""
 PREFER_AFTER_NS: Final = 5_000_000_000
 """How long a record must be unchanged before its preferred master is asked for."""
+
+
+ADD_NS: Final = 200_000_000
+"""Time between searches for partitions that need another copy."""
 
 
 class CoordinatorSettings(NamedTuple):
@@ -65,6 +70,8 @@ class PartitionChoices:
         """Partition -> since when an unclean election is the only way."""
         self._changed_ns: dict[int, int] = {}
         """Partition -> when its record last changed."""
+        self._added_ns = 0
+        """When copies were last added."""
 
     def take_view(self, now_ns: int, vb_ids: Iterable[int]) -> None:
         """Take over that the view changed, and for which partitions."""
@@ -111,8 +118,14 @@ class PartitionChoices:
                     yield self._change(vb_id, elect(record, member, gone), stored)
             elif (left := self._unclean_choice(now_ns, vb_id, record)) is not None:
                 yield self._change(vb_id, unclean_elect(record, left), stored)
-        if self.settings.prefers_first:
-            yield from self._wishes(now_ns)
+        wishes = list(self._wishes(now_ns)) if self.settings.prefers_first else []
+        yield from wishes
+        if now_ns - self._added_ns >= ADD_NS:
+            self._added_ns = now_ns
+            taken = self._reports.keys() | {change.vb_id for change in wishes}
+            for change in copies_to_add(self._view):
+                if change.vb_id not in taken:
+                    yield change
 
     def _reported(self) -> Iterator[tuple[int, Stored[StoredPartition]]]:
         """Yield the partitions with a report and a record that can be read."""
@@ -186,7 +199,7 @@ class PartitionChoices:
                 and record.wanted_master is None
                 and record.branch is None
                 and first in record.isr
-                and first in self._view.alive
+                and self._view.stays(first)
                 and vb_id not in self._reports
                 and now_ns - self._changed_ns.get(vb_id, now_ns) >= PREFER_AFTER_NS
             ):

@@ -18,13 +18,14 @@ Invariants
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
 from dcp.cluster.effects import Notice
-from dcp.cluster.record_writer import RecordChange
+from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
 from dcp.replication.fed_stream import Followed
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
 from dcp.replication.messages import (
@@ -53,6 +54,7 @@ from failover.replication_record import (
     finish_branch,
     hand_over,
     start_branch,
+    want,
 )
 from failover.rollback import Question, decide
 from vbucket.engine.branch import BranchRefusedError, check_undo
@@ -124,6 +126,9 @@ class Leading:
         self._rested_ns: dict[str, int] = {}
         """The same when nothing was done for each partition: then members in sync follow all."""
         self._ticked_ns = now_ns
+        self._is_leaving = False
+        self._given: Counter[str] = Counter()
+        """Partitions that were meant for each member when this node leaves."""
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
 
@@ -383,7 +388,7 @@ class Leading:
                 fence_ns = until_ns if fence_ns is None else min(fence_ns, until_ns)
             are_settled &= service is Service.SERVING and mastership.is_settled(alive)
         self.fence_ns = fence_ns
-        self._settled = self._state() if are_settled else None
+        self._settled = self._state() if are_settled and not self._is_leaving else None
 
     def _state(self) -> tuple[object, ...]:
         feeds = tuple((feed, feed.streams_revision) for feed in self.feeds.values())
@@ -461,8 +466,8 @@ class Leading:
     def record_changes(
         self, records: Mapping[int, Stored[StoredPartition]], *, may_write: bool
     ) -> list[RecordChange]:
-        """Return the changes of this master's records that are due. They must be written. Those
-        that are not in `records` are left alone.
+        """Return the changes of this master's records that are due, as many as one transaction
+        takes. They must be written. Records that are not in `records` are left alone.
         """
         ticked_ns, self._ticked_ns = self._ticked_ns, self._now_ns
         if self._are_level() and self.is_settled:
@@ -481,6 +486,8 @@ class Leading:
             record = mastership.changed_isr(self._now_ns, alive, heard_ns)
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
+            if len(changes) == COMPARES_MAX:
+                continue  # the rest comes with the next tick
             if vb_id not in records:
                 continue  # what the store has is not followed, so it is not written either
             if record is None:
@@ -507,6 +514,8 @@ class Leading:
                 self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
                 return None
             return start_branch(record, wanted_branch)
+        if self._is_leaving:
+            record = self._to_successor(record)
         wanted = record.wanted_master
         if wanted is None or wanted not in record.isr or part.state != VbState.ACTIVE:
             mastership.handing_since_ns = 0
@@ -522,6 +531,27 @@ class Leading:
         mastership.has_handed = True
         self._fence(part)
         return hand_over(record, HandedOver(part.vb_uuid, part.high_seqno))
+
+    def leave(self) -> None:
+        """Hand over all partitions: this node is about to stop."""
+        self._is_leaving = True
+        self._settled = None
+
+    def _to_successor(self, record: ReplicationRecord) -> ReplicationRecord:
+        """Return the record with the member in sync that has been given the fewest partitions as
+        the wanted master; without one if there is none.
+        """
+        able = [
+            member
+            for member in record.copies
+            if member in record.isr and member != self._member and self._view.stays(member)
+        ]
+        if record.wanted_master in able:
+            return record
+        chosen = min(able, key=lambda member: self._given[member], default=None)
+        if chosen is not None:
+            self._given[chosen] += 1
+        return want(record, chosen)
 
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
         """Ask for a branch of a partition; return why it cannot begin, "" if it will.

@@ -18,7 +18,8 @@ master only in epochs that began while this process was running (`replication_re
 
 Invariants
 - an epoch is never followed lower than one that was seen;
-- a partition that this node does not master is REPLICA here: it takes no writes, expires nothing;
+- a partition that this node does not master is REPLICA here, or DEAD without a copy: it takes no
+  writes, expires nothing;
 - a replica that hears no master is marked (`Partition.is_unheard`) and has no streams of clients;
 - what waits in connections is answered (`depose`) before history is cut off;
 - the high watermark of a master comes from its in-sync set, that of a replica from its master.
@@ -118,6 +119,11 @@ class ReplicationCore:
             known_seqno = engine.keyspace.known_watermarks.get(part.vb_id, 0)
             part.committed_seqno = max(part.history_floor, min(known_seqno, part.high_seqno))
 
+    @property
+    def has_effects(self) -> bool:
+        """Whether the shell has something to carry out."""
+        return bool(self._effects)
+
     def take_effects(self) -> list[ReplicationEffect]:
         """Return what the shell has to carry out, in order."""
         effects = self._effects[:]
@@ -182,6 +188,8 @@ class ReplicationCore:
             if mastership is not None:
                 self.leading.step_down(vb_id, f"epoch {record.epoch} has begun")
                 self.following.confirmed(vb_id, self._now_ns)
+            holds_copy = self._member in record.copies
+            self._engine.partitions[vb_id].state = VbState.REPLICA if holds_copy else VbState.DEAD
             self.following.follow(vb_id, record, self._now_ns)
         elif mastership is None or mastership.epoch != record.epoch:
             confirmed_ns = self.following.last_confirmed_ns(vb_id)
@@ -346,6 +354,10 @@ class ReplicationCore:
             if part.is_unheard and not was_unheard:
                 self._hub.fenced(vb_id)
 
+    def settle(self) -> None:
+        """Settle the counts of documents. Call it before the collections change."""
+        self._changes.settle()
+
     def _report(self) -> None:
         """Report the partitions whose master is not heard."""
         if not self._unheard_masters and not self._reported:
@@ -364,6 +376,7 @@ class ReplicationCore:
                     is_electable=window is None,
                 )
             )  # fmt: skip
+        reported.sort()
         if tuple(reported) != self._reported:
             self._reported = tuple(reported)
             self._carry_out(self._session.report(self._now_ns, self._reported))

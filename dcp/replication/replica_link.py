@@ -276,6 +276,10 @@ class ReplicaLink:
         except (ReplicationError, RemoteProtocolError) as error:
             self._close(str(error))
 
+    def refused(self, why: str) -> None:
+        """The connection is of no use, for this reason."""
+        self._close(why)
+
     def closed(self) -> None:
         """The connection is gone."""
         self._close("the connection was closed")

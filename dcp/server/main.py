@@ -273,21 +273,10 @@ async def _serve(
     *,
     accepts_log_loss: bool,
 ) -> ExitCode:
-    from dcp.server.access.certificates import TlsError
-    from dcp.server.access.metrics_token import TokenError
-    from dcp.server.node import Node
     from dcp.server.observe.service_notices import take_notices
 
     notices = take_notices()
-    try:
-        node = Node(settings, users, log, accepts_log_loss=accepts_log_loss)
-    except (TlsError, TokenError) as error:
-        raise StartError(ExitCode.USAGE, str(error)) from error
-    try:
-        await node.start()
-    except _start_failures() as error:
-        raise _start_error(error, settings) from error
-    signals.serve(node, notices)
+    node = await _started(settings, users, log, signals, notices, accepts_log_loss=accepts_log_loss)
     gc.collect()
     gc.freeze()
     ports, version = node.ports, version_text(__version__)
@@ -310,6 +299,45 @@ async def _serve(
     notices.ready(f"{authority(settings.host, node.ports.kv)}, data in {node.about.data_dir}")
     alive = asyncio.create_task(notices.keep_alive())
     try:
+        code = await _run_to_the_end(node, settings)
+        while code is ExitCode.STOPPED and node.wants_restart:
+            settings = _with_ports_of(node, settings)
+            node = await _started(settings, users, log, signals, notices, accepts_log_loss=False)
+            log.info("started again as a member of a cluster")
+            code = await _run_to_the_end(node, settings)
+    finally:
+        alive.cancel()
+    return code
+
+
+async def _started(
+    settings: Settings,
+    users: Users,
+    log: EventLog,
+    signals: SignalWatch,
+    notices: ServiceNotices,
+    *,
+    accepts_log_loss: bool,
+) -> Node:
+    """Start a node; from now on signals stop it. Raises StartError."""
+    from dcp.server.access.certificates import TlsError
+    from dcp.server.access.metrics_token import TokenError
+    from dcp.server.node import Node
+
+    try:
+        node = Node(settings, users, log, accepts_log_loss=accepts_log_loss)
+    except (TlsError, TokenError) as error:
+        raise StartError(ExitCode.USAGE, str(error)) from error
+    try:
+        await node.start()
+    except _start_failures() as error:
+        raise _start_error(error, settings) from error
+    signals.serve(node, notices)
+    return node
+
+
+async def _run_to_the_end(node: Node, settings: Settings) -> ExitCode:
+    try:
         await node.run_until_stopped()
         await node.stop()  # raises if the stop failed
     except _run_failures() as error:
@@ -317,9 +345,18 @@ async def _serve(
         with contextlib.suppress(TimeoutError, *_run_failures()):
             await asyncio.wait_for(node.stop(), STOP_AFTER_FAILURE_S)
         return ExitCode.FAILED
-    finally:
-        alive.cancel()
     return ExitCode.STOPPED
+
+
+def _with_ports_of(node: Node, settings: Settings) -> Settings:
+    """Return the settings with the ports on which a node listened: its clients know them."""
+    import msgspec
+
+    ports = node.ports
+    return msgspec.structs.replace(
+        settings, port=ports.kv, admin_port=ports.admin, tls_port=ports.kv_tls or settings.tls_port,
+        admin_tls_port=ports.admin_tls or settings.admin_tls_port,
+    )  # fmt: skip
 
 
 class SignalWatch:
@@ -356,10 +393,11 @@ class SignalWatch:
         if self._notices is not None:
             self._notices.stopping()
         loop.call_soon_threadsafe(self._stop, node)
-        second = signal.sigtimedwait(self._NUMBERS - {signal.SIGHUP}, STOP_LIMIT_S)
+        limit_s = STOP_LIMIT_S + node.leave_s
+        second = signal.sigtimedwait(self._NUMBERS - {signal.SIGHUP}, limit_s)
         if second is None:
             _say(
-                f"the stop took more than {STOP_LIMIT_S:g} s and is cut short. "
+                f"the stop took more than {limit_s:g} s and is cut short. "
                 f"{_KEPT[node.about.durability]}; the next start recovers it."
             )
         # At once is safe: what was answered is in the log, as after SIGKILL.

@@ -23,11 +23,12 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dcp.core.floors import FloorCycle
-from dcp.core.groups import GroupCycle
+from dcp.core.groups import GroupCycle, Published
 from dcp.core.merges import MergeCycle
 from dcp.core.pacing import Pacing
 from dcp.server.access.access import Access
@@ -63,6 +64,7 @@ from dcp.server.storage.committer import Committer, PeriodicSync
 from dcp.server.storage.compaction_schedule import Compaction
 from dcp.server.storage.expiry_schedule import expire_when_due
 from dcp.server.storage.failover_logs import FailoverLogs
+from dcp.server.storage.folder import CLUSTER_FILE
 from dcp.server.storage.health import Health
 from dcp.server.storage.merge_pace import MergePace
 from dcp.server.storage.merging import Merging
@@ -81,6 +83,13 @@ from vbucket.engine.read_view import Views
 from vbucket.log.device import LogWriteError, SyncFailedError
 from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import STORE_FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from dcp.server.cluster.becoming_member import NewMember
+    from dcp.server.cluster.cluster_file import ClusterFile
+    from dcp.server.cluster.cluster_operations import ClusterOperations
+    from dcp.server.cluster.meta_access import MetaAccess
+    from dcp.server.cluster.replicated_node import ReplicatedNode
 
 STOP_S: Final = 8.0
 """Time for a stop, shared by its steps. The command ends the process a little later."""
@@ -106,8 +115,10 @@ class Node:
         *,
         accepts_log_loss: bool = False,
         room_retry_s: float = ROOM_RETRY_S,
+        open_meta: Callable[[ClusterFile], MetaAccess] | None = None,
     ) -> None:
         """Load the files of TLS and the metrics token, if they are set; nothing else is opened.
+        `open_meta` gives another metadata store than the one that the folder names.
 
         Raises TlsError, TokenError.
         """
@@ -116,6 +127,13 @@ class Node:
         self._log = log
         self._accepts_log_loss = accepts_log_loss
         self._room_retry_s = room_retry_s
+        self._open_meta = open_meta
+        self.replicated: ReplicatedNode | None = None
+        """The replication of a node of a cluster; None: the node is alone."""
+        self.leave_s = 0.0
+        """How long a stop may take to hand partitions over, before its own steps."""
+        self.wants_restart = False
+        """Whether the node stops to start again in this process, as a member of a cluster."""
         self.about = About(settings)
         self.ports = Ports()
         self.meter = Meter()
@@ -143,6 +161,8 @@ class Node:
         self._backpressure: Backpressure
         self._pager: Pager
         self._config: ClusterConfig
+        self._identity: ClusterFile | None = None
+        self._meta: MetaAccess | None = None
         self._upkeep: Upkeep
         self._sampler: Sampler
         self._listeners: Listeners
@@ -159,13 +179,18 @@ class Node:
             self.about.data_dir, self._settings, accepts_log_loss=self._accepts_log_loss
         )
         self._storage.tell(self._log)
+        try:
+            await self._open_cluster()
+        except BaseException:
+            self._storage.close(is_clean=False)
+            raise
         self._wire_storage()
         self._wire_ports()
         try:
             self._add_first_admin()
             await self._begin_writing()
             await self._listeners.start()
-            self._config.publish(self.ports)
+            self._enter_cluster()
             await self._listeners.serve()
         except BaseException:
             await self.stop()
@@ -180,6 +205,54 @@ class Node:
         path = self._settings.admin_password_file
         if path is not None and add_first_admin(self._users, path):
             self._log.info("first user added", user=FIRST_ADMIN, password_file=str(path))
+
+    def _enter_cluster(self) -> None:
+        """Tell clients the map, and take part in the cluster if this is a node of one."""
+        replicated = self.replicated
+        if replicated is None:
+            self._config.publish(self.ports)
+            return
+        from dcp.server.cluster.membership_of_node import own_record
+
+        replicated.show_first_map(own_record(replicated, self._settings, self.ports))
+        if not self.health.read_only_why:
+            replicated.start()
+
+    async def _open_cluster(self) -> None:
+        """Open the metadata store, if the folder is one of a cluster's node, or becomes it by the
+        settings. Raises FolderError.
+        """
+        settings, data_dir = self._settings, self.about.data_dir
+        if settings.cluster == "none" and not (data_dir / CLUSTER_FILE).exists():
+            return
+        from dcp.server.cluster.entering import entered
+
+        self._identity, self._meta = await entered(self._newcomer(), self._open_meta)
+        if (failed := self._meta.failed) is not None:
+            failed.add_done_callback(self._store_failed)
+
+    def _store_failed(self, failed: asyncio.Future[str]) -> None:
+        if not failed.cancelled():
+            self._fail(RuntimeError(failed.result()))
+
+    def _newcomer(self) -> NewMember:
+        from dcp.server.cluster.becoming_member import NewMember
+
+        storage = self._storage
+        return NewMember(
+            storage.engine, storage.node.node_id, self.about.data_dir, self._settings, self.ports,
+            self._users, self._log,
+        )  # fmt: skip
+
+    def _cluster_operations(self) -> ClusterOperations:
+        from dcp.server.cluster.cluster_operations import ClusterOperations
+
+        return ClusterOperations(self._newcomer(), self.replicated, self._restart_soon)
+
+    def _restart_soon(self) -> None:
+        """Stop after the answer has left, and start again in this process."""
+        self.wants_restart = True
+        self._tasks.begin(self.stop())
 
     async def _begin_writing(self) -> None:
         """Make the first writes and start everything that writes, if the disk has room for it."""
@@ -207,6 +280,8 @@ class Node:
         while self.health.read_only_why:
             await asyncio.sleep(self._room_retry_s)
             await self._begin_writing()
+        if self.replicated is not None:
+            self.replicated.start()
 
     def _merge_what_is_replayed(self) -> None:
         """Merge if a lot was replayed, or if the store has an older format: a merge upgrades it."""
@@ -229,6 +304,7 @@ class Node:
     def _wire_storage(self) -> None:
         """Create what changes, commits, merges and compacts."""
         settings, storage, log = self._settings, self._storage, self._log
+        identity = self._identity
         self.engine = engine = storage.engine
         self.health = health = Health(
             engine, log, let_writers_go_on=self.connections.writers_may_go_on
@@ -260,22 +336,44 @@ class Node:
             save_failover_log=failover_logs.save_soon,
         )  # fmt: skip
         pace = MergePace(Pacing(engine.keyspace), merging, self.meter)
+        on_publish: Callable[[Published], None] = after_commit.published
+        self._config = ClusterConfig(settings.host, storage.node.node_id, settings.bucket)
+        if identity is not None and self._meta is not None:
+            on_publish = self._wire_cluster(identity, self._meta, after_commit)
         self._committer = Committer(
             groups, storage.writer,
             finds_room=settings.durability == "commit",
-            on_publish=after_commit.published, on_rotated=self._log_rotated,
+            on_publish=on_publish, on_rotated=self._log_rotated,
             on_full=health.log_full, on_failure=self._fail,
             sync_seconds=self.meter.sync_seconds, pace=pace,
         )  # fmt: skip
         self._periodic_sync = PeriodicSync(groups, self._committer, settings.sync_interval_s)
 
+    def _wire_cluster(
+        self, identity: ClusterFile, access: MetaAccess, after_commit: AfterCommit
+    ) -> Callable[[Published], None]:
+        """Create the replication of a cluster's node; return what takes published groups."""
+        from dcp.server.cluster.membership_of_node import replicated_node
+        from dcp.server.cluster.replicated_node import LEAVE_S, ServerParts
+
+        self.leave_s = LEAVE_S
+        storage = self._storage
+        parts = ServerParts(
+            self.engine, storage.store, self._hub, self._groups, self.connections, self._config,
+            self._users, self._tasks, self._log, self.about.data_dir,
+            kick=self._kick, publish=after_commit.published, on_failure=self._fail,
+        )  # fmt: skip
+        self.replicated = replicated_node(
+            parts, storage.node.node_id, identity, self._settings, access
+        )
+        self._users.let_cluster_in(identity.secret)
+        return self.replicated.group_published
+
     def _wire_ports(self) -> None:
         """Create what clients and operators use."""
         settings, engine, log, faults = self._settings, self.engine, self._log, FaultTable()
         access, connections, health, meter = self.access, self.connections, self.health, self.meter
-        config = self._config = ClusterConfig(
-            settings.host, self._storage.node.node_id, settings.bucket
-        )
+        config, replicated = self._config, self.replicated
         prefixes = PrefixCounts()
         stats = Stats(
             self.about, self.ports, engine, self._hub, connections, self._merging, health, prefixes
@@ -283,11 +381,12 @@ class Node:
         scans = RangeScans(self.views, lambda: secrets.token_bytes(16))
         sessions = Sessions(
             engine, self._hub, ServerFacts(config, stats), access, faults, scans, meter, log,
-            self._refusals, prefixes=prefixes, on_failure=self._fail,
+            self._refusals, prefixes=prefixes, on_failure=self._fail, replication=replicated,
         )  # fmt: skip
         connection_parts = ConnectionParts(
-            engine, self._committer, connections, access, sessions, meter, self._refusals
-        )
+            engine, self._committer, connections, access, sessions, meter, self._refusals,
+            replicated,
+        )  # fmt: skip
         crowd = admin_crowd(settings)
         sources = MetricSources(
             self.about, meter, health, engine, self._merging, self._pager, self.views, self._hub,
@@ -311,7 +410,11 @@ class Node:
             access=access, users=self._users, meter=meter, refusals=self._refusals, health=health,
             config=config, operations=operations,
             dumps=Dumps(engine, self.views, self._commits),
-            collections=Collections(engine, self._commits.until_synced, log.info),
+            collections=Collections(
+                engine, self._commits.until_synced, log.info,
+                share=None if replicated is None else replicated.change_manifest,
+            ),
+            cluster=self._cluster_operations,
             status=stats.status, metrics=partial(_metrics_page, sources),
             console=console, users_changed=partial(access.apply_rights, connections),
         )  # fmt: skip
@@ -378,7 +481,11 @@ class Node:
 
     async def _stop_in_order(self) -> None:
         self.health.is_ready = False
+        if self.replicated is not None and self._failure is None:
+            await self.replicated.leave()
         self._stop_at_s = time.monotonic() + STOP_S
+        if self.replicated is not None:
+            self.replicated.stop()
         for part in (self._upkeep, self._sampler, self._periodic_sync, self._backpressure):
             part.stop()
         for task in self._writing:
@@ -409,6 +516,8 @@ class Node:
 
     async def _stop_storage(self) -> None:
         await self._tasks.stop()
+        if self._meta is not None:
+            await self._meta.close()
         await self._merging.stop(self._stop_s_left(1.0))
         is_clean = self._failure is None
         if not await self._store_queue.stop():

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from dcp.session.state import SessionState
+from dcp.session.state import COLLECTIONS_OF_CLUSTER, SessionState
 from dcp.wire.frame import Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, UnknownNameError
@@ -54,6 +54,8 @@ class CollectionCommands:
         """Replace the manifest, as cluster managers do."""
         state = self._state
         engine = state.engine
+        if state.replication is not None:
+            raise RefusedError(Status.NOT_SUPPORTED, COLLECTIONS_OF_CLUSTER)
         if engine.write_refusal:
             raise RefusedError(Status.ETMPFAIL, engine.write_refusal)
         try:

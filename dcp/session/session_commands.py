@@ -9,8 +9,8 @@ from typing import Final
 
 from dcp.session.auth import AuthStep, LoginQuestion
 from dcp.session.rights import FULL_RIGHTS, Role
-from dcp.session.state import SessionState
-from dcp.wire.feature import GRANTED, Feature
+from dcp.session.state import CONFIG_VERSION, SessionState
+from dcp.wire.feature import GRANTED, GRANTED_IN_CLUSTERS, MAP_PUSHES, Feature
 from dcp.wire.frame import Frame
 from dcp.wire.message import (
     OBSERVE_CURRENT,
@@ -37,8 +37,6 @@ Handler = Callable[[Frame], None]
 REPORTED_VERSION: Final = b"7.6.0"
 """The answer to VERSION. Clients derive abilities from it (some take 0.x for the newest)."""
 
-CONFIG_VERSION: Final = Struct(">qq")
-"""revEpoch and rev of the configuration that the client has."""
 _ALIVE_STATES: Final = frozenset({VbState.ACTIVE, VbState.REPLICA, VbState.PENDING})
 """kv_engine's "alive": the states that GET_ALL_VB_SEQNOS means when it names none."""
 _ANY_STATE: Final = 0
@@ -84,12 +82,18 @@ class ConnectionCommands:
         asked = [code for (code,) in Struct(">H").iter_unpack(request.value)]
         if Feature.XATTR not in asked and not _NEED_XATTR.isdisjoint(asked):
             raise RefusedError(Status.EINVAL, "features 0x15 and 0x18 go with XATTR (0x06)")
-        granted = [code for code in dict.fromkeys(asked) if code in GRANTED]
+        known = GRANTED if state.replication is None else GRANTED_IN_CLUSTERS
+        granted = [code for code in dict.fromkeys(asked) if code in known]
+        if Feature.DUPLEX not in granted and not MAP_PUSHES.isdisjoint(granted):
+            raise RefusedError(Status.EINVAL, "features 0x0d and 0x1f go with Duplex (0x0c)")
         if state.limits.value_bytes_max < PUT_FRAMES_BYTES_MAX and Feature.X_PUT_FRAMES in granted:
             granted.remove(Feature.X_PUT_FRAMES)
         state.agent = request.key.decode("utf-8", "replace")[:256]
         state.hashes_keys = False
         state.has_collections = Feature.COLLECTIONS in granted
+        state.map_push = next(
+            (code for code in Feature if code in MAP_PUSHES and code in granted), None
+        )
         state.has_json = int(Feature.JSON in granted)
         state.datatypes = state.has_json | SNAPPY * (Feature.SNAPPY in granted)
         state.has_xattr = Feature.XATTR in granted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from struct import Struct
 from typing import Final, NamedTuple, Protocol
 
 from dcp.session.answer_marks import NO_PARTITION, Mark, Wait, is_change
@@ -15,8 +16,9 @@ from dcp.session.replication_port import ReplicaSender, ReplicationPort, StreamS
 from dcp.session.rights import FULL_RIGHTS, Rights, split_key
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import BACKLOGS_MAX, Producer
-from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
-from dcp.wire.opcode import Opcode
+from dcp.wire.feature import Feature
+from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_request, pack_response
+from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import (
     MEMCACHED_TEXTS,
     RefusedError,
@@ -47,6 +49,13 @@ NOTES_MAX: Final = 16
 """Most log lines of one batch, so that a client with a thousand errors does not fill the log."""
 
 
+CONFIG_VERSION: Final = Struct(">qq")
+"""revEpoch and rev of a configuration."""
+CLUSTERMAP_CHANGED: Final = 0x01
+"""Opcode of a server's request: a newer configuration."""
+COLLECTIONS_OF_CLUSTER: Final = (
+    "the collections of a cluster are changed over the admin interface: dcpctl collection create"
+)
 BODY_BYTES_MAX_BEFORE_LOGIN: Final = 64 * 1024
 """Largest body before the login, which needs far less. Anybody can send so much."""
 
@@ -127,6 +136,7 @@ class SessionState:
         "login",
         "login_failures",
         "login_question",
+        "map_push",
         "marks",
         "notes",
         "notes_left_out",
@@ -210,6 +220,8 @@ class SessionState:
         self.has_collections = self.has_mutation_tokens = False
         self.has_preserve_ttl = self.has_xerror = False
         self.has_put_frames = self.has_fit_meta = self.has_durability = self.has_xattr = False
+        self.map_push: Feature | None = None
+        """How the client wants to be told newer maps: whole or brief; None: it asks itself."""
         self.datatypes = self.has_json = 0
         """Masks: the bits JSON and SNAPPY of datatypes, as HELLO granted them; JSON alone."""
         self._send_no_streams(replication)
@@ -423,6 +435,22 @@ class SessionState:
         """Close the connection after what has been answered."""
         self.is_closing = True
         self.close_reason = reason
+
+    def pushed_map(self) -> bytes:
+        """Return the packet that tells the client the newest map; b"": it has not asked for that,
+        or has no bucket.
+        """
+        if self.map_push is None or self.bucket is None:
+            return b""
+        is_whole = self.map_push == Feature.CLUSTERMAP_CHANGE_NOTIFICATION
+        return pack_request(
+            CLUSTERMAP_CHANGED,
+            extras=CONFIG_VERSION.pack(*self.facts.config_version()),
+            key=self.bucket.encode(),
+            value=self.facts.bucket_config() if is_whole else b"",
+            datatype=self.has_json if is_whole else 0,
+            magic=Magic.SERVER_REQUEST,
+        )
 
     def observes_manifest(self) -> None:
         """Let the answers wait until the collections manifest, which they tell of, is committed."""

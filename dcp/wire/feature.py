@@ -17,6 +17,7 @@ class Feature(IntEnum):
     SNAPPY = 0x0A
     JSON = 0x0B
     DUPLEX = 0x0C
+    CLUSTERMAP_CHANGE_NOTIFICATION = 0x0D
     UNORDERED_EXECUTION = 0x0E
     TRACING = 0x0F
     ALT_REQUEST = 0x10
@@ -29,6 +30,7 @@ class Feature(IntEnum):
     SUBDOC_REPLACE_BODY_WITH_XATTR = 0x19
     GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION = 0x1D
     DEDUPE_NOT_MY_VBUCKET = 0x1E
+    CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF = 0x1F
     SUBDOC_MULTIPLE_XATTR_KEYS = 0x20
     X_PUT_FRAMES = 0xDC01
     """Our extension: the command X_PUT_FRAMES."""
@@ -61,3 +63,9 @@ GRANTED: Final = frozenset(
     }
 )
 """What HELLO grants when asked. It never grants a feature that the client did not ask for."""
+
+MAP_PUSHES: Final = frozenset(
+    {Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF}
+)
+GRANTED_IN_CLUSTERS: Final = GRANTED | MAP_PUSHES | {Feature.DUPLEX}
+"""What a node of a cluster grants. A node alone pushes no maps, because its map never changes."""

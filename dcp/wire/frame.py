@@ -92,13 +92,12 @@ def pack_request(
     key: bytes = b"",
     value: bytes = b"",
     datatype: int = 0,
+    magic: int = Magic.REQUEST,
 ) -> bytes:
     """Return one request packet."""
     body = len(extras) + len(key) + len(value)
     return (
-        HEADER.pack(
-            Magic.REQUEST, opcode, len(key), len(extras), datatype, vb_id, body, opaque, cas
-        )
+        HEADER.pack(magic, opcode, len(key), len(extras), datatype, vb_id, body, opaque, cas)
         + extras
         + key
         + value

@@ -16,7 +16,7 @@ from clients.backup.archive import create_archive, open_archive
 from clients.backup.point import Point
 from clients.backup.restore import Restore
 from clients.backup.restore_link import RESTORE_FEATURES
-from clients.backup.run import STREAM_FEATURES, Backup
+from clients.backup.run import PUSH_FEATURES, Backup
 from clients.backup.selection import Selection
 from clients.cli.dcpctl import run
 from clients.link.blocking_link import SyncLink
@@ -60,7 +60,7 @@ def shown(server, documents):
 
 WAYS = {
     "in packets": RESTORE_FEATURES,
-    "one by one": (*STREAM_FEATURES, Feature.X_FIT_META),
+    "one by one": (*PUSH_FEATURES, Feature.X_FIT_META),
 }
 
 

@@ -25,7 +25,7 @@ from clients.backup.restore_load import (
     load_of,
     single_packets,
 )
-from clients.backup.run import STREAM_FEATURES, Backup
+from clients.backup.run import PUSH_FEATURES, Backup
 from clients.backup.selection import Selection
 from clients.cli.dcpctl import run
 from clients.link.blocking_link import SyncLink
@@ -169,7 +169,7 @@ def sent(monkeypatch):
 
 def test_both_ways_leave_the_same(source, tmp_path, sent):
     states, reports = [], []
-    for number, features in enumerate((RESTORE_FEATURES, STREAM_FEATURES)):
+    for number, features in enumerate((RESTORE_FEATURES, PUSH_FEATURES)):
         before = dict(sent)
         with DcpdProcess(tmp_path / f"data{number}") as server:
             ctl(server, "collection", "create", "shop.orders")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 from dcp.cluster.effects import Notice
+from dcp.cluster.record_writer import COMPARES_MAX
 from dcp.replication.following import UNHEARD_NS
 from dcp.replication.loss_receipt import ElectionLoss
 from dcp.wire.frame import Frame
@@ -12,7 +14,7 @@ from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.isr import PROMOTED_WAIT_NS
-from failover.replication_record import elect, shrink, unclean_elect, vacate
+from failover.replication_record import add_copy, elect, shrink, unclean_elect, vacate
 from support.core_cluster import MS, VB, CoreCluster, CoreNode
 from vbucket.engine.partition import VbState
 
@@ -51,6 +53,29 @@ def test_a_partition_is_a_replica_until_a_record_says_more() -> None:
     assert other.state == VbState.REPLICA
     assert (other.has_copies, other.may_send_back) == (True, False)
     assert cluster.a.part.state == VbState.FENCED, "master, and not served yet"
+
+
+def test_without_a_copy_a_partition_is_dead_here() -> None:
+    cluster = serving()
+    cluster.write(replace(cluster.record, copies=("a",), isr=frozenset("a")))
+    assert cluster.b.part.state == VbState.DEAD
+    cluster.write(add_copy(cluster.record, "b"))
+    assert cluster.b.part.state == VbState.REPLICA
+    assert cluster.a.part.state == VbState.ACTIVE
+
+
+def test_one_transaction_takes_so_many_changes_of_records() -> None:
+    """A node with 1,024 partitions has more to write when another one dies."""
+    cluster = serving()
+    leading = cluster.a.core.leading
+    leading._view.alive.pop("b")
+    one = leading.masterships.pop(VB)
+    records = {}
+    for vb_id in range(COMPARES_MAX + 5):
+        leading.masterships[vb_id] = copy(one)
+        records[vb_id] = cluster.a.core._records[VB]
+    assert len(leading.record_changes(records, may_write=True)) == COMPARES_MAX
+    assert len(leading.record_changes(records, may_write=True)) == 5
 
 
 def test_who_knows_a_higher_epoch_steps_down() -> None:

@@ -15,6 +15,7 @@ from dcp.server.storage.compaction_schedule import Compaction
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.lifecycle import purge
+from vbucket.engine.partition import VbState
 from vbucket.store.records import put_failover
 from vbucket.upkeep.compaction import Floors
 from vbucket.upkeep.retention import Planner, Windows
@@ -184,3 +185,18 @@ def test_a_floor_above_what_is_merged_does_not_get_into_the_store(it: Compacting
     record = it.node.store.partition(VB)
     assert record is not None
     assert (record.history_floor, record.purge_seqno) == (0, 0)
+
+
+def test_a_replica_has_its_floor_from_its_master(it: Compacting) -> None:
+    part, commits = it.node.engine.partitions[VB], it.node.engine.commits
+    it.set("a", "a", "a", "b", "b", "b")
+    it.node.merge()
+    part.has_copies, part.state = True, VbState.REPLICA
+    assert it.plan_and_compact(NO_HISTORY) == {}
+    assert part.history_floor == 0, "a replica decides about no floor"
+    it.node.engine.keyspace.raise_floor(VB, 4, 0)  # as its master says
+    it.node.commit()
+    commits.commit(VB, part.synced_seqno)
+    commits.settle()
+    assert it.plan_and_compact(NO_HISTORY)[VB].floor == 4
+    assert it.plan_and_compact(NO_HISTORY) == {}, "once is enough"

@@ -159,7 +159,7 @@ def test_unknown_names_are_refused_with_a_suggestion():
     assert refusal(document={"prot": 1}) == "dcpd.toml: unknown key 'prot'; did you mean port?"
     assert "did you mean admin_port?" in refusal(document={"admin-port": 1})
     assert refusal(environ={"DCPD_PROT": "1"}).endswith("did you mean DCPD_PORT?")
-    assert "known are admin_connections_max, " in refusal(document={"zzz": 1})
+    assert "known are acknowledge, admin_connections_max, " in refusal(document={"zzz": 1})
 
 
 def test_variables_that_kubernetes_sets_are_explained():

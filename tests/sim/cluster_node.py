@@ -36,7 +36,7 @@ from sim.world import MS
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.entry import META, seqno_of
 from vbucket.model.ids import vb_uuid_from_random
-from vbucket.model.partition_map import PartitionMap, bucket_config
+from vbucket.model.partition_map import MapNode, PartitionMap, bucket_config
 
 if TYPE_CHECKING:
     from sim.machine import Machine
@@ -190,15 +190,14 @@ class ClusterNode(SingleNode):
 
     def map(self) -> PartitionMap:
         """Return the partition map as this node knows it."""
-        return bucket_map(
-            self.session.view, self._plan.partitions, self.member, self._world_addresses
-        )
-
-    @property
-    def _world_addresses(self) -> dict[str, str]:
-        return {
-            member: stored.content.address for member, stored in self.session.view.members.items()
+        view = self.session.view
+        nodes = {
+            member: MapNode(stored.content.address, 11210, 8091 + number)
+            for number, (member, stored) in enumerate(sorted(view.members.items()))
         }
+        return bucket_map(
+            view, self._plan.partitions, self.member, nodes, rev=max(1, view.revision)
+        )
 
     def _take(self, effect: SessionEffect) -> None:
         now_ns = self.clock.monotonic_ns()

@@ -28,7 +28,7 @@ from clients.event import (
     StreamFailed,
     StreamOpened,
 )
-from clients.link.handshake import STREAM_FEATURES, Handshake
+from clients.link.handshake import PUSH_FEATURES, Handshake
 from clients.mirror.mirror_state import MemoryStore, take
 from clients.position import Position
 from clients.validator import StreamValidator
@@ -66,7 +66,7 @@ class ConsumerLink:
         self._wanted: dict[int, Position] = {}
         network = consumer.network
         self._dial: Dial | None = Dial(
-            network, consumer.host, node, STREAM_FEATURES, DIAL_NS, self._ready, self._failed
+            network, consumer.host, node, PUSH_FEATURES, DIAL_NS, self._ready, self._failed
         )
 
     def follow(self, vb_id: int, position: Position) -> None:

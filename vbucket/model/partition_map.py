@@ -36,7 +36,8 @@ class MapNode(NamedTuple):
     """A node as clients reach it."""
 
     host: str | None
-    """Address or name; None: the one that the client used to get here."""
+    """Address or name; None: the one that the client used to get here, also for the other nodes of
+    a cluster on one machine."""
     kv_port: int
     admin_port: int
     """(host, admin_port) is how SDKs tell nodes apart: unique even among nodes of one machine."""
@@ -73,7 +74,7 @@ class PartitionMap(NamedTuple):
         `host` is the address it listens on. A wildcard (0.0.0.0, ::) or loopback address is not
         advertised; clients then keep the name that they connected with.
         """
-        advertised = None if host in _WILDCARDS or _is_loopback(host) else host
+        advertised = None if host in _WILDCARDS or is_loopback_name(host) else host
         return cls(
             nodes=(MapNode(advertised, kv_port, admin_port, kv_tls_port, admin_tls_port),),
             chains=((0,),) * num_vbuckets,
@@ -96,8 +97,11 @@ class PartitionMap(NamedTuple):
                     f"the {len(self.nodes)} nodes"
                 )
         unnamed = [i for i, node in enumerate(self.nodes) if node.host is None]
-        if unnamed not in ([], [self.this_node]):
-            raise ValueError(f"nodes {unnamed} have no host; only the serving node may have none")
+        if unnamed not in ([], [self.this_node], [*range(len(self.nodes))]):
+            raise ValueError(
+                f"nodes {unnamed} have no host; only the serving node may have none, or all, if "
+                "they are on one machine"
+            )
         if not 0 <= self.this_node < len(self.nodes) or self.rev < 1:
             raise ValueError(f"this_node {self.this_node} or rev {self.rev} is out of range")
         return self
@@ -176,7 +180,8 @@ def _authority(node: MapNode, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback_name(host: str) -> bool:
+    """Return whether a node with this host is reached from its own machine only."""
     return host in {"localhost", "::1"} or host.startswith("127.")
 
 

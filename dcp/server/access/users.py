@@ -58,6 +58,8 @@ USERS_FILE: Final = "users.json"
 
 GUEST: Final = "guest"
 GUEST_PASSWORD: Final = "guest"  # noqa: S105 - public on purpose, loopback only
+CLUSTER_USER: Final = "@cluster"
+"""The nodes of a cluster log in at each other with this name. No user can have it."""
 PLAIN: Final = "PLAIN"
 _PLAIN_KEYS: Final = "SCRAM-SHA512"
 """The keys that a PLAIN password is checked against."""
@@ -75,7 +77,7 @@ VERIFIED_MAX: Final = 1024
 
 LEAST_RIGHTS: Final = Rights({Role.READ: (EVERYTHING,)})
 """What a new user may do if nobody says more."""
-
+_CLUSTER_RIGHTS: Final = Rights({Role.REPLICATE: (EVERYTHING,)})
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
 _PASSWORD: Final = re.compile(r"[ -~]*")
 
@@ -152,6 +154,9 @@ class Users:
         self.problem = ""
         """Why the last change of the file was not loaded; "" if it was."""
         self._guest_keys = _guest_keys(draw_bytes(SALT_BYTES)) if has_guest else {}
+        self._share: Callable[[bytes, bytes], None] | None = None
+        self._cluster_keys: dict[str, ScramKeys] = {}
+        """Of CLUSTER_USER; {} on a node alone."""
         self._load()
 
     # -- the table -------------------------------------------------------------------------------
@@ -170,8 +175,34 @@ class Users:
         """Return the rights of a user, None if there is no such user."""
         if name == GUEST:
             return FULL_RIGHTS if self._has_guest else None
+        if name == CLUSTER_USER:
+            return _CLUSTER_RIGHTS if self._cluster_keys else None
         record = self._content.users.get(name)
         return None if record is None else record.rights
+
+    def let_cluster_in(self, secret: str) -> None:
+        """Let the nodes of a cluster log in with SCRAM, with nothing but the role replicate."""
+        self._cluster_keys = _keys_of_secret(secret, self._draw_bytes(SALT_BYTES))
+
+    def share_changes(self, share: Callable[[bytes, bytes], None]) -> None:
+        """Let the users be those of a cluster: call `share` with the file before and after each
+        change, before it counts here. It raises UsersFileError if the change is not possible.
+        """
+        self._share = share
+
+    @property
+    def text(self) -> bytes:
+        """The users as the file has them."""
+        return file_text(self._content)
+
+    def adopt(self, text: bytes) -> None:
+        """Replace all users by those of the cluster. Durable when it returns. Raises
+        UsersFileError.
+        """
+        content = parse_file(self._path, text)
+        with self._change:
+            if text != file_text(self._content):
+                self._keep(content, text)
 
     def add(self, name: str, password: str, rights: Rights | None = None) -> None:
         """Add a user, or give one a new password. Durable when it returns.
@@ -385,6 +416,8 @@ class Users:
         decoy = ScramKeys(seed[:SALT_BYTES], self._iterations, bytes(size), bytes(size))
         if self._is_guest(name, peer_is_loopback=peer_is_loopback):
             return self._guest_keys[mechanism], True
+        if name == CLUSTER_USER and self._cluster_keys:
+            return self._cluster_keys[mechanism], True
         known = self._content.users.get(name)
         return (decoy, False) if known is None else (known.keys[mechanism], True)
 
@@ -418,8 +451,14 @@ class Users:
 
     def _write(self, users: dict[str, UserRecord]) -> None:
         content = UsersContent(users, self._content.decoy_key)
+        text = file_text(content)
+        if self._share is not None:
+            self._share(file_text(self._content), text)
+        self._keep(content, text)
+
+    def _keep(self, content: UsersContent, text: bytes) -> None:
         try:
-            replace_file(self._path, file_text(content))
+            replace_file(self._path, text)
         except OSError as error:
             raise UsersFileError(f"{self._path}: cannot be written: {error.strerror}") from error
         self._stamp = stamp_of(self._path)
@@ -446,10 +485,13 @@ def read_plain(message: bytes) -> PlainLogin | AuthStep:
 
 def _guest_keys(salt: bytes) -> dict[str, ScramKeys]:
     """Derive the guest's keys, at start-up: it takes 5 ms."""
+    return _keys_of_secret(GUEST_PASSWORD, salt)
+
+
+def _keys_of_secret(secret: str, salt: bytes) -> dict[str, ScramKeys]:
+    """Derive the keys of what is public, or too random to be guessed: few rounds are enough."""
     return {
-        mechanism: keys_of_password(
-            mechanism, GUEST_PASSWORD, salt=salt, iterations=GUEST_ITERATIONS
-        )
+        mechanism: keys_of_password(mechanism, secret, salt=salt, iterations=GUEST_ITERATIONS)
         for mechanism in HASH_NAMES
     }
 

@@ -25,7 +25,7 @@ BODY_BYTES_MAX: Final = 64 * 1024
 JSON_TYPE: Final = "application/json"
 PROBLEM_TYPE: Final = "application/problem+json"
 """Refusals (RFC 9457)."""
-_SECRET_FIELDS: Final = frozenset({"password", "saslPassword", "value"})
+_SECRET_FIELDS: Final = frozenset({"password", "saslPassword", "token", "value"})
 FORM_TYPE: Final = "application/x-www-form-urlencoded"
 
 COUCHBASE_PATHS: Final = ("/pools", "/whoami")

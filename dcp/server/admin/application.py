@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 from dcp.server.access.logins import Peer
+from dcp.server.admin import cluster_routes as clusters
 from dcp.server.admin import console_files, console_routes, document_routes
 from dcp.server.admin import couchbase_routes as field
 from dcp.server.admin import description_routes as description
@@ -62,6 +63,7 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
         *dump.routes(parts.dumps),
         *streams.routes(parts.operations),
         *guarded(faults.routes(parts.operations), is_allowed=parts.console.allows_faults),
+        *clusters.routes(parts.cluster),
         *users.routes(parts.users, parts.users_changed),
         *field.routes(parts.config, parts.collections, parts.health),
         *console_files.routes(),

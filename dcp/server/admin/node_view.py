@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dcp.server.access.access import Access
 from dcp.server.access.users import Users
@@ -18,6 +18,9 @@ from dcp.server.operate.reports import StatusReport
 from dcp.server.report.console_view import ConsoleView
 from dcp.server.report.sampler import Sampler
 from dcp.server.storage.health import Health
+
+if TYPE_CHECKING:
+    from dcp.server.cluster.cluster_operations import ClusterOperations
 
 
 class CollectionsView(Protocol):
@@ -72,5 +75,7 @@ class AdminParts:
     metrics: Callable[..., bytes]
     """Returns the metrics as text; by_vbucket: also those of each partition; is_openmetrics: in
     that format."""
+    cluster: Callable[[], ClusterOperations]
+    """Returns the commands about the cluster."""
     users_changed: Callable[[], None]
     """Gives open connections the current rights of their users."""

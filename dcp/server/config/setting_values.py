@@ -51,6 +51,11 @@ def read_host(value: object, _option: Option) -> str:
     return value
 
 
+def read_host_or_none(value: object, option: Option) -> str | None:
+    """Return an address or host name; "none" is None."""
+    return None if value == NONE else read_host(value, option)
+
+
 def is_host_name(text: str) -> bool:
     """Return whether a text has the form of a host name or an IPv4 address."""
     return _HOST_NAME.fullmatch(text) is not None

@@ -20,6 +20,7 @@ from dcp.server.config.setting_values import (
     read_duration,
     read_file,
     read_host,
+    read_host_or_none,
     read_name_or_off,
     read_names,
     read_path,
@@ -451,6 +452,89 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             zero_means="never",
         ),
     ] = 0.0
+    cluster: Annotated[
+        Literal["none", "init", "join"],
+        Option(
+            "How a node becomes a member of a cluster at its start. init: the first one of a new "
+            "cluster, on this machine. join: one more, by --cluster-token-file, with an empty "
+            "--data folder. A member stays one, whatever this says.",
+            read_choice,
+            "none|init|join",
+            choices=("none", "init", "join"),
+        ),
+    ] = "none"
+    cluster_token_file: Annotated[
+        Path | None,
+        Option(
+            "File with the token of the cluster. --cluster join reads it, --cluster init writes "
+            "it.",
+            read_file,
+            "FILE",
+        ),
+    ] = None
+    cluster_copies: Annotated[
+        int,
+        Option(
+            "Copies of each partition in a cluster that --cluster init makes.",
+            read_count,
+            "COUNT",
+            1,
+            4,
+        ),
+    ] = 3
+    node_name: Annotated[
+        str | None,
+        Option("Name of this node when it becomes a member.", read_host_or_none, "NAME"),
+    ] = None
+    rack: Annotated[
+        str | None,
+        Option(
+            "Rack of this node when it becomes a member. Copies are placed on different racks.",
+            read_host_or_none,
+            "NAME",
+        ),
+    ] = None
+    advertise_host: Annotated[
+        str | None,
+        Option(
+            "Host that clients and other nodes of a cluster use for this node, if it is not "
+            "--host.",
+            read_host_or_none,
+            "ADDRESS",
+        ),
+    ] = None
+    acknowledge: Annotated[
+        Literal["committed", "master"],
+        Option(
+            "In a cluster: when a write without a durability level is answered. committed: when "
+            "all copies in sync have it on disk. master: when this node has; a failover may lose "
+            "it.",
+            read_choice,
+            "WHEN",
+            choices=("committed", "master"),
+        ),
+    ] = "committed"
+    commit_timeout_s: Annotated[
+        float,
+        Option(
+            "In a cluster: how long an answer waits for the other copies. Then it is ambiguous.",
+            read_duration,
+            "TIME",
+            0.1,
+            3600,
+        ),
+    ] = 10.0
+    replica_lag_max_s: Annotated[
+        float,
+        Option(
+            "In a cluster: how long a copy may be behind, or silent, before writes go on without "
+            "it.",
+            read_duration,
+            "TIME",
+            0.5,
+            3600,
+        ),
+    ] = 1.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Option(

@@ -16,9 +16,10 @@ class Ports:
 
 
 class ClusterConfig:
-    """The configuration of a cluster of one node, as Couchbase clients read it.
+    """The configuration of the cluster, as Couchbase clients read it.
 
-    Call `publish` first, when all ports are known.
+    A node alone calls `publish` first, when all ports are known. A node of a cluster calls `show`
+    with each new map.
     """
 
     def __init__(self, host: str, node_id: str, bucket: str) -> None:
@@ -31,18 +32,23 @@ class ClusterConfig:
         self._global_config: bytes
 
     def publish(self, ports: Ports) -> None:
-        """Build the configuration with these ports."""
-        self._map = PartitionMap.single_node(
+        """Build the configuration of a node alone with these ports."""
+        single = PartitionMap.single_node(
             host=self._host,
             kv_port=ports.kv,
             admin_port=ports.admin,
             kv_tls_port=ports.kv_tls,
             admin_tls_port=ports.admin_tls,
         )
+        self.show(single, self._node_id)
+
+    def show(self, partition_map: PartitionMap, bucket_uuid: str) -> None:
+        """Tell clients this map from now on."""
+        self._map = partition_map
         self._bucket_config = bucket_config(
-            self._map, bucket=self.bucket, bucket_uuid=self._node_id
+            partition_map, bucket=self.bucket, bucket_uuid=bucket_uuid
         )
-        self._global_config = global_config(self._map)
+        self._global_config = global_config(partition_map)
 
     def bucket_config(self) -> bytes:
         """Return the bucket's configuration as JSON; "$HOST" stands for our address."""

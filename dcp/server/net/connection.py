@@ -18,7 +18,9 @@ from typing import Concatenate, Final, NamedTuple, ParamSpec, Protocol, cast
 from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
 from dcp.server.net.connections import Connections
+from dcp.server.net.replication_hooks import ReplicationHooks
 from dcp.server.net.sessions import Sessions
+from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.observe.slow_operations import (
@@ -68,6 +70,8 @@ class ConnectionParts(NamedTuple):
     sessions: Sessions
     meter: Meter
     refusals: RefusalLog
+    replication: ReplicationHooks | None = None
+    """None: the node is alone."""
 
 
 class _TlsTransport(Protocol):
@@ -111,7 +115,10 @@ class ClientConnection(asyncio.Protocol):
         self._sessions = parts.sessions
         self._meter = parts.meter
         self._refusals = parts.refusals
-        self._held = HeldAnswers(parts.engine)
+        self._replication = parts.replication
+        self._held = (
+            HeldAnswers(parts.engine) if parts.replication is None else parts.replication.held()
+        )
         self._outgoing: deque[bytes] = deque()
         """Data that a TLS transport, which is paused, has not taken yet."""
         self._outgoing_bytes = 0
@@ -123,7 +130,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_write_paused = False
         self._is_read_paused = False
         self._is_pump_scheduled = False
-        self._is_aborted = False
+        self._is_aborted = self._owes_map = False
         self._has_begun = False
         self._is_new = True
         """Whether it is among the newcomers."""
@@ -138,7 +145,7 @@ class ClientConnection(asyncio.Protocol):
         self.peer = ""
         self.peer_host = ""
         self.logins: PeerLogins
-        self.opened_ns = self.heard_ns = time.monotonic_ns()
+        self.opened_ns = self.heard_ns = elapsed_ns()
 
     # -- asyncio.Protocol ------------------------------------------------------------------------
 
@@ -178,7 +185,7 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Pass received bytes to the session and send its answers."""
-        self.heard_ns = time.monotonic_ns()
+        self.heard_ns = elapsed_ns()
         if not self._has_begun:
             self._has_begun = True
             if begins_text(data[0]):
@@ -187,6 +194,8 @@ class ClientConnection(asyncio.Protocol):
         try:
             if (sender := self.session.state.sender) is not None:
                 sender.heard(self.heard_ns)
+            if self._replication is not None:
+                self._replication.before_commands(self.heard_ns)
             self.session.receive(data, time.time_ns())
             self._after_commands()
         except Exception as error:  # noqa: BLE001 - a named supervision point
@@ -211,6 +220,8 @@ class ClientConnection(asyncio.Protocol):
         self._hand_over()
         self._note_unsent(has_moved=True)
         if not self._is_write_paused:
+            if self._owes_map:
+                self.tell_map()
             self._resume_session()
             self.schedule_pump()
             self._close_if_done()
@@ -226,7 +237,7 @@ class ClientConnection(asyncio.Protocol):
     def _release(self) -> None:
         ready = self._held.release()
         if ready:
-            now_ns = time.monotonic_ns()
+            now_ns = elapsed_ns()
             for batch in ready:
                 self._answered(batch.answers, (now_ns - batch.read_ns) / 1e9)
             answers = [batch.answers for batch in ready]
@@ -235,6 +246,20 @@ class ClientConnection(asyncio.Protocol):
             self._resume_session()
             self.schedule_pump()
             self._close_if_done()
+
+    @_supervised
+    def depose(self, vb_ids: tuple[int, ...]) -> None:
+        """Replace the answers that wait for a commit in partitions with another master now."""
+        self._held.depose(vb_ids)
+        self._release()
+
+    @_supervised
+    def tell_map(self) -> None:
+        """Push the newest map to a client that asked for that, when it reads."""
+        packet = self.session.state.pushed_map()
+        self._owes_map = bool(packet) and self._is_write_paused
+        if packet and not self._owes_map and not self._transport.is_closing():
+            self._write(packet)
 
     @property
     def is_stranger(self) -> bool:
@@ -252,6 +277,9 @@ class ClientConnection(asyncio.Protocol):
         self._note_unsent()
         if self._is_tls:
             self._note_received()
+        if self._held.next_expiry_ns is not None and self._held.next_expiry_ns <= now_ns:
+            self._held.expire(now_ns)
+            self._release()
         reason = self._access.overdue(self, now_ns)
         sender = self.session.state.sender
         if sender is not None and not sender.tick(now_ns):
@@ -269,7 +297,7 @@ class ClientConnection(asyncio.Protocol):
         """React to changed rights; the session has them. A stream would not check them again."""
         if self.session.state.rights is None:
             self.logins.leave()
-            self.opened_ns = time.monotonic_ns()  # as much time as a new client has to log in
+            self.opened_ns = elapsed_ns()  # as much time as a new client has to log in
             self._is_new = True
             self._connections.enter_newcomer(self)
         if self.session.state.sender is not None and not may_stream:
@@ -313,7 +341,7 @@ class ClientConnection(asyncio.Protocol):
             self._meter.answers += len(state.answers)
             data = self._held.take(state, self.heard_ns)
             if data:
-                self._answered(data, (time.monotonic_ns() - self.heard_ns) / 1e9)
+                self._answered(data, (elapsed_ns() - self.heard_ns) / 1e9)
                 self._write(data)
             else:
                 self._connections.waiting.add(self)
@@ -326,6 +354,8 @@ class ClientConnection(asyncio.Protocol):
         self._update_reading()
         if state.held_bytes or self._has_held:
             self._note_received()
+        if self._replication is not None:
+            self._replication.after_commands()
         if state.sender is not None:
             self.schedule_pump()
         if self._engine.keyspace.has_pending:
@@ -399,6 +429,8 @@ class ClientConnection(asyncio.Protocol):
         state = self.session.state
         may_go_on = not (self._held or self._is_write_paused or self._transport.is_closing())
         if state.is_full and may_go_on and not self._must_wait:
+            if self._replication is not None:
+                self._replication.before_commands(elapsed_ns())
             self.session.resume(time.time_ns())
             self._after_commands()
         else:

@@ -31,6 +31,12 @@ class OpenConnection(GuardedConnection, Holder, Protocol):
     def release(self) -> bool:
         """Send the answers that may leave after a commit; return whether any still wait."""
 
+    def depose(self, vb_ids: tuple[int, ...]) -> None:
+        """Replace the answers that wait for a commit in partitions with another master now."""
+
+    def tell_map(self) -> None:
+        """Push the newest map to a client that asked for that."""
+
     def tick(self, now_ns: int) -> None:
         """Let time pass; monotonic nanoseconds."""
 
@@ -104,6 +110,11 @@ class Connections:
             self.waiting = {connection for connection in waiting if connection.release()} | (
                 self.waiting - waiting
             )
+
+    def tell_map(self) -> None:
+        """Push the newest map to all clients that asked for that."""
+        for connection in self:
+            connection.tell_map()
 
     def tick(self, now_ns: int) -> None:
         """Let time pass; monotonic nanoseconds."""

@@ -12,6 +12,7 @@ from typing import Final
 from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
 from dcp.server.config.sources import is_loopback
+from dcp.server.net.replication_hooks import ReplicationHooks
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
@@ -45,7 +46,9 @@ class Sessions:
         *,
         prefixes: PrefixCounts,
         on_failure: Callable[[Exception], None],
+        replication: ReplicationHooks | None = None,
     ) -> None:
+        """`replication` None: the node is alone."""
         self._engine = engine
         self._hub = hub
         self._facts = facts
@@ -57,9 +60,11 @@ class Sessions:
         self._refusals = refusals
         self._on_failure = on_failure
         self._prefixes = prefixes
+        self._replication = replication
 
     def new_state(self, peer_host: str, logins: PeerLogins) -> SessionState:
         """Return the state of a new session for a peer."""
+        replication = self._replication
         return SessionState(
             engine=self._engine,
             hub=self._hub,
@@ -71,6 +76,9 @@ class Sessions:
             faults=self._faults,
             scans=self._scans,
             prefixes=self._prefixes,
+            replication=None if replication is None else replication.port,
+            has_replicas=replication is not None,
+            acknowledges_as_master=replication is not None and replication.acknowledges_as_master,
         )
 
     def new_console_state(self) -> SessionState:

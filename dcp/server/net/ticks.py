@@ -7,11 +7,11 @@ others run.
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Final
 
 from dcp.server.access.access import Access
 from dcp.server.net.connections import Connections
+from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.housekeeping import Housekeeping
 from dcp.server.observe.refusal_log import RefusalLog
 from vbucket.engine.read_view import Views
@@ -41,7 +41,7 @@ class Upkeep:
     def start(self) -> None:
         """Run now, and repeatedly until `stop`."""
         self._next = asyncio.get_running_loop().call_later(TICK_S, self.start)
-        now_ns = time.monotonic_ns()
+        now_ns = elapsed_ns()
         step = self._housekeeping.step
         self._connections.tick(now_ns)
         step("access", lambda: self._access.tick(self._connections))

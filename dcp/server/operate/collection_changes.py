@@ -17,6 +17,7 @@ from vbucket.model.manifest import (
     UnknownScopeError,
 )
 
+Share = Callable[[Callable[[Manifest], Manifest]], Awaitable[Manifest]]
 _NOT_FOUND: Final = (UnknownScopeError, UnknownCollectionIdError)
 
 
@@ -36,10 +37,14 @@ class Collections:
         engine: Engine,
         until_synced: Callable[[int], Awaitable[None]],
         log_event: Callable[..., None],
+        *,
+        share: Share | None = None,
     ) -> None:
+        """`share` changes the list of the whole cluster; None: the node is alone."""
         self._engine = engine
         self._until_synced = until_synced
         self._log_event = log_event
+        self._share = share
 
     def manifest(self) -> dict[str, Any]:
         """Return the committed manifest as JSON."""
@@ -74,12 +79,15 @@ class Collections:
         if engine.write_refusal:
             raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, engine.write_refusal)
         try:
-            after = change(engine.keyspace.manifest)
+            if self._share is not None:
+                after = await self._share(change)
+            else:
+                after = change(engine.keyspace.manifest)
+                engine.keyspace.set_manifest(after)
         except ManifestError as error:
             is_unknown = isinstance(error, _NOT_FOUND)
             status = HTTPStatus.NOT_FOUND if is_unknown else HTTPStatus.BAD_REQUEST
             raise CollectionsRefusedError(status, str(error)) from error
-        engine.keyspace.set_manifest(after)
         await self._until_synced(engine.keyspace.manifest_group)
         self._log_event(event, path=path, manifest_uid=after.uid)
         return after.uid

@@ -16,6 +16,7 @@ import msgspec
 
 from dcp.core.groups import EndReasons
 from dcp.server.net.connections import Connections, OpenConnection
+from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.operate.reports import (
@@ -225,7 +226,7 @@ class Operations:
 
     def streams(self, choice: StreamChoice) -> list[StreamRow]:
         """Return the state of the chosen streams."""
-        now_ns = time.monotonic_ns()
+        now_ns = elapsed_ns()
         parts = self._engine.partitions
         return [
             StreamRow(

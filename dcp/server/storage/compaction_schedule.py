@@ -37,6 +37,7 @@ from dcp.stream.active_stream import ActiveStream
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import EndReason
 from vbucket.engine.engine import Engine
+from vbucket.engine.partition import VbState
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.upkeep.compaction import SliceReport
 from vbucket.upkeep.retention import FloorStep, Windows
@@ -122,6 +123,8 @@ class Compaction:
         self._planned_s = 0.0
         self._planned_group = 0
         """The last merged group at the last plan."""
+        self._followed: dict[int, tuple[int, int, int]] = {}
+        """Partition of another master -> version and floors that it was compacted to."""
         self._damaged: set[int] = set()
         """Unreadable partitions that were logged."""
 
@@ -201,13 +204,29 @@ class Compaction:
         """Raise floors as far as allowed; note what to compact, and what must wait."""
         now_s = time.monotonic()
         for first in range(0, len(steps), RAISED_AT_ONCE):
-            for step in steps[first : first + RAISED_AT_ONCE]:
+            for planned in steps[first : first + RAISED_AT_ONCE]:
+                step = self._as_master_says(planned)
+                if step is None:
+                    continue
                 for stream in self._floors.raise_(step, is_repeated=is_repeated):
                     if self._standing.get(stream, (0, 0.0))[0] != stream.next_seqno:
                         self._standing[stream] = (stream.next_seqno, now_s)
             if self._engine.keyspace.has_pending:
                 self._kick()
             await asyncio.sleep(0)
+
+    def _as_master_says(self, step: FloorStep) -> FloorStep | None:
+        """Return the step as far as this node decides: a replica has its floors from its master,
+        and compacts up to them, once. None: there is nothing to do.
+        """
+        part = self._engine.partitions[step.vb_id]
+        if not part.has_copies or part.state == VbState.ACTIVE:
+            return step
+        floors = part.vb_uuid, part.history_floor, part.purge_seqno
+        if not part.history_floor or self._followed.get(step.vb_id) == floors:
+            return None
+        self._followed[step.vb_id] = floors
+        return FloorStep(step.vb_id, *floors)
 
     def _end_what_stands_still(self, now_s: float) -> None:
         for stream, (seqno, since_s) in tuple(self._standing.items()):

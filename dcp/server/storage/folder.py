@@ -3,6 +3,7 @@
     data/
       dcpd-folder   marker: what this folder is, and its format version
       lock          flock'ed by the server (and inherited by its store process); holds the pid
+      cluster.json  of a node of a cluster only (dcp.server.cluster.cluster_file)
       log/          segments (vbucket.log.device_files)
       store/        LMDB (vbucket.store.environment_lmdb)
 
@@ -26,6 +27,8 @@ from vbucket.log.device_files import sync_folder
 FOLDER_FORMAT_VERSION: Final = 1
 MARKER_NAME: Final = "dcpd-folder"
 LOCK_NAME: Final = "lock"
+CLUSTER_FILE: Final = "cluster.json"
+"""There only in the folder of a node of a cluster (dcp.server.cluster.cluster_file)."""
 ORPHAN_WAIT_S: Final = 5.0
 """How long the store process of a killed server may take to notice that and end."""
 _POLL_S: Final = 0.02

@@ -1,0 +1,250 @@
+"""dcpctl cluster init, join, token, status, map, demo: clusters over the admin API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import click
+
+from clients.cli.admin_api import AdminClient
+from clients.cli.dcpctl import Target, help_text, with_target
+from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.errors import ConnectError, ConnectionLostError, DcpdError, OperationTimeoutError
+from clients.kv.sync_client import SyncKv
+
+STATUS_PATH: Final = "/api/v1/cluster/status"
+POLL_S: Final = 0.1
+_NODE_COLUMNS: Final = (
+    ("name", "node"),
+    ("address", "address"),
+    ("rack", "rack"),
+    ("is_alive", "up"),
+    ("masters", "master of"),
+    ("in_sync", "in sync"),
+    ("filling", "filling"),
+    ("copies", "copies"),
+)
+_MAP_COLUMNS: Final = (
+    ("vb", "vbucket"),
+    ("master", "master"),
+    ("in_sync", "in sync"),
+    ("copies", "copies"),
+    ("epoch", "epoch"),
+)
+"""Name in JSON, heading."""
+
+
+@click.group(
+    help=help_text(
+        "Make clusters of nodes, and see how they are.",
+        "dcpctl cluster init --copies 3",
+        "dcpctl --server 127.0.0.1:11220 cluster join --token TOKEN",
+        "dcpctl cluster status",
+        "dcpctl cluster map",
+        "dcpctl cluster demo",
+    )
+)
+def cluster() -> None:
+    """Make clusters of nodes, and see how they are."""
+
+
+def _admin(target: Target) -> AdminClient:
+    """Return a client for the admin port of the node that was named."""
+    with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
+        nodes = kv.topology().nodes
+    port = target.address.port
+    return AdminClient(target, next((node for node in nodes if node.kv_port == port), nodes[0]))
+
+
+@cluster.command(
+    help=help_text(
+        "Make a running node, with its data, the first one of a new cluster. It prints the token"
+        " that other nodes join with. The node's connections end, and it is back at once.",
+        "dcpctl cluster init",
+        "dcpctl cluster init --copies 2 --name a",
+    )
+)
+@click.option("--copies", type=int, default=3, show_default=True, help="Copies of each partition.")
+@click.option(
+    "--min-in-sync", type=int, metavar="N",
+    help="Copies that must be in sync for a write. Default: a majority.",
+)  # fmt: skip
+@click.option(
+    "--meta", default="embedded", show_default=True, metavar="URL",
+    help="Metadata store. embedded: in this node, for nodes of this machine.",
+)  # fmt: skip
+@click.option("--name", default="", help="Name of the node.")
+@click.option("--rack", default="", help="Its rack.")
+@with_target
+def init(*, target: Target, **wanted: Any) -> None:
+    """Make a cluster."""
+    admin = _admin(target)
+    body = {name: value for name, value in wanted.items() if value not in {None, ""}}
+    answer = admin.request("POST", "/api/v1/cluster/init", body)
+    _wait(admin, target, lambda status: status["served_here"] == status["partitions"])
+    _tell_token(target, answer)
+
+
+@cluster.command(
+    help=help_text(
+        "Make a running node one more member. It must hold no document.",
+        "dcpctl --server 127.0.0.1:11220 cluster join --token TOKEN --name b",
+    )
+)
+@click.option("--token", required=True, help="Printed by init, and by dcpctl cluster token.")
+@click.option("--name", default="", help="Name of the node.")
+@click.option("--rack", default="", help="Its rack.")
+@with_target
+def join(*, target: Target, **wanted: Any) -> None:
+    """Join a cluster."""
+    admin = _admin(target)
+    body = {name: value for name, value in wanted.items() if value}
+    answer = admin.request("POST", "/api/v1/cluster/join", body)
+    status = _wait(
+        admin, target,
+        lambda status: any(
+            node["name"] == status["node"] and node["is_alive"] for node in status["nodes"]
+        ),
+    )  # fmt: skip
+    if target.output_or("plain") == "json":
+        write_json(answer)
+    else:
+        write_raw(f"{status['node']} is in cluster {answer['cluster']}\n".encode())
+
+
+@cluster.command(help=help_text("Print the token for new members.", "dcpctl cluster token"))
+@with_target
+def token(*, target: Target) -> None:
+    """Print the token."""
+    _tell_token(target, _admin(target).request("POST", "/api/v1/cluster/token", {}))
+
+
+def _tell_token(target: Target, answer: dict[str, Any]) -> None:
+    if target.output_or("plain") == "json":
+        write_json(answer)
+    else:
+        write_raw(f"{answer['token']}\n".encode())
+
+
+def _wait(
+    admin: AdminClient, target: Target, is_so: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
+    """Return the status once the node is back and says so."""
+    deadline_s = time.monotonic() + max(target.timeout_s, 1.0)
+    last = "it is not back yet"
+    while time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+        try:
+            status: dict[str, Any] = admin.request("GET", STATUS_PATH)
+        except (ConnectError, ConnectionLostError, OperationTimeoutError) as error:
+            last = str(error)
+            continue
+        except DcpdError as error:
+            last = str(error)
+            continue
+        if status["cluster"] and is_so(status):
+            return status
+        last = "; ".join(status["problems"]) or last
+    raise OperationTimeoutError(
+        f"the node is a member, and does not take part yet: {last}",
+        hint="dcpctl cluster status says more; --timeout waits longer.",
+    )
+
+
+@cluster.command(
+    help=help_text(
+        "Show the nodes, and what is wrong.",
+        "dcpctl cluster status",
+        "dcpctl cluster status -o json",
+    )
+)
+@with_target
+def status(*, target: Target) -> None:
+    """Show the nodes."""
+    found = _admin(target).request("GET", STATUS_PATH)
+    mode = target.output_or("table" if is_terminal() else "plain")
+    if mode == "json":
+        write_json(found)
+        return
+    if not found["cluster"]:
+        write_raw(b"this node is alone; dcpctl cluster init makes it the first one of a cluster\n")
+        return
+    sizes = ", ".join(f"{count} with {size}" for size, count in found["in_sync_sizes"].items())
+    write_raw(
+        f"cluster {found['cluster']}: {found['copies']} copies; in sync: {sizes or 'not known'}; "
+        f"coordinator {found['coordinator'] or 'none'}; store {found['store']['url']}\n".encode()
+    )
+    rows = [[_shown(node[name]) for name, _ in _NODE_COLUMNS] for node in found["nodes"]]
+    write_rows(mode, _NODE_COLUMNS, rows)
+    for problem in found["problems"]:
+        write_raw(f"! {problem}\n".encode())
+
+
+@cluster.command(
+    "map",
+    help=help_text(
+        "Show each partition's master and copies.",
+        "dcpctl cluster map",
+        "dcpctl cluster map -o json",
+    ),
+)
+@with_target
+def map_(*, target: Target) -> None:
+    """Show the map."""
+    rows = _admin(target).request("GET", "/api/v1/cluster/map")
+    mode = target.output_or("table" if is_terminal() else "plain")
+    if mode == "json":
+        for row in rows:
+            write_json(row)
+        return
+    write_rows(
+        mode, _MAP_COLUMNS, [[_shown(row[name]) for name, _ in _MAP_COLUMNS] for row in rows]
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+@cluster.command(
+    help=help_text(
+        "Start a cluster on this machine, for trying out. It runs until Ctrl-C.",
+        "dcpctl cluster demo",
+        "dcpctl cluster demo --nodes 5 --data demo",
+    )
+)
+@click.option("--nodes", type=click.IntRange(1, 9), default=3, show_default=True)
+@click.option("--copies", type=click.IntRange(1, 4), default=3, show_default=True)
+@click.option(
+    "--data", "folder", default="dcpd-demo", show_default=True, metavar="DIR",
+    help="Folder of all nodes. It stays, and the next demo goes on with it.",
+)  # fmt: skip
+@with_target
+def demo(*, target: Target, nodes: int, copies: int, folder: str) -> None:
+    """Start a cluster on this machine."""
+    from clients.cli.cluster_demo import run_demo
+
+    run_demo(folder, nodes, copies, timeout_s=target.timeout_s)
+
+
+def _signal_command(action: str, summary: str) -> None:
+    @cluster.command(
+        action, help=help_text(f"{summary} Only of a demo.", f"dcpctl cluster {action} n2")
+    )
+    @click.argument("node")
+    @click.option("--data", "folder", default="dcpd-demo", show_default=True, metavar="DIR")
+    def send(node: str, folder: str) -> None:
+        from clients.cli.cluster_demo import signal_node
+
+        signal_node(folder, node, action)
+
+
+_signal_command("kill", "Kill a node (SIGKILL).")
+_signal_command("pause", "Freeze a node (SIGSTOP).")
+_signal_command("resume", "Let a frozen node go on (SIGCONT).")

@@ -1,0 +1,113 @@
+"""Routes about the cluster of the node (docs/clusters.md).
+
+    POST /api/v1/cluster/init     make this node the first member of a new cluster
+    POST /api/v1/cluster/join     make it one more member
+    POST /api/v1/cluster/token    the token for new members
+    GET  /api/v1/cluster/status   nodes, copies, what is wrong
+    GET  /api/v1/cluster/map      the record of each partition
+
+The first two restart the node in its process: connections end, and it listens again at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from dcp.server.admin.answers import AdminError, RouteSpec, json_answer, read_body
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from dcp.server.cluster.cluster_operations import ClusterOperations
+
+
+class InitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What POST init takes."""
+
+    copies: int = 3
+    min_in_sync: int | None = None
+    meta: str = "embedded"
+    name: str = ""
+    rack: str = ""
+
+
+class JoinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What POST join takes."""
+
+    token: str
+    name: str = ""
+    rack: str = ""
+
+
+class TokenAnswer(msgspec.Struct, frozen=True):
+    """The token for new members. Whoever has it can become one."""
+
+    token: str
+
+
+class JoinAnswer(msgspec.Struct, frozen=True):
+    """The id of the cluster that the node is in now."""
+
+    cluster: str
+
+
+_T = TypeVar("_T")
+
+
+def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
+    """Return the routes. `commands` is called for each request: a node alone has nothing of it
+    in memory before.
+    """
+
+    async def init(request: Request) -> Response:
+        body = await read_body(request, InitRequest)
+        done = commands().init(
+            copies=body.copies, min_in_sync=body.min_in_sync, meta=body.meta, name=body.name,
+            rack=body.rack,
+        )  # fmt: skip
+        return json_answer(TokenAnswer(await _settled(done, "the cluster was not made")))
+
+    async def join(request: Request) -> Response:
+        body = await read_body(request, JoinRequest)
+        done = commands().join(token=body.token, name=body.name, rack=body.rack)
+        return json_answer(JoinAnswer(await _settled(done, "the node did not join")))
+
+    async def token(_request: Request) -> Response:
+        text = await _settled(_called(commands().token), "there is no token")
+        return json_answer(TokenAnswer(text))
+
+    async def status(_request: Request) -> Response:
+        return json_answer(commands().status())
+
+    async def map_(_request: Request) -> Response:
+        return json_answer(await _settled(_called(commands().map), "there is no map"))
+
+    return [
+        RouteSpec("POST", "/api/v1/cluster/init", init),
+        RouteSpec("POST", "/api/v1/cluster/join", join),
+        RouteSpec("POST", "/api/v1/cluster/token", token),
+        RouteSpec("GET", "/api/v1/cluster/status", status),
+        RouteSpec("GET", "/api/v1/cluster/map", map_),
+    ]
+
+
+async def _called(ask: Callable[[], _T]) -> _T:
+    return ask()
+
+
+async def _settled(done: Awaitable[_T], what: str) -> _T:
+    """Return what a command returns, or answer why it is refused."""
+    from dcp.server.cluster.enrolment import EnrolmentError
+
+    try:
+        return await done
+    except EnrolmentError as error:
+        why, _, try_this = str(error).partition(". ")
+        raise AdminError(
+            HTTPStatus.CONFLICT, what, why=why, try_this=try_this or "dcpctl cluster status"
+        ) from error

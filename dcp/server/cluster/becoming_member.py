@@ -1,0 +1,155 @@
+"""Makes a node a member of a cluster: by a command on a running node, or by settings at its start.
+
+The node runs alone until its folder has cluster.json. Who calls it restarts the node then, or goes
+on with its start.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from dcp.cluster.cluster_records import MemberRecord
+from dcp.server.access.users import Users
+from dcp.server.cluster.cluster_file import (
+    SECRET_BYTES,
+    ClusterFile,
+    ClusterToken,
+    TokenError,
+    read_cluster_file,
+    write_cluster_file,
+)
+from dcp.server.cluster.enrolment import (
+    EnrolmentError,
+    NewCluster,
+    check_name,
+    check_new,
+    found_cluster,
+    join_cluster,
+)
+from dcp.server.cluster.membership_of_node import address_of, cluster_refusal
+from dcp.server.cluster.meta_access import EMBEDDED, MetaAccess, MetaAccessError, MetaUrlError
+from dcp.server.config.settings import Settings
+from dcp.server.net.cluster_config import Ports
+from dcp.server.observe.event_log import EventLog
+from dcp.server.storage.folder import FolderError
+from vbucket.engine.engine import Engine
+
+CLUSTER_ID_BYTES = 16
+
+
+class NewMember(NamedTuple):
+    """A node that becomes a member."""
+
+    engine: Engine
+    member: str
+    """The id of its data folder."""
+    data_dir: Path
+    settings: Settings
+    ports: Ports
+    users: Users
+    log: EventLog
+
+    def name_or(self, name: str) -> str:
+        """Return the node's name: the one given, that of the settings, or one of its id."""
+        return name or self.settings.node_name or f"node-{self.member[:8]}"
+
+    def record(self, name: str, rack: str) -> MemberRecord:
+        """Return the record of the member. Its start corrects ports that are not known yet."""
+        ports = self.ports
+        return MemberRecord(
+            member=self.member, address=address_of(self.settings, ports.kv or self.settings.port),
+            name=name, rack=rack, admin_port=ports.admin, kv_tls_port=ports.kv_tls,
+            admin_tls_port=ports.admin_tls,
+        )  # fmt: skip
+
+
+async def init_cluster(
+    newcomer: NewMember,
+    wanted: NewCluster,
+    *,
+    meta: str = EMBEDDED,
+    name: str = "",
+    rack: str = "",
+) -> ClusterToken:
+    """Make a node with its data the first member of a new cluster. Raises EnrolmentError."""
+    check_new(wanted)
+    name, rack = newcomer.name_or(name), rack or newcomer.settings.rack or ""
+    _check(newcomer, name)
+    content = ClusterFile(
+        cluster=secrets.token_hex(CLUSTER_ID_BYTES), meta=meta, owns_store=meta == EMBEDDED,
+        secret=secrets.token_urlsafe(SECRET_BYTES), name=name, rack=rack,
+        min_in_sync=wanted.min_in_sync,
+    )  # fmt: skip
+    access = await _opened(content, newcomer)
+    try:
+        content = msgspec.structs.replace(content, meta=access.url)
+        record = newcomer.record(name, rack)
+        await found_cluster(
+            access.meta, content.root, newcomer.engine, record, wanted, newcomer.users.text
+        )
+    finally:
+        await access.close()
+    _write(newcomer.data_dir, content)
+    return token_of(content)
+
+
+async def join_by_token(
+    newcomer: NewMember, text: str, *, name: str = "", rack: str = ""
+) -> ClusterFile:
+    """Make a node one more member. Raises EnrolmentError."""
+    try:
+        token = ClusterToken.from_text(text)
+    except TokenError as error:
+        raise EnrolmentError(str(error)) from None
+    name, rack = newcomer.name_or(name), rack or newcomer.settings.rack or ""
+    _check(newcomer, name)
+    content = ClusterFile(
+        cluster=token.cluster, meta=token.meta, secret=token.secret, name=name, rack=rack
+    )
+    access = await _opened(content, newcomer)
+    try:
+        record = newcomer.record(name, rack)
+        cluster = await join_cluster(access.meta, content.root, newcomer.engine, record)
+    finally:
+        await access.close()
+    content = msgspec.structs.replace(content, min_in_sync=cluster.min_in_sync)
+    _write(newcomer.data_dir, content)
+    return content
+
+
+def token_of(content: ClusterFile) -> ClusterToken:
+    """Return the token for new members."""
+    return ClusterToken(cluster=content.cluster, meta=content.meta, secret=content.secret)
+
+
+def _check(newcomer: NewMember, name: str) -> None:
+    check_name(name)
+    try:
+        present = read_cluster_file(newcomer.data_dir)
+    except FolderError as error:
+        raise EnrolmentError(str(error)) from None
+    if present is not None:
+        raise EnrolmentError(
+            f"this node is a member already, {present.name!r} of cluster {present.cluster}. To "
+            "make it a member of another one, start it with an empty --data folder"
+        )
+    if why := cluster_refusal(newcomer.settings):
+        raise EnrolmentError(why)
+
+
+async def _opened(content: ClusterFile, newcomer: NewMember) -> MetaAccess:
+    try:
+        return await MetaAccess.open(content, newcomer.data_dir, newcomer.log)
+    except (MetaAccessError, MetaUrlError) as error:
+        raise EnrolmentError(str(error)) from None
+
+
+def _write(data_dir: Path, content: ClusterFile) -> None:
+    try:
+        write_cluster_file(data_dir, content)
+    except OSError as error:
+        raise EnrolmentError(f"cluster.json cannot be written: {error.strerror}") from error

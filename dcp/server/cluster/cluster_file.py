@@ -1,0 +1,133 @@
+"""What a data folder knows of its cluster: the file cluster.json. Also the token for new members.
+
+The file is written when the node becomes a member, and at each start, before the node speaks to
+anybody: each process of a member has a higher incarnation than all before it.
+"""
+
+from __future__ import annotations
+
+import time
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from binascii import Error as Base64Error
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dcp.server.access.users_file import replace_file
+from dcp.server.storage.folder import CLUSTER_FILE, FolderError
+
+FORMAT: Final = 1
+KEYS_PREFIX: Final = b"/dcpd/"
+"""Below this all clusters have their keys in the metadata store."""
+SECRET_BYTES: Final = 32
+TOKEN_PREFIX: Final = "dcpd-cluster-"  # noqa: S105 - marks tokens, and is none
+
+
+class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """See the module."""
+
+    format: int = FORMAT
+    cluster: str
+    """The cluster's id."""
+    meta: str
+    """URL of the metadata store."""
+    owns_store: bool = False
+    """Whether the embedded metadata store is in this folder."""
+    secret: str
+    """What nodes of this cluster log in with at each other."""
+    name: str
+    """The node's name."""
+    rack: str = ""
+    min_in_sync: int | None = None
+    incarnation: int = 0
+
+    @property
+    def root(self) -> bytes:
+        """The prefix of the cluster's keys in the metadata store."""
+        return KEYS_PREFIX + f"{self.cluster}/".encode()
+
+
+class TokenError(Exception):
+    """A token cannot be used; the text says why."""
+
+
+class ClusterToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a new member needs to know. Whoever has it can become a member."""
+
+    format: int = FORMAT
+    cluster: str
+    meta: str
+    secret: str
+
+    def to_text(self) -> str:
+        """Return the token as one word."""
+        return TOKEN_PREFIX + urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
+
+    @classmethod
+    def from_text(cls, text: str) -> ClusterToken:
+        """Read a token. Raises TokenError."""
+        word = text.strip()
+        try:
+            if not word.startswith(TOKEN_PREFIX):
+                raise ValueError(f"it does not begin with {TOKEN_PREFIX}")
+            encoded = word.removeprefix(TOKEN_PREFIX)
+            raw = urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
+            token = msgspec.json.decode(raw, type=cls)
+        except (ValueError, Base64Error, msgspec.DecodeError) as error:
+            raise TokenError(
+                f"this is no token of a cluster: {error}. `dcpctl cluster token` on a member "
+                "prints it"
+            ) from None
+        if token.format != FORMAT:
+            raise TokenError(
+                f"the token has format {token.format}, this dcpd reads format {FORMAT}; use the "
+                "version of dcpd that the cluster runs"
+            )
+        return token
+
+
+def read_cluster_file(data_dir: Path) -> ClusterFile | None:
+    """Return what a folder knows of its cluster; None: it belongs to none. Raises FolderError."""
+    path = data_dir / CLUSTER_FILE
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise FolderError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        found = msgspec.json.decode(raw, type=ClusterFile)
+    except msgspec.DecodeError as error:
+        raise FolderError(
+            f"{path}: cannot be read: {error}. Without it the folder must not be served, because "
+            "it may be one of several copies. Restore the file"
+        ) from error
+    if found.format != FORMAT:
+        raise FolderError(
+            f"{path}: it has format {found.format}, this dcpd reads format {FORMAT}; use the "
+            "version of dcpd that wrote it"
+        )
+    return found
+
+
+def write_cluster_file(data_dir: Path, content: ClusterFile) -> None:
+    """Make a folder the one of a member. Durable when it returns. Raises OSError."""
+    raw = msgspec.json.format(msgspec.json.encode(content), indent=2)
+    replace_file(data_dir / CLUSTER_FILE, raw + b"\n")
+
+
+def begin_incarnation(data_dir: Path, content: ClusterFile) -> ClusterFile:
+    """Return the content with the incarnation of this process, which is on disk then. Raises
+    FolderError.
+    """
+    # The time keeps two copies of a folder apart: the one that starts later has the higher number.
+    incarnation = max(content.incarnation + 1, time.time_ns() // 1_000_000)
+    begun = msgspec.structs.replace(content, incarnation=incarnation)
+    try:
+        write_cluster_file(data_dir, begun)
+    except OSError as error:
+        raise FolderError(
+            f"{data_dir / CLUSTER_FILE}: cannot be written: {error.strerror}"
+        ) from error
+    return begun

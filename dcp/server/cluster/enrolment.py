@@ -1,0 +1,194 @@
+"""How a node becomes a member: the first one of a new cluster, or one more.
+
+    init    writes the cluster, this member and a record for each partition, then the folder's file
+    join    checks that the folder holds no document, writes this member, then the folder's file
+
+The node runs alone meanwhile. It restarts afterwards, and then serves what the map gives it.
+
+Invariants
+- the folder's file is written last: a node that is interrupted before is still alone, and what it
+  wrote in the store is under a cluster id that nobody uses;
+- a folder with documents never joins: its partitions would be cut back to those of the cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from dcp.cluster.cluster_keys import MEMBER_ID, ClusterKeys, KeyKind
+from dcp.cluster.cluster_records import (
+    ClusterRecord,
+    ManifestRecord,
+    MemberRecord,
+    RecordUnreadableError,
+    StoredPartition,
+    UsersRecord,
+    decode_record,
+    encode_partition,
+    encode_record,
+)
+from dcp.cluster.metastore import (
+    TXN_OPERATIONS_MAX,
+    MetaStore,
+    Put,
+    Range,
+    RangeResult,
+    StoreRequest,
+    StoreResult,
+    Txn,
+    TxnResult,
+    if_absent,
+)
+from failover.replication_record import ReplicationRecord
+from vbucket.engine.engine import Engine
+from vbucket.engine.partition import Partition
+
+ANSWER_S: Final = 5.0
+"""How long the metadata store may take for one request."""
+COPIES_MAX: Final = 4
+"""A master and three replicas: clients know no more."""
+
+
+class EnrolmentError(Exception):
+    """The node does not become a member; the text says why and what to try. Nothing is changed."""
+
+
+class NewCluster(NamedTuple):
+    """What an operator decides about a new cluster."""
+
+    copies: int
+    min_in_sync: int | None
+
+
+async def ask(meta: MetaStore, request: StoreRequest) -> StoreResult:
+    """Send a request to the store and return its result. Raises EnrolmentError."""
+    answered: asyncio.Future[StoreResult] = asyncio.get_running_loop().create_future()
+
+    def done(result: StoreResult) -> None:
+        if not answered.done():
+            answered.set_result(result)
+
+    meta.submit(request, done)
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return await answered
+    except TimeoutError:
+        raise EnrolmentError(
+            f"the metadata store did not answer within {ANSWER_S:g} s; check that it runs"
+        ) from None
+
+
+def check_new(wanted: NewCluster) -> None:
+    """Raises EnrolmentError if a cluster cannot have these numbers."""
+    if not 1 <= wanted.copies <= COPIES_MAX:
+        raise EnrolmentError(f"{wanted.copies} copies are not possible; 1 to {COPIES_MAX} are")
+    if wanted.min_in_sync is not None and not 1 <= wanted.min_in_sync <= wanted.copies:
+        raise EnrolmentError(
+            f"min in-sync {wanted.min_in_sync} is not possible with {wanted.copies} copies; 1 to "
+            f"{wanted.copies} are"
+        )
+
+
+def check_name(name: str) -> None:
+    """Raises EnrolmentError if a node cannot have this name."""
+    if not MEMBER_ID.fullmatch(name):
+        raise EnrolmentError(
+            f"the name {name!r} is not possible: 1 to 64 letters, digits, dots, dashes or "
+            "underscores are"
+        )
+
+
+async def found_cluster(
+    meta: MetaStore,
+    root: bytes,
+    engine: Engine,
+    member: MemberRecord,
+    wanted: NewCluster,
+    users: bytes,
+) -> None:
+    """Write the records of a new cluster whose only member is this node. Raises EnrolmentError."""
+    keys = ClusterKeys(root)
+    cluster = ClusterRecord(copies=wanted.copies, min_in_sync=wanted.min_in_sync)
+    manifest = engine.keyspace.manifest
+    puts = [
+        Put(keys.cluster, encode_record(cluster)),
+        Put(keys.manifest, encode_record(ManifestRecord.of(manifest))),
+        Put(keys.users, encode_record(UsersRecord(text=users.decode()))),
+        *_member_puts(keys, member),
+        *(_partition_put(keys, member.member, part) for part in engine.partitions),
+    ]
+    for first in range(0, len(puts), TXN_OPERATIONS_MAX):
+        await _put_new(meta, puts[first : first + TXN_OPERATIONS_MAX])
+
+
+async def join_cluster(
+    meta: MetaStore, root: bytes, engine: Engine, member: MemberRecord
+) -> ClusterRecord:
+    """Write this node as one more member; return what holds for the cluster. Raises
+    EnrolmentError.
+    """
+    documents = sum(part.item_count for part in engine.partitions)
+    if documents:
+        raise EnrolmentError(
+            f"this node holds {documents} documents, and joining would remove them. Start it with "
+            "an empty --data folder; to keep the documents, make this node the first one with "
+            "`dcpctl cluster init`, or load them into the cluster from a backup"
+        )
+    if engine.keyspace.manifest.uid:
+        raise EnrolmentError(
+            "this node has collections of its own, and the cluster has others. Start it with an "
+            "empty --data folder"
+        )
+    keys = ClusterKeys(root)
+    found = await ask(meta, Range(keys.cluster))
+    if not isinstance(found, RangeResult):
+        raise EnrolmentError(f"the metadata store does not answer: {found}")
+    if not found.items:
+        raise EnrolmentError(
+            "the metadata store has no such cluster. The token is of another store, or of a "
+            "cluster that is gone; get a new one with `dcpctl cluster token` on a member"
+        )
+    try:
+        cluster = decode_record(found.items[0], ClusterRecord)
+    except RecordUnreadableError as error:
+        raise EnrolmentError(str(error)) from None
+    await _put_new(meta, _member_puts(keys, member))
+    return cluster
+
+
+def _member_puts(keys: ClusterKeys, member: MemberRecord) -> list[Put]:
+    """Return the member, and its name, which no other member may have."""
+    return [
+        Put(keys.of_name(member.name), member.member.encode()),
+        Put(keys.of_member(KeyKind.MEMBER, member.member), encode_record(member)),
+    ]
+
+
+def _partition_put(keys: ClusterKeys, member: str, part: Partition) -> Put:
+    """Return the record of a partition whose only copy is here, with a master to be elected.
+
+    So this member becomes master under an epoch above all that the partition has seen.
+    """
+    record = ReplicationRecord((member,), frozenset((member,)), max(1, part.leader_epoch))
+    stored = StoredPartition(record, f"{member}.init")
+    return Put(keys.of_partition(KeyKind.PARTITION, part.vb_id), encode_partition(stored))
+
+
+async def _put_new(meta: MetaStore, puts: Iterable[Put]) -> None:
+    """Write keys that do not exist yet. Raises EnrolmentError."""
+    puts = tuple(puts)
+    compares = tuple(if_absent(put.key) for put in puts)
+    result = await ask(meta, Txn(compares, puts, tuple(Range(put.key) for put in puts)))
+    if not isinstance(result, TxnResult):
+        raise EnrolmentError(f"the metadata store does not answer: {result}")
+    if result.succeeded:
+        return
+    for put, read in zip(puts, result.ranges, strict=True):
+        if read.items and read.items[0].value != put.value:
+            key = put.key.decode("utf-8", "replace")
+            raise EnrolmentError(
+                f"{key} is there already: another member has this name, or this folder is a copy "
+                "of a member's. Choose another --name, or start with an empty --data folder"
+            )

@@ -1,0 +1,63 @@
+"""The start of a node of a cluster: its folder's file, or the settings, and the metadata store.
+
+The settings `cluster` and `cluster_token_file` make a node a member before it listens, so that it
+never takes a write of its own. Once the folder has cluster.json, they are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from dcp.server.access.users_file import replace_file
+from dcp.server.cluster.becoming_member import NewMember, init_cluster, join_by_token
+from dcp.server.cluster.cluster_file import ClusterFile
+from dcp.server.cluster.enrolment import EnrolmentError, NewCluster
+from dcp.server.cluster.membership_of_node import begun_identity
+from dcp.server.cluster.meta_access import MetaAccess, MetaAccessError, MetaUrlError
+from dcp.server.config.settings import Settings
+from dcp.server.storage.folder import CLUSTER_FILE, FolderError
+
+
+async def entered(
+    newcomer: NewMember, open_meta: Callable[[ClusterFile], MetaAccess] | None = None
+) -> tuple[ClusterFile, MetaAccess]:
+    """Return what the folder knows of its cluster, and the open metadata store. Raises
+    FolderError.
+    """
+    if not (newcomer.data_dir / CLUSTER_FILE).exists():
+        try:
+            await _enrol(newcomer, newcomer.settings)
+        except EnrolmentError as error:
+            raise FolderError(f"this node does not become a member: {error}") from error
+    identity = begun_identity(newcomer.data_dir, newcomer.settings)
+    if open_meta is not None:
+        return identity, open_meta(identity)
+    try:
+        return identity, await MetaAccess.open(identity, newcomer.data_dir, newcomer.log)
+    except (MetaAccessError, MetaUrlError) as error:
+        raise FolderError(str(error)) from error
+
+
+async def _enrol(newcomer: NewMember, settings: Settings) -> None:
+    if settings.cluster == "init":
+        token = await init_cluster(newcomer, NewCluster(settings.cluster_copies, None))
+        if settings.cluster_token_file is not None:
+            _write_token(settings.cluster_token_file, token.to_text())
+        return
+    path = settings.cluster_token_file
+    if path is None:
+        raise EnrolmentError("--cluster join needs --cluster-token-file, the token of a member")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EnrolmentError(f"the token file {path} cannot be read: {error}") from error
+    await join_by_token(newcomer, text)
+
+
+def _write_token(path: Path, text: str) -> None:
+    try:
+        replace_file(path, text.encode() + b"\n")
+    except OSError as error:
+        why = f"the token file {path} cannot be written: {error.strerror}"
+        raise EnrolmentError(why) from error

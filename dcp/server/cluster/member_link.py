@@ -1,0 +1,121 @@
+"""The connection of a replica to its master's node: dial, log in, then move bytes of the link.
+
+    dial ── connected ── SASL SCRAM as the cluster's internal user ── the link's bytes, both ways
+
+Both sides prove that they know the cluster's secret. The link's rules are in
+`dcp.replication.replica_link`.
+
+Invariants
+- the link gets no byte before the other side has proved the secret;
+- whatever ends the connection closes the link; the node core asks for another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, cast
+
+from scramp import ScramClient, ScramException
+
+from dcp.replication.replica_link import LinkState, ReplicaLink
+from dcp.server.access.users import CLUSTER_USER
+from dcp.server.observe.elapsed import elapsed_ns
+from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_request
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+
+DIAL_S: Final = 1.0
+"""How long a connection may take. A node that does not answer is dialled again."""
+_MECHANISM: Final = "SCRAM-SHA512"
+_RFC_MECHANISM: Final = "SCRAM-SHA-512"
+
+
+class LoginRefusedError(Exception):
+    """The other side does not let this node in, or does not know the secret."""
+
+
+class MemberLink(asyncio.Protocol):
+    """See the module. `on_bytes` is called after the link has taken bytes, and at its end."""
+
+    def __init__(self, link: ReplicaLink, secret: str, on_bytes: Callable[[], None]) -> None:
+        self.link = link
+        self._on_bytes = on_bytes
+        self._scram = ScramClient([_RFC_MECHANISM], CLUSTER_USER, secret)
+        self._decoder = FrameDecoder()
+        self._is_in = False
+        """Whether the login is done on both sides."""
+        self._transport: asyncio.Transport | None = None
+
+    async def dial(self, host: str, port: int) -> None:
+        """Connect. A failure closes the link."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(DIAL_S):
+                await loop.create_connection(lambda: self, host, port)
+        except (OSError, TimeoutError):
+            self.link.closed()
+            self._on_bytes()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self.link.state is LinkState.CLOSED and self._transport is None
+
+    # -- asyncio.Protocol --------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin the login."""
+        self._transport = cast("asyncio.Transport", transport)
+        first = self._scram.get_client_first().encode()
+        self._transport.write(pack_request(Opcode.SASL_AUTH, key=_MECHANISM.encode(), value=first))
+        self.flush()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the other side sent."""
+        if not self._is_in:
+            try:
+                for frame in self._decoder.feed(data):
+                    self._log_in(frame)
+            except (LoginRefusedError, RemoteProtocolError, ScramException) as error:
+                self.link.refused(f"the login at the master's node failed: {error}")
+        else:
+            self.link.receive(data, elapsed_ns())
+        self._on_bytes()
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        """The connection is gone."""
+        self._transport = None
+        self.link.closed()
+        self._on_bytes()
+
+    # -- what the node calls -----------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Send what the link has to send; end the connection of a link that is closed."""
+        transport = self._transport
+        if transport is None:
+            return
+        if self._is_in and (data := self.link.bytes_to_send()):
+            transport.write(data)
+        if self.link.state is LinkState.CLOSED:
+            transport.abort()
+
+    # -- the login ---------------------------------------------------------------------------------
+
+    def _log_in(self, frame: Frame) -> None:
+        assert self._transport is not None
+        if self._is_in:
+            raise LoginRefusedError("the other side sent more than the end of the login")
+        text = frame.value.decode("utf-8", "replace")
+        if frame.opcode == Opcode.SASL_AUTH and frame.status == Status.AUTH_CONTINUE:
+            self._scram.set_server_first(text)
+            final = self._scram.get_client_final().encode()
+            self._transport.write(
+                pack_request(Opcode.SASL_STEP, key=_MECHANISM.encode(), value=final)
+            )
+        elif frame.opcode == Opcode.SASL_STEP and frame.status == Status.OK:
+            self._scram.set_server_final(text)  # it proves that the other side knows the secret
+            self._is_in = True
+        else:
+            raise LoginRefusedError(f"status 0x{frame.status:x} {text[:200]}")

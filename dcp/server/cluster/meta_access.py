@@ -1,0 +1,137 @@
+"""Opens the metadata store that a cluster's URL names.
+
+    embedded://127.0.0.1:PORT        one node owns the store, in its data folder; the others connect
+    etcd://HOST:PORT,HOST:PORT...    etcd; `dcp.metastore.etcd_settings` has all of the URL
+
+The owner of an embedded store serves it in its own process, and connects to it like the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from dcp.cluster.metastore import MetaStore
+from dcp.metastore.embedded_client import EmbeddedClient
+from dcp.metastore.embedded_server import EmbeddedServer, EmbeddedStoreError
+from dcp.metastore.etcd_settings import ETCD_SCHEME, settings_of_url
+from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
+from dcp.server.observe.event_log import EventLog
+
+EMBEDDED: Final = "embedded"
+STORE_FOLDER: Final = "metastore"
+_LOOPBACK: Final = "127.0.0.1"
+
+
+class MetaUrlError(Exception):
+    """The URL names no metadata store; the text says why."""
+
+
+class MetaAccessError(Exception):
+    """The metadata store cannot be opened; the text says why."""
+
+
+class StorePlace(NamedTuple):
+    """Where a metadata store is."""
+
+    host: str
+    port: int
+
+
+def place_of(url: str) -> StorePlace:
+    """Return where the store of a URL is; port 0: not known yet. Raises MetaUrlError."""
+    if url == EMBEDDED:
+        return StorePlace(_LOOPBACK, 0)
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 0
+    except ValueError as error:
+        raise MetaUrlError(f"the metadata store {url!r} is not possible: {error}") from None
+    if parts.scheme != EMBEDDED or not parts.hostname:
+        raise MetaUrlError(
+            f"the metadata store {url!r} is not possible. {EMBEDDED} is: this node owns the store, "
+            f"and other nodes of this machine use it. So is {ETCD_SCHEME}://HOST:PORT,HOST:PORT"
+        )
+    return StorePlace(parts.hostname, port)
+
+
+class StoreClient(MetaStore, Protocol):
+    """A client that says why its store does not answer."""
+
+    trouble: str
+
+    async def close(self) -> None:
+        """Disconnect."""
+
+
+class MetaAccess:
+    """An open store, made by `open`: a client, and the store itself in its owner."""
+
+    def __init__(self, meta: MetaStore, url: str) -> None:
+        self.meta = meta
+        self.url = url
+        """With the port that the owner listens on."""
+        self._client: StoreClient | None = None
+        self._server: EmbeddedServer | None = None
+
+    @classmethod
+    async def open(cls, identity: ClusterFile, data_dir: Path, log: EventLog) -> MetaAccess:
+        """Open the store of a cluster. Raises MetaAccessError, MetaUrlError."""
+        if identity.meta.startswith(f"{ETCD_SCHEME}:"):
+            return cls._of(_etcd_client(identity.meta, log), identity.meta)
+        place = place_of(identity.meta)
+        secret = identity.secret.encode()
+        server, port = None, place.port
+        if identity.owns_store:
+            server = EmbeddedServer(data_dir / STORE_FOLDER, secret, log.warning)
+            try:
+                port = await server.start(place.host, place.port)
+            except EmbeddedStoreError as error:
+                raise MetaAccessError(str(error)) from error
+        client = EmbeddedClient(place.host, port, secret, log.info)
+        return cls._of(client, f"{EMBEDDED}://{place.host}:{port}", server)
+
+    @classmethod
+    def _of(cls, client: StoreClient, url: str, server: EmbeddedServer | None = None) -> MetaAccess:
+        access = cls(client, url)
+        access._client, access._server = client, server
+        return access
+
+    @property
+    def trouble(self) -> str:
+        """Why the store does not answer; "" while it does, or where that is not known."""
+        return "" if self._client is None else self._client.trouble
+
+    @property
+    def failed(self) -> asyncio.Future[str] | None:
+        """Gets the reason when this node's store cannot go on; None: the node owns none."""
+        return None if self._server is None else self._server.failed
+
+    async def close(self) -> None:
+        """Disconnect, and end the store of its owner."""
+        if self._client is not None:
+            await self._client.close()
+        if self._server is not None:
+            await self._server.close()
+
+
+def _etcd_client(url: str, log: EventLog) -> StoreClient:
+    """Return a client of etcd. Raises MetaAccessError, MetaUrlError."""
+    try:
+        settings = settings_of_url(url, KEYS_PREFIX, lambda path: Path(path).read_bytes())
+    except ValueError as error:
+        raise MetaUrlError(str(error)) from None
+    except OSError as error:
+        raise MetaAccessError(
+            f"{error.filename}: cannot be read: {error.strerror}; it is in the URL of the metadata "
+            "store"
+        ) from error
+    try:
+        from dcp.metastore.etcd_client import EtcdClient
+    except ImportError as error:
+        raise MetaAccessError(
+            f"etcd needs a package that is not installed ({error.name}). Install dcpd[cluster]"
+        ) from error
+    return EtcdClient(settings, log.info)

@@ -1,0 +1,20 @@
+"""Writes what a replica cuts off into files of the data folder (docs/replication.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from dcp.replication.loss_receipt import CutOff, pack_cut_off
+from dcp.server.access.users_file import replace_file
+
+QUARANTINE_FOLDER: Final = "quarantine"
+
+
+def keep_cut_off(data_dir: Path, cut: CutOff) -> Path:
+    """Write a quarantine file and make it durable; return its path. Call it in a thread. Raises
+    OSError; then nothing of it is left.
+    """
+    path = data_dir / QUARANTINE_FOLDER / cut.file_name
+    replace_file(path, pack_cut_off(cut))
+    return path

@@ -1,0 +1,382 @@
+"""The replication of a server that is a member of a cluster: time, bytes and effects of the cores.
+
+    metadata store ──> StoreDriver ──> ClusterSession ──> ReplicationCore <── feeds, links
+                                                                │
+                       maps, connections, files, log  <── effects
+
+The rules are in `dcp.replication` and `dcp.cluster`. Here are the clock, the sockets and the files.
+Everything runs on the server's event loop; only files are written in threads.
+
+Invariants
+- no partition is served before its record gives it to this process;
+- what may not be answered any more is fenced before each batch of requests;
+- effects are carried out in their order, and never from inside a session's or a core's call;
+- an exception in the cores ends the server: what it would answer afterwards may be wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from dcp.cluster.cluster_records import MemberRecord
+from dcp.cluster.cluster_session import ClusterSession, SessionEffect
+from dcp.cluster.coordinator import Elected
+from dcp.cluster.effects import Notice, ViewChanged
+from dcp.cluster.partition_choices import CoordinatorSettings
+from dcp.cluster.record_writer import WriteOutcome
+from dcp.cluster.store_driver import StoreDriver
+from dcp.core.groups import GroupCycle, Published
+from dcp.replication.loss_receipt import CutOff, ElectionLoss, cut_off_receipt, election_receipt
+from dcp.replication.mastership import ReplicationSettings
+from dcp.replication.node_core import ReplicationCore
+from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged
+from dcp.server.access.users import Users
+from dcp.server.cluster.cluster_file import ClusterFile
+from dcp.server.cluster.election_log import ElectionLog
+from dcp.server.cluster.map_shown import MapShown, host_and_port
+from dcp.server.cluster.member_link import MemberLink
+from dcp.server.cluster.meta_access import MetaAccess
+from dcp.server.cluster.own_record import OwnRecord
+from dcp.server.cluster.quarantine_files import keep_cut_off
+from dcp.server.cluster.shared_manifest import ManifestNotChangedError, SharedManifest
+from dcp.server.cluster.shared_users import SharedUsers
+from dcp.server.net.cluster_config import ClusterConfig
+from dcp.server.net.connections import Connections
+from dcp.server.observe.elapsed import elapsed_ns
+from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.tasks import Tasks
+from dcp.server.operate.collection_changes import CollectionsRefusedError
+from dcp.session.held_answers import HeldAnswers
+from dcp.session.replication_port import ReplicationPort
+from dcp.stream.hub import StreamHub
+from vbucket.engine.engine import Engine
+from vbucket.engine.partition import VbState
+from vbucket.model.manifest import Manifest
+from vbucket.store.store import Store
+
+TICK_S: Final = 0.05
+"""Half a heartbeat, so that a late tick costs no heartbeat."""
+CORE_TURNS: Final = 2
+"""Ticks for one of the replication core, which looks at every partition."""
+LEAVE_S: Final = 20.0
+"""How long a stop may take to hand over."""
+LEAVE_TICK_S: Final = 0.02
+"""Time between ticks meanwhile: writes of a partition wait for its handover."""
+MAP_S: Final = 0.01
+"""How long changes of the map are gathered: an election changes hundreds of records."""
+
+
+class ServerParts(NamedTuple):
+    """The parts of the server that replication uses."""
+
+    engine: Engine
+    store: Store
+    hub: StreamHub
+    groups: GroupCycle
+    connections: Connections
+    config: ClusterConfig
+    users: Users
+    tasks: Tasks
+    log: EventLog
+    data_dir: Path
+    kick: Callable[[], None]
+    """Commits what is pending."""
+    publish: Callable[[Published], None]
+    """Tells the rest of the server what is committed."""
+    on_failure: Callable[[Exception], None]
+
+
+class ReplicationChoices(NamedTuple):
+    """Settings of the node."""
+
+    commit_timeout_ns: int
+    acknowledges_as_master: bool
+    replica_lag_max_ns: int
+    value_bytes_max: int
+    prefers_first: bool = True
+    elects_uncleanly: bool = False
+
+
+class ReplicatedNode:
+    """See the module. It implements ReplicationHooks."""
+
+    def __init__(
+        self,
+        parts: ServerParts,
+        member: str,
+        identity: ClusterFile,
+        choices: ReplicationChoices,
+        access: MetaAccess,
+    ) -> None:
+        """`member` is the id of the data folder. Nothing is served until `start`."""
+        self.acknowledges_as_master = choices.acknowledges_as_master
+        self.identity = identity
+        self.member = member
+        self._parts = parts
+        self._choices = choices
+        self._log = parts.log
+        self.session = session = ClusterSession(
+            identity.root, member, identity.incarnation,
+            CoordinatorSettings(choices.elects_uncleanly, choices.prefers_first),
+        )  # fmt: skip
+        self._driver = StoreDriver(session, access.meta, elapsed_ns, self._take)
+        self.core = ReplicationCore(
+            parts.engine, parts.store, parts.hub, parts.groups, session,
+            ReplicationSettings(
+                min_in_sync=identity.min_in_sync,
+                replica_lag_max_ns=choices.replica_lag_max_ns,
+                acknowledges_as_master=choices.acknowledges_as_master,
+                value_bytes_max=choices.value_bytes_max,
+            ),
+            cluster=identity.cluster, carry_out=self._driver.carry_out, depose=self._depose,
+            now_ns=elapsed_ns(),
+        )  # fmt: skip
+        self.port: ReplicationPort = self.core.leading
+        self.access = access
+        self._own: OwnRecord
+        self._map: MapShown
+        self.manifest = SharedManifest(session.view, parts.engine, access.meta, self.core.settle)
+        self._users = SharedUsers(session.view, parts.users, access.meta, parts.tasks, parts.log)
+        self._elections = ElectionLog(session.view)
+        self._links: list[MemberLink] = []
+        self._loop = asyncio.get_running_loop()
+        self._next_tick: asyncio.TimerHandle | None = None
+        self._next_map: asyncio.TimerHandle | None = None
+        self._is_scheduled = self._is_carrying = False
+        self._is_stopped = False
+        self._has_started = False
+        self._turns = 0
+        self._effects: Final[dict[type, Callable[[Any], None]]] = {
+            Published: self._published,
+            Dial: self._dial,
+            MapChanged: self._map_changed,
+            CutOff: self._cut_off,
+            ElectionLoss: self._election_loss,
+            BranchEnded: self._branch_ended,
+            Notice: self._notice,
+        }
+
+    # -- ReplicationHooks --------------------------------------------------------------------------
+
+    def held(self) -> HeldAnswers:
+        """See ReplicationHooks."""
+        return HeldAnswers(
+            self._parts.engine,
+            commit_timeout_ns=self._choices.commit_timeout_ns,
+            acknowledges_as_master=self.acknowledges_as_master,
+        )
+
+    def before_commands(self, now_ns: int) -> None:
+        """See ReplicationHooks."""
+        self.core.check_fence(now_ns)
+
+    def after_commands(self) -> None:
+        """See ReplicationHooks."""
+        if self.core.has_effects and not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._guarded, self._carry_out)
+
+    # -- the server --------------------------------------------------------------------------------
+
+    def show_first_map(self, own: MemberRecord) -> None:
+        """Tell clients that this node exists, and serves nothing yet; `own` is its own record."""
+        view = self.session.view
+        self._own = OwnRecord(view, own, self.access.meta)
+        self._map = MapShown(view, self._parts.config, self.identity.cluster, own)
+        self._map.update()
+
+    async def change_manifest(self, change: Callable[[Manifest], Manifest]) -> Manifest:
+        """Change the collections of the cluster. Raises CollectionsRefusedError, ManifestError."""
+        try:
+            return await self.manifest.change(change)
+        except ManifestNotChangedError as error:
+            raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+
+    def served(self) -> int:
+        """Return how many partitions this node serves now."""
+        return sum(part.state == VbState.ACTIVE for part in self._parts.engine.partitions)
+
+    def start(self) -> None:
+        """Take part in the cluster: what is in the log is on disk, and it can be written."""
+        if not self._has_started:
+            self._has_started = True
+            self._tick()
+
+    async def leave(self) -> None:
+        """Hand over masterships, then get out of the in-sync sets, so that nobody waits for this
+        node when it has stopped. It ends after LEAVE_S, or at once if nobody is there to take over.
+        """
+        view = self.session.view
+        others = [name for name in view.members if name != self.member and view.stays(name)]
+        if not (self._has_started and others) or self.access.trouble:
+            return
+        until_ns = elapsed_ns() + int(LEAVE_S * 1e9)
+        self.session.begin_to_leave(elapsed_ns())
+        self.core.leading.leave()
+        await self._until(until_ns, lambda: not self.core.leading.masterships)
+        self._driver.carry_out(self.session.leave())
+        await self._until(until_ns, lambda: not self._is_in_sync())
+
+    async def _until(self, until_ns: int, is_so: Callable[[], bool]) -> None:
+        """Let time pass fast until something is so, and while there is somebody to take over."""
+        view = self.session.view
+        while not self._is_stopped and not is_so() and elapsed_ns() < until_ns:
+            others = [name for name in view.members if name != self.member]
+            if self.access.trouble or not any(map(view.stays, others)):
+                return
+            self._guarded(self._hurry)
+            await asyncio.sleep(LEAVE_TICK_S)
+
+    def _hurry(self) -> None:
+        self.core.tick(elapsed_ns())
+        self._carry_out()
+
+    def _is_in_sync(self) -> bool:
+        """Whether a master waits for this node."""
+        records = (stored.content.record for stored in self.session.view.partitions.values())
+        return any(self.member in record.isr for record in records)
+
+    def group_published(self, published: Published) -> None:
+        """A job of the log is done: the commit path calls this instead of `publish`."""
+        if published.group is not None:
+            self.core.group_synced(elapsed_ns(), published.group)
+        self._parts.publish(published)
+        self._carry_out()
+
+    def stop(self) -> None:
+        """Take no further part: end links, watches and timers."""
+        self._is_stopped = True
+        self._driver.close()
+        for timer in (self._next_tick, self._next_map):
+            if timer is not None:
+                timer.cancel()
+        for each in self._links:
+            each.link.closed()
+            each.flush()
+        self._links.clear()
+
+    # -- time and the store ------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._next_tick = self._loop.call_later(TICK_S, self._tick)
+        self._guarded(self._pass_time)
+
+    def _pass_time(self) -> None:
+        now_ns = elapsed_ns()
+        self._driver.tick()
+        self._own.tick(now_ns)
+        for feed in tuple(self.core.leading.feeds.values()):
+            feed.tick(now_ns)
+        if self._turns % CORE_TURNS == 0:
+            self.core.tick(now_ns)
+        self._turns += 1
+        self._carry_out()
+
+    def _take(self, effect: SessionEffect) -> None:
+        """Take what the driver does not carry out."""
+        self._guarded(partial(self._taken, effect))
+
+    def _taken(self, effect: SessionEffect) -> None:
+        now_ns = elapsed_ns()
+        if isinstance(effect, ViewChanged):
+            self.manifest.adopt()
+            self._users.adopt()
+            self.core.records_changed(now_ns, effect.vb_ids)
+        elif isinstance(effect, WriteOutcome):
+            self.core.outcome(now_ns, effect)
+        elif isinstance(effect, Elected):
+            self._elections.note(effect)
+        else:
+            assert isinstance(effect, Notice), effect
+            self._notice(effect)
+        self.after_commands()
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Run a step of the cores. An unexpected exception ends the server."""
+        if self._is_stopped:
+            return
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - a named supervision point
+            self._parts.on_failure(error)
+
+    def _depose(self, vb_ids: tuple[int, ...], _why: str) -> None:
+        for connection in tuple(self._parts.connections.waiting):
+            connection.depose(vb_ids)
+
+    # -- effects -----------------------------------------------------------------------------------
+
+    def _carry_out(self) -> None:
+        self._is_scheduled = False
+        if self._is_carrying:
+            return  # an answer that left has brought the next commit: the call below goes on
+        self._is_carrying = True
+        while self.core.has_effects:
+            for effect in self.core.take_effects():
+                self._effects[type(effect)](effect)
+        self._is_carrying = False
+        for each in self._links:
+            each.flush()
+        self._links = [each for each in self._links if not each.is_over]
+        if self._parts.engine.keyspace.has_pending:
+            self._parts.kick()
+
+    def _published(self, effect: Published) -> None:
+        self._parts.publish(effect)
+
+    def _dial(self, effect: Dial) -> None:
+        link = self.core.following.links[effect.member]
+        stored = self.session.view.members.get(effect.member)
+        if stored is None:
+            link.closed()
+            return
+        connection = MemberLink(link, self.identity.secret, self._link_moved)
+        self._links.append(connection)
+        host, port = host_and_port(stored.content.address)
+        self._parts.tasks.begin(connection.dial(host, port))
+
+    def _link_moved(self) -> None:
+        self._guarded(self._carry_out)
+
+    def _map_changed(self, _effect: MapChanged) -> None:
+        self._parts.connections.release()  # a larger in-sync set may be what an answer waits for
+        if self._next_map is None:
+            self._next_map = self._loop.call_later(MAP_S, self._guarded, self._show_map)
+
+    def _show_map(self) -> None:
+        self._next_map = None
+        if self._map.update():
+            self._parts.connections.tell_map()
+        self._elections.tell(self._log)
+
+    def _cut_off(self, cut: CutOff) -> None:
+        self._parts.tasks.begin(self._keep(cut))
+
+    async def _keep(self, cut: CutOff) -> None:
+        keep = partial(keep_cut_off, self._parts.data_dir, cut)
+        try:
+            path = await asyncio.to_thread(keep)
+        except OSError as error:
+            self._log.error(
+                "changes that a new master does not have cannot be written to a file; the "
+                "partition waits", vb_id=cut.vb_id, reason=str(error),
+            )  # fmt: skip
+            self.core.following.not_kept(cut)
+            return
+        self._log.warning("loss receipt", **cut_off_receipt(cut), path=str(path))
+        self.core.following.kept(cut)
+        self.after_commands()
+
+    def _election_loss(self, lost: ElectionLoss) -> None:
+        self._log.warning("loss receipt", **election_receipt(lost))
+
+    def _branch_ended(self, ended: BranchEnded) -> None:
+        self._log.info("branch decided", **ended._asdict())
+
+    def _notice(self, notice: Notice) -> None:
+        self._log.info(notice.text)

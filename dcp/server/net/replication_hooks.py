@@ -1,0 +1,28 @@
+"""What connections need of the replication of their node. A node alone has none of it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dcp.session.held_answers import HeldAnswers
+from dcp.session.replication_port import ReplicationPort
+
+
+class ReplicationHooks(Protocol):
+    """See the module; `dcp.server.cluster.replicated_node` implements it."""
+
+    acknowledges_as_master: bool
+    """Whether a write is answered when this node's disk has it (setting acknowledge)."""
+
+    @property
+    def port(self) -> ReplicationPort:
+        """Where the nodes of replicas come in."""
+
+    def held(self) -> HeldAnswers:
+        """Return what holds the answers of a new connection."""
+
+    def before_commands(self, now_ns: int) -> None:
+        """Fence what may not be answered any more; call it before each batch of requests."""
+
+    def after_commands(self) -> None:
+        """A batch of requests, or an acknowledgement of a replica, was handled."""

@@ -1,0 +1,118 @@
+"""dcpctl cluster: a cluster of two processes made by commands, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from clients.testing import DcpServer
+from support.etcd_members import EtcdMembers
+from support.waiting import until
+
+STATUS = "/api/v1/cluster/status"
+
+
+def dcpctl(node: DcpServer, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "clients.cli", "--server", node.address, "--timeout", "30",
+         "cluster", *arguments],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def done(node: DcpServer, *arguments: str) -> str:
+    run = dcpctl(node, *arguments)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def refused(node: DcpServer, *arguments: str) -> str:
+    run = dcpctl(node, *arguments)
+    assert run.returncode != 0, run.stdout
+    assert "Traceback" not in run.stderr
+    return run.stderr
+
+
+def test_commands_make_a_cluster_and_refuse_what_cannot_be(tmp_path: Path) -> None:
+    with DcpServer(tmp_path / "a") as a, DcpServer(tmp_path / "b") as b:
+        assert "this node is alone" in done(a, "status")
+        assert "in no cluster" in refused(a, "token")
+        assert "9 copies are not possible" in refused(a, "init", "--copies", "9")
+        assert "min in-sync 3" in refused(a, "init", "--copies", "2", "--min-in-sync", "3")
+        assert "ftp://x' is not possible" in refused(a, "init", "--meta", "ftp://x")
+        with a.connect() as kv:
+            kv.set(b"k", b"v")
+        pid = a.pid
+        token = done(a, "init", "--copies", "2", "--name", "first").strip()
+        assert a.pid == pid, "the process goes on"
+        with a.connect() as kv:
+            assert kv.get(b"k").value == b"v"
+        assert done(a, "token").strip() == token
+        assert "member already" in refused(a, "init")
+
+        assert "no token of a cluster" in refused(b, "join", "--token", "dcpd-cluster-xyz")
+        with b.connect() as kv:
+            kv.set(b"mine", b"v")
+        assert "holds 1 documents" in refused(b, "join", "--token", token)
+        with b.connect() as kv:
+            kv.delete(b"mine")
+        assert "another member has this name" in refused(
+            b, "join", "--token", token, "--name", "first"
+        )
+        assert "this node is alone" in done(b, "status"), "a refusal changes nothing"
+        done(b, "join", "--token", token, "--name", "second")
+
+        def is_complete() -> bool:
+            status = json.loads(done(a, "status", "-o", "json"))
+            return status["in_sync_sizes"] == {"2": 1024}
+
+        until(is_complete)
+        rows = [json.loads(line) for line in done(b, "map", "-o", "json").splitlines()]
+        assert [row["vb"] for row in rows] == list(range(1024))
+        assert all(sorted(row["in_sync"]) == ["first", "second"] for row in rows)
+        b.kill()
+        until(lambda: "node second" in done(a, "status"))
+
+
+def test_a_demo_takes_its_nodes_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    with subprocess.Popen(
+        [sys.executable, "-m", "clients.cli", "cluster", "demo", "--nodes", "2", "--copies", "2",
+         "--data", str(folder)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as demo:  # fmt: skip
+        assert demo.stdout is not None
+        lines = [demo.stdout.readline() for _ in range(3)]
+        try:
+            assert [line.split()[0] for line in lines] == ["n1", "n2", "try"], lines
+            pids = json.loads((folder / "demo.json").read_text())
+        finally:
+            demo.terminate()
+            demo.wait(30)
+    assert sorted(pids) == ["n1", "n2"]
+    for pid in pids.values():
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_cluster_on_etcd_follows_a_dead_node(tmp_path: Path) -> None:
+    (tmp_path / "etcd").mkdir()
+    etcd = EtcdMembers(tmp_path / "etcd", 1)
+    try:
+        url = f"etcd://{etcd.endpoints[0]}"
+        with DcpServer(tmp_path / "a") as a, DcpServer(tmp_path / "b") as b:
+            token = done(a, "init", "--copies", "2", "--min-in-sync", "1", "--meta", url).strip()
+            done(b, "join", "--token", token, "--name", "second")
+            until(lambda: a.ask("GET", STATUS)["in_sync_sizes"] == {"2": 1024})
+            with a.connect() as kv:
+                for number in range(100):
+                    kv.set(b"k%d" % number, b"v")
+            a.kill()
+            until(lambda: b.ask("GET", STATUS)["served_here"] == 1024)
+            with b.connect() as kv:
+                for number in range(100):
+                    assert kv.get(b"k%d" % number).value == b"v"
+                kv.set(b"k", b"v")
+    finally:
+        etcd.close()

@@ -1,0 +1,138 @@
+"""Nodes of a cluster in this process, with real sockets and folders, and a store in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+import msgspec
+
+from clients.address import ServerAddress
+from clients.kv.client import KvClient
+from dcp.cluster.cluster_records import MemberRecord
+from dcp.server.access.users import USERS_FILE, Users
+from dcp.server.cluster.cluster_file import ClusterFile, write_cluster_file
+from dcp.server.cluster.enrolment import NewCluster, found_cluster, join_cluster
+from dcp.server.cluster.meta_access import MetaAccess
+from dcp.server.config.settings import Settings
+from dcp.server.node import Node
+from dcp.server.observe.event_log import EventLog
+from support.loop_metastore import LoopClient, LoopMetaStore
+from support.waiting import until_so
+from vbucket.engine.partition import VbState
+
+CLUSTER = "ab" * 16
+
+
+class ClusterHere:
+    """See the module. `async with ClusterHere(folder) as cluster` stops what still runs."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._root = f"/dcpd/{CLUSTER}/".encode()
+        self.nodes: dict[str, Node] = {}
+        self.clients: dict[str, LoopClient] = {}
+        self._ports: dict[str, tuple[int, int]] = {}
+
+    async def __aenter__(self) -> ClusterHere:
+        self.meta = LoopMetaStore()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for node in self.nodes.values():
+            if node.replicated is not None:  # without handing over to nodes that stop, too
+                node.replicated.stop()
+            await node.stop()
+        self.meta.close()
+
+    def _new(self, name: str) -> Node:
+        data = self._folder / name
+        port, admin_port = self._ports.get(name, (0, 0))
+        settings = msgspec.structs.replace(
+            Settings(), data=data, port=port, admin_port=admin_port, **self._settings
+        )
+        table = Users(data / USERS_FILE, iterations=4096)
+        log = EventLog(logging.getLogger(f"test.{name}"))
+        return Node(
+            settings, table, log, open_meta=lambda file: MetaAccess(self._client(name), file.meta)
+        )
+
+    def _client(self, name: str) -> LoopClient:
+        client = self.clients[name] = self.meta.client()
+        return client
+
+    async def start(self, name: str) -> Node:
+        """Start a node on the folder that it has."""
+        node = self.nodes[name] = self._new(name)
+        await node.start()
+        self._ports[name] = node.ports.kv, node.ports.admin
+        return node
+
+    async def become_member(self, name: str, *, copies: int = 0) -> Node:
+        """Make a node that runs alone a member, and restart it; with `copies`: the first one."""
+        node = self.nodes[name]
+        member = MemberRecord(
+            member=node._storage.node.node_id, address=f"127.0.0.1:{node.ports.kv}", name=name,
+            admin_port=node.ports.admin,
+        )  # fmt: skip
+        meta = self.meta.client()
+        if copies:
+            wanted = NewCluster(copies, None)
+            await found_cluster(meta, self._root, node.engine, member, wanted, node._users.text)
+        else:
+            await join_cluster(meta, self._root, node.engine, member)
+        content = ClusterFile(cluster=CLUSTER, meta="memory", secret="s" * 43, name=name)
+        await node.stop()
+        write_cluster_file(self._folder / name, content)
+        return await self.start(name)
+
+    async def kill(self, name: str) -> None:
+        """End a node without a stop: connections break, nothing more is written or answered."""
+        node = self.nodes.pop(name)
+        self.clients[name].is_away = True
+        assert node.replicated is not None
+        node.replicated.stop()
+        node._fail(RuntimeError("killed by the test"))
+        await node.stop()
+
+    def client(
+        self, name: str, timeout_s: float = 20.0
+    ) -> contextlib.AbstractAsyncContextManager[KvClient]:
+        """Connect a client that begins at a node."""
+        address = ServerAddress("127.0.0.1", self.nodes[name].ports.kv)
+        return KvClient.connect(address, timeout_s=timeout_s)
+
+    def active(self, name: str) -> set[int]:
+        """Return the partitions that a node serves."""
+        return {
+            part.vb_id
+            for part in self.nodes[name].engine.partitions
+            if part.state == VbState.ACTIVE
+        }
+
+    def in_sync(self, name: str) -> set[int]:
+        """Return the sizes of the in-sync sets, as a node knows them."""
+        replicated = self.nodes[name].replicated
+        assert replicated is not None
+        records = replicated.session.view.partitions.values()
+        return {len(stored.content.record.isr) for stored in records}
+
+    async def until_all_in_sync(self, copies: int) -> None:
+        """Return once each partition is served, with so many copies in sync."""
+        await until_so(
+            lambda: (
+                sum(len(self.active(name)) for name in self.nodes) == 1024
+                and all(self.in_sync(name) == {copies} for name in self.nodes)
+            )
+        )
+
+    async def of_three(self) -> None:
+        """Start three members with three copies."""
+        await self.start("n1")
+        await self.become_member("n1", copies=3)
+        for name in ("n2", "n3"):
+            await self.start(name)
+            await self.become_member(name)
+        await self.until_all_in_sync(3)

@@ -1,0 +1,64 @@
+"""Writers of a cluster: what was answered, and what may have happened."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from clients.errors import DcpdError
+from clients.kv.client import KvClient
+
+
+class ClusterLoad:
+    """Writers of rising numbers under keys of their own, until `stop`."""
+
+    def __init__(self, kv: KvClient, writers: int = 8, keys: int = 20) -> None:
+        self.answered: dict[bytes, int] = {}
+        """Key -> the last number that was answered."""
+        self.tried: dict[bytes, int] = {}
+        """Key -> the last number that was sent."""
+        self.errors: list[DcpdError] = []
+        """Writes that failed; those with `may_have_applied` may be there."""
+        self._kv = kv
+        self._keys = keys
+        self._is_over = False
+        self._tasks = [asyncio.create_task(self._write(number)) for number in range(writers)]
+
+    async def _write(self, number: int) -> None:
+        turn = 0
+        while not self._is_over:
+            key = b"w%d-%d" % (number, turn % self._keys)
+            turn += 1
+            self.tried[key] = turn
+            try:
+                await self._kv.set(key, b"%d" % turn)
+            except DcpdError as error:
+                self.errors.append(error)
+                continue
+            self.answered[key] = turn
+
+    async def stop(self) -> None:
+        """End the writers."""
+        self._is_over = True
+        await asyncio.gather(*self._tasks)
+
+    async def lost(self) -> list[str]:
+        """Return what was answered and is not there."""
+        lost = []
+        for key, turn in self.answered.items():
+            with contextlib.suppress(DcpdError):
+                found = int((await self._kv.get(key)).value)
+                if turn <= found <= self.tried[key]:
+                    continue
+                lost.append(f"{key!r}: {found}, answered {turn}")
+                continue
+            lost.append(f"{key!r}: gone, answered {turn}")
+        return lost
+
+    def progress(self) -> dict[bytes, int]:
+        """Return what was answered so far."""
+        return dict(self.answered)
+
+    def has_gone_on(self, before: dict[bytes, int]) -> bool:
+        """Whether each key was answered again since."""
+        return all(self.answered[key] > turn for key, turn in before.items())

@@ -1,0 +1,74 @@
+"""A cluster of real dcpd processes on loopback, with the embedded metadata store."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from clients.testing import DcpServer
+from support.waiting import until
+
+
+class ClusterProcesses:
+    """See the module. The first node owns the metadata store. A context manager."""
+
+    def __init__(self, folder: Path, names: str = "abc", *arguments: str) -> None:
+        self.token = folder / "token"
+        self.nodes = {
+            name: DcpServer(
+                folder / name, "--cluster", "join" if number else "init", "--node-name", name,
+                "--cluster-token-file", str(self.token), *arguments,
+            )
+            for number, name in enumerate(names)
+        }  # fmt: skip
+        self._frozen: set[str] = set()
+
+    def __enter__(self) -> ClusterProcesses:
+        for node in self.nodes.values():
+            node.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for name in tuple(self._frozen):
+            self.thaw(name)
+        for node in self.nodes.values():
+            if node._process is not None:
+                node.kill()
+
+    def status(self, name: str = "a") -> dict[str, Any]:
+        found: dict[str, Any] = self.nodes[name].ask("GET", "/api/v1/cluster/status")
+        return found
+
+    def masters(self, name: str = "a") -> dict[str, int]:
+        return {node["name"]: node["masters"] for node in self.status(name)["nodes"]}
+
+    def until_in_sync(self, copies: int, name: str = "a") -> None:
+        until(lambda: self.status(name)["in_sync_sizes"] == {str(copies): 1024})
+
+    def until_even(self, name: str = "a") -> None:
+        """Return once each node is master of its share."""
+        share = 1024 // len(self.nodes)
+        until(lambda: all(count >= share - 2 for count in self.masters(name).values()))
+
+    def freeze(self, name: str) -> None:
+        """SIGSTOP."""
+        self._frozen.add(name)
+        os.kill(self.nodes[name].pid, signal.SIGSTOP)
+
+    def thaw(self, name: str) -> None:
+        """SIGCONT."""
+        self._frozen.discard(name)
+        os.kill(self.nodes[name].pid, signal.SIGCONT)
+
+    async def in_thread(self, ask: Any, *arguments: Any) -> Any:
+        """Run something that waits for the processes beside the event loop."""
+        return await asyncio.to_thread(ask, *arguments)
