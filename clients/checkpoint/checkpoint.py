@@ -44,6 +44,7 @@ class CheckpointStore(Protocol):
     """Stores the checkpoint of a consumer. It is called in a thread, one call at a time.
 
     A store may have more members:
+
     - `save_changes(changed)` is called instead of `save`, with the positions that changed;
     - `is_whole = True` says that the store belongs to one consumer and `save` replaces everything.
       Then `save` also gets the positions of partitions that are not followed now;

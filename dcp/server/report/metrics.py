@@ -505,19 +505,21 @@ _HEAD: Final = """\
 
 `GET /metrics` on the admin port, with a login:
 
-    curl -u guest:guest http://127.0.0.1:8091/metrics
+```sh
+curl -u guest:guest http://127.0.0.1:8091/metrics
+```
 
 Names and units follow Prometheus. Counters are updated once per batch of commands or commit group,
 not per operation. Other values are read when somebody asks. `process_*` are the standard process
 metrics.
 
-| name | kind | labels | meaning | a bad value |
+| name | kind | labels | meaning | alert when |
 |---|---|---|---|---|
 """
 _VBUCKET_HEAD: Final = """
 With `/metrics?vbuckets=1`, for manual inspection: 1,024 series each.
 
-| name | kind | labels | meaning | a bad value |
+| name | kind | labels | meaning | alert when |
 |---|---|---|---|---|
 """
 
