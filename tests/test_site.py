@@ -7,34 +7,66 @@ import http.server
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
+from urllib.request import urlopen
 
 import pytest
 
 from clients import __all__ as public_names
 from clients.cli.dcpctl import COMMANDS
+from support.shell_blocks import copy_project
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project whose environment is this one, so there is nothing to install."""
+    folder = tmp_path_factory.mktemp("site") / "clone"
+    copy_project(folder)
+    (folder / "scripts" / "install").write_text("")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(clone: Path) -> Path:
     """The built site. The build is strict: each warning is an error, and all are shown."""
-    folder = tmp_path_factory.mktemp("site") / "html"
-    words = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
-    built = subprocess.run(
-        [*words, str(DOCS), str(folder)], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    words = ["bash", "scripts/docs", "--build"]
+    built = subprocess.run(words, cwd=clone, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     assert built.stderr == ""
-    return folder
+    return clone / "build" / "docs"
+
+
+def test_a_broken_link_fails_the_build(clone: Path, site: Path) -> None:
+    page = clone / "docs" / "glossary.md"
+    text = page.read_text()
+    page.write_text(f"{text}\n[nowhere](nowhere.md)\n")
+    words = ["bash", "scripts/docs", "--build"]
+    built = subprocess.run(words, cwd=clone, capture_output=True, text=True, check=False)
+    page.write_text(text)
+    assert built.returncode != 0
+    assert "nowhere.md" in built.stderr
+
+
+def test_the_script_serves_the_site_on_this_machine(clone: Path, site: Path) -> None:
+    with subprocess.Popen(
+        ["bash", "scripts/docs", "0"], cwd=clone, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as server:
+        try:
+            assert server.stdout is not None
+            said = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline().decode())
+            assert said is not None
+            with urlopen(said[0]) as answer:
+                assert b"Choose the door" in answer.read()
+        finally:
+            server.terminate()
 
 
 class Page(HTMLParser):

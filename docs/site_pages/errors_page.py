@@ -17,8 +17,8 @@ statuses of the protocol, Python exceptions, and exit codes.
 """
 
 EXCEPTIONS_HEAD = """All are subclasses of `DcpdError`. `error.retry` says whether the same
-request may be sent again, `error.may_have_applied` whether a write may have been applied, and `error.hint` what
-to try.
+request may be sent again. `error.may_have_applied` says whether a write may have been applied, and
+`error.hint` what to try.
 
 """
 

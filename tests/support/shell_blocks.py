@@ -81,7 +81,7 @@ def copy_project(folder: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.split("\0")  # fmt: skip
     for name in filter(None, tracked):
-        if (ROOT / name).is_file() and not name.startswith("docs/_static/"):
+        if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(Path(sys.executable).parents[1])
