@@ -93,7 +93,10 @@ class MemoryCheckpoint:
 
 
 class CheckpointFile:
-    """A checkpoint in a file; see the module."""
+    """A checkpoint in one file. Each save replaces the file as a whole, durably.
+
+    A damaged file raises a CheckpointError; the consumer does not start from the beginning silently.
+    """
 
     is_whole: Final = True
 

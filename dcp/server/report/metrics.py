@@ -347,7 +347,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_streams_too_slow_total", "counter", "", (),
-        "Streams that ended with reason 4: they did not move while compaction waited for them.",
+        "Streams that ended with reason 4: they made no progress while compaction waited for them.",
         "rising: a consumer hangs in the middle of a snapshot",
         _one(lambda of: of.meter.streams_too_slow),
     ),
