@@ -159,8 +159,8 @@ class _Looped(Generic[_Held]):
 class SyncConsumer(_Looped[Consumer]):
     """A `Consumer` for programs without asyncio. It takes the same arguments.
 
-    Use it with `with`. Iterate it, its `batches()` or its `deliveries()`. Methods may be called from
-    any thread, but only one iteration runs at a time.
+    Use it with `with`. Iterate it, its `batches()` or its `deliveries()`. Methods may be called
+    from any thread, but only one iteration runs at a time.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

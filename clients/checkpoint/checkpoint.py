@@ -95,7 +95,7 @@ class MemoryCheckpoint:
 class CheckpointFile:
     """A checkpoint in one file. Each save replaces the file as a whole, durably.
 
-    A damaged file raises a CheckpointError; the consumer does not start from the beginning silently.
+    A damaged file raises a CheckpointError. The consumer never silently starts from the beginning.
     """
 
     is_whole: Final = True

@@ -120,8 +120,8 @@ class Pipeline:
 class KvClient:
     """A key-value client for asyncio.
 
-    Create it with `KvClient.connect`. Each operation goes to the node that serves its partition, and
-    is retried until the timeout. Many tasks of one event loop may share a client.
+    Create it with `KvClient.connect`. Each operation goes to the node that serves its partition,
+    and is retried until the timeout. Many tasks of one event loop may share a client.
     """
 
     def __init__(self, address: ServerAddress, *, timeout_s: float = 10.0) -> None:
