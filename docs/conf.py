@@ -6,6 +6,7 @@ while a page is read: the table of contents, and what is generated from the code
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -24,9 +25,10 @@ CONTENTS: Final = {
         "tutorial-spark", "tutorial-flights",
     ),
     "Operate it": (
-        "howto/start-a-server", "operations", "security", "backup", "troubleshooting",
+        "howto/start-a-server", "operations", "console", "security", "backup", "troubleshooting",
         "howto/add-users", "howto/monitor", "howto/move-data",
         "howto/import-and-export", "howto/undo-changes",
+        "clusters", "upgrade",
     ),
     "Write a connector": (
         "howto/write-a-connector", "streams", "byte-traces", "collections", "subdocuments",
@@ -48,12 +50,14 @@ CONTENTS: Final = {
 GENERATED: Final = {"dcpctl": dcpctl_page.markdown, "python-api": python_page.markdown}
 """Page -> what is put at its end. Other generated pages are kept in the repository."""
 
+FILE_NAME: Final = re.compile(r"\[[\w-]+\.md\]\((?!\w+:)")
+"""A link whose text is a file's name. Without a text, a link gets the title of its target."""
+
 project = "dcpd"
 copyright = ""  # noqa: A001 (the name is Sphinx's)
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
     "sphinxcontrib.mermaid",
     "sphinx_copybutton",
 ]
@@ -95,8 +99,9 @@ def contents() -> str:
     return "\n".join(parts)
 
 
-def add_what_is_generated(_app: Sphinx, page: str, source: list[str]) -> None:
-    """Add to a page's text what a code forge does not need or cannot show."""
+def prepare(_app: Sphinx, page: str, source: list[str]) -> None:
+    """Name pages by their titles, and add what a code forge does not need or cannot show."""
+    source[0] = FILE_NAME.sub("[](", source[0])
     if page == "index":
         source[0] += "\n" + contents()
     elif page in GENERATED:
@@ -105,4 +110,4 @@ def add_what_is_generated(_app: Sphinx, page: str, source: list[str]) -> None:
 
 def setup(app: Sphinx) -> None:
     """Connect the above."""
-    app.connect("source-read", add_what_is_generated)
+    app.connect("source-read", prepare)

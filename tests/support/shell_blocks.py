@@ -26,6 +26,9 @@ SHELLS = frozenset({"sh", "bash", "shell", "console"})
 NOT_RUN_MARK = "not-run"
 FILE_NAME = re.compile(r"# ([\w-]+\.py)\n")
 SERVER = re.compile(r"^dcpd .*&$|^dcpd &$", re.MULTILINE)
+ENDLESS = "dcpctl watch"
+"""A command that follows for ever. It is interrupted after its first line, as with Ctrl-C."""
+FIRST_EVENT = "#1 set "
 READY = "\n  try "
 LIMIT_S = 20
 
@@ -119,12 +122,26 @@ trap - ERR; echo; echo "{end} $failed."
         assert self._bash.stdin is not None
         self._bash.stdin.write(lines.encode())
         self._bash.stdin.flush()
-        output = self._read_until(end)
+        output = ""
+        if ENDLESS in block.text.splitlines():
+            output += self._read_until(FIRST_EVENT) + self._read_until("\n")
+            self._interrupt(ENDLESS)
+        output += self._read_until(end)
         failed = self._read_until("\n").strip().removesuffix(".").strip()
         for _ in range(len(SERVER.findall(block.text)) - output.count(READY)):
             output += self._read_until(READY)
+        if failed.startswith(f"[{ENDLESS}]"):  # then the block has the same exit code
+            failed = failed.removeprefix(f"[{ENDLESS}]").replace(f"[. {script}]", "").strip()
         assert not failed, f"{block.page}: failed: {failed}\n{output}"
         return output
+
+    def _interrupt(self, command: str) -> None:
+        """Send Ctrl-C's signal to the command that the shell runs now."""
+        children = Path(f"/proc/{self._bash.pid}/task/{self._bash.pid}/children").read_text()
+        for child in children.split():
+            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            if command.rsplit(maxsplit=1)[-1].encode() in words:
+                os.kill(int(child), signal.SIGINT)
 
     def _read_until(self, mark: str) -> str:
         """Read the output up to and with a mark; return what is before it."""
