@@ -186,7 +186,7 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.GET_ERROR_MAP: OpSpec(_S, "-", "value u16 version", "what each status means, as JSON"),
     Opcode.NOOP: OpSpec(_S, "-", "-", "answer without effect"),
     Opcode.VERSION: OpSpec(_S, "-", "-", "a version number; clients derive features from it"),
-    Opcode.STAT: OpSpec(_S, "-", "- or key group", "statistics: a response each, then an empty one"),
+    Opcode.STAT: OpSpec(_S, "-", "- or key group", "statistics: one response each, then one empty"),
     Opcode.VERBOSITY: OpSpec(_S, "u32 level", "-", "accepted; the server's settings decide"),
     Opcode.QUIT: OpSpec(_S, "-", "-", "close the connection"),
     Opcode.QUITQ: OpSpec(_S, "-", "-", "close the connection, no answer"),
