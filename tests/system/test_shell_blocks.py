@@ -54,6 +54,7 @@ NOT_PASTED = {
 """(page, beginning of the block) -> the test that runs it, or why none does."""
 
 BEFORE = {
+    "docs/http-api.md": ("dcpd --data demo &",),
     "docs/metrics.md": ("dcpd --data demo &",),
     "docs/operations.md": ("dcpd &", "dcpctl set hello world; kill $!; wait $!"),
 }
