@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dcp.wire.frame import FrameDecoder
+from dcp.wire.opcode import Opcode
 from site_pages.__main__ import PAGES as GENERATED
 
 ROOT = Path(__file__).parents[1]
@@ -61,3 +63,17 @@ def test_every_page_is_listed() -> None:
 @pytest.mark.parametrize("name", GENERATED)
 def test_generated_pages_are_current(name: str) -> None:
     assert (ROOT / "docs" / f"{name}.md").read_text() == GENERATED[name](), "run scripts/pages"
+
+
+def test_every_block_of_the_byte_traces_is_one_frame() -> None:
+    """The bytes as a reader would type them in: the columns after the offsets."""
+    page = (ROOT / "docs" / "byte-traces.md").read_text()
+    blocks = re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    seen = set()
+    for block in blocks:
+        data = bytes.fromhex("".join(line[4:28] for line in block.splitlines()))
+        (frame,) = FrameDecoder().feed(data)
+        assert frame.wire_bytes == len(data)
+        seen.add(Opcode(frame.opcode))
+    assert {Opcode.DCP_STREAM_REQ, Opcode.DCP_MUTATION, Opcode.DCP_STREAM_END} <= seen
+    assert len(blocks) > 30

@@ -58,10 +58,18 @@ REQUEST_FIELDS: Final = {
         ("seqno", "revision", "flags", "expiry", "lock time", "nmeta", "nru"),
     ),
     Opcode.DCP_DELETION: (message.DELETION_EXTRAS, ("seqno", "revision", "nmeta")),
+    Opcode.DCP_SYSTEM_EVENT: (
+        message.SYSTEM_EVENT_EXTRAS,
+        ("seqno", "kind (0: collection created)", "version of the value"),
+    ),
+    Opcode.DCP_SEQNO_ADVANCED: (message.U64, ("seqno",)),
     Opcode.DCP_STREAM_END: (message.U32, ("reason",)),
     Opcode.DCP_BUFFER_ACK: (message.U32, ("bytes",)),
 }  # fmt: skip
 """Opcode -> layout of the extras of a request, and the names of its fields."""
+
+CREATED_COLLECTION: Final = ((8, "uid of the manifest"), (4, "id of the scope"), (4, "id"))
+"""The value of a system event: size and name of each field."""
 
 OFFSET, BYTES = 4, 26
 """Columns of a line."""
@@ -70,10 +78,10 @@ OFFSET, BYTES = 4, 26
 class Trace:
     """Writes down what goes over one connection."""
 
-    def __init__(self, node: MemoryNode, peer: Peer) -> None:
+    def __init__(self, node: MemoryNode) -> None:
         self._node = node
-        self._peer = peer
-        self.parts = [HEAD]
+        self._peer = node.connect()
+        self.parts: list[str] = []
 
     def section(self, title: str, text: str) -> None:
         """Begin a section."""
@@ -113,7 +121,8 @@ class Trace:
         (frame,) = FrameDecoder().feed(data)
         kind = "" if frame.is_request else ", response"
         title = f"**{who}: {Opcode(frame.opcode).name}{kind}.** {text}".rstrip()
-        lines = "\n".join(fields_of(frame, data))
+        has_collections = self._peer.state.has_collections
+        lines = "\n".join(fields_of(frame, data, has_collections=has_collections))
         self.parts.append(f"\n{title}\n\n```text\n{lines}\n```\n")
 
 
@@ -128,7 +137,7 @@ def line(at: int, data: bytes, meaning: str) -> list[str]:
     ]
 
 
-def fields_of(frame: Frame, data: bytes) -> list[str]:
+def fields_of(frame: Frame, data: bytes, *, has_collections: bool) -> list[str]:
     """Return a line for each field of a frame."""
     status = "partition" if frame.is_request else "status"
     named = "" if frame.is_request else f" {Status(frame.status).name}"
@@ -147,7 +156,8 @@ def fields_of(frame: Frame, data: bytes) -> list[str]:
     for size, meaning in header:
         lines += line(at, data[at : at + size], meaning)
         at += size
-    for size, meaning in (*extras_of(frame), *body_of(frame)):
+    key = key_of(frame, has_collections=has_collections)
+    for size, meaning in (*extras_of(frame), *key, *value_of(frame)):
         lines += line(at, data[at : at + size], meaning)
         at += size
     assert at == len(data)
@@ -167,24 +177,39 @@ def extras_of(frame: Frame) -> list[tuple[int, str]]:
     ]
 
 
-def body_of(frame: Frame) -> list[tuple[int, str]]:
-    """Return size and meaning of each field of key and value."""
-    fields = [(len(frame.key), f"key: {frame.key.decode()}")] if frame.key else []
-    if not frame.value:
-        return fields
+def key_of(frame: Frame, *, has_collections: bool) -> list[tuple[int, str]]:
+    """Return size and meaning of each field of the key."""
+    key = frame.key
+    if has_collections and frame.opcode == Opcode.DCP_MUTATION:
+        return [(1, f"collection id: {key[0]}"), (len(key) - 1, f"key: {key[1:].decode()}")]
+    name = "name" if frame.opcode == Opcode.DCP_SYSTEM_EVENT else "key"
+    return [(len(key), f"{name}: {key.decode()}")] if key else []
+
+
+def value_of(frame: Frame) -> list[tuple[int, str]]:
+    """Return size and meaning of each field of the value."""
+    value = frame.value
+    if not value:
+        return []
     if frame.opcode == Opcode.HELLO:
-        codes = [frame.value[at : at + 2] for at in range(0, len(frame.value), 2)]
+        codes = [value[at : at + 2] for at in range(0, len(value), 2)]
         names = [Feature(int.from_bytes(code, "big")).name for code in codes]
-        return [*fields, *[(2, f"feature: {name}") for name in names]]
+        return [(2, f"feature: {name}") for name in names]
+    if frame.opcode == Opcode.DCP_SYSTEM_EVENT:
+        fields, at = [], 0
+        for size, name in CREATED_COLLECTION:
+            fields.append((size, f"{name}: {int.from_bytes(value[at : at + size], 'big')}"))
+            at += size
+        return fields
     if frame.opcode == Opcode.DCP_STREAM_REQ and not frame.is_request:
         if frame.status == Status.ROLLBACK:
-            return [*fields, (8, f"roll back to seqno {int.from_bytes(frame.value, 'big')}")]
-        entries = message.parse_failover_log(frame.value)
-        for vb_uuid, seqno in entries:
+            return [(8, f"roll back to seqno {int.from_bytes(value, 'big')}")]
+        fields = []
+        for vb_uuid, seqno in message.parse_failover_log(value):
             fields += [(8, f"vb_uuid: {vb_uuid}"), (8, f"began at seqno: {seqno}")]
         return fields
-    text = frame.value.replace(b"\0", b"\\0").decode()
-    return [*fields, (len(frame.value), f"value: {text}")]
+    text = value.replace(b"\0", b"\\0").decode()
+    return [(len(value), f"value: {text}")]
 
 
 def stream_request(uuid: int, seqno: int, opaque: int) -> bytes:
@@ -195,6 +220,11 @@ def stream_request(uuid: int, seqno: int, opaque: int) -> bytes:
 
 def markdown() -> str:
     """Return the page."""
+    return "".join([HEAD, *plain_session(), *session_with_collections()])
+
+
+def plain_session() -> list[str]:
+    """A session from the login to a rollback, without collections."""
     node = MemoryNode(partitions=PARTITIONS)
     writer = node.connect()
     writer.hello(Feature.XERROR)
@@ -202,13 +232,58 @@ def markdown() -> str:
         writer.set(VB, key, value)
     writer.delete(VB, b"key153")
     node.commit()
-    trace = Trace(node, node.connect())
+    trace = Trace(node)
     log_in(trace)
     open_connection(trace)
     uuid = first_stream(trace, node, writer)
     keep_alive(trace, node)
     roll_back(trace, node, uuid)
-    return "".join(trace.parts)
+    return trace.parts
+
+
+def session_with_collections() -> list[str]:
+    """A stream of one collection on another server."""
+    node = MemoryNode(partitions=PARTITIONS)
+    keyspace = node.engine.keyspace
+    keyspace.set_manifest(keyspace.manifest.create_collection("_default", "orders"))
+    writer = node.connect()
+    writer.hello(Feature.XERROR, Feature.COLLECTIONS)
+    writer.set(VB, b"\x08key1", b"1")
+    writer.set(VB, b"\x00key153", b"2")
+    node.commit()
+    trace = Trace(node)
+    trace.section(
+        "With collections",
+        "Another session, on a server with the collection `orders`, whose id is 8. Seqno 1 created\n"
+        "it, seqno 2 set `key1` in it, and seqno 3 set `key153` in the default collection.",
+    )
+    features = (Feature.XERROR, Feature.JSON, Feature.SELECT_BUCKET, Feature.COLLECTIONS)
+    value = b"".join(code.to_bytes(2, "big") for code in features)
+    trace.send(
+        "As before, with COLLECTIONS. From now on, keys begin with their collection id. The login\n"
+        "and the bucket are left out here.",
+        pack_request(Opcode.HELLO, opaque=1, key=b"my-connector", value=value),
+        "All are granted.",
+    )
+    trace.send("", pack_open(b"my-connector", 1, opaque=2), "Open.")
+    trace.send(
+        "With collections, this control is required before the first stream.",
+        pack_control(b"enable_noop", b"true", opaque=3),
+        "Accepted.",
+    )
+    asked = StreamRequest(0, 0, SEQNO_MAX, 0, 0, 0)
+    trace.send(
+        "A filter in the value: only collection 8. Without a value, everything is streamed.",
+        pack_stream_request(VB, asked, 4, b'{"collections":["8"]}'),
+        "The failover log.",
+    )
+    trace.receive(
+        "The snapshot covers all three seqnos.",
+        "The collection was created.",
+        "The key is the id in LEB128 (one byte here), then the key itself.",
+        "Seqno 3 does not match the filter, so this message ends the snapshot.",
+    )
+    return trace.parts
 
 
 def log_in(trace: Trace) -> None:
