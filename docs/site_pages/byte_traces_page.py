@@ -254,8 +254,8 @@ def session_with_collections() -> list[str]:
     trace = Trace(node)
     trace.section(
         "With collections",
-        "Another session, on a server with the collection `orders`, whose id is 8. Seqno 1 created\n"
-        "it, seqno 2 set `key1` in it, and seqno 3 set `key153` in the default collection.",
+        "Another session, on a server with the collection `orders`, whose id is 8. Seqno 1\n"
+        "created it, seqno 2 set `key1` in it, and seqno 3 set `key153` in the default collection.",
     )
     features = (Feature.XERROR, Feature.JSON, Feature.SELECT_BUCKET, Feature.COLLECTIONS)
     value = b"".join(code.to_bytes(2, "big") for code in features)
