@@ -64,7 +64,7 @@ def test_the_script_serves_the_site_on_this_machine(clone: Path, site: Path) -> 
             said = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline().decode())
             assert said is not None
             with urlopen(said[0]) as answer:
-                assert b"Choose the door" in answer.read()
+                assert b"choose the door" in answer.read()
         finally:
             server.terminate()
 

@@ -35,6 +35,7 @@ NOT_PASTED = {
     ("docs/compatibility.md", ".venv/bin/python -m pytest"): "tests/foreign/test_npm_clients.py",
     ("docs/compatibility.md", "dcpd --data demo &"): NETWORK,
     ("docs/compatibility.md", "cp -r"): NETWORK,
+    ("docs/howto/start-a-server.md", "python3 -m venv .venv"): README,
     ("docs/performance.md", "scripts/install bench"): LONG,
     ("docs/replication.md", "dcpctl quarantine show"): "needs a file that a cluster's node wrote",
     ("docs/replication.md", "python -m tests.modelcheck"): LONG,
@@ -92,6 +93,13 @@ def test_every_block_is_pasted_or_has_a_reason() -> None:
         assert block.mark == ("" if is_run else NOT_RUN_MARK), (block.page, block.first_line)
         if reason is not None and is_run:
             assert (ROOT / reason).exists(), reason
+
+
+def test_the_how_to_installs_as_the_readme_does() -> None:
+    """So that one test runs both."""
+    first = [block for block in SHELL if block.first_line.startswith("python3 -m venv")]
+    assert {block.page for block in first} == {"README.md", "docs/howto/start-a-server.md"}
+    assert len({block.text for block in first}) == 1
 
 
 def test_commands_are_in_fenced_blocks() -> None:
