@@ -84,7 +84,7 @@ class SnapshotEnd(msgspec.Struct, gc=False):
 
 
 class SeqnoAdvanced(msgspec.Struct, gc=False):
-    """The stream moved on to `seqno` without a change for this consumer."""
+    """The stream has reached `seqno`. The changes up to it do not match the consumer's filter."""
 
     vb_id: int
     seqno: int
@@ -107,9 +107,9 @@ class Rollback(msgspec.Struct, gc=False):
     """History branched: undo what you hold of the partition above `to_seqno`.
 
     `to_seqno` is a state that this consumer held completely: the newest one at or below
-    `server_seqno`, where the server's history parts from ours. You must now hold exactly what you
-    held then. So keep older versions of each key down to there, or use `on_rollback="restart"`,
-    with which `to_seqno` is always 0.
+    `server_seqno`, where the two histories diverge. Afterwards you must hold exactly what you held
+    then. So keep older versions of each key, or use `on_rollback="restart"`; then `to_seqno` is
+    always 0.
     """
 
     vb_id: int
@@ -138,7 +138,10 @@ class StreamEnded(msgspec.Struct, gc=False):
 
 
 class StreamFailed(msgspec.Struct, gc=False):
-    """The server refused a stream for good (EACCESS, for example). The partition stands still."""
+    """The server refused a stream permanently (EACCESS, for example).
+
+    The consumer no longer follows the partition.
+    """
 
     vb_id: int
     status: int

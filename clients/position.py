@@ -1,4 +1,4 @@
-"""Where a consumer stands in a partition, and how far it can go back. Pure.
+"""A consumer's position in a partition, and the states that it can go back to. Pure.
 
 Invariants of a `Position`
 - snap_start <= seqno <= snap_end; all are equal between snapshots. A marker alone does not move
@@ -74,7 +74,11 @@ def _named(items: Sequence[str]) -> str:
 
 
 class Position(NamedTuple):
-    """A consumer's place in one partition; see the module."""
+    """A consumer's position in one partition.
+
+    It has the versions that the consumer knows, the last seqno, the snapshot that it is in, and the
+    complete states that it can go back to. `encode_position` makes bytes of it.
+    """
 
     versions: Versions = ()
     """(vb_uuid, seqno at which it began), newest first."""

@@ -42,7 +42,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._is_stopped = False
         self._lock = threading.Lock()
-        """Work is handed to the loop before the loop is told to stop, or not at all."""
+        """Held while work is given to the loop, so that none is given after it was told to stop."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -158,7 +158,11 @@ class _Looped(Generic[_Held]):
 
 
 class SyncConsumer(_Looped[Consumer]):
-    """See the module; takes what Consumer takes. Iterate it, its `batches()` or `deliveries()`."""
+    """A `Consumer` for programs without asyncio. It takes the same arguments.
+
+    Use it with `with`. Iterate it, its `batches()` or its `deliveries()`. Methods may be called
+    from any thread, but only one iteration runs at a time.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(lambda: Consumer(*arguments, **options), "dcpd-consumer")
@@ -236,7 +240,7 @@ class SyncConsumer(_Looped[Consumer]):
 
 
 class SyncMirror(_Looped[Mirror]):
-    """See the module; takes what Mirror takes."""
+    """A `Mirror` for programs without asyncio. It takes the same arguments; use it with `with`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(lambda: Mirror(*arguments, **options), "dcpd-mirror")

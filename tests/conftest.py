@@ -30,7 +30,10 @@ sys.dont_write_bytecode = False
 
 TOGETHER = {"tests/spark": "Spark"}
 """Folders whose tests stay in one worker, because they share what is expensive to make."""
-FIRST = ("tests/spark", "tests/system", "tests/benchmarks", "tests/backup", "tests/foreign")
+FIRST = (
+    "tests/spark", "tests/system", "tests/benchmarks", "tests/backup", "tests/foreign",
+    "tests/test_site.py",
+)  # fmt: skip
 """What takes longest begins first, so that both workers end at about the same time."""
 LEFT_OUT = pytest.StashKey[int]()
 TURN, QUIET = Path(__file__), Path(__file__).with_name("test_project.py")

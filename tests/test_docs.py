@@ -1,4 +1,4 @@
-"""Links and file names in the documentation lead somewhere."""
+"""Links and file names in the documentation lead somewhere, and generated pages are current."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from dcp.wire.frame import FrameDecoder
+from dcp.wire.opcode import Opcode
+from site_pages.__main__ import PAGES as GENERATED
+
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 TEST = re.compile(r"`(test_\w+)`")
 FILE = re.compile(r"`((?:\w+/)+[\w.]+\.(?:py|md))`")
@@ -45,5 +49,31 @@ def test_tests_that_are_named_exist() -> None:
 
 
 def test_every_page_is_listed() -> None:
-    lists = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
-    assert [page.name for page in PAGES if page.parent != ROOT and page.name not in lists] == []
+    lists = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "index.md")
+    listed = {
+        (page.parent / target).resolve()
+        for page in lists
+        for target, _ in LINK.findall(page.read_text())
+        if target
+    }
+    pages = {page for page in PAGES if page.parent != ROOT and page not in lists}
+    assert sorted(pages - listed) == []
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated_pages_are_current(name: str) -> None:
+    assert (ROOT / "docs" / f"{name}.md").read_text() == GENERATED[name](), "run scripts/pages"
+
+
+def test_every_block_of_the_byte_traces_is_one_frame() -> None:
+    """The bytes as a reader would type them in: the columns after the offsets."""
+    page = (ROOT / "docs" / "byte-traces.md").read_text()
+    blocks = re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    seen = set()
+    for block in blocks:
+        data = bytes.fromhex("".join(line[4:28] for line in block.splitlines()))
+        (frame,) = FrameDecoder().feed(data)
+        assert frame.wire_bytes == len(data)
+        seen.add(Opcode(frame.opcode))
+    assert {Opcode.DCP_STREAM_REQ, Opcode.DCP_MUTATION, Opcode.DCP_STREAM_END} <= seen
+    assert len(blocks) > 30

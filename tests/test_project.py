@@ -210,6 +210,7 @@ def test_every_dependency_is_locked_with_hashes():
     wanted_by_lock = {
         "run": built_with, "test": [*built_with, *extras["test"]],
         "bench": [*built_with, *extras["bench"]], "compile": extras["compile"],
+        "docs": [*built_with, *extras["docs"]],
     }  # fmt: skip
     for lock, wanted in wanted_by_lock.items():
         names = {normal(item) for item in [*project["dependencies"], *wanted]}
@@ -225,6 +226,8 @@ def test_locks_agree_with_each_other():
     assert {name: bench.get(name) for name in run} == run
     compiling = locked("compile")
     assert {name: test.get(name) for name in compiling} == compiling, "tests compile with the same"
+    site = locked("docs")
+    assert {name: test.get(name) for name in site} == site, "tests build the site with the same"
 
 
 def test_nothing_names_a_registry_or_a_machine():

@@ -44,6 +44,7 @@ class CheckpointStore(Protocol):
     """Stores the checkpoint of a consumer. It is called in a thread, one call at a time.
 
     A store may have more members:
+
     - `save_changes(changed)` is called instead of `save`, with the positions that changed;
     - `is_whole = True` says that the store belongs to one consumer and `save` replaces everything.
       Then `save` also gets the positions of partitions that are not followed now;
@@ -92,7 +93,10 @@ class MemoryCheckpoint:
 
 
 class CheckpointFile:
-    """A checkpoint in a file; see the module."""
+    """A checkpoint in one file. Each save replaces the file as a whole, durably.
+
+    A damaged file raises a CheckpointError. The consumer never silently starts from the beginning.
+    """
 
     is_whole: Final = True
 

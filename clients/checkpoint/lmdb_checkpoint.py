@@ -22,7 +22,11 @@ NAME_BYTES_MAX: Final = 200
 
 
 class LmdbCheckpoint:
-    """See the module. The file is opened when the consumer opens, and closed with it."""
+    """A checkpoint in an LMDB file. A save writes only the positions that changed.
+
+    Several consumers of one process may share a file under different names. The file is opened when
+    the consumer opens, and closed with it.
+    """
 
     def __init__(self, path: str | Path, name: str = "consumer") -> None:
         if not name or "\0" in name or len(name.encode()) > NAME_BYTES_MAX:

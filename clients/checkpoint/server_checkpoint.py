@@ -26,7 +26,11 @@ NAME_BYTES_MAX: Final = 200
 
 
 class ServerCheckpoint:
-    """See the module. It opens on first use and closes with its consumer."""
+    """A checkpoint in the server itself: one document per partition.
+
+    The consumer can then run on any machine, and the members of a group can share the checkpoint.
+    It opens on first use and closes with its consumer.
+    """
 
     hidden_keys: Final = (KEY_PREFIX.encode(),)
     """Key prefixes that the consumer does not return. They cover all consumers' checkpoints.

@@ -68,8 +68,10 @@ answered for this time, its connection is closed."""
 
 
 class Consumer:
-    """See the module. Raises ValueError for invalid options.
+    """Follows every change of a server, reconnects, and resumes from checkpoints.
 
+    Use it with `async with`, and iterate it with `async for`: it yields events. docs/consumers.md
+    explains the guarantees. Raises ValueError for invalid options.
     `vbuckets`: partitions to follow, None for all. `group`: follow the share of a group's member.
     `start`: where partitions without a checkpoint start: "beginning", "now", a datetime with a
     zone, or a Position or seqno by partition (docs/consumers.md). `store`: loaded when the consumer

@@ -23,10 +23,10 @@ COUNTERS: Final = {
     "rollbacks": "Rollbacks of a partition",
     "checkpoints_ahead": "Positions above the server's high seqno (ERANGE)",
     "stream_ends": "Streams that ended before their requested end",
-    "streams_failed": "Streams refused for good; the partition is no longer streamed",
+    "streams_failed": "Streams refused permanently; the partition is no longer streamed",
     "streams_retried": "Stream requests refused temporarily",
     "streams_moved": "Partitions that left a node",
-    "stalls": "Streams requested again because they did not move",
+    "stalls": "Streams requested again because they made no progress",
     "topology_changes": "New cluster configurations adopted",
     "saves": "Checkpoints saved",
     "saves_failed": "Automatic saves that failed; they are retried",
@@ -51,7 +51,7 @@ _OF_NOTE: Final = {
 
 
 class ConsumerMetrics:
-    """See the module; an attribute for each of COUNTERS."""
+    """The counters of a consumer: one attribute for each, such as `rollbacks`. They only rise."""
 
     def __init__(self) -> None:
         self.changes = self.events = self.wire_bytes = 0

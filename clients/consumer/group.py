@@ -25,7 +25,10 @@ _ORDINAL: Final = re.compile(r"-(\d+)$")
 
 
 class Group(NamedTuple):
-    """Member `member` (from 0) of `size`; see the module."""
+    """Member `member` (from 0) of a group of `size` consumers that share the partitions.
+
+    All members must use the same size. There is no coordinator.
+    """
 
     member: int
     size: int

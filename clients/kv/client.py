@@ -120,7 +120,11 @@ class Pipeline:
 
 
 class KvClient:
-    """See the module. Created by `KvClient.connect`. Many tasks of one loop may share it."""
+    """A key-value client for asyncio.
+
+    Create it with `KvClient.connect`. Each operation goes to the node that serves its partition,
+    and is retried until the timeout. Many tasks of one event loop may share a client.
+    """
 
     def __init__(self, address: ServerAddress, *, timeout_s: float = 10.0) -> None:
         self.address = address

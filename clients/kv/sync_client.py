@@ -77,7 +77,10 @@ class Lookups(NamedTuple):
 
 
 class SyncKv:
-    """See the module; a context manager."""
+    """A blocking key-value client; a context manager.
+
+    Each operation goes to the node that serves its partition, and is retried until the timeout.
+    """
 
     def __init__(
         self, address: ServerAddress, *, timeout_s: float = 10.0, collection: str | None = None

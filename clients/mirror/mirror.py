@@ -35,8 +35,10 @@ LOOK_AGAIN_S: Final = 0.1
 
 
 class Mirror:
-    """See the module.
+    """A local copy of a server's documents that is kept up to date. Read it like a mapping.
 
+    Use it with `async with`: when the block begins, the mirror has caught up with the server. If
+    history branches, the mirror undoes what the server undid.
     `path`: the LMDB file; None = in memory. `collection`: "scope.collection"; None = the default
     one. `key_prefixes`: only documents whose key begins with one of them. `options` are passed to
     the Consumer. A file with a mirror of other documents is refused (CheckpointError). If the

@@ -44,8 +44,10 @@ class ServerRefusedError(DcpdError):
 
 
 class DcpServer:
-    """See the module. A context manager: `with` starts the server, and kills it at the end.
+    """A dcpd process on free ports, with methods that cause failovers, faults and more.
 
+    A context manager: `with` starts the server, and kills it at the end. A call returns when it has
+    taken effect. A refused call raises ServerRefusedError.
     `data` is the data folder; the default is a temporary folder that is deleted at the end.
     `arguments` are passed to dcpd, for example "--durability", "interval".
     """

@@ -479,7 +479,7 @@ def _other_way(error: Exception) -> str:
     if not isinstance(error, LogDamagedError):
         return ""
     return (
-        "; or start once with --accept-log-loss, which gives up what cannot be read, keeps copies, "
+        "; or start once with --accept-log-loss, which discards what cannot be read, keeps copies, "
         "reports the affected partitions and seqnos, and makes consumers roll back"
     )
 

@@ -120,7 +120,9 @@ class FaultTable:
         if status is not None and disconnects:
             raise FaultError("it either answers a status or disconnects")
         if status == Status.OK:
-            raise FaultError("status OK is no error: what was not done must not be acknowledged")
+            raise FaultError(
+                "status OK is no error: a command that was not executed must not be acknowledged"
+            )
         if not 0 <= delay_ms <= DELAY_MS_MAX:
             raise FaultError(f"a delay is 0 to {DELAY_MS_MAX} ms")
         if not 0 < probability <= 1:

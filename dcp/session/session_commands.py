@@ -240,7 +240,7 @@ class ConnectionCommands:
         if argument == b"dump":
             state.answer(request, key=b"detailed", value=state.prefixes.dump() + b"END\r\n")
         elif not state.prefixes.command(argument):
-            raise RefusedError(Status.KEY_ENOENT, "it is: detail on, detail off or detail dump")
+            raise RefusedError(Status.KEY_ENOENT, "write detail on, detail off or detail dump")
         state.answer(request)
 
     # -- partition history -----------------------------------------------------------------------

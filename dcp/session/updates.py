@@ -162,7 +162,7 @@ class UpdateCommands:
         if request.extras not in {b"", bytes(4)} or request.key or request.value:
             raise RefusedError(
                 Status.EINVAL,
-                "FLUSH has nothing, or a delay of 0: later is not supported",
+                "FLUSH has no extras, or a delay of 0: a delayed flush is not supported",
             )
         if why := self._state.engine.write_refusal:
             raise RefusedError(Status.ETMPFAIL, why)

@@ -170,7 +170,7 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
     ),
     Status.RANGE_SCAN_CANCELLED: (
         "RANGE_SCAN_CANCELLED",
-        "the scan cannot go on: its state was rolled back, or it was open for too long",
+        "the scan cannot continue: its state was rolled back, or it was open for too long",
         ("fetch-config",),
     ),
     Status.RANGE_SCAN_MORE: ("RANGE_SCAN_MORE", "the scan has more documents", ("success",)),
@@ -217,7 +217,7 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
     ),
     Status.SUBDOC_VALUE_CANTINSERT: (
         "SUBDOC_VALUE_CANTINSERT",
-        "the value is not JSON, cannot stand there, or leaves the range of counters",
+        "the value is not JSON, is not allowed in this place, or is out of the range of counters",
         ("subdoc", "invalid-input"),
     ),
     Status.SUBDOC_DOC_NOTJSON: (

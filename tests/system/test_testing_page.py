@@ -48,7 +48,8 @@ def run(server: DcpServer, script: str) -> str:
 
 
 def test_the_shell_blocks(server):
-    start, alias, rollbacks, explain, streams, faults = SHELL
+    start, default, alias, rollbacks, explain, streams, faults = SHELL
+    assert default == "dcpd --data demo &\n", "its place takes the server of this test"
     assert start.startswith("dcpd --port 0 --admin-port 0 --data"), "tried by every DcpServer"
     written = run(server, alias + rollbacks).splitlines()
     assert "vbucket 92 branched at seqno 3, 2 changes undone" in written[5]

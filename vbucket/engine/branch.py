@@ -42,7 +42,7 @@ def check_undo(part: Partition, at_seqno: int) -> None:
         )
     if 0 < at_seqno < part.history_floor:
         raise FloorError(
-            f"vb {vb_id} keeps every version from seqno {part.history_floor} only (its history "
-            f"floor; older ones may be compacted away); it cannot go back to {at_seqno}, but "
-            f"to {part.history_floor} and above, or to 0"
+            f"vb {vb_id} cannot go back to {at_seqno}: its history floor is "
+            f"{part.history_floor}, and older versions may have been removed by compaction. It can "
+            f"go back to {part.history_floor} and above, or to 0"
         )

@@ -120,8 +120,8 @@ def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
     if upto_seqno > part.purge_seqno:
         if part.pins and upto_seqno >= part.pins[0]:
             raise PurgeRefusedError(
-                f"vb {vb_id}: somebody reads it as of seqno {part.pins[0]}; it cannot be purged up "
-                f"to {upto_seqno} before that is done"
+                f"vb {vb_id}: a scan or dump reads it as of seqno {part.pins[0]}; it cannot be "
+                f"purged up to {upto_seqno} before that is done"
             )
         _, purged_seqno = engine.keyspace.raise_floor(vb_id, upto_seqno + 1, upto_seqno)
         assert purged_seqno == upto_seqno, "all of it is committed"

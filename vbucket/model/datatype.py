@@ -40,7 +40,7 @@ def inflate(value: bytes, bytes_max: int) -> bytes:
     try:
         plain_bytes = snappy.decompress_raw_len(value)
         if plain_bytes > bytes_max:
-            raise ValueTooBigError(f"the value has {plain_bytes} bytes when it is inflated")
+            raise ValueTooBigError(f"the value has {plain_bytes} bytes when it is decompressed")
         if plain_bytes > RATIO_MAX * len(value):
             raise ValueRefusedError(
                 f"{len(value)} bytes of Snappy cannot hold the {plain_bytes} that they claim"

@@ -29,8 +29,8 @@ def plain(datatype: int, value: bytes) -> tuple[int, bytes]:
         return datatype & ~SNAPPY, inflate(value, _PLAIN_BYTES_MAX)
     except ValueRefusedError as error:
         raise StoreDamagedError(
-            f"a compressed value of {len(value)} bytes cannot be inflated: {error}; check the disk "
-            "and restore a backup"
+            f"a compressed value of {len(value)} bytes cannot be decompressed: {error}; check the "
+            "disk and restore a backup"
         ) from error
 
 

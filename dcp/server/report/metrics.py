@@ -121,7 +121,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_writes_refused", "gauge", "", ("reason",),
-        "1 while writes are refused; reads and streams go on. Reasons: log_full (no room for the"
+        "1 while writes are refused; reads and streams continue. Reasons: log_full (no room for the"
         " log), read_only (the disk was full at the start), store_behind (merges are too slow).",
         "1: `dcpctl status` says why; writes resume when the cause is gone",
         _refusals,
@@ -195,13 +195,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_password_checks", "gauge", "", (),
         "Passwords that are being checked or wait for a check.",
-        "at its limit: somebody guesses passwords, see the audit log",
+        "at its limit: a client guesses passwords, see the audit log",
         _one(lambda of: of.access.logins.checks_under_way),
     ),
     MetricSpec(
         "dcpd_receive_buffer_bytes", "gauge", "bytes", (),
         "Incomplete packets and handshakes of all connections.",
-        "at the setting receive_buffers_bytes_max: connections that stand still are closed",
+        "at the setting receive_buffers_bytes_max: idle connections are closed",
         _one(lambda of: of.connections.receive_buffers.held_bytes),
     ),
     MetricSpec(
@@ -213,13 +213,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_admin_connections", "gauge", "", (),
         "Open connections to the admin interface, TLS handshakes included.",
-        "at the setting admin_connections_max: somebody occupies the port",
+        "at the setting admin_connections_max: a client occupies the port",
         _one(lambda of: len(of.admin_crowd)),
     ),
     MetricSpec(
         "dcpd_admin_refusals_total", "counter", "", ("status",),
         "Refused requests to the admin interface, by HTTP status.",
-        "rising 401: somebody guesses passwords; 403: a web page tries, or a name is missing in"
+        "rising 401: a client guesses passwords; 403: a web page tries, or a name is missing in"
         " admin_hosts; 503: too many requests. The log has the reason",
         lambda of: _counted(of.meter.admin_refusals),
     ),
@@ -227,7 +227,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_admin_closed_total", "counter", "", ("reason",),
         "Connections to the admin interface that the server closed: late (the client did not send"
         " or read in time) or crowded (to make room for another).",
-        "rising: somebody occupies the port; the log has the address",
+        "rising: a client occupies the port; the log has the address",
         lambda of: _counted(of.meter.admin_closed),
     ),
     MetricSpec(
@@ -345,7 +345,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_streams_too_slow_total", "counter", "", (),
-        "Streams that ended with reason 4: they did not move while compaction waited for them.",
+        "Streams that ended with reason 4: they made no progress while compaction waited for them.",
         "rising: a consumer hangs in the middle of a snapshot",
         _one(lambda of: of.meter.streams_too_slow),
     ),
@@ -504,23 +504,25 @@ _HEAD: Final = """\
 
 `GET /metrics` on the admin port, with a login:
 
-    curl -u guest:guest http://127.0.0.1:8091/metrics
+```sh
+curl -u guest:guest http://127.0.0.1:8091/metrics
+```
 
 Clients whose `Accept` prefers `application/openmetrics-text`, as Prometheus's does, get it.
 With the setting `metrics_token` a token is enough (`Authorization: Bearer TOKEN`). The folder
 `deploy/` has a scrape configuration, alert rules and a Grafana dashboard.
 
 Names and units follow Prometheus. Counters are updated once per batch of commands or commit group,
-not per operation. Other values are read when somebody asks. `process_*` are the standard process
+not per operation. Other values are read at each scrape. `process_*` are the standard process
 metrics.
 
-| name | kind | labels | meaning | a bad value |
+| name | kind | labels | meaning | alert when |
 |---|---|---|---|---|
 """
 _VBUCKET_HEAD: Final = """
 With `/metrics?vbuckets=1`, for manual inspection: 1,024 series each.
 
-| name | kind | labels | meaning | a bad value |
+| name | kind | labels | meaning | alert when |
 |---|---|---|---|---|
 """
 

@@ -150,7 +150,7 @@ def lock_folder_to_read(
     except OSError as error:
         raise FolderError(
             f"the data folder {path} cannot be read: {error.strerror}: {error.filename}; check its "
-            "permissions, and put a lost lock file back with `touch`"
+            "permissions, and create a missing lock file with `touch`"
         ) from error
     try:
         _lock(path, lock_fd, orphan_wait_s, now_s, sleep_s)

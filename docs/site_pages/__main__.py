@@ -1,0 +1,25 @@
+"""Writes the generated pages that are kept in the repository: `scripts/pages`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from dcp.server.report import metrics
+from dcp.wire import opcode_page
+from site_pages import byte_traces_page, errors_page, settings_page
+
+PAGES: Final[dict[str, Callable[[], str]]] = {
+    "byte-traces": byte_traces_page.markdown,
+    "commands": opcode_page.markdown,
+    "errors": errors_page.markdown,
+    "metrics": metrics.markdown,
+    "settings": settings_page.markdown,
+}
+
+if __name__ == "__main__":
+    for name, markdown in PAGES.items():
+        path = Path(__file__).parents[1] / f"{name}.md"
+        path.write_text(markdown())
+        print(f"written: docs/{path.name}")

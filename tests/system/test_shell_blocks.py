@@ -1,0 +1,143 @@
+"""Every shell block of README and docs/, pasted as it is into a clean shell, page by page.
+
+What cannot be pasted has a row in NOT_PASTED with the reason. If another test runs the block, the
+reason is that test's file. If none does, the page says so: the block begins with "```sh not-run".
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.shell_blocks import (
+    NOT_RUN_MARK,
+    ROOT,
+    Block,
+    CleanShell,
+    blocks_of,
+    can_have_own_network,
+    pages,
+    programs,
+)
+
+LONG = "takes minutes; what it runs has tests of its own"
+NETWORK = "needs the network, or software that does not come with dcpd"
+README = "tests/system/test_readme.py"
+SECURITY = "tests/system/test_security_page.py"
+
+NOT_PASTED = {
+    ("README.md", "python3 -m venv .venv"): README,
+    ("README.md", "dcpd &"): README,
+    ("README.md", "dcpctl set hello again"): README,
+    ("README.md", "dcpctl vb branch 528"): README,
+    ("CONTRIBUTING.md", "scripts/test"): LONG,
+    ("docs/compatibility.md", ".venv/bin/python -m pytest"): "tests/foreign/test_npm_clients.py",
+    ("docs/compatibility.md", "dcpd --data demo &"): NETWORK,
+    ("docs/compatibility.md", "cp -r"): NETWORK,
+    ("docs/howto/start-a-server.md", "python3 -m venv .venv"): README,
+    ("docs/performance.md", "scripts/install bench"): LONG,
+    ("docs/replication.md", "dcpctl quarantine show"): "needs a file that a cluster's node wrote",
+    ("docs/replication.md", "python -m tests.modelcheck"): LONG,
+    ("docs/security.md", "dcpd --data demo &"): SECURITY,
+    ("docs/security.md", "export DCPCTL_USER=root"): SECURITY,
+    ("docs/security.md", "openssl req"): SECURITY,
+    ("docs/security.md", "dcpd --data demo --admin-hosts"): SECURITY,
+    ("docs/security.md", "tail -n 1 demo/audit.log"): SECURITY,
+    ("docs/spark.md", "pip install"): NETWORK,
+    ("docs/spark.md", "spark-submit"): "needs a Spark cluster",
+    ("docs/testing-consumers.md", "dcpd --port 0"): "tests/system/test_testing_page.py",
+    ("docs/tutorial-flights.md", "scripts/demo"): LONG,
+    ("docs/tutorial-spark.md", "python examples/spark_ingest.py"): (
+        "tests/spark/test_spark_example.py"
+    ),
+}
+"""(page, beginning of the block) -> the test that runs it, or why none does."""
+
+BEFORE = {
+    "docs/http-api.md": ("dcpd --data demo &",),
+    "docs/metrics.md": ("dcpd --data demo &",),
+    "docs/operations.md": ("dcpd &", "dcpctl set hello world; kill $!; wait $!"),
+}
+"""Page -> what its reader has done before: it is about a server that runs, or a folder of one."""
+
+SAID = {
+    "docs/howto/follow-changes.md": (
+        "set hello world", "set hello again", "partition 528 starts again",
+    ),
+    "docs/howto/undo-changes.md": ("branched at seqno 2, 1 changes undone", "second"),
+    "docs/howto/move-data.md": ("nothing is wrong", "world"),
+    "docs/howto/import-and-export.md": ("A320-214", '"sold"'),
+    "docs/howto/monitor.md": ("dcpd_ready 1",),
+    "docs/howto/add-users.md": ("stored app:1",),
+}  # fmt: skip
+"""Page -> what the shell must have printed, because the page says so."""
+
+
+def reason_of(block: Block) -> str | None:
+    """Return why a block is not pasted; None if it is."""
+    rows = [row for row in NOT_PASTED if row[0] == block.page and block.text.startswith(row[1])]
+    assert len(rows) <= 1, rows
+    return NOT_PASTED[rows[0]] if rows else None
+
+
+SHELL = [block for page in pages() for block in blocks_of(page) if block.is_shell]
+PASTED = [block for block in SHELL if reason_of(block) is None]
+
+
+def test_every_block_is_pasted_or_has_a_reason() -> None:
+    assert sum(reason_of(block) is not None for block in SHELL) == len(NOT_PASTED), "idle rows"
+    for block in SHELL:
+        reason = reason_of(block)
+        is_run = reason is None or reason.startswith("tests/")
+        assert block.mark == ("" if is_run else NOT_RUN_MARK), (block.page, block.first_line)
+        if reason is not None and is_run:
+            assert (ROOT / reason).exists(), reason
+
+
+def test_the_how_to_installs_as_the_readme_does() -> None:
+    """So that one test runs both."""
+    first = [block for block in SHELL if block.first_line.startswith("python3 -m venv")]
+    assert {block.page for block in first} == {"README.md", "docs/howto/start-a-server.md"}
+    assert len({block.text for block in first}) == 1
+
+
+def test_commands_are_in_fenced_blocks() -> None:
+    """An indented block is not found by the test above, and cannot be copied with one click."""
+    words = ("dcpd ", "dcpctl ", "scripts/", "python", ".venv/", "curl ", "pip ", "export ", "$ ")
+    loose = [
+        f"{page.relative_to(ROOT)}: {line.strip()}"
+        for page in pages()
+        for line in page.read_text().splitlines()
+        if line.startswith("    ") and line.strip().startswith(words)
+    ]
+    assert loose == []
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("page", sorted({block.page for block in PASTED}))
+def test_the_shell_blocks(page: str, tmp_path: Path) -> None:
+    if not can_have_own_network():
+        pytest.skip("this user may not create a network namespace (unshare --net, ip)")
+    before = [Block(page, "sh", "", f"{text}\n") for text in BEFORE.get(page, ())]
+    blocks = before + [block for block in PASTED if block.page == page]
+    shell = CleanShell(tmp_path / "clone")
+    try:
+        for name, text in programs(blocks_of(ROOT / page)):
+            (tmp_path / "clone" / name).write_text(text)
+        output = "".join(shell.paste(block) for block in blocks)
+    finally:
+        shell.close()
+    assert [text for text in SAID.get(page, ()) if text not in output] == [], output
+
+
+def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
+    if not can_have_own_network():
+        pytest.skip("this user may not create a network namespace (unshare --net, ip)")
+    shell = CleanShell(tmp_path / "clone")
+    try:
+        with pytest.raises(AssertionError, match="ls no-such-file"):
+            shell.paste(Block("page", "sh", "", "true\nls no-such-file\ntrue\n"))
+        assert "said" in shell.paste(Block("page", "sh", "", "echo said\n"))
+    finally:
+        shell.close()
