@@ -25,7 +25,8 @@ from dcp.wire.frame import pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.cluster_here import ClusterHere
+from support.cluster_here import CLUSTER, ClusterHere
+from support.loop_metastore import LoopMetaStore
 from support.node_here import Client, plain
 from support.waiting import until_so
 from vbucket.engine.partition import VbState
@@ -295,3 +296,20 @@ async def test_users_are_those_of_the_whole_cluster(tmp_path: Path) -> None:
         with pytest.raises(UsersFileError, match="did not answer"):
             await asyncio.to_thread(two.add, "carl", "password")
         assert one.names() == two.names() == ["bob"], "nobody changes users alone"
+
+
+async def test_the_store_of_another_cluster_is_told_and_not_followed(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        node = await cluster.become_member("n1", copies=1)
+        await cluster.until_all_in_sync(1)
+        await node.stop()
+        cluster.meta.close()
+        cluster.meta = LoopMetaStore()  # it was made anew
+        node = await cluster.start("n1")
+        replicated = node.replicated
+        assert replicated is not None
+        await until_so(lambda: replicated.wrong_store)
+        assert CLUSTER in replicated.wrong_store
+        assert not cluster.active("n1")
+        assert replicated.wrong_store in node._cluster_operations().status().problems

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from dcp.server.access.audit import AuditLog
 from dcp.server.access.password_checks import Outcome, PasswordChecks, Ticket
-from dcp.server.access.users import PLAIN, PasswordCheck, Users, read_plain
+from dcp.server.access.users import CLUSTER_USER, PLAIN, PasswordCheck, Users, read_plain
 from dcp.server.config.sources import is_loopback
 from dcp.session.auth import AuthStep
 from dcp.session.rights import Rights
@@ -189,7 +189,7 @@ class Logins:
     def enter(self, user: str) -> str:
         """Count a connection of a user; return why it may not enter, "" if it may."""
         limit = self._limits.connections_per_user_max
-        if limit and self._connections[user] >= limit:
+        if limit and user != CLUSTER_USER and self._connections[user] >= limit:
             return (
                 f"user {user!r} has {limit} connections, the limit "
                 "(setting connections_per_user_max)"

@@ -196,6 +196,8 @@ class ClusterOperations:
                 f"the metadata store does not answer ({trouble}). Masters go on; nobody is elected "
                 "until it does. Start it again"
             )
+        if replicated.wrong_store:
+            problems.append(replicated.wrong_store)
         if not view.is_loaded:
             problems.append("this node has not read the metadata store yet, so it serves nothing")
         problems += [

@@ -10,6 +10,7 @@ from dcp.server.cluster.cluster_file import ClusterFile, begin_incarnation, read
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.replicated_node import ReplicatedNode, ReplicationChoices, ServerParts
 from dcp.server.config.settings import Settings
+from dcp.server.config.sources import is_loopback
 from dcp.server.net.cluster_config import Ports
 from dcp.server.storage.folder import FolderError
 
@@ -22,6 +23,11 @@ def cluster_refusal(settings: Settings) -> str:
         return (
             f"durability {settings.durability} is not possible there, because an answer must mean "
             "that every copy in sync is on disk. Use --durability commit"
+        )
+    if settings.tls_only == "on" and not is_loopback(settings.host):
+        return (
+            "--tls-only on leaves other nodes no port: nodes connect without TLS. Use a network of "
+            "their own, and --tls-only off"
         )
     if settings.host in _WILDCARDS and not settings.advertise_host:
         return (

@@ -17,6 +17,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -27,7 +28,9 @@ from dcp.cluster.cluster_records import MemberRecord
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.coordinator import Elected
 from dcp.cluster.effects import Notice, ViewChanged
+from dcp.cluster.metastore import TxnResult
 from dcp.cluster.partition_choices import CoordinatorSettings
+from dcp.cluster.prefix_owner import owner_read, owner_trouble
 from dcp.cluster.record_writer import WriteOutcome
 from dcp.cluster.store_driver import StoreDriver
 from dcp.core.groups import GroupCycle, Published
@@ -36,8 +39,9 @@ from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged
 from dcp.server.access.users import Users
-from dcp.server.cluster.cluster_file import ClusterFile
+from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
 from dcp.server.cluster.election_log import ElectionLog
+from dcp.server.cluster.enrolment import EnrolmentError, ask
 from dcp.server.cluster.map_shown import MapShown, host_and_port
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
@@ -67,6 +71,8 @@ LEAVE_S: Final = 20.0
 """How long a stop may take to hand over."""
 LEAVE_TICK_S: Final = 0.02
 """Time between ticks meanwhile: writes of a partition wait for its handover."""
+OWNER_RETRY_S: Final = 0.5
+"""Time between attempts to ask the metadata store whose it is."""
 MAP_S: Final = 0.01
 """How long changes of the map are gathered: an election changes hundreds of records."""
 
@@ -151,6 +157,8 @@ class ReplicatedNode:
         self._is_stopped = False
         self._has_started = False
         self._turns = 0
+        self.wrong_store = ""
+        """Why the metadata store is not that of this cluster; "" if it is, or is not known."""
         self._effects: Final[dict[type, Callable[[Any], None]]] = {
             Published: self._published,
             Dial: self._dial,
@@ -205,7 +213,28 @@ class ReplicatedNode:
         """Take part in the cluster: what is in the log is on disk, and it can be written."""
         if not self._has_started:
             self._has_started = True
-            self._tick()
+            self._parts.tasks.begin(self._begin())
+
+    async def _begin(self) -> None:
+        """Begin to tick once the metadata store has answered, and is that of this cluster: this
+        node would write its own keys into another one, too.
+        """
+        cluster = self.identity.cluster
+        while not self._is_stopped:
+            with contextlib.suppress(EnrolmentError):  # it is away: there is nothing to serve by
+                result = await ask(self.access.meta, owner_read(KEYS_PREFIX, cluster))
+                if isinstance(result, TxnResult) and self._is_ours(result):
+                    self._tick()
+                    return
+            await asyncio.sleep(OWNER_RETRY_S)
+
+    def _is_ours(self, result: TxnResult) -> bool:
+        """Take what the store says about its owner, and tell if it is another cluster's."""
+        wrong = owner_trouble(result, KEYS_PREFIX, self.identity.cluster)
+        if wrong and not self.wrong_store:
+            self._log.error("wrong metadata store", reason=wrong)
+        self.wrong_store = wrong
+        return not wrong
 
     async def leave(self) -> None:
         """Hand over masterships, then get out of the in-sync sets, so that nobody waits for this
@@ -213,7 +242,7 @@ class ReplicatedNode:
         """
         view = self.session.view
         others = [name for name in view.members if name != self.member and view.stays(name)]
-        if not (self._has_started and others) or self.access.trouble:
+        if self._next_tick is None or self._is_stopped or not others or self.access.trouble:
             return
         until_ns = elapsed_ns() + int(LEAVE_S * 1e9)
         self.session.begin_to_leave(elapsed_ns())
