@@ -19,6 +19,7 @@ import yaml
 
 from dcp.server.config.sources import OPTIONS
 from dcp.server.storage.folder import MARKER_NAME
+from support.registry import no_registry
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
@@ -134,6 +135,8 @@ class Scratch:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
+    if not_run := no_registry(tmp_path_factory.mktemp("probe")):
+        pytest.skip(not_run)
     scratch = Scratch(tmp_path_factory.mktemp("image"))
     scratch.build()
     return scratch

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from dcp.compiled import compiled_modules, problem, version_text
+from support.registry import no_registry
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
@@ -60,12 +61,6 @@ def no_compiler() -> str:
     if not header.exists():
         return f"Python's headers are missing ({header}; Debian: sudo apt-get install python3-dev)"
     return ""
-
-
-def no_registry(folder: Path) -> str:
-    """Why pip can fetch nothing here, "" if it can. It asks for what every build needs."""
-    asked = run("-m", "pip", "download", "--no-deps", "--dest", str(folder), "hatchling")
-    return "" if asked.returncode == 0 else f"pip fetches no packages: {asked.stderr.strip()[:200]}"
 
 
 def plain_environment() -> dict[str, str]:
