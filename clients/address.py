@@ -8,7 +8,6 @@ of the system's, `&tls_cert=FILE` a client certificate with its key.
 from __future__ import annotations
 
 from typing import Final, NamedTuple
-from urllib.parse import unquote
 
 DEFAULT_PORT: Final = 11210
 DEFAULT_BUCKET: Final = "default"
@@ -65,15 +64,24 @@ def parse_address(text: str) -> ServerAddress:
     parameters = _parameters(query, text, is_tls=is_tls)
     address = ServerAddress(
         *_host_and_port(place, text, default_port),
-        bucket=unquote(bucket) or DEFAULT_BUCKET,
+        bucket=_unquoted(bucket) or DEFAULT_BUCKET,
         is_tls=is_tls,
         tls_ca=parameters.get("tls_ca", ""),
         tls_cert=parameters.get("tls_cert", ""),
     )
     if at_sign:
         user, _, password = credentials.partition(":")
-        address = address._replace(user=unquote(user), password=unquote(password))
+        address = address._replace(user=_unquoted(user), password=_unquoted(password))
     return address
+
+
+def _unquoted(text: str) -> str:
+    """Return a part of an address without its %XX escapes."""
+    if "%" not in text:
+        return text
+    from urllib.parse import unquote  # 3 ms, of the 80 that `dcpctl get` takes
+
+    return unquote(text)
 
 
 def _parameters(query: str, text: str, *, is_tls: bool) -> dict[str, str]:
@@ -85,7 +93,7 @@ def _parameters(query: str, text: str, *, is_tls: bool) -> dict[str, str]:
             raise ValueError(f"server address {text!r}: unknown {name!r}; known are {known}")
         if not is_tls:
             raise ValueError(f"server address {text!r}: {name} is for TLS, write dcpds://")
-        found[name] = unquote(value)
+        found[name] = _unquoted(value)
     return found
 
 

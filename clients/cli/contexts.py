@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from clients.cli.contexts_place import contexts_file
 from clients.errors import DcpdError
 
 FORMAT_VERSION: Final = 1
@@ -74,10 +75,7 @@ EMPTY: Final = Contexts(None, {})
 
 def contexts_path() -> Path:
     """Return the place of the file."""
-    home = os.environ.get("XDG_CONFIG_HOME", "")
-    # The XDG specification: a relative path is invalid and ignored.
-    folder = Path(home) if Path(home).is_absolute() else Path.home() / ".config"
-    return folder / "dcpctl" / "contexts.json"
+    return Path(contexts_file())
 
 
 def load_contexts() -> Contexts:

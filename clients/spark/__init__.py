@@ -59,22 +59,4 @@ def __getattr__(name: str) -> Any:
             " (and Java 17 or newer)",
             name=error.name,
         ) from error
-    if name == "DcpDataSource":
-        _warn_about_workers()
-    value = getattr(module, name)
-    globals()[name] = value
-    return value
-
-
-def _warn_about_workers() -> None:
-    """Warn if the workers on this machine cannot run the source. Spark's own error would name a
-    missing module, and not where.
-    """
-    import warnings
-
-    from clients.spark.workers import WorkerPythonError, check_workers
-
-    try:
-        check_workers()
-    except WorkerPythonError as error:
-        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+    return getattr(module, name)

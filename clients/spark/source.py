@@ -46,6 +46,7 @@ from clients.spark.plan import (
 )
 from clients.spark.survey import PATIENCE_S, Survey
 from clients.spark.values import value_parser
+from clients.spark.workers import warn_about_workers
 
 _T = TypeVar("_T")
 
@@ -77,7 +78,8 @@ class DcpDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Return the name for `format`."""
+        """Return the name for `format`. Spark asks for it when the source is registered."""
+        warn_about_workers()
         return "dcp"
 
     def schema(self) -> str:

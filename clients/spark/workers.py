@@ -11,6 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
+from functools import cache
 from typing import Final
 
 PROBE_TIMEOUT_S: Final = 20.0
@@ -25,12 +27,30 @@ class WorkerPythonError(RuntimeError):
     """Spark's Python workers cannot run the source. The text says what to set."""
 
 
-def check_workers() -> None:
+@cache
+def warn_about_workers() -> None:
+    """Warn once if the workers cannot run the source. In a worker there is nothing to check, and
+    a Spark Connect session does not tell which interpreter its workers run.
+    """
+    from pyspark.sql import SparkSession
+
+    session = SparkSession.getActiveSession()
+    context = getattr(session, "sparkContext", None)
+    if context is None:
+        return
+    try:
+        check_workers(context.pythonExec)
+    except WorkerPythonError as error:
+        warnings.warn(str(error), RuntimeWarning, stacklevel=4)
+
+
+def check_workers(interpreter: str | None = None) -> None:
     """Raise WorkerPythonError if the workers' interpreter on this machine lacks a package.
 
-    On a cluster it checks the driver's machine only.
+    `interpreter`: the one that they run; None: what the environment says. On a cluster this checks
+    the driver's machine only, where the source is planned.
     """
-    chosen = os.environ.get("PYSPARK_PYTHON") or "python3"
+    chosen = interpreter or os.environ.get("PYSPARK_PYTHON") or "python3"
     found = shutil.which(chosen)
     if found is None:
         raise WorkerPythonError(f"Spark's Python workers run {chosen!r}, which is not here. {_TRY}")

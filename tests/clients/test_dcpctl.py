@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,8 @@ from clients.cli.dcpctl import COMMANDS, run
 from support.passwords import new_password, with_password
 from support.server import DcpdProcess
 from vbucket.model.ids import vbucket_of
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -289,11 +292,15 @@ def test_collections(ctl):
     assert b"shop" not in ctl("collection", "list")[1]
 
 
-def test_hot_commands_import_nothing_slow():
+def test_hot_commands_import_nothing_slow(tmp_path):
     script = (
-        "import sys; import clients.cli.dcpctl, clients.cli.document_commands;"
-        "print([m for m in ('asyncio','rich','scramp','msgspec','json','cbor2')"
+        "import sys; from clients.cli import dcpctl, document_commands;"
+        "dcpctl.Target().address;"  # without contexts the file of contexts is not read
+        "print([m for m in ('asyncio','rich','scramp','msgspec','json','cbor2','pathlib','urllib')"
         " if m in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, check=True, cwd=ROOT,
+        env=os.environ | {"XDG_CONFIG_HOME": str(tmp_path)},
+    )  # fmt: skip
     assert result.stdout == b"[]\n"

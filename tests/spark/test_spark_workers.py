@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from pyspark.sql import SparkSession
 from test_spark_sinks import table
 
 from clients import DcpdError
-from clients.spark import WorkerPythonError, check_workers, read_table, sink_delta
+from clients.spark import WorkerPythonError, check_workers, read_table, sink_delta, workers
 from clients.spark.sink_rules import TableWriter
-from clients.spark.source import DcpStreamReader
+from clients.spark.source import DcpDataSource, DcpStreamReader
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,16 +63,24 @@ def test_an_interpreter_that_is_not_there(monkeypatch):
         check_workers()
 
 
-def test_taking_the_source_warns(tmp_path):
+def test_registering_the_source_warns_once(monkeypatch, tmp_path):
     python = interpreter(tmp_path, f'exec "{sys.executable}" -S -I "$@"')
-    program = "from clients.spark import DcpDataSource, apply_changes; print(DcpDataSource.name())"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True,
-        env=os.environ | {"PYSPARK_PYTHON": str(python), "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.stdout == "dcp\n"
-    assert "RuntimeWarning: Spark's Python workers run" in done.stderr
-    assert done.stderr.count("PYSPARK_PYTHON") == 1
+    monkeypatch.chdir(tmp_path)
+    session = SimpleNamespace(sparkContext=SimpleNamespace(pythonExec=str(python)))
+    monkeypatch.setattr(SparkSession, "getActiveSession", lambda: session)
+    workers.warn_about_workers.cache_clear()
+    with pytest.warns(RuntimeWarning, match="Set PYSPARK_PYTHON=") as warned:
+        assert DcpDataSource.name() == "dcp"
+    assert len(warned) == 1
+    assert DcpDataSource.name() == "dcp"
+
+
+def test_in_a_worker_nothing_is_checked(monkeypatch):
+    monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
+    monkeypatch.setattr(workers, "check_workers", lambda *_: pytest.fail("it checks"))
+    workers.warn_about_workers.cache_clear()
+    assert DcpDataSource.name() == "dcp"
+    workers.warn_about_workers.cache_clear()
 
 
 def test_spark_takes_no_metrics_from_a_python_source():
