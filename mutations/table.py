@@ -525,8 +525,8 @@ MUTATIONS = (
     ),
     Mutation(
         "cut-off-before-it-is-answered",
-        "        self._depose((vb_id,), why)\n        del self.masterships[vb_id]\n",
-        "        del self.masterships[vb_id]\n",
+        "        self._depose((vb_id,), why)\n        part, wanted",
+        "        part, wanted",
         ("test_leading", "test_node_core"),
     ),
     Mutation(
@@ -558,5 +558,35 @@ MUTATIONS = (
         "            if vb_id not in self._distrusted\n",
         "            if vb_id in self._records\n",
         ("test_node_core",),
+    ),
+    Mutation(
+        "unheard-replica-answers",
+        "        if part.is_unheard:\n",
+        "        if part.is_unheard and not part.has_copies:\n",
+        ("test_session_fence", "test_node_core"),
+    ),
+    Mutation(
+        "unheard-replica-keeps-its-streams",
+        "            if part.is_unheard and not was_unheard:\n",
+        "            if part.is_unheard and was_unheard is None:\n",
+        ("test_node_core",),
+    ),
+    Mutation(
+        "replica-of-a-stopped-process-answers",
+        "        if now_ns >= self._unheard_from_ns:\n",
+        "        if now_ns < self._unheard_from_ns:\n",
+        ("test_node_core",),
+    ),
+    Mutation(
+        "told-watermark-outlives-an-epoch",
+        "        self._hw[vb_id] = min(self._hw.get(vb_id, 0), part.high_seqno)\n",
+        "",
+        ("test_following",),
+    ),
+    Mutation(
+        "floor-above-a-branch-that-was-asked-for",
+        "        part.pins.add(seqno)  # no floor rises above it before the branch\n",
+        "        part.pins.add(part.high_seqno)\n",
+        ("test_leading",),
     ),
 )
