@@ -238,4 +238,34 @@ REPLICATION = (
         "            if vb_id in self._records\n",
         ("test_node_core",),
     ),
+    Mutation(
+        "unheard-replica-answers",
+        "        if part.is_unheard:\n",
+        "        if part.is_unheard and not part.has_copies:\n",
+        ("test_session_fence", "test_node_core"),
+    ),
+    Mutation(
+        "unheard-replica-keeps-its-streams",
+        "            if part.is_unheard and not was_unheard:\n",
+        "            if part.is_unheard and was_unheard is None:\n",
+        ("test_node_core",),
+    ),
+    Mutation(
+        "replica-of-a-stopped-process-answers",
+        "        if now_ns >= self._unheard_from_ns:\n",
+        "        if now_ns < self._unheard_from_ns:\n",
+        ("test_node_core",),
+    ),
+    Mutation(
+        "told-watermark-outlives-an-epoch",
+        "        self._cap_told(part, part.high_seqno)\n",
+        "",
+        ("test_following",),
+    ),
+    Mutation(
+        "floor-above-a-branch-that-was-asked-for",
+        "            pins.add(branch.seqno)\n",
+        "            pins.add(self.part.high_seqno)\n",
+        ("test_leading", "test_mastership"),
+    ),
 )
