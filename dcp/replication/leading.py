@@ -18,7 +18,6 @@ Invariants
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
@@ -39,6 +38,7 @@ from dcp.replication.messages import (
 )
 from dcp.replication.replica_feed import ReplicaFeed
 from dcp.replication.shell_effects import BranchEnded, ReplicationEffect
+from dcp.replication.successors import Successors
 from dcp.replication.whole_groups import WholeGroup, WholeGroups
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.hub import StreamHub
@@ -54,7 +54,6 @@ from failover.replication_record import (
     finish_branch,
     hand_over,
     start_branch,
-    want,
 )
 from failover.rollback import Question, decide
 from vbucket.engine.branch import BranchRefusedError, check_undo
@@ -127,8 +126,7 @@ class Leading:
         """The same when nothing was done for each partition: then members in sync follow all."""
         self._ticked_ns = now_ns
         self._is_leaving = False
-        self._given: Counter[str] = Counter()
-        """Partitions that were meant for each member when this node leaves."""
+        self._successors = Successors(view, member)
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
 
@@ -515,7 +513,7 @@ class Leading:
                 return None
             return start_branch(record, wanted_branch)
         if self._is_leaving:
-            record = self._to_successor(record)
+            record = self._successors.wanted(record)
         wanted = record.wanted_master
         if wanted is None or wanted not in record.isr or part.state != VbState.ACTIVE:
             mastership.handing_since_ns = 0
@@ -536,22 +534,6 @@ class Leading:
         """Hand over all partitions: this node is about to stop."""
         self._is_leaving = True
         self._settled = None
-
-    def _to_successor(self, record: ReplicationRecord) -> ReplicationRecord:
-        """Return the record with the member in sync that has been given the fewest partitions as
-        the wanted master; without one if there is none.
-        """
-        able = [
-            member
-            for member in record.copies
-            if member in record.isr and member != self._member and self._view.stays(member)
-        ]
-        if record.wanted_master in able:
-            return record
-        chosen = min(able, key=lambda member: self._given[member], default=None)
-        if chosen is not None:
-            self._given[chosen] += 1
-        return want(record, chosen)
 
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
         """Ask for a branch of a partition; return why it cannot begin, "" if it will.

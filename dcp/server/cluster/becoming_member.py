@@ -18,7 +18,7 @@ from dcp.server.cluster.cluster_file import (
     SECRET_BYTES,
     ClusterFile,
     ClusterToken,
-    TokenError,
+    ClusterTokenError,
     read_cluster_file,
     write_cluster_file,
 )
@@ -103,7 +103,7 @@ async def join_by_token(
     """Make a node one more member. Raises EnrolmentError."""
     try:
         token = ClusterToken.from_text(text)
-    except TokenError as error:
+    except ClusterTokenError as error:
         raise EnrolmentError(str(error)) from None
     name, rack = newcomer.name_or(name), rack or newcomer.settings.rack or ""
     _check(newcomer, name)

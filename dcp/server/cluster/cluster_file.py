@@ -48,7 +48,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return KEYS_PREFIX + f"{self.cluster}/".encode()
 
 
-class TokenError(Exception):
+class ClusterTokenError(Exception):
     """A token cannot be used; the text says why."""
 
 
@@ -66,7 +66,7 @@ class ClusterToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def from_text(cls, text: str) -> ClusterToken:
-        """Read a token. Raises TokenError."""
+        """Read a token. Raises ClusterTokenError."""
         word = text.strip()
         try:
             if not word.startswith(TOKEN_PREFIX):
@@ -75,12 +75,12 @@ class ClusterToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raw = urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
             token = msgspec.json.decode(raw, type=cls)
         except (ValueError, Base64Error, msgspec.DecodeError) as error:
-            raise TokenError(
+            raise ClusterTokenError(
                 f"this is no token of a cluster: {error}. `dcpctl cluster token` on a member "
                 "prints it"
             ) from None
         if token.format != FORMAT:
-            raise TokenError(
+            raise ClusterTokenError(
                 f"the token has format {token.format}, this dcpd reads format {FORMAT}; use the "
                 "version of dcpd that the cluster runs"
             )
