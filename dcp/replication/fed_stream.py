@@ -12,10 +12,13 @@ from typing import Final, NamedTuple
 from dcp.replication.messages import (
     EntriesSection,
     FloorsTold,
+    ReplicaPosition,
+    ReplicationError,
     SnapshotDone,
     Told,
     pack_told,
 )
+from dcp.wire.message import StreamRequest
 from vbucket.engine.partition import Partition
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.ids import SEQNO_MAX
@@ -137,3 +140,16 @@ def known_committed(part: Partition) -> int:
     where a new master does not know so much of others yet.
     """
     return max(part.committed_seqno, part.history_floor)
+
+
+def window_of(vb_id: int, asked: StreamRequest, told: ReplicaPosition) -> SnapshotWindow | None:
+    """Return the snapshot of which a replica has a part; None: what it has is whole. Raises
+    ReplicationError.
+    """
+    start, seqno, end = asked.snap_start_seqno, asked.start_seqno, asked.snap_end_seqno
+    if not start <= seqno <= end or not 0 <= told.snapshot_purge <= end:
+        raise ReplicationError(
+            f"vb {vb_id}: a replica cannot be at seqno {seqno} of a snapshot from {start} to {end} "
+            f"with purge seqno {told.snapshot_purge}"
+        )
+    return SnapshotWindow(start, end, told.snapshot_purge) if start < seqno else None

@@ -25,7 +25,7 @@ from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
 from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
-from dcp.replication.fed_stream import Followed
+from dcp.replication.fed_stream import Followed, window_of
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
 from dcp.replication.messages import (
     FORMAT,
@@ -61,7 +61,6 @@ from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import begin_version, set_leader_epoch
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.log.commit_group import CommitGroup
-from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_of
 from vbucket.store.environment import StoreDamagedError
 
@@ -320,7 +319,7 @@ class Leading:
             versions = tuple(told.failover_log().pairs())
         except ValueError as error:
             raise ReplicationError(f"vb {vb_id}: {error}") from error
-        window = _window_of(vb_id, asked, told)
+        window = window_of(vb_id, asked, told)
         question = Question(
             asked.start_seqno, asked.vb_uuid, asked.snap_start_seqno, asked.snap_end_seqno,
             versions, client_purge_seqno=told.snapshot_purge,
@@ -588,16 +587,3 @@ class Leading:
             f"(its log says why). If the failover log has version {vb_uuid}, the branch was made; "
             "otherwise ask the present master for it",
         )  # fmt: skip
-
-
-def _window_of(vb_id: int, asked: StreamRequest, told: ReplicaPosition) -> SnapshotWindow | None:
-    """Return the snapshot of which a replica has a part; None: what it has is whole. Raises
-    ReplicationError.
-    """
-    start, seqno, end = asked.snap_start_seqno, asked.start_seqno, asked.snap_end_seqno
-    if not start <= seqno <= end or not 0 <= told.snapshot_purge <= end:
-        raise ReplicationError(
-            f"vb {vb_id}: a replica cannot be at seqno {seqno} of a snapshot from {start} to {end} "
-            f"with purge seqno {told.snapshot_purge}"
-        )
-    return SnapshotWindow(start, end, told.snapshot_purge) if start < seqno else None
