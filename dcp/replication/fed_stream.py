@@ -13,11 +13,11 @@ from dcp.replication.messages import (
     EntriesSection,
     FloorsTold,
     ReplicaPosition,
-    ReplicationError,
     SnapshotDone,
     Told,
     pack_told,
 )
+from dcp.session.replication_port import ReplicationError
 from dcp.wire.message import StreamRequest
 from vbucket.engine.partition import Partition
 from vbucket.model.control import SnapshotWindow
