@@ -26,6 +26,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from dcp.cluster.cluster_keys import KeyKind
@@ -85,6 +86,8 @@ class ReplicationCore:
         self._effects: list[ReplicationEffect] = []
         self._records: dict[int, Stored[StoredPartition]] = {}
         """The newest record of each partition that was acted upon."""
+        self._masters: Counter[str | None] | None = None
+        """Their masters; None: not counted since a record changed."""
         self._distrusted: dict[int, str] = {}
         """Partitions whose record in the store is not followed, and why. Nobody writes it."""
         self._first_epochs: dict[int, int] = {}
@@ -171,6 +174,7 @@ class ReplicationCore:
         first_epoch = self._first_epochs.setdefault(vb_id, record.epoch)
         self._distrusted.pop(vb_id, None)
         self._records[vb_id] = stored
+        self._masters = None
         mastership = self.leading.masterships.get(vb_id)
         if not is_master(record, self._member, first_epoch):
             if mastership is not None:
@@ -298,8 +302,16 @@ class ReplicationCore:
 
     def _report(self) -> None:
         """Report the partitions whose master is not heard."""
-        reported: list[ReportedPartition] = []
         masterships, heard = self.leading.masterships, self.following.heard_masters()
+        if self._masters is None:
+            records = self._records.values()
+            self._masters = Counter(stored.content.record.master for stored in records)
+        own = self._masters[self._member] == len(masterships)
+        if not self._reported and all(
+            master in heard or (own and master == self._member) for master in self._masters
+        ):
+            return  # a thousand partitions have a few masters
+        reported: list[ReportedPartition] = []
         for vb_id, stored in self._records.items():
             record = stored.content.record
             if record.master in heard or vb_id in masterships:
