@@ -29,9 +29,9 @@ def copies_to_add(view: ClusterView) -> Iterator[RecordChange]:
     """Yield the records with another copy, where one is wanted and there is a member for it."""
     members = sorted(name for name in view.members if view.stays(name))
     wanted = 0 if view.cluster is None else min(view.cluster.content.copies, len(members))
-    records = {vb_id: stored.content.record for vb_id, stored in view.partitions.items()}
-    if not any(len(record.copies) < wanted for record in records.values()):
+    if all(len(stored.content.record.copies) >= wanted for stored in view.partitions.values()):
         return
+    records = {vb_id: stored.content.record for vb_id, stored in view.partitions.items()}
     held, firsts, filling = Counter[str](), Counter[str](), Counter[str]()
     for record in records.values():
         held.update(record.copies)

@@ -304,8 +304,9 @@ class Mastership:
         record = self.record
         leaving = [
             member
-            for member in sorted(record.isr - {self._member})
-            if must_leave(
+            for member in record.isr
+            if member != self._member
+            and must_leave(
                 self._level_ns.get(member, now_ns), now_ns, is_node_gone=member not in alive,
                 has_failed_sync=member in self._failed_sync,
                 lag_max_ns=self._settings.replica_lag_max_ns,
@@ -313,6 +314,8 @@ class Mastership:
         ]  # fmt: skip
         if leaving:
             return shrink(record, leaving)
+        if len(record.isr) == len(record.copies):
+            return None
         joining = [
             member
             for member in record.copies

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from clients.kv.client import KvClient
+from clients.mirror.mirror import Mirror
 from support.cluster_load import ClusterLoad
 from support.cluster_processes import ClusterProcesses
 from support.waiting import until_so
@@ -19,7 +20,8 @@ async def test_killed_and_frozen_nodes_lose_nothing(tmp_path: Path) -> None:
         in_thread, nodes = cluster.in_thread, cluster.nodes
         await in_thread(cluster.until_in_sync, 3)
         await in_thread(cluster.until_even)
-        async with KvClient.connect(nodes["a"].address, timeout_s=3) as kv:
+        address = nodes["a"].address
+        async with KvClient.connect(address, timeout_s=3) as kv, Mirror(address) as view:
             load = ClusterLoad(kv)
             await until_so(lambda: len(load.answered) == len(load.tried) >= 160)
 
@@ -39,6 +41,10 @@ async def test_killed_and_frozen_nodes_lose_nothing(tmp_path: Path) -> None:
             await load.stop()
             assert await load.lost() == []
             assert all(error.may_have_applied for error in load.errors), load.errors
+            # A consumer has followed all of it, and has what the masters have.
+            await view.caught_up()
+            for key in load.tried:
+                assert view[key] == (await kv.get(key)).value, key
 
             for name in "ac":
                 nodes[name].kill()
