@@ -8,8 +8,8 @@
     POST /api/v1/streams/drop       cut the connections
 
 The bodies choose streams by {"name": connection, "vb": partition}, both optional. The answer is the
-number of open streams, {"streams": 3}, or for drop of connections, {"connections": 1}. Limits also
-apply to streams that are opened later, until `resume` with a choice that covers them.
+number of open streams, {"streams": 3}, or for drop of connections, {"connections": 1}. `slow` also
+applies to streams that are opened later, until `resume` with a choice that covers them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
 
     async def stall(request: Request) -> Response:
         body = await read_object(request, {}, _CHOICE)
-        return _limited(operations, _choice_of(body), 0)
+        return _counted("streams", operations.limit_streams(_choice_of(body), 0))
 
     async def resume(request: Request) -> Response:
         body = await read_object(request, {}, _CHOICE)
