@@ -65,7 +65,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "del": ("document_commands:delete", "Delete documents."),
     "keys": ("keys_command:keys", "List keys, by prefix."),
     "watch": ("watch_command:watch", "Stream changes; can be resumed."),
-    "import": ("import_command:import_", "Load a CSV or JSON lines file."),
+    "import": ("import_command:import_", "Load CSV or JSON lines from a file or a pipe."),
     "seqnos": ("partition_commands:seqnos", "Show the high seqno of each partition."),
     "failover-log": ("partition_commands:failover_log", "Show the versions of a partition."),
     "status": ("partition_commands:status", "Show the server's version, state and content."),

@@ -136,7 +136,7 @@ def _states_text(states: dict[str, int]) -> str:
 
 def _limit_text(limit: dict[str, Any]) -> str:
     rate = limit["bytes_per_s"]
-    what = "no limit" if rate is None else "stalled" if not rate else f"at most {rate} bytes/s"
+    what = "no limit" if rate is None else f"at most {rate} bytes/s"
     name = "every consumer" if limit["name"] is None else repr(limit["name"])
     where = "all partitions" if limit["vb"] is None else f"vbucket {limit['vb']}"
     return f"dcpctl: streams of {name}, {where}: {what}. dcpctl stream stall --resume removes it"
@@ -181,8 +181,8 @@ def slow(*, target: Target, name: str | None, vb: int | None, bytes_per_s: int) 
 @stream.command(
     "stall",
     help=help_text(
-        "Stop streams silently, also those that are opened later, or resume slowed and stalled"
-        " ones.",
+        "Stop open streams silently, or resume slowed and stalled ones. A stream that is opened"
+        " later is not stopped.",
         "dcpctl stream stall --vb 17",
         "dcpctl stream stall --vb 17 --resume",
     ),

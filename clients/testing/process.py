@@ -279,9 +279,8 @@ class DcpServer:
         return self._of_streams("slow", name=name, vb=vb, bytes_per_s=bytes_per_s)
 
     def stall_streams(self, *, name: str | None = None, vb: int | None = None) -> int:
-        """Stop streams silently, open or opened later, until `resume_streams`.
-
-        Return how many are open.
+        """Stop the open streams silently until `resume_streams`; return how many. A stream that is
+        opened later is not stopped.
         """
         return self._of_streams("stall", name=name, vb=vb)
 

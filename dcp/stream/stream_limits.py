@@ -1,4 +1,4 @@
-"""Rate limits of streams by connection name and partition, for streams that are open and to come.
+"""Speed limits of streams by connection name and partition, for streams that are open and to come.
 
 An operator sets a limit for a choice of streams: a connection name, a partition, both or neither.
 Streams that are opened later get it too, so a consumer that reconnects stays limited. Limits are

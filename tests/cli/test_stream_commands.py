@@ -57,9 +57,9 @@ def test_list_by_consumer_and_by_partition(ctl, rows, two_consumers):
 
 def test_the_lag_of_a_consumer_in_one_command(ctl, rows, server):
     vb_id = vbucket_of("lag:0")
-    ctl("stream", "stall", "--name", "lags")
     try:
         with SyncConsumer(server.address, name="lags", vbuckets=[vb_id]), server.connect() as kv:
+            assert ctl("stream", "stall", "--name", "lags")[0] == 0
             before = rows("stream", "list", "--name", "lags")[0]["lag_items"]
             for n in range(3):
                 kv.set("lag:0", b"%d" % n)

@@ -62,5 +62,9 @@ async def test_a_client_goes_on_after_a_value_that_it_refused(server):
             await kv.set("k", "text")
         with pytest.raises(TooBigError):
             await kv.set("k", bytes(MAX_VALUE_BYTES + 1))
+        for value, error in (("text", TypeError), (bytes(MAX_VALUE_BYTES + 1), TooBigError)):
+            with pytest.raises(error):
+                await kv.set_many({"other": b"1", "k": value})
+        assert await kv.get_many(["k", "other"]) == {}, "a batch is refused as a whole"
         await kv.set("k", b"1")
         assert (await kv.get("k")).value == b"1"

@@ -266,8 +266,9 @@ def test_dcpctl_says_what_was_done(dcp_server):
     assert (listed["v"], listed["opcode"], listed["status"]) == (1, "GET", "EBUSY")
     assert dcpctl(dcp_server, "fault", "clear", "1").stdout == "cleared 1 fault\n"
     assert dcpctl(dcp_server, "stream", "list").stdout == ""
-    assert "stalled 0 streams" in dcpctl(dcp_server, "stream", "stall").stdout
+    assert dcpctl(dcp_server, "stream", "slow", "5").stdout == "slowed 0 streams\n"
     assert dcpctl(dcp_server, "stream", "stall", "--resume").returncode == 0
+    assert dcpctl(dcp_server, "stream", "stall").returncode == 3
     assert dcpctl(dcp_server, "stream", "close").returncode == 3
 
 
@@ -336,7 +337,7 @@ def test_restart_after_kill_and_stop(dcp_server):
 
 async def test_limits_apply_to_streams_that_are_opened_later(dcp_server):
     assert await asyncio.to_thread(dcp_server.slow_streams, 5000, name="later") == 0
-    assert await asyncio.to_thread(dcp_server.stall_streams, vb=VB) == 0
+    assert await asyncio.to_thread(dcp_server.slow_streams, 7000, vb=VB) == 0
     async with (
         Consumer(dcp_server.address, name="later", vbuckets=[VB, VB + 1]),
         Consumer(dcp_server.address, name="other", vbuckets=[VB, VB + 1]),
@@ -344,7 +345,8 @@ async def test_limits_apply_to_streams_that_are_opened_later(dcp_server):
         streams = await asyncio.to_thread(dcp_server.streams)
         rates = {(row["name"], row["vb"]): row["bytes_per_s"] for row in streams}
         assert rates == {
-            ("later", VB): 0, ("later", VB + 1): 5000, ("other", VB): 0, ("other", VB + 1): None,
+            ("later", VB): 7000, ("later", VB + 1): 5000,
+            ("other", VB): 7000, ("other", VB + 1): None,
         }  # fmt: skip
         assert await asyncio.to_thread(dcp_server.resume_streams) == 4
     async with Consumer(dcp_server.address, name="later", vbuckets=[VB]):

@@ -8,7 +8,7 @@
     POST /api/v1/streams/drop       cut the connections
 
 The bodies choose streams by the name of their connection and by partition. The answer is the number
-of open streams, or for drop of connections. Limits also apply to streams that are opened later,
+of open streams, or for drop of connections. `slow` also applies to streams that are opened later,
 until `resume` with a choice that covers them.
 """
 
@@ -73,7 +73,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
 
     async def stall(request: Request) -> Response:
         body = await read_body(request, StreamSelection)
-        return _limited(operations, _choice_of(body), 0)
+        return _streams(operations.limit_streams(_choice_of(body), 0))
 
     async def resume(request: Request) -> Response:
         body = await read_body(request, StreamSelection)
@@ -103,7 +103,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
         ),
         RouteSpec(
             "POST", f"{post}/stall", stall, body=StreamSelection, answer=StreamCount,
-            summary="Send nothing on streams, also on those to come.",
+            summary="Send nothing on streams that are open now.",
         ),
         RouteSpec(
             "POST", f"{post}/resume", resume, body=StreamSelection, answer=StreamCount,

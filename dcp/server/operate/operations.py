@@ -262,9 +262,12 @@ class Operations:
     def limit_streams(self, choice: StreamChoice, bytes_per_s: int | None) -> int:
         """Slow streams down, stop them (0) or remove the limit (None); return how many are open.
 
-        It applies to streams that are opened later, too. Raises TooManyLimitsError.
+        A speed limit and its removal also apply to streams that are opened later. A stop is for
+        the open streams only: it stands for a stream that hangs, and its consumer may ask again.
+        Raises TooManyLimitsError.
         """
-        self._limits.set(choice, bytes_per_s)
+        if bytes_per_s != 0:
+            self._limits.set(choice, bytes_per_s)
         chosen = list(self._chosen(choice))
         for found in chosen:
             rate = None if bytes_per_s is None else RateLimit(bytes_per_s)
