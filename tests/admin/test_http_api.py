@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -14,12 +14,15 @@ import pytest
 from openapi_schema_validator import OAS31Validator
 from openapi_spec_validator import validate
 
+from clients.kv.sync_client import SyncKv
 from dcp.server.admin.api_page import TAGS, described, markdown
 from dcp.server.admin.application import admin_app
-from dcp.server.admin.openapi import PATH_FIELDS
+from dcp.server.admin.console_routes import SHOWS
+from dcp.server.admin.openapi import EVENT_DATA, PATH_FIELDS
 from dcp.server.admin.origin import HostRule
 from dcp.server.net.crowd import Crowd
 from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
 from support.admin_node import SmallNode
 from support.raw_http import login
 from support.server import DcpdProcess
@@ -105,14 +108,43 @@ CALLS = (
     Call("POST", f"{SCOPES}/{{scope}}/collections", {"name": "c", "maxTTL": "soon"}, 400),
     Call("DELETE", f"{SCOPES}/{{scope}}/collections/{{collection}}"),
     Call("DELETE", f"{SCOPES}/{{scope}}"),
-    # These two do not end; the first document is read.
+    Call("PUT", "/api/v1/documents", {"key": "described", "value": "1", "only_new": True}),
+    Call("PUT", "/api/v1/documents", {"key": "described", "value": "1", "only_new": True}, 409),
+    Call("PUT", "/api/v1/documents",
+         {"key": "ZGVzY3JpYmVk", "key_encoding": "base64", "value": "/w==",
+          "value_encoding": "base64", "cas": None, "flags": 7, "expiry": 0}),
+    Call("GET", "/api/v1/documents", query="?key=described&versions=1"),
+    Call("GET", "/api/v1/documents/keys", query="?prefix=d&limit=1"),
+    Call("GET", "/api/v1/documents/keys", query="?position=nowhere", status=400),
+    Call("DELETE", "/api/v1/documents", {"key": "described", "cas": "0"}),
+    Call("DELETE", "/api/v1/documents", {"key": "described"}, 404),
+    Call("GET", "/api/v1/documents", query="?key=described"),
+    Call("GET", "/api/v1/documents", query="?key=", status=400),
+    Call("GET", "/api/v1/vbuckets/{vb}"),
+    Call("GET", "/api/v1/console/me"),
+    Call("GET", "/api/v1/console/events", query="?show=nothing", status=400),
+    # These do not end; the first event or document is read.
+    *(Call("GET", "/api/v1/console/events", query=f"?show={show}") for show in SHOWS),
     Call("GET", "/pools/default/bs/{bucket}"),
     Call("GET", "/pools/default/bucketsStreaming/{bucket}"),
 )  # fmt: skip
 PLACES = {"vb": VB, "id": 1, "name": "alice", "bucket": "default", "scope": "s", "collection": "c"}
-NOT_DESCRIBED: frozenset[tuple[str, str]] = frozenset()
-"""Routes (method, path) that are not part of the API, such as pages for a browser."""
-ENDLESS = ("/pools/default/bs/", "/pools/default/bucketsStreaming/")
+NOT_DESCRIBED = {("GET", "/"), ("GET", "/console/{name}")}
+"""Routes (method, path) that are not part of the API: the files of the web console, for a
+browser."""
+EVENTS = "/api/v1/console/events"
+IS_WANTED: dict[str, Callable[[Any], bool]] = {
+    "overview": lambda event: bool(event["overview"]["slow"]),
+    "partitions": lambda event: event["partitions"]["rates"] is not None,
+    "consumers": lambda event: any(
+        row["last_rollback"] and row["times"] for row in event["consumers"]["consumers"]
+    ),
+    "none": lambda event: True,
+}
+"""Page -> whether an event has what is only there after a while."""
+EVENTS_MAX = 20
+"""Limit of a wait, so that a failure does not hang: there is an event every two seconds."""
+ENDLESS = (EVENTS, "/pools/default/bs/", "/pools/default/bucketsStreaming/")
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +185,60 @@ def send(
         connection.request(call.method, call.path.format(**PLACES) + call.query, body, headers)
         response = connection.getresponse()
         ends = not call.path.startswith(ENDLESS) or response.status != 200
-        text = response.read() if ends else response.readline()
-        return response, text
+        return response, response.read() if ends else piece_of(response)
+    finally:
+        connection.close()
+
+
+def open_consumer(client: SyncKv, name: bytes) -> None:
+    """Make the client's connection one for streams."""
+    (link,) = client._links.values()
+    link.request(Opcode.DCP_OPEN, key=name, extras=b"\0\0\0\0\0\0\0\1")
+    link.request(Opcode.DCP_CONTROL, key=b"enable_noop", value=b"true")
+
+
+def ask_for_stream(client: SyncKv, seqno: int, vb_uuid: int) -> int:
+    """Ask for a stream of VB; return the status of the answer."""
+    (link,) = client._links.values()
+    numbers = (seqno, 2**64 - 1, vb_uuid, seqno, seqno)
+    extras = bytes(8) + b"".join(number.to_bytes(8, "big") for number in numbers)
+    return link.request(Opcode.DCP_STREAM_REQ, vb_id=VB, extras=extras).status
+
+
+def piece_of(response: HTTPResponse) -> bytes:
+    """Return the next event or document of an endless answer: up to an empty line."""
+    lines: list[bytes] = []
+    while line := response.readline().strip():
+        lines.append(line)
+    return b"\n".join(lines)
+
+
+def data_of(event: bytes) -> Any:
+    """Return the data of an event `state`."""
+    name, _, data = event.partition(b"\n")
+    assert name == b"event: state"
+    return json.loads(data.removeprefix(b"data: "))
+
+
+def event_when(
+    document: dict[str, Any], server: DcpdProcess, show: str, is_wanted: Callable[[Any], bool]
+) -> Any:
+    """Return the first event, after the one with `me`, that is wanted. Check all until then."""
+    schema = document["paths"][EVENTS]["get"]["responses"]["200"]["content"]["text/event-stream"]
+    connection = HTTPConnection("127.0.0.1", server.admin_port, timeout=20)
+    headers = {"authorization": login().partition(": ")[2]}
+    try:
+        connection.request("GET", f"{EVENTS}?show={show}", headers=headers)
+        response = connection.getresponse()
+        first = data_of(piece_of(response))
+        check(document, schema[EVENT_DATA], first)
+        assert first["me"]["user"] == "guest"
+        for _ in range(EVENTS_MAX):
+            event = data_of(piece_of(response))
+            check(document, schema[EVENT_DATA], event)
+            if is_wanted(event):
+                return event
+        raise AssertionError(event)
     finally:
         connection.close()
 
@@ -188,7 +272,9 @@ def check_answer(document: dict[str, Any], call: Call, response: HTTPResponse, t
     content = content_of(document, call, response.status)
     kind = response.headers.get_content_type()
     assert kind in content, (call, kind)
-    if content[kind]:
+    if EVENT_DATA in content[kind]:
+        check(document, content[kind][EVENT_DATA], data_of(text))
+    elif content[kind]:
         check(document, content[kind]["schema"], json.loads(text))
 
 
@@ -234,14 +320,8 @@ def test_answers_are_as_described(document: dict[str, Any], server: DcpdProcess)
         for name in (b"described", b"second"):
             client = open_until_the_end.enter_context(server.connect())
             client.set(b"key", b"1")
-            (link,) = client._links.values()
-            link.request(Opcode.DCP_OPEN, key=name, extras=b"\0\0\0\0\0\0\0\1")
-            link.request(Opcode.DCP_CONTROL, key=b"enable_noop", value=b"true")
-            everything = (0).to_bytes(8, "big") + b"".join(
-                number.to_bytes(8, "big") for number in (0, 2**64 - 1, 0, 0, 0)
-            )
-            answer = link.request(Opcode.DCP_STREAM_REQ, vb_id=VB, extras=everything)
-            assert answer.status == 0
+            open_consumer(client, name)
+            assert ask_for_stream(client, 0, vb_uuid=0) == Status.OK
         for call in CALLS:
             if call.body is not None:
                 operation = document["paths"][call.path][call.method.lower()]
@@ -253,6 +333,21 @@ def test_answers_are_as_described(document: dict[str, Any], server: DcpdProcess)
             check_answer(document, call, response, text)
             if call.path == "/api/v1/openapi.json":
                 assert json.loads(text) == document
+
+
+def test_events_are_as_described(document: dict[str, Any], server: DcpdProcess) -> None:
+    """Also with a slow operation, and a consumer that had to roll back."""
+    rule = Call("POST", "/api/v1/faults", {"opcode": "GET", "delay_ms": 150, "count": 1}, 201)
+    assert send(server, rule)[0].status == 201
+    with server.connect() as client:
+        client.set(b"key", b"1")
+        client.get(b"key")
+        open_consumer(client, b"watched")
+        assert ask_for_stream(client, 1000, vb_uuid=1) == Status.ROLLBACK
+        assert ask_for_stream(client, 0, vb_uuid=0) == Status.OK
+        for show in SHOWS:
+            found = event_when(document, server, show, is_wanted=IS_WANTED[show])
+            assert found.keys() == {"head", show} - {"none"}
 
 
 def test_refusals_are_as_described(document: dict[str, Any], server: DcpdProcess) -> None:

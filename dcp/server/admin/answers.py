@@ -41,6 +41,7 @@ class QueryField(NamedTuple):
     meaning: str
     kind: str = "string"
     """Its type in JSON Schema."""
+    is_required: bool = False
 
 
 class RouteSpec(NamedTuple):
@@ -60,6 +61,8 @@ class RouteSpec(NamedTuple):
     """The body of a request: JSON, or a form on Couchbase's paths."""
     answer: Any = None
     """The type of the answer, if it is JSON."""
+    event: Any = None
+    """The type of the data of an event, if the answer is a stream of server-sent events."""
     status: HTTPStatus = HTTPStatus.OK
     """The status of the usual answer."""
     other_statuses: tuple[HTTPStatus, ...] = ()
@@ -69,6 +72,8 @@ class RouteSpec(NamedTuple):
     query: tuple[QueryField, ...] = ()
     takes_token: bool = False
     """The token of the setting metrics_token stands for a login."""
+    is_described: bool = True
+    """Whether it is part of the API. The files of the web console are not."""
 
 
 class AdminError(Exception):

@@ -13,10 +13,18 @@ from typing import Any, Final, cast
 from dcp import __version__
 from dcp.server.admin.application import routes_of
 from dcp.server.admin.node_view import AdminParts
-from dcp.server.admin.openapi import INTRODUCTION, OPENAPI_PATH, openapi_document
+from dcp.server.admin.openapi import (
+    EVENT_DATA,
+    INTRODUCTION,
+    OPENAPI_PATH,
+    openapi_document,
+)
 from vbucket.model.ids import SEQNO_MAX
 
-TAGS: Final = ("node", "partitions", "streams", "faults", "store", "users", "Couchbase")
+TAGS: Final = (
+    "node", "partitions", "documents", "streams", "faults", "store", "users", "console",
+    "Couchbase",
+)  # fmt: skip
 _HEAD: Final = f"""\
 # HTTP API
 
@@ -98,9 +106,13 @@ def _answers(responses: Mapping[str, Any]) -> str:
 
 def _kinds(content: Mapping[str, Any]) -> str:
     """Return links to the schemas of a body."""
-    return ", ".join(
-        _kind(media["schema"]) if media else f"`{kind}`" for kind, media in content.items()
-    )
+    return ", ".join(_kind_of(kind, media) for kind, media in content.items())
+
+
+def _kind_of(media_type: str, media: Mapping[str, Any]) -> str:
+    if EVENT_DATA in media:
+        return f"`{media_type}` of {_kind(media[EVENT_DATA])}"
+    return _kind(media["schema"]) if media else f"`{media_type}`"
 
 
 def _kind(schema: Mapping[str, Any]) -> str:

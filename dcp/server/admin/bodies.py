@@ -13,7 +13,16 @@ from typing import Annotated, Final
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from dcp.server.operate.reports import Count, FaultRow, Seqno, StreamLimit, StreamRow, VbId
+from dcp.server.operate.reports import (
+    ENCODINGS,
+    Count,
+    FaultRow,
+    Seqno,
+    StreamLimit,
+    StreamRow,
+    VbId,
+)
+from dcp.server.report.console_view import ConsumerList, Head, MapColours, Overview
 from dcp.session.rights import Role
 from dcp.wire.message import EndReason
 from vbucket.engine.partition import VbState
@@ -28,6 +37,7 @@ SETTABLE_STATES: Final = {
     state.name.lower(): state for state in VbState if state is not VbState.FENCED
 }
 """What an operator can set. A fence is the node's own."""
+U32_MAX: Final = 2**32 - 1
 END_REASONS: Final = {reason.name.lower(): reason for reason in EndReason}
 
 _Uuid = Annotated[
@@ -101,6 +111,50 @@ class CompactRequest(Struct, forbid_unknown_fields=True):
     purge_age: Annotated[
         str | None, Meta(description='A duration such as "3d"; the default: purge_age.')
     ] = None
+
+
+# -- documents -------------------------------------------------------------------------------------
+
+_Encoded = Annotated[
+    str | None,
+    Meta(
+        description="Without it: utf-8. base64 is for bytes that are no text.",
+        extra_json_schema={"enum": [*ENCODINGS, None]},
+    ),
+]
+_Path = Annotated[
+    str | None, Meta(description="scope.collection; without it: the default collection.")
+]
+_CasWanted = Annotated[
+    str | None,
+    Meta(description='The CAS that the document must have, as decimal text. "0", or none: any.'),
+]
+_U32 = Annotated[int, Meta(ge=0, le=U32_MAX)]
+
+
+class PutDocument(Struct, forbid_unknown_fields=True):
+    """A document to store."""
+
+    key: str
+    value: str
+    collection: _Path = None
+    key_encoding: _Encoded = None
+    value_encoding: _Encoded = None
+    cas: _CasWanted = None
+    only_new: Annotated[bool | None, Meta(description="Refuse if there is a document.")] = None
+    flags: _U32 | None = None
+    expiry: Annotated[
+        _U32 | None, Meta(description="Unix seconds, or up to 30 days from now; 0: never.")
+    ] = None
+
+
+class DeleteDocument(Struct, forbid_unknown_fields=True):
+    """A document to delete."""
+
+    key: str
+    collection: _Path = None
+    key_encoding: _Encoded = None
+    cas: _CasWanted = None
 
 
 # -- streams and faults ----------------------------------------------------------------------------
@@ -235,6 +289,44 @@ class UserRoles(Struct):
 
     name: str
     roles: _Roles
+
+
+# -- the web console -------------------------------------------------------------------------------
+
+
+class May(Struct):
+    """What a user may do. A page shows no button for the rest."""
+
+    read_documents: Annotated[
+        bool, Meta(description="Some documents; the answer to each request says the rest.")
+    ]
+    write_documents: bool
+    dump: Annotated[bool, Meta(description="All documents of a partition.")]
+    history: Annotated[bool, Meta(description="Failover logs and seqnos.")]
+    explain: bool
+    operate: Annotated[
+        bool, Meta(description="Everything that changes the node: partitions, streams, faults.")
+    ]
+
+
+class Me(Struct):
+    """Who is logged in."""
+
+    user: str
+    roles: _Roles
+    may: May
+    is_test_mode: Annotated[bool, Meta(description="Whether there is a test bench.")]
+    boot: Annotated[str, Meta(description="Changes with every start of the server.")]
+
+
+class ConsoleState(Struct):
+    """The data of an event `state`."""
+
+    head: Head
+    me: Annotated[Me | UnsetType, Meta(description="In the first event.")] = UNSET
+    overview: Annotated[Overview | UnsetType, Meta(description="With show=overview.")] = UNSET
+    partitions: Annotated[MapColours | UnsetType, Meta(description="With show=partitions.")] = UNSET
+    consumers: Annotated[ConsumerList | UnsetType, Meta(description="With show=consumers.")] = UNSET
 
 
 # -- the node --------------------------------------------------------------------------------------

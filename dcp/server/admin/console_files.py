@@ -75,8 +75,8 @@ def console_files() -> dict[str, ConsoleFile]:
 def routes() -> list[RouteSpec]:
     """Return the routes."""
     return [
-        RouteSpec("GET", "/", _index, needs_login=False),
-        RouteSpec("GET", "/console/{name}", _file, needs_login=False),
+        RouteSpec("GET", "/", _index, needs_login=False, is_described=False),
+        RouteSpec("GET", "/console/{name}", _file, needs_login=False, is_described=False),
     ]
 
 

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from dcp.server.access.users import Users
-from dcp.server.access.users_file import roles_document
-from dcp.server.admin.answers import RouteSpec, invalid, number_in, raw_answer, vb_of
+from dcp.server.admin.answers import QueryField, RouteSpec, invalid, json_answer, number_in, vb_of
+from dcp.server.admin.bodies import ConsoleState, May, Me
 from dcp.server.admin.denials import denied
 from dcp.server.admin.node_view import ConsoleParts
+from dcp.server.admin.user_routes import roles_of
+from dcp.server.report.console_view import PartitionDetail
 from dcp.session.rights import EVERYTHING, Rights, Role
 from dcp.wire.opcode import Opcode
 
@@ -32,32 +34,6 @@ EVENTS_TYPE: Final = "text/event-stream"
 SHOWS: Final = ("overview", "partitions", "consumers", "none")
 SAMPLE_MAX: Final = 1 << 53
 _NO_STORE: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
-
-
-class May(msgspec.Struct):
-    """What a user may do. A page shows no button for the rest."""
-
-    read_documents: bool
-    """Some documents; the answer to each request says the rest."""
-    write_documents: bool
-    dump: bool
-    """All documents of a partition."""
-    history: bool
-    """Failover logs and seqnos."""
-    explain: bool
-    operate: bool
-    """Everything that changes the node: partitions, streams, faults."""
-
-
-class Me(msgspec.Struct):
-    """Who is logged in."""
-
-    user: str
-    roles: dict[str, list[dict[str, str]]]
-    may: May
-    is_test_mode: bool
-    """Whether there is a test bench."""
-    boot: str
 
 
 def may_of(rights: Rights) -> May:
@@ -74,15 +50,14 @@ def may_of(rights: Rights) -> May:
 
 def me_of(console: ConsoleParts, user: str, rights: Rights) -> Me:
     """Return who is logged in."""
-    return Me(user, roles_document(rights), may_of(rights), console.is_test_mode, console.view.boot)
+    return Me(user, roles_of(rights), may_of(rights), console.is_test_mode, console.view.boot)
 
 
 def routes(console: ConsoleParts, users: Users) -> list[RouteSpec]:
     """Return the routes."""
 
     async def me(request: Request) -> Response:
-        found = me_of(console, request.state.user, request.state.rights)
-        return raw_answer(msgspec.json.encode(found))
+        return json_answer(me_of(console, request.state.user, request.state.rights))
 
     async def events(request: Request) -> Response:
         from starlette.responses import StreamingResponse
@@ -108,13 +83,30 @@ def routes(console: ConsoleParts, users: Users) -> list[RouteSpec]:
         if denial is not None:
             raise denied(request, denial.why)
         await console.documents.until_committed(vb_id)
-        return raw_answer(msgspec.json.encode(console.view.partition(vb_id)))
+        return json_answer(console.view.partition(vb_id))
 
     return [
-        RouteSpec("GET", "/api/v1/console/me", me),
-        RouteSpec("GET", "/api/v1/console/events", events, is_long=True),
-        RouteSpec("GET", "/api/v1/vbuckets/{vb}", partition),
-    ]
+        RouteSpec(
+            "GET", "/api/v1/console/me", me, answer=Me,
+            summary="Who is logged in, and what this user may do.",
+        ),
+        RouteSpec(
+            "GET", "/api/v1/console/events", events, is_long=True,
+            media_type=EVENTS_TYPE, event=ConsoleState,
+            summary="What the web console shows, as server-sent events: `state` now and after each"
+            " sample. If the user's rights change, the last one is `rights`, with no members.",
+            query=(
+                QueryField("show", f"The page: {', '.join(SHOWS)}; without it none."),
+                QueryField("after", "`head.sample` of the last event.", "integer"),
+                QueryField("since", "`head.time_s` of the last event.", "number"),
+                QueryField("boot", "`head.boot` of the last event; else the two do not count."),
+            ),
+        ),
+        RouteSpec(
+            "GET", "/api/v1/vbuckets/{vb}", partition, answer=PartitionDetail,
+            summary="Show one partition, with its failover log. It needs the role read or stream.",
+        ),
+    ]  # fmt: skip
 
 
 class _Events:
@@ -158,6 +150,9 @@ class _Events:
             await sampler.after(sample)
 
     def _body(self, after: int, since_s: float) -> bytes:
+        """Return what `show` adds. The head is kept as bytes, so `ConsoleState` is put together as
+        text here.
+        """
         view = self._console.view
         match self._show:
             case "overview":

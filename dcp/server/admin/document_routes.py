@@ -15,19 +15,29 @@ from __future__ import annotations
 import binascii
 from base64 import b64decode
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
-import msgspec
-
-from dcp.server.admin.answers import AdminError, RouteSpec, invalid, number_in, raw_answer
-from dcp.server.admin.console_bodies import read_body
+from dcp.server.admin.answers import (
+    AdminError,
+    QueryField,
+    RouteSpec,
+    invalid,
+    json_answer,
+    number_in,
+    read_body,
+)
+from dcp.server.admin.bodies import DeleteDocument, PutDocument
 from dcp.server.admin.denials import denied
 from dcp.server.operate.document_desk import (
     KEYS_AT_ONCE,
     VERSIONS_AT_ONCE,
+    Changed,
     DocumentRefusedError,
     Documents,
+    History,
+    KeyList,
 )
+from dcp.server.operate.reports import ENCODINGS
 from dcp.session.rights import Role
 from dcp.wire.status import ERROR_TABLE, Status
 from vbucket.engine.read_view import ViewRefusedError
@@ -38,37 +48,11 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-Encoding = Literal["utf-8", "base64"]
-U32_MAX: Final = 2**32 - 1
 CAS_MAX: Final = 2**64 - 1
-_ENCODINGS: Final = ("utf-8", "base64")
-
-
-class PutDocument(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of PUT."""
-
-    key: str
-    value: str
-    collection: str = ""
-    key_encoding: Encoding = "utf-8"
-    value_encoding: Encoding = "utf-8"
-    cas: str = "0"
-    """The CAS that the document must have; "0": any."""
-    only_new: bool = False
-    """Refuse if there is a document."""
-    flags: int = 0
-    expiry: int = 0
-    """Unix seconds, or up to 30 days from now; 0: never."""
-
-
-class DeleteDocument(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of DELETE."""
-
-    key: str
-    collection: str = ""
-    key_encoding: Encoding = "utf-8"
-    cas: str = "0"
-    """The CAS that the document must have; "0": any."""
+_COLLECTION: Final = QueryField(
+    "collection", "scope.collection; without it the default collection."
+)
+_ENCODING: Final = QueryField("key_encoding", "base64 for bytes that are no text; else utf-8.")
 
 
 def routes(documents: Documents) -> list[RouteSpec]:
@@ -76,11 +60,34 @@ def routes(documents: Documents) -> list[RouteSpec]:
     api = _Documents(documents)
     path = "/api/v1/documents"
     return [
-        RouteSpec("GET", path, api.history, role=Role.READ),
-        RouteSpec("GET", f"{path}/keys", api.keys, role=Role.READ),
-        RouteSpec("PUT", path, api.put, role=Role.WRITE),
-        RouteSpec("DELETE", path, api.remove, role=Role.WRITE),
-    ]
+        RouteSpec(
+            "GET", path, api.history, role=Role.READ, answer=History,
+            summary="Show the versions of a key that are kept, newest first.",
+            query=(
+                QueryField("key", "The key.", is_required=True), _COLLECTION, _ENCODING,
+                QueryField("older_than", "Only versions below this seqno; 0: all.", "integer"),
+                QueryField("versions", f"At most so many, up to {VERSIONS_AT_ONCE}.", "integer"),
+            ),
+        ),
+        RouteSpec(
+            "GET", f"{path}/keys", api.keys, role=Role.READ, answer=KeyList,
+            summary="List the keys with a prefix, by partition.",
+            query=(
+                QueryField("prefix", "How the keys begin; without it all keys."),
+                _COLLECTION, _ENCODING,
+                QueryField("limit", f"At most so many, up to {KEYS_AT_ONCE}.", "integer"),
+                QueryField("position", "`next` of the answer before."),
+            ),
+        ),
+        RouteSpec(
+            "PUT", path, api.put, role=Role.WRITE, body=PutDocument, answer=Changed,
+            summary="Store a document.",
+        ),
+        RouteSpec(
+            "DELETE", path, api.remove, role=Role.WRITE, body=DeleteDocument, answer=Changed,
+            summary="Delete a document.",
+        ),
+    ]  # fmt: skip
 
 
 class _Documents:
@@ -90,7 +97,7 @@ class _Documents:
     async def history(self, request: Request) -> Response:
         """Answer the versions of a key."""
         query = request.query_params
-        key = _decoded(query.get("key", ""), query.get("key_encoding", "utf-8"), "key")
+        key = _decoded(query.get("key", ""), query.get("key_encoding"), "key")
         try:
             found = await self._documents.history(
                 key,
@@ -101,15 +108,14 @@ class _Documents:
             )
         except (DocumentRefusedError, StoreDamagedError) as error:
             _refuse(request, "the document cannot be shown", error)
-        return raw_answer(msgspec.json.encode(found))
+        return json_answer(found)
 
     async def keys(self, request: Request) -> Response:
         """Answer the keys with a prefix."""
         query = request.query_params
-        encoding = query.get("key_encoding", "utf-8")
         try:
             found = await self._documents.keys(
-                _decoded(query.get("prefix", ""), encoding, "prefix"),
+                _decoded(query.get("prefix", ""), query.get("key_encoding"), "prefix"),
                 query.get("collection", ""),
                 request.state.rights,
                 position=query.get("position", ""),
@@ -117,28 +123,26 @@ class _Documents:
             )
         except (DocumentRefusedError, ViewRefusedError) as error:
             _refuse(request, "the keys cannot be listed", error)
-        return raw_answer(msgspec.json.encode(found))
+        return json_answer(found)
 
     async def put(self, request: Request) -> Response:
         """Store a document."""
         body = await read_body(request, PutDocument)
-        if not (0 <= body.flags <= U32_MAX and 0 <= body.expiry <= U32_MAX):
-            raise invalid('"flags" and "expiry" must fit into 32 bits')
         try:
             changed = await self._documents.put(
                 request.state.user,
                 request.state.rights,
                 _decoded(body.key, body.key_encoding, "key"),
-                body.collection,
+                body.collection or "",
                 _decoded(body.value, body.value_encoding, "value"),
-                cas=_number(body.cas, CAS_MAX, "cas"),
-                flags=body.flags,
-                expiry=body.expiry,
-                only_new=body.only_new,
+                cas=_number(body.cas or "0", CAS_MAX, "cas"),
+                flags=body.flags or 0,
+                expiry=body.expiry or 0,
+                only_new=bool(body.only_new),
             )
         except DocumentRefusedError as error:
             _refuse(request, "the document was not stored", error)
-        return raw_answer(msgspec.json.encode(changed))
+        return json_answer(changed)
 
     async def remove(self, request: Request) -> Response:
         """Delete a document."""
@@ -148,12 +152,12 @@ class _Documents:
                 request.state.user,
                 request.state.rights,
                 _decoded(body.key, body.key_encoding, "key"),
-                body.collection,
-                cas=_number(body.cas, CAS_MAX, "cas"),
+                body.collection or "",
+                cas=_number(body.cas or "0", CAS_MAX, "cas"),
             )
         except DocumentRefusedError as error:
             _refuse(request, "the document was not deleted", error)
-        return raw_answer(msgspec.json.encode(changed))
+        return json_answer(changed)
 
 
 _ANSWERS: Final = {
@@ -197,10 +201,11 @@ def _refuse(request: Request, what: str, error: Exception) -> NoReturn:
     ) from error
 
 
-def _decoded(text: str, encoding: str, name: str) -> bytes:
-    """Return the bytes of a key or value."""
-    if encoding not in _ENCODINGS:
-        raise invalid(f"an encoding is one of {', '.join(_ENCODINGS)}, not {encoding[:30]!r}")
+def _decoded(text: str, encoding: str | None, name: str) -> bytes:
+    """Return the bytes of a key or value; None: the encoding is utf-8."""
+    encoding = "utf-8" if encoding is None else encoding
+    if encoding not in ENCODINGS:
+        raise invalid(f"an encoding is one of {', '.join(ENCODINGS)}, not {encoding[:30]!r}")
     if encoding == "utf-8":
         return text.encode("utf-8", "surrogateescape")
     try:

@@ -24,6 +24,8 @@ from dcp.session.rights import Role
 from vbucket.model.ids import NUM_VBUCKETS
 
 OPENAPI_PATH: Final = "/api/v1/openapi.json"
+EVENT_DATA: Final = "x-event-data"
+"""Has the schema of the data of an event, beside that of the whole stream."""
 _REF: Final = "#/components/schemas/{name}"
 _PLACE: Final = re.compile(r"{(\w+)}")
 PATH_FIELDS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
@@ -36,8 +38,9 @@ PATH_FIELDS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 }
 """Field of a path -> meaning and schema."""
 _TAGS: Final = (
-    ("/api/v1/vbuckets", "partitions"), ("/api/v1/streams", "streams"),
-    ("/api/v1/faults", "faults"), ("/api/v1/users", "users"), ("/api/v1/compact", "store"),
+    ("/api/v1/vbuckets", "partitions"), ("/api/v1/documents", "documents"),
+    ("/api/v1/streams", "streams"), ("/api/v1/console", "console"), ("/api/v1/faults", "faults"),
+    ("/api/v1/users", "users"), ("/api/v1/compact", "store"),
     ("/pools", "Couchbase"), ("/whoami", "Couchbase"), ("/", "node"),
 )  # fmt: skip
 """Beginning of a path -> its group; the first that fits counts."""
@@ -51,10 +54,10 @@ INTRODUCTION: Final = (
 
 def openapi_document(routes: Iterable[RouteSpec], version: str) -> dict[str, Any]:
     """Return the document."""
-    routes = list(routes)
+    routes = [route for route in routes if route.is_described]
     kinds: list[Any] = [Problem, CouchbaseProblem]
     for route in routes:
-        kinds += [kind for kind in (route.body, route.answer) if kind is not None]
+        kinds += [kind for kind in (route.body, route.answer, route.event) if kind]
     kinds = list({str(kind): kind for kind in kinds}.values())
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     schema_of = {str(kind): schema for kind, schema in zip(kinds, schemas, strict=True)}
@@ -147,6 +150,7 @@ def _query_fields(route: RouteSpec) -> list[dict[str, Any]]:
         {
             "name": field.name,
             "in": "query",
+            "required": field.is_required,
             "description": field.meaning,
             "schema": {"type": field.kind},
         }
@@ -158,6 +162,10 @@ def _responses(route: RouteSpec, schema_of: Mapping[str, Any]) -> dict[str, Any]
     content: dict[str, Any] = {route.media_type.partition(";")[0]: {}}
     if route.answer is not None:
         content = {route.media_type: {"schema": schema_of[str(route.answer)]}}
+    if route.event is not None:
+        # OpenAPI 3.1 has no member for what each event holds.
+        events = {"schema": {"type": "string"}, EVENT_DATA: schema_of[str(route.event)]}
+        content = {route.media_type: events}
     content |= {kind: {} for kind in route.other_media_types}
     found = {str(route.status.value): {"description": "The answer.", "content": content}}
     for status in route.other_statuses:

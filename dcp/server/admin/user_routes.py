@@ -92,7 +92,7 @@ class _Users:
     async def table(self, _request: Request) -> Response:
         """Answer all users with their roles."""
         table = self._users.table()
-        roles = {name: _roles_of(rights) for name, rights in table.items()}
+        roles = {name: roles_of(rights) for name, rights in table.items()}
         return json_answer(UserTable(list(table), roles))
 
     async def add(self, request: Request) -> Response:
@@ -115,7 +115,7 @@ class _Users:
         body = await read_body(request, GrantRequest)
         role, scope = _role_of(body.role), _scope_of(body) or EVERYTHING
         rights = await self._change(lambda: self._users.grant(name, role, scope))
-        return json_answer(UserRoles(name, _roles_of(rights)))
+        return json_answer(UserRoles(name, roles_of(rights)))
 
     async def revoke(self, request: Request) -> Response:
         """Take a role, or one scope of it, from a user."""
@@ -123,7 +123,7 @@ class _Users:
         body = await read_body(request, GrantRequest)
         role, scope, force = _role_of(body.role), _scope_of(body), _is_forced(request)
         rights = await self._change(lambda: self._users.revoke(name, role, scope, force=force))
-        return json_answer(UserRoles(name, _roles_of(rights)))
+        return json_answer(UserRoles(name, roles_of(rights)))
 
     async def remove(self, request: Request) -> Response:
         """Remove a user."""
@@ -182,7 +182,8 @@ def _rights_of(roles: dict[str, list[ScopeBody]]) -> Rights:
         raise invalid(f'"roles" must be an object of role and list of scopes: {error}') from error
 
 
-def _roles_of(rights: Rights) -> dict[str, list[ScopeBody]]:
+def roles_of(rights: Rights) -> dict[str, list[ScopeBody]]:
+    """Return rights as the API shows them."""
     return msgspec.convert(roles_document(rights), dict[str, list[ScopeBody]])
 
 

@@ -19,10 +19,12 @@ import time
 from base64 import b64encode
 from collections.abc import Callable
 from struct import Struct
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
+from dcp.server.operate.reports import Cas, Count, Encoding, Seqno, UnixTime, VbId
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.waiters import CommitWaiters
 from dcp.session.faults import FaultTable
@@ -85,72 +87,77 @@ class DocumentRefusedError(Exception):
 class StoredVersion(msgspec.Struct):
     """One version of a key. Numbers of 64 bits that JSON readers would round are texts."""
 
-    kind: str
-    """set, deleted or expired."""
-    seqno: int
-    rev: str
-    cas: str
-    time_s: float
-    """When it was written, by its CAS."""
-    value: str | None = None
-    """None for a deletion."""
-    value_encoding: str = "utf-8"
-    """Or base64."""
-    value_bytes: int = 0
-    is_cut: bool = False
-    flags: int = 0
-    expiry: int = 0
-    """Unix seconds; 0: never."""
+    kind: Annotated[str, Meta(extra_json_schema={"enum": ["set", "deleted", "expired", "event"]})]
+    seqno: Seqno
+    rev: Annotated[str, Meta(description="Its revision, as decimal text.")]
+    cas: Cas
+    time_s: Annotated[UnixTime, Meta(description="When it was written, by its CAS.")]
+    value: Annotated[str | None, Meta(description="null for a deletion.")] = None
+    value_encoding: Encoding = "utf-8"
+    value_bytes: Count = 0
+    is_cut: Annotated[
+        bool, Meta(description=f"The value is longer than {VALUE_BYTES_SHOWN} bytes.")
+    ] = False
+    flags: Count = 0
+    expiry: Annotated[Count, Meta(description="Unix seconds; 0: never.")] = 0
     is_json: bool = False
-    xattrs: dict[str, str] = {}
+    xattrs: Annotated[dict[str, str], Meta(description="Name -> value, as JSON text.")] = {}
 
 
 class History(msgspec.Struct):
     """The versions of a key, newest first."""
 
-    vb: int
+    vb: VbId
     collection: str
     key: str
-    key_encoding: str
-    is_there: bool
-    """Whether the newest version is a document that has not expired."""
+    key_encoding: Encoding
+    is_there: Annotated[
+        bool, Meta(description="The newest version is a document that has not expired.")
+    ]
     versions: list[StoredVersion]
-    older_than: int | None
-    """The seqno to ask with for more; None: there are no more."""
-    end: str
-    """Why there are no older versions; "" if there are, or if the first one is shown."""
-    may_write: bool
-    """Whether this user may change the key."""
+    older_than: Annotated[
+        Seqno | None, Meta(description="What to ask with for more; null: there are no more.")
+    ]
+    end: Annotated[
+        str,
+        Meta(
+            description='Why there are no older versions; "" if there are, or if the first one is'
+            " shown."
+        ),
+    ]
+    may_write: Annotated[bool, Meta(description="This user may change the key.")]
 
 
 class KeyRow(msgspec.Struct):
     """A document that a scan has found."""
 
-    vb: int
+    vb: VbId
     key: str
-    key_encoding: str
-    seqno: int
-    time_s: float
+    key_encoding: Encoding
+    seqno: Seqno
+    time_s: Annotated[UnixTime, Meta(description="When it was written, by its CAS.")]
 
 
 class KeyList(msgspec.Struct):
     """What a scan has found."""
 
     keys: list[KeyRow]
-    next: str | None
-    """Where to go on; None: this was all."""
-    searched: int
-    """Partitions that are done."""
-    unreadable: list[int]
-    """Partitions whose stored data is damaged; their keys are missing here."""
+    next: Annotated[
+        str | None, Meta(description="The `position` to go on from; null: this was all.")
+    ]
+    searched: Annotated[Count, Meta(description="Partitions that are done.")]
+    unreadable: Annotated[
+        list[VbId],
+        Meta(description="Partitions whose stored data is damaged; their keys are missing here."),
+    ]
 
 
 class Changed(msgspec.Struct):
     """A change that is committed."""
 
-    vb: int
-    seqno: int
-    cas: str
+    vb: VbId
+    seqno: Seqno
+    cas: Cas
 
 
 class Documents:

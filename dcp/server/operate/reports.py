@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+
+ENCODINGS: Final = ("utf-8", "base64")
 
 VbId = Annotated[
     int, Meta(description="A partition.", extra_json_schema={"maximum": NUM_VBUCKETS - 1}, ge=0)
@@ -20,6 +22,11 @@ VbUuid = Annotated[
     str, Meta(description="The id of a version, as decimal text.", pattern="^[0-9]{1,20}$")
 ]
 Cas = Annotated[str, Meta(description="A CAS, as decimal text.", pattern="^[0-9]{1,20}$")]
+Encoding = Annotated[
+    str,
+    Meta(description="base64: the bytes are no text.", extra_json_schema={"enum": list(ENCODINGS)}),
+]
+UnixTime = Annotated[float, Meta(description="Unix time in seconds.")]
 
 
 class BranchReport(Struct, kw_only=True):

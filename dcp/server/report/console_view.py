@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from dcp.server.config.settings import Settings
-from dcp.server.report.consumer_watch import WatchedConsumer
+from dcp.server.operate.reports import Count, Seqno, UnixTime, VbId, VbUuid
+from dcp.server.report.consumer_watch import STATES, WatchedConsumer
 from dcp.server.report.metric_sources import MetricSources
 from dcp.server.report.sampler import Sampler
 from vbucket.engine.keyspace import OVERFULL
@@ -33,19 +35,21 @@ class Gauge(msgspec.Struct):
     """A figure and its limit."""
 
     name: str
-    value: float | None
-    limit: float | None
-    unit: str
+    value: Annotated[float | None, Meta(description="null: not measured yet.")]
+    limit: Annotated[float | None, Meta(description="null: there is none.")]
+    unit: Annotated[str, Meta(description='"bytes", or "" for a number.')]
     meaning: str
 
 
 class SlowRow(msgspec.Struct):
     """A slow operation."""
 
-    time_s: float
+    time_s: Annotated[UnixTime, Meta(description="When it ended.")]
     what: str
     seconds: float
-    peer: str
+    peer: Annotated[
+        str, Meta(description='The client\'s address; "" if the server itself was slow.')
+    ]
     user: str
 
 
@@ -53,130 +57,157 @@ class UpkeepWork(msgspec.Struct):
     """Merges and compaction."""
 
     merge_under_way_s: float
-    merges: int
-    merge_failures: int
-    merge_trouble: str
+    merges: Count
+    merge_failures: Count
+    merge_trouble: Annotated[str, Meta(description='Why merges fail; "": they do not.')]
     last_merge_s: float
-    compaction_turns: int
-    dropped_versions: int
-    dropped_tombstones: int
+    compaction_turns: Count
+    dropped_versions: Count
+    dropped_tombstones: Count
 
 
 class Head(msgspec.Struct):
     """What every page shows."""
 
-    boot: str
-    """Changes with every start of the server. Numbers of samples count from there."""
-    sample: int
-    time_s: float
+    boot: Annotated[
+        str,
+        Meta(
+            description="Changes with every start of the server. Numbers of samples count from"
+            " there."
+        ),
+    ]
+    sample: Annotated[Count, Meta(description="The number of the newest sample.")]
+    time_s: UnixTime
     is_ready: bool
-    why_not: str
-    """Why clients should not be sent here, or why writes are refused; "": nothing is wrong."""
+    why_not: Annotated[
+        str,
+        Meta(
+            description="Why clients should not be sent here, or why writes are refused;"
+            ' "": nothing is wrong.'
+        ),
+    ]
     warnings: list[str]
     version: str
     durability: str
-    uptime_s: int
-    items: int
-    connections: int
+    uptime_s: Count
+    items: Count
+    connections: Count
 
 
 class Overview(msgspec.Struct):
     """The page Overview."""
 
-    times: list[float]
-    figures: dict[str, list[float | None]]
-    """What is new since the sample that the page has."""
+    times: Annotated[list[float], Meta(description="Of the samples that the page lacks.")]
+    figures: Annotated[
+        dict[str, list[float | None]],
+        Meta(description="Figure -> one value for each of these times; null: not measured."),
+    ]
     gauges: list[Gauge]
     work: UpkeepWork
-    slow: list[SlowRow]
-    slow_count: int
-    vbuckets: dict[str, int]
-    faults: int
+    slow: Annotated[list[SlowRow], Meta(description="Newest first.")]
+    slow_count: Annotated[Count, Meta(description="Slow operations since the start.")]
+    vbuckets: Annotated[dict[str, int], Meta(description="State -> number of partitions.")]
+    faults: Annotated[Count, Meta(description="Active fault rules.")]
 
 
 class MapColours(msgspec.Struct):
     """The page Partitions: one value for each partition, by its number."""
 
-    states: str
-    items: list[int]
-    rates: list[float] | None
-    """Changes per second since the last sample; None: there was no sample before."""
-    lags: list[int]
-    """The largest lag of a consumer."""
-    history: list[int]
-    """Seqnos that can be undone."""
+    states: Annotated[
+        str,
+        Meta(
+            description="One letter each: "
+            + ", ".join(f"{letter} {state.name.lower()}" for state, letter in STATE_LETTERS.items())
+            + f", {QUARANTINED_LETTER} quarantined."
+        ),
+    ]
+    items: list[Count]
+    rates: Annotated[
+        list[float] | None,
+        Meta(
+            description="Changes per second since the last sample; null: there was no sample"
+            " before."
+        ),
+    ]
+    lags: Annotated[list[Count], Meta(description="The largest lag of a consumer.")]
+    history: Annotated[list[Count], Meta(description="Seqnos that can be undone.")]
 
 
 class KnownVersion(msgspec.Struct):
     """A version of a partition."""
 
-    vb_uuid: str
-    seqno: int
-    """It began after this seqno."""
-    epoch: int
+    vb_uuid: VbUuid
+    seqno: Annotated[Seqno, Meta(description="It began after this seqno.")]
+    epoch: Count
 
 
 class PartitionDetail(msgspec.Struct):
     """One partition."""
 
-    vb: int
+    vb: VbId
     state: str
-    items: int
-    high_seqno: int
-    persisted_seqno: int
-    history_floor: int
-    """It can be branched here and above, and at 0."""
-    purge_seqno: int
-    leader_epoch: int
-    vb_uuid: str
-    quarantined: str | None
-    """Why its stored data cannot be used."""
-    holds: list[str]
-    """Why it takes no writes now."""
-    has_copies: bool
-    """Whether replicas must have a change before it is answered."""
-    lag_items: int
-    failover_log: list[KnownVersion]
-    """Newest first."""
+    items: Count
+    high_seqno: Seqno
+    persisted_seqno: Seqno
+    history_floor: Annotated[
+        Seqno, Meta(description="It can be branched here and above, and at 0.")
+    ]
+    purge_seqno: Seqno
+    leader_epoch: Count
+    vb_uuid: VbUuid
+    quarantined: Annotated[
+        str | None, Meta(description="Why its stored data cannot be used; null: it can.")
+    ]
+    holds: Annotated[list[str], Meta(description="Why it takes no writes now.")]
+    has_copies: Annotated[
+        bool, Meta(description="Replicas must have a change before it is answered.")
+    ]
+    lag_items: Annotated[Count, Meta(description="The largest lag of a consumer.")]
+    failover_log: Annotated[list[KnownVersion], Meta(description="Newest first.")]
 
 
 class RollbackRow(msgspec.Struct):
     """A consumer's last rollback."""
 
-    time_s: float
-    vb: int
-    to_seqno: int
+    time_s: UnixTime
+    vb: VbId
+    to_seqno: Seqno
     kind: str
     reason: str
-    rollbacks: int
+    rollbacks: Annotated[Count, Meta(description="How many this consumer had.")]
 
 
 class ConsumerRow(msgspec.Struct):
     """One consumer."""
 
-    name: str
-    peer: str
+    name: Annotated[str, Meta(description="The connection, as DCP_OPEN named it.")]
+    peer: Annotated[str, Meta(description="The client's address.")]
     user: str
-    state: str
-    streams: int
-    lag_items: int
-    seqnos_per_s: float
+    state: Annotated[str, Meta(extra_json_schema={"enum": list(STATES)})]
+    streams: Count
+    lag_items: Annotated[Count, Meta(description="Seqnos that are still to be sent.")]
+    seqnos_per_s: Annotated[float, Meta(description="How fast its streams move on.")]
     unacked_bytes: int
-    window_bytes: int
-    bytes_per_s: int | None
-    since_s: float
-    measured_s: float
+    window_bytes: Annotated[Count, Meta(description="The flow-control window; 0: none.")]
+    bytes_per_s: Annotated[
+        Count | None, Meta(description="The lowest limit of its streams; null: no limit.")
+    ]
+    since_s: Annotated[
+        UnixTime, Meta(description="When it was first seen, or was found to be gone.")
+    ]
+    measured_s: UnixTime
     last_rollback: RollbackRow | None
-    times: list[float]
-    lags: list[float | None]
-    """Its lag since the time that the page has."""
+    times: Annotated[list[float], Meta(description="Of the samples that the page lacks.")]
+    lags: Annotated[
+        list[float | None], Meta(description="Its lag at these times; null: not measured.")
+    ]
 
 
 class ConsumerList(msgspec.Struct):
     """The page Consumers."""
 
     consumers: list[ConsumerRow]
-    not_listed: int
+    not_listed: Annotated[Count, Meta(description="Consumers beyond those that are kept.")]
 
 
 class ConsoleView:
