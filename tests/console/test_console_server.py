@@ -26,6 +26,7 @@ from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from support.node_here import Client, node_here, plain, until
 from support.raw_http import RawHttp, ask, login, request
+from vbucket.engine.partition import Hold
 from vbucket.engine.read_view import ReadView
 from vbucket.model.ids import vbucket_of
 from vbucket.store.environment import StoreDamagedError
@@ -309,6 +310,40 @@ async def test_keys_come_in_pieces_and_each_once(node: Node) -> None:
         found += [row["key"] for row in answer["keys"]]
         position = answer["next"]
     assert sorted(found) == sorted(f"list:{number}" for number in range(60))
+
+
+async def test_a_change_waits_for_room_and_is_refused_with_the_reason(node: Node) -> None:
+    engine = node.engine
+    engine.let_writers_wait()
+    waiting = asyncio.create_task(put(node, "patient", "x"))
+    await until(lambda: len(node._listeners._crowd.requests))
+    engine.refuse_writes("", Hold.STORE_BEHIND)
+    assert (await waiting).status == 200
+    engine.refuse_writes("the disk is full", Hold.LOG_FULL)
+    try:
+        refused = await put(node, "patient", "y")
+        assert refused.status == 503
+        assert "the disk is full" in refused.body["error"]["why"]
+        assert (await get(node, "/api/v1/documents?key=patient")).body["versions"][0][
+            "value"
+        ] == "x"
+        async with aclosing(events(node, "show=none")) as stream:
+            node._sampler.sample()
+            assert (await anext(stream))["head"]["why_not"] == "the disk is full"
+    finally:
+        engine.refuse_writes("", Hold.LOG_FULL)
+
+
+async def test_a_locked_document_is_not_changed(node: Node) -> None:
+    await put(node, "locked", "x")
+    async with Client.connect(node) as client:
+        await client.ask(plain("guest", "guest"))
+        await client.ask(
+            pack_request(Opcode.GET_AND_LOCK, key=b"locked", vb_id=vbucket_of(b"locked"))
+        )
+        refused = await put(node, "locked", "y")
+    assert refused.status == 409
+    assert "locked" in refused.body["error"]["why"]
 
 
 async def test_a_damaged_partition_does_not_hide_the_keys_of_others(
