@@ -536,12 +536,6 @@ MUTATIONS = (
         ("test_following",),
     ),
     Mutation(
-        "told-watermark-outlives-a-truncation",
-        "        self._hw[vb_id] = min(self._hw.get(vb_id, 0), seqno)\n",
-        "",
-        ("test_following",),
-    ),
-    Mutation(
         "confirmation-forgotten-with-the-link",
         "            self.confirmed(vb_id, link.confirmed_ns)\n            link.leave(vb_id)\n",
         "            link.leave(vb_id)\n",
@@ -581,6 +575,18 @@ MUTATIONS = (
         "told-watermark-outlives-an-epoch",
         "        self._hw[vb_id] = min(self._hw.get(vb_id, 0), part.high_seqno)\n",
         "",
+        ("test_following",),
+    ),
+    Mutation(
+        "member-in-sync-begins-at-0",
+        "            if seqno and self._identity.member in self._record_of(vb_id).isr:\n",
+        "            if not seqno and self._identity.member in self._record_of(vb_id).isr:\n",
+        ("test_following",),
+    ),
+    Mutation(
+        "member-above-a-branch-is-elected",
+        "window is None and not _is_branch_below(record, part),\n",
+        "window is None,\n",
         ("test_following",),
     ),
     Mutation(

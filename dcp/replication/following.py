@@ -242,6 +242,10 @@ class Following:
         if not self._is_kept(part, epoch, seqno):
             return
         if seqno < part.history_floor:
+            if seqno and self._identity.member in self._record_of(vb_id).isr:
+                # It would lack what is committed, and could be elected. The master takes it out of
+                # the in-sync set, because it does not keep up; then it begins again at 0.
+                return
             seqno = 0
         self.rollbacks += 1
         try:
@@ -251,7 +255,6 @@ class Following:
             )  # fmt: skip
         except BranchRefusedError as error:
             raise ReplicationError(str(error)) from error
-        self._hw[vb_id] = min(self._hw.get(vb_id, 0), seqno)
 
     def _is_kept(self, part: Partition, epoch: int, seqno: int) -> bool:
         """Whether all above a seqno that may have been answered is in quarantine."""
