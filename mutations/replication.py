@@ -263,6 +263,18 @@ REPLICATION = (
         ("test_following",),
     ),
     Mutation(
+        "member-in-sync-begins-at-0",
+        "            if seqno and self._identity.member in self._record_of(vb_id).isr:\n",
+        "            if not seqno and self._identity.member in self._record_of(vb_id).isr:\n",
+        ("test_following",),
+    ),
+    Mutation(
+        "member-above-a-branch-is-elected",
+        "window is None and not _is_branch_below(record, part),\n",
+        "window is None,\n",
+        ("test_following",),
+    ),
+    Mutation(
         "floor-above-a-branch-that-was-asked-for",
         "            pins.add(branch.seqno)\n",
         "            pins.add(self.part.high_seqno)\n",

@@ -261,6 +261,10 @@ class Following:
             self._tell_damage(part, seqno, error, "What it would cut off cannot be kept: it stays")
             return
         if seqno < part.history_floor:
+            if seqno and self._identity.member in self._record_of(vb_id).isr:
+                # It would lack what is committed, and could be elected. The master takes it out of
+                # the in-sync set, because it does not keep up; then it begins again at 0.
+                return
             seqno = 0
         try:
             self._cut(part, seqno)

@@ -44,7 +44,7 @@ from dcp.replication.shell_effects import MapChanged, ReplicationEffect
 from dcp.stream.hub import StreamHub
 from failover.replication_record import ReplicationRecord, is_master
 from vbucket.engine.engine import Engine
-from vbucket.engine.partition import VbState
+from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.replicated import ReplicatedChanges
 from vbucket.log.commit_group import CommitGroup
 from vbucket.store.store import Store
@@ -373,10 +373,20 @@ class ReplicationCore:
                 ReportedPartition(
                     vb_id, record.epoch, part.vb_uuid, part.failover.current.epoch,
                     part.synced_seqno if window is None else window.start,
-                    is_electable=window is None,
+                    is_electable=window is None and not _is_branch_below(record, part),
                 )
             )  # fmt: skip
         reported.sort()
         if tuple(reported) != self._reported:
             self._reported = tuple(reported)
             self._carry_out(self._session.report(self._now_ns, self._reported))
+
+
+def _is_branch_below(record: ReplicationRecord, part: Partition) -> bool:
+    """Whether a branch is under way that a member can only make by beginning again at 0."""
+    branch = record.branch
+    return (
+        branch is not None
+        and 0 < branch.seqno < part.history_floor
+        and part.failover.upper_of(branch.vb_uuid, part.high_seqno) is None
+    )

@@ -172,6 +172,31 @@ def test_what_cannot_be_kept_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> 
     assert "cannot be kept: it stays" in notice.text
 
 
+def test_a_member_in_sync_does_not_begin_again_at_0() -> None:
+    """Its history floor is above a branch: a floor that the former master told nobody of. At 0 it
+    would lack what is committed, so it leaves the in-sync set first.
+    """
+    cluster = CoreCluster("abc")
+    cluster.run(LONG)
+    for key in (b"\0one", b"\0two", b"\0three"):
+        cluster.a.put(key)
+    cluster.run(200 * MS)
+    cluster.b.engine.keyspace.raise_floor(VB, 3, 0)
+    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    cluster.run(300 * MS)
+    assert (cluster.a.part.high_seqno, cluster.b.part.high_seqno) == (1, 3)
+    assert cluster.record.isr == {"a", "b", "c"}
+    for wire in list(cluster.wires):
+        wire.cut()
+    cluster.tick("b", ns=2 * UNHEARD_NS)
+    (report,) = cluster.b.session.reported
+    assert not report.is_electable
+    cluster.run(2000 * MS)
+    assert (cluster.record.isr, cluster.record.branch) == ({"a", "b", "c"}, None)
+    assert cluster.b.part.failover == cluster.a.part.failover
+    assert (cluster.b.part.high_seqno, cluster.b.part.history_floor) == (1, 0)
+
+
 # -- the high watermark that was told --------------------------------------------------------------
 
 
