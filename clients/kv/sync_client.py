@@ -110,8 +110,8 @@ class SyncKv:
         return outcome
 
     def get_with_xattrs(self, key: bytes) -> tuple[Document, dict[str, bytes]]:
-        """Return a document and its XATTRs: name -> JSON text. System ones are included if the
-        user may read them. Raises NotFoundError, or CasMismatchError if it keeps changing.
+        """Return a document and its XATTRs: name -> JSON text. System ones are among them if the
+        user may read them. Raises NotFoundError, CasMismatchError if it changes all the time.
         """
         import json
 
@@ -173,7 +173,7 @@ class SyncKv:
         return parsed(parse_failover_log, frame.value, self._router.name_of(vb_id))
 
     def version_log(self, vb_id: int) -> list[tuple[int, int]]:
-        """Return all of a partition's versions, if the server knows more than `failover_log`."""
+        """Return all of a partition's versions, where the server tells more than `failover_log`."""
         shown = self.failover_log(vb_id)
         if not may_be_longer(shown):
             return shown

@@ -39,6 +39,7 @@ class Mirror:
 
     Use it with `async with`: when the block begins, the mirror has caught up with the server. If
     history branches, the mirror undoes what the server undid.
+
     - `path`: the LMDB file; None: in memory.
     - `collection`: "scope.collection"; None: the default one.
     - `key_prefixes`: only documents whose key begins with one of them.
