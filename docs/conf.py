@@ -108,6 +108,15 @@ def prepare(_app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += "\n" + GENERATED[page]()
 
 
+def is_only_a_field(
+    _app: Sphinx, _what: str, _name: str, member: object, _skip: bool, _options: object
+) -> bool | None:
+    """Leave out fields of named tuples that have no text of their own; the signature has them."""
+    text = getattr(member, "__doc__", None) or ""
+    return True if text.startswith("Alias for field number") else None
+
+
 def setup(app: Sphinx) -> None:
     """Connect the above."""
     app.connect("source-read", prepare)
+    app.connect("autodoc-skip-member", is_only_a_field)

@@ -123,10 +123,16 @@ def test_every_command_and_public_name_has_its_place(site: Path) -> None:
     assert [name for name in public_names if f'id="clients.{name}"' not in text] == []
 
 
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves files and logs nothing."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    handler.log_message = lambda *_: None  # type: ignore[attr-defined]
+    handler = functools.partial(Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

@@ -72,33 +72,40 @@ class Consumer:
 
     Use it with `async with`, and iterate it with `async for`: it yields events. docs/consumers.md
     explains the guarantees. Raises ValueError for invalid options.
-    `vbuckets`: partitions to follow, None for all. `group`: follow the share of a group's member.
-    `start`: where partitions without a checkpoint start: "beginning", "now", a datetime with a
-    zone, or a Position or seqno by partition (docs/consumers.md). `store`: loaded when the consumer
-    opens, and written by `save`. With `save_every_s` it is also written at that interval, without
-    the events that the user is still processing. `until_now`: end when every partition has reached
-    the high seqno that it had at the start.
-    `on_rollback`: "undo" goes back to the newest complete state at or below the server's seqno, for
-    users who can restore it. "restart" goes to 0, for users who rebuild the partition. "fail"
-    raises HistoryBranchedError. A function gets the Rollback after all earlier events are
-    processed, and returns one of these words, or a seqno: then the consumer goes back to the newest
-    complete state at or below it. `rollback_to` "state" and "beginning" are older names of the
-    first two.
-    `validate`: check every event (StreamViolationError).
-    `collections`: names ("scope.collection") or ids to follow, or one name; "all" for all; None for
-    the default collection only. If it is set, there are system events, and events have the id of
-    their collection. A name is looked up once, because a collection that is dropped and created
-    again is a different one.
-    `key_prefixes`: only documents whose key begins with one of them. The server filters if it can,
-    otherwise the consumer does, with the same result.
-    `history`: every version of a document, not only the newest, as far back as the server keeps
-    them. `previous_values`: events have the value that they replaced. A server without these
-    extensions streams as usual. `xattrs`: events have the XATTRs of the document.
-    `events_per_s`: maximum rate of events. Flow control then slows down the server.
-    `name`: the name of the DCP connections. A second consumer with the same name ends the first
-    one's. Members of a group get their number appended.
-    `give_up_after_s`: how long to try to reconnect, None for ever. When the consumer opens, every
-    node is tried once. `stall_s`: see STALL_S.
+
+    - `vbuckets`: the partitions to follow; None for all.
+    - `group`: follow the share of a group's member.
+    - `start`: where partitions without a checkpoint start: "beginning", "now", a datetime with a
+      zone, or a Position or seqno by partition.
+    - `store`: it is loaded when the consumer opens, and written by `save`.
+    - `save_every_s`: also save at this interval, without the events that the user is still
+      processing.
+    - `until_now`: end when every partition has reached the high seqno that it had at the start.
+    - `on_rollback`: "undo" goes back to the newest complete state at or below the server's seqno,
+      for users who can restore it. "restart" goes to 0, for users who rebuild the partition. "fail"
+      raises HistoryBranchedError. A function gets the Rollback after all earlier events are
+      processed, and returns one of these words, or a seqno: then the consumer goes back to the
+      newest complete state at or below it.
+    - `rollback_to`: "state" and "beginning", the older names of "undo" and "restart".
+    - `collections`: names ("scope.collection") or ids to follow, or one name; "all" for all; None
+      for the default collection only. If it is set, there are system events, and events have the id
+      of their collection. A name is looked up once, because a collection that is dropped and
+      created again is a different one.
+    - `key_prefixes`: only documents whose key begins with one of them. The server filters if it
+      can; otherwise the consumer does, with the same result.
+    - `history`: every version of a document, not only the newest, as far back as the server keeps
+      them. A server that does not support this streams as usual.
+    - `previous_values`: events have the value that they replaced. A server that does not support
+      this streams as usual.
+    - `xattrs`: events have the XATTRs of the document.
+    - `events_per_s`: maximum rate of events. Flow control then slows down the server.
+    - `name`: the name of the DCP connections. A second consumer with the same name disconnects the
+      first. Members of a group get their number appended.
+    - `validate`: check every event (StreamViolationError).
+    - `give_up_after_s`: how long to try to reconnect; None for ever. When the consumer opens, every
+      node is tried once.
+    - `stall_s`: a stream that is behind and makes no progress for this time is requested again. A
+      connection that leaves a request unanswered for this time is closed.
     """
 
     def __init__(

@@ -263,8 +263,8 @@ class KvClient:
         """Send operations together; return one result or error per operation, in order.
 
         The operations are independent: if one of two operations on the same key has to be repeated,
-        they may change places. An operation without a reply gets OperationTimeoutError or
-        ConnectionLostError.
+        they may be applied in the other order. An operation without a reply gets
+        OperationTimeoutError or ConnectionLostError.
         """
         window = BATCH_OPERATIONS_MAX * CHUNKS_IN_FLIGHT
         if len(operations) <= window:

@@ -39,12 +39,18 @@ class Mirror:
 
     Use it with `async with`: when the block begins, the mirror has caught up with the server. If
     history branches, the mirror undoes what the server undid.
-    `path`: the LMDB file; None = in memory. `collection`: "scope.collection"; None = the default
-    one. `key_prefixes`: only documents whose key begins with one of them. `options` are passed to
-    the Consumer. A file with a mirror of other documents is refused (CheckpointError). If the
-    collection was dropped and created again, the file is emptied and the mirror starts again; the
-    same holds for a file of an older version with other documents. If a stream failed, reading the
-    mirror raises that error, so it is not silently out of date.
+
+    - `path`: the LMDB file; None: in memory.
+    - `collection`: "scope.collection"; None: the default one.
+    - `key_prefixes`: only documents whose key begins with one of them.
+    - `journal_max`: changes per partition that can be undone. If history branches further back, the
+      partition is loaded again.
+    - `options`: passed to the Consumer.
+
+    A file that mirrors other documents is refused (CheckpointError). If the collection was dropped
+    and created again, the file is emptied and the mirror starts again. So is a file of an older
+    version with other documents. If a stream failed, reading the mirror raises that error, so it is
+    never silently out of date.
     """
 
     def __init__(

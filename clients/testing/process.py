@@ -48,6 +48,7 @@ class DcpServer:
 
     A context manager: `with` starts the server, and kills it at the end. A call returns when it has
     taken effect. A refused call raises ServerRefusedError.
+
     `data` is the data folder; the default is a temporary folder that is deleted at the end.
     `arguments` are passed to dcpd, for example "--durability", "interval".
     """

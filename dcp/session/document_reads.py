@@ -57,7 +57,9 @@ class DocumentReadCommands:
     def get_and_lock(self, request: Frame) -> None:
         """Answer a document and lock it; the CAS of the answer opens the lock."""
         if len(request.extras) not in {0, U32.size} or not request.key or request.value:
-            raise RefusedError(Status.EINVAL, "GET_AND_LOCK has a key, and 0 or 4 bytes of extras")
+            raise RefusedError(
+                Status.EINVAL, "GET_AND_LOCK takes a key, and 0 or 4 bytes of extras"
+            )
         seconds = int.from_bytes(request.extras, "big")
         if not 0 < seconds <= LOCK_MAX_S:
             seconds = LOCK_S
@@ -78,7 +80,7 @@ class DocumentReadCommands:
     def unlock(self, request: Frame) -> None:
         """End a lock before its time."""
         if request.extras or not request.key or request.value or not request.cas:
-            raise RefusedError(Status.EINVAL, "UNLOCK has a key and the CAS of the lock")
+            raise RefusedError(Status.EINVAL, "UNLOCK needs a key and the CAS of the lock")
         found = self._found(request)
         if found is None:
             return
@@ -114,7 +116,7 @@ class DocumentReadCommands:
     def get_replica(self, request: Frame) -> None:
         """Answer a document of a partition that is a replica here."""
         if request.extras or not request.key or request.value:
-            raise RefusedError(Status.EINVAL, "GET_REPLICA has a key and nothing else")
+            raise RefusedError(Status.EINVAL, "GET_REPLICA takes a key and nothing else")
         vb_id, key = self._documents.locate(request.vb_id, request.key)
         state, part = self._state, self._engine.partitions[vb_id]
         if part.state != VbState.REPLICA:
@@ -132,7 +134,7 @@ class DocumentReadCommands:
     def get_random_key(self, request: Frame) -> None:
         """Answer some document of a collection, by default of the default one."""
         if len(request.extras) not in {0, U32.size} or request.key or request.value:
-            raise RefusedError(Status.EINVAL, "GET_RANDOM_KEY has 0 or 4 bytes of extras")
+            raise RefusedError(Status.EINVAL, "GET_RANDOM_KEY takes 0 or 4 bytes of extras")
         if request.extras and not self._state.has_collections:
             raise RefusedError(Status.EINVAL, "a collection needs collections (HELLO 0x12)")
         collection_id = int.from_bytes(request.extras, "big")

@@ -156,7 +156,7 @@ class DocumentCommands:
         mode = _STORE_FORMS[opcode]  # type: ignore[index] # an IntEnum key equals its int
         key_at = start + 8
         if extras_len != 8 or not key_len or key_at + key_len > end:
-            raise RefusedError(Status.EINVAL, "a store has 8 bytes of extras and a key")
+            raise RefusedError(Status.EINVAL, "a store needs 8 bytes of extras and a key")
         if datatype > DATATYPE_JSON:
             check_datatype(state, datatype)
         buffer = state.buffer
@@ -361,7 +361,7 @@ class DocumentCommands:
         """DELETE and DELETEQ."""
         state = self._state
         if extras_len or not key_len or start + key_len != end:
-            raise RefusedError(Status.EINVAL, "a delete has a key and nothing else")
+            raise RefusedError(Status.EINVAL, "a delete takes a key and nothing else")
         vb_id, key = self.locate(vb_id, state.buffer[start:end])
         status, new_cas, seqno = self._engine.delete(vb_id, key, cas)
         if state.hashes_keys:
@@ -383,7 +383,7 @@ class DocumentCommands:
         """GET, GETQ, GETK, GETKQ."""
         state = self._state
         if extras_len or not key_len or start + key_len != end:
-            raise RefusedError(Status.EINVAL, "a get has a key and nothing else")
+            raise RefusedError(Status.EINVAL, "a get takes a key and nothing else")
         key = wire_key = state.buffer[start:end]
         if not (state.has_collections and key[0] == 0 and 1 < key_len <= MAX_KEY_BYTES + 1) or (
             vb_id >= self._num_vbuckets
@@ -558,7 +558,7 @@ class DocumentCommands:
         """Return the collection that a key names. Raises RefusedError."""
         decoded = decode_leb128(key)
         if decoded is None:
-            raise RefusedError(Status.EINVAL, "the key begins with no collection id")
+            raise RefusedError(Status.EINVAL, "the key does not begin with a collection id")
         collection_id, id_bytes = decoded
         if len(key) == id_bytes:
             raise RefusedError(Status.EINVAL, "the key is empty after its collection id")

@@ -107,7 +107,9 @@ class ScanCommands:
 
     def _asked(self, request: Frame) -> _Create:
         if request.extras or request.key:
-            raise RefusedError(Status.EINVAL, "a range scan request has only a JSON object")
+            raise RefusedError(
+                Status.EINVAL, "a range scan request takes a JSON object and nothing else"
+            )
         if not request.datatype & self._state.has_json & DATATYPE_JSON:
             why = "negotiate JSON (HELLO 0x0b), and send the request with datatype 0x01"
             raise RefusedError(Status.EINVAL, why)
@@ -213,7 +215,7 @@ class ScanCommands:
         """Answer the next documents of a scan."""
         state = self._state
         if len(request.extras) != CONTINUE_EXTRAS.size or request.key or request.value:
-            raise RefusedError(Status.EINVAL, "RANGE_SCAN_CONTINUE has 28 bytes of extras")
+            raise RefusedError(Status.EINVAL, "RANGE_SCAN_CONTINUE takes 28 bytes of extras")
         scan_id, documents_max, _, bytes_max = CONTINUE_EXTRAS.unpack(request.extras)
         self._check_fence(request)
         scan = self._find(request, scan_id)
@@ -248,7 +250,7 @@ class ScanCommands:
         """Cancel a scan."""
         state = self._state
         if len(request.extras) != SCAN_ID_BYTES or request.key or request.value:
-            raise RefusedError(Status.EINVAL, "RANGE_SCAN_CANCEL has 16 bytes of extras")
+            raise RefusedError(Status.EINVAL, "RANGE_SCAN_CANCEL takes 16 bytes of extras")
         self._find(request, request.extras)
         assert state.scans is not None
         state.scans.end(request.extras)

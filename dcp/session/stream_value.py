@@ -56,14 +56,14 @@ def parse_stream_value(value: bytes, terms: Terms) -> StreamValue:
     document = _document(value)
     purge = document.get("purge_seqno", "0")
     if not is_decimal(purge):
-        raise RefusedError(Status.EINVAL, "purge_seqno is decimal text")
+        raise RefusedError(Status.EINVAL, "purge_seqno must be decimal text")
     stream_id = _stream_id(document, has_stream_ids=terms.has_stream_ids)
     prefixes = _prefixes(document.get("key_prefixes")) if terms.has_key_prefixes else ()
     if not terms.has_version_lists:
         return StreamValue(document, int(purge), stream_id, key_prefixes=prefixes)
     wants_log = document.get("want_version_log", True)
     if not isinstance(wants_log, bool):
-        raise RefusedError(Status.EINVAL, "want_version_log is true or false")
+        raise RefusedError(Status.EINVAL, "want_version_log must be true or false")
     versions = _versions(document.get("version_log", []))
     return StreamValue(document, int(purge), stream_id, versions, wants_log, prefixes)
 

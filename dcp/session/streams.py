@@ -160,7 +160,7 @@ class DcpCommands:
         state = self._state
         producer = self._producer()
         if not request.key or not request.value or request.extras:
-            raise RefusedError(Status.EINVAL, "DCP_CONTROL has a key and a value, no extras")
+            raise RefusedError(Status.EINVAL, "DCP_CONTROL takes a key and a value, no extras")
         if len(request.key) > CONTROL_BYTES_MAX or len(request.value) > CONTROL_BYTES_MAX:
             raise RefusedError(
                 Status.EINVAL, f"key and value of a control have at most {CONTROL_BYTES_MAX} bytes"
@@ -231,7 +231,7 @@ class DcpCommands:
     def add_stream(self, _request: Frame) -> None:
         """Refuse and close, as kv_engine does: ADD_STREAM is for consumers."""
         self._state.close("ADD_STREAM on a producer connection")
-        raise RefusedError(Status.EINVAL, "ADD_STREAM goes to a consumer")
+        raise RefusedError(Status.EINVAL, "ADD_STREAM can be sent to a consumer only")
 
     # -- streams -------------------------------------------------------------------------------
 
@@ -336,7 +336,7 @@ class DcpCommands:
     def _asked(self, request: Frame, producer: Producer) -> StreamRequest:
         """Parse a stream request. Raises RefusedError if this connection does not allow it."""
         if len(request.extras) != STREAM_REQ_EXTRAS.size or request.key:
-            raise RefusedError(Status.EINVAL, "STREAM_REQ has 48 bytes of extras and no key")
+            raise RefusedError(Status.EINVAL, "STREAM_REQ takes 48 bytes of extras and no key")
         asked = parse_stream_request(request.extras)
         if unknown := asked.flags & ~_STREAM_FLAGS:
             raise RefusedError(Status.EINVAL, f"unknown flags 0x{unknown:x}")
@@ -428,7 +428,7 @@ def _check_takeover(state: SessionState, producer: Producer) -> None:
     Afterwards the partition is dead here, so the client must get everything in it.
     """
     if state.rights is None or not state.rights.has(Role.ADMIN):
-        raise RefusedError(Status.EACCESS, "a takeover (flag 0x01) takes the role admin")
+        raise RefusedError(Status.EACCESS, "a takeover (flag 0x01) needs the role admin")
     if not state.has_collections:
         why = "a takeover (flag 0x01) takes collections (HELLO 0x12)"
         raise RefusedError(Status.NOT_SUPPORTED, why)

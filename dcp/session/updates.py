@@ -76,7 +76,9 @@ class UpdateCommands:
         """INCREMENT, DECREMENT and their quiet forms."""
         extras = request.extras
         if len(extras) != COUNTER_EXTRAS.size or not request.key or request.value:
-            raise RefusedError(Status.EINVAL, "a counter command has 20 bytes of extras and a key")
+            raise RefusedError(
+                Status.EINVAL, "a counter command takes 20 bytes of extras and a key"
+            )
         vb_id, key = self._documents.locate(request.vb_id, request.key)
         delta, initial, expiry = COUNTER_EXTRAS.unpack(extras)
         if request.opcode in _DECREMENTS:
@@ -98,7 +100,7 @@ class UpdateCommands:
         """APPEND, PREPEND and their quiet forms."""
         if request.extras or not request.key:
             raise RefusedError(
-                Status.EINVAL, "append and prepend have a key, a value and no extras"
+                Status.EINVAL, "append and prepend take a key, a value and no extras"
             )
         vb_id, key = self._documents.locate(request.vb_id, request.key)
         outcome = extend(
@@ -115,7 +117,7 @@ class UpdateCommands:
     def touch(self, request: Frame) -> None:
         """TOUCH, GAT and GATQ."""
         if len(request.extras) != U32.size or not request.key or request.value:
-            raise RefusedError(Status.EINVAL, "touch has 4 bytes of extras and a key")
+            raise RefusedError(Status.EINVAL, "touch takes 4 bytes of extras and a key")
         vb_id, key = self._documents.locate(request.vb_id, request.key)
         state = self._state
         expiry = self._documents.absolute_expiry(key, U32.unpack(request.extras)[0])
@@ -133,7 +135,9 @@ class UpdateCommands:
     def get_meta(self, request: Frame) -> None:
         """Answer the metadata of a document, or of a deleted one."""
         if request.extras not in {b"", META_WITH_DATATYPE} or not request.key or request.value:
-            raise RefusedError(Status.EINVAL, "GET_META has a key, and no extras or one byte 2")
+            raise RefusedError(
+                Status.EINVAL, "GET_META takes a key, and no extras or one byte with the value 2"
+            )
         vb_id, key = self._documents.locate(request.vb_id, request.key)
         state = self._state
         part = state.engine.partitions[vb_id]
@@ -186,5 +190,5 @@ class UpdateCommands:
     def verbosity(self, request: Frame) -> None:
         """Accept the level and ignore it: the server's settings decide what is logged."""
         if len(request.extras) != U32.size or request.key or request.value:
-            raise RefusedError(Status.EINVAL, "VERBOSITY has 4 bytes of extras")
+            raise RefusedError(Status.EINVAL, "VERBOSITY takes 4 bytes of extras")
         self._state.answer(request)

@@ -82,7 +82,7 @@ class WithMetaCommands:
         key_at = start + extras_len
         is_removal = opcode in _REMOVALS
         if extras_len not in _EXTRAS_LENGTHS or not key_len or key_at + key_len > end:
-            raise RefusedError(Status.EINVAL, "with-meta has 24, 26, 28 or 30 bytes of extras")
+            raise RefusedError(Status.EINVAL, "with-meta takes 24, 26, 28 or 30 bytes of extras")
         flags, expiry, rev_seqno, meta_cas = _unpack_meta(buffer, start)
         options = 0
         if extras_len in _OPTIONS_LENGTHS:

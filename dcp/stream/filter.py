@@ -185,9 +185,9 @@ def filter_of(
         return StreamFilter(key_prefixes=key_prefixes)
     collections = document["collections"]
     if not isinstance(collections, list) or not collections:
-        raise RefusedError(Status.EINVAL, "collections is a list of hexadecimal ids")
+        raise RefusedError(Status.EINVAL, "collections must be a list of hexadecimal ids")
     if not all(map(is_hexadecimal, collections)):
-        raise RefusedError(Status.EINVAL, "collections is a list of hexadecimal ids")
+        raise RefusedError(Status.EINVAL, "collections must be a list of hexadecimal ids")
     ids = [int(item, 16) for item in collections]
     for collection_id in ids:
         if collection_id not in manifest.collections:

@@ -314,7 +314,7 @@ def test_refusals_are_logged_with_their_reason_and_never_flood(dcp_server):
     events = [json.loads(line) for line in lines if line.startswith("{")]
     refused = [event for event in events if event["event"] == "refused"]
     assert 1 <= len(refused) <= 20
-    assert refused[0]["reason"] == "a get has a key and nothing else"
+    assert refused[0]["reason"] == "a get takes a key and nothing else"
     assert refused[0]["peer"].startswith("127.0.0.1:")
     assert metrics['dcpd_refusals_total{status="EINVAL"}'] == 200
     assert metrics["dcpd_log_lines_left_out_total"] == 200 - len(refused)

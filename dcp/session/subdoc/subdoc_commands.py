@@ -345,7 +345,7 @@ class SubdocCommands:
         key_at = start + extras_len
         body_at = key_at + key_len
         if not key_len or body_at > end:
-            raise RefusedError(Status.EINVAL, "a sub-document command has a key and operations")
+            raise RefusedError(Status.EINVAL, "a sub-document command takes a key and operations")
         buffer = self._state.buffer
         return buffer[start:key_at], buffer[key_at:body_at], buffer[body_at:end]
 
@@ -363,10 +363,10 @@ class SubdocCommands:
             return
         assert rights is not None, "the session has checked that somebody may do something"
         if is_change and not rights.may_write_system_xattrs:
-            raise RefusedError(Status.EACCESS, "system XATTRs are changed with the role admin")
+            raise RefusedError(Status.EACCESS, "changing system XATTRs needs the role admin")
         if not rights.may_read_system_xattrs:
             raise RefusedError(
-                Status.EACCESS, "system XATTRs are read with the role stream or admin"
+                Status.EACCESS, "reading system XATTRs needs the role stream or admin"
             )
 
     def _refuse(self, opcode: int, opaque: int, status: int) -> None:

@@ -129,7 +129,7 @@ _WHOLE_BODY: Final = frozenset({Opcode.GET, Opcode.SET, Opcode.DELETE})
 def single_lookup(opcode: int, extras: bytes, body: bytes) -> tuple[OperationList, int]:
     """Return the operation and the document flags of a look-up; `body` is path and value."""
     if len(extras) not in {3, 4}:
-        raise RefusedError(Status.EINVAL, "a look-up has 3 bytes of extras, or 4 with flags")
+        raise RefusedError(Status.EINVAL, "a look-up takes 3 bytes of extras, or 4 with flags")
     operation = _single(opcode, LOOKUPS[opcode], extras, body)
     doc_flags = extras[3] if len(extras) == 4 else 0
     _check_doc_flags(doc_flags, operation.traits)
@@ -139,7 +139,9 @@ def single_lookup(opcode: int, extras: bytes, body: bytes) -> tuple[OperationLis
 def single_mutation(opcode: int, extras: bytes, body: bytes) -> tuple[OperationList, int, int]:
     """Return the operation, the document flags and the expiry of a change."""
     if len(extras) not in {3, 4, 7, 8}:
-        raise RefusedError(Status.EINVAL, "a sub-document change has 3, 4, 7 or 8 bytes of extras")
+        raise RefusedError(
+            Status.EINVAL, "a sub-document change takes 3, 4, 7 or 8 bytes of extras"
+        )
     operation = _single(opcode, MUTATIONS[opcode], extras, body)
     expiry, doc_flags = _expiry_and_flags(extras[3:])
     _check_doc_flags(doc_flags, operation.traits)
@@ -151,7 +153,7 @@ def single_mutation(opcode: int, extras: bytes, body: bytes) -> tuple[OperationL
 def multi_lookup(extras: bytes, body: bytes) -> tuple[OperationList, int]:
     """Return the operations and the document flags of a SUBDOC_MULTI_LOOKUP."""
     if len(extras) > 1:
-        raise RefusedError(Status.EINVAL, "a multi look-up has no extras, or 1 byte of flags")
+        raise RefusedError(Status.EINVAL, "a multi look-up takes no extras, or 1 byte of flags")
     doc_flags = extras[0] if extras else 0
     if doc_flags & ~ACCESS_DELETED:
         raise RefusedError(Status.EINVAL, f"document flags 0x{doc_flags:02x} do not fit look-ups")
@@ -162,7 +164,7 @@ def multi_lookup(extras: bytes, body: bytes) -> tuple[OperationList, int]:
 def multi_mutation(extras: bytes, body: bytes) -> tuple[OperationList, int, int]:
     """Return the operations, the document flags and the expiry of a SUBDOC_MULTI_MUTATION."""
     if len(extras) not in {0, 1, 4, 5}:
-        raise RefusedError(Status.EINVAL, "a multi mutation has 0, 1, 4 or 5 bytes of extras")
+        raise RefusedError(Status.EINVAL, "a multi mutation takes 0, 1, 4 or 5 bytes of extras")
     expiry, doc_flags = _expiry_and_flags(extras)
     found: list[Operation] = []
     at = 0
@@ -250,7 +252,8 @@ def _check_xattr(operation: Operation) -> None:
     is_virtual = name.startswith(b"$")
     if not is_virtual and not is_name(name):
         raise RefusedError(
-            Status.XATTR_EINVAL, "the name of an XATTR has 1 to 16 bytes and begins with no sign"
+            Status.XATTR_EINVAL,
+            "the name of an XATTR has 1 to 16 bytes and must not begin with a special character",
         )
     if is_virtual and operation.opcode in MUTATIONS:
         raise RefusedError(
@@ -272,9 +275,11 @@ def _check_combination(doc_flags: int) -> None:
     if doc_flags & _CREATES == _CREATES:
         raise RefusedError(Status.EINVAL, "document flags 0x01 and 0x02 exclude each other")
     if doc_flags & CREATE_AS_DELETED and not doc_flags & _CREATES:
-        raise RefusedError(Status.EINVAL, "document flag 0x08 goes with 0x01 or 0x02")
+        raise RefusedError(Status.EINVAL, "document flag 0x08 needs 0x01 or 0x02")
     if doc_flags & REVIVE and (not doc_flags & ACCESS_DELETED or doc_flags & CREATE_AS_DELETED):
-        raise RefusedError(Status.EINVAL, "document flag 0x10 goes with 0x04, and not with 0x08")
+        raise RefusedError(
+            Status.EINVAL, "document flag 0x10 needs 0x04, and cannot be used with 0x08"
+        )
 
 
 def _listed(found: list[Operation]) -> OperationList:
