@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dcp.cluster.effects import Notice
 from dcp.replication.cut_off import Quarantine
 from dcp.replication.following import UNHEARD_NS
@@ -15,9 +13,9 @@ from failover.replication_record import elect, shrink, unclean_elect
 from support.core_cluster import MS, VB, CoreCluster, Wire
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
-from vbucket.engine.partition import Partition, VbState
+from vbucket.engine.partition import VbState
 from vbucket.model.entry import key_of, seqno_of
-from vbucket.store.environment import StoreDamagedError
+from vbucket.store.records import BY_SEQNO_TABLE
 
 LONG = PROMOTED_WAIT_NS + 200 * MS
 
@@ -134,22 +132,21 @@ def test_what_was_kept_of_another_history_does_not_count() -> None:
 # -- damage ----------------------------------------------------------------------------------------
 
 
-def test_a_replica_that_cannot_be_cut_back_leaves_the_in_sync_set_and_is_filled_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def damage(node: MemoryNode) -> None:
+    """Bring a partition into the store, and change a byte of its only block."""
+    node.merge()
+    (block_key,) = [key for key in node.env.tables[BY_SEQNO_TABLE] if key[:2] == bytes([0, VB])]
+    node.env.flip(BY_SEQNO_TABLE, block_key, len(node.env.tables[BY_SEQNO_TABLE][block_key]) - 3)
+    node.store.refresh()
+
+
+def test_a_replica_that_cannot_be_cut_back_leaves_the_in_sync_set_and_is_filled_anew() -> None:
     cluster = parted(unclean=False)
-    roll_back = cluster.a.engine.keyspace.roll_back
-
-    def damaged(part: Partition, seqno: int) -> int:
-        if seqno:
-            raise StoreDamagedError("block 7 of vb 1 is damaged")
-        return roll_back(part, seqno)
-
-    monkeypatch.setattr(cluster.a.engine.keyspace, "roll_back", damaged)
+    damage(cluster.a)
     reconcile(cluster, 300 * MS)
     assert cluster.a.part.high_seqno == 3, "as long as it is in sync, it may be elected"
     (notice,) = cluster.a.told(Notice)
-    assert "block 7 of vb 1 is damaged" in notice.text
+    assert "vb 1 cannot go back to seqno 1, as its master asks" in notice.text
     assert "when it has left the in-sync set" in notice.text
     assert cluster.refused == [], "other partitions go on"
     cluster.write(shrink(cluster.record, "a"))
@@ -159,13 +156,9 @@ def test_a_replica_that_cannot_be_cut_back_leaves_the_in_sync_set_and_is_filled_
     assert len(cluster.a.told(Notice)) == 2
 
 
-def test_what_cannot_be_kept_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_kept_is_not_cut_off() -> None:
     cluster = parted()
-
-    def damaged(*_args: object) -> list[bytes]:
-        raise StoreDamagedError("block 7 of vb 1 is damaged")
-
-    monkeypatch.setattr(cluster.a.engine.versions, "entries", damaged)
+    damage(cluster.a)
     reconcile(cluster)
     assert cluster.a.part.high_seqno == 3
     (notice,) = cluster.a.told(Notice)
