@@ -23,24 +23,28 @@ def bucket_map(
 ) -> PartitionMap:
     """Return the map as of the view, for the node of a member. `nodes`: member -> its node.
 
-    A partition without a record, or without a master, has no active node.
+    A partition without a record, or without a master, has no active node. Its replicas are those in
+    sync. Members that are in sync nowhere are not in the map: SDKs would wait for a dead one.
     """
-    members = sorted(nodes)
+    records = {vb_id: stored.content.record for vb_id, stored in view.partitions.items()}
+    serving = {name for record in records.values() for name in record.isr}  # masters, too
+    members = sorted(serving & nodes.keys()) or [member]
     index = {name: number for number, name in enumerate(members)}
-    width = max(
-        (len(stored.content.record.copies) for stored in view.partitions.values()), default=1
-    )
+    width = max((len(record.copies) for record in records.values()), default=1)
     width = min(width, CHAIN_LENGTH_MAX)
     chains = []
     for vb_id in range(num_vbuckets):
-        stored = view.partitions.get(vb_id)
+        record = records.get(vb_id)
         chain: list[int] = []
-        if stored is not None:
-            record = stored.content.record
+        if record is not None:
             chain = [NO_NODE if record.master is None else index.get(record.master, NO_NODE)]
-            chain += [index.get(copy, NO_NODE) for copy in record.copies if copy != record.master]
+            chain += [
+                index.get(copy, NO_NODE)
+                for copy in record.copies
+                if copy in record.isr and copy != record.master
+            ]
         chains.append(tuple((chain + [NO_NODE] * width)[:width]))
     return PartitionMap(
         tuple(nodes[name] for name in members), tuple(chains), rev=rev, rev_epoch=rev_epoch,
-        this_node=index[member],
+        this_node=index.get(member, NO_NODE),
     ).checked()  # fmt: skip

@@ -54,7 +54,7 @@ class PartitionMap(NamedTuple):
     rev: int = 1
     rev_epoch: int = 1
     this_node: int = 0
-    """Index of the node that serves the map."""
+    """Index of the node that serves the map; NO_NODE: it is not in it, because it holds nothing."""
 
     @classmethod
     def single_node(
@@ -102,7 +102,7 @@ class PartitionMap(NamedTuple):
                 f"nodes {unnamed} have no host; only the serving node may have none, or all, if "
                 "they are on one machine"
             )
-        if not 0 <= self.this_node < len(self.nodes) or self.rev < 1:
+        if not NO_NODE <= self.this_node < len(self.nodes) or self.rev < 1:
             raise ValueError(f"this_node {self.this_node} or rev {self.rev} is out of range")
         return self
 

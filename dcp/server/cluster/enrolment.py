@@ -32,11 +32,13 @@ from dcp.cluster.cluster_records import (
 from dcp.cluster.metastore import (
     TXN_OPERATIONS_MAX,
     MetaStore,
+    OutcomeUnknown,
     Put,
     Range,
     RangeResult,
     StoreRequest,
     StoreResult,
+    StoreUnavailable,
     Txn,
     TxnResult,
     if_absent,
@@ -47,6 +49,7 @@ from vbucket.engine.partition import Partition
 
 ANSWER_S: Final = 5.0
 """How long the metadata store may take for one request."""
+AGAIN_S: Final = 0.2
 COPIES_MAX: Final = 4
 """A master and three replicas: clients know no more."""
 
@@ -78,6 +81,21 @@ async def ask(meta: MetaStore, request: StoreRequest) -> StoreResult:
         raise EnrolmentError(
             f"the metadata store did not answer within {ANSWER_S:g} s; check that it runs"
         ) from None
+
+
+async def ask_again(meta: MetaStore, request: StoreRequest) -> StoreResult:
+    """Send a request that may happen twice until it has a result, ANSWER_S at most. Raises
+    EnrolmentError.
+    """
+    loop = asyncio.get_running_loop()
+    give_up_s = loop.time() + ANSWER_S
+    while True:
+        result = await ask(meta, request)
+        if not isinstance(result, OutcomeUnknown | StoreUnavailable):
+            return result
+        if loop.time() >= give_up_s:
+            raise EnrolmentError(f"the metadata store does not answer: {result.text}")
+        await asyncio.sleep(AGAIN_S)
 
 
 def check_new(wanted: NewCluster) -> None:
@@ -142,7 +160,7 @@ async def join_cluster(
             "empty --data folder"
         )
     keys = ClusterKeys(root)
-    found = await ask(meta, Range(keys.cluster))
+    found = await ask_again(meta, Range(keys.cluster))
     if not isinstance(found, RangeResult):
         raise EnrolmentError(f"the metadata store does not answer: {found}")
     if not found.items:
@@ -177,10 +195,12 @@ def _partition_put(keys: ClusterKeys, member: str, part: Partition) -> Put:
 
 
 async def _put_new(meta: MetaStore, puts: Iterable[Put]) -> None:
-    """Write keys that do not exist yet. Raises EnrolmentError."""
+    """Write keys that do not exist yet. An attempt without an answer may have happened: then the
+    keys are found, as wanted. Raises EnrolmentError.
+    """
     puts = tuple(puts)
     compares = tuple(if_absent(put.key) for put in puts)
-    result = await ask(meta, Txn(compares, puts, tuple(Range(put.key) for put in puts)))
+    result = await ask_again(meta, Txn(compares, puts, tuple(Range(put.key) for put in puts)))
     if not isinstance(result, TxnResult):
         raise EnrolmentError(f"the metadata store does not answer: {result}")
     if result.succeeded:

@@ -1,0 +1,77 @@
+"""A node becomes a member although answers of the metadata store are lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from dcp.cluster.cluster_keys import ClusterKeys
+from dcp.cluster.cluster_records import MemberRecord
+from dcp.cluster.metastore import OutcomeUnknown, Range, RangeResult, StoreRequest, StoreResult
+from dcp.cluster.revision_store import RevisionStore
+from dcp.server.cluster import enrolment
+from dcp.server.cluster.cluster_file import ClusterToken, TokenError
+from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_cluster, join_cluster
+from support.memory_node import MemoryNode
+
+ROOT = b"/dcpd/x/"
+WANTED = NewCluster(2, None)
+
+
+class ForgetfulStore:
+    """Carries requests out, and loses every second answer, or all."""
+
+    def __init__(self, *, answers: bool = True) -> None:
+        self.store = RevisionStore()
+        self._answers = answers
+        self._calls = 0
+
+    def submit(self, request: StoreRequest, done: Callable[[StoreResult], None]) -> None:
+        self._calls += 1
+        result = self.store.apply(0, request)
+        is_lost = not self._answers or self._calls % 2 == 1
+        told = OutcomeUnknown("lost") if is_lost else result
+        asyncio.get_running_loop().call_soon(done, told)
+
+    def watch(self, *_: object) -> None:
+        raise AssertionError("nobody watches")
+
+
+def member(number: int, name: str) -> MemberRecord:
+    return MemberRecord(member=f"m{number}", address=f"127.0.0.1:{number}", name=name)
+
+
+async def test_lost_answers_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enrolment, "AGAIN_S", 0.0)
+    store, node = ForgetfulStore(), MemoryNode()
+    await found_cluster(store, ROOT, node.engine, member(1, "a"), WANTED, b"{}")
+    cluster = await join_cluster(store, ROOT, node.engine, member(2, "b"))
+    assert cluster.copies == 2
+    found = store.store.apply(0, Range(ROOT, is_prefix=True))
+    assert isinstance(found, RangeResult)
+    kinds = [item.key.removeprefix(ROOT).partition(b"/")[0] for item in found.items]
+    assert kinds.count(b"partition") == node.engine.num_vbuckets
+    assert kinds.count(b"member") == kinds.count(b"name") == 2
+    with pytest.raises(EnrolmentError, match="another member has this name"):
+        await join_cluster(store, ROOT, node.engine, member(3, "b"))
+    assert not store.store.apply(0, Range(ClusterKeys(ROOT).root + b"member/m3")).items
+
+
+async def test_without_an_answer_it_gives_up_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(enrolment, "AGAIN_S", 0.0)
+    monkeypatch.setattr(enrolment, "ANSWER_S", 0.05)
+    store = ForgetfulStore(answers=False)
+    with pytest.raises(EnrolmentError, match="does not answer: lost"):
+        await found_cluster(store, ROOT, MemoryNode().engine, member(1, "a"), WANTED, b"{}")
+
+
+def test_a_token_is_read_back_and_a_damaged_one_is_refused() -> None:
+    token = ClusterToken(cluster="ab", meta="embedded://127.0.0.1:1", secret="s")
+    assert ClusterToken.from_text(f" {token.to_text()}\n") == token
+    for text in ("", "x", token.to_text()[:-3], token.to_text().replace("dcpd", "dcpc")):
+        with pytest.raises(TokenError, match="no token of a cluster"):
+            ClusterToken.from_text(text)
