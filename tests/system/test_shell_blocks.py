@@ -24,26 +24,20 @@ from support.shell_blocks import (
 LONG = "takes minutes; what it runs has tests of its own"
 NETWORK = "needs the network, or software that does not come with dcpd"
 README = "tests/system/test_readme.py"
-SECURITY = "tests/system/test_security_page.py"
 
 NOT_PASTED = {
     ("README.md", "python3 -m venv .venv"): README,
-    ("README.md", "dcpd &"): README,
-    ("README.md", "dcpctl set hello again"): README,
-    ("README.md", "dcpctl vb branch 528"): README,
     ("CONTRIBUTING.md", "scripts/test"): LONG,
     ("docs/compatibility.md", ".venv/bin/python -m pytest"): "tests/foreign/test_npm_clients.py",
     ("docs/compatibility.md", "dcpd --data demo &"): NETWORK,
     ("docs/compatibility.md", "cp -r"): NETWORK,
     ("docs/howto/start-a-server.md", "python3 -m venv .venv"): README,
+    ("docs/operations.md", "dcpd --print json"): "tests/server/test_announce.py",
+    ("docs/operations.md", "dcpctl context add prod"): "tests/cli/test_login.py",
+    ("docs/operations.md", "dcpctl stream list"): "tests/cli/test_stream_commands.py",
     ("docs/performance.md", "scripts/install bench"): LONG,
     ("docs/replication.md", "dcpctl quarantine show"): "needs a file that a cluster's node wrote",
     ("docs/replication.md", "python -m tests.modelcheck"): LONG,
-    ("docs/security.md", "dcpd --data demo &"): SECURITY,
-    ("docs/security.md", "export DCPCTL_USER=root"): SECURITY,
-    ("docs/security.md", "openssl req"): SECURITY,
-    ("docs/security.md", "dcpd --data demo --admin-hosts"): SECURITY,
-    ("docs/security.md", "tail -n 1 demo/audit.log"): SECURITY,
     ("docs/spark.md", "pip install"): NETWORK,
     ("docs/spark.md", "spark-submit"): "needs a Spark cluster",
     ("docs/testing-consumers.md", "dcpd --port 0"): "tests/system/test_testing_page.py",
