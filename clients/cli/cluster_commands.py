@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import click
 
@@ -40,7 +40,7 @@ _MAP_COLUMNS: Final = (
     help=help_text(
         "Make clusters of nodes, and see how they are.",
         "dcpctl cluster init --copies 3",
-        "dcpctl --server 127.0.0.1:11220 cluster join --token TOKEN",
+        "dcpctl cluster token | dcpctl --server 127.0.0.1:11220 cluster join --token-file -",
         "dcpctl cluster status",
         "dcpctl cluster map",
         "dcpctl cluster demo",
@@ -89,18 +89,24 @@ def init(*, target: Target, **wanted: Any) -> None:
 
 @cluster.command(
     help=help_text(
-        "Make a running node one more member. It must hold no document.",
-        "dcpctl --server 127.0.0.1:11220 cluster join --token TOKEN --name b",
+        "Make a running node one more member. It must hold no document. Others on the machine can"
+        " see --token in the list of processes; --token-file avoids that.",
+        "dcpctl --server 127.0.0.1:11220 cluster join --token-file token --name b",
+        "dcpctl cluster token | dcpctl --server 127.0.0.1:11220 cluster join --token-file -",
     )
 )
-@click.option("--token", required=True, help="Printed by init, and by dcpctl cluster token.")
+@click.option("--token", help="Printed by init, and by dcpctl cluster token.")
+@click.option("--token-file", type=click.File(), help="File with it; - is standard input.")
 @click.option("--name", default="", help="Name of the node.")
 @click.option("--rack", default="", help="Its rack.")
 @with_target
-def join(*, target: Target, **wanted: Any) -> None:
+def join(*, target: Target, token: str | None, token_file: TextIO | None, **wanted: Any) -> None:
     """Join a cluster."""
+    if (token is None) == (token_file is None):
+        raise click.UsageError("name the token: --token TOKEN, or --token-file FILE")
     admin = _admin(target)
     body = {name: value for name, value in wanted.items() if value}
+    body["token"] = token if token_file is None else token_file.readline().strip()
     answer = admin.request("POST", "/api/v1/cluster/join", body)
     status = _wait(
         admin, target,

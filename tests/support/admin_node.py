@@ -150,6 +150,7 @@ class SmallNode:
         self.refusals = Refusals()
         self.meter = Meter()
         self.dumps = None
+        self.cluster = None
         self.console = SimpleNamespace(
             view=None, sampler=None, documents=None, is_test_mode=False, allows_faults=True
         )

@@ -28,6 +28,8 @@ README = "tests/system/test_readme.py"
 NOT_PASTED = {
     ("README.md", "python3 -m venv .venv"): README,
     ("CONTRIBUTING.md", "scripts/test"): LONG,
+    ("docs/clusters.md", "dcpctl cluster demo"): "tests/cluster_processes/test_cluster_commands.py",
+    ("docs/clusters.md", "pip install"): NETWORK,
     ("docs/compatibility.md", ".venv/bin/python -m pytest"): "tests/foreign/test_npm_clients.py",
     ("docs/compatibility.md", "dcpd --data demo &"): NETWORK,
     ("docs/compatibility.md", "cp -r"): NETWORK,
@@ -35,9 +37,11 @@ NOT_PASTED = {
     ("docs/operations.md", "dcpd --print json"): "tests/server/test_announce.py",
     ("docs/operations.md", "dcpctl context add prod"): "tests/cli/test_login.py",
     ("docs/operations.md", "dcpctl stream list"): "tests/cli/test_stream_commands.py",
+    ("docs/performance.md", "TIMEFORMAT=%R;"): LONG,
     ("docs/performance.md", "scripts/install bench"): LONG,
     ("docs/replication.md", "dcpctl quarantine show"): "needs a file that a cluster's node wrote",
     ("docs/replication.md", "python -m tests.modelcheck"): LONG,
+    ("docs/replication.md", "python -m tests.sim --nodes 3 --bug all"): LONG,
     ("docs/spark.md", "pip install"): NETWORK,
     ("docs/spark.md", "spark-submit"): "needs a Spark cluster",
     ("docs/testing-consumers.md", "dcpd --port 0"): "tests/system/test_testing_page.py",
@@ -56,6 +60,7 @@ BEFORE = {
 """Page -> what its reader has done before: it is about a server that runs, or a folder of one."""
 
 SAID = {
+    "docs/clusters.md": ("b is in cluster",),
     "docs/howto/follow-changes.md": (
         "set hello world", "set hello again", "partition 528 starts again",
     ),

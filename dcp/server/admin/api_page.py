@@ -22,8 +22,8 @@ from dcp.server.admin.openapi import (
 from vbucket.model.ids import SEQNO_MAX
 
 TAGS: Final = (
-    "node", "partitions", "documents", "streams", "faults", "store", "users", "console",
-    "Couchbase",
+    "node", "partitions", "documents", "streams", "faults", "store", "users", "cluster",
+    "console", "Couchbase",
 )  # fmt: skip
 _HEAD: Final = f"""\
 # HTTP API
@@ -34,7 +34,9 @@ _HEAD: Final = f"""\
 
 `{OPENAPI_PATH}` has all of this for programs (OpenAPI 3.1).
 
-    curl -u guest:guest http://127.0.0.1:8091/api/v1/status
+```sh
+curl -u guest:guest http://127.0.0.1:8091/api/v1/status
+```
 
 The column "role" says what a request needs: a role, "login" for any user, or "token" for the token
 of the setting `metrics_token`. Members in italics are optional.

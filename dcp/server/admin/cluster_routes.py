@@ -15,45 +15,22 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
-
 from dcp.server.admin.answers import AdminError, RouteSpec, json_answer, read_body
+from dcp.server.admin.bodies import NoMembers
+from dcp.server.operate.cluster_reports import (
+    ClusterReport,
+    InitRequest,
+    JoinAnswer,
+    JoinRequest,
+    PartitionReport,
+    TokenAnswer,
+)
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
     from dcp.server.cluster.cluster_operations import ClusterOperations
-
-
-class InitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What POST init takes."""
-
-    copies: int = 3
-    min_in_sync: int | None = None
-    meta: str = "embedded"
-    name: str = ""
-    rack: str = ""
-
-
-class JoinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What POST join takes."""
-
-    token: str
-    name: str = ""
-    rack: str = ""
-
-
-class TokenAnswer(msgspec.Struct, frozen=True):
-    """The token for new members. Whoever has it can become one."""
-
-    token: str
-
-
-class JoinAnswer(msgspec.Struct, frozen=True):
-    """The id of the cluster that the node is in now."""
-
-    cluster: str
 
 
 _T = TypeVar("_T")
@@ -77,7 +54,8 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
         done = commands().join(token=body.token, name=body.name, rack=body.rack)
         return json_answer(JoinAnswer(await _settled(done, "the node did not join")))
 
-    async def token(_request: Request) -> Response:
+    async def token(request: Request) -> Response:
+        await read_body(request, NoMembers)
         text = await _settled(_called(commands().token), "there is no token")
         return json_answer(TokenAnswer(text))
 
@@ -87,13 +65,29 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
     async def map_(_request: Request) -> Response:
         return json_answer(await _settled(_called(commands().map), "there is no map"))
 
+    path = "/api/v1/cluster"
     return [
-        RouteSpec("POST", "/api/v1/cluster/init", init),
-        RouteSpec("POST", "/api/v1/cluster/join", join),
-        RouteSpec("POST", "/api/v1/cluster/token", token),
-        RouteSpec("GET", "/api/v1/cluster/status", status),
-        RouteSpec("GET", "/api/v1/cluster/map", map_),
-    ]
+        RouteSpec(
+            "POST", f"{path}/init", init, body=InitRequest, answer=TokenAnswer,
+            summary="Make this node, with its data, the first member of a new cluster.",
+        ),
+        RouteSpec(
+            "POST", f"{path}/join", join, body=JoinRequest, answer=JoinAnswer,
+            summary="Make this node one more member of a cluster.",
+        ),
+        RouteSpec(
+            "POST", f"{path}/token", token, body=NoMembers, answer=TokenAnswer,
+            summary="Return the token for new members.",
+        ),
+        RouteSpec(
+            "GET", f"{path}/status", status, answer=ClusterReport,
+            summary="Return the nodes, their copies, and what is wrong.",
+        ),
+        RouteSpec(
+            "GET", f"{path}/map", map_, answer=list[PartitionReport],
+            summary="Return the record of each partition.",
+        ),
+    ]  # fmt: skip
 
 
 async def _called(ask: Callable[[], _T]) -> _T:

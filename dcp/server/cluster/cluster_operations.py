@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import msgspec
-
 from dcp.server.cluster.becoming_member import (
     NewMember,
     init_cluster,
@@ -18,62 +16,12 @@ from dcp.server.cluster.becoming_member import (
 )
 from dcp.server.cluster.enrolment import EnrolmentError, NewCluster
 from dcp.server.cluster.replicated_node import ReplicatedNode
-from vbucket.model.ids import NUM_VBUCKETS
-
-
-class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One member."""
-
-    name: str
-    member: str
-    address: str
-    rack: str
-    is_alive: bool
-    masters: int
-    copies: int
-    in_sync: int
-    filling: int
-
-
-class PartitionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One partition's record, with names of nodes."""
-
-    vb: int
-    epoch: int
-    master: str | None
-    wanted_master: str | None
-    copies: list[str]
-    in_sync: list[str]
-    filling: list[str]
-
-
-class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The metadata store."""
-
-    url: str
-    trouble: str
-    """Why it does not answer this node; "" if it does."""
-    revision: int
-
-
-class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster as one node sees it."""
-
-    node: str
-    """The name of the node that answers; "" for a node alone."""
-    cluster: str
-    copies: int = 0
-    min_in_sync: int | None = None
-    coordinator: str | None = None
-    store: StoreReport | None = None
-    nodes: list[NodeReport] = []
-    partitions: int = NUM_VBUCKETS
-    without_master: int = 0
-    served_here: int = 0
-    in_sync_sizes: dict[str, int] = {}
-    """Size of the in-sync set -> partitions."""
-    problems: list[str] = []
-    """What is wrong, and what to do."""
+from dcp.server.operate.cluster_reports import (
+    ClusterReport,
+    NodeReport,
+    PartitionReport,
+    StoreReport,
+)
 
 
 class ClusterOperations:
