@@ -59,6 +59,10 @@ class ClusterProcesses:
         share = 1024 // len(self.nodes)
         until(lambda: all(count >= share - 2 for count in self.masters(name).values()))
 
+    def until_no_master(self, of: str, name: str = "a") -> None:
+        """Return once a node is master of nothing."""
+        until(lambda: self.masters(name)[of] == 0)
+
     def freeze(self, name: str) -> None:
         """SIGSTOP."""
         self._frozen.add(name)
