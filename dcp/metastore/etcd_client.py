@@ -283,8 +283,10 @@ class EtcdClient:
         self.trouble = ""
         self._cluster_id = link.cluster_id
         self._revision = max(self._revision, link.revision)
-        for text in (version_warning(link.version), NO_SPACE_TEXT if link.is_full else ""):
-            self._tell_once(text)
+        if link.version:
+            self._tell_once(version_warning(link.version))
+        if link.is_full:
+            self._tell_once(NO_SPACE_TEXT)
         self._link, self.endpoint = link, link.endpoint
         self._answer_waiters(link)
 

@@ -92,6 +92,7 @@ class EtcdLink:
     def __init__(self, endpoint: str, settings: EtcdSettings) -> None:
         self.endpoint: Final = endpoint
         self.version = ""
+        """Empty: etcd does not tell this user."""
         self.cluster_id = 0
         self.revision = 0
         """etcd's revision at the login."""
@@ -115,18 +116,26 @@ class EtcdLink:
             login = pb.AuthenticateRequest(name=settings.user, password=settings.password)
             answer = await self._unary(_AUTHENTICATE, login, LOGIN_S)
             self._metadata = (*_LEADER, ("token", answer.token))
-        status = await self._unary(_STATUS, pb.StatusRequest(), LOGIN_S)
-        self.version = status.version
-        trouble = version_trouble(self.endpoint, self.version)
-        if trouble:
-            raise EtcdUnfitError(trouble)
-        self.cluster_id = status.header.cluster_id
-        self.is_full = any("NOSPACE" in error for error in status.errors)
+        await self._look_at_version()
         # A read that a majority confirms: its revision is not below any that was told before.
         key, range_end = range_ends(settings.prefix, is_prefix=True)
         read = pb.RangeRequest(key=key, range_end=range_end, limit=1, keys_only=True)
         answer = await self._unary(_UNARY[Range], read, LOGIN_S)
+        self.cluster_id = answer.header.cluster_id
         self.revision = answer.header.revision
+
+    async def _look_at_version(self) -> None:
+        try:
+            status = await self._unary(_STATUS, pb.StatusRequest(), LOGIN_S)
+        except RpcError as error:
+            if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+                return  # from 3.6 on only root may ask
+            raise
+        self.version = status.version
+        trouble = version_trouble(self.endpoint, self.version)
+        if trouble:
+            raise EtcdUnfitError(trouble)
+        self.is_full = any("NOSPACE" in error for error in status.errors)
 
     def lose(self, text: str) -> None:
         """Say that this link is of no use any more."""

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 ETCD_SCHEME: Final = "etcd"
 _ENDPOINT: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
+_PASSWORD: Final = re.compile(r"(//[^:@]*:).*(@)")
 _FILES: Final = ("ca", "cert", "key", "password")
 
 
@@ -31,6 +32,10 @@ class EtcdSettings(NamedTuple):
     certificate: bytes = b""
     """The client's own, for etcd's --client-cert-auth."""
     private_key: bytes = b""
+
+    def __repr__(self) -> str:
+        """Name the endpoints only: the rest has secrets in it."""
+        return f"EtcdSettings({','.join(self.endpoints)})"
 
     def check(self) -> None:
         """Raise ValueError if the settings cannot work."""
@@ -54,17 +59,18 @@ def settings_of_url(url: str, prefix: bytes, read: Callable[[str], bytes]) -> Et
         ValueError: the URL cannot work.
         OSError: a file cannot be read.
     """
+    shown = _PASSWORD.sub(r"\1...\2", url)
     parts = urlsplit(url)
     if parts.scheme != ETCD_SCHEME or not parts.netloc or parts.path not in {"", "/"}:
         raise ValueError(
-            f"the metadata store {url!r} is not possible; etcd://HOST:PORT,HOST:PORT is"
+            f"the metadata store {shown} is not possible; etcd://HOST:PORT,HOST:PORT is"
         )
     login, _, hosts = parts.netloc.rpartition("@")
     user, _, password = login.partition(":")
     files = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name in files:
         if name not in _FILES:
-            raise ValueError(f"option {name!r} of {url!r}: one of {', '.join(_FILES)} is expected")
+            raise ValueError(f"option {name!r} of {shown}: one of {', '.join(_FILES)} is expected")
     content = {name: read(path) for name, path in files.items()}
     if "password" in content:
         password = content["password"].decode().strip()

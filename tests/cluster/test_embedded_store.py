@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_used_is_told(embedded, tmp_path):
     async def in_a_file():
         await EmbeddedServer(tmp_path / "file" / "metastore", SECRET, print).start()
 
-    with pytest.raises(EmbeddedStoreError, match="cannot use .*: Not a directory"):
+    with pytest.raises(EmbeddedStoreError, match=r"cannot use .*: Not a directory"):
         embedded.run(in_a_file())
 
 
@@ -321,6 +321,7 @@ def read_until_closed(embedded, connection) -> bytes:
         LENGTH.pack(3) + b"abc",
         b"GET / HTTP/1.1\r\n\r\n",
         LENGTH.pack(3) + bytes([0x92, 0xA0, 0x01]),
+        LENGTH.pack(1024) + b"\x93\xa4call\x01" + b"\x91" * 1017,
     ],
 )
 def test_what_is_no_login_is_disconnected(embedded, data):

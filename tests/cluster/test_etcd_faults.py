@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import shutil
 import signal
-import subprocess
-import sys
-import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
 import pytest
 from metastore_harness import Watched, run_on
 
@@ -38,42 +31,21 @@ from dcp.cluster.metastore import (
 )
 from dcp.cluster.prefix_owner import owner_read, owner_trouble
 from dcp.cluster.record_writer import OutcomeKind, RecordChange, RecordWriter, WriteOutcome
-from dcp.metastore.etcd_client import EtcdClient
-from dcp.metastore.etcd_settings import EtcdSettings
 from dcp.metastore.etcd_stubs import etcd_api_pb2 as pb
 from failover.replication_record import create, elect
-from support.certificates import TestCa
 from support.counting_writer import CountingWriter
-from support.etcd_harness import EtcdHarness
-from support.etcd_members import EtcdMembers, free_ports
+from support.etcd_harness import (
+    PUT,
+    driven,
+    members,
+    put_one,
+    running,
+    trouble_of,
+    try_until_done,
+)
+from support.etcd_members import free_ports
 
 ROOT = Path(__file__).parents[2]
-PUT = Txn(then=(Put(b"k", b"v"),))
-
-
-@contextmanager
-def members(folder, count=1, options=()):
-    folder.mkdir(exist_ok=True)
-    etcd = EtcdMembers(folder, count, options)
-    try:
-        yield etcd
-    finally:
-        etcd.close()
-
-
-@contextmanager
-def driven(etcd):
-    harness = EtcdHarness(etcd)
-    try:
-        yield harness
-    finally:
-        harness.close()
-
-
-@contextmanager
-def running(folder, count=1, options=()):
-    with members(folder, count, options) as etcd, driven(etcd) as harness:
-        yield harness
 
 
 @pytest.fixture(scope="module")
@@ -86,33 +58,6 @@ def one(tmp_path_factory):
 def harness(one):
     with driven(one) as harness:
         yield harness
-
-
-def put(harness, client, key, value=b"v"):
-    result = run_on(harness, client, Txn(then=(Put(key, value),)))
-    assert isinstance(result, TxnResult), result
-    return result.revision
-
-
-def try_until_done(harness, client, request):
-    """Repeat a request until it is carried out; return its result."""
-    for _ in range(300):
-        result = run_on(harness, client, request)
-        if not isinstance(result, OutcomeUnknown | StoreUnavailable):
-            return result
-        harness.pass_time(0.05)
-    raise AssertionError(result)
-
-
-def trouble_of(harness, **settings):
-    """Return what a client says that cannot log in."""
-    client = harness.client(**settings)
-    harness.wait(lambda: client.trouble != "etcd: not connected yet")
-    refused = run_on(harness, client, PUT)
-    assert isinstance(refused, StoreUnavailable)
-    assert client.trouble in harness.notices
-    assert "\n" not in client.trouble
-    return client.trouble
 
 
 # ---- Members that die and freeze
@@ -151,7 +96,7 @@ def test_a_frozen_member_is_left_for_another(tmp_path):
         client = harness.client(deadline_s=0.8)
         harness.wait(lambda: client.endpoint)
         first = client.endpoint
-        put(harness, client, b"/a")
+        put_one(harness, client, b"/a")
         number = harness.etcd.endpoints.index(first)
         harness.etcd.signal(number, signal.SIGSTOP)
         assert isinstance(run_on(harness, client, PUT), OutcomeUnknown | StoreUnavailable)
@@ -162,18 +107,18 @@ def test_a_frozen_member_is_left_for_another(tmp_path):
 
 def test_a_request_on_a_link_that_was_just_lost_was_not_sent(harness):
     client, results = harness.client(), []
-    put(harness, client, b"/lost")
+    put_one(harness, client, b"/lost")
     client.submit(PUT, results.append)
     client._link.lose("it is gone")
     harness.wait(lambda: results)
     assert results == [StoreUnavailable("it is gone")]
-    put(harness, client, b"/lost")
+    put_one(harness, client, b"/lost")
 
 
 def test_endpoints_that_do_not_answer_are_skipped(harness):
     (closed,) = free_ports(1)
     client = harness.client((f"127.0.0.1:{closed}", harness.etcd.endpoints[0]))
-    put(harness, client, b"/skip")
+    put_one(harness, client, b"/skip")
     assert client.endpoint == harness.etcd.endpoints[0]
     assert not any("nothing listens" in notice for notice in harness.notices)
 
@@ -192,7 +137,7 @@ def test_leases_and_watches_go_on_over_a_restart(tmp_path):
         lease = run_on(harness, client, LeaseGrant(5))
         assert isinstance(lease, LeaseResult)
         watched = Watched(client, b"/", 1)
-        revisions = [put(harness, client, b"/a")]
+        revisions = [put_one(harness, client, b"/a")]
         harness.etcd.kill(0)
         harness.wait(lambda: client.trouble)
         assert isinstance(run_on(harness, client, PUT), StoreUnavailable)
@@ -200,7 +145,7 @@ def test_leases_and_watches_go_on_over_a_restart(tmp_path):
         harness.wait(lambda: not client.trouble)
         assert any("etcd answers again" in notice for notice in harness.notices)
         assert run_on(harness, client, LeaseKeepAlive(lease.lease_id)) == lease
-        revisions.append(put(harness, client, b"/b"))
+        revisions.append(put_one(harness, client, b"/b"))
         harness.wait(lambda: watched.revisions == revisions)
 
 
@@ -210,13 +155,13 @@ def test_a_watch_without_a_sign_of_life_goes_on_elsewhere(harness, monkeypatch):
     proxy, port = harness.proxy(harness.etcd.ports[0])
     prefix = harness.new_prefix()
     client = harness.client((f"127.0.0.1:{port}", harness.etcd.endpoints[0]))
-    before = put(harness, client, prefix + b"a")
+    before = put_one(harness, client, prefix + b"a")
     watched = Watched(client, prefix, before)
     harness.wait(lambda: watched.batches)
     harness.pass_time(1)
     assert client.endpoint == f"127.0.0.1:{port}", "an idle watch has its signs of life"
     proxy.swallow_answers = True
-    last = put(harness, harness.client(), prefix + b"b")
+    last = put_one(harness, harness.client(), prefix + b"b")
     harness.wait(lambda: watched.revisions == [before, last])
     assert client.endpoint == harness.etcd.endpoints[0]
 
@@ -225,11 +170,11 @@ def test_a_watch_that_a_compaction_overtook_ends_as_compacted(harness):
     proxy, port = harness.proxy(harness.etcd.ports[0])
     prefix = harness.new_prefix()
     client, other = harness.client((f"127.0.0.1:{port}",)), harness.client()
-    watched = Watched(client, prefix, put(harness, other, prefix + b"a"))
+    watched = Watched(client, prefix, put_one(harness, other, prefix + b"a"))
     harness.wait(lambda: watched.batches)
     proxy.swallow_answers = True
-    put(harness, other, prefix + b"a")
-    last = put(harness, other, prefix + b"a")
+    put_one(harness, other, prefix + b"a")
+    last = put_one(harness, other, prefix + b"a")
     run_on(harness, other, Compact(last))
     proxy.swallow_answers = False
     proxy.cut()
@@ -239,12 +184,12 @@ def test_a_watch_that_a_compaction_overtook_ends_as_compacted(harness):
 def test_a_revision_that_comes_twice_is_delivered_once(harness):
     """Releases of etcd had this bug."""
     client, prefix = harness.client(), harness.new_prefix()
-    watched = Watched(client, prefix, put(harness, client, prefix + b"a"))
+    watched = Watched(client, prefix, put_one(harness, client, prefix + b"a"))
     harness.wait(lambda: watched.batches)
     (again,) = watched.batches
     kv = pb.KeyValue(key=prefix + b"a", mod_revision=again.revision, version=1)
     client._deliver(watched.handle, pb.WatchResponse(events=[pb.Event(kv=kv)]))
-    last = put(harness, client, prefix + b"b")
+    last = put_one(harness, client, prefix + b"b")
     harness.wait(lambda: watched.revisions[-1:] == [last])
     assert watched.revisions == [again.revision, last]
 
@@ -289,7 +234,7 @@ def test_an_unknown_outcome_is_settled_by_reading_the_operation_id(harness, appl
     keys = ClusterKeys(harness.new_prefix())
     record = create("abc")
     key = keys.of_partition(KeyKind.PARTITION, 7)
-    put(harness, harness.client(), key, encode_partition(StoredPartition(record, "operator")))
+    put_one(harness, harness.client(), key, encode_partition(StoredPartition(record, "operator")))
     proxy, port = harness.proxy(harness.etcd.ports[0])
     client = harness.client((f"127.0.0.1:{port}",), deadline_s=0.3)
     read = run_on(harness, client, Range(keys.root, is_prefix=True))
@@ -336,7 +281,7 @@ def test_a_history_that_went_back_is_refused_and_told(tmp_path, monkeypatch, is_
     with running(tmp_path) as harness:
         etcd, data = harness.etcd, tmp_path / "m0"
         client = harness.client(deadline_s=0.8)
-        put(harness, client, b"/a")
+        put_one(harness, client, b"/a")
         etcd.kill(0)
         shutil.copytree(data, tmp_path / "copy")
         etcd.start(0)
@@ -361,7 +306,7 @@ def test_a_history_that_went_back_is_refused_and_told(tmp_path, monkeypatch, is_
         late = Watched(client, b"/", 1)
         harness.wait(lambda: late.messages)
         assert isinstance(late.messages[0], Lost)
-        put(harness, harness.client(), b"/new process")
+        put_one(harness, harness.client(), b"/new process")
 
 
 def test_the_store_of_another_cluster_is_told(harness):
@@ -369,219 +314,6 @@ def test_the_store_of_another_cluster_is_told(harness):
     for cluster, text in (("ours", "and none of any other"), ("ours", "but of cluster theirs")):
         found = run_on(harness, client, owner_read(base, cluster))
         assert text in owner_trouble(found, base, cluster)
-        put(harness, client, base + b"theirs/leader")
-    put(harness, client, base + b"ours/leader")
+        put_one(harness, client, base + b"theirs/leader")
+    put_one(harness, client, base + b"ours/leader")
     assert not owner_trouble(run_on(harness, client, owner_read(base, "ours")), base, "ours")
-
-
-# ---- TLS
-
-
-@pytest.fixture(scope="module")
-def tls_member(tmp_path_factory):
-    """A member that asks for client certificates, its CA, and another CA."""
-    folder = tmp_path_factory.mktemp("tls")
-    ca, other_ca = TestCa(folder), TestCa(folder, "other")
-    pem = ca.issue()
-    options = (
-        "--cert-file", str(pem), "--key-file", str(pem),
-        "--client-cert-auth", "--trusted-ca-file", str(ca.path),
-    )  # fmt: skip
-    with members(folder / "etcd", options=options) as etcd:
-        yield etcd, ca, other_ca
-
-
-@pytest.fixture
-def tls(tls_member):
-    etcd, *cas = tls_member
-    with driven(etcd) as harness:
-        yield harness, *cas
-
-
-def identity(ca, name):
-    pem = ca.issue(name).read_bytes()
-    return {"certificate": pem, "private_key": pem}
-
-
-def test_tls_with_a_client_certificate(tls):
-    harness, ca, _ = tls
-    client = harness.client(ca=ca.path.read_bytes(), **identity(ca, "client"))
-    put(harness, client, b"/a")
-
-
-def test_a_wrong_ca_is_told(tls):
-    harness, ca, other_ca = tls
-    text = trouble_of(harness, ca=other_ca.path.read_bytes(), **identity(ca, "client"))
-    assert "not signed by the CA that was given" in text
-
-
-def test_a_missing_client_certificate_is_told(tls):
-    harness, ca, other_ca = tls
-    for own in ({}, identity(other_ca, "stranger")):
-        assert "client certificate" in trouble_of(harness, ca=ca.path.read_bytes(), **own)
-
-
-def test_tls_on_one_side_only_is_told(tls, one):
-    harness, ca, _ = tls
-    assert "If it speaks TLS, give its CA" in trouble_of(harness)
-    text = trouble_of(harness, endpoints=one.endpoints, ca=ca.path.read_bytes())
-    assert "it speaks no TLS" in text
-
-
-def test_a_certificate_for_another_name_is_told(tmp_path):
-    ca = TestCa(tmp_path)
-    pem = tmp_path / "other-name.pem"
-    ca._ca.issue_cert("etcd.example").private_key_and_cert_chain_pem.write_to_path(str(pem))
-    options = ("--cert-file", str(pem), "--key-file", str(pem))
-    with running(tmp_path / "etcd", options=options) as harness:
-        assert "for another host name" in trouble_of(harness, ca=ca.path.read_bytes())
-
-
-# ---- Users
-
-
-def gateway(etcd, path, **body):
-    """Call etcd's HTTP gateway."""
-    url = f"http://{etcd.endpoints[0]}/v3/{path}"
-    with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=30) as answer:
-        return json.load(answer)
-
-
-@pytest.fixture(scope="module")
-def member_with_users(tmp_path_factory):
-    """A member with the users root and dcpd; dcpd may use /dcpd/ only."""
-    with members(tmp_path_factory.mktemp("users")) as etcd:
-        for name in ("root", "dcpd"):
-            gateway(etcd, "auth/user/add", name=name, password=f"{name}!")
-            gateway(etcd, "auth/role/add", name=name)
-            gateway(etcd, "auth/user/grant", user=name, role=name)
-        permission = {"permType": 2, "key": "L2RjcGQv", "range_end": "L2RjcGQw"}  # /dcpd/
-        gateway(etcd, "auth/role/grant", name="dcpd", perm=permission)
-        gateway(etcd, "auth/enable")
-        yield etcd
-
-
-@pytest.fixture
-def users(member_with_users):
-    with driven(member_with_users) as harness:
-        yield harness
-
-
-DCPD = {"user": "dcpd", "password": "dcpd!", "prefix": b"/dcpd/"}
-
-
-def test_a_user_with_a_password(users):
-    client = users.client(**DCPD)
-    watched = Watched(client, b"/dcpd/", 1)
-    revision = put(users, client, b"/dcpd/a")
-    lease = run_on(users, client, LeaseGrant(5))
-    assert run_on(users, client, LeaseKeepAlive(lease.lease_id)) == lease
-    users.wait(lambda: watched.revisions == [revision])
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"password": "wrong"}, "the user or the password is wrong"),
-        ({"user": "nobody"}, "the user or the password is wrong"),
-        ({"user": "", "password": ""}, "it asks for a user"),
-        ({"prefix": b"/other/"}, "the user may not read and write there"),
-    ],
-)
-def test_a_user_that_etcd_refuses_is_told(users, change, text):
-    assert text in trouble_of(users, **{**DCPD, **change})
-
-
-def test_a_write_without_the_right_is_told_and_did_not_happen(users):
-    client = users.client(**DCPD)
-    refused = run_on(users, client, Txn(then=(Put(b"/other/a", b""),)))
-    assert isinstance(refused, StoreUnavailable)
-    assert "etcdctl role grant-permission" in refused.text
-    put(users, client, b"/dcpd/b")
-
-
-def test_a_user_where_etcd_knows_none_is_told(harness):
-    assert "etcd knows no users" in trouble_of(harness, **DCPD)
-
-
-def test_a_login_that_etcd_forgot_is_repeated(users):
-    client = users.client(**DCPD, deadline_s=0.8)
-    put(users, client, b"/dcpd/c")
-    users.etcd.kill(0)
-    users.etcd.start(0)  # the tokens were in memory
-    assert isinstance(try_until_done(users, client, Range(b"/dcpd/c")), RangeResult)
-
-
-# ---- Old versions
-
-
-class OldEtcd:
-    """Says that it is etcd 3.3, which no package has any more."""
-
-    async def start(self):
-        async def status(request, context):
-            return pb.StatusResponse(version="3.3.27", header=pb.ResponseHeader(cluster_id=1))
-
-        handler = grpc.unary_unary_rpc_method_handler(
-            status,
-            request_deserializer=pb.StatusRequest.FromString,
-            response_serializer=pb.StatusResponse.SerializeToString,
-        )
-        self.server = grpc.aio.server()
-        self.server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("etcdserverpb.Maintenance", {"Status": handler}),)
-        )
-        port = self.server.add_insecure_port("127.0.0.1:0")
-        await self.server.start()
-        return port
-
-
-def test_an_etcd_that_is_too_old_is_refused(harness):
-    old = OldEtcd()
-    port = harness.run(old.start())
-    try:
-        text = trouble_of(harness, endpoints=(f"127.0.0.1:{port}",))
-    finally:
-        harness.run(old.server.stop(None))
-    assert "it is version 3.3.27, and 3.4 or newer is needed" in text
-
-
-def test_an_old_version_is_told_once(harness):
-    client = harness.client()
-    put(harness, client, b"/old")
-    version = client._link.version
-    told = [notice for notice in harness.notices if "known bugs" in notice]
-    assert len(told) == (1 if version.startswith("3.4.") else 0)
-
-
-# ---- The process
-
-
-def test_a_node_alone_does_not_import_grpc():
-    code = (
-        "import sys, dcp.server.main, dcp.server.node, dcp.metastore.embedded_client,"
-        " dcp.metastore.embedded_server;"
-        " sys.exit('grpc' in sys.modules or 'google.protobuf' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-def test_all_grpc_of_a_process_is_on_one_loop(harness):
-    harness.client()
-
-    async def elsewhere():
-        EtcdClient(EtcdSettings(("127.0.0.1:1",), b""), print)
-
-    def in_a_thread():
-        with pytest.raises(RuntimeError, match="one event loop"):
-            asyncio.run(elsewhere())
-
-    harness.run(asyncio.to_thread(in_a_thread))
-
-
-def test_the_messages_are_what_the_script_generates(tmp_path):
-    subprocess.run([ROOT / "scripts/etcd-stubs", tmp_path], check=True, timeout=120)
-    name = "etcd_api_pb2.py"
-    made = (tmp_path / name).read_text().partition("DESCRIPTOR = ")[2]
-    kept = (ROOT / "dcp/metastore/etcd_stubs" / name).read_text().partition("DESCRIPTOR = ")[2]
-    assert made == kept, "run scripts/etcd-stubs"

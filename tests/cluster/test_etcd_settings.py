@@ -44,6 +44,14 @@ def test_a_url_that_cannot_work_is_refused(url, text):
         parsed(url)
 
 
+@pytest.mark.parametrize("rest", ["@h", "@h:1/x", "@h:1?tls=1", "/more@h:1"])
+def test_a_password_is_not_shown(rest):
+    with pytest.raises(ValueError) as refused:
+        parsed(f"etcd://me:very-secret{rest}")
+    assert "very-secret" not in str(refused.value)
+    assert "very-secret" not in repr(parsed("etcd://me:very-secret@h:1?ca=ca.pem"))
+
+
 def test_no_endpoint_is_refused():
     with pytest.raises(ValueError, match="no endpoint of etcd was given"):
         EtcdSettings((), b"/").check()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 
+from dcp.cluster.metastore import OutcomeUnknown, Put, StoreUnavailable, Txn, TxnResult
 from dcp.metastore.etcd_client import EtcdClient
 from dcp.metastore.etcd_settings import EtcdSettings
 from support.embedded_store import UNKNOWN_DEADLINE_S, LoopHarness
 from support.etcd_members import EtcdMembers
 
+PUT = Txn(then=(Put(b"k", b"v"),))
 _prefixes = iter(range(1, 1_000_000))
 
 
@@ -34,6 +37,13 @@ class EtcdHarness(LoopHarness):
         self.clients.append(self.run(made()))
         return self.clients[-1]
 
+    def result(self, client, request):
+        """Submit and wait."""
+        results = []
+        client.submit(request, results.append)
+        self.wait(lambda: results)
+        return results[0]
+
     def pass_time(self, seconds: float) -> None:
         """etcd's clock is the real one."""
         self.run(asyncio.sleep(seconds))
@@ -44,3 +54,56 @@ class EtcdHarness(LoopHarness):
         self.wait(lambda: not client.trouble)
         proxy.swallow_answers, proxy.swallow_requests = applied, not applied
         return client
+
+
+@contextmanager
+def members(folder, count=1, options=()):
+    """Run members for a while."""
+    folder.mkdir(exist_ok=True)
+    etcd = EtcdMembers(folder, count, options)
+    try:
+        yield etcd
+    finally:
+        etcd.close()
+
+
+@contextmanager
+def driven(etcd):
+    harness = EtcdHarness(etcd)
+    try:
+        yield harness
+    finally:
+        harness.close()
+
+
+@contextmanager
+def running(folder, count=1, options=()):
+    with members(folder, count, options) as etcd, driven(etcd) as harness:
+        yield harness
+
+
+def put_one(harness, client, key, value=b"v"):
+    result = harness.result(client, Txn(then=(Put(key, value),)))
+    assert isinstance(result, TxnResult), result
+    return result.revision
+
+
+def try_until_done(harness, client, request):
+    """Repeat a request until it is carried out; return its result."""
+    for _ in range(300):
+        result = harness.result(client, request)
+        if not isinstance(result, OutcomeUnknown | StoreUnavailable):
+            return result
+        harness.pass_time(0.05)
+    raise AssertionError(result)
+
+
+def trouble_of(harness, **settings):
+    """Return what a client says that cannot log in."""
+    client = harness.client(**settings)
+    harness.wait(lambda: client.trouble != "etcd: not connected yet")
+    refused = harness.result(client, PUT)
+    assert isinstance(refused, StoreUnavailable)
+    assert client.trouble in harness.notices
+    assert "\n" not in client.trouble
+    return client.trouble

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp.cluster.copy_placement import PlacementError, copies_per_rack, plan_placement
 from dcp.cluster.min_cost_flow import FlowNetwork
-from dcp.cluster.placement import PlacementError, copies_per_rack, plan_placement
 
 NAMES = [f"n{number}" for number in range(7)]
 

@@ -57,7 +57,7 @@ class PlannedMove(NamedTuple):
         return self.wanted[0] if self.wanted[:1] != self.present[:1] else ""
 
 
-class Plan(NamedTuple):
+class PlacementPlan(NamedTuple):
     """What is wanted, and how it differs from what there is."""
 
     wanted: dict[int, Chain]
@@ -71,7 +71,9 @@ class _Group(NamedTuple):
     copies: int
 
 
-def plan_placement(racks: Mapping[str, str], copies: int, present: Mapping[int, Chain]) -> Plan:
+def plan_placement(
+    racks: Mapping[str, str], copies: int, present: Mapping[int, Chain]
+) -> PlacementPlan:
     """Plan chains of `copies` members; of fewer if there are fewer members.
 
     `racks` has the rack of each member that may have copies; others lose theirs.
@@ -92,7 +94,7 @@ def plan_placement(racks: Mapping[str, str], copies: int, present: Mapping[int, 
     masters = _choose_masters(members, holders, present)
     wanted = {vb_id: _chain(holders[vb_id], masters[vb_id], present[vb_id]) for vb_id in vb_ids}
     moves = (PlannedMove(vb_id, present[vb_id], wanted[vb_id]) for vb_id in vb_ids)
-    return Plan(wanted, tuple(move for move in moves if move.wanted != move.present))
+    return PlacementPlan(wanted, tuple(move for move in moves if move.wanted != move.present))
 
 
 def copies_per_rack(rack_sizes: Iterable[int], copies: int) -> int:
