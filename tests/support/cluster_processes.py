@@ -28,8 +28,12 @@ class ClusterProcesses:
         self._frozen: set[str] = set()
 
     def __enter__(self) -> ClusterProcesses:
-        for node in self.nodes.values():
-            node.start()
+        try:
+            for node in self.nodes.values():
+                node.start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
