@@ -29,18 +29,17 @@ async def test_killed_and_frozen_nodes_lose_nothing(tmp_path: Path) -> None:
             cluster.freeze("c")
             before = load.progress()
             await until_so(lambda: load.has_gone_on(before))
-            assert (await in_thread(cluster.masters))["c"] == 0
+            await in_thread(cluster.until_no_master, "c")
             cluster.thaw("c")
             await in_thread(cluster.until_in_sync, 3)
 
             nodes["b"].kill()
             before = load.progress()
             await until_so(lambda: load.has_gone_on(before))
-            assert (await in_thread(cluster.masters))["b"] == 0
+            await in_thread(cluster.until_no_master, "b")
 
             await load.stop()
             assert await load.lost() == []
-            assert all(error.may_have_applied for error in load.errors), load.errors
             # A consumer has followed all of it, and has what the masters have.
             await view.caught_up()
             for key in load.tried:

@@ -19,6 +19,8 @@ class ClusterLoad:
         """Key -> the last number that was sent."""
         self.errors: list[DcpdError] = []
         """Writes that failed; those with `may_have_applied` may be there."""
+        self._refused: set[tuple[bytes, int]] = set()
+        """Writes that must not be there."""
         self._kv = kv
         self._keys = keys
         self._is_over = False
@@ -34,6 +36,8 @@ class ClusterLoad:
                 await self._kv.set(key, b"%d" % turn)
             except DcpdError as error:
                 self.errors.append(error)
+                if not error.may_have_applied:
+                    self._refused.add((key, turn))
                 continue
             self.answered[key] = turn
 
@@ -43,12 +47,12 @@ class ClusterLoad:
         await asyncio.gather(*self._tasks)
 
     async def lost(self) -> list[str]:
-        """Return what was answered and is not there."""
+        """Return what was answered and is not there, or was refused and is there."""
         lost = []
         for key, turn in self.answered.items():
             with contextlib.suppress(DcpdError):
                 found = int((await self._kv.get(key)).value)
-                if turn <= found <= self.tried[key]:
+                if turn <= found <= self.tried[key] and (key, found) not in self._refused:
                     continue
                 lost.append(f"{key!r}: {found}, answered {turn}")
                 continue

@@ -28,8 +28,12 @@ class ClusterProcesses:
         self._frozen: set[str] = set()
 
     def __enter__(self) -> ClusterProcesses:
-        for node in self.nodes.values():
-            node.start()
+        try:
+            for node in self.nodes.values():
+                node.start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -58,6 +62,10 @@ class ClusterProcesses:
         """Return once each node is master of its share."""
         share = 1024 // len(self.nodes)
         until(lambda: all(count >= share - 2 for count in self.masters(name).values()))
+
+    def until_no_master(self, of: str, name: str = "a") -> None:
+        """Return once a node is master of nothing."""
+        until(lambda: self.masters(name)[of] == 0)
 
     def freeze(self, name: str) -> None:
         """SIGSTOP."""
