@@ -31,7 +31,8 @@ sys.dont_write_bytecode = False
 TOGETHER = {"tests/spark": "Spark"}
 """Folders whose tests stay in one worker, because they share what is expensive to make."""
 FIRST = (
-    "tests/spark", "tests/system", "tests/benchmarks", "tests/backup", "tests/foreign",
+    "tests/spark", "tests/sim/test_cluster_bugs.py", "tests/system", "tests/cluster_processes",
+    "tests/cluster_nodes", "tests/benchmarks", "tests/backup", "tests/foreign", "tests/console",
     "tests/test_site.py",
 )  # fmt: skip
 """What takes longest begins first, so that both workers end at about the same time."""

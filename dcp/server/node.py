@@ -318,7 +318,7 @@ class Node:
         self._merging = merging = Merging(
             engine, MergeCycle(engine, kept_segments(storage.store.quarantine())),
             storage.device, self._store_queue, self.meter, log,
-            kick=self._kick, on_room=self._has_room,
+            kick=self._kick, merge_again=self._merge_again, on_room=self._has_room,
         )  # fmt: skip
         self._backpressure = Backpressure(
             engine, settings.write_wait_s,
@@ -425,6 +425,11 @@ class Node:
 
     def _kick(self) -> None:
         """Commit what is pending; for parts that are created before the committer."""
+        self._committer.kick()
+
+    def _merge_again(self) -> None:
+        """Begin a merge with everything applied so far."""
+        self._groups.begin_merge()
         self._committer.kick()
 
     def _has_room(self) -> None:

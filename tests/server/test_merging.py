@@ -61,7 +61,7 @@ class Shell:
         self.starts = list(starts)
         self.meter = Meter()
         self.said: list[str] = []
-        self.merged = 0
+        self.merged = self.asked_again = 0
         log: Any = self
         start: Any = self.start
         self.queue = StoreQueue(StoreSupervisor(start), log, pause_s=0.0)
@@ -73,6 +73,7 @@ class Shell:
             self.meter,
             log,
             kick=self.kick,
+            merge_again=self.merge_again,
             on_room=self.on_room,
         )
 
@@ -87,6 +88,9 @@ class Shell:
             return
         self.node.begin_merge()
         self.task = asyncio.ensure_future(self.merging.merge())
+
+    def merge_again(self) -> None:
+        self.asked_again += 1
 
     def on_room(self) -> None:
         self.merged += 1
@@ -116,6 +120,23 @@ async def test_a_process_that_cannot_be_started_yet_is_waited_for(first: Excepti
     assert shell.meter.merge_failures == 3 + (first is FULL)
     assert shell.meter.last_merge_s == shell.meter.merge_seconds.total == 1.5
     assert shell.node.engine.partitions[5].merged_seqno == 1
+
+
+async def test_a_memtable_that_got_full_meanwhile_is_merged_without_another_write() -> None:
+    """Writers may wait for it, so no group would come."""
+    shell = Shell(None)
+    keyspace = shell.node.engine.keyspace
+    await shell.merge_one()
+    assert shell.asked_again == 0
+    keyspace.memtable_bytes_max = 1
+    shell.node.engine.store(SET, 5, b"\0first", b"\0firstv", 0, 0, 0, 0)
+    shell.node.begin_merge()
+    task = asyncio.ensure_future(shell.merging.merge())
+    shell.node.engine.store(SET, 5, b"\0second", b"\0secondv", 0, 0, 0, 0)
+    shell.node.commit()
+    await task
+    assert keyspace.is_overfull
+    assert shell.asked_again == 1
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from sim.world import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = 3
-SEEDS = 200
-CHUNK = 10
+SEEDS = 750
+CHUNK = 25
 ACT_SEEDS = 20
 FOUND_BY = {
     "hw-counts-received": (0, "in the in-sync set"),

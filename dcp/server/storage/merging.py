@@ -54,6 +54,7 @@ class Merging:
         log: EventLog,
         *,
         kick: Callable[[], None],
+        merge_again: Callable[[], None],
         on_room: Callable[[], None],
     ) -> None:
         self._engine = engine
@@ -63,6 +64,7 @@ class Merging:
         self._meter = meter
         self._log = log
         self._kick = kick
+        self._merge_again = merge_again
         self._on_room = on_room
         self._changed = asyncio.Condition()
         """Notified at the end of a merge, and when a merge fails."""
@@ -120,6 +122,9 @@ class Merging:
             await asyncio.sleep(0)
         self._began_s = self._turn_began_s = 0.0
         self.count += 1
+        if self._engine.keyspace.wants_freeze:
+            # If writers wait, no group comes that would begin the next merge.
+            self._merge_again()
         if self._engine.keyspace.has_pending:
             self._kick()
         await self._notify()
