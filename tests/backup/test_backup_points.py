@@ -237,17 +237,17 @@ def test_options_that_make_no_sense(arguments, text, capfd):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "text", "code"),
     [
-        (["backup", "restore", "--archive", "a", "--seqnos", "{"], "not valid JSON"),
-        (["backup", "restore", "--archive", "a", "--seqnos", "nofile"], "No such file"),
-        (["backup", "restore", "--archive", "a", "--time", "soon"], "is not a time"),
-        (["backup", "restore", "--archive", "a", "--map", "x"], "is not a mapping"),
-        (["backup", "info", "--archive", "/nonexistent/a"], "there is no archive"),
+        (["backup", "restore", "--archive", "a", "--seqnos", "{"], "not valid JSON", 2),
+        (["backup", "restore", "--archive", "a", "--seqnos", "nofile"], "No such file", 2),
+        (["backup", "restore", "--archive", "a", "--time", "soon"], "is not a time", 2),
+        (["backup", "restore", "--archive", "a", "--map", "x"], "is not a mapping", 1),
+        (["backup", "info", "--archive", "/nonexistent/a"], "there is no archive", 1),
     ],
 )
-def test_values_that_make_no_sense(arguments, text, capfd):
-    assert dcpctl(arguments) == 1
+def test_values_that_make_no_sense(arguments, text, code, capfd):
+    assert dcpctl(arguments) == code
     assert text in capfd.readouterr().err
 
 

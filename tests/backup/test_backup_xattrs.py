@@ -65,7 +65,7 @@ def test_they_come_back(ctl, server, other, archive, written, conflict):
     code, out, err = ctl(other, "get", "full", "--xattrs")
     assert code == 0, err
     found = json.loads(out)
-    assert (found["value"], found["xattrs"]) == ('{"v":1.50}', {"user": {"n": 1.0}, "_sys": 2.5})
+    assert (found["value"], found["xattrs"]) == ({"v": 1.5}, {"user": {"n": 1.0}, "_sys": 2.5})
 
 
 def test_exports_show_them(ctl, server, archive, written, tmp_path):

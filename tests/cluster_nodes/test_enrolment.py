@@ -12,7 +12,7 @@ from dcp.cluster.cluster_records import MemberRecord
 from dcp.cluster.metastore import OutcomeUnknown, Range, RangeResult, StoreRequest, StoreResult
 from dcp.cluster.revision_store import RevisionStore
 from dcp.server.cluster import enrolment
-from dcp.server.cluster.cluster_file import ClusterToken, TokenError
+from dcp.server.cluster.cluster_file import ClusterToken, ClusterTokenError
 from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_cluster, join_cluster
 from support.memory_node import MemoryNode
 
@@ -73,5 +73,5 @@ def test_a_token_is_read_back_and_a_damaged_one_is_refused() -> None:
     token = ClusterToken(cluster="ab", meta="embedded://127.0.0.1:1", secret="s")
     assert ClusterToken.from_text(f" {token.to_text()}\n") == token
     for text in ("", "x", token.to_text()[:-3], token.to_text().replace("dcpd", "dcpc")):
-        with pytest.raises(TokenError, match="no token of a cluster"):
+        with pytest.raises(ClusterTokenError, match="no token of a cluster"):
             ClusterToken.from_text(text)

@@ -53,6 +53,7 @@ async def test_killed_and_frozen_nodes_lose_nothing(tmp_path: Path) -> None:
             assert await load.lost() == []
 
 
+@pytest.mark.quiet
 async def test_a_rolling_restart_makes_no_version_and_no_error(tmp_path: Path) -> None:
     with ClusterProcesses(tmp_path) as cluster:
         in_thread, nodes = cluster.in_thread, cluster.nodes

@@ -44,7 +44,7 @@ async function attempts({ base, scopes, name }) {
     try {
       // A browser that is asked for a login waits for its user.
       const answer = await fetch(url, { ...options, signal: AbortSignal.timeout(10000) });
-      seen[what] = [answer.status, (await answer.text()).slice(0, 60)];
+      seen[what] = [answer.status, (await answer.text()).slice(0, 600)];
     } catch (error) {
       seen[what] = [error.name, ""];
     }
@@ -81,7 +81,7 @@ async function visit(browser, admin, { start, base, name }) {
       page.evaluate(submitForm, { base, scopes: SCOPES, name: name + "-submitted" }),
     ]);
     const text = await page.innerText("body", { timeout: 10000 });
-    seen.submitted = [navigated.url().slice(-SCOPES.length), text.slice(0, 60)];
+    seen.submitted = [navigated.url().slice(-SCOPES.length), text.slice(0, 600)];
   } catch (error) {
     seen.submitted = [error.name, error.message];
   }
