@@ -100,6 +100,9 @@ def test_a_loop_that_hangs_sends_nothing(tmp_path: Path, receiver: Receiver) -> 
         ({"NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "1500000", "WATCHDOG_PID": "7"}, 1.5),
         ({"NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "1500000", "WATCHDOG_PID": "8"}, 0),
         ({"NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "soon"}, 0),
+        ({"NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "9" * 5000}, 0),
+        ({"NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "1"}, 0.1),
+        ({"NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "0"}, 0),
     ],
 )
 def test_when_there_is_a_watchdog(env: dict[str, str], period_s: float) -> None:

@@ -20,6 +20,9 @@ SOCKET: Final = "NOTIFY_SOCKET"
 WATCHDOG: Final = "WATCHDOG_USEC"
 WATCHDOG_PID: Final = "WATCHDOG_PID"
 STATUS_CHARS_MAX: Final = 200
+PERIOD_DIGITS_MAX: Final = 18
+PERIOD_S_MIN: Final = 0.1
+"""A shorter period would keep the loop busy with notices."""
 
 
 class ServiceNotices:
@@ -63,9 +66,10 @@ class ServiceNotices:
 def _period_s(env: Mapping[str, str], pid: int) -> float:
     """Return the period of the watchdog, 0 if there is none, or if it is for another process."""
     period, wanted_pid = env.get(WATCHDOG, ""), env.get(WATCHDOG_PID, "")
-    if not (period.isascii() and period.isdigit()) or wanted_pid not in {"", str(pid)}:
+    is_number = period.isascii() and period.isdigit() and len(period) <= PERIOD_DIGITS_MAX
+    if not is_number or wanted_pid not in {"", str(pid)}:
         return 0.0
-    return int(period) / 1e6
+    return max(PERIOD_S_MIN, int(period) / 1e6) if int(period) else 0.0
 
 
 def take_notices() -> ServiceNotices:

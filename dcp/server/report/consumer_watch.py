@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Final
 
 from dcp.server.net.connections import Connections, OpenConnection
@@ -142,14 +143,15 @@ class ConsumerWatch:
                 del self._known[name]
         self.not_listed = 0
         for name in found:
-            if name not in self._known and not self._add(name, now_s):
+            if name not in self._known and not self._add(name, now_s, found):
                 self.not_listed += 1
         self._queue = [found[name] for name in found if name in self._known]
 
-    def _add(self, name: str, now_s: float) -> bool:
-        """Begin to watch a consumer, if there is room."""
+    def _add(self, name: str, now_s: float, found: Collection[str]) -> bool:
+        """Begin to watch a consumer, if there is room. Those that were found are here again."""
         if len(self._known) >= CONSUMERS_MAX:
-            gone = [item for item in self._known.values() if item.is_gone]
+            known = self._known.values()
+            gone = [item for item in known if item.is_gone and item.name not in found]
             if not gone:
                 return False
             del self._known[min(gone, key=lambda item: item.since_s).name]

@@ -113,8 +113,8 @@ class Committer:
         self._reserves = finds_room
         self._finds_room = finds_room
         """Whether zeros can be written ahead in this segment."""
-        self._is_draining = False
-        """Whether a caller waits until everything is written: groups do not wait meanwhile."""
+        self._drains = 0
+        """Callers that wait until everything is written: groups do not wait meanwhile."""
         self._has_started = False
         self._has_failed = False
         self._next_mark: asyncio.TimerHandle | None = None
@@ -154,14 +154,15 @@ class Committer:
 
     async def drain(self) -> None:
         """Return when nothing is pending or being written, or if the log has no room for it."""
-        self._is_draining = True
+        self._drains += 1
         if self._pausing is not None:
             self._pausing.cancel()
+            self._pausing = None
             self._is_scheduled = False
         try:
             await self._drain()
         finally:
-            self._is_draining = False
+            self._drains -= 1
 
     async def _drain(self) -> None:
         while not self._has_failed and self._cycle.has_work:
@@ -199,7 +200,7 @@ class Committer:
         job = None if self._has_failed else self._cycle.next_job()
         if job is None:
             return
-        if self._pace is not None and isinstance(job, WriteGroup):
+        if self._pace is not None and not self._drains and isinstance(job, WriteGroup):
             self._pace.taken(len(job.group.payload))
         if not isinstance(job, WriteGroup) or not self._is_for_the_loop(job):
             self._give(job)
@@ -215,8 +216,10 @@ class Committer:
 
     def _pauses(self) -> bool:
         """Whether the next group has to wait; then it begins later."""
-        self._pausing = None
-        if self._pace is None or self._is_draining or not self._cycle.next_is_group:
+        if self._pausing is not None:
+            self._pausing.cancel()  # this may be another call than the one that it waits for
+            self._pausing = None
+        if self._pace is None or self._drains or not self._cycle.next_is_group:
             return False
         pause_s = self._pace.pause_s()
         if pause_s:
