@@ -29,11 +29,16 @@ class StoreDriver:
         store: MetaStore,
         now_ns: Callable[[], int],
         take: Callable[[SessionEffect], None],
+        guard: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
+        """`guard` runs what the store's answers cause, and handles what is raised; None: nothing
+        handles it.
+        """
         self.session = session
         self._store = store
         self._now_ns = now_ns
         self._take = take
+        self._guard = guard or _run
         self._watches: dict[Tag, WatchHandle] = {}
         self._is_closed = False
 
@@ -65,10 +70,17 @@ class StoreDriver:
 
     def _answered(self, tag: Tag, result: StoreResult) -> None:
         if not self._is_closed:
-            self.carry_out(self.session.on_event(self._now_ns(), Answered(tag, result)))
+            self._guard(partial(self._happened, Answered(tag, result)))
 
     def _delivered(self, tag: Tag, message: WatchMessage) -> None:
         if not isinstance(message, WatchBatch):
             self._watches.pop(tag, None)  # it was the last message
         if not self._is_closed:
-            self.carry_out(self.session.on_event(self._now_ns(), Delivered(tag, message)))
+            self._guard(partial(self._happened, Delivered(tag, message)))
+
+    def _happened(self, event: Answered | Delivered) -> None:
+        self.carry_out(self.session.on_event(self._now_ns(), event))
+
+
+def _run(step: Callable[[], None]) -> None:
+    step()

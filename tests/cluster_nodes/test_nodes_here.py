@@ -9,16 +9,23 @@ import subprocess
 import sys
 from pathlib import Path
 from struct import pack, unpack
+from typing import Any
 
 import msgspec
 import pytest
 
 from clients.errors import DcpdError
 from clients.kv.client import KvClient
+from dcp.cluster.cluster_keys import KeyKind
+from dcp.cluster.cluster_records import AliveRecord, encode_record
+from dcp.cluster.metastore import Put, Txn, TxnResult
 from dcp.server.access.users import CLUSTER_USER
 from dcp.server.access.users_file import UsersFileError
+from dcp.server.cluster import replicated_node
 from dcp.server.cluster.cluster_file import read_cluster_file, write_cluster_file
-from dcp.server.cluster.enrolment import EnrolmentError
+from dcp.server.cluster.enrolment import EnrolmentError, ask
+from dcp.server.cluster.member_link import MemberLink
+from dcp.server.cluster.replicated_node import ReplacedError
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
@@ -313,3 +320,66 @@ async def test_the_store_of_another_cluster_is_told_and_not_followed(tmp_path: P
         assert CLUSTER in replicated.wrong_store
         assert not cluster.active("n1")
         assert replicated.wrong_store in node._cluster_operations().status().problems
+
+
+async def test_a_process_that_was_replaced_ends(tmp_path: Path) -> None:
+    """Both would be master in one epoch, and each would answer what the other does not have."""
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        node = await cluster.become_member("n1", copies=1)
+        await cluster.until_all_in_sync(1)
+        assert node.replicated is not None
+        membership = node.replicated.session.membership
+        newer = AliveRecord(
+            member=membership.member, incarnation=membership.incarnation + 1, is_leaving=False
+        )
+        keys = node.replicated.session.view.keys
+        put = Put(keys.of_member(KeyKind.ALIVE, membership.member), encode_record(newer))
+        assert isinstance(await ask(cluster.clients["n1"], Txn((), (put,))), TxnResult)
+        with pytest.raises(ReplacedError, match="a copy of this data folder"):
+            async with asyncio.timeout(30):
+                await node.run_until_stopped()
+
+
+class ClosedLink:
+    """A link that only notes its end."""
+
+    def __init__(self) -> None:
+        self.ends = 0
+
+    def closed(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("address", ["b..default.svc:11210", "127.0.0.1:port", "", "x" * 64 + ":1"])
+async def test_an_address_of_another_node_that_is_none_ends_the_link_only(address: str) -> None:
+    link: Any = ClosedLink()
+    told: list[None] = []
+    await MemberLink(link, "s" * 32, lambda: told.append(None)).dial(address)
+    assert (link.ends, told) == (1, [None])
+
+
+async def test_users_that_could_not_be_written_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicated_node, "USERS_TURNS", 2)
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        await cluster.become_member("n1", copies=2)
+        await cluster.start("n2")
+        await cluster.become_member("n2")
+        one, two = (node._users for node in cluster.nodes.values())
+        adopt = two.adopt
+        failures = 0
+
+        def full(text: bytes) -> None:
+            nonlocal failures
+            failures += 1
+            if failures < 3:
+                raise UsersFileError("no space left on device")
+            adopt(text)
+
+        monkeypatch.setattr(two, "adopt", full)
+        await asyncio.to_thread(one.add, "ada", "lovelace")
+        await until_so(lambda: two.names() == ["ada"])
+        assert failures >= 3

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+
 from clients.testing import DcpServer
+from dcp.server.cluster.cluster_file import ClusterToken
 from support.etcd_members import EtcdMembers
 from support.waiting import until
 
@@ -53,6 +56,8 @@ def test_commands_make_a_cluster_and_refuse_what_cannot_be(tmp_path: Path) -> No
         assert "member already" in refused(a, "init")
 
         assert "no token of a cluster" in refused(b, "join", "--token", "dcpd-cluster-xyz")
+        short = msgspec.structs.replace(ClusterToken.from_text(token), secret="short")
+        assert "the whole token" in refused(b, "join", "--token", short.to_text())
         with b.connect() as kv:
             kv.set(b"mine", b"v")
         assert "holds 1 documents" in refused(b, "join", "--token", token)

@@ -124,6 +124,7 @@ def test_duration_texts_read_back(duration_us):
         ("port", "0" * 20 + "99999", "must be a whole number from 0 to 65535"),
         ("host", "", "must be an address"),
         ("host", "*", "0.0.0.0"),
+        ("advertise_host", "pod-0..svc.local", "must be an address or a host name"),
         ("data", "", "must be the path of a folder"),
         ("durability", "comit", "did you mean commit?"),
         ("durability", "yes", "must be one of commit, interval, none"),

@@ -20,6 +20,7 @@ from scramp import ScramClient, ScramException
 
 from dcp.replication.replica_link import LinkState, ReplicaLink
 from dcp.server.access.users import CLUSTER_USER
+from dcp.server.cluster.map_shown import host_and_port
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
@@ -47,13 +48,16 @@ class MemberLink(asyncio.Protocol):
         """Whether the login is done on both sides."""
         self._transport: asyncio.Transport | None = None
 
-    async def dial(self, host: str, port: int) -> None:
-        """Connect. A failure closes the link."""
+    async def dial(self, address: str) -> None:
+        """Connect to HOST:PORT. A failure closes the link, also if the text is no address: another
+        node's mistake must not end this one.
+        """
         loop = asyncio.get_running_loop()
         try:
+            host, port = host_and_port(address)
             async with asyncio.timeout(DIAL_S):
                 await loop.create_connection(lambda: self, host, port)
-        except (OSError, TimeoutError):
+        except (OSError, TimeoutError, ValueError):
             self.link.closed()
             self._on_bytes()
 

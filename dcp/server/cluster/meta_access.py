@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from dcp.cluster.metastore import MetaStore
 from dcp.metastore.embedded_client import EmbeddedClient
 from dcp.metastore.embedded_server import EmbeddedServer, EmbeddedStoreError
+from dcp.metastore.embedded_wire import check_secret
 from dcp.metastore.etcd_settings import ETCD_SCHEME, settings_of_url
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
 from dcp.server.observe.event_log import EventLog
@@ -83,6 +84,12 @@ class MetaAccess:
             return cls._of(_etcd_client(identity.meta, log), identity.meta)
         place = place_of(identity.meta)
         secret = identity.secret.encode()
+        try:
+            check_secret(secret)
+        except ValueError as error:
+            raise MetaAccessError(
+                f"{error}. Use the whole token, as dcpctl cluster token prints it"
+            ) from error
         server, port = None, place.port
         if identity.owns_store:
             server = EmbeddedServer(data_dir / STORE_FOLDER, secret, log.warning)

@@ -28,6 +28,7 @@ from dcp.cluster.cluster_records import MemberRecord
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.coordinator import Elected
 from dcp.cluster.effects import Notice, ViewChanged
+from dcp.cluster.membership import MembershipState
 from dcp.cluster.metastore import TxnResult
 from dcp.cluster.partition_choices import CoordinatorSettings
 from dcp.cluster.prefix_owner import owner_read, owner_trouble
@@ -42,7 +43,7 @@ from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
 from dcp.server.cluster.election_log import ElectionLog
 from dcp.server.cluster.enrolment import EnrolmentError, ask
-from dcp.server.cluster.map_shown import MapShown, host_and_port
+from dcp.server.cluster.map_shown import MapShown
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_record import OwnRecord
@@ -67,6 +68,8 @@ TICK_S: Final = 0.05
 """Half a heartbeat, so that a late tick costs no heartbeat."""
 CORE_TURNS: Final = 2
 """Ticks for one of the replication core, which looks at every partition."""
+USERS_TURNS: Final = 100
+"""Ticks between attempts to write users that could not be written."""
 LEAVE_S: Final = 20.0
 """How long a stop may take to hand over."""
 LEAVE_TICK_S: Final = 0.02
@@ -75,6 +78,10 @@ OWNER_RETRY_S: Final = 0.5
 """Time between attempts to ask the metadata store whose it is."""
 MAP_S: Final = 0.01
 """How long changes of the map are gathered: an election changes hundreds of records."""
+
+
+class ReplacedError(RuntimeError):
+    """A newer process is this member: it runs with a copy of this folder."""
 
 
 class ServerParts(NamedTuple):
@@ -130,7 +137,7 @@ class ReplicatedNode:
             identity.root, member, identity.incarnation,
             CoordinatorSettings(choices.elects_uncleanly, choices.prefers_first),
         )  # fmt: skip
-        self._driver = StoreDriver(session, access.meta, elapsed_ns, self._take)
+        self._driver = StoreDriver(session, access.meta, elapsed_ns, self._take, self._guarded)
         self.core = ReplicationCore(
             parts.engine, parts.store, parts.hub, parts.groups, session,
             ReplicationSettings(
@@ -295,14 +302,27 @@ class ReplicatedNode:
         self._next_tick = self._loop.call_later(TICK_S, self._tick)
         self._guarded(self._pass_time)
 
+    def _check_not_replaced(self) -> None:
+        """Raise ReplacedError: two processes of one member would both count as master of the same
+        epoch, and each would answer writes that the other does not have.
+        """
+        if self.session.membership.state is MembershipState.REPLACED:
+            raise ReplacedError(
+                f"another process is member {self.member} of the cluster now: it runs with a copy "
+                "of this data folder. Stop one of the two, and use an empty folder for it"
+            )
+
     def _pass_time(self) -> None:
         now_ns = elapsed_ns()
+        self._check_not_replaced()
         self._driver.tick()
         self._own.tick(now_ns)
         for feed in tuple(self.core.leading.feeds.values()):
             feed.tick(now_ns)
         if self._turns % CORE_TURNS == 0:
             self.core.tick(now_ns)
+        if self._turns % USERS_TURNS == 0:
+            self._users.adopt()  # again, if it could not be written before
         self._turns += 1
         self._carry_out()
 
@@ -312,6 +332,7 @@ class ReplicatedNode:
 
     def _taken(self, effect: SessionEffect) -> None:
         now_ns = elapsed_ns()
+        self._check_not_replaced()
         if isinstance(effect, ViewChanged):
             self.manifest.adopt()
             self._users.adopt()
@@ -366,8 +387,7 @@ class ReplicatedNode:
             return
         connection = MemberLink(link, self.identity.secret, self._link_moved)
         self._links.append(connection)
-        host, port = host_and_port(stored.content.address)
-        self._parts.tasks.begin(connection.dial(host, port))
+        self._parts.tasks.begin(connection.dial(stored.content.address))
 
     def _link_moved(self) -> None:
         self._guarded(self._carry_out)

@@ -54,6 +54,7 @@ class SharedUsers:
                 await asyncio.to_thread(self._users.adopt, text)
             except UsersFileError as error:
                 self._log.error("users of the cluster not taken over", reason=str(error))
+                self._seen_revision = 0  # the next `adopt` tries again
 
     def share(self, before: bytes, after: bytes) -> None:
         """Write a table to the store, in place of the one before. Raises UsersFileError."""

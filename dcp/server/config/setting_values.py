@@ -48,6 +48,10 @@ def read_host(value: object, _option: Option) -> str:
         raise ValueError("must be an address or a host name")
     if value == "*":
         raise ValueError("must be an address; for all of this machine, 0.0.0.0 (or :: for IPv6)")
+    try:
+        value.encode("idna")
+    except UnicodeError:  # an empty label, for example
+        raise ValueError("must be an address or a host name") from None
     return value
 
 
