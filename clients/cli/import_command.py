@@ -19,6 +19,7 @@ import msgspec
 
 from clients.cli.dcpctl import EXIT_PARTIAL, Target, complain, help_text, with_target
 from clients.cli.output import write_json, write_raw
+from clients.cli.standard_input import standard_input
 from clients.errors import DcpdError, TooBigError
 from clients.kv.client import KvClient
 from clients.operation import Operation, store_operation
@@ -67,6 +68,7 @@ def import_(
     skip_empty: bool,
 ) -> int:
     """Load CSV or JSON lines."""
+    _ = target.address  # With --password-file -, the password is the line before the rows.
     source = _Source(file)
     form = form or source.form
     if form is None:
@@ -106,7 +108,7 @@ class _Source:
         self._first: list[bytes] = []
         if is_pipe:
             self.size_bytes = None
-            self._pipe = sys.stdin.buffer
+            self._pipe = standard_input()
             self._first = [self._pipe.readline()]
             self.form: str | None = "jsonl" if self._first[0].lstrip()[:1] == b"{" else "csv"
         else:
