@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
@@ -26,6 +25,7 @@ from clients.cli.login import (
     readable_by_others,
 )
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.cli.standard_input import input_is_terminal
 
 
 @click.group(
@@ -182,7 +182,7 @@ def _password(target: Target) -> str | None:
         return None
     if (password := environment_password()) is not None:
         return password
-    if not sys.stdin.isatty():
+    if not input_is_terminal():
         raise click.UsageError(f"the password of {given.user} is missing. {WAYS} Or --no-password")
     asked: str = click.prompt(f"Password of {given.user}", hide_input=True, err=True)
     return asked

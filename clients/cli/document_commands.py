@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from clients.cli.dcpctl import EXIT_NOT_FOUND, Target, complain, help_text, with_target
@@ -17,6 +15,7 @@ from clients.cli.output import (
     write_json,
     write_raw,
 )
+from clients.cli.standard_input import input_is_terminal, standard_input
 from clients.errors import NotFoundError
 from clients.kv.sync_client import SyncKv
 from clients.operation import MutationResult, key_bytes
@@ -139,10 +138,11 @@ def set_(
         raise click.UsageError(
             "--add cannot be used with --cas: it creates a document, which has no CAS yet"
         )
-    if value is None and sys.stdin.isatty():
+    if value is None and input_is_terminal():
         raise click.UsageError("VALUE is missing. Use - to read it from standard input")
     if value is None or value == "-":
-        raw_value = sys.stdin.buffer.read()
+        _ = target.address  # With --password-file -, the password is the line before the value.
+        raw_value = standard_input().read()
     else:
         raw_value = value.encode(errors="surrogateescape")
     opcode = {"add": Opcode.ADD, "replace": Opcode.REPLACE}.get(rule or "", Opcode.SET)

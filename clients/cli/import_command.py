@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import csv
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -18,16 +19,20 @@ import click
 import msgspec
 
 from clients.cli.dcpctl import EXIT_PARTIAL, Target, complain, help_text, with_target
-from clients.cli.output import write_json, write_raw
+from clients.cli.output import shown_text, write_json, write_raw
+from clients.cli.standard_input import standard_input
 from clients.errors import DcpdError, TooBigError
 from clients.kv.client import KvClient
 from clients.operation import Operation, store_operation
+from dcp.wire.frame import MAX_VALUE_BYTES
 from dcp.wire.opcode import Opcode
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 BATCH_ROWS: Final = 4096
+FIELD_CHARS_MAX: Final = MAX_VALUE_BYTES
+"""Longest field of a CSV file. A longer one would not fit into a document either."""
 
 
 class ImportFileError(DcpdError):
@@ -52,7 +57,7 @@ class ImportFileError(DcpdError):
 @click.option("--collection", metavar="SCOPE.COLLECTION", help="Load into this collection.")
 @click.option(
     "--format", "form", type=click.Choice(["csv", "jsonl"]),
-    help="Default: from the file name; for - from the first byte, a { means JSON lines.",
+    help="Default: from the file name; for - a first line with { means JSON lines.",
 )  # fmt: skip
 @click.option("--skip-empty", is_flag=True, help="Skip rows with an empty key.")
 @with_target
@@ -67,8 +72,9 @@ def import_(
     skip_empty: bool,
 ) -> int:
     """Load CSV or JSON lines."""
+    _ = target.address  # With --password-file -, the password is the line before the rows.
     source = _Source(file)
-    form = form or source.form
+    form = form or source.form()
     if form is None:
         raise click.UsageError(
             f"{file}: the name does not end in one of {', '.join(_FORMS)}. Add --format"
@@ -103,22 +109,37 @@ class _Source:
         self.bytes_read = 0
         self._path = path
         self._pipe: IO[bytes] | None = None
+        self._blank_lines = 0
         self._first: list[bytes] = []
         if is_pipe:
             self.size_bytes = None
-            self._pipe = sys.stdin.buffer
-            self._first = [self._pipe.readline()]
-            self.form: str | None = "jsonl" if self._first[0].lstrip()[:1] == b"{" else "csv"
+            self._pipe = standard_input()
         else:
             self.size_bytes = path.stat().st_size or None
-            self.form = _FORMS.get(path.suffix.lower())
+
+    def form(self) -> str | None:
+        """Return the format by the file's name, or by the first line of standard input that is not
+        blank. Raises ImportFileError if that is a JSON array.
+        """
+        if self._pipe is None:
+            return _FORMS.get(self._path.suffix.lower())
+        line = self._pipe.readline().removeprefix(BOM_UTF8)
+        while line and not line.strip():
+            self._blank_lines += 1
+            line = self._pipe.readline()
+        self._first = [line]
+        if line.lstrip().startswith(b"["):
+            raise _json_array(self.name, self._blank_lines + 1)
+        # Without a line there are no rows in either format. A CSV file would need a header.
+        return "jsonl" if not line or line.lstrip().startswith(b"{") else "csv"
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines; close the file at the end."""
+        """Yield the lines without a byte order mark; close the file at the end."""
         with self._pipe or self._path.open("rb") as file:
-            for line in chain(self._first, file):
+            read_before = chain(repeat(b"\n", self._blank_lines), self._first)
+            for number, line in enumerate(chain(read_before, file)):
                 self.bytes_read += len(line)
-                yield line
+                yield line if number else line.removeprefix(BOM_UTF8)
 
 
 class _Loader:
@@ -190,14 +211,16 @@ class _Loader:
         batch: list[Operation] = []
         encode = msgspec.json.Encoder().encode
         name = self._source.name
-        for line_number, row in self._read(self._source.lines(), name):
+        for line_number, row in self._read(self._source.lines(), name, self._column):
             key = row.get(self._column)
             if key is None and self._column not in row:
+                raise _no_column(name, line_number, self._column, row)
+            if isinstance(key, bool) or not isinstance(key, str | int | float | None):
                 raise ImportFileError(
-                    f"{name}, line {line_number}: there is no column {self._column!r}",
-                    hint=f"Its columns are: {', '.join(map(str, row))}",
+                    f"{name}, line {line_number}: the key in {self._column!r} is"
+                    f" {_JSON_NAMES[type(key)]}; a key is a text or a number"
                 )
-            if key in {None, ""} and self._skips_empty:
+            if (key is None or key == "") and self._skips_empty:
                 self.skipped += 1
                 continue
             try:
@@ -217,38 +240,87 @@ class _Loader:
             yield batch
 
 
-def _csv_rows(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, row) of a CSV file with a header."""
-    reader = csv.DictReader(_text_lines(lines, name))
-    for row in reader:
-        if None in row or None in row.values():
+def _csv_rows(
+    lines: Iterable[bytes], name: str, key_column: str
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, row) of a CSV file with a header. Blank lines are skipped."""
+    rows = _csv_fields(lines, name)
+    number, header = next(rows, (1, []))
+    if key_column not in header:
+        raise _no_column(name, number, key_column, header)
+    for number, fields in rows:
+        if len(fields) != len(header):
             raise ImportFileError(
-                f"{name}, line {reader.line_num}: the number of fields differs from the header"
+                f"{name}, line {number}: the number of fields differs from the header"
             )
-        yield reader.line_num, row
+        yield number, dict(zip(header, fields, strict=True))
+
+
+def _csv_fields(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield (number of the last line, fields) of the header and the rows."""
+    # The limit is one of the process. Python's own is 128 Ki.
+    csv.field_size_limit(FIELD_CHARS_MAX)
+    # Without `strict`, a quote that is not closed takes all lines after it into its field.
+    reader = csv.reader(_text_lines(lines, name), strict=True)
+    while True:
+        first = reader.line_num + 1
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            last = max(first, reader.line_num)
+            where = f"line {first}" if first == last else f"lines {first} to {last}"
+            raise ImportFileError(
+                f"{name}, {where}: not CSV: {error}",
+                hint="Look for a quote that is not closed, or that is not doubled in a field.",
+            ) from error
+        if fields is None:
+            return
+        if len(fields) > 1 or "".join(fields).strip():
+            yield reader.line_num, fields
 
 
 def _text_lines(lines: Iterable[bytes], name: str) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
         try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            yield line.decode()
         except UnicodeDecodeError as error:
             raise ImportFileError(f"{name}, line {number}: not UTF-8 ({error.reason})") from error
 
 
-def _json_rows(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _json_rows(
+    lines: Iterable[bytes], name: str, _key_column: str
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) of a JSON lines file; skip empty lines."""
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        if line.lstrip().startswith(b"["):
+            raise _json_array(name, number)
         try:
-            yield number, decode(line)
-        except msgspec.MsgspecError as error:
+            row = decode(line)
+        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested too deeply
             raise ImportFileError(f"{name}, line {number}: {error}") from error
+        yield number, row
 
 
-Reader = Callable[[Iterable[bytes], str], Iterator[tuple[int, dict[str, Any]]]]
+def _json_array(name: str, line_number: int) -> ImportFileError:
+    return ImportFileError(
+        f"{name}, line {line_number}: this is a JSON array, not JSON lines (one object per line)",
+        hint="Use jq -c '.[]' to write its objects as lines, or add --format csv if it is CSV.",
+    )
+
+
+def _no_column(name: str, line_number: int, column: str, columns: Iterable[str]) -> ImportFileError:
+    there = ", ".join(map(shown_text, columns))
+    return ImportFileError(
+        f"{name}, line {line_number}: there is no column {column!r}",
+        hint=f"Its columns are: {there}" if there else "It has no columns.",
+    )
+
+
+Reader = Callable[[Iterable[bytes], str, str], Iterator[tuple[int, dict[str, Any]]]]
 _READERS: Final[dict[str, Reader]] = {"csv": _csv_rows, "jsonl": _json_rows}
 _FORMS: Final = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 """Ending of a file name -> format."""
+_JSON_NAMES: Final = {bool: "true or false", dict: "an object", list: "an array"}

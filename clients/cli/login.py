@@ -25,6 +25,7 @@ from clients.address import (
     parse_address,
 )
 from clients.cli.contexts_place import contexts_file
+from clients.cli.standard_input import input_is_terminal, standard_input
 
 if TYPE_CHECKING:
     from clients.cli.contexts import SavedContext
@@ -127,19 +128,26 @@ def environment_password() -> str | None:
 
 
 def password_in(path: str) -> str:
-    """Return the first line of a file; - is standard input. Raises click.UsageError."""
+    """Return the first line of a file; - is standard input. Raises click.UsageError.
+
+    Of standard input it takes this line only: the rest belongs to the command.
+    """
+    where = "standard input" if path == "-" else f"the password file {path}"
     try:
         if path == "-":
-            line = sys.stdin.readline(PASSWORD_BYTES_MAX)
+            raw_line = standard_input().readline(PASSWORD_BYTES_MAX)
         else:
-            with open(path, encoding="utf-8") as file:  # noqa: PTH123 - pathlib takes 3 ms
-                line = file.readline(PASSWORD_BYTES_MAX)
+            with open(path, "rb") as file:  # noqa: PTH123 - pathlib takes 3 ms
+                raw_line = file.readline(PASSWORD_BYTES_MAX)
+        line = raw_line.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise click.UsageError(f"the password file {path} cannot be read: {reason}") from error
+    if len(raw_line) == PASSWORD_BYTES_MAX and not line.endswith("\n"):
+        # The rest of such a line would be taken for the input of the command.
+        raise click.UsageError(f"{where} has no password: its first line is too long")
     password = line.rstrip("\r\n")
     if not password:
-        where = "standard input" if path == "-" else f"the password file {path}"
         raise click.UsageError(f"{where} has no password in its first line")
     return password
 
@@ -192,7 +200,7 @@ def _logged_in(address: ServerAddress, sources: list[LoginSource], place: int) -
 
 def _asked(user: str) -> str | None:
     """Ask the terminal for a password; None if there is no terminal."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not (input_is_terminal() and sys.stderr.isatty()):
         return None
     password: str = click.prompt(f"Password of {user}", hide_input=True, err=True)
     return password

@@ -80,7 +80,11 @@ def cut_to_width(line: str, width: int) -> str:
 
 def shown(raw: bytes) -> str:
     """Return bytes as printable text in one line; other characters are escaped."""
-    text = raw.decode(errors="backslashreplace")
+    return shown_text(raw.decode(errors="backslashreplace"))
+
+
+def shown_text(text: str) -> str:
+    """Return a text in one line; escape what is not printable, such as ESC, tabs and newlines."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -111,7 +115,8 @@ def write_rows(
 ) -> None:
     """Write rows as a table, tab-separated lines or JSON lines.
 
-    `columns`: (JSON name, table heading).
+    `columns`: (JSON name, table heading). Tables and lines show cells with `shown_text`, because
+    names come from other programs and could control the terminal or fake a row.
     """
     if mode == "json":
         for row in rows:
@@ -119,8 +124,12 @@ def write_rows(
     elif mode == "table":
         _write_table([heading for _, heading in columns], rows)
     else:
-        lines = ("\t".join(map(str, row)) + "\n" for row in rows)
+        lines = ("\t".join(map(_cell, row)) + "\n" for row in rows)
         write_raw("".join(lines).encode())
+
+
+def _cell(value: Any) -> str:
+    return shown_text(str(value))
 
 
 def _write_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -131,5 +140,5 @@ def _write_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*map(_cell, row))
     Console(file=sys.stdout, highlight=False, markup=False, width=table_width()).print(table)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Final
 
 import click
@@ -11,6 +10,7 @@ from clients.cli.admin_api import admin_of, quoted
 from clients.cli.dcpctl import EXIT_NOT_FOUND, Target, help_text, refuse_password, with_target
 from clients.cli.login import password_in
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.cli.standard_input import input_is_terminal
 
 ROLES: Final = ("read", "write", "stream", "admin", "replicate")
 _ALL: Final = ("read", "write", "stream", "admin")
@@ -103,7 +103,7 @@ def add(
     scope = _scope(prefix, collection)
     if scope and not roles:
         raise click.UsageError("--prefix and --collection need --role read or --role write")
-    body: dict[str, Any] = {"name": name, "password": _password(name, new_password_file)}
+    body: dict[str, Any] = {"name": name, "password": _password(target, name, new_password_file)}
     if roles:
         body["roles"] = {role: [scope] for role in roles}
     admin_of(target).request("POST", "/api/v1/users", body)
@@ -123,7 +123,7 @@ def add(
 @with_target
 def passwd(*, target: Target, name: str, new_password_file: str | None) -> None:
     """Set a new password."""
-    body = {"password": _password(name, new_password_file)}
+    body = {"password": _password(target, name, new_password_file)}
     admin_of(target).request("PUT", f"/api/v1/users/{quoted(name)}/password", body)
     _done(target, "changed", name)
 
@@ -225,8 +225,12 @@ def remove(*, target: Target, name: str, force: bool) -> None:
     _done(target, "removed", name)
 
 
-def _password(name: str, path: str | None) -> str:
-    if path is None and sys.stdin.isatty():
+def _password(target: Target, name: str, path: str | None) -> str:
+    """Return the new password. The login comes first: with --password-file -, its password is the
+    first line of standard input, and the new one is the second.
+    """
+    _ = target.address
+    if path is None and input_is_terminal():
         asked: str = click.prompt(
             f"Password for {name}", hide_input=True, confirmation_prompt=True, err=True
         )

@@ -30,6 +30,8 @@ from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 LAST_MAX: Final = 100_000
 """Most changes that --last shows. They are kept in memory until all partitions were read."""
 
+_SEQNO_DIGITS_MAX: Final = len(str(SEQNO_MAX))
+"""Python refuses to convert thousands of digits, and a message should not repeat them."""
 _AGE: Final = re.compile(r"([0-9]{1,9})([smhd])")
 _UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _FORMS: Final = (
@@ -45,8 +47,12 @@ def parse_start(text: str, vb_ids: tuple[int, ...], now: Callable[[], datetime])
     if text == "now":
         return "now"
     if age := _AGE.fullmatch(text):
-        return now() - timedelta(**{_UNITS[age[2]]: int(age[1])})
+        return _ago(age[1], age[2], now())
     if text.isascii() and text.isdigit():
+        if len(text) > _SEQNO_DIGITS_MAX:
+            raise click.UsageError(
+                f"--from has {len(text)} digits and is no seqno: the largest is {SEQNO_MAX}"
+            )
         return _one_seqno(int(text), vb_ids)
     if text.lstrip().startswith("{"):
         return dict(_seqnos_of(text, "--from"))
@@ -55,6 +61,13 @@ def parse_start(text: str, vb_ids: tuple[int, ...], now: Callable[[], datetime])
     except ValueError:
         return dict(_from_file(Path(text)))
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _ago(number: str, unit: str, now: datetime) -> Start:
+    try:
+        return now - timedelta(**{_UNITS[unit]: int(number)})
+    except OverflowError:
+        return "beginning"  # before the year 1, and so before every change
 
 
 def _one_seqno(seqno: int, vb_ids: tuple[int, ...]) -> Start:
@@ -81,7 +94,7 @@ def _from_file(path: Path) -> dict[int, int]:
 def _seqnos_of(text: str, where: str) -> dict[int, int]:
     try:
         documents = [json.loads(text)]
-    except ValueError:
+    except (ValueError, RecursionError):
         documents = []
     try:
         if not documents:
@@ -90,6 +103,8 @@ def _seqnos_of(text: str, where: str) -> dict[int, int]:
             return _checked({row["vb"]: row["high_seqno"] for row in documents}, where)
         if len(documents) == 1:
             return _checked(documents[0], where)
+    except RecursionError:
+        raise click.UsageError(f"{where}: the JSON is nested too deeply: {_FORMS}") from None
     except ValueError as error:
         raise click.UsageError(f"{where}: not JSON: {error}") from error
     raise click.UsageError(f'{where}: there is no {{"VB": SEQNO}} object, and no seqnos of dcpctl')

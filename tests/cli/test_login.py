@@ -204,6 +204,59 @@ def test_tls_files_of_a_context_are_found_from_anywhere(local_ctl, monkeypatch, 
     assert address == ServerAddress("h", 11207, is_tls=True, tls_ca=str(tmp_path / "ca.pem"))
 
 
+# -- standard input --------------------------------------------------------------------------------
+
+LOGIN = ("--user", "ada-of-login", "--password-file", "-")
+
+
+def test_the_password_leaves_the_rest_of_standard_input(ctl):
+    first = f"{PASSWORD}\n".encode()
+    value = b"\x00\xff\r\nsecond line\n" * 1000
+    assert ctl(*LOGIN, "set", "after:pw", "-", stdin=first + value)[0] == 0
+    assert ctl("get", "after:pw", "-o", "raw")[1] == value
+    assert ctl(*LOGIN, "set", "after:pw", stdin=f"{PASSWORD}\r\nno VALUE".encode())[0] == 0
+    assert ctl("get", "after:pw", "-o", "raw")[1] == b"no VALUE"
+    table = first + b"id,name\n1,Ada\n2,Grace\n"
+    code, out, err = ctl(*LOGIN, "import", "-", "--key", "id", "--prefix", "pw:", stdin=table)
+    assert (code, out) == (0, b"stored 2 rows of standard input\n"), err
+    assert json.loads(ctl("get", "pw:1")[1]) == {"id": "1", "name": "Ada"}
+    assert ctl(*LOGIN, "user", "add", "second", stdin=first + b"of-second\n")[0] == 0
+    assert ctl("--user", "second", *with_password("of-second"), "get", "pw:1")[0] == 0
+    assert ctl("user", "remove", "second")[0] == 0
+
+
+def test_a_first_line_that_is_no_password(ctl):
+    for line, why in (
+        (b"x" * 5000 + b"\nvalue", "is too long"),
+        (b"\xff\nvalue", "cannot be read"),
+    ):
+        code, _, err = ctl(*LOGIN, "set", "after:none", "-", stdin=line)
+        assert code == 2
+        assert why in " ".join(err.split())
+    assert ctl("get", "after:none")[0] == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["import", "-", "--key", "id"], ["set", "k", "-"], ["set", "k"], ["user", "add", "u"],
+        ["--user", "u", "--password-file", "-", "status"],
+    ],
+)  # fmt: skip
+def test_a_closed_standard_input_is_named(server, tmp_path, arguments):
+    """A shell closes it with <&-, and Python then has no sys.stdin."""
+    script = 'exec "$0" -m clients.cli "$@" <&-'
+    environment = {"XDG_CONFIG_HOME": str(tmp_path), "DCPCTL_SERVER": server.address}
+    done = subprocess.run(
+        ["sh", "-c", script, sys.executable, *arguments],
+        env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    *_, last = done.stderr.splitlines()
+    assert last == "Error: standard input is closed: name a file, or pipe the input in"
+    assert "Traceback" not in done.stderr
+
+
 # -- the terminal ----------------------------------------------------------------------------------
 
 

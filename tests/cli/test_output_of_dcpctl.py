@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients import SyncConsumer
+from clients.cli.contexts import contexts_path
 from clients.cli.output import cut_to_width, value_fields
 
 JSON_TEXTS = [
@@ -111,3 +112,34 @@ def test_every_table_fits_80_columns(ctl, server):
             lines = out.decode().splitlines()
             assert lines or table[0] in {"fault", "context"}
             assert max(map(len, lines), default=0) <= 80, table
+
+
+HOSTILE = "evil\x1b]0;title\x07\x1b[2J\tcell\nrow\r\x9b1m"
+ESCAPED = r"evil\x1b]0;title\x07\x1b[2J\tcell\nrow\r\x9b1m"
+
+
+@pytest.mark.parametrize("more", [(), ("--vbuckets",)])
+def test_the_name_of_a_consumer_cannot_control_the_terminal(ctl, rows, server, more):
+    list_ = ("stream", "list", *more)
+    with SyncConsumer(server.address, name=HOSTILE, vbuckets=[0]):
+        plain = ctl(*list_, "-o", "plain")[1].decode()
+        table = ctl(*list_, "-o", "table")[1].decode()
+        assert HOSTILE in [row["name"] for row in rows(*list_)], "JSON has the name as it is"
+    (line,) = [line for line in plain.split("\n") if "evil" in line]
+    assert line.split("\t")[0] == ESCAPED
+    assert all(c.isprintable() for c in table.replace("\n", ""))
+    assert "evil" in table
+
+
+@pytest.mark.parametrize("mode", ["table", "plain"])
+def test_a_saved_context_cannot_control_the_terminal(local_ctl, mode):
+    document = {
+        "v": 1, "current": None, "contexts": {"here": {"server": "h:1", "user": "a\x1b[2J\tb\nc"}},
+    }  # fmt: skip
+    path = contexts_path()
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(document))
+    for command in (["list"], ["show", "here"]):
+        code, out, err = local_ctl("context", *command, "-o", mode)
+        assert (code, b"\x1b" in out) == (0, False), err
+        assert rb"a\x1b[2J\tb\nc" in out

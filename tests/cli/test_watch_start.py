@@ -43,6 +43,26 @@ def test_seqnos(tmp_path):
     assert start(str(tmp_path / "rows")) == {3: 17, 4: 9}
 
 
+@pytest.mark.parametrize("age", ["999999999d", "739737d", "999999999h"])
+def test_an_age_before_the_year_1_is_the_beginning(age):
+    assert start(age) == "beginning"
+
+
+def test_json_that_is_nested_too_deeply_is_refused(tmp_path):
+    deep = '{"3": ' * 100_000
+    (tmp_path / "deep").write_text("[" * 100_000)
+    for text in (deep, str(tmp_path / "deep")):
+        with pytest.raises(click.UsageError, match="nested too deeply: use beginning"):
+            start(text)
+
+
+def test_a_number_of_many_digits_is_not_repeated():
+    with pytest.raises(click.UsageError, match="has 5000 digits and is no seqno") as caught:
+        start("1" * 5000, 4)
+    assert len(str(caught.value)) < 200
+    assert start("0" * 18 + "17", 4) == {4: 17}
+
+
 @pytest.mark.parametrize(
     ("text", "vb_ids", "why"),
     [
