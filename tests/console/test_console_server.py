@@ -469,6 +469,18 @@ async def test_a_page_that_reads_nothing_costs_no_memory_and_stops_nobody(node: 
     raw.close()
 
 
+@pytest.mark.parametrize("path", ["/api/v1/console/events", "/api/v1/vbuckets/5/documents"])
+async def test_head_of_a_long_answer_is_refused_and_takes_no_place(node: Node, path: str) -> None:
+    streams = node._listeners._crowd.streams
+    await until(lambda: not len(streams))
+    async with await RawHttp.open(node.ports.admin) as connection:
+        await connection.send(request("HEAD", path, login(), "connection: close"))
+        head = await connection.rest()
+        assert not len(streams)
+    assert head.startswith(b"HTTP/1.1 405 ")
+    assert b"\r\nallow: GET\r\n" in head
+
+
 async def test_a_stop_of_the_server_ends_the_streams(tmp_path: Path) -> None:
     async with node_here(tmp_path, {}) as node:
         stream = events(node, "show=none")
