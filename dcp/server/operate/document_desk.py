@@ -371,8 +371,8 @@ class Documents:
         expiry: int,
         only_new: bool,
     ) -> Changed:
-        """Store a document; a `cas` other than 0 must be the document's own. `expiry` is Unix time.
-        `only_new`: refuse if there is a document.
+        """Store a document; a `cas` other than 0 must be the document's own. `expiry` is as in the
+        protocol: up to 30 days it counts from now. `only_new`: refuse if there is a document.
 
         Raises DocumentRefusedError.
         """

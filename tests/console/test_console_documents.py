@@ -1,0 +1,65 @@
+"""What requests for documents tell, and how much they cost: searches, histories, a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from dcp.server.admin.bodies import PutDocument
+from dcp.server.node import Node
+from dcp.session.documents import RELATIVE_EXPIRY_MAX_S
+from support.node_here import node_here
+from support.raw_http import ask, login
+from vbucket.model.ids import vbucket_of
+
+JSON = "content-type: application/json"
+VB = vbucket_of(b"first")
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
+    """One node for all tests of this module, which use keys of their own."""
+    async with node_here(tmp_path_factory.mktemp("console-documents"), {}) as running:
+        yield running
+
+
+def keys_in(vb_id: int, prefix: str, count: int) -> list[str]:
+    """Return keys of one partition, in their order."""
+    names = (f"{prefix}{number:06}" for number in itertools.count())
+    fitting = (name for name in names if vbucket_of(name.encode()) == vb_id)
+    return list(itertools.islice(fitting, count))
+
+
+async def put(node: Node, key: str, value: str, **fields: Any) -> Any:
+    body = json.dumps({"key": key, "value": value, **fields}).encode()
+    return await ask(node.ports.admin, "PUT", "/api/v1/documents", login(), JSON, body=body)
+
+
+async def get(node: Node, path: str, *headers: str) -> Any:
+    return await ask(node.ports.admin, "GET", path, *(headers or (login(),)))
+
+
+# -- changes -----------------------------------------------------------------------------------
+
+
+async def test_a_small_expiry_counts_from_now_and_the_description_says_so(node: Node) -> None:
+    before_s = int(time.time())
+    for expiry, is_relative in ((RELATIVE_EXPIRY_MAX_S, True), (before_s + 1000, False)):
+        assert (await put(node, "expires", "x", expiry=expiry)).status == 200
+        stored = (await get(node, "/api/v1/documents?key=expires")).body["versions"][0]["expiry"]
+        assert stored >= before_s + expiry if is_relative else stored == expiry
+    (expiry_type,) = (
+        field.type for field in msgspec.structs.fields(PutDocument) if field.name == "expiry"
+    )
+    schema = msgspec.json.schema(expiry_type)
+    assert f"1 to {RELATIVE_EXPIRY_MAX_S} (30 days): seconds from now" in schema["description"]
