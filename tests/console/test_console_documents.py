@@ -15,7 +15,9 @@ import pytest_asyncio
 
 from dcp.server.admin.bodies import PutDocument
 from dcp.server.node import Node
+from dcp.server.operate import document_desk
 from dcp.session.documents import RELATIVE_EXPIRY_MAX_S
+from dcp.session.rights import Rights, Role, Scope
 from support.node_here import node_here
 from support.raw_http import ask, login
 from vbucket.model.ids import vbucket_of
@@ -63,3 +65,39 @@ async def test_a_small_expiry_counts_from_now_and_the_description_says_so(node: 
     )
     schema = msgspec.json.schema(expiry_type)
     assert f"1 to {RELATIVE_EXPIRY_MAX_S} (30 days): seconds from now" in schema["description"]
+
+
+# -- searches ----------------------------------------------------------------------------------
+
+
+def add_limited_user(node: Node, name: str, prefix: str) -> str:
+    """Add a user who may read the keys with a prefix, and return the header of the login."""
+    rights = Rights({Role.READ: (Scope(prefix.encode()),)})
+    node.access.users.add(name, "a-long-password", rights)
+    return login(name, "a-long-password")
+
+
+def make_searches_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a search end as soon as it may, as with many keys or on a slow machine."""
+    monkeypatch.setattr(document_desk, "SCAN_STEP_WORK", 1)
+    monkeypatch.setattr(document_desk, "SCAN_TIME_S", -1.0)
+
+
+async def test_a_search_tells_no_key_that_the_user_may_not_read(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, shown = keys_in(VB, "hidden:", 5), keys_in(VB, "shown:", 2)
+    behind = keys_in(VB, "zz-hidden:", 5)
+    for key in (*hidden, *shown, *behind):
+        await put(node, key, "x")
+    limited = add_limited_user(node, "limited", "shown:")
+    make_searches_end_early(monkeypatch)
+    position, found = f"{VB}.", []
+    while position != f"{VB + 1}.":
+        path = f"/api/v1/documents/keys?position={position}"
+        answer = (await get(node, path, limited)).body
+        found += [row["key"] for row in answer["keys"]]
+        position = answer["next"]
+        last = bytes.fromhex(position.partition(".")[2])
+        assert last in (b"", *(b"\0" + key.encode() for key in shown)), "a key of others"
+    assert found == shown

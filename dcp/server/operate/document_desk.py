@@ -315,7 +315,12 @@ class Documents:
         limit: int,
         deadline_s: float,
     ) -> bytes | None:
-        """Add the keys of one partition; return the last key looked at if the request must end."""
+        """Add the keys of one partition. If the request must end before the partition does, return
+        the last key that was added.
+
+        It ends at such a key only, because the client is told the key. Keys that are not shown may
+        be keys that this user may not read.
+        """
         view = self._views.open(vb_id, self._engine.partitions[vb_id].committed_seqno)
         last, now_s = after, int(time.time())
         # No key is longer, so this is the last key with the prefix.
@@ -326,10 +331,11 @@ class Documents:
                 for shown in scan.step(1, SCAN_STEP_WORK):
                     if shown.key == after:
                         continue
-                    last = shown.key
                     row = self._row(vb_id, shown, path, rights, now_s)
-                    if row is not None:
-                        rows.append(row)
+                    if row is None:
+                        continue
+                    last = shown.key
+                    rows.append(row)
                     if len(rows) >= limit:
                         return last
                 if scan.last_work >= SCAN_STEP_WORK:
