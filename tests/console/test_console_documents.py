@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from dcp.server.admin.bodies import PutDocument
 from dcp.server.node import Node
 from dcp.server.operate import document_desk
 from dcp.session.documents import RELATIVE_EXPIRY_MAX_S
-from dcp.session.rights import Rights, Role, Scope
+from dcp.session.rights import FULL_RIGHTS, Rights, Role, Scope
 from support.node_here import node_here
 from support.raw_http import ask, login
 from vbucket.model.ids import vbucket_of
@@ -49,6 +49,24 @@ async def put(node: Node, key: str, value: str, **fields: Any) -> Any:
 
 async def get(node: Node, path: str, *headers: str) -> Any:
     return await ask(node.ports.admin, "GET", path, *(headers or (login(),)))
+
+
+async def turns_during(work: Awaitable[object]) -> int:
+    """Return how often other tasks had a turn while something was done."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    try:
+        await work
+    finally:
+        counting.cancel()
+    return turns
 
 
 # -- changes -----------------------------------------------------------------------------------
@@ -101,3 +119,32 @@ async def test_a_search_tells_no_key_that_the_user_may_not_read(
         last = bytes.fromhex(position.partition(".")[2])
         assert last in (b"", *(b"\0" + key.encode() for key in shown)), "a key of others"
     assert found == shown
+
+
+async def test_a_search_lets_others_run_also_while_it_finds_documents(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in keys_in(VB, "many:", 30):
+        await put(node, key, "x")
+    monkeypatch.setattr(document_desk, "SCAN_STEP_WORK", 5)
+    documents = node._listeners._admin_parts.console.documents
+
+    async def turns(limit: int) -> int:
+        return await turns_during(
+            documents.keys(b"many:", "", FULL_RIGHTS, position=f"{VB}.", limit=limit)
+        )
+
+    assert await turns(26) - await turns(1) >= 25 // 5
+
+
+async def test_a_search_looks_at_the_time_also_while_it_finds_documents(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = keys_in(VB, "slow:", 30)
+    for key in names:
+        await put(node, key, "x")
+    monkeypatch.setattr(document_desk, "SCAN_STEP_WORK", 5)
+    monkeypatch.setattr(document_desk, "SCAN_TIME_S", -1.0)
+    answer = (await get(node, f"/api/v1/documents/keys?prefix=slow:&position={VB}.")).body
+    assert 0 < len(answer["keys"]) < len(names)
+    assert answer["next"].startswith(f"{VB}.")

@@ -8,7 +8,8 @@ the faults of the test bench do not apply.
 An answer waits until what it tells is committed, as the answer to a GET does.
 
 Invariants
-- one request does a bounded amount of work, and lets other work run in between;
+- one request does a bounded amount of work, and lets other work run in between. A search may go on
+  to the end of a partition in which it has found nothing;
 - a key or value is told only to a user who may read that key.
 """
 
@@ -326,9 +327,18 @@ class Documents:
         # No key is longer, so this is the last key with the prefix.
         end = prefix + b"\xff" * (KEY_BYTES_MAX + 1)
         scan = view.scan(max(prefix, after), end, with_values=False)
+        work = 0
+        """Since this task last let others run."""
         try:
             while not scan.is_done:
-                for shown in scan.step(1, SCAN_STEP_WORK):
+                if work >= SCAN_STEP_WORK:
+                    work = 0
+                    await asyncio.sleep(0)
+                    if time.monotonic() > deadline_s and last != after:
+                        return last
+                found = scan.step(1, SCAN_STEP_WORK - work)
+                work += scan.last_work
+                for shown in found:
                     if shown.key == after:
                         continue
                     row = self._row(vb_id, shown, path, rights, now_s)
@@ -337,10 +347,6 @@ class Documents:
                     last = shown.key
                     rows.append(row)
                     if len(rows) >= limit:
-                        return last
-                if scan.last_work >= SCAN_STEP_WORK:
-                    await asyncio.sleep(0)
-                    if time.monotonic() > deadline_s and last != after:
                         return last
         except ViewInvalidError as error:
             raise DocumentRefusedError(Status.EBUSY, str(error)) from error
