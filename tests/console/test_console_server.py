@@ -367,10 +367,11 @@ async def test_a_damaged_partition_does_not_hide_the_keys_of_others(
     assert {row["key"] for row in found["keys"]} == wanted
 
 
-async def test_a_changes_audit_line_has_the_key_and_not_the_value(node: Node, folder: Path) -> None:
-    await put(node, "audited", "the-value")
+async def test_a_changes_audit_line_has_neither_key_nor_value(node: Node, folder: Path) -> None:
+    await put(node, "the-key", "the-value", flags=54321)
     audit = folder / "data" / "audit.log"
-    await until(lambda: audit.exists() and "audited" in audit.read_text())
+    await until(lambda: audit.exists() and "54321" in audit.read_text())
+    assert "the-key" not in audit.read_text()
     assert "the-value" not in audit.read_text()
 
 
@@ -466,6 +467,18 @@ async def test_a_page_that_reads_nothing_costs_no_memory_and_stops_nobody(node: 
     async with aclosing(events(node, "show=partitions")) as stream:
         assert (await anext(stream))["head"]["sample"] == node._sampler.ring.last
     raw.close()
+
+
+@pytest.mark.parametrize("path", ["/api/v1/console/events", "/api/v1/vbuckets/5/documents"])
+async def test_head_of_a_long_answer_is_refused_and_takes_no_place(node: Node, path: str) -> None:
+    streams = node._listeners._crowd.streams
+    await until(lambda: not len(streams))
+    async with await RawHttp.open(node.ports.admin) as connection:
+        await connection.send(request("HEAD", path, login(), "connection: close"))
+        head = await connection.rest()
+        assert not len(streams)
+    assert head.startswith(b"HTTP/1.1 405 ")
+    assert b"\r\nallow: GET\r\n" in head
 
 
 async def test_a_stop_of_the_server_ends_the_streams(tmp_path: Path) -> None:

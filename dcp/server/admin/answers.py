@@ -25,7 +25,8 @@ BODY_BYTES_MAX: Final = 64 * 1024
 JSON_TYPE: Final = "application/json"
 PROBLEM_TYPE: Final = "application/problem+json"
 """Refusals (RFC 9457)."""
-_SECRET_FIELDS: Final = frozenset({"password", "saslPassword", "token", "value"})
+_SECRET_FIELDS: Final = frozenset({"password", "saslPassword", "token", "key", "value"})
+"""Members of bodies that the audit log leaves out. Only bodies about documents have "key"."""
 FORM_TYPE: Final = "application/x-www-form-urlencoded"
 
 COUCHBASE_PATHS: Final = ("/pools", "/whoami")

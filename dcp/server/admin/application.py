@@ -170,10 +170,16 @@ class _RequestGuard:
 
         The original handler finds the user in `request.state.user` and `request.state.rights`.
         """
+        from starlette.exceptions import HTTPException
+
         role = role_of(route)
 
         async def checked(request: Request) -> Any:
             state = request.state
+            if route.is_long and request.method == "HEAD":
+                # Starlette allows HEAD wherever GET is allowed. It would run the whole answer,
+                # which may never end, and hold a place among the streams meanwhile.
+                raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, headers={"allow": route.method})
             if (token := _token_of(request)) is not None:
                 self._check_token(route, token)
                 with self._place(request):

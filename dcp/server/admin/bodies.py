@@ -23,6 +23,7 @@ from dcp.server.operate.reports import (
     VbId,
 )
 from dcp.server.report.console_view import ConsumerList, Head, MapColours, Overview
+from dcp.session.documents import RELATIVE_EXPIRY_MAX_S
 from dcp.session.rights import Role
 from dcp.wire.message import EndReason
 from vbucket.engine.partition import VbState
@@ -144,7 +145,11 @@ class PutDocument(Struct, forbid_unknown_fields=True):
     only_new: Annotated[bool | None, Meta(description="Refuse if there is a document.")] = None
     flags: _U32 | None = None
     expiry: Annotated[
-        _U32 | None, Meta(description="Unix seconds, or up to 30 days from now; 0: never.")
+        _U32 | None,
+        Meta(
+            description=f"When it expires. 1 to {RELATIVE_EXPIRY_MAX_S} (30 days): seconds from now;"
+            " more: Unix seconds; 0, or none: never."
+        ),
     ] = None
 
 

@@ -8,7 +8,8 @@ the faults of the test bench do not apply.
 An answer waits until what it tells is committed, as the answer to a GET does.
 
 Invariants
-- one request does a bounded amount of work, and lets other work run in between;
+- one request does a bounded amount of work, and lets other work run in between. A search may go on
+  to the end of a partition in which it has found nothing;
 - a key or value is told only to a user who may read that key.
 """
 
@@ -315,26 +316,37 @@ class Documents:
         limit: int,
         deadline_s: float,
     ) -> bytes | None:
-        """Add the keys of one partition; return the last key looked at if the request must end."""
+        """Add the keys of one partition. If the request must end before the partition does, return
+        the last key that was added.
+
+        It ends at such a key only, because the client is told the key. Keys that are not shown may
+        be keys that this user may not read.
+        """
         view = self._views.open(vb_id, self._engine.partitions[vb_id].committed_seqno)
         last, now_s = after, int(time.time())
         # No key is longer, so this is the last key with the prefix.
         end = prefix + b"\xff" * (KEY_BYTES_MAX + 1)
         scan = view.scan(max(prefix, after), end, with_values=False)
+        work = 0
+        """Since this task last let others run."""
         try:
             while not scan.is_done:
-                for shown in scan.step(1, SCAN_STEP_WORK):
-                    if shown.key == after:
-                        continue
-                    last = shown.key
-                    row = self._row(vb_id, shown, path, rights, now_s)
-                    if row is not None:
-                        rows.append(row)
-                    if len(rows) >= limit:
-                        return last
-                if scan.last_work >= SCAN_STEP_WORK:
+                if work >= SCAN_STEP_WORK:
+                    work = 0
                     await asyncio.sleep(0)
                     if time.monotonic() > deadline_s and last != after:
+                        return last
+                found = scan.step(1, SCAN_STEP_WORK - work)
+                work += scan.last_work
+                for shown in found:
+                    if shown.key == after:
+                        continue
+                    row = self._row(vb_id, shown, path, rights, now_s)
+                    if row is None:
+                        continue
+                    last = shown.key
+                    rows.append(row)
+                    if len(rows) >= limit:
                         return last
         except ViewInvalidError as error:
             raise DocumentRefusedError(Status.EBUSY, str(error)) from error
@@ -371,8 +383,8 @@ class Documents:
         expiry: int,
         only_new: bool,
     ) -> Changed:
-        """Store a document; a `cas` other than 0 must be the document's own. `expiry` is Unix time.
-        `only_new`: refuse if there is a document.
+        """Store a document; a `cas` other than 0 must be the document's own. `expiry` is as in the
+        protocol: up to 30 days it counts from now. `only_new`: refuse if there is a document.
 
         Raises DocumentRefusedError.
         """

@@ -1,0 +1,150 @@
+"""What requests for documents tell, and how much they cost: searches, histories, a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from dcp.server.admin.bodies import PutDocument
+from dcp.server.node import Node
+from dcp.server.operate import document_desk
+from dcp.session.documents import RELATIVE_EXPIRY_MAX_S
+from dcp.session.rights import FULL_RIGHTS, Rights, Role, Scope
+from support.node_here import node_here
+from support.raw_http import ask, login
+from vbucket.model.ids import vbucket_of
+
+JSON = "content-type: application/json"
+VB = vbucket_of(b"first")
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
+    """One node for all tests of this module, which use keys of their own."""
+    async with node_here(tmp_path_factory.mktemp("console-documents"), {}) as running:
+        yield running
+
+
+def keys_in(vb_id: int, prefix: str, count: int) -> list[str]:
+    """Return keys of one partition, in their order."""
+    names = (f"{prefix}{number:06}" for number in itertools.count())
+    fitting = (name for name in names if vbucket_of(name.encode()) == vb_id)
+    return list(itertools.islice(fitting, count))
+
+
+async def put(node: Node, key: str, value: str, **fields: Any) -> Any:
+    body = json.dumps({"key": key, "value": value, **fields}).encode()
+    return await ask(node.ports.admin, "PUT", "/api/v1/documents", login(), JSON, body=body)
+
+
+async def get(node: Node, path: str, *headers: str) -> Any:
+    return await ask(node.ports.admin, "GET", path, *(headers or (login(),)))
+
+
+async def turns_during(work: Awaitable[object]) -> int:
+    """Return how often other tasks had a turn while something was done."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    try:
+        await work
+    finally:
+        counting.cancel()
+    return turns
+
+
+# -- changes -----------------------------------------------------------------------------------
+
+
+async def test_a_small_expiry_counts_from_now_and_the_description_says_so(node: Node) -> None:
+    before_s = int(time.time())
+    for expiry, is_relative in ((RELATIVE_EXPIRY_MAX_S, True), (before_s + 1000, False)):
+        assert (await put(node, "expires", "x", expiry=expiry)).status == 200
+        stored = (await get(node, "/api/v1/documents?key=expires")).body["versions"][0]["expiry"]
+        assert stored >= before_s + expiry if is_relative else stored == expiry
+    (expiry_type,) = (
+        field.type for field in msgspec.structs.fields(PutDocument) if field.name == "expiry"
+    )
+    schema = msgspec.json.schema(expiry_type)
+    assert f"1 to {RELATIVE_EXPIRY_MAX_S} (30 days): seconds from now" in schema["description"]
+
+
+# -- searches ----------------------------------------------------------------------------------
+
+
+def add_limited_user(node: Node, name: str, prefix: str) -> str:
+    """Add a user who may read the keys with a prefix, and return the header of the login."""
+    rights = Rights({Role.READ: (Scope(prefix.encode()),)})
+    node.access.users.add(name, "a-long-password", rights)
+    return login(name, "a-long-password")
+
+
+def make_searches_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a search end as soon as it may, as with many keys or on a slow machine."""
+    monkeypatch.setattr(document_desk, "SCAN_STEP_WORK", 1)
+    monkeypatch.setattr(document_desk, "SCAN_TIME_S", -1.0)
+
+
+async def test_a_search_tells_no_key_that_the_user_may_not_read(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, shown = keys_in(VB, "hidden:", 5), keys_in(VB, "shown:", 2)
+    behind = keys_in(VB, "zz-hidden:", 5)
+    for key in (*hidden, *shown, *behind):
+        await put(node, key, "x")
+    limited = add_limited_user(node, "limited", "shown:")
+    make_searches_end_early(monkeypatch)
+    position, found = f"{VB}.", []
+    while position != f"{VB + 1}.":
+        path = f"/api/v1/documents/keys?position={position}"
+        answer = (await get(node, path, limited)).body
+        found += [row["key"] for row in answer["keys"]]
+        position = answer["next"]
+        last = bytes.fromhex(position.partition(".")[2])
+        assert last in (b"", *(b"\0" + key.encode() for key in shown)), "a key of others"
+    assert found == shown
+
+
+async def test_a_search_lets_others_run_also_while_it_finds_documents(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in keys_in(VB, "many:", 30):
+        await put(node, key, "x")
+    monkeypatch.setattr(document_desk, "SCAN_STEP_WORK", 5)
+    documents = node._listeners._admin_parts.console.documents
+
+    async def turns(limit: int) -> int:
+        return await turns_during(
+            documents.keys(b"many:", "", FULL_RIGHTS, position=f"{VB}.", limit=limit)
+        )
+
+    assert await turns(26) - await turns(1) >= 25 // 5
+
+
+async def test_a_search_looks_at_the_time_also_while_it_finds_documents(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = keys_in(VB, "slow:", 30)
+    for key in names:
+        await put(node, key, "x")
+    monkeypatch.setattr(document_desk, "SCAN_STEP_WORK", 5)
+    monkeypatch.setattr(document_desk, "SCAN_TIME_S", -1.0)
+    answer = (await get(node, f"/api/v1/documents/keys?prefix=slow:&position={VB}.")).body
+    assert 0 < len(answer["keys"]) < len(names)
+    assert answer["next"].startswith(f"{VB}.")
