@@ -20,6 +20,8 @@ from dcp.session.documents import RELATIVE_EXPIRY_MAX_S
 from dcp.session.rights import FULL_RIGHTS, Rights, Role, Scope
 from support.node_here import node_here
 from support.raw_http import ask, login
+from vbucket.engine.engine import SET
+from vbucket.engine.partition import Hold
 from vbucket.model.ids import vbucket_of
 
 JSON = "content-type: application/json"
@@ -148,3 +150,32 @@ async def test_a_search_looks_at_the_time_also_while_it_finds_documents(
     answer = (await get(node, f"/api/v1/documents/keys?prefix=slow:&position={VB}.")).body
     assert 0 < len(answer["keys"]) < len(names)
     assert answer["next"].startswith(f"{VB}.")
+
+
+# -- a full disk -------------------------------------------------------------------------------
+
+
+async def test_reads_do_not_wait_for_a_commit_that_does_not_come(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(node, "waits", "committed")
+    vb_id = vbucket_of(b"waits")
+    monkeypatch.setattr(document_desk, "COMMIT_WAIT_S", 0.0)
+    node.engine.partitions[vb_id].has_copies = True  # its replicas do not answer
+    stored_key = b"\0waits"
+    node.engine.begin_batch(time.time_ns())
+    node.engine.store(SET, vb_id, stored_key, stored_key + b"not committed", 0, 0, 0, 0)
+    node.engine.refuse_writes("the disk is full", Hold.LOG_FULL)
+    try:
+        for path in (f"/api/v1/vbuckets/{vb_id}", "/api/v1/documents?key=waits"):
+            refused = await get(node, path)
+            assert refused.status == 503, path
+            assert "not committed yet: the disk is full" in refused.body["error"]["why"]
+        found = await get(node, "/api/v1/documents/keys?prefix=waits")
+        assert [row["key"] for row in found.body["keys"]] == ["waits"]
+        refused = await put(node, "waits", "x")
+        assert refused.status == 503
+        assert refused.body["error"]["why"] == "the disk is full"
+    finally:
+        node.engine.refuse_writes("", Hold.LOG_FULL)
+        node.engine.partitions[vb_id].has_copies = False

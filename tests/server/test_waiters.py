@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,6 +74,18 @@ async def test_a_waiter_that_was_cancelled_keeps_nobody_waiting() -> None:
     waiters.committed()
     await stays
     assert gone.cancelled()
+
+
+async def test_nothing_is_kept_of_waiters_that_were_cancelled() -> None:
+    """While nothing is committed, for hours perhaps, many come and give up."""
+    node = stuck_node()
+    waiters = waiters_of(node)
+    write(node, STUCK)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await waiters.until_partition(STUCK)
+    assert not waiters._waiting
 
 
 @given(

@@ -12,16 +12,26 @@ Browsers send the login in the header Authorization, so the page reads the event
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from dcp.server.access.users import Users
-from dcp.server.admin.answers import QueryField, RouteSpec, invalid, json_answer, number_in, vb_of
+from dcp.server.admin.answers import (
+    AdminError,
+    QueryField,
+    RouteSpec,
+    invalid,
+    json_answer,
+    number_in,
+    vb_of,
+)
 from dcp.server.admin.bodies import ConsoleState, May, Me
 from dcp.server.admin.denials import denied
 from dcp.server.admin.node_view import ConsoleParts
 from dcp.server.admin.user_routes import roles_of
+from dcp.server.operate.document_desk import DocumentRefusedError
 from dcp.server.report.console_view import PartitionDetail
 from dcp.session.rights import EVERYTHING, Rights, Role
 from dcp.wire.opcode import Opcode
@@ -82,7 +92,15 @@ def routes(console: ConsoleParts, users: Users) -> list[RouteSpec]:
         denial = request.state.rights.denial(Opcode.GET_FAILOVER_LOG, None, b"")
         if denial is not None:
             raise denied(request, denial.why)
-        await console.documents.until_committed(vb_id)
+        try:
+            await console.documents.until_committed(vb_id)
+        except DocumentRefusedError as error:
+            raise AdminError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "the partition cannot be shown",
+                why=str(error),
+                try_this="try again in a moment",
+            ) from error
         return json_answer(console.view.partition(vb_id))
 
     return [

@@ -5,7 +5,9 @@ writes are refused. Changes go through a session of their own, with the rights o
 So every rule of SET and DELETE holds (locks, CAS, collections, limits, XATTRs that are kept), but
 the faults of the test bench do not apply.
 
-An answer waits until what it tells is committed, as the answer to a GET does.
+An answer tells only what is committed. A search reads a view of committed changes. Other answers
+wait for the commit, as the answer to a GET does; without a commit, reads are refused after a short
+time, because a full disk can delay it for hours.
 
 Invariants
 - one request does a bounded amount of work, and lets other work run in between. A search may go on
@@ -60,6 +62,8 @@ it is, and can stop."""
 SCANS_MAX: Final = 4
 """Scans at a time, so that they take a part of the loop's time only."""
 KEY_BYTES_MAX: Final = 250
+COMMIT_WAIT_S: Final = 2.0
+"""How long a read waits for a commit. Reads that wait take places of the admin port."""
 ROOM_WAIT_S: Final = 0.25
 """How often a change that waits for room looks again."""
 ROOM_LIMIT_S: Final = 30.0
@@ -207,8 +211,17 @@ class Documents:
         return self._engine.keyspace.manifest.path_of(collection_of(stored_key))
 
     async def until_committed(self, vb_id: int) -> None:
-        """Return once all changes made to a partition are committed."""
-        await self._commits.until_partition(vb_id)
+        """Return once all changes made to a partition are committed. Raises DocumentRefusedError if
+        that takes too long.
+        """
+        try:
+            async with asyncio.timeout(COMMIT_WAIT_S):
+                await self._commits.until_partition(vb_id)
+        except TimeoutError as error:
+            why = self._engine.write_refusal or "the log or a replica is slow"
+            raise DocumentRefusedError(
+                Status.ETMPFAIL, f"vb {vb_id} has changes that are not committed yet: {why}"
+            ) from error
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -231,7 +244,7 @@ class Documents:
         found, next_seqno, end = self._walk(
             part, stored_key, entry, older_than, versions_max, rights
         )
-        await self._commits.until_partition(vb_id)
+        await self.until_committed(vb_id)
         text, encoding = text_of(key)
         may_write = all(
             rights.denial(opcode, path, key) is None for opcode in (Opcode.SET, Opcode.DELETE)
@@ -288,7 +301,6 @@ class Documents:
         unreadable: list[int] = []
         try:
             for vb_id in range(start_vb, NUM_VBUCKETS):
-                await self._commits.until_partition(vb_id)
                 last = None
                 try:
                     last = await self._scan(
@@ -423,9 +435,12 @@ class Documents:
         self._kick()
         self._note(state)
         answer = _answer_in(state)
-        await self._commits.until_partition(vb_id)
         if answer.status:
+            # Most refusals tell what is stored, perhaps uncommitted. This one tells nothing of it.
+            if answer.status != Status.ETMPFAIL:
+                await self.until_committed(vb_id)
             raise DocumentRefusedError(answer.status, _why(answer))
+        await self._commits.until_partition(vb_id)
         seqno = int.from_bytes(answer.extras[8:16], "big")
         return Changed(vb_id, seqno, str(answer.cas))
 

@@ -4,7 +4,7 @@ Connections do not wait here. They release their answers together, many with one
 (dcp.session.held_answers).
 
 Invariants
-- a cancelled waiter does not block others;
+- a cancelled waiter does not block others, and nothing is kept of it;
 - who waits for a partition waits for no other partition.
 """
 
@@ -51,9 +51,16 @@ class CommitWaiters:
         if self._is_done(vb_id, group):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault((vb_id, group), []).append(future)
+        waiting = self._waiting.setdefault((vb_id, group), [])
+        waiting.append(future)
         self._kick()
-        await future
+        try:
+            await future
+        except asyncio.CancelledError:
+            waiting.remove(future)
+            if not waiting and self._waiting.get((vb_id, group)) is waiting:
+                del self._waiting[vb_id, group]
+            raise
 
     def _is_done(self, vb_id: int, group: int) -> bool:
         commits = self._engine.commits
