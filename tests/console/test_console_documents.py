@@ -16,12 +16,15 @@ import pytest_asyncio
 from dcp.server.admin.bodies import PutDocument
 from dcp.server.node import Node
 from dcp.server.operate import document_desk
+from dcp.server.operate.document_desk import StoredVersion
 from dcp.session.documents import RELATIVE_EXPIRY_MAX_S
 from dcp.session.rights import FULL_RIGHTS, Rights, Role, Scope
+from dcp.wire.xattrs import DATATYPE_XATTR, pack_xattrs
 from support.node_here import node_here
 from support.raw_http import ask, login
 from vbucket.engine.engine import SET
-from vbucket.engine.partition import Hold
+from vbucket.engine.partition import Hold, Partition
+from vbucket.model.entry import seqno_of
 from vbucket.model.ids import vbucket_of
 
 JSON = "content-type: application/json"
@@ -150,6 +153,108 @@ async def test_a_search_looks_at_the_time_also_while_it_finds_documents(
     answer = (await get(node, f"/api/v1/documents/keys?prefix=slow:&position={VB}.")).body
     assert 0 < len(answer["keys"]) < len(names)
     assert answer["next"].startswith(f"{VB}.")
+
+
+# -- histories ---------------------------------------------------------------------------------
+
+
+async def put_versions(node: Node, key: str, count: int) -> list[int]:
+    """Store versions of a document; return their seqnos, newest first."""
+    return [(await put(node, key, "x")).body["seqno"] for _ in range(count)][::-1]
+
+
+def seqnos_of(answer: Any) -> list[int]:
+    return [version["seqno"] for version in answer.body["versions"]]
+
+
+async def test_older_versions_are_found_without_a_look_at_newer_ones(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seqnos = await put_versions(node, "deep", 30)
+    asked, decoded = [], []
+    entry_at, version_of = node.engine.versions.entry_at, document_desk.version_of
+
+    def count_entries(part: Partition, seqno: int) -> bytes | None:
+        asked.append(seqno)
+        return entry_at(part, seqno)
+
+    def count_decoded(entry: bytes, *, shows_system: bool) -> StoredVersion:
+        decoded.append(seqno_of(entry))
+        return version_of(entry, shows_system=shows_system)
+
+    monkeypatch.setattr(node.engine.versions, "entry_at", count_entries)
+    monkeypatch.setattr(document_desk, "version_of", count_decoded)
+    path = "/api/v1/documents?key=deep&versions=2&older_than="
+    answer = await get(node, path + str(seqnos[-4]))
+    assert (seqnos_of(answer), answer.body["older_than"]) == (seqnos[-3:-1], seqnos[-2])
+    assert asked == seqnos[-4:]
+    assert decoded == seqnos[-3:-1]
+
+
+async def test_a_search_for_old_versions_ends_and_can_go_on(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`older_than` is the seqno of another key, so the versions above it are looked at."""
+    key, other = keys_in(VB, "interleaved:", 2)
+    old = await put_versions(node, key, 2)
+    (between,) = await put_versions(node, other, 1)
+    new = await put_versions(node, key, 12)
+    path = f"/api/v1/documents?key={key}&older_than="
+    assert seqnos_of(await get(node, path + str(between))) == old
+    monkeypatch.setattr(document_desk, "HISTORY_WORK", 5)
+    answer = await get(node, path + str(between))
+    assert (seqnos_of(answer), answer.body["older_than"]) == ([], new[4])
+    assert answer.body["end"] == ""
+    found = []
+    for _ in range(len(old + new)):
+        if answer.body["older_than"] is None:
+            break
+        answer = await get(node, path + str(answer.body["older_than"]))
+        found += seqnos_of(answer)
+    assert found == new[5:] + old
+
+
+async def test_a_long_history_lets_others_run(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    seqnos = await put_versions(node, "long-history", 30)
+    monkeypatch.setattr(document_desk, "SCAN_STEP_WORK", 5)
+    documents = node._listeners._admin_parts.console.documents
+    reading = documents.history(
+        b"long-history", "", FULL_RIGHTS, older_than=seqnos[-1] + 10**6, versions_max=50
+    )
+    assert await turns_during(reading) >= 30 // 5 - 1
+
+
+async def test_a_branch_meanwhile_ends_the_reading_of_a_history(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put_versions(node, "branched", 10)
+    part = node.engine.partitions[vbucket_of(b"branched")]
+    monkeypatch.setattr(document_desk, "SCAN_STEP_WORK", 5)
+    documents = node._listeners._admin_parts.console.documents
+    reading = asyncio.create_task(
+        documents.history(b"branched", "", FULL_RIGHTS, older_than=0, versions_max=50)
+    )
+    await asyncio.sleep(0)
+    node.engine.keyspace.branch(part.vb_id, part.high_seqno)
+    with pytest.raises(document_desk.DocumentRefusedError, match="new version of its history"):
+        await reading
+
+
+async def test_xattrs_count_as_bytes_of_a_history(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vb_id, stored_key = vbucket_of(b"xattrs"), b"\0xattrs"
+    section = pack_xattrs([(b"note", b'"' + b"n" * 500 + b'"')])
+    node.engine.begin_batch(time.time_ns())
+    body = stored_key + section + b"{}"
+    node.engine.store(SET, vb_id, stored_key, body, 0, 0, DATATYPE_XATTR, 0)
+    for _ in range(2):  # these keep the XATTRs
+        node.engine.store(SET, vb_id, stored_key, stored_key + b"{}", 0, 0, 0, 0)
+    monkeypatch.setattr(document_desk, "HISTORY_BYTES", 400)
+    answer = (await get(node, "/api/v1/documents?key=xattrs")).body
+    (version,) = answer["versions"]
+    assert (version["value"], len(version["xattrs"]["note"])) == ("{}", 502)
+    assert answer["older_than"] == answer["versions"][0]["seqno"]
 
 
 # -- a full disk -------------------------------------------------------------------------------

@@ -147,8 +147,8 @@ class PutDocument(Struct, forbid_unknown_fields=True):
     expiry: Annotated[
         _U32 | None,
         Meta(
-            description=f"When it expires. 1 to {RELATIVE_EXPIRY_MAX_S} (30 days): seconds from now;"
-            " more: Unix seconds; 0, or none: never."
+            description=f"When it expires. 1 to {RELATIVE_EXPIRY_MAX_S} (30 days): seconds from"
+            " now; more: Unix seconds; 0, or none: never."
         ),
     ] = None
 

@@ -42,7 +42,15 @@ from dcp.wire.xattrs import is_system, section_of, unpack_xattrs
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
 from vbucket.engine.read_view import Shown, ViewInvalidError, Views
-from vbucket.model.entry import META, OPCODE_AT, expiry_of, key_of, prev_seqno_of, value_of
+from vbucket.model.entry import (
+    META,
+    OPCODE_AT,
+    expiry_of,
+    key_of,
+    prev_seqno_of,
+    seqno_of,
+    value_of,
+)
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 from vbucket.model.manifest import collection_of, decode_leb128, encode_leb128
 from vbucket.store.environment import StoreDamagedError
@@ -52,7 +60,9 @@ VALUE_BYTES_SHOWN: Final = 256 * 1024
 """Longer values are cut. A browser shows this much text without trouble."""
 VERSIONS_AT_ONCE: Final = 50
 HISTORY_BYTES: Final = 1 << 20
-"""Values of one answer of `history`; one version may go beyond."""
+"""Values and XATTRs of one answer of `history`; one version may go beyond."""
+HISTORY_WORK: Final = 10_000
+"""Versions that one request for a history looks at: 0.1 s."""
 KEYS_AT_ONCE: Final = 200
 SCAN_STEP_WORK: Final = 200
 """Keys and versions between two turns of the loop: 1 to 2 ms."""
@@ -121,7 +131,11 @@ class History(msgspec.Struct):
     ]
     versions: list[StoredVersion]
     older_than: Annotated[
-        Seqno | None, Meta(description="What to ask with for more; null: there are no more.")
+        Seqno | None,
+        Meta(
+            description="What to ask with for more; null: there are no more. With many versions"
+            " above the seqno asked with, it may be above that seqno, and `versions` may be empty."
+        ),
     ]
     end: Annotated[
         str,
@@ -241,8 +255,9 @@ class Documents:
         is_there = entry is not None and entry[OPCODE_AT] == Opcode.DCP_MUTATION
         if is_there and entry is not None and 0 < expiry_of(entry) <= int(time.time()):
             is_there = False
-        found, next_seqno, end = self._walk(
-            part, stored_key, entry, older_than, versions_max, rights
+        start = self._start_of(part, stored_key, entry, older_than)
+        found, next_seqno, end = await self._walk(
+            part, stored_key, start, older_than, versions_max, rights
         )
         await self.until_committed(vb_id)
         text, encoding = text_of(key)
@@ -253,7 +268,7 @@ class Documents:
             vb_id, path, text, encoding, is_there, found, next_seqno, end, may_write
         )  # fmt: skip
 
-    def _walk(
+    async def _walk(
         self,
         part: Partition,
         stored_key: bytes,
@@ -262,22 +277,47 @@ class Documents:
         versions_max: int,
         rights: Rights,
     ) -> tuple[list[StoredVersion], int | None, str]:
+        """Return versions from `entry` on, newest first, what to ask with for more, and why there
+        are no more.
+        """
         found: list[StoredVersion] = []
-        left_bytes = HISTORY_BYTES
+        left_bytes, looked_at, vb_uuid = HISTORY_BYTES, 0, part.vb_uuid
         while entry is not None:
-            version = version_of(entry, shows_system=rights.may_read_system_xattrs)
-            if not older_than or version.seqno < older_than:
+            seqno = seqno_of(entry)
+            if not older_than or seqno < older_than:
                 if len(found) >= versions_max or left_bytes <= 0:
                     return found, found[-1].seqno, ""
+                version = version_of(entry, shows_system=rights.may_read_system_xattrs)
                 found.append(version)
-                left_bytes -= len(version.value or "")
+                left_bytes -= _shown_bytes(version)
             prev_seqno = prev_seqno_of(entry)
             if not prev_seqno:
                 return found, None, ""
+            looked_at += 1
+            if looked_at >= HISTORY_WORK:
+                return found, seqno, ""
+            if looked_at % SCAN_STEP_WORK == 0:
+                await asyncio.sleep(0)
+                if part.vb_uuid != vb_uuid:
+                    raise DocumentRefusedError(
+                        Status.EBUSY, f"vb {part.vb_id} got a new version of its history meanwhile"
+                    )
             entry = self._engine.versions.entry_at(part, prev_seqno)
             if entry is None or key_of(entry) != stored_key:
                 return found, None, "older versions are no longer kept (setting history_window)"
         return found, None, "this key has no version that is kept"
+
+    def _start_of(
+        self, part: Partition, stored_key: bytes, newest: bytes | None, older_than: int
+    ) -> bytes | None:
+        """Return the version to begin a history with: that with the seqno `older_than`, or the
+        newest one if there is no such version of the key.
+        """
+        if newest is not None and 0 < older_than < seqno_of(newest):
+            entry = self._engine.versions.entry_at(part, older_than)
+            if entry is not None and key_of(entry) == stored_key:
+                return entry
+        return newest
 
     async def keys(
         self, prefix: bytes, collection: str, rights: Rights, *, position: str, limit: int
@@ -528,6 +568,12 @@ def version_of(entry: bytes, *, shows_system: bool) -> StoredVersion:
         if shows_system or not is_system(name)
     }
     return version
+
+
+def _shown_bytes(version: StoredVersion) -> int:
+    """Return how much a version adds to an answer, about."""
+    xattrs = sum(len(name) + len(text) for name, text in version.xattrs.items())
+    return min(version.value_bytes, VALUE_BYTES_SHOWN) + xattrs
 
 
 def _cut_text(body: bytes) -> tuple[str, str]:
