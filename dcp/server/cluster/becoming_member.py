@@ -7,6 +7,7 @@ on with its start.
 from __future__ import annotations
 
 import secrets
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,10 @@ from dcp.server.storage.folder import FolderError
 from vbucket.engine.engine import Engine
 
 CLUSTER_ID_BYTES = 16
+Gate = AbstractAsyncContextManager[None]
+"""Entered before anything is checked that changes could make wrong (EnrolmentGate)."""
+_NOBODY_CHANGES: Gate = nullcontext()
+"""Of a node that does not listen yet."""
 
 
 class NewMember(NamedTuple):
@@ -74,8 +79,12 @@ async def init_cluster(
     meta: str = EMBEDDED,
     name: str = "",
     rack: str = "",
+    gate: Gate = _NOBODY_CHANGES,
 ) -> ClusterToken:
-    """Make a node with its data the first member of a new cluster. Raises EnrolmentError."""
+    """Make a node with its data the first member of a new cluster. Raises EnrolmentError.
+
+    After it the gate stays closed; the caller restarts the node.
+    """
     check_new(wanted)
     name, rack = newcomer.name_or(name), rack or newcomer.settings.rack or ""
     _check(newcomer, name)
@@ -84,23 +93,29 @@ async def init_cluster(
         secret=secrets.token_urlsafe(SECRET_BYTES), name=name, rack=rack,
         min_in_sync=wanted.min_in_sync,
     )  # fmt: skip
-    access = await _opened(content, newcomer)
-    try:
-        content = msgspec.structs.replace(content, meta=access.url)
-        record = newcomer.record(name, rack)
-        await found_cluster(
-            access.meta, content.root, newcomer.engine, record, wanted, newcomer.users.text
-        )
-    finally:
-        await access.close()
-    _write(newcomer.data_dir, content)
+    async with gate:
+        access = await _opened(content, newcomer)
+        try:
+            content = msgspec.structs.replace(content, meta=access.url)
+            record = newcomer.record(name, rack)
+            await found_cluster(
+                access.meta, content.root, newcomer.engine, record, wanted, newcomer.users.text
+            )
+        finally:
+            await access.close()
+        _write(newcomer.data_dir, content)
     return token_of(content)
 
 
 async def join_by_token(
-    newcomer: NewMember, text: str, *, name: str = "", rack: str = ""
+    newcomer: NewMember,
+    text: str,
+    *,
+    name: str = "",
+    rack: str = "",
+    gate: Gate = _NOBODY_CHANGES,
 ) -> ClusterFile:
-    """Make a node one more member. Raises EnrolmentError."""
+    """Make a node one more member. Raises EnrolmentError. The gate: as for `init_cluster`."""
     try:
         token = ClusterToken.from_text(text)
     except ClusterTokenError as error:
@@ -110,14 +125,15 @@ async def join_by_token(
     content = ClusterFile(
         cluster=token.cluster, meta=token.meta, secret=token.secret, name=name, rack=rack
     )
-    access = await _opened(content, newcomer)
-    try:
-        record = newcomer.record(name, rack)
-        cluster = await join_cluster(access.meta, content.root, newcomer.engine, record)
-    finally:
-        await access.close()
-    content = msgspec.structs.replace(content, min_in_sync=cluster.min_in_sync)
-    _write(newcomer.data_dir, content)
+    async with gate:
+        access = await _opened(content, newcomer)
+        try:
+            record = newcomer.record(name, rack)
+            cluster = await join_cluster(access.meta, content.root, newcomer.engine, record)
+        finally:
+            await access.close()
+        content = msgspec.structs.replace(content, min_in_sync=cluster.min_in_sync)
+        _write(newcomer.data_dir, content)
     return content
 
 
