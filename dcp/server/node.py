@@ -175,8 +175,8 @@ class Node:
     async def start(self) -> None:
         """Open the folder, recover, and listen.
 
-        Raises FolderError, LogDamagedError, UnknownFormatError, StoreDamagedError,
-        FirstAdminError, OSError.
+        Raises FolderError, PortTakenError, LogDamagedError, UnknownFormatError,
+        StoreDamagedError, FirstAdminError, OSError.
         """
         self._storage = Storage(
             self.about.data_dir, self._settings, accepts_log_loss=self._accepts_log_loss
@@ -223,7 +223,7 @@ class Node:
 
     async def _open_cluster(self) -> None:
         """Open the metadata store, if the folder is one of a cluster's node, or becomes it by the
-        settings. Raises FolderError.
+        settings. Raises FolderError, PortTakenError.
         """
         settings, data_dir = self._settings, self.about.data_dir
         if settings.cluster == "none" and not (data_dir / CLUSTER_FILE).exists():
