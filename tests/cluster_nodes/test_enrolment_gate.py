@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from dcp.server.access.users_file import UsersHeldError
 from dcp.server.cluster import becoming_member, enrolment
 from dcp.server.cluster.cluster_file import ClusterFile, ClusterToken
 from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_cluster
+from dcp.server.cluster.enrolment_gate import REFUSAL
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.node import Node
 from dcp.server.operate.collection_changes import CollectionsRefusedError
@@ -89,6 +93,16 @@ def init(node: Node) -> Awaitable[str]:
     )
 
 
+def add_user_over_http(port: int) -> tuple[int, str]:
+    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+        guest = b64encode(b"guest:guest").decode()
+        headers = {"authorization": f"Basic {guest}", "content-type": "application/json"}
+        body = json.dumps({"name": "ada", "password": "lovelace"})
+        connection.request("POST", "/api/v1/users", body, headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())["error"]["why"]
+
+
 async def check_nothing_changes(node: Node) -> None:
     async with Client.connect(node) as client:
         answer = await client.ask(SET)
@@ -102,6 +116,8 @@ async def check_nothing_changes(node: Node) -> None:
     assert refused.value.status == 503
     with pytest.raises(UsersHeldError, match="becoming a member"):
         await asyncio.to_thread(node._users.add, "ada", "lovelace")
+    status, why = await asyncio.to_thread(add_user_over_http, node.ports.admin)
+    assert (status, why) == (503, REFUSAL)
     assert node.health.refusal_kind == "enrolling"
     for other in (join, init):
         with pytest.raises(EnrolmentError, match="becoming a member already"):
