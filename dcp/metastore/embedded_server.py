@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import os
@@ -77,6 +78,10 @@ class EmbeddedStoreError(Exception):
     """The store cannot be started; the text says why and what to try."""
 
 
+class StorePortTakenError(EmbeddedStoreError):
+    """Another process has the port of the store."""
+
+
 class EmbeddedServer:
     """See the module. `folder` is made if it is missing; its parent has to exist."""
 
@@ -115,6 +120,7 @@ class EmbeddedServer:
         """Open the file and listen; return the port.
 
         Raises:
+            StorePortTakenError: another process has the port.
             EmbeddedStoreError: the file is damaged or in use, or the address cannot be used.
         """
         if not _is_loopback(host):
@@ -128,7 +134,13 @@ class EmbeddedServer:
             self._server = await asyncio.start_server(self._connected, host, port)
         except OSError as error:
             self._release()
-            text = f"the embedded metadata store cannot use {host}:{port}: {error.strerror}"
+            text = f"the embedded metadata store cannot use {host}:{port}: "
+            if error.errno == errno.EADDRINUSE:
+                raise StorePortTakenError(
+                    text + "another process uses it. Stop that one (`ss -ltnp` shows it), then"
+                    " start again: the other nodes of the cluster know this port"
+                ) from error
+            text += str(error.strerror)
             raise EmbeddedStoreError(text) from error
         except EmbeddedStoreError:
             self._release()

@@ -416,19 +416,16 @@ def _retrieved(task: asyncio.Task[None]) -> None:
 
 def _start_failures() -> tuple[type[Exception], ...]:
     from dcp.server.access.first_admin import FirstAdminError
+    from dcp.server.net.fixed_port import PortTakenError
     from dcp.server.storage.folder import FolderError
     from vbucket.log.device import UnknownFormatError
     from vbucket.log.record import LogDamagedError
     from vbucket.store.environment import StoreDamagedError
 
     return (
-        FirstAdminError,
-        FolderError,
-        LogDamagedError,
-        StoreDamagedError,
-        UnknownFormatError,
-        *_run_failures(),
-    )
+        FirstAdminError, FolderError, LogDamagedError, PortTakenError, StoreDamagedError,
+        UnknownFormatError, *_run_failures(),
+    )  # fmt: skip
 
 
 def _run_failures() -> tuple[type[Exception], ...]:
@@ -450,6 +447,7 @@ def _run_failures() -> tuple[type[Exception], ...]:
 
 def _start_error(error: Exception, settings: Settings) -> StartError:
     from dcp.server.access.first_admin import FirstAdminError
+    from dcp.server.net.fixed_port import PortTakenError
     from dcp.server.storage.folder import FolderError
     from vbucket.log.device import UnknownFormatError
     from vbucket.log.record import LogDamagedError
@@ -458,6 +456,8 @@ def _start_error(error: Exception, settings: Settings) -> StartError:
     folder = settings.data.absolute()
     if isinstance(error, FirstAdminError):
         return StartError(ExitCode.USAGE, str(error))
+    if isinstance(error, PortTakenError):
+        return StartError(ExitCode.PORT, str(error))
     if isinstance(error, FolderError | UnknownFormatError):
         return StartError(ExitCode.FOLDER, str(error))
     if isinstance(error, LogDamagedError | StoreDamagedError):

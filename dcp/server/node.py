@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from dcp.server.cluster.becoming_member import NewMember
     from dcp.server.cluster.cluster_file import ClusterFile
     from dcp.server.cluster.cluster_operations import ClusterOperations
+    from dcp.server.cluster.enrolment_gate import EnrolmentGate
     from dcp.server.cluster.meta_access import MetaAccess
     from dcp.server.cluster.replicated_node import ReplicatedNode
 
@@ -163,6 +164,8 @@ class Node:
         self._config: ClusterConfig
         self._identity: ClusterFile | None = None
         self._meta: MetaAccess | None = None
+        self._enrolment_gate: EnrolmentGate | None = None
+        """Made with the first request about a cluster."""
         self._upkeep: Upkeep
         self._sampler: Sampler
         self._listeners: Listeners
@@ -172,8 +175,8 @@ class Node:
     async def start(self) -> None:
         """Open the folder, recover, and listen.
 
-        Raises FolderError, LogDamagedError, UnknownFormatError, StoreDamagedError,
-        FirstAdminError, OSError.
+        Raises FolderError, PortTakenError, LogDamagedError, UnknownFormatError,
+        StoreDamagedError, FirstAdminError, OSError.
         """
         self._storage = Storage(
             self.about.data_dir, self._settings, accepts_log_loss=self._accepts_log_loss
@@ -220,7 +223,7 @@ class Node:
 
     async def _open_cluster(self) -> None:
         """Open the metadata store, if the folder is one of a cluster's node, or becomes it by the
-        settings. Raises FolderError.
+        settings. Raises FolderError, PortTakenError.
         """
         settings, data_dir = self._settings, self.about.data_dir
         if settings.cluster == "none" and not (data_dir / CLUSTER_FILE).exists():
@@ -247,7 +250,15 @@ class Node:
     def _cluster_operations(self) -> ClusterOperations:
         from dcp.server.cluster.cluster_operations import ClusterOperations
 
-        return ClusterOperations(self._newcomer(), self.replicated, self._restart_soon)
+        if self._enrolment_gate is None:
+            from dcp.server.cluster.enrolment_gate import EnrolmentGate
+
+            self._enrolment_gate = EnrolmentGate(
+                self.engine, self.health, self._users, self._commits
+            )
+        return ClusterOperations(
+            self._newcomer(), self.replicated, self._enrolment_gate, self._restart_soon
+        )
 
     def _restart_soon(self) -> None:
         """Stop after the answer has left, and start again in this process."""

@@ -102,7 +102,9 @@ def test_a_port_that_is_taken_is_told_and_the_folder_is_free_again(embedded, tmp
         await server.start(port=port)
         return server
 
-    with pytest.raises(EmbeddedStoreError, match=rf"cannot use 127.0.0.1:{embedded.port}"):
+    with pytest.raises(
+        EmbeddedStoreError, match=rf"cannot use 127.0.0.1:{embedded.port}: another process uses it"
+    ):
         embedded.run(same_port(embedded.port))
     server = embedded.run(same_port(0))
     embedded.run(server.close())

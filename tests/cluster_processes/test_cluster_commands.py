@@ -54,6 +54,9 @@ def test_commands_make_a_cluster_and_refuse_what_cannot_be(tmp_path: Path) -> No
             assert kv.get(b"k").value == b"v"
         assert done(a, "token").strip() == token
         assert "member already" in refused(a, "init")
+        until(lambda: a.ask("GET", STATUS)["served_here"] == 1024)
+        user = {"name": "ada", "password": "lovelace"}
+        a.ask("POST", "/api/v1/users", user)  # changes are refused until the restart only
 
         assert "no token of a cluster" in refused(b, "join", "--token", "dcpd-cluster-xyz")
         short = msgspec.structs.replace(ClusterToken.from_text(token), secret="short")

@@ -73,7 +73,7 @@ def test_writers_that_wait_go_on_when_there_is_room_or_none_is_to_be_expected() 
 def test_every_kind_of_refusal_has_a_metric() -> None:
     told = Told()
     found = set()
-    for change in (told.health.log_full, told.health.read_only):
+    for change in (told.health.enrolling, told.health.log_full, told.health.read_only):
         change("why")
         found.add(told.health.refusal_kind)
     assert found | {"store_behind"} == set(REFUSAL_KINDS)

@@ -71,6 +71,8 @@ class Hold(Enum):
     REPLICATION = auto()
     """The partition cannot commit a change now: too few replicas are in sync, or this master is not
     confirmed."""
+    ENROLLING = auto()
+    """The node is becoming a member of a cluster."""
 
 
 class Layer:

@@ -31,6 +31,7 @@ from dcp.server.access.users_file import (
     UserRecord,
     UsersContent,
     UsersFileError,
+    UsersHeldError,
     file_text,
     parse_file,
     replace_file,
@@ -155,6 +156,8 @@ class Users:
         """Why the last change of the file was not loaded; "" if it was."""
         self._guest_keys = _guest_keys(draw_bytes(SALT_BYTES)) if has_guest else {}
         self._share: Callable[[bytes, bytes], None] | None = None
+        self._refusal = ""
+        """Why users cannot be changed now; "" if they can."""
         self._cluster_keys: dict[str, ScramKeys] = {}
         """Of CLUSTER_USER; {} on a node alone."""
         self._load()
@@ -189,6 +192,19 @@ class Users:
         change, before it counts here. It raises UsersFileError if the change is not possible.
         """
         self._share = share
+        self._refusal = ""
+
+    def refuse_changes(self, why: str) -> None:
+        """Refuse changes with UsersHeldError until `share_changes`; `why` "" accepts them again.
+
+        A change under way may still happen: see `until_unchanging`.
+        """
+        self._refusal = why
+
+    def until_unchanging(self) -> None:
+        """Return when no change from before `refuse_changes` is under way. Call it in a thread."""
+        with self._change:
+            pass
 
     @property
     def text(self) -> bytes:
@@ -452,6 +468,8 @@ class Users:
     def _write(self, users: dict[str, UserRecord]) -> None:
         content = UsersContent(users, self._content.decoy_key)
         text = file_text(content)
+        if self._refusal:
+            raise UsersHeldError(self._refusal)
         if self._share is not None:
             self._share(file_text(self._content), text)
         self._keep(content, text)

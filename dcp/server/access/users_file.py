@@ -41,6 +41,10 @@ class UsersFileError(Exception):
     """The file of users cannot be read or written; the text says what and why."""
 
 
+class UsersHeldError(UsersFileError):
+    """Users cannot be changed for a while; the text says why."""
+
+
 class UserRecord(NamedTuple):
     """The stored data of one user."""
 

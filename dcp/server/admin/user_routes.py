@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from dcp.server.access.users import UnknownUserError, UserError, Users
-from dcp.server.access.users_file import UsersFileError, parse_roles, roles_document
+from dcp.server.access.users_file import (
+    UsersFileError,
+    UsersHeldError,
+    parse_roles,
+    roles_document,
+)
 from dcp.server.admin.answers import (
     AdminError,
     QueryField,
@@ -197,6 +202,13 @@ def _unknown(what: str) -> AdminError:
 
 
 def _file_failed(error: UsersFileError) -> AdminError:
+    if isinstance(error, UsersHeldError):
+        return AdminError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "the users were not changed",
+            why=str(error),
+            try_this="try again in a few seconds",
+        )
     return AdminError(
         HTTPStatus.INTERNAL_SERVER_ERROR,
         "the users were not changed",

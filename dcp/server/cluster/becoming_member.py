@@ -6,7 +6,9 @@ on with its start.
 
 from __future__ import annotations
 
+import random
 import secrets
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +33,13 @@ from dcp.server.cluster.enrolment import (
     join_cluster,
 )
 from dcp.server.cluster.membership_of_node import address_of, cluster_refusal
-from dcp.server.cluster.meta_access import EMBEDDED, MetaAccess, MetaAccessError, MetaUrlError
+from dcp.server.cluster.meta_access import (
+    EMBEDDED,
+    MetaAccess,
+    MetaAccessError,
+    MetaUrlError,
+    new_store_url,
+)
 from dcp.server.config.settings import Settings
 from dcp.server.net.cluster_config import Ports
 from dcp.server.observe.event_log import EventLog
@@ -39,6 +47,11 @@ from dcp.server.storage.folder import FolderError
 from vbucket.engine.engine import Engine
 
 CLUSTER_ID_BYTES = 16
+Gate = AbstractAsyncContextManager[None]
+"""Entered before anything is checked that changes could make wrong (EnrolmentGate)."""
+_NOBODY_CHANGES: Gate = nullcontext()
+"""Of a node that does not listen yet."""
+_RANDOM: random.Random = random.SystemRandom()
 
 
 class NewMember(NamedTuple):
@@ -74,33 +87,45 @@ async def init_cluster(
     meta: str = EMBEDDED,
     name: str = "",
     rack: str = "",
+    gate: Gate = _NOBODY_CHANGES,
+    draw: random.Random = _RANDOM,
 ) -> ClusterToken:
-    """Make a node with its data the first member of a new cluster. Raises EnrolmentError."""
+    """Make a node with its data the first member of a new cluster. Raises EnrolmentError. `draw`
+    chooses the port of an embedded store.
+
+    After it the gate stays closed; the caller restarts the node.
+    """
     check_new(wanted)
     name, rack = newcomer.name_or(name), rack or newcomer.settings.rack or ""
     _check(newcomer, name)
     content = ClusterFile(
-        cluster=secrets.token_hex(CLUSTER_ID_BYTES), meta=meta, owns_store=meta == EMBEDDED,
+        cluster=secrets.token_hex(CLUSTER_ID_BYTES), meta=_url_of(meta, draw),
+        owns_store=meta == EMBEDDED,
         secret=secrets.token_urlsafe(SECRET_BYTES), name=name, rack=rack,
         min_in_sync=wanted.min_in_sync,
     )  # fmt: skip
-    access = await _opened(content, newcomer)
-    try:
-        content = msgspec.structs.replace(content, meta=access.url)
-        record = newcomer.record(name, rack)
-        await found_cluster(
-            access.meta, content.root, newcomer.engine, record, wanted, newcomer.users.text
-        )
-    finally:
-        await access.close()
-    _write(newcomer.data_dir, content)
+    async with gate:
+        access = await _opened(content, newcomer)
+        try:
+            record = newcomer.record(name, rack)
+            await found_cluster(
+                access.meta, content.root, newcomer.engine, record, wanted, newcomer.users.text
+            )
+        finally:
+            await access.close()
+        _write(newcomer.data_dir, content)
     return token_of(content)
 
 
 async def join_by_token(
-    newcomer: NewMember, text: str, *, name: str = "", rack: str = ""
+    newcomer: NewMember,
+    text: str,
+    *,
+    name: str = "",
+    rack: str = "",
+    gate: Gate = _NOBODY_CHANGES,
 ) -> ClusterFile:
-    """Make a node one more member. Raises EnrolmentError."""
+    """Make a node one more member. Raises EnrolmentError. The gate: as for `init_cluster`."""
     try:
         token = ClusterToken.from_text(text)
     except ClusterTokenError as error:
@@ -110,14 +135,15 @@ async def join_by_token(
     content = ClusterFile(
         cluster=token.cluster, meta=token.meta, secret=token.secret, name=name, rack=rack
     )
-    access = await _opened(content, newcomer)
-    try:
-        record = newcomer.record(name, rack)
-        cluster = await join_cluster(access.meta, content.root, newcomer.engine, record)
-    finally:
-        await access.close()
-    content = msgspec.structs.replace(content, min_in_sync=cluster.min_in_sync)
-    _write(newcomer.data_dir, content)
+    async with gate:
+        access = await _opened(content, newcomer)
+        try:
+            record = newcomer.record(name, rack)
+            cluster = await join_cluster(access.meta, content.root, newcomer.engine, record)
+        finally:
+            await access.close()
+        content = msgspec.structs.replace(content, min_in_sync=cluster.min_in_sync)
+        _write(newcomer.data_dir, content)
     return content
 
 
@@ -139,6 +165,16 @@ def _check(newcomer: NewMember, name: str) -> None:
         )
     if why := cluster_refusal(newcomer.settings):
         raise EnrolmentError(why)
+
+
+def _url_of(meta: str, draw: random.Random) -> str:
+    """Return the URL of the store; a new embedded one gets a port now."""
+    if meta != EMBEDDED:
+        return meta
+    try:
+        return new_store_url(draw)
+    except MetaAccessError as error:
+        raise EnrolmentError(str(error)) from None
 
 
 async def _opened(content: ClusterFile, newcomer: NewMember) -> MetaAccess:

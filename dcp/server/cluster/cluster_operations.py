@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from dcp.server.cluster.becoming_member import (
+    Gate,
     NewMember,
     init_cluster,
     join_by_token,
@@ -31,9 +32,11 @@ class ClusterOperations:
         self,
         newcomer: NewMember,
         replicated: ReplicatedNode | None,
+        gate: Gate,
         restart: Callable[[], None],
     ) -> None:
         self._newcomer = newcomer
+        self._gate = gate
         self._replicated = replicated
         self._restart = restart
 
@@ -44,13 +47,15 @@ class ClusterOperations:
     ) -> str:
         """Make this node the first member; return the token. Raises EnrolmentError."""
         wanted = NewCluster(copies, min_in_sync)
-        token = await init_cluster(self._newcomer, wanted, meta=meta, name=name, rack=rack)
+        token = await init_cluster(
+            self._newcomer, wanted, meta=meta, name=name, rack=rack, gate=self._gate
+        )
         self._restart()
         return token.to_text()
 
     async def join(self, *, token: str, name: str, rack: str) -> str:
         """Make this node one more member; return the cluster's id. Raises EnrolmentError."""
-        content = await join_by_token(self._newcomer, token, name=name, rack=rack)
+        content = await join_by_token(self._newcomer, token, name=name, rack=rack, gate=self._gate)
         self._restart()
         return content.cluster
 

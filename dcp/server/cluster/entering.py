@@ -14,8 +14,14 @@ from dcp.server.cluster.becoming_member import NewMember, init_cluster, join_by_
 from dcp.server.cluster.cluster_file import ClusterFile
 from dcp.server.cluster.enrolment import EnrolmentError, NewCluster
 from dcp.server.cluster.membership_of_node import begun_identity
-from dcp.server.cluster.meta_access import MetaAccess, MetaAccessError, MetaUrlError
+from dcp.server.cluster.meta_access import (
+    MetaAccess,
+    MetaAccessError,
+    MetaPortError,
+    MetaUrlError,
+)
 from dcp.server.config.settings import Settings
+from dcp.server.net.fixed_port import PortTakenError
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 
 
@@ -23,7 +29,7 @@ async def entered(
     newcomer: NewMember, open_meta: Callable[[ClusterFile], MetaAccess] | None = None
 ) -> tuple[ClusterFile, MetaAccess]:
     """Return what the folder knows of its cluster, and the open metadata store. Raises
-    FolderError.
+    FolderError, PortTakenError.
     """
     if not (newcomer.data_dir / CLUSTER_FILE).exists():
         try:
@@ -35,6 +41,8 @@ async def entered(
         return identity, open_meta(identity)
     try:
         return identity, await MetaAccess.open(identity, newcomer.data_dir, newcomer.log)
+    except MetaPortError as error:
+        raise PortTakenError(str(error)) from error
     except (MetaAccessError, MetaUrlError) as error:
         raise FolderError(str(error)) from error
 

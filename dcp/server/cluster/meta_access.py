@@ -9,16 +9,22 @@ The owner of an embedded store serves it in its own process, and connects to it 
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from dcp.cluster.metastore import MetaStore
 from dcp.metastore.embedded_client import EmbeddedClient
-from dcp.metastore.embedded_server import EmbeddedServer, EmbeddedStoreError
+from dcp.metastore.embedded_server import (
+    EmbeddedServer,
+    EmbeddedStoreError,
+    StorePortTakenError,
+)
 from dcp.metastore.embedded_wire import check_secret
 from dcp.metastore.etcd_settings import ETCD_SCHEME, settings_of_url
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
+from dcp.server.net.fixed_port import PORT_MAX, PORT_MIN, TRIES, free_port
 from dcp.server.observe.event_log import EventLog
 
 EMBEDDED: Final = "embedded"
@@ -34,6 +40,10 @@ class MetaAccessError(Exception):
     """The metadata store cannot be opened; the text says why."""
 
 
+class MetaPortError(MetaAccessError):
+    """Another process has the port of this node's metadata store."""
+
+
 class StorePlace(NamedTuple):
     """Where a metadata store is."""
 
@@ -41,16 +51,27 @@ class StorePlace(NamedTuple):
     port: int
 
 
+def new_store_url(draw: random.Random) -> str:
+    """Return a URL for a new embedded store, with a port that it can keep. Raises
+    MetaAccessError.
+    """
+    port = free_port(_LOOPBACK, draw)
+    if port is None:
+        raise MetaAccessError(
+            f"no free port was found for the metadata store: {TRIES} between {PORT_MIN} and "
+            f"{PORT_MAX} are in use. Stop what listens there (`ss -ltnp` shows it), or use etcd"
+        )
+    return f"{EMBEDDED}://{_LOOPBACK}:{port}"
+
+
 def place_of(url: str) -> StorePlace:
-    """Return where the store of a URL is; port 0: not known yet. Raises MetaUrlError."""
-    if url == EMBEDDED:
-        return StorePlace(_LOOPBACK, 0)
+    """Return where the store of a URL is. Raises MetaUrlError."""
     try:
         parts = urlsplit(url)
         port = parts.port or 0
     except ValueError as error:
         raise MetaUrlError(f"the metadata store {url!r} is not possible: {error}") from None
-    if parts.scheme != EMBEDDED or not parts.hostname:
+    if parts.scheme != EMBEDDED or not parts.hostname or not port:
         raise MetaUrlError(
             f"the metadata store {url!r} is not possible. {EMBEDDED} is: this node owns the store, "
             f"and other nodes of this machine use it. So is {ETCD_SCHEME}://HOST:PORT,HOST:PORT"
@@ -73,7 +94,6 @@ class MetaAccess:
     def __init__(self, meta: MetaStore, url: str) -> None:
         self.meta = meta
         self.url = url
-        """With the port that the owner listens on."""
         self._client: StoreClient | None = None
         self._server: EmbeddedServer | None = None
 
@@ -95,6 +115,8 @@ class MetaAccess:
             server = EmbeddedServer(data_dir / STORE_FOLDER, secret, log.warning)
             try:
                 port = await server.start(place.host, place.port)
+            except StorePortTakenError as error:
+                raise MetaPortError(str(error)) from error
             except EmbeddedStoreError as error:
                 raise MetaAccessError(str(error)) from error
         client = EmbeddedClient(place.host, port, secret, log.info)

@@ -16,7 +16,7 @@ from dcp.server.observe.last_rollbacks import LastRollbacks
 from dcp.server.observe.slow_operations import SLOW_S, SlowOperation, SlowOperations
 from dcp.wire.status import Status
 
-REFUSAL_KINDS: Final = ("log_full", "read_only", "store_behind")
+REFUSAL_KINDS: Final = ("log_full", "read_only", "enrolling", "store_behind")
 """Reasons for which writes may be refused."""
 SECONDS_BOUNDS: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10,

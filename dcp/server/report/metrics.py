@@ -122,7 +122,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_writes_refused", "gauge", "", ("reason",),
         "1 while writes are refused; reads and streams continue. Reasons: log_full (no room for the"
-        " log), read_only (the disk was full at the start), store_behind (merges are too slow).",
+        " log), read_only (the disk was full at the start), enrolling (the node is becoming a"
+        " member of a cluster), store_behind (merges are too slow).",
         "1: `dcpctl status` says why; writes resume when the cause is gone",
         _refusals,
     ),

@@ -14,6 +14,7 @@ from typing import Final
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.backpressure import Pressure
 from vbucket.engine.engine import Engine
+from vbucket.engine.partition import Hold
 
 READ_ONLY_TEXT: Final = (
     "writes are refused until there is room on the server's disk: it started read-only"
@@ -31,6 +32,7 @@ class Health:
         self._log = log
         self._let_writers_go_on = let_writers_go_on
         self._log_full_why = ""
+        self._enrolling_why = ""
         self._is_behind = False
         """Whether writes are refused because the store is behind."""
         self.is_ready = False
@@ -41,7 +43,12 @@ class Health:
     @property
     def write_refusal(self) -> str:
         """Why writes are refused now; "" if they are taken."""
-        return self.read_only_why or self._log_full_why or self._engine.write_refusal
+        return (
+            self.read_only_why
+            or self._log_full_why
+            or self._enrolling_why
+            or self._engine.write_refusal
+        )
 
     @property
     def refusal_kind(self) -> str:
@@ -50,6 +57,8 @@ class Health:
             return "read_only"
         if self._log_full_why:
             return "log_full"
+        if self._enrolling_why:
+            return "enrolling"
         return "store_behind" if self._engine.write_refusal else ""
 
     def read_only(self, why: str) -> None:
@@ -71,6 +80,13 @@ class Health:
         else:
             self._engine.refuse_writes("")
             self._log.info("log has room again")
+
+    def enrolling(self, why: str) -> None:
+        """Note that the node is becoming a member of a cluster, or that this failed ("")."""
+        self._enrolling_why = why
+        self._engine.refuse_writes(why, Hold.ENROLLING)
+        self._log.info("writes refused: becoming a member" if why else "writes are taken again")
+        self._let_writers_go_on()  # those that wait are refused, too
 
     def pressure_changed(self, pressure: Pressure, why: str) -> None:
         """Note a step of backpressure; `why` says why it refuses writes, "" if it does not."""
