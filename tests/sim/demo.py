@@ -362,9 +362,15 @@ _WORDS: Final = {
 }  # fmt: skip
 
 
+SERVER_BYTES: Final = 256 << 10
+"""What a server sends in one turn or message. Random plans draw less, down to one byte, with which
+hundreds of thousands of writes take hours of virtual time."""
+
+
 def plan_of(seed: int) -> Plan:
     """Return the sizes of the demo's cluster."""
     return drawn(random.Random(seed), nodes=NODES)._replace(
+        section_bytes=SERVER_BYTES, pump_bytes=SERVER_BYTES,
         partitions=PARTITIONS, copies=NODES, min_in_sync=2, acknowledge="committed", unclean=False,
         delay_min_ns=MS // 10, delay_max_ns=MS, sync_min_ns=MS // 5, sync_max_ns=2 * MS,
         drift_ppm=0, memtable_bytes=MEMTABLE_BYTES, item_cache_bytes=0, compact_share=0.0,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dcp.replication.fed_stream import SECTION_BYTES
+from dcp.server.net.connection import PUMP_BYTES
 from dcp.session.held_answers import HeldAnswers, HeldBatch
 from sim import demo
 from sim.demo import Demo, DemoNode, Script, Summary
@@ -100,3 +102,10 @@ def test_the_script_has_every_kind_of_step() -> None:
         1,
     ]
     assert steps.index("blackout") in range(len(steps) // 3, 2 * len(steps) // 3)
+
+
+def test_the_demo_sends_as_much_at_a_time_as_a_server_does() -> None:
+    """A plan that is drawn may send single bytes: all the flights would take hours."""
+    for seed in range(20):
+        plan = demo.plan_of(seed)
+        assert (plan.section_bytes, plan.pump_bytes) == (SECTION_BYTES, PUMP_BYTES)
