@@ -274,10 +274,4 @@ REPLICATION = (
         "window is None,\n",
         ("test_following",),
     ),
-    Mutation(
-        "floor-above-a-branch-that-was-asked-for",
-        "            pins.add(branch.seqno)\n",
-        "            pins.add(self.part.high_seqno)\n",
-        ("test_leading", "test_mastership"),
-    ),
 )

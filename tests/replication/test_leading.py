@@ -236,17 +236,6 @@ def test_a_branch_is_in_the_record_first_and_answered_when_all_have_rolled_back(
         assert node.part.failover.upper_of(99, 1) is not None
 
 
-def test_no_floor_rises_above_a_branch_that_was_asked_for() -> None:
-    cluster = serving("abc")
-    part = cluster.a.part
-    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
-    cluster.a.merge()
-    assert cluster.a.raise_floor(VB, 3, 0).floor == 1
-    cluster.run(500 * MS)
-    assert (part.high_seqno, cluster.record.branch) == (1, None)
-    assert not part.pins, "the branch is made"
-
-
 def test_a_new_master_finishes_a_branch() -> None:
     cluster = serving()
     assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
