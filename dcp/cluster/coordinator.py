@@ -76,6 +76,9 @@ LEADER_GONE_NS: Final = 300_000_000
 that lives moves its own partitions within one transaction, a few milliseconds."""
 LEADER_LATE_NS: Final = 1_000_000_000
 """The same for any other election: a coordinator that stands still, or cannot reach the store."""
+LOOK_NS: Final = 200_000_000
+"""Time between looks at all partitions while nothing is reported and the view stays as it is: only
+wishes become due by time alone, and none of them is urgent."""
 BATCH_MIN: Final = 2
 """Compares left after transactions that failed: one record, and the lease that it relies on."""
 COORDINATOR: Final = "coordinator"
@@ -130,6 +133,8 @@ class Coordinator:
         """When a missing answer counts as none, or the end of a pause."""
         self._late_since: tuple[int, int] | None = None
         """The leader's create revision, and since when an election is due under it."""
+        self._look_ns = 0
+        """Until when nothing is to be written unless the view changes."""
 
     writer_core: Final = f"{COORDINATOR}-writes"
     """The name in the tags of its writes."""
@@ -143,6 +148,7 @@ class Coordinator:
         """Take one event; return what to do."""
         effects: list[CoordinatorEffect] = []
         if isinstance(event, ViewChanged):
+            self._look_ns = 0
             self._choices.take_view(now_ns, event.vb_ids)
         else:
             effects += self._take_outcomes(now_ns, self._writer.on_event(now_ns, event))
@@ -254,7 +260,7 @@ class Coordinator:
     # ---- Writes
 
     def _lead(self, now_ns: int) -> list[CoordinatorEffect]:
-        if not self._writer.is_idle:
+        if not self._writer.is_idle or now_ns < self._look_ns:
             return []
         batch: list[RecordChange] = []
         for change in self._in_turn(now_ns):
@@ -263,6 +269,8 @@ class Coordinator:
                 batch.pop()
                 break
         if not batch:
+            if not self._choices.are_any_reported:
+                self._look_ns = now_ns + LOOK_NS
             return []
         guard = Guard(self._view.keys.leader, self.term)
         return self._take_outcomes(now_ns, self._writer.write(now_ns, batch, guard))
@@ -283,6 +291,7 @@ class Coordinator:
                 continue
             passed.append(effect)
             if isinstance(effect, ViewChanged):
+                self._look_ns = 0
                 self._choices.take_view(now_ns, effect.vb_ids)
         if not outcomes:
             return passed
