@@ -118,7 +118,10 @@ class Following:
         for other, link in self.links.items():
             if other != master:
                 self._leave(link, vb_id)
-        self._heard_ns.setdefault(master, now_ns)
+        link = self.links.get(master)
+        if link is None or not link.follows_any:
+            # Nothing was to be heard of it until now: it has as much time as any other master.
+            self._heard_ns[master] = now_ns
         followed = self._link_to(master)
         if followed is not None:
             followed.follow(vb_id, record.epoch, now_ns)

@@ -241,6 +241,11 @@ class ReplicaLink:
         """
         return vb_id in self._streams
 
+    @property
+    def follows_any(self) -> bool:
+        """Whether any partition is followed here; on a closed link, whether one was."""
+        return bool(self._streams)
+
     def followed(self) -> tuple[int, ...]:
         """Return the partitions that are followed here."""
         return tuple(self._streams)
