@@ -78,6 +78,7 @@ class Following:
         record_of: Callable[[int], ReplicationRecord],
         raise_watermarks: Callable[[Iterable[int]], None],
         commit_many: Callable[[Mapping[int, int]], None],
+        was_welcomed: Callable[[], None],
         effects: list[ReplicationEffect],
         now_ns: int,
     ) -> None:
@@ -88,6 +89,7 @@ class Following:
         self._record_of = record_of
         self._raise_watermarks = raise_watermarks
         self._commit_many = commit_many
+        self._was_welcomed = was_welcomed
         self._effects = effects
         self._now_ns = self._started_ns = now_ns
         self.links: dict[str, ReplicaLink] = {}
@@ -118,8 +120,8 @@ class Following:
         for other, link in self.links.items():
             if other != master:
                 self._leave(link, vb_id)
-        link = self.links.get(master)
-        if link is None or not link.follows_any:
+        known = self.links.get(master)
+        if known is None or not known.follows_any:
             # Nothing was to be heard of it until now: it has as much time as any other master.
             self._heard_ns[master] = now_ns
         followed = self._link_to(master)
@@ -195,6 +197,10 @@ class Following:
         for link in self.links.values():
             link.synced(group)
 
+    def is_followed(self, vb_id: int) -> bool:
+        """Whether the present master of a partition feeds this node."""
+        return any(link.is_open(vb_id) for link in self.links.values())
+
     def is_unheard(self, master: str | None) -> bool:
         """Whether this master was not heard for a while, or there is none."""
         if master is None or master == self._identity.member:
@@ -245,6 +251,7 @@ class Following:
         self._cap_told(part, part.high_seqno)
         self._note_told(vb_id, welcome.committed_seqno)
         self._raise_watermarks((vb_id,))
+        self._was_welcomed()
 
     def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
         """See ReplicaSide."""

@@ -25,7 +25,9 @@ from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
 from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
+from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import Followed, window_of
+from dcp.replication.handovers import GROUP_MAX, Handovers
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
 from dcp.replication.messages import (
     FORMAT,
@@ -37,7 +39,7 @@ from dcp.replication.messages import (
     versions_of,
 )
 from dcp.replication.replica_feed import ReplicaFeed
-from dcp.replication.shell_effects import BranchEnded, ReplicationEffect
+from dcp.replication.shell_effects import BranchEnded, ReplicationEffect, StepDue
 from dcp.replication.successors import Successors
 from dcp.replication.whole_groups import WholeGroup, WholeGroups
 from dcp.session.replication_port import FeedAnswer, ReplicationError
@@ -49,11 +51,8 @@ from failover.isr import confirmed_until_ns, may_answer_reads, serves_from_ns
 from failover.promotion import first_step, is_branch_done, may_send_back
 from failover.replication_record import (
     BranchUnderWay,
-    HandedOver,
     ReplicationRecord,
     finish_branch,
-    hand_over,
-    start_branch,
 )
 from failover.rollback import Question, decide
 from vbucket.engine.branch import BranchRefusedError, check_undo
@@ -64,20 +63,11 @@ from vbucket.log.commit_group import CommitGroup
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_of
 from vbucket.store.environment import StoreDamagedError
 
-
-class _AskedBranch:
-    """A branch that was asked for here."""
-
-    __slots__ = ("branch", "is_recorded")
-
-    def __init__(self, branch: BranchUnderWay) -> None:
-        self.branch = branch
-        self.is_recorded = False
-        """Whether a record was seen that names it."""
-
-
-HANDING_NS_MAX: Final = 2_000_000_000
-"""A handover that has not happened after so long is given up, and tried again later."""
+LOOK_NS_PER_PARTITION: Final = 20_000
+"""Pause between looks at partitions that are not served yet, for each of them: ten times what a
+look costs."""
+LOOK_AT_ONCE: Final = 2 * GROUP_MAX
+"""So few are looked at whenever there may be news: a handover is under way."""
 _SERVED: Final = frozenset({Service.SERVING, Service.HANDING})
 
 
@@ -116,7 +106,7 @@ class Leading:
         self._wholes = WholeGroups(member, self.masterships, engine.num_vbuckets)
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
-        self._asked_branches: dict[int, _AskedBranch] = {}
+        self._branches = AskedBranches(engine, member, effects)
         self._settled: tuple[object, ...] | None = None
         """What was so when all partitions were served and nothing was under way; None: not so."""
         self._level_ns: dict[str, int] = {}
@@ -126,6 +116,13 @@ class Leading:
         self._ticked_ns = now_ns
         self._is_leaving = False
         self._successors = Successors(view, member)
+        self.handovers = Handovers(self._fence)
+        self._unserved: set[int] = set()
+        """Partitions that were not served when they were looked at last."""
+        self._look_ns = 0
+        """When they are looked at again."""
+        self.is_step_due = False
+        """Whether the shell was asked for a step."""
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
 
@@ -167,6 +164,7 @@ class Leading:
             changed=self._wholes.mastership_changed,
         )  # fmt: skip
         part.guard = mastership
+        self._unserved.add(vb_id)
         self._preparing.add(vb_id)
         self.masterships[vb_id] = mastership
 
@@ -204,7 +202,12 @@ class Leading:
     def step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""
         self._depose((vb_id,), why)
-        self.masterships.pop(vb_id).want_branch(None)
+        mastership = self.masterships.pop(vb_id)
+        mastership.want_branch(None)
+        self.handovers.ended(vb_id, self._now_ns, is_handed=mastership.has_handed)
+        self._unserved.discard(vb_id)
+        if self.handovers.is_under_way:
+            self.step_due()
         self._wholes.mastership_changed()
         part = self._engine.partitions[vb_id]
         part.state = VbState.REPLICA
@@ -243,6 +246,8 @@ class Leading:
                 self._preparing.discard(vb_id)
                 if mastership is not None:
                     mastership.become_ready()
+                    for feed in self.feeds.values():
+                        feed.decide_waiting(vb_id)
 
     def _changes_for_replicas(self, entries: Sequence[bytes]) -> dict[int, list[bytes]]:
         """Return partition -> what its replicas get of a group: changes, and floors. Versions come
@@ -302,7 +307,7 @@ class Leading:
         asked: StreamRequest,
         told: ReplicaPosition,
         opaque: int,
-    ) -> FeedAnswer:
+    ) -> FeedAnswer | None:
         """See MasterSide."""
         part, mastership = self._engine.partitions[vb_id], self.masterships.get(vb_id)
         stored = self._view.partitions.get(vb_id)
@@ -313,13 +318,13 @@ class Leading:
         if why is not None:
             return FeedAnswer(Status.X_FENCED, why.encode())
         assert mastership is not None
-        if not mastership.is_ready:
-            return FeedAnswer(Status.ETMPFAIL, b"the version of this epoch is not on disk yet")
         try:
             versions = tuple(told.failover_log().pairs())
         except ValueError as error:
             raise ReplicationError(f"vb {vb_id}: {error}") from error
         window = window_of(vb_id, asked, told)
+        if not mastership.is_ready:
+            return None
         question = Question(
             asked.start_seqno, asked.vb_uuid, asked.snap_start_seqno, asked.snap_end_seqno,
             versions, client_purge_seqno=told.snapshot_purge,
@@ -362,6 +367,11 @@ class Leading:
         if found.one_by_one:
             self._raise_watermarks(found.one_by_one)
 
+    def confirmed(self, feed: ReplicaFeed) -> None:
+        """See MasterSide."""
+        if self._unserved and self.feeds.get(feed.member) is feed:
+            self.step_due()
+
     def note_acknowledged(self, mastership: Mastership) -> None:
         """Tell a mastership what replicas have acknowledged in whole groups."""
         for feed in self.feeds.values():
@@ -376,16 +386,35 @@ class Leading:
         if self.is_settled and self._serve_on(now_ns):
             return
         alive, are_settled = self._view.alive, True
-        fence_ns: int | None = None
+        self.fence_ns = None
         for mastership in self.masterships.values():
-            until_ns = mastership.confirmed_until_ns(self._confirmations(mastership))
-            service = mastership.service(now_ns, until_ns)
-            self._set_service(mastership, service)
-            if service in _SERVED and until_ns is not None:
-                fence_ns = until_ns if fence_ns is None else min(fence_ns, until_ns)
+            service = self._look_at(mastership)
             are_settled &= service is Service.SERVING and mastership.is_settled(alive)
-        self.fence_ns = fence_ns
         self._settled = self._state() if are_settled and not self._is_leaving else None
+
+    def _look_at(self, mastership: Mastership) -> Service | None:
+        """Let one partition serve what it may; note when it is fenced."""
+        until_ns = mastership.confirmed_until_ns(self._confirmations(mastership))
+        service = mastership.service(self._now_ns, until_ns)
+        self._set_service(mastership, service)
+        vb_id = mastership.part.vb_id
+        if service not in _SERVED:
+            self._unserved.add(vb_id)
+            return service
+        self._unserved.discard(vb_id)
+        if until_ns is not None:
+            fence_ns = self.fence_ns
+            self.fence_ns = until_ns if fence_ns is None else min(fence_ns, until_ns)
+        return service
+
+    def serve_more(self, now_ns: int) -> None:
+        """Let partitions serve that are not served yet, if there is news of them."""
+        self._now_ns = now_ns
+        if now_ns >= self._look_ns:
+            if len(self._unserved) > LOOK_AT_ONCE:
+                self._look_ns = now_ns + LOOK_NS_PER_PARTITION * len(self._unserved)
+            for vb_id in tuple(self._unserved):
+                self._look_at(self.masterships[vb_id])
 
     def _state(self) -> tuple[object, ...]:
         feeds = tuple((feed, feed.streams_revision) for feed in self.feeds.values())
@@ -490,9 +519,7 @@ class Leading:
             if record is None:
                 record = self._next_record(mastership)
             if record is not None:
-                mastership.is_writing = True
-                mastership.ask(record.isr)
-                changes.append(RecordChange(vb_id, record, records[vb_id]))
+                changes.append(self._change(mastership, record, records[vb_id]))
         return changes
 
     def _next_record(self, mastership: Mastership) -> ReplicationRecord | None:
@@ -501,33 +528,52 @@ class Leading:
         if record.branch is not None:
             done = is_branch_done(record, mastership.acknowledged_epochs())
             return finish_branch(record) if done else None
-        wanted_branch = mastership.branch_wanted
-        if wanted_branch is not None and part.state == VbState.ACTIVE:
-            try:
-                mastership.check_branch(wanted_branch.seqno)
-            except BranchRefusedError as error:  # somebody else has joined since, for example
-                mastership.want_branch(None)
-                self._asked_branches.pop(part.vb_id, None)
-                self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
-                return None
-            return start_branch(record, wanted_branch)
+        if mastership.branch_wanted is not None and part.state == VbState.ACTIVE:
+            return self._branches.next_record(mastership)
         if self._is_leaving:
             record = self._successors.wanted(record)
-        wanted = record.wanted_master
-        if wanted is None or wanted not in record.isr or part.state != VbState.ACTIVE:
-            mastership.handing_since_ns = 0
-            return None
-        if not mastership.handing_since_ns:
-            mastership.handing_since_ns = self._now_ns
-            part.hold_writes(Hold.REPLICATION, mastership.why_writes_wait)
-        elif self._now_ns - mastership.handing_since_ns > HANDING_NS_MAX:
-            mastership.handing_since_ns = 0
-            return None
-        if part.committed_seqno < part.high_seqno:
-            return None
-        mastership.has_handed = True
-        self._fence(part)
-        return hand_over(record, HandedOver(part.vb_uuid, part.high_seqno))
+        return self.handovers.next_record(mastership, record, self._now_ns)
+
+    def handover_changes(
+        self, now_ns: int, records: Mapping[int, Stored[StoredPartition]]
+    ) -> list[RecordChange]:
+        """Return the handovers that are due now, before the next tick. They must be written."""
+        self._now_ns = now_ns
+        changes: list[RecordChange] = []
+        for vb_id in self.handovers.due():
+            mastership = self.masterships.get(vb_id)
+            if mastership is None or mastership.is_writing or vb_id not in records:
+                continue
+            record = self._next_record(mastership)
+            if record is not None:
+                changes.append(self._change(mastership, record, records[vb_id]))
+        return changes
+
+    def _change(
+        self, mastership: Mastership, record: ReplicationRecord, before: Stored[StoredPartition]
+    ) -> RecordChange:
+        mastership.is_writing = True
+        mastership.ask(record.isr)
+        return RecordChange(mastership.part.vb_id, record, before)
+
+    def step_due(self) -> None:
+        """Ask the shell for a step between ticks."""
+        if not self.is_step_due:
+            self.is_step_due = True
+            self._effects.append(StepDue())
+
+    def committed(self, vb_ids: Iterable[int]) -> None:
+        """High watermarks have risen."""
+        if self.handovers.is_under_way and self.handovers.any_held(vb_ids):
+            self.step_due()
+
+    def decided(self, mastership: Mastership, *, is_written: bool) -> None:
+        """A change of a record has its outcome."""
+        if mastership.has_handed and not is_written:
+            self.handovers.ended(mastership.part.vb_id, self._now_ns, is_handed=False)
+        mastership.decided(is_written=is_written)
+        if self.handovers.is_under_way:
+            self.step_due()
 
     def leave(self) -> None:
         """Hand over all partitions: this node is about to stop."""
@@ -540,50 +586,10 @@ class Leading:
         The record says so first, then the whole in-sync set rolls back. The effect BranchEnded
         says when that is done.
         """
-        mastership = self.masterships.get(vb_id)
-        part = self._engine.partitions[vb_id]
-        if mastership is None or part.state != VbState.ACTIVE:
-            return f"vb {vb_id}: this node does not serve it now; ask its master"
-        if mastership.branch_wanted is not None or mastership.record.branch is not None:
-            return f"vb {vb_id}: another branch is under way"
-        try:
-            mastership.check_branch(seqno)
-        except BranchRefusedError as error:
-            return str(error)
-        branch = BranchUnderWay(vb_uuid, seqno)
-        mastership.want_branch(branch)
         self._settled = None
-        self._asked_branches[vb_id] = _AskedBranch(branch)
-        return ""
+        branch = BranchUnderWay(vb_uuid, seqno)
+        return self._branches.want(vb_id, self.masterships.get(vb_id), branch)
 
     def branch_ended(self, vb_id: int, record: ReplicationRecord) -> BranchEnded | None:
-        """Return the end of a branch that was asked for here, if a new record says that it ended.
-
-        A branch that a record names is finished, by this master or the next one, unless damaged
-        data is in the way. All members in sync have the master's failover log by then.
-        """
-        asked = self._asked_branches.get(vb_id)
-        if asked is None:
-            return None
-        if record.branch == asked.branch:
-            asked.is_recorded = True
-            return None
-        mastership = self.masterships.get(vb_id)
-        if mastership is not None and mastership.branch_wanted == asked.branch:
-            return None  # it is not written yet
-        del self._asked_branches[vb_id]
-        vb_uuid = asked.branch.vb_uuid
-        log = self._engine.partitions[vb_id].failover
-        if (
-            asked.is_recorded
-            and record.branch is None
-            and self._member in record.isr
-            and vb_uuid in dict(log.pairs())
-        ):
-            return BranchEnded(vb_id, vb_uuid, "")
-        return BranchEnded(
-            vb_id, vb_uuid,
-            f"vb {vb_id}: this node is not its master any more, or could not carry the branch out "
-            f"(its log says why). If the failover log has version {vb_uuid}, the branch was made; "
-            "otherwise ask the present master for it",
-        )  # fmt: skip
+        """Return the end of a branch that was asked for here, if a new record says so."""
+        return self._branches.ended(vb_id, self.masterships.get(vb_id), record)

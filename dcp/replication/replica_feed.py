@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 from dcp.replication.fed_stream import (
     NEVER,
@@ -45,6 +45,7 @@ from dcp.replication.fed_stream import (
     Followed,
     known_committed,
 )
+from dcp.replication.master_side import MasterSide
 from dcp.replication.messages import (
     GROUP_BYTES_MAX,
     NOTHING,
@@ -57,16 +58,17 @@ from dcp.replication.messages import (
     pack_group,
     unpack_ack,
 )
+from dcp.replication.sent_messages import Sent, SentWhole
 from dcp.replication.whole_groups import WholeGroup
 from dcp.session.replication_port import FeedAnswer, ReplicationError
-from dcp.wire.frame import Frame
+from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import (
     STREAM_REQ_EXTRAS,
     EndReason,
-    StreamRequest,
     pack_stream_end,
     parse_stream_request,
 )
+from dcp.wire.status import Status
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
 from vbucket.model.control import SnapshotWindow
@@ -81,49 +83,6 @@ BEAT_NS: Final = 100_000_000
 """Time between heartbeats, and the longest time between two questions."""
 SILENCE_NS_MAX: Final = 3_000_000_000
 """A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
-
-
-class MasterSide(Protocol):
-    """What the feed asks and tells the node core."""
-
-    def admit(
-        self,
-        feed: ReplicaFeed,
-        vb_id: int,
-        asked: StreamRequest,
-        told: ReplicaPosition,
-        opaque: int,
-    ) -> FeedAnswer:
-        """Decide about a replica's stream request; open the stream if it may continue."""
-
-    def acknowledged(self, member: str, followed: Sequence[Followed]) -> None:
-        """A replica has synced these."""
-
-    def groups_acknowledged(self, member: str, groups: Sequence[WholeGroup]) -> None:
-        """A replica has synced what it got of these whole groups, all of it on streams that are
-        open since.
-        """
-
-    def feed_closed(self, feed: ReplicaFeed) -> None:
-        """The link is gone."""
-
-
-class _SentWhole(NamedTuple):
-    """A whole group on its way."""
-
-    group: WholeGroup
-    seqnos: Mapping[int, int]
-    """What the replica got of it."""
-    streams_revision: int
-
-
-class _Sent(NamedTuple):
-    """A message that is not acknowledged."""
-
-    number: int
-    cost: int
-    followed: tuple[tuple[FedStream, Followed], ...] = ()
-    whole: _SentWhole | None = None
 
 
 class ReplicaFeed:
@@ -152,12 +111,14 @@ class ReplicaFeed:
         self._section_bytes = section_bytes
         self._streams: dict[int, FedStream] = {}
         self._out: list[bytes] = []
+        self._waiting: dict[int, Frame] = {}
+        """Stream requests that are not decided yet, by partition."""
         self._behind: dict[int, None] = {}
         """Partitions to read from their cursors, in turn."""
         self._stale: dict[int, None] = {}
         """Partitions whose high watermark the replica does not know, in the order they rose."""
         self._number = 0
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[Sent] = deque()
         """Messages with entries or high watermarks that are not acknowledged."""
         self._acknowledged_number = 0
         self._sent_bytes = 0
@@ -197,8 +158,8 @@ class ReplicaFeed:
 
     # -- streams -----------------------------------------------------------------------------------
 
-    def stream_request(self, request: Frame) -> FeedAnswer:
-        """Answer the request for a partition. Raises ReplicationError."""
+    def stream_request(self, request: Frame) -> FeedAnswer | None:
+        """Answer the request for a partition; None: later. Raises ReplicationError."""
         if len(request.extras) != STREAM_REQ_EXTRAS.size:
             raise ReplicationError(
                 f"a stream request has {STREAM_REQ_EXTRAS.size} bytes of extras, "
@@ -210,7 +171,27 @@ class ReplicaFeed:
         told = decode(request.value, ReplicaPosition)
         if request.vb_id >= self._engine.num_vbuckets:
             raise ReplicationError(f"there is no vb {request.vb_id} here")
-        return self._side.admit(self, request.vb_id, asked, told, request.opaque)
+        self._refuse_waiting(request.vb_id)
+        answer = self._side.admit(self, request.vb_id, asked, told, request.opaque)
+        if answer is None:
+            self._waiting[request.vb_id] = request
+        return answer
+
+    def decide_waiting(self, vb_id: int) -> None:
+        """Answer a request that had to wait, as far as it can be decided now."""
+        request = self._waiting.pop(vb_id, None)
+        if request is not None and (answer := self.stream_request(request)) is not None:
+            self._answer(request, answer)
+
+    def _refuse_waiting(self, vb_id: int) -> None:
+        request = self._waiting.pop(vb_id, None)
+        if request is not None:
+            self._answer(request, FeedAnswer(Status.X_FENCED, b"another request came, or epoch"))
+
+    def _answer(self, request: Frame, answer: FeedAnswer) -> None:
+        status, value = answer
+        self._out.append(pack_response(request.opcode, status, opaque=request.opaque, value=value))
+        self._schedule()
 
     def open(
         self,
@@ -235,6 +216,7 @@ class ReplicaFeed:
 
     def close_stream(self, vb_id: int) -> None:
         """The replica does not follow a partition any more."""
+        self._refuse_waiting(vb_id)
         self._drop(vb_id)
 
     def _drop(self, vb_id: int) -> FedStream | None:
@@ -246,6 +228,7 @@ class ReplicaFeed:
 
     def end(self, vb_id: int) -> None:
         """Tell the replica that this node is not the partition's master any more."""
+        self._refuse_waiting(vb_id)
         stream = self._drop(vb_id)
         if stream is not None:
             self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.STATE_CHANGED))
@@ -313,8 +296,8 @@ class ReplicaFeed:
         self._untold[group.number] = self._number
         if len(self._untold) > TOLD_GROUPS_MAX:
             self._given_up = self._untold.pop(next(iter(self._untold)))
-        whole = _SentWhole(group, seqnos, self.streams_revision)
-        self._sent.append(_Sent(self._number, cost, whole=whole))
+        whole = SentWhole(group, seqnos, self.streams_revision)
+        self._sent.append(Sent(self._number, cost, whole=whole))
         self._sent_bytes += cost
         return True
 
@@ -413,7 +396,7 @@ class ReplicaFeed:
         self._out.append(message)
         if sections:
             cost = len(message) + RECORD_BYTES * (1 + len(sections))
-            self._sent.append(_Sent(self._number, cost, tuple(followed)))
+            self._sent.append(Sent(self._number, cost, tuple(followed)))
             self._sent_bytes += cost
         self._schedule()
 
@@ -569,6 +552,7 @@ class ReplicaFeed:
             self._side.acknowledged(self.member, tuple(newest.values()))
         if wholes:
             self._side.groups_acknowledged(self.member, wholes)
+        self._side.confirmed(self)
         if self.has_output:
             self._schedule()
 
@@ -589,6 +573,7 @@ class ReplicaFeed:
             if sent.whole is not None:
                 del sent.whole.group.sent_to[self.member]
         self._sent.clear()
+        self._waiting.clear()
         self._streams.clear()
         self._in_step.clear()
         self._takes_all_of = None

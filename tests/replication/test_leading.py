@@ -8,7 +8,7 @@ import pytest
 
 from dcp.cluster.effects import Notice
 from dcp.cluster.metastore import OutcomeUnknown
-from dcp.replication.leading import HANDING_NS_MAX
+from dcp.replication.handovers import HANDING_NS_MAX
 from dcp.replication.mastership import Service
 from dcp.replication.messages import FORMAT, Greeting, encode
 from dcp.replication.shell_effects import BranchEnded

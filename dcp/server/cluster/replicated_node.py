@@ -38,7 +38,7 @@ from dcp.core.groups import GroupCycle, Published
 from dcp.replication.loss_receipt import CutOff, ElectionLoss, cut_off_receipt, election_receipt
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
-from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged
+from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged, StepDue
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
 from dcp.server.cluster.election_log import ElectionLog
@@ -173,6 +173,7 @@ class ReplicatedNode:
             CutOff: self._cut_off,
             ElectionLoss: self._election_loss,
             BranchEnded: self._branch_ended,
+            StepDue: self._step,
             Notice: self._notice,
         }
 
@@ -426,6 +427,9 @@ class ReplicatedNode:
 
     def _branch_ended(self, ended: BranchEnded) -> None:
         self._log.info("branch decided", **ended._asdict())
+
+    def _step(self, _effect: StepDue) -> None:
+        self.core.step(elapsed_ns())
 
     def _notice(self, notice: Notice) -> None:
         self._log.info(notice.text)
