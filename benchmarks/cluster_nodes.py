@@ -84,7 +84,7 @@ class Nodes:
 
     def epochs(self, name: str = "a") -> dict[int, int]:
         """Return the leader epoch of each partition."""
-        rows = self.nodes[name].ask("GET", "/api/v1/cluster/map")["partitions"]
+        rows = self.nodes[name].ask("GET", "/api/v1/cluster/map")
         return {row["vb"]: row["epoch"] for row in rows}
 
     def settle(self, copies: int, name: str = "a") -> None:
