@@ -1,16 +1,18 @@
-"""Branches that operators have asked this node for, until the records say what became of them.
-Sans-IO.
+"""The branches that operators asked this node for, until each is decided. Sans-IO.
 
-Who calls it: `dcp.replication.leading`.
+    asked ── the record names it ──> recorded ── the whole in-sync set has rolled back ──> made
+      └── refused, or another master ─────────────────────────────────────────────────> not made
 
-Invariant: each branch that is asked for ends once, with a reason if it is not known to be done.
+Who calls it: `dcp.replication.leading`, and `node_core` with every new record.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dcp.replication.mastership import Mastership
-from dcp.replication.shell_effects import BranchEnded, ReplicationEffect
-from failover.replication_record import BranchUnderWay, ReplicationRecord, start_branch
+from dcp.replication.shell_effects import BranchEnded
+from failover.replication_record import BranchUnderWay, ReplicationRecord
 from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
@@ -30,43 +32,38 @@ class _AskedBranch:
 class AskedBranches:
     """See the module."""
 
-    def __init__(self, engine: Engine, member: str, effects: list[ReplicationEffect]) -> None:
+    def __init__(self, engine: Engine, masterships: Mapping[int, Mastership], member: str) -> None:
         self._engine = engine
+        self._masterships = masterships
         self._member = member
-        self._effects = effects
         self._asked: dict[int, _AskedBranch] = {}
 
-    def want(self, vb_id: int, mastership: Mastership | None, branch: BranchUnderWay) -> str:
-        """Begin to want a branch; return why it cannot begin, "" if it will."""
+    def want(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
+        """Ask for a branch of a partition; return why it cannot begin, "" if it will.
+
+        The record says so first, then the whole in-sync set rolls back. The effect BranchEnded
+        says when that is done.
+        """
+        mastership = self._masterships.get(vb_id)
         part = self._engine.partitions[vb_id]
         if mastership is None or part.state != VbState.ACTIVE:
             return f"vb {vb_id}: this node does not serve it now; ask its master"
         if mastership.branch_wanted is not None or mastership.record.branch is not None:
             return f"vb {vb_id}: another branch is under way"
         try:
-            mastership.check_branch(branch.seqno)
+            mastership.check_branch(seqno)
         except BranchRefusedError as error:
             return str(error)
+        branch = BranchUnderWay(vb_uuid, seqno)
         mastership.want_branch(branch)
         self._asked[vb_id] = _AskedBranch(branch)
         return ""
 
-    def next_record(self, mastership: Mastership) -> ReplicationRecord | None:
-        """Return the record with the branch that is wanted; None: it became impossible."""
-        wanted, vb_id = mastership.branch_wanted, mastership.part.vb_id
-        assert wanted is not None
-        try:
-            mastership.check_branch(wanted.seqno)
-        except BranchRefusedError as error:  # somebody else has joined since, for example
-            mastership.want_branch(None)
-            self._asked.pop(vb_id, None)
-            self._effects.append(BranchEnded(vb_id, wanted.vb_uuid, str(error)))
-            return None
-        return start_branch(mastership.record, wanted)
+    def give_up(self, vb_id: int) -> None:
+        """A branch cannot be made any more."""
+        self._asked.pop(vb_id, None)
 
-    def ended(
-        self, vb_id: int, mastership: Mastership | None, record: ReplicationRecord
-    ) -> BranchEnded | None:
+    def ended(self, vb_id: int, record: ReplicationRecord) -> BranchEnded | None:
         """Return the end of a branch that was asked for here, if a new record says that it ended.
 
         A branch that a record names is finished, by this master or the next one, unless damaged
@@ -78,6 +75,7 @@ class AskedBranches:
         if record.branch == asked.branch:
             asked.is_recorded = True
             return None
+        mastership = self._masterships.get(vb_id)
         if mastership is not None and mastership.branch_wanted == asked.branch:
             return None  # it is not written yet
         del self._asked[vb_id]

@@ -49,11 +49,7 @@ from dcp.wire.status import Status
 from failover.fencing import refusal
 from failover.isr import confirmed_until_ns, may_answer_reads, serves_from_ns
 from failover.promotion import first_step, is_branch_done, may_send_back
-from failover.replication_record import (
-    BranchUnderWay,
-    ReplicationRecord,
-    finish_branch,
-)
+from failover.replication_record import ReplicationRecord, finish_branch, start_branch
 from failover.rollback import Question, decide
 from vbucket.engine.branch import BranchRefusedError, check_undo
 from vbucket.engine.engine import Engine
@@ -64,8 +60,7 @@ from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_
 from vbucket.store.environment import StoreDamagedError
 
 LOOK_NS_PER_PARTITION: Final = 20_000
-"""Pause between looks at partitions that are not served yet, for each of them: ten times what a
-look costs."""
+"""Pause between looks at partitions that are not served yet: ten times what a look costs."""
 LOOK_AT_ONCE: Final = 2 * GROUP_MAX
 """So few are looked at whenever there may be news: a handover is under way."""
 _SERVED: Final = frozenset({Service.SERVING, Service.HANDING})
@@ -106,7 +101,7 @@ class Leading:
         self._wholes = WholeGroups(member, self.masterships, engine.num_vbuckets)
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
-        self._branches = AskedBranches(engine, member, effects)
+        self.branches = AskedBranches(engine, self.masterships, member)
         self._settled: tuple[object, ...] | None = None
         """What was so when all partitions were served and nothing was under way; None: not so."""
         self._level_ns: dict[str, int] = {}
@@ -516,8 +511,7 @@ class Leading:
                 continue  # the rest comes with the next tick
             if vb_id not in records:
                 continue  # what the store has is not followed, so it is not written either
-            if record is None:
-                record = self._next_record(mastership)
+            record = record or self._next_record(mastership)
             if record is not None:
                 changes.append(self._change(mastership, record, records[vb_id]))
         return changes
@@ -528,8 +522,16 @@ class Leading:
         if record.branch is not None:
             done = is_branch_done(record, mastership.acknowledged_epochs())
             return finish_branch(record) if done else None
-        if mastership.branch_wanted is not None and part.state == VbState.ACTIVE:
-            return self._branches.next_record(mastership)
+        wanted_branch = mastership.branch_wanted
+        if wanted_branch is not None and part.state == VbState.ACTIVE:
+            try:
+                mastership.check_branch(wanted_branch.seqno)
+            except BranchRefusedError as error:  # somebody else has joined since, for example
+                mastership.want_branch(None)
+                self.branches.give_up(part.vb_id)
+                self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
+                return None
+            return start_branch(record, wanted_branch)
         if self._is_leaving:
             record = self._successors.wanted(record)
         return self.handovers.next_record(mastership, record, self._now_ns)
@@ -544,8 +546,7 @@ class Leading:
             mastership = self.masterships.get(vb_id)
             if mastership is None or mastership.is_writing or vb_id not in records:
                 continue
-            record = self._next_record(mastership)
-            if record is not None:
+            if (record := self._next_record(mastership)) is not None:
                 changes.append(self._change(mastership, record, records[vb_id]))
         return changes
 
@@ -575,21 +576,23 @@ class Leading:
         if self.handovers.is_under_way:
             self.step_due()
 
+    def take_min_in_sync(self, setting: int | None) -> bool:
+        """Take how many members must be in sync from now on; return whether that is another number
+        than before.
+        """
+        if setting == self._settings.min_in_sync:
+            return False
+        self._settings = self._settings._replace(min_in_sync=setting)
+        for mastership in self.masterships.values():
+            mastership.take_min_in_sync(setting)
+        return True
+
     def leave(self) -> None:
         """Hand over all partitions: this node is about to stop."""
         self._is_leaving = True
         self._settled = None
 
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
-        """Ask for a branch of a partition; return why it cannot begin, "" if it will.
-
-        The record says so first, then the whole in-sync set rolls back. The effect BranchEnded
-        says when that is done.
-        """
+        """See `AskedBranches.want`."""
         self._settled = None
-        branch = BranchUnderWay(vb_uuid, seqno)
-        return self._branches.want(vb_id, self.masterships.get(vb_id), branch)
-
-    def branch_ended(self, vb_id: int, record: ReplicationRecord) -> BranchEnded | None:
-        """Return the end of a branch that was asked for here, if a new record says so."""
-        return self._branches.ended(vb_id, self.masterships.get(vb_id), record)
+        return self.branches.want(vb_id, seqno, vb_uuid)
