@@ -137,6 +137,7 @@ async def test_all_nodes_tell_the_same_map_and_only_masters_answer(tmp_path: Pat
             if records[vb_id].content.record.copies[0] == replicated.member
         )
         async with Client.connect(cluster.nodes["n2"]) as client:
+            await client.ask(pack_request(Opcode.SELECT_BUCKET, key=b"default"))
             frame = await client.ask(pack_request(Opcode.GET, vb_id=elsewhere, key=b"k"))
             assert frame.status == Status.NOT_MY_VBUCKET
             assert json.loads(frame.value)["rev"] >= maps[0]["rev"]
