@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Final, TextIO
+from pathlib import Path
+from typing import Any, Final
 
 import click
 
 from clients.cli.admin_api import AdminClient
 from clients.cli.dcpctl import Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.cli.standard_input import standard_input
 from clients.errors import ConnectError, ConnectionLostError, DcpdError, OperationTimeoutError
 from clients.kv.sync_client import SyncKv
 
 STATUS_PATH: Final = "/api/v1/cluster/status"
 POLL_S: Final = 0.1
+TOKEN_BYTES_MAX: Final = 4096
+"""A token has about 250 bytes; the rest is the URL of its metadata store."""
 _NODE_COLUMNS: Final = (
     ("name", "node"),
     ("address", "address"),
@@ -96,17 +100,17 @@ def init(*, target: Target, **wanted: Any) -> None:
     )
 )
 @click.option("--token", help="Printed by init, and by dcpctl cluster token.")
-@click.option("--token-file", type=click.File(), help="File with it; - is standard input.")
+@click.option("--token-file", metavar="FILE", help="File with it; - is standard input.")
 @click.option("--name", default="", help="Name of the node.")
 @click.option("--rack", default="", help="Its rack.")
 @with_target
-def join(*, target: Target, token: str | None, token_file: TextIO | None, **wanted: Any) -> None:
+def join(*, target: Target, token: str | None, token_file: str | None, **wanted: Any) -> None:
     """Join a cluster."""
     if (token is None) == (token_file is None):
         raise click.UsageError("name the token: --token TOKEN, or --token-file FILE")
-    admin = _admin(target)
     body = {name: value for name, value in wanted.items() if value}
-    body["token"] = token if token_file is None else token_file.readline().strip()
+    body["token"] = _read_token(token_file) if token is None else token
+    admin = _admin(target)
     answer = admin.request("POST", "/api/v1/cluster/join", body)
     status = _wait(
         admin, target,
@@ -118,6 +122,27 @@ def join(*, target: Target, token: str | None, token_file: TextIO | None, **want
         write_json(answer)
     else:
         write_raw(f"{status['node']} is in cluster {answer['cluster']}\n".encode())
+
+
+def _read_token(name: str | None) -> str:
+    """Return the token in a file; - is standard input. Raises click.UsageError."""
+    assert name is not None
+    try:
+        if name == "-":
+            line = standard_input().readline(TOKEN_BYTES_MAX)
+        else:
+            with Path(name).open("rb") as file:
+                line = file.readline(TOKEN_BYTES_MAX)
+    except OSError as error:
+        raise click.UsageError(
+            f"the token file {name} cannot be read: {error.strerror}. `dcpctl cluster token` on a "
+            "member prints the token"
+        ) from None
+    if not line.strip():
+        raise click.UsageError(
+            f"the token file {name} is empty. `dcpctl cluster token` on a member prints the token"
+        )
+    return line.decode(errors="replace").strip()
 
 
 @cluster.command(help=help_text("Print the token for new members.", "dcpctl cluster token"))

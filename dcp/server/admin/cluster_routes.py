@@ -12,7 +12,6 @@ The first two restart the node in its process: connections end, and it listens a
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeVar
 
 from dcp.server.admin.answers import AdminError, RouteSpec, json_answer, read_body
@@ -96,12 +95,14 @@ async def _called(ask: Callable[[], _T]) -> _T:
 
 async def _settled(done: Awaitable[_T], what: str) -> _T:
     """Return what a command returns, or answer why it is refused."""
-    from dcp.server.cluster.enrolment import EnrolmentError
+    from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 
     try:
         return await done
-    except EnrolmentError as error:
-        why, _, try_this = str(error).partition(". ")
+    except ClusterRefusedError as error:
         raise AdminError(
-            HTTPStatus.CONFLICT, what, why=why, try_this=try_this or "dcpctl cluster status"
+            error.status,
+            what,
+            why=error.why,
+            try_this=error.try_this or "`dcpctl cluster status` says more",
         ) from error

@@ -15,7 +15,8 @@ from dcp.server.cluster.becoming_member import (
     join_by_token,
     token_of,
 )
-from dcp.server.cluster.enrolment import EnrolmentError, NewCluster
+from dcp.server.cluster.cluster_refusal import ClusterRefusedError
+from dcp.server.cluster.enrolment import NewCluster
 from dcp.server.cluster.replicated_node import ReplicatedNode
 from dcp.server.operate.cluster_reports import (
     ClusterReport,
@@ -45,7 +46,7 @@ class ClusterOperations:
     async def init(
         self, *, copies: int, min_in_sync: int | None, meta: str, name: str, rack: str
     ) -> str:
-        """Make this node the first member; return the token. Raises EnrolmentError."""
+        """Make this node the first member; return the token. Raises ClusterRefusedError."""
         wanted = NewCluster(copies, min_in_sync)
         token = await init_cluster(
             self._newcomer, wanted, meta=meta, name=name, rack=rack, gate=self._gate
@@ -54,13 +55,15 @@ class ClusterOperations:
         return token.to_text()
 
     async def join(self, *, token: str, name: str, rack: str) -> str:
-        """Make this node one more member; return the cluster's id. Raises EnrolmentError."""
+        """Make this node one more member; return the cluster's id. Raises
+        ClusterRefusedError.
+        """
         content = await join_by_token(self._newcomer, token, name=name, rack=rack, gate=self._gate)
         self._restart()
         return content.cluster
 
     def token(self) -> str:
-        """Return the token for new members. Raises EnrolmentError."""
+        """Return the token for new members. Raises ClusterRefusedError."""
         return token_of(self._member().identity).to_text()
 
     # -- reports -----------------------------------------------------------------------------------
@@ -93,7 +96,7 @@ class ClusterOperations:
         )  # fmt: skip
 
     def map(self) -> list[PartitionReport]:
-        """Return the records of all partitions. Raises EnrolmentError on a node alone."""
+        """Return the records of all partitions. Raises ClusterRefusedError on a node alone."""
         view = self._member().session.view
         name = self._name_of
         return [
@@ -111,9 +114,10 @@ class ClusterOperations:
 
     def _member(self) -> ReplicatedNode:
         if self._replicated is None:
-            raise EnrolmentError(
-                "this node is in no cluster. `dcpctl cluster init` makes it the first one of a new "
-                "cluster, `dcpctl cluster join --token T` one more"
+            raise ClusterRefusedError(
+                "this node is in no cluster",
+                "`dcpctl cluster init` makes it the first one of a new cluster, `dcpctl cluster "
+                "join --token-file FILE` one more of another",
             )
         return self._replicated
 
