@@ -7,19 +7,16 @@ ask and tell (`MasterSide`).
 Invariants
 - a replica is admitted only in the epoch that both sides are on, and after the version of that
   epoch is on disk here;
-- clients are served only while the in-sync set confirms this master. Who is not served any more has
-  its streams ended, so that a consumer that reaches only a deposed master notices;
 - from the moment when a branch is asked for, the history floor does not rise above its seqno;
 - a record is changed by one write at a time, and from the moment of a handover's write nobody is
   served until its outcome is known;
-- at rest nothing is done for each partition. As long as `_settled` holds, all partitions are
-  served, and a look at each in-sync set and each feed says the same as one at each mastership.
+- at rest nothing is done for each partition (`dcp.replication.serving`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
+from functools import partial
 
 from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
@@ -27,8 +24,8 @@ from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
 from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import Followed, window_of
-from dcp.replication.handovers import GROUP_MAX, Handovers
-from dcp.replication.mastership import Mastership, ReplicationSettings, Service
+from dcp.replication.handovers import Handovers
+from dcp.replication.mastership import Mastership, ReplicationSettings
 from dcp.replication.messages import (
     FORMAT,
     Greeting,
@@ -39,6 +36,7 @@ from dcp.replication.messages import (
     versions_of,
 )
 from dcp.replication.replica_feed import ReplicaFeed
+from dcp.replication.serving import Serving
 from dcp.replication.shell_effects import BranchEnded, ReplicationEffect, StepDue
 from dcp.replication.successors import Successors
 from dcp.replication.whole_groups import WholeGroup, WholeGroups
@@ -47,8 +45,8 @@ from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
 from dcp.wire.status import Status
 from failover.fencing import refusal
-from failover.isr import confirmed_until_ns, may_answer_reads, serves_from_ns
-from failover.promotion import first_step, is_branch_done, may_send_back
+from failover.isr import serves_from_ns
+from failover.promotion import first_step, is_branch_done
 from failover.replication_record import ReplicationRecord, finish_branch, start_branch
 from failover.rollback import Question, decide
 from vbucket.engine.branch import BranchRefusedError, check_undo
@@ -58,12 +56,6 @@ from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_of
 from vbucket.store.environment import StoreDamagedError
-
-LOOK_NS_PER_PARTITION: Final = 20_000
-"""Pause between looks at partitions that are not served yet: ten times what a look costs."""
-LOOK_AT_ONCE: Final = 2 * GROUP_MAX
-"""So few are looked at whenever there may be news: a handover is under way."""
-_SERVED: Final = frozenset({Service.SERVING, Service.HANDING})
 
 
 class Leading:
@@ -102,24 +94,18 @@ class Leading:
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
         self.branches = AskedBranches(engine, self.masterships, member)
-        self._settled: tuple[object, ...] | None = None
-        """What was so when all partitions were served and nothing was under way; None: not so."""
         self._level_ns: dict[str, int] = {}
         """When members had all that was synced here, in all partitions that they follow."""
         self._rested_ns: dict[str, int] = {}
         """The same when nothing was done for each partition: then members in sync follow all."""
         self._ticked_ns = now_ns
-        self._is_leaving = False
         self._successors = Successors(view, member)
-        self.handovers = Handovers(self._fence)
-        self._unserved: set[int] = set()
-        """Partitions that were not served when they were looked at last."""
-        self._look_ns = 0
-        """When they are looked at again."""
+        self.serving = Serving(
+            engine, hub, view, member, self.masterships, self.feeds, self._wholes
+        )  # fmt: skip
+        self.handovers = Handovers(self.serving.fence)
         self.is_step_due = False
         """Whether the shell was asked for a step."""
-        self.fence_ns: int | None = None
-        """When the first partition is not confirmed any more; None: none is served so."""
 
     # -- epochs ------------------------------------------------------------------------------------
 
@@ -156,10 +142,10 @@ class Leading:
                 confirmed_ns, was_handed_over=record.handover is not None or was_master
             ),
             known_seqno=max(told_seqno, first.committed_seqno),
-            changed=self._wholes.mastership_changed,
+            changed=partial(self._mastership_changed, vb_id),
         )  # fmt: skip
         part.guard = mastership
-        self._unserved.add(vb_id)
+        self.serving.began(vb_id)
         self._preparing.add(vb_id)
         self.masterships[vb_id] = mastership
 
@@ -200,7 +186,7 @@ class Leading:
         mastership = self.masterships.pop(vb_id)
         mastership.want_branch(None)
         self.handovers.ended(vb_id, self._now_ns, is_handed=mastership.has_handed)
-        self._unserved.discard(vb_id)
+        self.serving.ended(vb_id)
         if self.handovers.is_under_way:
             self.step_due()
         self._wholes.mastership_changed()
@@ -212,6 +198,15 @@ class Leading:
         self._hub.fenced(vb_id)
         for feed in self.feeds.values():
             feed.end(vb_id)
+
+    def _mastership_changed(self, vb_id: int) -> None:
+        self._wholes.mastership_changed()
+        self.serving.changed(vb_id)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is done for each partition: all are calm."""
+        return not self.serving.restless()
 
     def group_synced(self, group: CommitGroup) -> Iterable[int]:
         """A group is on disk: replicas get its changes, wholly where all of it is in step.
@@ -241,8 +236,12 @@ class Leading:
                 self._preparing.discard(vb_id)
                 if mastership is not None:
                     mastership.become_ready()
-                    for feed in self.feeds.values():
-                        feed.decide_waiting(vb_id)
+                    self.decide_waiting(vb_id)
+
+    def decide_waiting(self, vb_id: int) -> None:
+        """A record or the beginning of an epoch is known here now: replicas may wait for that."""
+        for feed in self.feeds.values():
+            feed.decide_waiting(vb_id)
 
     def _changes_for_replicas(self, entries: Sequence[bytes]) -> dict[int, list[bytes]]:
         """Return partition -> what its replicas get of a group: changes, and floors. Versions come
@@ -289,6 +288,7 @@ class Leading:
         if older is not None:
             older.is_superseded = True
             older.close()
+            self.serving.all_changed()
         feed = ReplicaFeed(
             self._engine, told.member, self, schedule, now_ns=self._now_ns,
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
@@ -300,6 +300,7 @@ class Leading:
         """See MasterSide."""
         if self.feeds.get(feed.member) is feed:
             del self.feeds[feed.member]
+            self.serving.all_changed()
 
     def admit(
         self,
@@ -313,6 +314,8 @@ class Leading:
         part, mastership = self._engine.partitions[vb_id], self.masterships.get(vb_id)
         stored = self._view.partitions.get(vb_id)
         own_epoch = max(part.leader_epoch, 0 if stored is None else stored.content.record.epoch)
+        if told.epoch > own_epoch:
+            return None  # the replica has read the record first: it comes here, too
         why = refusal(own_epoch, told.epoch)
         if why is None and (mastership is None or mastership.epoch != told.epoch):
             why = f"vb {vb_id}: this node is not the master in epoch {told.epoch}"
@@ -370,7 +373,7 @@ class Leading:
 
     def confirmed(self, feed: ReplicaFeed) -> None:
         """See MasterSide."""
-        if self._unserved and self.feeds.get(feed.member) is feed:
+        if self.serving.has_unserved and self.feeds.get(feed.member) is feed:
             self.step_due()
 
     def note_acknowledged(self, mastership: Mastership) -> None:
@@ -379,71 +382,12 @@ class Leading:
             if given := feed.group_acknowledgement(mastership.part.vb_id):
                 mastership.acknowledged(feed.member, *given)
 
-    # -- what is served ----------------------------------------------------------------------------
+    # -- changes of records ------------------------------------------------------------------------
 
     def serve(self, now_ns: int) -> None:
         """Let each partition serve what it may, and find the next fence."""
         self._now_ns = now_ns
-        if self.is_settled and self._serve_on(now_ns):
-            return
-        alive, are_settled = self._view.alive, True
-        self.fence_ns = None
-        for mastership in self.masterships.values():
-            service = self._look_at(mastership)
-            are_settled &= service is Service.SERVING and mastership.is_settled(alive)
-        self._settled = self._state() if are_settled and not self._is_leaving else None
-
-    def _look_at(self, mastership: Mastership) -> Service | None:
-        """Let one partition serve what it may; note when it is fenced."""
-        until_ns = mastership.confirmed_until_ns(self._confirmations(mastership))
-        service = mastership.service(self._now_ns, until_ns)
-        self._set_service(mastership, service)
-        vb_id = mastership.part.vb_id
-        if service not in _SERVED:
-            self._unserved.add(vb_id)
-            return service
-        self._unserved.discard(vb_id)
-        if until_ns is not None:
-            fence_ns = self.fence_ns
-            self.fence_ns = until_ns if fence_ns is None else min(fence_ns, until_ns)
-        return service
-
-    def serve_more(self, now_ns: int) -> None:
-        """Let partitions serve that are not served yet, if there is news of them."""
-        self._now_ns = now_ns
-        if now_ns >= self._look_ns:
-            if len(self._unserved) > LOOK_AT_ONCE:
-                self._look_ns = now_ns + LOOK_NS_PER_PARTITION * len(self._unserved)
-            for vb_id in tuple(self._unserved):
-                self._look_at(self.masterships[vb_id])
-
-    def _state(self) -> tuple[object, ...]:
-        feeds = tuple((feed, feed.streams_revision) for feed in self.feeds.values())
-        return self._wholes.revision, feeds, frozenset(self._view.alive)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether all partitions were served when they were looked at last, and nothing has changed
-        that this depends on, but time and confirmations.
-        """
-        return self._settled is not None and self._settled == self._state()
-
-    def _serve_on(self, now_ns: int) -> bool:
-        """Find the next fence of partitions that are all served; False: some must not be."""
-        asked: dict[str, int] = {}
-        for member, feed in self.feeds.items():
-            asked_ns = feed.all_confirmed_ns()
-            if asked_ns is not None:
-                asked[member] = asked_ns
-        fences: list[int] = []
-        for in_sync in self._wholes.in_sync_sets():
-            until_ns = confirmed_until_ns(self._member, in_sync.members, asked)
-            if not may_answer_reads(now_ns, until_ns):
-                return False
-            if until_ns is not None:
-                fences.append(until_ns)
-        self.fence_ns = min(fences, default=None)
-        return True
+        self.serving.serve(now_ns)
 
     def _are_level(self) -> bool:
         """Whether no member of an in-sync set may have to leave it."""
@@ -455,41 +399,6 @@ class Leading:
         level.add(self._member)
         return all(in_sync.members <= level for in_sync in self._wholes.in_sync_sets())
 
-    def _confirmations(self, mastership: Mastership) -> dict[str, int]:
-        """Return member -> when it was asked the question that it confirmed last, of all copies."""
-        vb_id = mastership.part.vb_id
-        asked: dict[str, int] = {}
-        for member in mastership.record.copies:
-            feed = self.feeds.get(member)
-            asked_ns = None if feed is None else feed.confirmed_ns(vb_id)
-            if asked_ns is not None:
-                asked[member] = asked_ns
-        return asked
-
-    def _set_service(self, mastership: Mastership, service: Service | None) -> None:
-        part = mastership.part
-        was_active, may_serve = part.state == VbState.ACTIVE, service in _SERVED
-        part.may_send_back = may_send_back(
-            is_master=service is not Service.PREPARING, hw_seqno=part.committed_seqno,
-            epoch_start_seqno=mastership.epoch_start_seqno,
-        )  # fmt: skip
-        if may_serve and not was_active:
-            part.state = VbState.ACTIVE
-            self._engine.keyspace.tell_missing_events(part)
-        elif was_active and not may_serve:
-            self._fence(part)
-        why = mastership.why_writes_wait if may_serve else ""
-        if why:
-            part.hold_writes(Hold.REPLICATION, why)
-        else:
-            part.release_writes(Hold.REPLICATION)
-
-    def _fence(self, part: Partition) -> None:
-        part.state = VbState.FENCED
-        self._hub.fenced(part.vb_id)
-
-    # -- changes of records ------------------------------------------------------------------------
-
     def record_changes(
         self, records: Mapping[int, Stored[StoredPartition]], *, may_write: bool
     ) -> list[RecordChange]:
@@ -497,19 +406,22 @@ class Leading:
         takes. They must be written. Records that are not in `records` are left alone.
         """
         ticked_ns, self._ticked_ns = self._ticked_ns, self._now_ns
-        if self._are_level() and self.is_settled:
-            self._rested_ns = dict(self._level_ns)
-            return []
+        if not self._are_level():
+            self.serving.all_changed()
+        restless, left = self.serving.restless(), self.serving.take_left()
+        rested_ns, self._rested_ns = self._rested_ns, dict(self._level_ns)
         alive = self._view.alive
         heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
         changes: list[RecordChange] = []
-        for vb_id, mastership in self.masterships.items():
+        for vb_id in sorted(restless):
+            mastership = self.masterships[vb_id]
             if len(mastership.record.isr) < len(mastership.record.copies):
                 mastership.in_snapshot = frozenset(
                     member for member, feed in self.feeds.items() if feed.is_in_snapshot(vb_id)
                 )
             self.note_acknowledged(mastership)
-            mastership.rested(ticked_ns, self._rested_ns)
+            if vb_id in left:
+                mastership.rested(ticked_ns, rested_ns)
             record = mastership.changed_isr(self._now_ns, alive, heard_ns)
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
@@ -538,7 +450,7 @@ class Leading:
                 self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
                 return None
             return start_branch(record, wanted_branch)
-        if self._is_leaving:
+        if self.serving.is_leaving:
             record = self._successors.wanted(record)
         return self.handovers.next_record(mastership, record, self._now_ns)
 
@@ -595,10 +507,9 @@ class Leading:
 
     def leave(self) -> None:
         """Hand over all partitions: this node is about to stop."""
-        self._is_leaving = True
-        self._settled = None
+        self.serving.is_leaving = True
 
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
         """See `AskedBranches.want`."""
-        self._settled = None
+        self.serving.changed(vb_id)
         return self.branches.want(vb_id, seqno, vb_uuid)

@@ -27,7 +27,7 @@ class MasterSide(Protocol):
         opaque: int,
     ) -> FeedAnswer | None:
         """Decide about a replica's stream request; open the stream if it may continue. None: it is
-        decided when the beginning of the epoch is on disk here (`ReplicaFeed.decide_waiting`).
+        decided when the epoch is known here, and its beginning on disk (`decide_waiting`).
         """
 
     def acknowledged(self, member: str, followed: Sequence[Followed]) -> None:

@@ -213,6 +213,7 @@ class ReplicationCore:
         else:
             mastership.take_record(record)
             self._raise_watermarks((vb_id,))
+        self.leading.decide_waiting(vb_id)
         if (ended := self.leading.branches.ended(vb_id, record)) is not None:
             self._effects.append(ended)
 
@@ -307,7 +308,7 @@ class ReplicationCore:
         """Fence the partitions that are not confirmed any more, and mark those whose master is not
         heard. Call it before every batch: the process may have been stopped since the last tick.
         """
-        fence_ns = self.leading.fence_ns
+        fence_ns = self.leading.serving.fence_ns
         if fence_ns is not None and now_ns >= fence_ns:
             self.leading.serve(now_ns)
         if now_ns >= self._unheard_from_ns:
@@ -325,8 +326,8 @@ class ReplicationCore:
             for vb_id, stored in self._records.items():
                 if vb_id not in masterships:
                     self.following.follow(vb_id, stored.content.record, now_ns)
-        lagging = self._commits.lagging if self.leading.is_settled else masterships
-        self._raise_watermarks(tuple(lagging))
+        restless = self.leading.serving.restless()
+        self._raise_watermarks(self._commits.lagging.keys() | restless)
         self.leading.serve(now_ns)
         self._mark_unheard()
         self._note_followed()
@@ -341,7 +342,7 @@ class ReplicationCore:
         """
         self._now_ns = now_ns
         self.leading.is_step_due = False
-        self.leading.serve_more(now_ns)
+        self.leading.serving.serve_more(now_ns)
         self._note_followed()
         if self.leading.handovers.is_under_way and self._session.may_write:
             changes = self.leading.handover_changes(now_ns, self._trusted())

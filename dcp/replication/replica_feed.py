@@ -128,6 +128,8 @@ class ReplicaFeed:
         """Partitions that were all found to be in step; None: some have left since."""
         self.streams_revision = 0
         """Rises when a stream is opened, closed or ended."""
+        self._changed: set[int] = set()
+        """Partitions whose stream was, since that was asked last."""
         self._newest_opaque = 0
         """Of the stream requests that were answered OK."""
         self._group_seqnos: dict[int, int] = {}
@@ -221,6 +223,7 @@ class ReplicaFeed:
 
     def _drop(self, vb_id: int) -> FedStream | None:
         self.streams_revision += 1
+        self._changed.add(vb_id)
         self._in_step.discard(vb_id)
         self._takes_all_of = None
         self._group_seqnos.pop(vb_id, None)
@@ -233,6 +236,11 @@ class ReplicaFeed:
         if stream is not None:
             self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.STATE_CHANGED))
             self._schedule()
+
+    def take_changed(self) -> set[int]:
+        """Return the partitions whose stream was opened, closed or ended since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def is_in_snapshot(self, vb_id: int) -> bool:
         """Whether the replica has only a part of a snapshot of a partition."""

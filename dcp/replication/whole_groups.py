@@ -139,11 +139,11 @@ class WholeGroups:
         self.revision += 1
         self._is_stale = True
 
-    def in_sync_sets(self) -> Iterable[InSyncSet]:
-        """Return the in-sync sets that there are."""
+    def in_sync_sets(self) -> Mapping[InSyncSet, set[int]]:
+        """Return the in-sync sets that there are, each with its partitions."""
         if self._is_stale:
             self._group_by_set()
-        return self._sets.keys()
+        return self._sets
 
     def begin(self, group: CommitGroup) -> WholeGroup | None:
         """Return a synced group as replicas get it; None: it goes section by section, if any of it

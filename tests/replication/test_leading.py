@@ -67,7 +67,7 @@ def test_a_promoted_replica_waits_until_its_own_confirmation_has_lapsed() -> Non
 def test_a_stopped_process_answers_nothing_stale() -> None:
     cluster = serving()
     a = cluster.a
-    fence_ns = a.core.leading.fence_ns
+    fence_ns = a.core.leading.serving.fence_ns
     assert fence_ns is not None
     a.core.check_fence(fence_ns - 1)
     assert a.part.state == VbState.ACTIVE
@@ -144,7 +144,7 @@ def test_writers_are_held_back_and_it_is_given_up_in_the_end() -> None:
     cluster.a.commit()
     cluster.write(want(cluster.record, "b"))
     fresh_ns = {"b": cluster.now_ns + 10 * S}
-    cluster.a.core.leading._confirmations = lambda mastership: fresh_ns  # type: ignore[method-assign]
+    cluster.a.core.leading.serving.confirmations = lambda mastership: fresh_ns  # type: ignore[method-assign]
     heard = cluster.a.core.leading.feeds["b"]
     cluster.tick("a")
     assert cluster.a.mastership.service(cluster.now_ns, None) is Service.HANDING
@@ -347,7 +347,7 @@ def test_at_rest_a_master_is_fenced_when_a_confirmation_lapses() -> None:
     cluster = serving("abc")
     cluster.run(5 * S)
     assert cluster.a.core.leading.is_settled
-    fence_ns = cluster.a.core.leading.fence_ns
+    fence_ns = cluster.a.core.leading.serving.fence_ns
     assert fence_ns is not None
     assert cluster.now_ns < fence_ns <= cluster.now_ns + CONFIRMATION_NS
     cluster.a.core.check_fence(fence_ns)

@@ -346,7 +346,7 @@ class ClusterNode(SingleNode):
         mastership = leading.masterships.get(vb_id)
         if mastership is None or self.engine.partitions[vb_id].state != VbState.ACTIVE:
             return False
-        until_ns = mastership.confirmed_until_ns(leading._confirmations(mastership))
+        until_ns = mastership.confirmed_until_ns(leading.serving.confirmations(mastership))
         return mastership.service(now_ns, until_ns) in {Service.SERVING, Service.HANDING}
 
     def open_streams(self) -> list[tuple[int, str]]:

@@ -75,8 +75,8 @@ USERS_TURNS: Final = 100
 """Ticks between attempts to write users that could not be written."""
 LEAVE_S: Final = 20.0
 """How long a stop may take to hand over."""
-LEAVE_TICK_S: Final = 0.02
-"""Time between ticks meanwhile: writes of a partition wait for its handover."""
+LEAVE_TICK_S: Final = 0.05
+"""Time between looks whether that is done."""
 OWNER_RETRY_S: Final = 0.5
 """Time between attempts to ask the metadata store whose it is."""
 MAP_S: Final = 0.01
@@ -276,18 +276,13 @@ class ReplicatedNode:
         await self._until(until_ns, lambda: not self._is_in_sync())
 
     async def _until(self, until_ns: int, is_so: Callable[[], bool]) -> None:
-        """Let time pass fast until something is so, and while there is somebody to take over."""
+        """Wait until something is so, while there is somebody to take over."""
         view = self.session.view
         while not self._is_stopped and not is_so() and elapsed_ns() < until_ns:
             others = [name for name in view.members if name != self.member]
             if self.access.trouble or not any(map(view.stays, others)):
                 return
-            self._guarded(self._hurry)
             await asyncio.sleep(LEAVE_TICK_S)
-
-    def _hurry(self) -> None:
-        self.core.tick(elapsed_ns())
-        self._carry_out()
 
     def _is_in_sync(self) -> bool:
         """Whether a master waits for this node."""
