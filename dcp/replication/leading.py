@@ -189,7 +189,7 @@ class Leading:
         self.serving.ended(vb_id)
         if self.handovers.is_under_way:
             self.step_due()
-        self._wholes.mastership_changed()
+        self._wholes.mastership_changed(vb_id)
         part = self._engine.partitions[vb_id]
         part.state = VbState.REPLICA
         part.may_send_back = False
@@ -200,7 +200,7 @@ class Leading:
             feed.end(vb_id)
 
     def _mastership_changed(self, vb_id: int) -> None:
-        self._wholes.mastership_changed()
+        self._wholes.mastership_changed(vb_id)
         self.serving.changed(vb_id)
 
     @property

@@ -59,7 +59,7 @@ from dcp.replication.messages import (
     unpack_ack,
 )
 from dcp.replication.sent_messages import Sent, SentWhole
-from dcp.replication.whole_groups import WholeGroup
+from dcp.replication.whole_groups import Changes, WholeGroup
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import (
@@ -126,10 +126,10 @@ class ReplicaFeed:
         self._in_step: set[int] = set()
         self._takes_all_of: frozenset[int] | None = None
         """Partitions that were all found to be in step; None: some have left since."""
-        self.streams_revision = 0
-        """Rises when a stream is opened, closed or ended."""
-        self._changed: set[int] = set()
-        """Partitions whose stream was, since that was asked last."""
+        self._changes = Changes()
+        """Of streams that are opened, closed or ended."""
+        self._told_changes = 0
+        """The last revision of these that `take_changed` has told."""
         self._newest_opaque = 0
         """Of the stream requests that were answered OK."""
         self._group_seqnos: dict[int, int] = {}
@@ -188,7 +188,7 @@ class ReplicaFeed:
     def _refuse_waiting(self, vb_id: int) -> None:
         request = self._waiting.pop(vb_id, None)
         if request is not None:
-            self._answer(request, FeedAnswer(Status.X_FENCED, b"another request came, or epoch"))
+            self._answer(request, FeedAnswer(Status.X_FENCED, b""))
 
     def _answer(self, request: Frame, answer: FeedAnswer) -> None:
         status, value = answer
@@ -222,8 +222,7 @@ class ReplicaFeed:
         self._drop(vb_id)
 
     def _drop(self, vb_id: int) -> FedStream | None:
-        self.streams_revision += 1
-        self._changed.add(vb_id)
+        self._changes.note(vb_id)
         self._in_step.discard(vb_id)
         self._takes_all_of = None
         self._group_seqnos.pop(vb_id, None)
@@ -239,8 +238,8 @@ class ReplicaFeed:
 
     def take_changed(self) -> set[int]:
         """Return the partitions whose stream was opened, closed or ended since the last call."""
-        changed, self._changed = self._changed, set()
-        return changed
+        told, self._told_changes = self._told_changes, self._changes.revision
+        return self._changes.since(told)
 
     def is_in_snapshot(self, vb_id: int) -> bool:
         """Whether the replica has only a part of a snapshot of a partition."""
@@ -304,7 +303,7 @@ class ReplicaFeed:
         self._untold[group.number] = self._number
         if len(self._untold) > TOLD_GROUPS_MAX:
             self._given_up = self._untold.pop(next(iter(self._untold)))
-        whole = SentWhole(group, seqnos, self.streams_revision)
+        whole = SentWhole(group, seqnos, self._changes.revision)
         self._sent.append(Sent(self._number, cost, whole=whole))
         self._sent_bytes += cost
         return True
@@ -343,7 +342,10 @@ class ReplicaFeed:
         """Partitions of a whole group are committed; the replica is told with the next message."""
         seqnos = group.sent_to.get(self.member)
         number = self._untold.get(group.number)
-        is_all = seqnos is committed or (seqnos is not None and seqnos.keys() <= committed.keys())
+        # What the replica does not follow any more, it does not commit by number either.
+        is_all = seqnos is committed or (
+            seqnos is not None and self._streams.keys().isdisjoint(seqnos.keys() - committed.keys())
+        )
         if number is None or not is_all:
             self.hw_rose(group.seqnos.keys() & committed.keys())
             return
@@ -543,12 +545,8 @@ class ReplicaFeed:
             sent = self._sent.popleft()
             self._sent_bytes -= sent.cost
             if sent.whole is not None:
-                if sent.whole.streams_revision == self.streams_revision:
-                    self._group_seqnos.update(sent.whole.seqnos)
-                    wholes.append(sent.whole.group)
-                else:
-                    del sent.whole.group.sent_to[self.member]  # it does not count as a whole
-                    newest |= self._still_followed(sent.number, sent.whole.seqnos)
+                newest |= self._take_whole(sent.number, sent.whole)
+                wholes.append(sent.whole.group)
             for stream, each in sent.followed:
                 # A stream that was closed and opened again may have left this message out.
                 if self._streams.get(each.vb_id) is stream:
@@ -564,10 +562,18 @@ class ReplicaFeed:
         if self.has_output:
             self._schedule()
 
-    def _still_followed(self, number: int, seqnos: Mapping[int, int]) -> dict[int, Followed]:
-        """Return what a message brought for streams that were open then and are now."""
+    def _take_whole(self, number: int, sent: SentWhole) -> dict[int, Followed]:
+        """Take note that a whole group is acknowledged; return what of it goes one by one."""
+        if sent.streams_revision == self._changes.revision:
+            self._group_seqnos.update(sent.seqnos)
+            return {}
+        changed = self._changes.since(sent.streams_revision)
+        sent.group.leave_out(changed)
         found: dict[int, Followed] = {}
-        for vb_id, seqno in seqnos.items():
+        for vb_id, seqno in sent.seqnos.items():
+            if vb_id not in changed:
+                self._group_seqnos[vb_id] = seqno
+                continue
             stream = self._streams.get(vb_id)
             if stream is not None and stream.opened_number < number:
                 found[vb_id] = Followed(vb_id, stream.epoch, seqno)
@@ -576,7 +582,8 @@ class ReplicaFeed:
     def close(self) -> None:
         """The connection is gone, or a newer link of the member has come."""
         self._is_closed = True
-        self.streams_revision += 1
+        for vb_id in self._streams:
+            self._changes.note(vb_id)
         for sent in self._sent:
             if sent.whole is not None:
                 del sent.whole.group.sent_to[self.member]
