@@ -32,12 +32,12 @@ from typing import Any, Final, NamedTuple
 
 from benchmarks import workload
 from benchmarks.answers import SET_ANSWER_BYTES, AnswerError
+from benchmarks.cluster_map import OP_GET_CLUSTER_CONFIG, masters_of
 from benchmarks.histogram import Histogram
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 FEATURES: Final = (*workload.FEATURES, 0x0C, 0x0D, 0x1E)
 """Besides those of every benchmark: the node pushes whole maps, and repeats none in a refusal."""
-OP_GET_CLUSTER_CONFIG: Final = 0xB5
 SERVER_REQUEST: Final = 0x82
 RETRY_S: Final = 0.005
 RECONNECT_S: Final = 0.05
@@ -291,15 +291,10 @@ class ClusterLoad:
         found = _REVISION.search(body[:64])
         if found is None or int(found[1]) <= self._revision:
             return
-        document = json.loads(body)
-        self._revision = document["rev"]
+        self._revision = int(found[1])
         self._maps += 1
-        placed = document["vBucketServerMap"]
-        ports = [int(server.rpartition(":")[2]) for server in placed["serverList"]]
-        self._ports = sorted({*self._ports, *ports})
-        self._masters = [
-            ports[chain[0]] if chain[0] >= 0 else 0 for chain in placed["vBucketMap"]
-        ]  # fmt: skip
+        self._masters = masters_of(body)
+        self._ports = sorted({*self._ports, *self._masters} - {0})
 
     def _answered(self, op: Op, now_s: float) -> None:
         took_s = now_s - op.due_s
