@@ -17,7 +17,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from dcp.replication.mastership import Mastership
@@ -29,6 +29,9 @@ GROUP_MAX: Final = 16
 work for each partition; 1,024 partitions are handed over within some seconds."""
 HANDING_NS_MAX: Final = 2_000_000_000
 """A handover that has not happened after so long is given up, and tried again later."""
+DRAINED_NS_MAX: Final = 30_000_000
+"""How long the held partitions wait for each other's changes to be committed: they share a
+transaction, and who misses it waits for the next one."""
 FOLLOWED_NS_MAX: Final = 200_000_000
 """How long the next partitions wait for one that is handed over: its new master may be slow."""
 
@@ -55,12 +58,22 @@ class Handovers:
         room = max(0, GROUP_MAX - len(self._held) - len(self._handed))
         return [*self._held, *list(self._waiting)[:room]]
 
+    def may_write(self, now_ns: int, masterships: Mapping[int, Mastership]) -> bool:
+        """Whether those that can be handed over now should be: all are drained, or time is up."""
+        held = [masterships[vb_id] for vb_id in self._held if vb_id in masterships]
+        return all(
+            each.part.committed_seqno == each.part.high_seqno
+            or now_ns - each.handing_since_ns >= DRAINED_NS_MAX
+            for each in held
+        )
+
     def next_record(
-        self, mastership: Mastership, record: ReplicationRecord, now_ns: int
+        self, mastership: Mastership, record: ReplicationRecord, now_ns: int, *, may_write: bool
     ) -> ReplicationRecord | None:
         """Return the record after the handover to the wanted master; None: not yet, or not wanted.
 
-        The record must be written: the partition is fenced.
+        The record must be written: the partition is fenced. With `may_write` False writers are held
+        back, and that is all.
         """
         part, wanted = mastership.part, record.wanted_master
         if wanted is None or wanted not in record.isr or part.state != VbState.ACTIVE:
@@ -79,7 +92,7 @@ class Handovers:
         elif now_ns - mastership.handing_since_ns > HANDING_NS_MAX:
             self._release(mastership)
             return None
-        if part.committed_seqno < part.high_seqno:
+        if part.committed_seqno < part.high_seqno or not may_write:
             return None
         mastership.has_handed = True
         self._fence(part)

@@ -104,6 +104,8 @@ class Leading:
             engine, hub, view, member, self.masterships, self.feeds, self._wholes
         )  # fmt: skip
         self.handovers = Handovers(self.serving.fence)
+        self._may_hand_over = False
+        """Whether the handovers that are ready are to be written now."""
         self.is_step_due = False
         """Whether the shell was asked for a step."""
 
@@ -432,6 +434,10 @@ class Leading:
             record = record or self._next_record(mastership)
             if record is not None:
                 changes.append(self._change(mastership, record, records[vb_id]))
+        if may_write and not changes and self.handovers.is_under_way:
+            changes = self.handover_changes(self._now_ns, records)
+        elif self.handovers.is_under_way:
+            self.step_due()
         return changes
 
     def _next_record(self, mastership: Mastership) -> ReplicationRecord | None:
@@ -452,13 +458,23 @@ class Leading:
             return start_branch(record, wanted_branch)
         if self.serving.is_leaving:
             record = self._successors.wanted(record)
-        return self.handovers.next_record(mastership, record, self._now_ns)
+        return self.handovers.next_record(
+            mastership, record, self._now_ns, may_write=self._may_hand_over
+        )
 
     def handover_changes(
         self, now_ns: int, records: Mapping[int, Stored[StoredPartition]]
     ) -> list[RecordChange]:
         """Return the handovers that are due now, before the next tick. They must be written."""
         self._now_ns = now_ns
+        self._may_hand_over = False
+        self._next_handovers(records)
+        self._may_hand_over = self.handovers.may_write(now_ns, self.masterships)
+        changes = self._next_handovers(records)
+        self._may_hand_over = False
+        return changes
+
+    def _next_handovers(self, records: Mapping[int, Stored[StoredPartition]]) -> list[RecordChange]:
         changes: list[RecordChange] = []
         for vb_id in self.handovers.due():
             mastership = self.masterships.get(vb_id)

@@ -9,7 +9,12 @@ import pytest
 
 from dcp.cluster.effects import Notice
 from dcp.cluster.metastore import OutcomeUnknown
-from dcp.replication.handovers import FOLLOWED_NS_MAX, GROUP_MAX, HANDING_NS_MAX
+from dcp.replication.handovers import (
+    DRAINED_NS_MAX,
+    FOLLOWED_NS_MAX,
+    GROUP_MAX,
+    HANDING_NS_MAX,
+)
 from dcp.replication.mastership import Service
 from dcp.replication.messages import FORMAT, Greeting, encode
 from dcp.replication.shell_effects import BranchEnded, StepDue
@@ -394,11 +399,13 @@ def test_handovers_go_in_groups_and_hold_the_writers_of_no_other_partition() -> 
         other = others[vb_id] = copy(one)
         other.part = part
         part.committed_seqno = part.high_seqno - 1
-        assert handovers.next_record(other, record, cluster.now_ns) is None
+        assert handovers.next_record(other, record, cluster.now_ns, may_write=True) is None
     assert [vb for vb, each in others.items() if each.part.holds] == list(range(GROUP_MAX))
     assert handovers.due() == list(range(GROUP_MAX)), "the rest waits for room"
     others[0].part.committed_seqno += 1
-    assert handovers.next_record(others[0], record, cluster.now_ns) is not None
+    assert not handovers.may_write(cluster.now_ns, others), "they share a transaction"
+    assert handovers.may_write(cluster.now_ns + DRAINED_NS_MAX, others)
+    assert handovers.next_record(others[0], record, cluster.now_ns, may_write=True) is not None
     handovers.ended(0, cluster.now_ns, is_handed=True)
     assert GROUP_MAX not in handovers.due(), "its new master does not serve yet"
     handovers.note_followed(cluster.now_ns, lambda vb_id: vb_id == 0)
