@@ -162,6 +162,7 @@ def measure_gaps(report: Report, options: argparse.Namespace, folder: Path, how:
     """Nodes die under load; each comes back, and then another one dies."""
     gaps: list[float] = []
     with Nodes(folder / how) as nodes:
+        nodes.masters_return_soon()
         for _ in range(options.rounds):
             name = max(VICTIMS, key=lambda name: nodes.masters()[name])
             node = nodes.nodes[name]
@@ -182,7 +183,7 @@ def measure_gaps(report: Report, options: argparse.Namespace, folder: Path, how:
                 node.start()
             else:
                 nodes.thaw(name)
-            nodes.settle(3, is_even=False)
+            nodes.settle(3)
     seen = Histogram()
     for gap in gaps:
         seen.add(int(1000 * gap))
@@ -204,6 +205,7 @@ def measure_freeze(report: Report, options: argparse.Namespace, folder: Path) ->
 def measure_sdk(report: Report, options: argparse.Namespace, folder: Path) -> None:
     """SIGKILL, as users of the official SDK see it."""
     with Nodes(folder / "sdk") as nodes:
+        nodes.masters_return_soon()
         for _ in range(options.rounds):
             name = max(VICTIMS, key=lambda name: nodes.masters()[name])
             timer = threading.Timer(BEFORE_SECONDS, nodes.nodes[name].kill)
@@ -214,7 +216,7 @@ def measure_sdk(report: Report, options: argparse.Namespace, folder: Path) -> No
             report.add(CLUSTER, "kill, longest upsert of the SDK", longest_ms / 1000, unit="s",
                        more_is_better=False)  # fmt: skip
             nodes.nodes[name].start()
-            nodes.settle(3, is_even=False)
+            nodes.settle(3)
 
 
 def measure_slow(report: Report, options: argparse.Namespace, folder: Path) -> None:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
 from benchmarks.peers import descendants
-from clients.testing import DcpServer
+from clients.testing import DcpServer, ServerRefusedError
 
 SETTLE_SECONDS: Final = 120.0
 """A busy machine starts three nodes within 20 s."""
@@ -86,6 +87,21 @@ class Nodes:
         """Return the leader epoch of each partition."""
         rows = self.nodes[name].ask("GET", "/api/v1/cluster/map")
         return {row["vb"]: row["epoch"] for row in rows}
+
+    def masters_return_soon(self) -> None:
+        """Let nodes get their masters back a second after they are in sync: rounds are short."""
+        with suppress(ServerRefusedError):  # an older version waits for a minute
+            self.nodes["a"].ask("POST", "/api/v1/cluster/set", {"masters_return_s": 1})
+
+    def rebalance(self) -> bool:
+        """Spread copies and masters over all nodes; False: this version cannot."""
+        try:
+            self.nodes["a"].ask("POST", "/api/v1/cluster/rebalance", {})
+        except ServerRefusedError as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                return False
+            raise
+        return True
 
     def settle(self, copies: int, name: str = "a", *, is_even: bool = True) -> None:
         """Return once all copies are in sync and each node is master of its share."""
