@@ -174,10 +174,10 @@ class ClusterLoad:
 
     def run(self, seconds: float) -> dict[str, Any]:
         """Write for so long, or until told to stop; return what was seen."""
-        self._selector.register(sys.stdin, selectors.EVENT_READ)
-        os.set_blocking(sys.stdin.fileno(), False)
         while not all(self._masters):
             self._turn(time.monotonic())
+        self._selector.register(sys.stdin, selectors.EVENT_READ)
+        os.set_blocking(sys.stdin.fileno(), False)
         self._began_s = began_s = time.monotonic()
         cpu_s, issued, is_over = time.process_time(), 0, False
         while not is_over and (now_s := time.monotonic()) < began_s + seconds:
