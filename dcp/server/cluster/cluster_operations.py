@@ -79,7 +79,7 @@ class ClusterOperations:
             node=replicated.identity.name,
             cluster=replicated.identity.cluster,
             copies=0 if cluster is None else cluster.copies,
-            min_in_sync=replicated.identity.min_in_sync,
+            min_in_sync=None if cluster is None else cluster.min_in_sync,
             coordinator=None if leader is None else self._name_of(leader),
             store=StoreReport(
                 url=replicated.access.url, trouble=replicated.access.trouble,
