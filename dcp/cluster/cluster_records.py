@@ -102,6 +102,8 @@ class MemberRecord(_Record, frozen=True, kw_only=True):
     kv_tls_port: int = 0
     """0: none."""
     admin_tls_port: int = 0
+    owns_store: bool = False
+    """Whether the embedded metadata store is in its folder."""
 
 
 class ReportedPartition(NamedTuple):

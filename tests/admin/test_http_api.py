@@ -90,6 +90,7 @@ CALLS = (
     Call("DELETE", "/api/v1/users/{name}", None, 404),
     Call("GET", "/api/v1/cluster/status"),
     Call("GET", "/api/v1/cluster/map", None, 409),
+    Call("GET", "/api/v1/cluster/receipts"),
     Call("POST", "/api/v1/cluster/token", {}, 409),
     Call("POST", "/api/v1/cluster/init", {"copies": 9}, 409),
     Call("POST", "/api/v1/cluster/join", {"token": "of no cluster"}, 409),

@@ -5,6 +5,7 @@
     POST /api/v1/cluster/token    the token for new members
     GET  /api/v1/cluster/status   nodes, copies, what is wrong
     GET  /api/v1/cluster/map      the record of each partition
+    GET  /api/v1/cluster/receipts loss receipts in the data folder of this node
 
 The first two restart the node in its process: connections end, and it listens again at once.
 """
@@ -22,6 +23,7 @@ from dcp.server.operate.cluster_reports import (
     JoinAnswer,
     JoinRequest,
     PartitionReport,
+    ReceiptsReport,
     TokenAnswer,
 )
 
@@ -64,6 +66,9 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
     async def map_(_request: Request) -> Response:
         return json_answer(await _settled(_called(commands().map), "there is no map"))
 
+    async def receipts(_request: Request) -> Response:
+        return json_answer(await commands().receipts())
+
     path = "/api/v1/cluster"
     return [
         RouteSpec(
@@ -85,6 +90,10 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
         RouteSpec(
             "GET", f"{path}/map", map_, answer=list[PartitionReport],
             summary="Return the record of each partition.",
+        ),
+        RouteSpec(
+            "GET", f"{path}/receipts", receipts, answer=ReceiptsReport,
+            summary="Return the loss receipts in the data folder of this node.",
         ),
     ]  # fmt: skip
 

@@ -69,6 +69,7 @@ def own_record(replicated: ReplicatedNode, settings: Settings, ports: Ports) -> 
         member=replicated.member, address=address_of(settings, ports.kv),
         name=replicated.identity.name, rack=replicated.identity.rack, admin_port=ports.admin,
         kv_tls_port=ports.kv_tls, admin_tls_port=ports.admin_tls,
+        owns_store=replicated.identity.owns_store,
     )  # fmt: skip
 
 
