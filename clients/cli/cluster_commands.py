@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import click
 
+from clients.cli import cluster_changes
 from clients.cli.admin_api import AdminClient
 from clients.cli.cluster_nodes import STATUS_PATH, admin_of_named
 from clients.cli.cluster_status_command import receipts, status, words
@@ -44,8 +45,8 @@ def cluster() -> None:
     """Make clusters of nodes, and see how they are."""
 
 
-cluster.add_command(status)
-cluster.add_command(receipts)
+for _command in (status, receipts, *cluster_changes.COMMANDS):
+    cluster.add_command(_command)
 
 
 @cluster.command(

@@ -17,7 +17,7 @@ _NODE_COLUMNS: Final = (
     ("name", "node"),
     ("address", "address"),
     ("rack", "rack"),
-    ("is_alive", "up"),
+    ("state", "state"),
     ("roles", "role"),
     ("masters", "master of"),
     ("copies", "copies"),
@@ -83,6 +83,7 @@ def _put_together(found: dict[str, Any], answers: Answers) -> None:
         node["behind_partitions"] = sum(lag["behind_partitions"] for lag in own)
         node["behind_changes"] = sum(lag["behind_changes"] for lag in own)
         node["answers"] = node["name"] not in answers.errors
+        node["state"] = _state_of(node)
     found["unwritable"] = _merged(entry for report in reports for entry in report["unwritable"])
     alive = {node["name"] for node in found["nodes"] if node["is_alive"]}
     found["problems"] += [
@@ -93,6 +94,14 @@ def _put_together(found: dict[str, Any], answers: Answers) -> None:
         for name, error in sorted(answers.errors.items())
         if name in alive
     ]
+
+
+def _state_of(node: dict[str, Any]) -> str:
+    if not node["is_alive"]:
+        return "down"
+    if node["is_leaving"]:
+        return "stopping"
+    return "drained" if node["is_drained"] else "up"
 
 
 def _merged(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -116,6 +125,13 @@ def _write_status(found: dict[str, Any], mode: str) -> None:
     )
     rows = [[words(node[name]) for name, _ in _NODE_COLUMNS] for node in found["nodes"]]
     write_rows(mode, _NODE_COLUMNS, rows)
+    if plan := found["plan"]:
+        _line(
+            f"under way: {plan['what']}, {plan['done']} of {plan['partitions']} partitions done, "
+            f"{plan['filling']} copies being filled, {plan['handovers']} masters to hand over"
+        )
+        for name, count in plan["waits_for"].items():
+            _line(f"  {count} copies wait for {name}, which is down")
     for entry in found["unwritable"]:
         _line(f"! no writes in {entry['count']} partitions ({entry['vbs']}): {entry['why']}")
         _line(f"  try: {entry['try']}")

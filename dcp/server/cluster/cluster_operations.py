@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
+from dcp.cluster.request_answers import name_of
 from dcp.server.cluster.becoming_member import (
     Gate,
     NewMember,
@@ -16,8 +17,9 @@ from dcp.server.cluster.becoming_member import (
     join_by_token,
     token_of,
 )
+from dcp.server.cluster.cluster_changes import ClusterChanges
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
-from dcp.server.cluster.cluster_status import cluster_report, name_of
+from dcp.server.cluster.cluster_status import cluster_report
 from dcp.server.cluster.enrolment import NewCluster
 from dcp.server.cluster.receipt_files import receipts_in
 from dcp.server.cluster.replicated_node import ReplicatedNode
@@ -68,6 +70,11 @@ class ClusterOperations:
         """Return the token for new members. Raises ClusterRefusedError."""
         return token_of(self._member().identity).to_text()
 
+    @property
+    def changes(self) -> ClusterChanges:
+        """What operators may ask of a cluster. Raises ClusterRefusedError on a node alone."""
+        return ClusterChanges(self._member())
+
     # -- reports -----------------------------------------------------------------------------------
 
     def status(self) -> ClusterReport:
@@ -88,7 +95,7 @@ class ClusterOperations:
         name = partial(name_of, view)
         return [
             PartitionReport(
-                vb=vb_id, epoch=record.epoch,
+                vb=vb_id, epoch=record.epoch, unclean_epoch=record.unclean_epoch,
                 master=None if record.master is None else name(record.master),
                 wanted_master=None if record.wanted_master is None else name(record.wanted_master),
                 copies=[name(member) for member in record.copies],

@@ -10,7 +10,9 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcp.cluster.cluster_view import ClusterView
+from dcp.cluster.request_answers import name_of
 from dcp.replication.leading_report import Unwritable, follower_lags, unwritable
+from dcp.server.cluster.cluster_changes import plan_progress
 from dcp.server.cluster.cluster_problems import problems_of
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.operate.cluster_reports import (
@@ -54,7 +56,7 @@ def cluster_report(replicated: ReplicatedNode) -> ClusterReport:
         node=replicated.identity.name,
         cluster=replicated.identity.cluster,
         copies=0 if cluster is None else cluster.copies,
-        min_in_sync=replicated.identity.min_in_sync,
+        min_in_sync=None if cluster is None else cluster.min_in_sync,
         coordinator=None if leader is None else name_of(view, leader),
         store=store,
         nodes=nodes,
@@ -63,14 +65,9 @@ def cluster_report(replicated: ReplicatedNode) -> ClusterReport:
         in_sync_sizes={str(size): sizes[size] for size in sorted(sizes)},
         followers=_followers(replicated),
         unwritable=blocked,
+        plan=plan_progress(view),
         problems=problems_of(view, nodes, store, replicated.wrong_store),
     )
-
-
-def name_of(view: ClusterView, member: str) -> str:
-    """Return what operators call a member."""
-    stored = view.members.get(member)
-    return member if stored is None or not stored.content.name else stored.content.name
 
 
 def _nodes(view: ClusterView) -> list[NodeReport]:
@@ -93,6 +90,7 @@ def _nodes(view: ClusterView) -> list[NodeReport]:
                 admin_port=told.admin_port, admin_tls_port=told.admin_tls_port, rack=told.rack,
                 is_alive=alive is not None,
                 is_leaving=alive is not None and alive.content.is_leaving,
+                is_drained=told.is_drained,
                 roles=[role for role, has_it in roles.items() if has_it],
                 masters=masters[member], copies=copies[member], in_sync=in_sync[member],
                 filling=filling[member],

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
+from dcp.server.operate.cluster_requests import PlanProgress
 from dcp.server.operate.reports import Count, UnixTime, VbId
 from vbucket.model.ids import NUM_VBUCKETS
 
@@ -59,6 +60,7 @@ class NodeReport(Struct, frozen=True, kw_only=True):
     rack: str
     is_alive: bool
     is_leaving: Annotated[bool, Meta(description="It is about to stop, and hands over.")]
+    is_drained: Annotated[bool, Meta(description="It gets no copies and no masters.")]
     roles: Annotated[
         list[str],
         Meta(description="coordinator: it elects masters. metastore: it owns the embedded store."),
@@ -75,6 +77,9 @@ class PartitionReport(Struct, frozen=True, kw_only=True):
     vb: VbId
     epoch: Annotated[Count, Meta(description="Rises with each change of master.")]
     master: str | None
+    unclean_epoch: Annotated[
+        int | None, Meta(description="The epoch that the last unclean election began; null: none.")
+    ]
     wanted_master: Annotated[str | None, Meta(description="Who it is being handed over to.")]
     copies: Annotated[list[str], Meta(description="In order of preference.")]
     in_sync: _Names
@@ -193,4 +198,7 @@ class ClusterReport(Struct, frozen=True, kw_only=True):
         list[UnwritableReport],
         Meta(description="Partitions of this master, and of none, that take no writes now."),
     ] = []
+    plan: Annotated[
+        PlanProgress | None, Meta(description="The moves that are under way; null: none.")
+    ] = None
     problems: list[ProblemReport] = []
