@@ -78,6 +78,10 @@ class ClusterKeys:
             )
         return self.root + f"{kind}/{member}".encode()
 
+    def of_members(self, kind: KeyKind) -> bytes:
+        """Return the prefix of the keys of this kind for all members."""
+        return self.root + f"{kind}/".encode()
+
     def of_name(self, name: str) -> bytes:
         """Return the key that says which member has a name. Views do not have it."""
         return self.root + b"name/" + name.encode()

@@ -109,6 +109,8 @@ class MemberRecord(_Record, frozen=True, kw_only=True):
     kv_tls_port: int = 0
     """0: none."""
     admin_tls_port: int = 0
+    owns_store: bool = False
+    """Whether the embedded metadata store is in its folder."""
     is_drained: bool = False
     """Whether the operator wants no copy and no master there."""
 

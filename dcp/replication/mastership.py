@@ -178,6 +178,11 @@ class Mastership:
         if before is None or before.epoch < epoch or before.synced_seqno < seqno:
             self._acknowledged[member] = Acknowledgement(epoch, seqno)
 
+    def acknowledged_seqno(self, member: str) -> int:
+        """Return what a member has acknowledged in this epoch; 0: nothing."""
+        given = self._acknowledged.get(member)
+        return 0 if given is None or given.epoch != self.epoch else given.synced_seqno
+
     def begins_at(self, member: str, seqno: int, history_floor: int) -> None:
         """A member has all up to a seqno, and perhaps less than it acknowledged before: deletions
         that it needed were purged, so it began again at 0.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -48,6 +49,7 @@ from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_record import OwnRecord
 from dcp.server.cluster.quarantine_files import keep_cut_off
+from dcp.server.cluster.receipt_files import keep_election
 from dcp.server.cluster.shared_manifest import ManifestNotChangedError, SharedManifest
 from dcp.server.cluster.shared_users import SharedUsers
 from dcp.server.net.cluster_config import ClusterConfig
@@ -423,6 +425,17 @@ class ReplicatedNode:
 
     def _election_loss(self, lost: ElectionLoss) -> None:
         self._log.warning("loss receipt", **election_receipt(lost))
+        self._parts.tasks.begin(self._keep_receipt(lost))
+
+    async def _keep_receipt(self, lost: ElectionLoss) -> None:
+        keep = partial(keep_election, self._parts.data_dir, lost, time.time())
+        try:
+            await asyncio.to_thread(keep)
+        except OSError as error:
+            self._log.error(
+                "the receipt of an unclean election cannot be written to a file; this log has it",
+                vb_id=lost.vb_id, reason=str(error),
+            )  # fmt: skip
 
     def _branch_ended(self, ended: BranchEnded) -> None:
         self._log.info("branch decided", **ended._asdict())
