@@ -54,6 +54,13 @@ def connect(node: MemoryNode) -> Peer:
 
 
 def dcp(node: MemoryNode) -> Peer:
+    """Connect a client that knows this server's extensions."""
+    peer = plain_dcp(node)
+    peer.control(b"x_version_log", b"true")
+    return peer
+
+
+def plain_dcp(node: MemoryNode) -> Peer:
     peer = connect(node)
     peer.open()
     peer.control(b"enable_noop", b"true")
@@ -186,6 +193,13 @@ def test_a_stream_request_is_to_be_sent_again(node: MemoryNode, start: int) -> N
     assert dcp(node).stream(VB, start, uuid=1).status == LATER
 
 
+@pytest.mark.parametrize("start", [0, 1, 99])
+def test_a_client_of_couchbase_looks_for_the_partition_again(node: MemoryNode, start: int) -> None:
+    """java-dcp-client gives a partition up after ETMPFAIL, and repeats this."""
+    answer = plain_dcp(node).stream(VB, start, uuid=1)
+    assert (answer.status, answer.value) == (Status.NOT_MY_VBUCKET, node.bucket_config())
+
+
 def test_a_fence_ends_the_streams_of_the_partition(node: MemoryNode) -> None:
     unfence(node)
     peer = dcp(node)
@@ -221,6 +235,8 @@ def test_who_may_be_behind_sends_nobody_back(
     part.may_send_back = False
     if is_uncommitted:
         connect(node).set(VB, KEY, b"uncommitted")
+    elsewhere = plain_dcp(node).stream(VB, start, end, uuid=uuid, flags=flags)
+    assert elsewhere.status == Status.NOT_MY_VBUCKET
     answer = peer.stream(VB, start, end, uuid=uuid, flags=flags)
     assert answer.status == LATER
     assert "vb 3" in json.loads(answer.value)["error"]["context"]
@@ -266,6 +282,7 @@ def test_a_replica_that_hears_no_master_tells_no_seqnos(replica: MemoryNode) -> 
 def test_a_replica_that_hears_no_master_opens_no_stream(replica: MemoryNode) -> None:
     peer = dcp(replica)
     assert peer.stream(VB).status == LATER
+    assert plain_dcp(replica).stream(VB).status == Status.NOT_MY_VBUCKET
     assert peer.stream(OTHER).status == Status.OK
     replica.engine.partitions[VB].is_unheard = False
     assert peer.stream(VB).status == Status.NOT_MY_VBUCKET
