@@ -293,10 +293,20 @@ class ConnectionCommands:
     def failover_log(self, request: Frame) -> None:
         """Answer a partition's failover log, newest first: all of it on a connection that has asked
         for version lists, otherwise what a plain client knows of.
+
+        A Couchbase DCP client gets it even if it may be out of date, because after a refusal it
+        closes its connection with all streams. The next stream request tells it what is new.
         """
-        state, part = self._state, self._held_here(request.vb_id)
-        state.observes_history(request.vb_id)
-        log, producer = part.failover, state.producer
+        state = self._state
+        producer = state.producer
+        part = self._held_here(request.vb_id)
+        if producer is None or producer.terms.has_version_lists:
+            state.check_is_current(part)
+        if part.state in {VbState.FENCED, VbState.REPLICA}:
+            state.observes_newest_version(request.vb_id)  # changes may not get committed here
+        else:
+            state.observes_history(request.vb_id)
+        log = part.failover
         pairs = log.shown_pairs() if producer is None else producer.terms.log_for_client(log)
         state.answer(request, value=pack_failover_log(pairs))
 
@@ -310,6 +320,7 @@ class ConnectionCommands:
         if len(request.value) != U64.size:
             raise RefusedError(Status.EINVAL, "OBSERVE_SEQNO carries a vb_uuid, 8 bytes")
         part = self._held_here(request.vb_id)
+        state.check_is_current(part)
         if part.state == VbState.REPLICA and part.has_copies:
             state.observes_newest_version(request.vb_id)
             persisted_seqno = high_seqno = part.synced_seqno
@@ -331,14 +342,11 @@ class ConnectionCommands:
         state.answer(request, value=value)
 
     def _held_here(self, vb_id: int) -> Partition:
-        """Return a partition whose history can be told. Raises RefusedError if it is dead here, or
-        if what this node knows of it may be out of date.
-        """
+        """Return a partition that is not dead here. Raises WrongVbucketError."""
         state = self._state
         if vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
         part = state.engine.partitions[vb_id]
         if part.state == VbState.DEAD:
             raise state.elsewhere(part)
-        state.check_is_current(part)
         return part

@@ -25,7 +25,7 @@ from support.waiting import until
 
 pytestmark = [pytest.mark.foreign, pytest.mark.crash]
 
-WRITERS: Final = 4
+WRITERS: Final = 8
 """Of each SDK; half of them use a durability level."""
 DOCUMENTS: Final = 250
 """Of each writer."""

@@ -33,7 +33,7 @@ from couchbase.options import (
     UpsertOptions,
 )
 
-PATIENCE: Final = timedelta(seconds=6)
+PATIENCE: Final = timedelta(seconds=4)
 """What the SDK waits for an answer: a failover takes less, on a busy machine too."""
 COUNTERS: Final = 4
 """Counters of each writer."""
