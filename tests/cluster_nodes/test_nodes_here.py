@@ -128,6 +128,8 @@ async def test_all_nodes_tell_the_same_map_and_only_masters_answer(tmp_path: Pat
         assert len({len(set(chain)) for chain in maps[0]["vBucketServerMap"]["vBucketMap"]}) == 1
         ports = [entry["services"]["mgmt"] for entry in maps[0]["nodesExt"]]
         assert len(set(ports)) == 3, "SDKs tell nodes apart by host and admin port"
+        hosts = [entry["hostname"] for entry in maps[0]["nodesExt"]]
+        assert hosts == ["127.0.0.1"] * 3, "Java clients refuse a map without, on loopback too"
         elsewhere = min(cluster.active("n1"))
         async with Client.connect(cluster.nodes["n2"]) as client:
             frame = await client.ask(pack_request(Opcode.GET, vb_id=elsewhere, key=b"k"))
