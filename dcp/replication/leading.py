@@ -267,6 +267,12 @@ class Leading:
             )
         if told.member not in self._view.members:
             raise ReplicationError(f"{told.member} is no member of this cluster")
+        alive = self._view.alive.get(told.member)
+        if alive is not None and told.incarnation < alive.content.incarnation:
+            raise ReplicationError(
+                f"member {told.member} runs as incarnation {alive.content.incarnation}; this is "
+                f"{told.incarnation}, an older process with the same data folder or a copy of it"
+            )
         older = self.feeds.get(told.member)
         if older is not None:
             older.is_superseded = True

@@ -8,8 +8,9 @@ from struct import Struct
 from typing import Final
 
 from dcp.session.auth import AuthStep, LoginQuestion
+from dcp.session.map_news import CONFIG_VERSION
 from dcp.session.rights import FULL_RIGHTS, Role
-from dcp.session.state import CONFIG_VERSION, SessionState
+from dcp.session.state import SessionState
 from dcp.wire.feature import GRANTED, GRANTED_IN_CLUSTERS, MAP_PUSHES, Feature
 from dcp.wire.frame import Frame
 from dcp.wire.message import (
@@ -91,9 +92,7 @@ class ConnectionCommands:
         state.agent = request.key.decode("utf-8", "replace")[:256]
         state.hashes_keys = False
         state.has_collections = Feature.COLLECTIONS in granted
-        state.map_push = next(
-            (code for code in Feature if code in MAP_PUSHES and code in granted), None
-        )
+        state.map_news.hello(granted)
         state.has_json = int(Feature.JSON in granted)
         state.datatypes = state.has_json | SNAPPY * (Feature.SNAPPY in granted)
         state.has_xattr = Feature.XATTR in granted
@@ -190,18 +189,16 @@ class ConnectionCommands:
     def cluster_config(self, request: Frame) -> None:
         """Answer the bucket's configuration, or the node's if no bucket is selected."""
         state = self._state
+        has_bucket = state.bucket is not None
         if request.extras:
             if len(request.extras) != CONFIG_VERSION.size:
                 raise RefusedError(Status.EINVAL, "a known version has 16 bytes")
-            if CONFIG_VERSION.unpack(request.extras) >= state.facts.config_version():
+            known = CONFIG_VERSION.unpack(request.extras)
+            if state.map_news.is_known(known, of_bucket=has_bucket):
                 state.answer(request)
                 return
-        facts = state.facts
-        state.answer(
-            request,
-            value=facts.global_config() if state.bucket is None else facts.bucket_config(),
-            is_json=True,
-        )
+        value = state.map_news.whole() if has_bucket else state.facts.global_config()
+        state.answer(request, value=value, is_json=True)
 
     def error_map(self, request: Frame) -> None:
         """Answer what each status means."""
