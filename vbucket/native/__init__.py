@@ -10,10 +10,16 @@ Who calls it: `vbucket.upkeep`. `loops` is built by hatch_build.py from the C so
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from vbucket.native.loops import Staged
+    from vbucket.native.loops import Staged, Superseded
+
+    Repack = Callable[
+        [int, list[tuple[bytes, bytes, bytes | None]], int, int],
+        list[tuple[bytes, bytes]] | None,
+    ]
 
 
 def new_staged() -> Staged | None:
@@ -23,3 +29,19 @@ def new_staged() -> Staged | None:
     except ModuleNotFoundError:
         return None
     return Staged()
+
+
+class CompactionLoops(NamedTuple):
+    """What compaction takes from the loops."""
+
+    repack: Repack
+    superseded: type[Superseded]
+
+
+def compaction_loops() -> CompactionLoops | None:
+    """Return the loops of compaction, None if they are not built."""
+    try:
+        from vbucket.native.loops import Superseded, repack
+    except ModuleNotFoundError:
+        return None
+    return CompactionLoops(repack, Superseded)

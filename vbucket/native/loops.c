@@ -3,6 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "compaction.h"
 #include "crc32c.h"
 #include "staging.h"
 
@@ -29,6 +30,7 @@ static PyObject *loops_crc32c_by_tables(PyObject *Py_UNUSED(module), PyObject *a
 static PyMethodDef functions[] = {
     {"crc32c", loops_crc32c, METH_VARARGS, NULL},
     {"crc32c_by_tables", loops_crc32c_by_tables, METH_VARARGS, NULL},
+    {"repack", loops_repack, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -36,21 +38,22 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, .m_name = "vbucket.native.loops", .m_size = -1, .m_methods = functions,
 };
 
+static int add_type(PyObject *module, const char *name, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromSpec(spec);
+    int is_added = type != NULL && PyModule_AddObjectRef(module, name, type) == 0;
+    Py_XDECREF(type);
+    return is_added;
+}
+
 PyMODINIT_FUNC PyInit_loops(void)
 {
     crc32c_init();
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL)
-        return NULL;
-    PyObject *type = PyType_FromSpec(&staged_spec);
-    if (type == NULL || PyModule_AddObject(module, "Staged", type) < 0) {
-        Py_XDECREF(type);
-        Py_DECREF(module);
-        return NULL;
-    }
-    if (PyModule_AddStringConstant(module, "CRC32C_WAY", crc32c_way()) < 0) {
-        Py_DECREF(module);
-        return NULL;
-    }
-    return module;
+    if (module != NULL && add_type(module, "Staged", &staged_spec) &&
+        add_type(module, "Superseded", &superseded_spec) &&
+        PyModule_AddStringConstant(module, "CRC32C_WAY", crc32c_way()) == 0)
+        return module;
+    Py_XDECREF(module);
+    return NULL;
 }

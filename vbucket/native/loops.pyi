@@ -9,6 +9,27 @@ def crc32c(data: bytes, /) -> int:
 def crc32c_by_tables(data: bytes, /) -> int:
     """Return the same, without the processor's instruction."""
 
+def repack(
+    vb_id: int,
+    parts: list[tuple[bytes, bytes, bytes | None]],
+    seqno_before: int,
+    body_bytes_target: int,
+    /,
+) -> list[tuple[bytes, bytes]] | None:
+    """Do what `vbucket.store.block.repack_blocks` does; the parts are key and value of a block, and
+    what is kept of it. None: Python should do it.
+    """
+
+class Superseded:
+    """The seqnos of superseded versions that were not met yet."""
+
+    def __init__(self) -> None: ...
+    def mark(self, key: bytes, value: bytes, floor: int, /) -> bytes | None:
+        """Add what the versions of a block up to the floor supersede. Return a byte for each of its
+        versions, 0 if it is superseded itself; None if none is. Raises ValueError if this is not a
+        sound block.
+        """
+
 class Staged:
     """Entries of the log, by partition. Partitions must be open."""
 

@@ -149,7 +149,9 @@ static PyObject *staged_add(Staged *self, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "the position is not within the payload");
         return NULL;
     }
-    if (PyList_Append(self->payloads, payload) < 0)
+    Py_ssize_t held = PyList_GET_SIZE(self->payloads);
+    if ((!held || PyList_GET_ITEM(self->payloads, held - 1) != payload) &&
+        PyList_Append(self->payloads, payload) < 0)
         return NULL;
     while (at < bytes) {
         const uint8_t *entry = data + at;
