@@ -30,6 +30,8 @@ from dcp.server.config.settings import BUFFERED_VALUES_MIN, Settings
 
 ENV_PREFIX: Final = "DCPD_"
 ENV_CONFIG: Final = "DCPD_CONFIG"
+ENV_OF_BUILDS: Final = ("DCPD_COMPILE", "DCPD_COMPILE_LEVEL")
+"""Variables of hatch_build.py. A server that is started from the same shell passes them over."""
 """Names the TOML file if --config does not."""
 
 _KUBERNETES_LINK: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
@@ -204,7 +206,7 @@ def _given_by_environment(environ: Mapping[str, str]) -> list[tuple[str, object,
     variables = {ENV_PREFIX + key.upper(): key for key in OPTIONS}
     given: list[tuple[str, object, str]] = []
     for name, value in environ.items():
-        if not name.startswith(ENV_PREFIX) or name == ENV_CONFIG:
+        if not name.startswith(ENV_PREFIX) or name in {ENV_CONFIG, *ENV_OF_BUILDS}:
             continue
         if name not in variables:
             raise ConfigError(
