@@ -4,8 +4,8 @@ A value is written once only, under one key, so a value names the write that it 
 
     WRITE     the key gets `value`
     READ      answered with `found`; None: no document
-    SWAP      compare-and-set: the key gets `value` if it holds `expected`, as a read found it. It is
-              answered with whether it did (`found` True or False)
+    SWAP      compare-and-set: the key gets `value` if it holds `expected`, as a read found it.
+              Answered with whether it did (`found` True or False)
     ADD       the counter rises by one, from nothing to 1; answered with the new number in `found`
 
 An operation without an answer (`returned_ns` None) may have happened at any time after its call, or
