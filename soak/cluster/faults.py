@@ -89,7 +89,7 @@ def kill_member(scene: Scene) -> Begun:
     assert etcd is not None
     number = etcd.leader() if scene.draw.random() < 0.6 else scene.draw.randrange(3)
     etcd.kill(number)
-    return Begun(f"SIGKILL of etcd's member {number}", lambda: etcd.start(number))
+    return Begun(f"SIGKILL of etcd's member {number}", lambda: scene.cluster.start_member(number))
 
 
 def freeze_member(scene: Scene) -> Begun:

@@ -16,6 +16,7 @@ import random
 import shutil
 import signal
 import socket
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -56,6 +57,9 @@ class FaultyCluster:
         self._frozen: set[int] = set()
         self._token = ""
         self._draw = random.Random(os.getpid())
+        self._starting = threading.Lock()
+        """Held while a process starts: one that starts in another thread is ended too."""
+        self._is_over = False
 
     @property
     def member_names(self) -> list[str]:
@@ -84,12 +88,14 @@ class FaultyCluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.thaw_all()
-        for node in self.nodes.values():
-            if node._process is not None:
-                node.kill()
-        if self.etcd is not None:
-            self.etcd.close()
+        with self._starting:
+            self._is_over = True
+            self.thaw_all()
+            for node in self.nodes.values():
+                if node._process is not None:
+                    node.kill()
+            if self.etcd is not None:
+                self.etcd.close()
         self.network.__exit__(None, None, None)
 
     def add(self, name: str) -> None:
@@ -146,8 +152,19 @@ class FaultyCluster:
 
     def start(self, name: str) -> None:
         """Start a node on the folder that it has."""
-        self.nodes[name].start()
+        with self._starting:
+            if self._is_over:
+                raise NodeError("the cluster is over")
+            self.nodes[name].start()
         self.network.runs(name, self.nodes[name].pid)
+
+    def start_member(self, number: int) -> None:
+        """Start a member of etcd again."""
+        with self._starting:
+            if self._is_over:
+                raise NodeError("the cluster is over")
+            assert self.etcd is not None
+            self.etcd.start(number)
 
     def kill(self, name: str) -> None:
         """SIGKILL."""

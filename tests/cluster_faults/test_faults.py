@@ -47,12 +47,12 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 async def kv(cluster):
+    await asyncio.to_thread(cluster.until_in_sync)
+    await asyncio.to_thread(cluster.until_even)
     async with KvClient.connect(cluster.address("a"), timeout_s=3) as kv:
         yield kv
     cluster.thaw_all()
     cluster.network.heal()
-    await asyncio.to_thread(cluster.until_in_sync)
-    await asyncio.to_thread(cluster.until_even)
 
 
 def keys_of(cluster: FaultyCluster, name: str, count: int, word: str) -> list[bytes]:
