@@ -1,5 +1,5 @@
-"""dcpctl cluster set, rebalance, move, drain, failover, remove: preview, question, change, progress;
-and what is refused.
+"""dcpctl cluster set, rebalance, move, drain, failover, remove: preview, question, change,
+progress; and what is refused.
 """
 
 from __future__ import annotations
