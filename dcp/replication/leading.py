@@ -189,6 +189,13 @@ class Leading:
             log = part.failover.cut(seqno)
             self._engine.keyspace.replace_history(part, log, part.leader_epoch, rollback_to=seqno)
 
+    def take_record(self, vb_id: int, record: ReplicationRecord) -> None:
+        """Take a newer record of the same epoch."""
+        for member in self.masterships[vb_id].take_record(record):
+            feed = self.feeds.get(member)
+            if feed is not None:  # its stream may still bring what it had of another copy
+                feed.end(vb_id)
+
     def step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""
         self._depose((vb_id,), why)
@@ -301,6 +308,12 @@ class Leading:
         if why is not None:
             return FeedAnswer(Status.X_FENCED, why.encode())
         assert mastership is not None
+        number = mastership.record.number_of(feed.member)
+        if number != told.copy_number:
+            why = (
+                f"vb {vb_id}: member {feed.member} asks for copy {told.copy_number}, the record of"
+            )
+            return FeedAnswer(Status.X_FENCED, f"{why} this master has {number}".encode())
         if not mastership.is_ready:
             return FeedAnswer(Status.ETMPFAIL, b"the version of this epoch is not on disk yet")
         try:
