@@ -27,6 +27,7 @@ from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
 from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import Followed, window_of
+from dcp.replication.fill_pace import FillPace
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
 from dcp.replication.messages import (
     FORMAT,
@@ -114,6 +115,7 @@ class Leading:
         self._ticked_ns = now_ns
         self._is_leaving = False
         self._successors = Successors(view, member)
+        self._pace = FillPace(settings.fill_bytes_per_s)
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
 
@@ -281,6 +283,7 @@ class Leading:
         feed = ReplicaFeed(
             self._engine, told.member, self, schedule, now_ns=self._now_ns,
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
+            pace=self._pace,
         )  # fmt: skip
         self.feeds[told.member] = feed
         return feed
@@ -335,7 +338,10 @@ class Leading:
             whole_seqno = window.start
             window = window._replace(purge=part.purge_seqno)
         mastership.begins_at(feed.member, whole_seqno, told.history_floor)
-        feed.open(vb_id, mastership.epoch, opaque, asked.start_seqno, window)
+        feed.open(
+            vb_id, mastership.epoch, opaque, asked.start_seqno, window,
+            is_filling=feed.member in mastership.record.filling,
+        )  # fmt: skip
         welcome = Welcome(
             mastership.epoch, versions_of(part.failover), part.history_floor, part.purge_seqno,
             max(part.committed_seqno, part.history_floor),  # a floor is committed

@@ -63,6 +63,8 @@ class ReplicationSettings(NamedTuple):
     """Answer writes when this node's disk has them (`acknowledge=master`)."""
     value_bytes_max: int = 20 << 20
     window_bytes: int = WINDOW_BYTES
+    fill_bytes_per_s: int = 0
+    """How fast this node fills copies elsewhere for the first time; 0: without a limit."""
     section_bytes: int = SECTION_BYTES
     """Entries of a partition that is behind, in one message: a fair share of a turn."""
 

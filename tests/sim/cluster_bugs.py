@@ -259,6 +259,17 @@ def _nothing_to_empty(_dropped: DroppedCopies, _vb_id: int, *, holds_copy: bool)
     """A member keeps what it has of partitions that it does not hold."""
 
 
+_take_record = Mastership.take_record
+
+
+def _take_record_only(mastership: Mastership, record: ReplicationRecord) -> list[str]:
+    """What a member acknowledged counts for the copy that it gets later."""
+    acknowledged, levels = dict(mastership._acknowledged), dict(mastership._level_ns)
+    _take_record(mastership, record)
+    mastership._acknowledged, mastership._level_ns = acknowledged, levels
+    return []
+
+
 CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
     "hw-counts-received": ClusterBug(
         "the HW counts what was received, not synced",
@@ -331,9 +342,13 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
         "a copy that was dropped is not emptied",
         (Replaced(DroppedCopies, "note", _nothing_to_empty),),
     ),
+    "old-copy-counts": ClusterBug(
+        "an acknowledgement of an earlier copy counts",
+        (Replaced(Mastership, "take_record", _take_record_only),),
+    ),
 }
 """Name -> the bug."""
-MOVE_BUGS: Final = frozenset({"drops-early", "added-is-full", "not-emptied"})
+MOVE_BUGS: Final = frozenset({"drops-early", "added-is-full", "not-emptied", "old-copy-counts"})
 """Those that only clusters with operators can show."""
 
 

@@ -24,6 +24,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import MemberRecord
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.coordinator import Elected
@@ -84,6 +85,10 @@ class ReplacedError(RuntimeError):
     """A newer process is this member: it runs with a copy of this folder."""
 
 
+class RemovedError(RuntimeError):
+    """The node was removed from its cluster."""
+
+
 class ServerParts(NamedTuple):
     """The parts of the server that replication uses."""
 
@@ -111,6 +116,7 @@ class ReplicationChoices(NamedTuple):
     acknowledges_as_master: bool
     replica_lag_max_ns: int
     value_bytes_max: int
+    fill_bytes_per_s: int = 0
     prefers_first: bool = True
     elects_uncleanly: bool = False
 
@@ -145,6 +151,7 @@ class ReplicatedNode:
                 replica_lag_max_ns=choices.replica_lag_max_ns,
                 acknowledges_as_master=choices.acknowledges_as_master,
                 value_bytes_max=choices.value_bytes_max,
+                fill_bytes_per_s=choices.fill_bytes_per_s,
             ),
             cluster=identity.cluster, carry_out=self._driver.carry_out, depose=self._depose,
             now_ns=elapsed_ns(),
@@ -312,6 +319,17 @@ class ReplicatedNode:
                 "of this data folder. Stop one of the two, and use an empty folder for it"
             )
 
+    def _check_not_removed(self) -> None:
+        """Raise RemovedError: this node is no member any more, and gets nothing from the others."""
+        view = self.session.view
+        key = view.keys.of_member(KeyKind.MEMBER, self.member)
+        if view.is_loaded and not view.mod_revision(key):
+            raise RemovedError(
+                f"node {self.identity.name} was removed from the cluster. Start it with an empty "
+                "--data folder and join again if the cluster is to have it; this folder is not "
+                "needed any more"
+            )
+
     def _pass_time(self) -> None:
         now_ns = elapsed_ns()
         self._check_not_replaced()
@@ -334,6 +352,7 @@ class ReplicatedNode:
         now_ns = elapsed_ns()
         self._check_not_replaced()
         if isinstance(effect, ViewChanged):
+            self._check_not_removed()
             self.manifest.adopt()
             self._users.adopt()
             self.core.records_changed(now_ns, effect.vb_ids)
