@@ -6,6 +6,7 @@
     <root>plan                   the move of copies and masters that is under way
     <root>leader                 the coordinator          under its member's lease
     <root>alive/<member>         a running process        under its member's lease
+    <root>address/<host:port>    the process reached there   the same
     <root>member/<member>        a member of the cluster
     <root>name/<name>            the member that has a name
     <root>partition/<vb>         one partition's record
@@ -85,6 +86,10 @@ class ClusterKeys:
     def of_name(self, name: str) -> bytes:
         """Return the key that says which member has a name. Views do not have it."""
         return self.root + b"name/" + name.encode()
+
+    def of_address(self, address: str) -> bytes:
+        """Return the key that says which process has an address. Views do not have it."""
+        return self.root + b"address/" + address.encode()
 
     def of_partition(self, kind: KeyKind, vb_id: int) -> bytes:
         """Return the key of this kind for a partition."""

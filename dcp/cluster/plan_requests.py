@@ -1,7 +1,8 @@
 """What operators ask for: moves of copies and masters, and changes of the cluster's numbers. Pure.
 
 Each function takes a view and returns what to write, with a preview, or why it is refused
-(`request_answers` says how to use that). Ask `refused_unreadable(view)` first.
+(`request_answers` says how to use that). Ask `refused_unreadable(view)` first. How far a plan is
+says `plan_steps.progress_of(view)`.
 
 A plan is one record, <root>plan, and there is one at a time. So the second of two requests at once
 is refused. The coordinator carries the plan out (`plan_steps`) and deletes it at its end.

@@ -56,7 +56,7 @@ class Prepared(NamedTuple):
 
     @property
     def has_plan(self) -> bool:
-        """Whether copies or masters move, which takes time: `progress` tells how far it is."""
+        """Whether copies or masters move, which takes time; see `plan_steps.progress_of`."""
         return bool(self.moves) and bool(self.txns)
 
 

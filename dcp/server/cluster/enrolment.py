@@ -44,6 +44,7 @@ from dcp.cluster.metastore import (
     if_absent,
 )
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
+from dcp.server.cluster.process_facts import fit_reads, unfit
 from failover.replication_record import ReplicationRecord
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
@@ -188,8 +189,21 @@ async def join_cluster(
     except RecordUnreadableError as error:
         raise EnrolmentError(str(error)) from None
     _check_rack(await _members(meta, keys), member)
+    await _check_fits(meta, keys, member)
     await _put_new(meta, _member_puts(keys, member))
     return cluster
+
+
+async def _check_fits(meta: MetaStore, keys: ClusterKeys, newcomer: MemberRecord) -> None:
+    """Raises EnrolmentError if a node that runs has an address of the newcomer, or another version
+    of dcpd.
+    """
+    result = await ask_again(meta, fit_reads(keys, newcomer))
+    if not isinstance(result, TxnResult):
+        raise EnrolmentError(f"the metadata store does not answer: {result}")
+    why, advice = unfit(result, newcomer)
+    if why:
+        raise EnrolmentError(why, advice)
 
 
 async def _members(meta: MetaStore, keys: ClusterKeys) -> list[MemberRecord]:
