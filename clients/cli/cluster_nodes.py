@@ -33,9 +33,9 @@ def admin_of_named(target: Target) -> AdminClient:
     """
     address = target.address
     with SyncKv(address, timeout_s=target.timeout_s) as kv:
-        told = kv.stats()
+        told, node = kv.stats(), kv.named_node()
     port = told.get("ep_admin_tls_port" if address.is_tls else "ep_admin_port", "0")
-    return AdminClient(target, ClusterNode(address.host, address.port, int(port)))
+    return AdminClient(target, node._replace(mgmt_port=int(port)))
 
 
 def ask_nodes(target: Target, nodes: Iterable[dict[str, Any]], path: str) -> Answers:

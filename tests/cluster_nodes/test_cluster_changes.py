@@ -314,8 +314,10 @@ async def test_an_unclean_failover_says_what_may_be_lost_and_needs_the_name(
             with pytest.raises(DcpdError):
                 await kv.get(b"k1")
         await until_so(lambda: _receipts(cluster) == 1024)
-        out = await done(cluster, "receipts")
-        assert out.count("unclean_election") == 1024
+        ran = await run(cluster, "n1", "receipts")
+        assert ran.out.count("unclean_election") == 1024
+        assert ran.code == 8
+        assert "node n2 was not asked" in ran.err
 
 
 def _receipts(cluster: ClusterHere) -> int:
