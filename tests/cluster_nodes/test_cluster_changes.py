@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from clients.errors import DcpdError
 from dcp.cluster.metastore import OutcomeUnknown, StoreRequest, Txn
+from dcp.server.cluster.replicated_node import MembershipOverError
 from support.cluster_here import ClusterHere
 from support.ctl import Ran, ctl
 from support.waiting import until_so
@@ -119,6 +121,16 @@ async def test_a_partition_moves_a_node_is_drained_and_removed(tmp_path: Path) -
             await done(cluster, "remove", "n2", "--yes", "--wait")
             found = cluster.nodes["n1"]._cluster_operations().status()
             assert [node.name for node in found.nodes] == ["n1"]
+            with pytest.raises(MembershipOverError, match="n2 was removed from its cluster"):
+                async with asyncio.timeout(30):
+                    await cluster.nodes["n2"].run_until_stopped()
+            # It is not served again, whatever its folder says.
+            await cluster.nodes["n2"].stop()
+            node = await cluster.start("n2")
+            with pytest.raises(MembershipOverError, match="an empty --data folder"):
+                async with asyncio.timeout(30):
+                    await node.run_until_stopped()
+            assert not cluster.active("n2")
             assert "is the only node" in await refused(cluster, "remove", "n1")
             keys = [b"k%d" % number for number in range(100)]
             assert len(await kv.get_many(keys)) == 100
