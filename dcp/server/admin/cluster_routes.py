@@ -170,9 +170,4 @@ async def _settled(done: Awaitable[_T], what: str) -> _T:
     try:
         return await done
     except ClusterRefusedError as error:
-        raise AdminError(
-            error.status,
-            what,
-            why=error.why,
-            try_this=error.try_this or "`dcpctl cluster status` says more",
-        ) from error
+        raise AdminError(error.status, what, why=error.why, try_this=error.try_this) from error

@@ -85,6 +85,12 @@ MAP_S: Final = 0.01
 """How long changes of the map are gathered: an election changes hundreds of records."""
 
 
+_REMOVED_ADVICE: Final = (
+    "Its data folder stays as it is. To let this node join again, start it with an empty --data "
+    "folder"
+)
+
+
 class MembershipOverError(RuntimeError):
     """Another process is the member, or has its address, or the versions differ."""
 
@@ -328,6 +334,13 @@ class ReplicatedNode:
         membership = self.session.membership
         if membership.state in {MembershipState.REPLACED, MembershipState.REFUSED}:
             raise MembershipOverError(membership.why_over)
+        view = self.session.view
+        key = view.keys.of_member(KeyKind.MEMBER, self.member)
+        if view.is_loaded and not view.mod_revision(key):
+            raise MembershipOverError(
+                f"node {self.identity.name} was removed from its cluster, and takes no further "
+                f"part. {_REMOVED_ADVICE}"
+            )
         if membership.has_registered and not self._has_registered:
             self._has_registered = True
             self.core.records_changed(elapsed_ns(), tuple(self.session.view.partitions))
