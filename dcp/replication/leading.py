@@ -293,6 +293,7 @@ class Leading:
             self._engine, told.member, self, schedule, now_ns=self._now_ns,
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
         )  # fmt: skip
+        feed.beat_ns = self._settings.beat_ns
         self.feeds[told.member] = feed
         return feed
 

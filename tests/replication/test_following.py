@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dcp.cluster.effects import Notice
 from dcp.replication.cut_off import Quarantine
-from dcp.replication.following import UNHEARD_NS
 from dcp.replication.loss_receipt import CutOff
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.replica_link import RETRY_NS, LinkState
@@ -17,6 +16,7 @@ from vbucket.engine.partition import VbState
 from vbucket.model.entry import key_of, seqno_of
 from vbucket.store.records import BY_SEQNO_TABLE
 
+UNHEARD_NS = ReplicationSettings().unheard_ns
 LONG = PROMOTED_WAIT_NS + 200 * MS
 
 

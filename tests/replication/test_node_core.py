@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import COMPARES_MAX
-from dcp.replication.following import UNHEARD_NS
 from dcp.replication.loss_receipt import ElectionLoss
+from dcp.replication.mastership import ReplicationSettings
 from dcp.wire.frame import Frame
 from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode
@@ -18,6 +18,7 @@ from failover.replication_record import add_copy, elect, shrink, unclean_elect, 
 from support.core_cluster import MS, VB, CoreCluster, CoreNode
 from vbucket.engine.partition import VbState
 
+UNHEARD_NS = ReplicationSettings().unheard_ns
 LONG = PROMOTED_WAIT_NS + 200 * MS
 
 

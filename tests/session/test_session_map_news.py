@@ -9,7 +9,7 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.memory_node import MemoryNode, Peer, node_for
+from support.memory_node import MemoryNode, Peer
 from vbucket.engine.partition import VbState
 
 VB = 7

@@ -58,6 +58,9 @@ def replicated_node(
         commit_timeout_ns=int(settings.commit_timeout_s * 1e9),
         acknowledges_as_master=settings.acknowledge == "master",
         replica_lag_max_ns=int(settings.replica_lag_max_s * 1e9),
+        beat_ns=int(settings.heartbeat_s * 1e9),
+        unheard_ns=int(settings.suspect_after_s * 1e9),
+        lease_s=int(settings.lease_s),
         value_bytes_max=settings.value_bytes_max,
     )
     return ReplicatedNode(parts, member, identity, choices, access)

@@ -113,6 +113,9 @@ class ReplicationChoices(NamedTuple):
     commit_timeout_ns: int
     acknowledges_as_master: bool
     replica_lag_max_ns: int
+    beat_ns: int
+    unheard_ns: int
+    lease_s: int
     value_bytes_max: int
     prefers_first: bool = True
     elects_uncleanly: bool = False
@@ -139,6 +142,7 @@ class ReplicatedNode:
         self.session = session = ClusterSession(
             identity.root, member, identity.incarnation,
             CoordinatorSettings(choices.elects_uncleanly, choices.prefers_first),
+            lease_s=choices.lease_s,
         )  # fmt: skip
         self._driver = StoreDriver(session, access.meta, elapsed_ns, self._take, self._guarded)
         self.core = ReplicationCore(
@@ -146,6 +150,8 @@ class ReplicatedNode:
             ReplicationSettings(
                 min_in_sync=identity.min_in_sync,
                 replica_lag_max_ns=choices.replica_lag_max_ns,
+                beat_ns=choices.beat_ns,
+                unheard_ns=choices.unheard_ns,
                 acknowledges_as_master=choices.acknowledges_as_master,
                 value_bytes_max=choices.value_bytes_max,
             ),

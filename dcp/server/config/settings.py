@@ -535,6 +535,39 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             3600,
         ),
     ] = 1.0
+    heartbeat_s: Annotated[
+        float,
+        Option(
+            "In a cluster: time between two signs of life of a node to the others. The same on all "
+            "nodes.",
+            read_duration,
+            "TIME",
+            0.05,
+            0.15,
+        ),
+    ] = 0.1
+    suspect_after_s: Annotated[
+        float,
+        Option(
+            "In a cluster: how long a node may be silent before another one is elected for its "
+            "partitions. At least four heartbeats.",
+            read_duration,
+            "TIME",
+            0.2,
+            60,
+        ),
+    ] = 0.6
+    lease_s: Annotated[
+        float,
+        Option(
+            "In a cluster: how long the metadata store takes a node for alive without a word of "
+            "it, in whole seconds. At least twice --suspect-after.",
+            read_duration,
+            "TIME",
+            2,
+            600,
+        ),
+    ] = 3.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Option(

@@ -119,6 +119,7 @@ def resolve(
     settings = Settings(**values)
     _check_ports(settings, origins)
     _check_buffers(settings, origins)
+    _check_times_of_clusters(settings, origins)
     if settings.tls_cert is None:
         for key in ("tls_key", "tls_client_ca", "tls_only"):
             if getattr(settings, key) not in {None, "off"}:
@@ -151,6 +152,38 @@ def _check_buffers(settings: Settings, origins: Mapping[str, str]) -> None:
                 f"{origin}: {key} must be at least {size_text(least)}, {BUFFERED_VALUES_MIN} times "
                 f"value_bytes_max ({size_text(settings.value_bytes_max)})"
             )
+
+
+SUSPECT_BEATS_MIN: Final = 4
+"""A node that missed fewer heartbeats may only be slow: it must not be deposed."""
+LEASE_SUSPECTS_MIN: Final = 2
+"""A lease is the witness of last resort. One that ends before a node is suspected by the others, or
+with it, would depose a node for a slow metadata store."""
+
+
+def _check_times_of_clusters(settings: Settings, origins: Mapping[str, str]) -> None:
+    """Check that a node that is only slow is neither deposed nor left out."""
+    beat, suspect = settings.heartbeat_s, settings.suspect_after_s
+    least = (
+        ("suspect_after", SUSPECT_BEATS_MIN * beat, "heartbeat", f"{SUSPECT_BEATS_MIN} times"),
+        ("replica_lag_max", SUSPECT_BEATS_MIN * beat, "heartbeat", f"{SUSPECT_BEATS_MIN} times"),
+        ("lease", LEASE_SUSPECTS_MIN * suspect, "suspect_after", f"{LEASE_SUSPECTS_MIN} times"),
+        ("commit_timeout", settings.replica_lag_max_s, "replica_lag_max", "as long as"),
+    )
+    for key, least_s, other, times in least:
+        value_s = getattr(settings, OPTIONS[key][0])
+        if value_s < least_s - 1e-9:
+            origin = origins.get(key) or origins.get(other, key)
+            raise ConfigError(
+                f"{origin}: {key} must be at least {duration_text(least_s)}, {times} {other} "
+                f"({duration_text(getattr(settings, OPTIONS[other][0]))}); it is "
+                f"{duration_text(value_s)}"
+            )
+    if settings.lease_s != int(settings.lease_s):
+        raise ConfigError(
+            f"{origins['lease']}: {duration_text(settings.lease_s)} is not possible; metadata "
+            "stores have leases of whole seconds"
+        )
 
 
 def read_config_file(path: str) -> ConfigFile:
