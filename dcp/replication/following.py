@@ -162,10 +162,15 @@ class Following:
                 self._keep_confirmations(link)
 
     def note_heard(self, now_ns: int) -> None:
-        """Note when the masters' nodes were last heard."""
+        """Note when the masters' nodes were last heard. One whose connections are refused has no
+        process: nobody waits for a word of it.
+        """
         self._now_ns = now_ns
         for member, link in self.links.items():
             self._heard_ns[member] = max(self._heard_ns.get(member, 0), link.master_heard_ns)
+            if link.is_refused:
+                since_ns = now_ns - self._settings.unheard_ns
+                self._heard_ns[member] = min(self._heard_ns[member], since_ns)
 
     @property
     def unheard_from_ns(self) -> int:

@@ -284,3 +284,30 @@ def test_a_master_that_is_not_heard_is_reported() -> None:
     cluster.run(500 * MS)
     assert cluster.b.session.reported == (), "it is heard again"
     assert cluster.a.part.state == VbState.ACTIVE
+
+
+def test_a_master_whose_connections_are_refused_is_reported_at_once() -> None:
+    cluster = CoreCluster("abc")
+    cluster.run(LONG)
+    for wire in list(cluster.wires):
+        wire.cut()
+    cluster.wires.clear()
+    cluster.tick("b", ns=50 * MS)
+    following = cluster.b.core.following
+    following.links["a"].unreachable("no connection to a: nobody listens", is_refused=True)
+    cluster.tick("b", ns=50 * MS)
+    assert [item.vb_id for item in cluster.b.session.reported] == [VB]
+    cluster.run(500 * MS)
+    assert cluster.b.session.reported == (), "it is heard again"
+
+
+def test_a_master_that_does_not_answer_a_dial_is_only_silent() -> None:
+    cluster = CoreCluster("abc")
+    cluster.run(LONG)
+    for wire in list(cluster.wires):
+        wire.cut()
+    cluster.wires.clear()
+    cluster.tick("b", ns=50 * MS)
+    cluster.b.core.following.links["a"].unreachable("no answer", is_refused=False)
+    cluster.tick("b", ns=50 * MS)
+    assert cluster.b.session.reported == ()

@@ -57,8 +57,12 @@ class MemberLink(asyncio.Protocol):
             host, port = host_and_port(address)
             async with asyncio.timeout(DIAL_S):
                 await loop.create_connection(lambda: self, host, port)
-        except (OSError, TimeoutError, ValueError):
-            self.link.closed()
+        except (OSError, TimeoutError, ValueError) as error:
+            reason = str(error) or f"no answer within {DIAL_S:g} s"
+            self.link.unreachable(
+                f"no connection to {address}: {reason}",
+                is_refused=isinstance(error, ConnectionRefusedError),
+            )
             self._on_bytes()
 
     @property
