@@ -371,13 +371,14 @@ class Node:
         storage = self._storage
         parts = ServerParts(
             self.engine, storage.store, self._hub, self._groups, self.connections, self._config,
-            self._users, self._tasks, self._log, self.about.data_dir,
+            self._users, self.access.link_tls, self._tasks, self._log, self.about.data_dir,
             kick=self._kick, publish=after_commit.published, on_failure=self._fail,
         )  # fmt: skip
         self.replicated = replicated_node(
             parts, storage.node.node_id, identity, self._settings, access
         )
         self._users.let_cluster_in(identity.secret)
+        self.access.logins.nodes.open(self._settings.cluster_tls, self.replicated.hosts)
         return self.replicated.group_published
 
     def _wire_ports(self) -> None:

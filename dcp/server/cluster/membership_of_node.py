@@ -26,10 +26,14 @@ def cluster_refusal(settings: Settings) -> ClusterRefusedError | None:
             "must mean that every copy in sync is on disk",
             "Restart this node with --durability commit",
         )
-    if settings.tls_only == "on" and not is_loopback(settings.host):
+    if (
+        settings.tls_only == "on"
+        and settings.cluster_tls == "off"
+        and not is_loopback(settings.host)
+    ):
         return ClusterRefusedError(
             "--tls-only on leaves other nodes no port: nodes connect without TLS",
-            "Use a network of their own, and --tls-only off",
+            "Use --cluster-tls on, or --tls-only off and a network of their own",
         )
     if settings.host in _WILDCARDS and not settings.advertise_host:
         return ClusterRefusedError(

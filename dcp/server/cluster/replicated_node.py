@@ -41,11 +41,12 @@ from dcp.replication.loss_receipt import CutOff, ElectionLoss, cut_off_receipt, 
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged
+from dcp.server.access.link_tls import LinkTls
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
 from dcp.server.cluster.election_log import ElectionLog
 from dcp.server.cluster.enrolment import EnrolmentError, ask
-from dcp.server.cluster.map_shown import MapShown
+from dcp.server.cluster.map_shown import MapShown, tls_address_of
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_record import OwnRecord
@@ -97,6 +98,7 @@ class ServerParts(NamedTuple):
     connections: Connections
     config: ClusterConfig
     users: Users
+    link_tls: LinkTls | None
     tasks: Tasks
     log: EventLog
     data_dir: Path
@@ -173,6 +175,8 @@ class ReplicatedNode:
         self._is_stopped = False
         self._has_started = self._has_registered = False
         self._turns = 0
+        self.troubles: dict[str, str] = {}
+        """By node, why this one has no link to it although it runs, and what to try."""
         self.wrong_store = ""
         """Why the metadata store is not that of this cluster; "" if it is, or is not known."""
         self._effects: Final[dict[type, Callable[[Any], None]]] = {
@@ -221,6 +225,11 @@ class ReplicatedNode:
             return await self.manifest.change(change)
         except ManifestNotChangedError as error:
             raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+
+    def hosts(self) -> frozenset[str]:
+        """Return the hosts at which the members are reached."""
+        addresses = (stored.content.address for stored in self.session.view.members.values())
+        return frozenset(address.rpartition(":")[0].strip("[]") for address in addresses)
 
     def served(self) -> int:
         """Return how many partitions this node serves now."""
@@ -399,7 +408,7 @@ class ReplicatedNode:
         self._is_carrying = False
         for each in self._links:
             each.flush()
-        self._links = [each for each in self._links if not each.is_over]
+        self._links = [each for each in self._links if not self._has_ended(each)]
         if self._parts.engine.keyspace.has_pending:
             self._parts.kick()
 
@@ -412,9 +421,28 @@ class ReplicatedNode:
         if stored is None:
             link.closed()
             return
-        connection = MemberLink(link, self.identity.secret, self._link_moved)
+        record, tls = stored.content, self._parts.link_tls
+        name = f"node {record.name or record.member}"
+        connection = MemberLink(link, self.identity.secret, self._link_moved, tls=tls, name=name)
         self._links.append(connection)
-        self._parts.tasks.begin(connection.dial(stored.content.address))
+        address = record.address if tls is None else tls_address_of(record)
+        if address:
+            self._parts.tasks.begin(connection.dial(address))
+        else:
+            connection.cannot_dial(
+                f"{name} offers no TLS. Start it with --tls-cert, and with the same --cluster-tls"
+            )
+
+    def _has_ended(self, connection: MemberLink) -> bool:
+        """Whether nothing more comes of a connection; tell once why there is none."""
+        if connection.is_in:
+            self.troubles.pop(connection.name, None)
+        if not connection.is_over:
+            return False
+        if connection.trouble and self.troubles.get(connection.name) != connection.trouble:
+            self.troubles[connection.name] = connection.trouble
+            self._log.warning("no link to another node", reason=connection.trouble)
+        return True
 
     def _link_moved(self) -> None:
         self._guarded(self._carry_out)

@@ -503,6 +503,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "ADDRESS",
         ),
     ] = None
+    cluster_tls: Annotated[
+        Literal["off", "on", "mutual"],
+        Option(
+            "TLS between the nodes of a cluster, the same on all nodes. on: nodes use the TLS port "
+            "of others, and log in with the cluster's secret. mutual: they log in with --tls-cert "
+            "instead. Both need --tls-cert and --cluster-ca.",
+            read_choice,
+            "off|on|mutual",
+            choices=("off", "on", "mutual"),
+        ),
+    ] = "off"
+    cluster_ca: Annotated[
+        Path | None,
+        Option(
+            "CA of the certificates of the cluster's nodes (PEM). With --cluster-tls mutual it "
+            "should issue certificates to nodes only.",
+            read_file,
+            "FILE",
+        ),
+    ] = None
     acknowledge: Annotated[
         Literal["committed", "master"],
         Option(

@@ -120,6 +120,7 @@ def resolve(
     _check_ports(settings, origins)
     _check_buffers(settings, origins)
     _check_times_of_clusters(settings, origins)
+    _check_cluster_tls(settings, origins)
     if settings.tls_cert is None:
         for key in ("tls_key", "tls_client_ca", "tls_only"):
             if getattr(settings, key) not in {None, "off"}:
@@ -152,6 +153,27 @@ def _check_buffers(settings: Settings, origins: Mapping[str, str]) -> None:
                 f"{origin}: {key} must be at least {size_text(least)}, {BUFFERED_VALUES_MIN} times "
                 f"value_bytes_max ({size_text(settings.value_bytes_max)})"
             )
+
+
+def _check_cluster_tls(settings: Settings, origins: Mapping[str, str]) -> None:
+    """Check that TLS between nodes has its files."""
+    if settings.cluster_tls == "off":
+        if settings.cluster_ca is not None:
+            raise ConfigError(
+                f"{origins['cluster_ca']}: without --cluster-tls on or mutual nodes use no TLS"
+            )
+        return
+    for key in ("tls_cert", "cluster_ca"):
+        if getattr(settings, key) is None:
+            raise ConfigError(
+                f"{origins['cluster_tls']}: {settings.cluster_tls} needs {flag_of(key)}"
+            )
+    client_ca = settings.tls_client_ca
+    if settings.cluster_tls == "mutual" and client_ca not in {None, settings.cluster_ca}:
+        raise ConfigError(
+            f"{origins['tls_client_ca']}: with --cluster-tls mutual it must be the file of "
+            "--cluster-ca, because the TLS port takes certificates of one CA"
+        )
 
 
 SUSPECT_BEATS_MIN: Final = 4
