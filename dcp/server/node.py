@@ -261,9 +261,14 @@ class Node:
         )
 
     def _restart_soon(self) -> None:
-        """Stop after the answer has left, and start again in this process."""
-        self.wants_restart = True
-        self._tasks.begin(self.stop())
+        """Stop after the answer has left, and start again in this process. A node that stops
+        already does not: cluster.json is on disk, and the next start is that of a member.
+        """
+        gate = self._enrolment_gate
+        assert gate is not None, "it was entered"
+        if gate.enrolment.restarts:
+            self.wants_restart = True
+            self._tasks.begin(self.stop())
 
     async def _begin_writing(self) -> None:
         """Make the first writes and start everything that writes, if the disk has room for it."""
@@ -498,6 +503,8 @@ class Node:
 
     async def _stop_in_order(self) -> None:
         self.health.is_ready = False
+        if self._enrolment_gate is not None:
+            self._enrolment_gate.stopped()
         if self.replicated is not None and self._failure is None:
             await self.replicated.leave()
         self._stop_at_s = time.monotonic() + STOP_S

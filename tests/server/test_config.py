@@ -103,7 +103,7 @@ def test_names(value, names):
     [
         (
             {"suspect_after": "300ms"},
-            "--suspect-after: suspect_after must be at least 400ms, 4 times heartbeat (100ms); it is",
+            "--suspect-after: suspect_after must be at least 400ms, 4 times heartbeat (100ms)",
         ),
         (
             {"heartbeat": "150ms", "suspect_after": "500ms"},

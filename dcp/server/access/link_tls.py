@@ -105,11 +105,16 @@ def link_trouble(error: OSError, where: str) -> str:
         return ""
     reason = (error.reason or str(error)).replace("_", " ").lower()
     if "ALERT" in (error.reason or "") or "alert" in str(error):
-        return (
-            f"{where} does not accept the certificate of this node: {reason}. Let it be valid, and "
-            "from the CA that --cluster-ca of that node names"
-        )
+        return certificate_trouble(where, reason)
     return f"{where} does not speak TLS at that port: {reason}. {_GIVE_ONE_MODE}"
+
+
+def certificate_trouble(where: str, reason: str) -> str:
+    """Return that a node does not accept the certificate of this one, and what to try."""
+    return (
+        f"{where} does not accept the certificate of this node: {reason}. Let it be valid, and "
+        "from the CA that --cluster-ca of that node names"
+    )
 
 
 class NodeDoor:

@@ -20,7 +20,7 @@ from typing import Final, cast
 from scramp import ScramClient, ScramException
 
 from dcp.replication.replica_link import LinkState, ReplicaLink
-from dcp.server.access.link_tls import EXTERNAL, LinkTls, link_trouble
+from dcp.server.access.link_tls import EXTERNAL, LinkTls, certificate_trouble, link_trouble
 from dcp.server.access.users import CLUSTER_USER
 from dcp.server.cluster.map_shown import host_and_port
 from dcp.server.observe.elapsed import elapsed_ns
@@ -130,8 +130,10 @@ class MemberLink(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         self._transport = None
-        if not self.is_in and isinstance(exc, OSError):
-            self.trouble = self.trouble or link_trouble(exc, self._where)
+        if not self.is_in and not self.trouble:
+            self.trouble = link_trouble(exc, self._where) if isinstance(exc, OSError) else ""
+            if not self.trouble and self._uses_certificate:  # asyncio drops the alert of TLS
+                self.trouble = certificate_trouble(self._where, "it closes the connection")
         self.link.closed()
         self._on_bytes()
 

@@ -46,6 +46,7 @@ from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
 from dcp.server.cluster.election_log import ElectionLog
 from dcp.server.cluster.enrolment import EnrolmentError, ask
+from dcp.server.cluster.enrolment_state import Enrolment, Happening, Standing
 from dcp.server.cluster.map_shown import MapShown, tls_address_of
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
@@ -137,6 +138,7 @@ class ReplicatedNode:
         """`member` is the id of the data folder. Nothing is served until `start`."""
         self.acknowledges_as_master = choices.acknowledges_as_master
         self.identity = identity
+        self.enrolment = Enrolment(Standing.MEMBER)
         self.member = member
         self._parts = parts
         self._choices = choices
@@ -317,6 +319,7 @@ class ReplicatedNode:
 
     def stop(self) -> None:
         """Take no further part: end links, watches and timers."""
+        self.enrolment.happened(Happening.STOPPED)
         self._is_stopped = True
         self._driver.close()
         for timer in (self._next_tick, self._next_map):
@@ -340,6 +343,8 @@ class ReplicatedNode:
         """
         membership = self.session.membership
         if membership.state in {MembershipState.REPLACED, MembershipState.REFUSED}:
+            if self.enrolment.standing is Standing.MEMBER:
+                self.enrolment.happened(Happening.REPLACED)
             raise MembershipOverError(membership.why_over)
         if membership.has_registered and not self._has_registered:
             self._has_registered = True
@@ -439,8 +444,10 @@ class ReplicatedNode:
             self.troubles.pop(connection.name, None)
         if not connection.is_over:
             return False
-        if connection.trouble and self.troubles.get(connection.name) != connection.trouble:
+        known = self.troubles.pop(connection.name, "")
+        if connection.trouble:
             self.troubles[connection.name] = connection.trouble
+        if connection.trouble not in {"", known}:
             self._log.warning("no link to another node", reason=connection.trouble)
         return True
 
