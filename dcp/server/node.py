@@ -218,8 +218,7 @@ class Node:
         from dcp.server.cluster.membership_of_node import own_record
 
         replicated.show_first_map(own_record(replicated, self._settings, self.ports))
-        if not self.health.read_only_why:
-            replicated.start()
+        replicated.start(self.health.read_only_why)
 
     async def _open_cluster(self) -> None:
         """Open the metadata store, if the folder is one of a cluster's node, or becomes it by the

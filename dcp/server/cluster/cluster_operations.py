@@ -153,7 +153,7 @@ class ClusterOperations:
                 f"the metadata store does not answer ({trouble}). Masters go on; nobody is elected "
                 "until it does. Start it again"
             )
-        problems += replicated.troubles.values()
+        problems += replicated.own_problems()
         if replicated.wrong_store:
             problems.append(replicated.wrong_store)
         if not view.is_loaded:

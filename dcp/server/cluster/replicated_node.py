@@ -177,6 +177,7 @@ class ReplicatedNode:
         self._is_stopped = False
         self._has_started = self._has_registered = False
         self._turns = 0
+        self._why_idle = ""
         self.troubles: dict[str, str] = {}
         """By node, why this one has no link to it although it runs, and what to try."""
         self.wrong_store = ""
@@ -233,12 +234,26 @@ class ReplicatedNode:
         addresses = (stored.content.address for stored in self.session.view.members.values())
         return frozenset(address.rpartition(":")[0].strip("[]") for address in addresses)
 
+    def own_problems(self) -> list[str]:
+        """Return what is wrong with this node, and what to do."""
+        problems = list(self.troubles.values())
+        if self._why_idle:
+            problems.append(
+                "this node takes no part in the cluster, because it cannot write: "
+                f"{self._why_idle}. It goes on by itself when there is room"
+            )
+        return problems
+
     def served(self) -> int:
         """Return how many partitions this node serves now."""
         return sum(part.state == VbState.ACTIVE for part in self._parts.engine.partitions)
 
-    def start(self) -> None:
-        """Take part in the cluster: what is in the log is on disk, and it can be written."""
+    def start(self, why_idle: str = "") -> None:
+        """Take part in the cluster: what is in the log is on disk, and it can be written. With
+        `why_idle` this node only follows the records, to tell its clients where the partitions are.
+        """
+        self._why_idle = why_idle
+        self.session.membership.may_register = not why_idle
         if not self._has_started:
             self._has_started = True
             self._parts.tasks.begin(self._begin())
@@ -378,6 +393,8 @@ class ReplicatedNode:
             self._users.adopt()
             if may_act:
                 self.core.records_changed(now_ns, effect.vb_ids)
+            else:
+                self._map_changed()
         elif isinstance(effect, WriteOutcome):
             self.core.outcome(now_ns, effect)
         elif isinstance(effect, Elected):
@@ -454,7 +471,7 @@ class ReplicatedNode:
     def _link_moved(self) -> None:
         self._guarded(self._carry_out)
 
-    def _map_changed(self, _effect: MapChanged) -> None:
+    def _map_changed(self, _effect: MapChanged | None = None) -> None:
         self._parts.connections.release()  # a larger in-sync set may be what an answer waits for
         if self._next_map is None:
             self._next_map = self._loop.call_later(MAP_S, self._guarded, self._show_map)
