@@ -232,6 +232,9 @@ def test_pip_compiles_in_an_empty_environment(built: Built, tmp_path: Path) -> N
     version = run(str(python.with_name("dcpd")), "--version", python=python)
     assert version.stdout.endswith("(compiled)\n"), version.stderr
     assert "(compiled) is ready" in use(python, tmp_path)
+    smoke = run(str(ROOT / "scripts" / "smoke.py"), python=python, cwd=tmp_path)
+    assert smoke.returncode == 0, smoke.stderr
+    assert "(compiled), Python" in smoke.stdout
 
 
 @pytest.mark.timeout(900)
