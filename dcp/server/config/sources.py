@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, get_type_hints
 
 from dcp.server.config.setting_values import (
+    AUTO,
     NONE,
     Option,
     duration_text,
     read_duration,
     read_names,
     read_size,
+    read_size_or_auto,
     size_text,
 )
 from dcp.server.config.settings import BUFFERED_VALUES_MIN, Settings
@@ -78,6 +80,8 @@ def default_text(key: str) -> str:
 
 
 def _shown(option: Option, value: Any) -> str:
+    if option.parse is read_size_or_auto:
+        return AUTO if value is None else size_text(value)
     if option.parse is read_size:
         return size_text(value)
     if option.parse is read_duration:
