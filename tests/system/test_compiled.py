@@ -254,7 +254,8 @@ def test_pip_installs_plain_python_without_a_compiler(built: Built, tmp_path: Pa
     output = use(python, tmp_path, PYTHONPATH=str(plain))
     assert "is ready" in output
     assert "compiled" not in output
-    version = run("-m", "dcp.server.main", "--version", python=python, PYTHONPATH=str(plain))
+    version = run("-m", "dcp.server.main", "--version",
+                  cwd=tmp_path, python=python, PYTHONPATH=str(plain))  # fmt: skip
     assert version.stdout.endswith(f"(plain Python: {why})\n"), version.stderr
 
 
