@@ -4,9 +4,9 @@ There is one record per partition in the metadata store. This module has its inv
 transitions. A transition takes a record and returns a new one. The caller writes the new record
 with a transaction that compares the revision of the old one, so two writers never mix.
 
-Who calls it: the coordinator (`elect`, `unclean_elect`, `vacate`, `want`, `add_copy`), a
-partition's master (`shrink`, `expand`, `hand_over`, `start_branch`, `finish_branch`), the simulator
-and the model checker.
+Who calls it: the coordinator (`elect`, `unclean_elect`, `vacate`, `want`, `add_copy`,
+`drop_copies`, `reorder`), a partition's master (`shrink`, `expand`, `hand_over`, `start_branch`,
+`finish_branch`), the simulator and the model checker.
 
 A *member* is the id of a data folder. It is not the name of a node: a node that comes back with an
 empty disk has a new id, so it is in no in-sync set (ISR).
@@ -213,15 +213,44 @@ def want(record: ReplicationRecord, member: str | None) -> ReplicationRecord:
     return replace(record, wanted_master=None if member == record.master else member)
 
 
-def add_copy(
-    record: ReplicationRecord, member: str, *, is_preferred: bool = False
-) -> ReplicationRecord:
-    """Return the record with another copy, which is to be filled: the least preferred one, or the
-    most preferred one.
-    """
+def add_copy(record: ReplicationRecord, member: str) -> ReplicationRecord:
+    """Return the record with another copy, the least preferred one, which is to be filled."""
     assert member not in record.copies, f"{member} holds a copy already"
-    copies = (member, *record.copies) if is_preferred else (*record.copies, member)
+    copies = (*record.copies, member)
     return replace(record, copies=copies, filling=record.filling | frozenset((member,)))
+
+
+def drop_copies(
+    record: ReplicationRecord, members: Iterable[str], *, in_sync_min: int
+) -> ReplicationRecord:
+    """Return the record without these copies. Their members empty them. The epoch stays.
+
+    Copies in sync may go only if at least `in_sync_min` copies in sync are left. The master counts
+    on who goes until it sees the record, so this is safe as every shrink that the store confirmed.
+    """
+    leaving = frozenset(members)
+    assert leaving <= frozenset(record.copies), f"{sorted(leaving)}: not all hold a copy"
+    assert record.master is not None, "an election comes first"
+    assert record.master not in leaving, "a master hands over before its copy is dropped"
+    assert record.branch is None, "the branch is finished first"
+    isr = record.isr - leaving
+    assert isr == record.isr or len(isr) >= in_sync_min, (
+        f"{len(isr)} copies in sync would be left, and {in_sync_min} are wanted"
+    )
+    return replace(
+        record,
+        copies=tuple(copy for copy in record.copies if copy not in leaving),
+        isr=isr,
+        filling=record.filling - leaving,
+        wanted_master=None if record.wanted_master in leaving else record.wanted_master,
+    )
+
+
+def reorder(record: ReplicationRecord, copies: Iterable[str]) -> ReplicationRecord:
+    """Return the record with the same copies in another order of preference."""
+    ordered = tuple(copies)
+    assert sorted(ordered) == sorted(record.copies), "the same copies are wanted, in another order"
+    return replace(record, copies=ordered)
 
 
 def shrink(record: ReplicationRecord, members: Iterable[str]) -> ReplicationRecord:

@@ -25,6 +25,7 @@ from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
 from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
+from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import Followed, window_of
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
 from dcp.replication.messages import (
@@ -48,7 +49,6 @@ from failover.fencing import refusal
 from failover.isr import confirmed_until_ns, may_answer_reads, serves_from_ns
 from failover.promotion import first_step, is_branch_done, may_send_back
 from failover.replication_record import (
-    BranchUnderWay,
     HandedOver,
     ReplicationRecord,
     finish_branch,
@@ -63,18 +63,6 @@ from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_of
 from vbucket.store.environment import StoreDamagedError
-
-
-class _AskedBranch:
-    """A branch that was asked for here."""
-
-    __slots__ = ("branch", "is_recorded")
-
-    def __init__(self, branch: BranchUnderWay) -> None:
-        self.branch = branch
-        self.is_recorded = False
-        """Whether a record was seen that names it."""
-
 
 HANDING_NS_MAX: Final = 2_000_000_000
 """A handover that has not happened after so long is given up, and tried again later."""
@@ -116,7 +104,7 @@ class Leading:
         self._wholes = WholeGroups(member, self.masterships, engine.num_vbuckets)
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
-        self._asked_branches: dict[int, _AskedBranch] = {}
+        self.branches = AskedBranches(engine, self.masterships, member)
         self._settled: tuple[object, ...] | None = None
         """What was so when all partitions were served and nothing was under way; None: not so."""
         self._level_ns: dict[str, int] = {}
@@ -279,6 +267,12 @@ class Leading:
             )
         if told.member not in self._view.members:
             raise ReplicationError(f"{told.member} is no member of this cluster")
+        alive = self._view.alive.get(told.member)
+        if alive is not None and told.incarnation < alive.content.incarnation:
+            raise ReplicationError(
+                f"member {told.member} runs as incarnation {alive.content.incarnation}; this is "
+                f"{told.incarnation}, an older process with the same data folder or a copy of it"
+            )
         older = self.feeds.get(told.member)
         if older is not None:
             older.is_superseded = True
@@ -507,7 +501,7 @@ class Leading:
                 mastership.check_branch(wanted_branch.seqno)
             except BranchRefusedError as error:  # somebody else has joined since, for example
                 mastership.want_branch(None)
-                self._asked_branches.pop(part.vb_id, None)
+                self.branches.give_up(part.vb_id)
                 self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
                 return None
             return start_branch(record, wanted_branch)
@@ -529,61 +523,23 @@ class Leading:
         self._fence(part)
         return hand_over(record, HandedOver(part.vb_uuid, part.high_seqno))
 
+    def take_min_in_sync(self, setting: int | None) -> bool:
+        """Take how many members must be in sync from now on; return whether that is another number
+        than before.
+        """
+        if setting == self._settings.min_in_sync:
+            return False
+        self._settings = self._settings._replace(min_in_sync=setting)
+        for mastership in self.masterships.values():
+            mastership.take_min_in_sync(setting)
+        return True
+
     def leave(self) -> None:
         """Hand over all partitions: this node is about to stop."""
         self._is_leaving = True
         self._settled = None
 
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
-        """Ask for a branch of a partition; return why it cannot begin, "" if it will.
-
-        The record says so first, then the whole in-sync set rolls back. The effect BranchEnded
-        says when that is done.
-        """
-        mastership = self.masterships.get(vb_id)
-        part = self._engine.partitions[vb_id]
-        if mastership is None or part.state != VbState.ACTIVE:
-            return f"vb {vb_id}: this node does not serve it now; ask its master"
-        if mastership.branch_wanted is not None or mastership.record.branch is not None:
-            return f"vb {vb_id}: another branch is under way"
-        try:
-            mastership.check_branch(seqno)
-        except BranchRefusedError as error:
-            return str(error)
-        branch = BranchUnderWay(vb_uuid, seqno)
-        mastership.want_branch(branch)
+        """See `AskedBranches.want`."""
         self._settled = None
-        self._asked_branches[vb_id] = _AskedBranch(branch)
-        return ""
-
-    def branch_ended(self, vb_id: int, record: ReplicationRecord) -> BranchEnded | None:
-        """Return the end of a branch that was asked for here, if a new record says that it ended.
-
-        A branch that a record names is finished, by this master or the next one, unless damaged
-        data is in the way. All members in sync have the master's failover log by then.
-        """
-        asked = self._asked_branches.get(vb_id)
-        if asked is None:
-            return None
-        if record.branch == asked.branch:
-            asked.is_recorded = True
-            return None
-        mastership = self.masterships.get(vb_id)
-        if mastership is not None and mastership.branch_wanted == asked.branch:
-            return None  # it is not written yet
-        del self._asked_branches[vb_id]
-        vb_uuid = asked.branch.vb_uuid
-        log = self._engine.partitions[vb_id].failover
-        if (
-            asked.is_recorded
-            and record.branch is None
-            and self._member in record.isr
-            and vb_uuid in dict(log.pairs())
-        ):
-            return BranchEnded(vb_id, vb_uuid, "")
-        return BranchEnded(
-            vb_id, vb_uuid,
-            f"vb {vb_id}: this node is not its master any more, or could not carry the branch out "
-            f"(its log says why). If the failover log has version {vb_uuid}, the branch was made; "
-            "otherwise ask the present master for it",
-        )  # fmt: skip
+        return self.branches.want(vb_id, seqno, vb_uuid)

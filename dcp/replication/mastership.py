@@ -55,7 +55,8 @@ class ReplicationSettings(NamedTuple):
     """What an operator decides about replication."""
 
     min_in_sync: int | None = None
-    """Members that must be in sync for a write to be taken; None: a majority of the copies."""
+    """Members that must be in sync for a write to be taken; None: a majority of the copies. The
+    cluster's record says it for all nodes, as soon as it is known."""
     replica_lag_max_ns: int = 1_000_000_000
     acknowledges_as_master: bool = False
     """Answer writes when this node's disk has them (`acknowledge=master`)."""
@@ -177,6 +178,11 @@ class Mastership:
         if before is None or before.epoch < epoch or before.synced_seqno < seqno:
             self._acknowledged[member] = Acknowledgement(epoch, seqno)
 
+    def acknowledged_seqno(self, member: str) -> int:
+        """Return what a member has acknowledged in this epoch; 0: nothing."""
+        given = self._acknowledged.get(member)
+        return 0 if given is None or given.epoch != self.epoch else given.synced_seqno
+
     def begins_at(self, member: str, seqno: int, history_floor: int) -> None:
         """A member has all up to a seqno, and perhaps less than it acknowledged before: deletions
         that it needed were purged, so it began again at 0.
@@ -240,6 +246,12 @@ class Mastership:
         self._record = record
         self._min_in_sync = min_in_sync_of(self._settings.min_in_sync, record.counted_copies)
         self.ask(self._asked if self.is_writing else None)
+
+    def take_min_in_sync(self, setting: int | None) -> None:
+        """Take how many members must be in sync from now on; None: a majority of the copies."""
+        self._settings = self._settings._replace(min_in_sync=setting)
+        self._min_in_sync = min_in_sync_of(setting, self._record.counted_copies)
+        self._changed()
 
     def decided(self, *, is_written: bool) -> None:
         """A change of the record has its outcome; `take_record` follows if it was written."""

@@ -61,12 +61,16 @@ def test_commands_make_a_cluster_and_refuse_what_cannot_be(tmp_path: Path) -> No
         assert "no token of a cluster" in refused(b, "join", "--token", "dcpd-cluster-xyz")
         short = msgspec.structs.replace(ClusterToken.from_text(token), secret="short")
         assert "the whole token" in refused(b, "join", "--token", short.to_text())
+        wrong = msgspec.structs.replace(ClusterToken.from_text(token), secret="w" * 43)
+        error = refused(b, "join", "--token", wrong.to_text())
+        assert "does not let this node in" in error
+        assert "try: Correct the token" in error
         with b.connect() as kv:
             kv.set(b"mine", b"v")
         assert "holds 1 documents" in refused(b, "join", "--token", token)
         with b.connect() as kv:
             kv.delete(b"mine")
-        assert "another member has this name" in refused(
+        assert "another member has the name first" in refused(
             b, "join", "--token", token, "--name", "first"
         )
         assert "this node is alone" in done(b, "status"), "a refusal changes nothing"
@@ -82,6 +86,23 @@ def test_commands_make_a_cluster_and_refuse_what_cannot_be(tmp_path: Path) -> No
         assert all(sorted(row["in_sync"]) == ["first", "second"] for row in rows)
         b.kill()
         until(lambda: "node second" in done(a, "status"))
+
+
+def test_a_token_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    words = [sys.executable, "-m", "clients.cli", "cluster", "join", "--token-file"]
+    for name, text in (
+        ("-", "standard input is closed"),
+        (str(tmp_path / "empty"), "is empty"),
+        (str(tmp_path / "missing"), "cannot be read: No such file"),
+    ):
+        run = subprocess.run(
+            ["sh", "-c", 'exec "$@" <&-', "sh", *words, name],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert run.returncode == 2, run.stderr
+        assert text in run.stderr
+        assert "Traceback" not in run.stderr
 
 
 def test_a_demo_takes_its_nodes_with_it(tmp_path: Path) -> None:

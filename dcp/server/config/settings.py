@@ -25,6 +25,7 @@ from dcp.server.config.setting_values import (
     read_names,
     read_path,
     read_size,
+    read_size_or_auto,
 )
 from dcp.wire.frame import MAX_VALUE_BYTES
 from vbucket.model.ids import CAS_DRIFT_NS
@@ -221,17 +222,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 64 << 20
     item_cache_bytes: Annotated[
-        int,
+        int | None,
         Option(
             "Memory for documents of the store that were read or written recently. A document of "
-            "128 bytes takes 365. 0: no cache.",
-            read_size,
-            "SIZE",
+            "128 bytes takes 365. 0: no cache. auto: an eighth of the memory that the process may "
+            "use, limits of its cgroup included; at most 1GiB.",
+            read_size_or_auto,
+            "SIZE|auto",
             1 << 20,
             16 << 30,
             zero_means="none",
         ),
-    ] = 64 << 20
+    ] = None
     expiry_interval_s: Annotated[
         float,
         Option(

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from dcp.compiled import compiled_modules
+from dcp.compiled import compiled_modules, form_text
 from dcp.server.net.cluster_config import Ports
 from dcp.server.net.connections import Connections
 from dcp.server.observe.about import About
@@ -83,6 +83,7 @@ class Stats:
         return StatusReport(
             version=self._about.version,
             compiled=bool(compiled_modules()),
+            form=form_text(),
             uptime_s=self._about.uptime_s,
             data=str(self._about.data_dir),
             durability=self._about.durability,
