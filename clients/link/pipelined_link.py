@@ -353,6 +353,7 @@ class Link(asyncio.Protocol):
             if isinstance(error, ConnectionLostError):
                 error = ConnectError(f"no session: {error.what}", node=self.node)
             self.ready.set_exception(error)
+            self.ready.exception()  # seen: after a timeout nobody waits for it
         for batch in self._batches:
             if not batch.future.done():
                 batch.future.set_exception(error)

@@ -35,6 +35,8 @@ PORTS: Final = range(15_000, 30_000)
 """Below the range for outgoing connections, one of which could take a port while its node is down.
 """
 STATUS: Final = "/api/v1/cluster/status"
+MASTERS_RETURN_S: Final = 1.0
+"""How long a node is in sync before it is master again: the next fault does not wait for long."""
 SYNCED_S: Final = 120.0
 """Longest time until all copies are in sync again, on a machine that does other things too."""
 
@@ -115,6 +117,7 @@ class FaultyCluster:
                 "POST", "/api/v1/cluster/init", {"copies": COPIES, "meta": url, "name": name}
             )["token"]
             until(lambda: self.status(name).get("served_here") == 1024)
+            self.change("set", masters_return_s=MASTERS_RETURN_S)
 
     # -- how they are reached; `soak.cluster.packets` does it in another way -----------------------
 
@@ -228,6 +231,24 @@ class FaultyCluster:
     def running(self) -> list[str]:
         """Return the nodes that run."""
         return [name for name in self.nodes if self.is_running(name)]
+
+    def change(self, name: str, **body: Any) -> None:
+        """Change the cluster, and return when copies and masters have moved."""
+        done = self.nodes[self.running()[0]].ask("POST", f"/api/v1/cluster/{name}", body)
+
+        def is_over() -> bool:
+            status = self.status(self.running()[0])
+            return bool(
+                status
+                and status["store"]["revision"] >= done["revision"]
+                and status["plan"] is None
+            )
+
+        try:
+            until(is_over, SYNCED_S)
+        except AssertionError:
+            plan = self.status(self.running()[0]).get("plan")
+            raise NodeError(f"{name} {body} does not end: {plan}") from None
 
     def until_in_sync(self, copies: int = COPIES) -> None:
         """Return once all nodes know that each partition has so many copies in sync."""
