@@ -357,6 +357,7 @@ class Link(asyncio.Protocol):
         for batch in self._batches:
             if not batch.future.done():
                 batch.future.set_exception(error)
+                batch.future.exception()  # seen: its caller may have given up
         self._batches.clear()
         if self._on_lost is not None:
             self._on_lost(error)
