@@ -121,7 +121,7 @@ class Following:
         self._heard_ns.setdefault(master, now_ns)
         followed = self._link_to(master)
         if followed is not None:
-            followed.follow(vb_id, record.epoch, now_ns)
+            followed.follow(vb_id, record.epoch, now_ns, record.number_of(member) or 0)
         else:
             self._has_gaps = True
 
@@ -221,7 +221,8 @@ class Following:
         asked = from_here(part.high_seqno, part.vb_uuid, window)
         purge = window.purge if window is not None else 0
         versions = versions_of(part.failover)
-        return asked, ReplicaPosition(epoch, versions, purge, part.history_floor)
+        number = self._record_of(vb_id).number_of(self._identity.member) or 0
+        return asked, ReplicaPosition(epoch, versions, purge, part.history_floor, number)
 
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """See ReplicaSide."""

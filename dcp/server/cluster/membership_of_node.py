@@ -59,6 +59,7 @@ def replicated_node(
         acknowledges_as_master=settings.acknowledge == "master",
         replica_lag_max_ns=int(settings.replica_lag_max_s * 1e9),
         value_bytes_max=settings.value_bytes_max,
+        fill_bytes_per_s=settings.rebalance_rate,
     )
     return ReplicatedNode(parts, member, identity, choices, access)
 

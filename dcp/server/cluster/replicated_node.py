@@ -85,8 +85,18 @@ MAP_S: Final = 0.01
 """How long changes of the map are gathered: an election changes hundreds of records."""
 
 
+_REMOVED_ADVICE: Final = (
+    "Its data folder stays as it is. To let this node join again, start it with an empty --data "
+    "folder"
+)
+
+
 class MembershipOverError(RuntimeError):
     """Another process is the member, or has its address, or the versions differ."""
+
+
+class RemovedError(RuntimeError):
+    """The node was removed from its cluster."""
 
 
 class ServerParts(NamedTuple):
@@ -116,6 +126,7 @@ class ReplicationChoices(NamedTuple):
     acknowledges_as_master: bool
     replica_lag_max_ns: int
     value_bytes_max: int
+    fill_bytes_per_s: int = 0
     prefers_first: bool = True
     elects_uncleanly: bool = False
 
@@ -150,6 +161,7 @@ class ReplicatedNode:
                 replica_lag_max_ns=choices.replica_lag_max_ns,
                 acknowledges_as_master=choices.acknowledges_as_master,
                 value_bytes_max=choices.value_bytes_max,
+                fill_bytes_per_s=choices.fill_bytes_per_s,
             ),
             cluster=identity.cluster, carry_out=self._driver.carry_out, depose=self._depose,
             now_ns=elapsed_ns(),
@@ -328,10 +340,28 @@ class ReplicatedNode:
         membership = self.session.membership
         if membership.state in {MembershipState.REPLACED, MembershipState.REFUSED}:
             raise MembershipOverError(membership.why_over)
+        view = self.session.view
+        key = view.keys.of_member(KeyKind.MEMBER, self.member)
+        if view.is_loaded and not view.mod_revision(key):
+            raise MembershipOverError(
+                f"node {self.identity.name} was removed from its cluster, and takes no further "
+                f"part. {_REMOVED_ADVICE}"
+            )
         if membership.has_registered and not self._has_registered:
             self._has_registered = True
             self.core.records_changed(elapsed_ns(), tuple(self.session.view.partitions))
         return self._has_registered
+
+    def _check_not_removed(self) -> None:
+        """Raise RemovedError: this node is no member any more, and gets nothing from the others."""
+        view = self.session.view
+        key = view.keys.of_member(KeyKind.MEMBER, self.member)
+        if view.is_loaded and not view.mod_revision(key):
+            raise RemovedError(
+                f"node {self.identity.name} was removed from the cluster. Start it with an empty "
+                "--data folder and join again if the cluster is to have it; this folder is not "
+                "needed any more"
+            )
 
     def _pass_time(self) -> None:
         now_ns = elapsed_ns()
@@ -356,6 +386,7 @@ class ReplicatedNode:
         now_ns = elapsed_ns()
         may_act = self._check_membership()
         if isinstance(effect, ViewChanged):
+            self._check_not_removed()
             self.manifest.adopt()
             self._users.adopt()
             if may_act:

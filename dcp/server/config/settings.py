@@ -26,6 +26,7 @@ from dcp.server.config.setting_values import (
     read_path,
     read_size,
     read_size_or_auto,
+    read_store_url,
 )
 from dcp.wire.frame import MAX_VALUE_BYTES
 from vbucket.model.ids import CAS_DRIFT_NS
@@ -474,6 +475,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "FILE",
         ),
     ] = None
+    cluster_meta: Annotated[
+        str,
+        Option(
+            "Metadata store of a cluster that --cluster init makes: embedded in this node, or the "
+            "URL of etcd (docs/clusters.md).",
+            read_store_url,
+            "URL",
+        ),
+    ] = "embedded"
     cluster_copies: Annotated[
         int,
         Option(
@@ -537,6 +547,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             3600,
         ),
     ] = 1.0
+    rebalance_rate: Annotated[
+        int,
+        Option(
+            "In a cluster: bytes a second with which this node fills new copies on other nodes. 0: "
+            "without a limit.",
+            read_size,
+            "SIZE",
+            64 << 10,
+            1 << 40,
+            zero_means="no limit",
+        ),
+    ] = 32 << 20
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Option(
