@@ -4,7 +4,7 @@
     outcomes = await exchange.documents(operations, timeout_s, level, collection)
     reply = await exchange.command(opcode, "what it is", timeout_s, node=node)
 
-The usual case, in which one node serves all operations and answers, needs no Call. After PATIENCE_S
+The usual case, in which one node serves all operations and answers, needs no Call. After a second
 without all answers a Call takes over. What was sent is still waited for.
 """
 
@@ -20,12 +20,12 @@ from clients.kv.call import Call
 from clients.kv.connections import Connections
 from clients.kv.reaction import is_answer
 from clients.kv.routing import (
-    PATIENCE_S,
     Action,
     FetchMap,
     Result,
     Router,
     Send,
+    patience_s,
     place_of,
 )
 from clients.link.pipelined_link import Link
@@ -83,7 +83,7 @@ class Exchange:
         is_over = True
         if send is not None and self._connections.is_open(send.node):
             try:
-                async with asyncio.timeout_at(begun_s + min(timeout_s, PATIENCE_S)):
+                async with asyncio.timeout_at(begun_s + patience_s(timeout_s)):
                     await transmit(send)
             except TimeoutError:
                 is_over = False

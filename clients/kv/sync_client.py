@@ -38,10 +38,10 @@ from clients.kv.blocking_exchange import (
 from clients.kv.call import Call
 from clients.kv.reaction import RETRY_STATUSES, is_answer
 from clients.kv.routing import (
-    PATIENCE_S,
     Result,
     Router,
     Send,
+    patience_s,
 )
 from clients.link.blocking_link import TIMEOUT_MIN_S, SyncLink
 from clients.link.topology import ClusterNode, Topology, single_node
@@ -359,8 +359,8 @@ class SyncKv:
         flight: tuple[Send, Started] | None = None
         if direct is not None:
             started = self._exchange.begin(direct, begin, deadline_s)
-            patience_s = min(deadline_s, begun_s + PATIENCE_S)
-            if started is not None and not has_outcome(direct, started, patience_s):
+            asks_at_s = begun_s + patience_s(timeout_s)
+            if started is not None and not has_outcome(direct, started, asks_at_s):
                 flight = direct, started
             if is_answer(direct.outcomes[0]):
                 self._router.note_up(direct.node)

@@ -353,9 +353,11 @@ class Link(asyncio.Protocol):
             if isinstance(error, ConnectionLostError):
                 error = ConnectError(f"no session: {error.what}", node=self.node)
             self.ready.set_exception(error)
+            self.ready.exception()  # seen: after a timeout nobody waits for it
         for batch in self._batches:
             if not batch.future.done():
                 batch.future.set_exception(error)
+                batch.future.exception()  # seen: its caller may have given up
         self._batches.clear()
         if self._on_lost is not None:
             self._on_lost(error)
