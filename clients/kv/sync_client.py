@@ -323,6 +323,10 @@ class SyncKv:
         )
         return _expect(Frame, reply).value
 
+    def named_node(self) -> ClusterNode:
+        """Return the node of the address that answers: the first one that could be reached."""
+        return self._reached()
+
     def topology(self) -> Topology:
         """Return the cluster configuration. It is fetched once, and replaced by newer ones."""
         router = self._router

@@ -178,11 +178,13 @@ class Link(asyncio.Protocol):
     ) -> asyncio.Future[list[Frame]]:
         """Write packets whose opaques count up from `opaque`; the future has their replies."""
         future: asyncio.Future[list[Frame]] = asyncio.get_running_loop().create_future()
-        if self._failure is not None or self._transport is None:
+        transport = self._transport
+        # A transport that a failed write is closing drops what it gets: that was not sent.
+        if self._failure is not None or transport is None or transport.is_closing():
             future.set_exception(self._failure or self._lost())
             return future
         self._batches.append(_Batch(opaque, count, future, is_open_ended=is_open_ended))
-        self._transport.write(packets)
+        transport.write(packets)
         return future
 
     async def request(

@@ -3,8 +3,10 @@
     <root>cluster                what holds for all of the cluster
     <root>manifest               scopes and collections
     <root>users                  users and their rights
+    <root>plan                   the move of copies and masters that is under way
     <root>leader                 the coordinator          under its member's lease
     <root>alive/<member>         a running process        under its member's lease
+    <root>address/<host:port>    the process reached there   the same
     <root>member/<member>        a member of the cluster
     <root>name/<name>            the member that has a name
     <root>partition/<vb>         one partition's record
@@ -32,6 +34,7 @@ class KeyKind(StrEnum):
     CLUSTER = "cluster"
     MANIFEST = "manifest"
     USERS = "users"
+    PLAN = "plan"
     LEADER = "leader"
     ALIVE = "alive"
     MEMBER = "member"
@@ -41,7 +44,9 @@ class KeyKind(StrEnum):
 
 
 _KINDS: Final = {str(kind): kind for kind in KeyKind}
-_SINGLE: Final = frozenset({KeyKind.CLUSTER, KeyKind.MANIFEST, KeyKind.USERS, KeyKind.LEADER})
+_SINGLE: Final = frozenset(
+    {KeyKind.CLUSTER, KeyKind.MANIFEST, KeyKind.USERS, KeyKind.PLAN, KeyKind.LEADER}
+)
 _OF_PARTITIONS: Final = frozenset({KeyKind.PARTITION, KeyKind.COMMAND})
 
 
@@ -64,6 +69,7 @@ class ClusterKeys:
         self.cluster: Final = root + b"cluster"
         self.manifest: Final = root + b"manifest"
         self.users: Final = root + b"users"
+        self.plan: Final = root + b"plan"
 
     def of_member(self, kind: KeyKind, member: str) -> bytes:
         """Return the key of this kind for a member."""
@@ -73,9 +79,17 @@ class ClusterKeys:
             )
         return self.root + f"{kind}/{member}".encode()
 
+    def of_members(self, kind: KeyKind) -> bytes:
+        """Return the prefix of the keys of this kind for all members."""
+        return self.root + f"{kind}/".encode()
+
     def of_name(self, name: str) -> bytes:
         """Return the key that says which member has a name. Views do not have it."""
         return self.root + b"name/" + name.encode()
+
+    def of_address(self, address: str) -> bytes:
+        """Return the key that says which process has an address. Views do not have it."""
+        return self.root + b"address/" + address.encode()
 
     def of_partition(self, kind: KeyKind, vb_id: int) -> bytes:
         """Return the key of this kind for a partition."""

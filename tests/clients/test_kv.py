@@ -184,6 +184,19 @@ async def test_reads_are_repeated_after_a_lost_connection_and_writes_are_not(pee
         assert peer.documents == {b"a": b"3"}
 
 
+async def test_a_write_after_the_connection_broke_was_not_sent_and_is_repeated(peer):
+    """The transport knows it before the link is told; it drops what it gets meanwhile."""
+    async with KvClient.connect(peer.address) as kv:
+        await kv.set("a", b"1")
+        (link,) = kv._links.values()
+        link._transport.abort()
+        assert not link.is_closed
+        assert (await kv.set("b", b"2")).seqno
+        assert [frame.key for frame in peer.requests if frame.opcode == Opcode.SET] == [
+            b"\0a", b"\0b",
+        ]  # fmt: skip
+
+
 async def test_lost_connection_in_a_batch_is_reported_for_what_was_under_way(peer):
     def lose_at(frame):
         return None if frame.key == b"\0k3" else peer.answer(frame)

@@ -129,7 +129,7 @@ async def join_by_token(
     try:
         token = ClusterToken.from_text(text)
     except ClusterTokenError as error:
-        raise EnrolmentError(str(error)) from None
+        raise EnrolmentError(error.why, error.try_this) from None
     name, rack = newcomer.name_or(name), rack or newcomer.settings.rack or ""
     _check(newcomer, name)
     content = ClusterFile(
@@ -160,11 +160,11 @@ def _check(newcomer: NewMember, name: str) -> None:
         raise EnrolmentError(str(error)) from None
     if present is not None:
         raise EnrolmentError(
-            f"this node is a member already, {present.name!r} of cluster {present.cluster}. To "
-            "make it a member of another one, start it with an empty --data folder"
+            f"this node is a member already: {present.name!r} of cluster {present.cluster}",
+            "To make it a member of another one, start it with an empty --data folder",
         )
-    if why := cluster_refusal(newcomer.settings):
-        raise EnrolmentError(why)
+    if refusal := cluster_refusal(newcomer.settings):
+        raise EnrolmentError(refusal.why, refusal.try_this)
 
 
 def _url_of(meta: str, draw: random.Random) -> str:
@@ -174,14 +174,14 @@ def _url_of(meta: str, draw: random.Random) -> str:
     try:
         return new_store_url(draw)
     except MetaAccessError as error:
-        raise EnrolmentError(str(error)) from None
+        raise EnrolmentError(error.why, error.try_this) from None
 
 
 async def _opened(content: ClusterFile, newcomer: NewMember) -> MetaAccess:
     try:
         return await MetaAccess.open(content, newcomer.data_dir, newcomer.log)
     except (MetaAccessError, MetaUrlError) as error:
-        raise EnrolmentError(str(error)) from None
+        raise EnrolmentError(error.why, error.try_this) from None
 
 
 def _write(data_dir: Path, content: ClusterFile) -> None:

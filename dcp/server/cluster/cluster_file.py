@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from dcp.server.access.users_file import replace_file
+from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 
 FORMAT: Final = 1
@@ -48,8 +49,8 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return KEYS_PREFIX + f"{self.cluster}/".encode()
 
 
-class ClusterTokenError(Exception):
-    """A token cannot be used; the text says why."""
+class ClusterTokenError(ClusterRefusedError):
+    """A token cannot be used."""
 
 
 class ClusterToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,13 +77,13 @@ class ClusterToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             token = msgspec.json.decode(raw, type=cls)
         except (ValueError, Base64Error, msgspec.DecodeError) as error:
             raise ClusterTokenError(
-                f"this is no token of a cluster: {error}. `dcpctl cluster token` on a member "
-                "prints it"
+                f"this is no token of a cluster: {error}",
+                "Copy the whole line that `dcpctl cluster token` prints on a member",
             ) from None
         if token.format != FORMAT:
             raise ClusterTokenError(
-                f"the token has format {token.format}, this dcpd reads format {FORMAT}; use the "
-                "version of dcpd that the cluster runs"
+                f"the token has format {token.format}, this dcpd reads format {FORMAT}",
+                "Use the version of dcpd that the cluster runs",
             )
         return token
 

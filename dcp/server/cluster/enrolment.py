@@ -43,6 +43,8 @@ from dcp.cluster.metastore import (
     TxnResult,
     if_absent,
 )
+from dcp.server.cluster.cluster_refusal import ClusterRefusedError
+from dcp.server.cluster.process_facts import fit_reads, unfit
 from failover.replication_record import ReplicationRecord
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
@@ -54,8 +56,8 @@ COPIES_MAX: Final = 4
 """A master and three replicas: clients know no more."""
 
 
-class EnrolmentError(Exception):
-    """The node does not become a member; the text says why and what to try. Nothing is changed."""
+class EnrolmentError(ClusterRefusedError):
+    """The node does not become a member."""
 
 
 class NewCluster(NamedTuple):
@@ -79,7 +81,7 @@ async def ask(meta: MetaStore, request: StoreRequest) -> StoreResult:
             return await answered
     except TimeoutError:
         raise EnrolmentError(
-            f"the metadata store did not answer within {ANSWER_S:g} s; check that it runs"
+            f"the metadata store did not answer within {ANSWER_S:g} s", "Check that it runs"
         ) from None
 
 
@@ -93,19 +95,32 @@ async def ask_again(meta: MetaStore, request: StoreRequest) -> StoreResult:
         result = await ask(meta, request)
         if not isinstance(result, OutcomeUnknown | StoreUnavailable):
             return result
+        if isinstance(result, StoreUnavailable) and result.is_denied:
+            raise EnrolmentError(
+                f"the metadata store does not let this node in: {result.text}",
+                "Correct the token, or the URL of --meta; then try again",
+            )
         if loop.time() >= give_up_s:
-            raise EnrolmentError(f"the metadata store does not answer: {result.text}")
+            raise EnrolmentError(
+                f"the metadata store does not answer: {result.text}",
+                "Check that it runs, and that this machine reaches it; then try again",
+            )
         await asyncio.sleep(AGAIN_S)
 
 
 def check_new(wanted: NewCluster) -> None:
     """Raises EnrolmentError if a cluster cannot have these numbers."""
     if not 1 <= wanted.copies <= COPIES_MAX:
-        raise EnrolmentError(f"{wanted.copies} copies are not possible; 1 to {COPIES_MAX} are")
+        raise EnrolmentError(
+            f"{wanted.copies} copies are not possible: a partition has a master and at most "
+            f"{COPIES_MAX - 1} replicas",
+            f"Use --copies 1 to {COPIES_MAX}",
+        )
     if wanted.min_in_sync is not None and not 1 <= wanted.min_in_sync <= wanted.copies:
         raise EnrolmentError(
-            f"min in-sync {wanted.min_in_sync} is not possible with {wanted.copies} copies; 1 to "
-            f"{wanted.copies} are"
+            f"min in-sync {wanted.min_in_sync} is not possible with {wanted.copies} copies: no "
+            "write could be answered",
+            f"Use --min-in-sync 1 to {wanted.copies}, or leave it out for a majority",
         )
 
 
@@ -113,8 +128,8 @@ def check_name(name: str) -> None:
     """Raises EnrolmentError if a node cannot have this name."""
     if not MEMBER_ID.fullmatch(name):
         raise EnrolmentError(
-            f"the name {name!r} is not possible: 1 to 64 letters, digits, dots, dashes or "
-            "underscores are"
+            f"the name {name[:80]!r} is not possible: it is part of keys and log lines",
+            "Use 1 to 64 letters, digits, dots, dashes or underscores",
         )
 
 
@@ -150,14 +165,14 @@ async def join_cluster(
     documents = sum(part.item_count for part in engine.partitions)
     if documents:
         raise EnrolmentError(
-            f"this node holds {documents} documents, and joining would remove them. Start it with "
-            "an empty --data folder; to keep the documents, make this node the first one with "
-            "`dcpctl cluster init`, or load them into the cluster from a backup"
+            f"this node holds {documents} documents, and joining would remove them",
+            "Start it with an empty --data folder. To keep the documents, make this node the first "
+            "one with `dcpctl cluster init`, or load them into the cluster from a backup",
         )
     if engine.keyspace.manifest.uid:
         raise EnrolmentError(
-            "this node has collections of its own, and the cluster has others. Start it with an "
-            "empty --data folder"
+            "this node has collections of its own, and the cluster has others",
+            "Start it with an empty --data folder",
         )
     keys = ClusterKeys(root)
     found = await ask_again(meta, Range(keys.cluster))
@@ -165,15 +180,62 @@ async def join_cluster(
         raise EnrolmentError(f"the metadata store does not answer: {found}")
     if not found.items:
         raise EnrolmentError(
-            "the metadata store has no such cluster. The token is of another store, or of a "
-            "cluster that is gone; get a new one with `dcpctl cluster token` on a member"
+            "the metadata store has no such cluster: the token is of another store, or of a "
+            "cluster that is gone",
+            "Get a new token with `dcpctl cluster token` on a member",
         )
     try:
         cluster = decode_record(found.items[0], ClusterRecord)
     except RecordUnreadableError as error:
         raise EnrolmentError(str(error)) from None
+    _check_rack(await _members(meta, keys), member)
+    await _check_fits(meta, keys, member)
     await _put_new(meta, _member_puts(keys, member))
     return cluster
+
+
+async def _check_fits(meta: MetaStore, keys: ClusterKeys, newcomer: MemberRecord) -> None:
+    """Raises EnrolmentError if a node that runs has an address of the newcomer, or another version
+    of dcpd.
+    """
+    result = await ask_again(meta, fit_reads(keys, newcomer))
+    if not isinstance(result, TxnResult):
+        raise EnrolmentError(f"the metadata store does not answer: {result}")
+    why, advice = unfit(result, newcomer)
+    if why:
+        raise EnrolmentError(why, advice)
+
+
+async def _members(meta: MetaStore, keys: ClusterKeys) -> list[MemberRecord]:
+    """Return the members of a cluster. Raises EnrolmentError."""
+    found = await ask_again(meta, Range(keys.of_members(KeyKind.MEMBER), is_prefix=True))
+    if not isinstance(found, RangeResult):
+        raise EnrolmentError(f"the metadata store does not answer: {found}")
+    try:
+        return [decode_record(item, MemberRecord) for item in found.items]
+    except RecordUnreadableError as error:
+        raise EnrolmentError(str(error)) from None
+
+
+def _check_rack(members: list[MemberRecord], newcomer: MemberRecord) -> None:
+    """Raises EnrolmentError if only some nodes would name a rack: then no rack counts, and copies
+    of a partition could end up in one rack without a word.
+    """
+    others = [member for member in members if member.member != newcomer.member]
+    strange = next((each for each in others if bool(each.rack) != bool(newcomer.rack)), None)
+    if strange is None:
+        return
+    if newcomer.rack:
+        raise EnrolmentError(
+            f"this node names rack {newcomer.rack!r}, and node {strange.name} names none: racks "
+            "count only if every node names one",
+            "Leave --rack out. To use racks, give one to every node from `dcpctl cluster init` on",
+        )
+    raise EnrolmentError(
+        f"this node names no rack, and node {strange.name} names {strange.rack!r}: racks count "
+        "only if every node names one",
+        "Name its rack with --rack",
+    )
 
 
 def _member_puts(keys: ClusterKeys, member: MemberRecord) -> list[Put]:
@@ -207,8 +269,19 @@ async def _put_new(meta: MetaStore, puts: Iterable[Put]) -> None:
         return
     for put, read in zip(puts, result.ranges, strict=True):
         if read.items and read.items[0].value != put.value:
-            key = put.key.decode("utf-8", "replace")
-            raise EnrolmentError(
-                f"{key} is there already: another member has this name, or this folder is a copy "
-                "of a member's. Choose another --name, or start with an empty --data folder"
-            )
+            raise _taken(put.key)
+
+
+def _taken(key: bytes) -> EnrolmentError:
+    """Return the refusal of a node whose key another one has."""
+    kind, _, name = key.decode("utf-8", "replace").rpartition("/")
+    if kind.endswith("/name"):
+        return EnrolmentError(
+            f"another member has the name {name}",
+            "Choose another one with --name (`dcpctl cluster status` shows those in use)",
+        )
+    return EnrolmentError(
+        "a member with the id of this data folder is there already: the folder is a copy of a "
+        "member's, or was a member before",
+        "Start this node with an empty --data folder",
+    )

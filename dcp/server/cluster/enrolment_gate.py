@@ -48,8 +48,8 @@ class EnrolmentGate:
         """Refuse changes, and return when those before are in the log. Raises EnrolmentError."""
         if self._is_closed:
             raise EnrolmentError(
-                "this node is becoming a member already, by another command. Wait for that one, "
-                "and then look at `dcpctl cluster status`"
+                "this node is becoming a member already, by another command",
+                "Wait for that one, and then look at `dcpctl cluster status`",
             )
         self._is_closed = True
         try:
@@ -79,8 +79,8 @@ class EnrolmentGate:
                 await self._commits.until_synced(max(last, keyspace.manifest_group))
         except TimeoutError:
             raise EnrolmentError(
-                f"earlier changes are not on disk within {SETTLE_S:g} s. Check that the disk of "
-                "the data folder has room and answers, then try again"
+                f"earlier changes are not on disk within {SETTLE_S:g} s",
+                "Check that the disk of the data folder has room and answers, then try again",
             ) from None
 
     def _open(self) -> None:

@@ -8,7 +8,8 @@ The rules are in `dcp.replication` and `dcp.cluster`. Here are the clock, the so
 Everything runs on the server's event loop; only files are written in threads.
 
 Invariants
-- no partition is served before its record gives it to this process;
+- no partition is served before its record gives it to this process, and no other node is spoken to
+  before this process is registered as the member;
 - what may not be answered any more is fenced before each batch of requests;
 - effects are carried out in their order, and never from inside a session's or a core's call;
 - an exception in the cores ends the server: what it would answer afterwards may be wrong.
@@ -18,18 +19,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import MemberRecord
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.coordinator import Elected
 from dcp.cluster.effects import Notice, ViewChanged
 from dcp.cluster.membership import MembershipState
-from dcp.cluster.metastore import TxnResult
+from dcp.cluster.metastore import Range, RangeResult, TxnResult
 from dcp.cluster.partition_choices import CoordinatorSettings
 from dcp.cluster.prefix_owner import owner_read, owner_trouble
 from dcp.cluster.record_writer import WriteOutcome
@@ -47,7 +50,9 @@ from dcp.server.cluster.map_shown import MapShown
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_record import OwnRecord
+from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.quarantine_files import keep_cut_off
+from dcp.server.cluster.receipt_files import keep_election
 from dcp.server.cluster.shared_manifest import ManifestNotChangedError, SharedManifest
 from dcp.server.cluster.shared_users import SharedUsers
 from dcp.server.net.cluster_config import ClusterConfig
@@ -80,8 +85,18 @@ MAP_S: Final = 0.01
 """How long changes of the map are gathered: an election changes hundreds of records."""
 
 
-class ReplacedError(RuntimeError):
-    """A newer process is this member: it runs with a copy of this folder."""
+_REMOVED_ADVICE: Final = (
+    "Its data folder stays as it is. To let this node join again, start it with an empty --data "
+    "folder"
+)
+
+
+class MembershipOverError(RuntimeError):
+    """Another process is the member, or has its address, or the versions differ."""
+
+
+class RemovedError(RuntimeError):
+    """The node was removed from its cluster."""
 
 
 class ServerParts(NamedTuple):
@@ -111,6 +126,7 @@ class ReplicationChoices(NamedTuple):
     acknowledges_as_master: bool
     replica_lag_max_ns: int
     value_bytes_max: int
+    fill_bytes_per_s: int = 0
     prefers_first: bool = True
     elects_uncleanly: bool = False
 
@@ -145,6 +161,7 @@ class ReplicatedNode:
                 replica_lag_max_ns=choices.replica_lag_max_ns,
                 acknowledges_as_master=choices.acknowledges_as_master,
                 value_bytes_max=choices.value_bytes_max,
+                fill_bytes_per_s=choices.fill_bytes_per_s,
             ),
             cluster=identity.cluster, carry_out=self._driver.carry_out, depose=self._depose,
             now_ns=elapsed_ns(),
@@ -162,7 +179,7 @@ class ReplicatedNode:
         self._next_map: asyncio.TimerHandle | None = None
         self._is_scheduled = self._is_carrying = False
         self._is_stopped = False
-        self._has_started = False
+        self._has_started = self._has_registered = False
         self._turns = 0
         self.wrong_store = ""
         """Why the metadata store is not that of this cluster; "" if it is, or is not known."""
@@ -201,6 +218,7 @@ class ReplicatedNode:
     def show_first_map(self, own: MemberRecord) -> None:
         """Tell clients that this node exists, and serves nothing yet; `own` is its own record."""
         view = self.session.view
+        self.session.membership.introduce(facts_of(self._parts.data_dir, own))
         self._own = OwnRecord(view, own, self.access.meta)
         self._map = MapShown(view, self._parts.config, self.identity.cluster, own)
         self._map.update()
@@ -231,9 +249,21 @@ class ReplicatedNode:
             with contextlib.suppress(EnrolmentError):  # it is away: there is nothing to serve by
                 result = await ask(self.access.meta, owner_read(KEYS_PREFIX, cluster))
                 if isinstance(result, TxnResult) and self._is_ours(result):
+                    await self._check_versions()
                     self._tick()
                     return
             await asyncio.sleep(OWNER_RETRY_S)
+
+    async def _check_versions(self) -> None:
+        """Raises MembershipOverError if a member that runs has another version, EnrolmentError if
+        the store does not answer.
+        """
+        alive = Range(self.session.view.keys.of_members(KeyKind.ALIVE), is_prefix=True)
+        result = await ask(self.access.meta, alive)
+        if not isinstance(result, RangeResult):
+            raise EnrolmentError("the metadata store does not answer")
+        if why := unfit_by(result.items, self.member):
+            raise MembershipOverError(f"{why}. {VERSION_ADVICE}")
 
     def _is_ours(self, result: TxnResult) -> bool:
         """Take what the store says about its owner, and tell if it is another cluster's."""
@@ -302,20 +332,42 @@ class ReplicatedNode:
         self._next_tick = self._loop.call_later(TICK_S, self._tick)
         self._guarded(self._pass_time)
 
-    def _check_not_replaced(self) -> None:
-        """Raise ReplacedError: two processes of one member would both count as master of the same
-        epoch, and each would answer writes that the other does not have.
+    def _check_membership(self) -> bool:
+        """Return whether this process may act as the member. Raises MembershipOverError: two
+        processes of one member would both count as master of the same epoch, and each would answer
+        writes that the other does not have.
         """
-        if self.session.membership.state is MembershipState.REPLACED:
-            raise ReplacedError(
-                f"another process is member {self.member} of the cluster now: it runs with a copy "
-                "of this data folder. Stop one of the two, and use an empty folder for it"
+        membership = self.session.membership
+        if membership.state in {MembershipState.REPLACED, MembershipState.REFUSED}:
+            raise MembershipOverError(membership.why_over)
+        view = self.session.view
+        key = view.keys.of_member(KeyKind.MEMBER, self.member)
+        if view.is_loaded and not view.mod_revision(key):
+            raise MembershipOverError(
+                f"node {self.identity.name} was removed from its cluster, and takes no further "
+                f"part. {_REMOVED_ADVICE}"
+            )
+        if membership.has_registered and not self._has_registered:
+            self._has_registered = True
+            self.core.records_changed(elapsed_ns(), tuple(self.session.view.partitions))
+        return self._has_registered
+
+    def _check_not_removed(self) -> None:
+        """Raise RemovedError: this node is no member any more, and gets nothing from the others."""
+        view = self.session.view
+        key = view.keys.of_member(KeyKind.MEMBER, self.member)
+        if view.is_loaded and not view.mod_revision(key):
+            raise RemovedError(
+                f"node {self.identity.name} was removed from the cluster. Start it with an empty "
+                "--data folder and join again if the cluster is to have it; this folder is not "
+                "needed any more"
             )
 
     def _pass_time(self) -> None:
         now_ns = elapsed_ns()
-        self._check_not_replaced()
         self._driver.tick()
+        if not self._check_membership():
+            return
         self._own.tick(now_ns)
         for feed in tuple(self.core.leading.feeds.values()):
             feed.tick(now_ns)
@@ -332,11 +384,13 @@ class ReplicatedNode:
 
     def _taken(self, effect: SessionEffect) -> None:
         now_ns = elapsed_ns()
-        self._check_not_replaced()
+        may_act = self._check_membership()
         if isinstance(effect, ViewChanged):
+            self._check_not_removed()
             self.manifest.adopt()
             self._users.adopt()
-            self.core.records_changed(now_ns, effect.vb_ids)
+            if may_act:
+                self.core.records_changed(now_ns, effect.vb_ids)
         elif isinstance(effect, WriteOutcome):
             self.core.outcome(now_ns, effect)
         elif isinstance(effect, Elected):
@@ -423,6 +477,17 @@ class ReplicatedNode:
 
     def _election_loss(self, lost: ElectionLoss) -> None:
         self._log.warning("loss receipt", **election_receipt(lost))
+        self._parts.tasks.begin(self._keep_receipt(lost))
+
+    async def _keep_receipt(self, lost: ElectionLoss) -> None:
+        keep = partial(keep_election, self._parts.data_dir, lost, time.time())
+        try:
+            await asyncio.to_thread(keep)
+        except OSError as error:
+            self._log.error(
+                "the receipt of an unclean election cannot be written to a file; this log has it",
+                vb_id=lost.vb_id, reason=str(error),
+            )  # fmt: skip
 
     def _branch_ended(self, ended: BranchEnded) -> None:
         self._log.info("branch decided", **ended._asdict())

@@ -25,6 +25,8 @@ from dcp.server.config.setting_values import (
     read_names,
     read_path,
     read_size,
+    read_size_or_auto,
+    read_store_url,
 )
 from dcp.wire.frame import MAX_VALUE_BYTES
 from vbucket.model.ids import CAS_DRIFT_NS
@@ -221,17 +223,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 64 << 20
     item_cache_bytes: Annotated[
-        int,
+        int | None,
         Option(
             "Memory for documents of the store that were read or written recently. A document of "
-            "128 bytes takes 365. 0: no cache.",
-            read_size,
-            "SIZE",
+            "128 bytes takes 365. 0: no cache. auto: an eighth of the memory that the process may "
+            "use, limits of its cgroup included; at most 1GiB.",
+            read_size_or_auto,
+            "SIZE|auto",
             1 << 20,
             16 << 30,
             zero_means="none",
         ),
-    ] = 64 << 20
+    ] = None
     expiry_interval_s: Annotated[
         float,
         Option(
@@ -472,6 +475,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "FILE",
         ),
     ] = None
+    cluster_meta: Annotated[
+        str,
+        Option(
+            "Metadata store of a cluster that --cluster init makes: embedded in this node, or the "
+            "URL of etcd (docs/clusters.md).",
+            read_store_url,
+            "URL",
+        ),
+    ] = "embedded"
     cluster_copies: Annotated[
         int,
         Option(
@@ -535,6 +547,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             3600,
         ),
     ] = 1.0
+    rebalance_rate: Annotated[
+        int,
+        Option(
+            "In a cluster: bytes a second with which this node fills new copies on other nodes. 0: "
+            "without a limit.",
+            read_size,
+            "SIZE",
+            64 << 10,
+            1 << 40,
+            zero_means="no limit",
+        ),
+    ] = 32 << 20
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Option(

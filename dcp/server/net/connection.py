@@ -256,9 +256,10 @@ class ClientConnection(asyncio.Protocol):
     @_supervised
     def tell_map(self) -> None:
         """Push the newest map to a client that asked for that, when it reads."""
-        packet = self.session.state.pushed_map()
-        self._owes_map = bool(packet) and self._is_write_paused
-        if packet and not self._owes_map and not self._transport.is_closing():
+        self._owes_map = self._is_write_paused
+        if self._owes_map or self._transport.is_closing():
+            return
+        if packet := self.session.state.pushed_map():
             self._write(packet)
 
     @property
