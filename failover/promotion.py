@@ -89,3 +89,18 @@ def may_have_been_answered(
     """
     unclean = record.unclean_epoch
     return acknowledges_as_master or (unclean is not None and reconciled_epoch < unclean)
+
+
+def kept_elsewhere_seqno(
+    record: ReplicationRecord, reconciled_epoch: int, committed_seqno: int, high_seqno: int
+) -> int:
+    """Return up to which seqno the copies of a record have what a member has that it does not name.
+
+    `reconciled_epoch` is the last epoch under which the member reconciled, or was master. Under the
+    record's epoch it has only what its master had on disk. Before, the others have what is
+    committed, unless there was an unclean election: then nobody knows.
+    """
+    unclean = record.unclean_epoch
+    if unclean is not None and reconciled_epoch < unclean:
+        return 0
+    return high_seqno if reconciled_epoch == record.epoch else min(committed_seqno, high_seqno)

@@ -4,9 +4,9 @@ There is one record per partition in the metadata store. This module has its inv
 transitions. A transition takes a record and returns a new one. The caller writes the new record
 with a transaction that compares the revision of the old one, so two writers never mix.
 
-Who calls it: the coordinator (`elect`, `unclean_elect`, `vacate`, `want`, `add_copy`), a
-partition's master (`shrink`, `expand`, `hand_over`, `start_branch`, `finish_branch`), the simulator
-and the model checker.
+Who calls it: the coordinator (`elect`, `unclean_elect`, `vacate`, `want`, `add_copy`,
+`drop_copies`, `reorder`), a partition's master (`shrink`, `expand`, `hand_over`, `start_branch`,
+`finish_branch`), the simulator and the model checker.
 
 A *member* is the id of a data folder. It is not the name of a node: a node that comes back with an
 empty disk has a new id, so it is in no in-sync set (ISR).
@@ -16,6 +16,7 @@ Invariants, asserted when a record is made
 - the ISR is not empty, and each of its members holds a copy
 - a copy that is being filled is not in the ISR
 - the master is in the ISR; the wanted master holds a copy
+- a copy that was added has a number of its own
 - the epoch is at least 1, and the last unclean election is not later than it
 - a handover has a master who took over
 - every transition that changes the master, and every branch, has a higher epoch
@@ -77,6 +78,11 @@ class ReplicationRecord:
     branch: BranchUnderWay | None = None
     unclean_epoch: int | None = None
     """The epoch that the last unclean election began; None: there was none."""
+    added: frozenset[tuple[str, int]] = frozenset()
+    """(member, number) of the copies that were added later. A member that gets a copy again has
+    another number, so nothing that it acknowledged before counts for the new copy."""
+    adds: int = 0
+    """How many copies were ever added: the last number."""
 
     def __post_init__(self) -> None:
         problem = _problem_of(self)
@@ -86,6 +92,12 @@ class ReplicationRecord:
     def counted_copies(self) -> int:
         """The number of copies that majorities are taken of: all but those being filled."""
         return len(self.copies) - len(self.filling)
+
+    def number_of(self, member: str) -> int | None:
+        """Return the number of a member's copy, 0 if it was never added; None: it holds none."""
+        if member not in self.copies:
+            return None
+        return next((number for name, number in self.added if name == member), 0)
 
     def to_document(self) -> dict[str, Any]:
         """Return the record for CBOR or JSON. Equal records give equal documents."""
@@ -99,6 +111,8 @@ class ReplicationRecord:
             "handover": None if self.handover is None else list(self.handover),
             "branch": None if self.branch is None else list(self.branch),
             "unclean_epoch": self.unclean_epoch,
+            "added": sorted(map(list, self.added)),
+            "adds": self.adds,
         }
 
     @classmethod
@@ -111,6 +125,7 @@ class ReplicationRecord:
             raise ValueError(
                 f"replication record: a map is wanted, found {type(document).__name__}"
             )
+        document = _OF_OLDER | document
         missing, unknown = _FIELDS - document.keys(), document.keys() - _FIELDS
         if missing or unknown:
             raise ValueError(
@@ -128,6 +143,8 @@ class ReplicationRecord:
             "handover": _pair("handover", document["handover"], HandedOver),
             "branch": _pair("branch", document["branch"], BranchUnderWay),
             "unclean_epoch": None if unclean is None else _whole("unclean_epoch", unclean),
+            "added": _numbers("added", document["added"]),
+            "adds": _whole("adds", document["adds"]),
         }
         try:
             return cls(**values)
@@ -138,6 +155,8 @@ class ReplicationRecord:
 _Pair = TypeVar("_Pair", HandedOver, BranchUnderWay)
 
 _FIELDS: Final = frozenset(ReplicationRecord.__dataclass_fields__)
+_OF_OLDER: Final = {"added": [], "adds": 0}
+"""What records of clusters have that never moved a copy."""
 
 
 def majority(count: int) -> int:
@@ -213,15 +232,51 @@ def want(record: ReplicationRecord, member: str | None) -> ReplicationRecord:
     return replace(record, wanted_master=None if member == record.master else member)
 
 
-def add_copy(
-    record: ReplicationRecord, member: str, *, is_preferred: bool = False
-) -> ReplicationRecord:
-    """Return the record with another copy, which is to be filled: the least preferred one, or the
-    most preferred one.
-    """
+def add_copy(record: ReplicationRecord, member: str) -> ReplicationRecord:
+    """Return the record with another copy, the least preferred one, which is to be filled."""
     assert member not in record.copies, f"{member} holds a copy already"
-    copies = (member, *record.copies) if is_preferred else (*record.copies, member)
-    return replace(record, copies=copies, filling=record.filling | frozenset((member,)))
+    number = record.adds + 1
+    return replace(
+        record,
+        copies=(*record.copies, member),
+        filling=record.filling | frozenset((member,)),
+        added=record.added | frozenset(((member, number),)),
+        adds=number,
+    )
+
+
+def drop_copies(
+    record: ReplicationRecord, members: Iterable[str], *, in_sync_min: int
+) -> ReplicationRecord:
+    """Return the record without these copies. Their members empty them. The epoch stays.
+
+    Copies in sync may go only if at least `in_sync_min` copies in sync are left. The master counts
+    on who goes until it sees the record, so this is safe as every shrink that the store confirmed.
+    """
+    leaving = frozenset(members)
+    assert leaving <= frozenset(record.copies), f"{sorted(leaving)}: not all hold a copy"
+    assert record.master is not None, "an election comes first"
+    assert record.master not in leaving, "a master hands over before its copy is dropped"
+    assert record.branch is None, "the branch is finished first"
+    isr = record.isr - leaving
+    assert isr == record.isr or len(isr) >= in_sync_min, (
+        f"{len(isr)} copies in sync would be left, and {in_sync_min} are wanted"
+    )
+    return replace(
+        record,
+        copies=tuple(copy for copy in record.copies if copy not in leaving),
+        isr=isr,
+        filling=record.filling - leaving,
+        wanted_master=None if record.wanted_master in leaving else record.wanted_master,
+        added=frozenset(each for each in record.added if each[0] not in leaving),
+    )
+
+
+def reorder(record: ReplicationRecord, copies: Iterable[str]) -> ReplicationRecord:
+    """Return the record with the same copies in another order of preference."""
+    ordered = tuple(copies)
+    assert sorted(ordered) == sorted(record.copies), "the same copies are wanted, in another order"
+    return replace(record, copies=ordered)
 
 
 def shrink(record: ReplicationRecord, members: Iterable[str]) -> ReplicationRecord:
@@ -306,6 +361,12 @@ def _problem_of(record: ReplicationRecord) -> str:
         ),
         (record.handover is None or master is not None, "a handover without a master"),
         (
+            copies.issuperset(member for member, _ in record.added)
+            and len({member for member, _ in record.added}) == len(record.added)
+            and all(1 <= number <= record.adds for _, number in record.added),
+            f"the copies {sorted(record.added)} of {record.adds} that were added do not fit",
+        ),
+        (
             record.unclean_epoch is None or 1 < record.unclean_epoch <= epoch,
             f"the unclean election of epoch {record.unclean_epoch} is not 2 to {epoch}",
         ),
@@ -337,6 +398,21 @@ def _members(field: str, value: object) -> tuple[str, ...]:
     if len(set(value)) != len(value):
         raise ValueError(f"replication record, {field}: a folder id stands there twice: {value!r}")
     return tuple(value)
+
+
+def _numbers(field: str, value: object) -> frozenset[tuple[str, int]]:
+    """Return stored (folder id, number) pairs, or raise ValueError."""
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(item, list | tuple)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and type(item[1]) is int
+        for item in value
+    ):
+        raise ValueError(
+            f"replication record, {field}: a list of [folder id, number] is wanted: {value!r}"
+        )
+    return frozenset((member, number) for member, number in value)
 
 
 def _pair(field: str, value: object, kind: type[_Pair]) -> _Pair | None:

@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping
 
 from clients.address import ServerAddress
 from clients.consumer.counters import ConsumerMetrics
-from clients.consumer.dials import Dials, Pause, Place, first_link
+from clients.consumer.dials import Dials, Pause
 from clients.consumer.node_session import LOG, ConsumerSession
 from clients.consumer.partition_stream import Wanted
 from clients.errors import TRANSIENT, DcpdError, TopologyError
+from clients.link.first_answer import Place, first_answer
 from clients.link.handshake import PUSH_FEATURES
 from clients.link.pipelined_link import Link
 from clients.link.topology import Topology, parse_topology, single_node
@@ -151,7 +152,7 @@ class Placement:
         """
         seed = (self.address.host, self.address.port)
         places = list(dict.fromkeys([seed, *self.sessions, *self._nodes]))
-        place, link = await first_link(self._dial, places)
+        place, link = await first_answer(self._dial, places, Link.close)
         self._keep_spare(place, link)
         assert link.handshake is not None
         if link.handshake.config:

@@ -3,6 +3,7 @@
     <root>cluster                what holds for all of the cluster
     <root>manifest               scopes and collections
     <root>users                  users and their rights
+    <root>plan                   the move of copies and masters that is under way
     <root>leader                 the coordinator          under its member's lease
     <root>alive/<member>         a running process        under its member's lease
     <root>address/<host:port>    the process reached there   the same
@@ -33,6 +34,7 @@ class KeyKind(StrEnum):
     CLUSTER = "cluster"
     MANIFEST = "manifest"
     USERS = "users"
+    PLAN = "plan"
     LEADER = "leader"
     ALIVE = "alive"
     MEMBER = "member"
@@ -42,7 +44,9 @@ class KeyKind(StrEnum):
 
 
 _KINDS: Final = {str(kind): kind for kind in KeyKind}
-_SINGLE: Final = frozenset({KeyKind.CLUSTER, KeyKind.MANIFEST, KeyKind.USERS, KeyKind.LEADER})
+_SINGLE: Final = frozenset(
+    {KeyKind.CLUSTER, KeyKind.MANIFEST, KeyKind.USERS, KeyKind.PLAN, KeyKind.LEADER}
+)
 _OF_PARTITIONS: Final = frozenset({KeyKind.PARTITION, KeyKind.COMMAND})
 
 
@@ -65,6 +69,7 @@ class ClusterKeys:
         self.cluster: Final = root + b"cluster"
         self.manifest: Final = root + b"manifest"
         self.users: Final = root + b"users"
+        self.plan: Final = root + b"plan"
 
     def of_member(self, kind: KeyKind, member: str) -> bytes:
         """Return the key of this kind for a member."""

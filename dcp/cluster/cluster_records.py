@@ -11,6 +11,7 @@ operation id back.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -21,6 +22,9 @@ from vbucket.model.manifest import Manifest
 
 FORMAT: Final = 1
 """The version of all records here. A higher one is written by a newer dcpd."""
+MASTERS_RETURN_S: Final = 60.0
+"""Default of `ClusterRecord.masters_return_s`: a node that fails again soon after its start has no
+masters by then."""
 
 
 class RecordUnreadableError(Exception):
@@ -40,6 +44,9 @@ class ClusterRecord(_Record, frozen=True, kw_only=True):
     """Copies of each partition, if there are so many members."""
     min_in_sync: int | None = None
     """Members that must be in sync for a write; None: a majority of the copies."""
+    masters_return_s: float = MASTERS_RETURN_S
+    """How long the first copy of a partition must be in sync before it becomes master again; 0:
+    masters stay where they are."""
     life: int = 1
     """Grows when the metadata store was set back, whose revisions begin again lower then. Clients
     compare (life, revision)."""
@@ -110,6 +117,61 @@ class MemberRecord(_Record, frozen=True, kw_only=True):
     kv_tls_port: int = 0
     """0: none."""
     admin_tls_port: int = 0
+    owns_store: bool = False
+    """Whether the embedded metadata store is in its folder."""
+    is_drained: bool = False
+    """Whether the operator wants no copy and no master there."""
+
+
+class PlanKind(StrEnum):
+    """Why copies and masters move."""
+
+    GROW = "grow"
+    """The coordinator adds missing copies by itself. Any operator's plan replaces such a plan."""
+    REBALANCE = "rebalance"
+    MOVE = "move"
+    DRAIN = "drain"
+    REMOVE = "remove"
+    """When the plan is done, the member `about` is removed from the cluster."""
+    SET = "set"
+    FAILOVER = "failover"
+    CANCEL = "cancel"
+
+
+class PlanRecord(_Record, frozen=True, kw_only=True):
+    """The copies that partitions are to have. There is one plan at a time; the coordinator carries
+    it out and deletes it when all partitions are as it says.
+    """
+
+    operation: str
+    """Names the request, so that a caller whose request got no answer finds it."""
+    kind: PlanKind
+    asked_at_ms: int = 0
+    """Wall clock of the node that was asked, for people; 0: the coordinator made the plan."""
+    about: str = ""
+    """The member that a drain, a removal or a failover is about."""
+    copies_before: int = 0
+    """Of a SET: the cluster's number of copies before, which a cancellation restores."""
+    members: tuple[str, ...]
+    """The members that `chains` names by index."""
+    chains: dict[int, tuple[int, ...]]
+    """Partition -> its wanted copies, the preferred master first."""
+
+    def wanted(self) -> dict[int, tuple[str, ...]]:
+        """Return partition -> its wanted copies."""
+        return {
+            vb_id: tuple(self.members[number] for number in chain)
+            for vb_id, chain in self.chains.items()
+        }
+
+    def problem(self) -> str:
+        """Return what is wrong with the chains, in words; "" if nothing is."""
+        count = len(self.members)
+        for vb_id, chain in self.chains.items():
+            is_chain = chain and len(set(chain)) == len(chain)
+            if not is_chain or not all(0 <= number < count for number in chain):
+                return f"partition {vb_id} cannot have the copies {list(chain)} of {count} members"
+        return ""
 
 
 class ReportedPartition(NamedTuple):
@@ -166,13 +228,13 @@ def decode_record(item: KeyValue, kind: type[_Kind]) -> _Kind:
     try:
         stored_format = msgspec.json.decode(item.value, type=_FormatOnly).format
     except (msgspec.DecodeError, RecursionError) as error:
-        raise _unreadable(item, f"it is no record of a cluster: {error}") from None
+        raise unreadable(item, f"it is no record of a cluster: {error}") from None
     if stored_format != FORMAT:
-        raise _unreadable(item, f"it has format {stored_format}, this dcpd reads format {FORMAT}")
+        raise unreadable(item, f"it has format {stored_format}, this dcpd reads format {FORMAT}")
     try:
         return msgspec.json.decode(item.value, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise _unreadable(item, str(error)) from None
+        raise unreadable(item, str(error)) from None
 
 
 def encode_partition(stored: StoredPartition) -> bytes:
@@ -187,7 +249,7 @@ def decode_partition(item: KeyValue) -> StoredPartition:
     try:
         record = ReplicationRecord.from_document(envelope.partition)
     except ValueError as error:
-        raise _unreadable(item, str(error)) from None
+        raise unreadable(item, str(error)) from None
     return StoredPartition(record, envelope.operation)
 
 
@@ -197,7 +259,8 @@ class _FormatOnly(msgspec.Struct, frozen=True):
     format: int
 
 
-def _unreadable(item: KeyValue, why: str) -> RecordUnreadableError:
+def unreadable(item: KeyValue, why: str) -> RecordUnreadableError:
+    """Return the error for a record that cannot be used."""
     return RecordUnreadableError(
         f"key {item.key.decode('utf-8', 'replace')}, revision {item.mod_revision}: {why}. Nothing"
         " is changed by it; restore the record, or run a version of dcpd that can read it"

@@ -25,11 +25,13 @@ from dcp.cluster.cluster_records import (
     MemberRecord,
     MemberReport,
     OperatorCommand,
+    PlanRecord,
     RecordUnreadableError,
     StoredPartition,
     UsersRecord,
     decode_partition,
     decode_record,
+    unreadable,
 )
 from dcp.cluster.metastore import KeyValue, WatchBatch
 
@@ -58,6 +60,7 @@ class ClusterView:
         self.cluster: Stored[ClusterRecord] | None = None
         self.manifest: Stored[ManifestRecord] | None = None
         self.users: Stored[UsersRecord] | None = None
+        self.plan: Stored[PlanRecord] | None = None
         self.leader: Stored[LeaderRecord] | None = None
         self.leader_item: KeyValue | None = None
         """The leader's key, also where its record cannot be read."""
@@ -68,6 +71,7 @@ class ClusterView:
             KeyKind.CLUSTER: self._change_cluster,
             KeyKind.MANIFEST: self._change_manifest,
             KeyKind.USERS: self._change_users,
+            KeyKind.PLAN: self._change_plan,
             KeyKind.LEADER: self._change_leader,
             KeyKind.ALIVE: lambda name, item: _change(self.alive, name.member, item, AliveRecord),
             KeyKind.MEMBER: lambda name, item: _change(
@@ -96,6 +100,11 @@ class ClusterView:
         """Return the mod revision of a key; 0 if it does not exist."""
         item = self._items.get(key)
         return item.mod_revision if item is not None else 0
+
+    def value(self, key: bytes) -> bytes | None:
+        """Return the value of a key; None if it does not exist."""
+        item = self._items.get(key)
+        return item.value if item is not None else None
 
     # ---- What the view is told
 
@@ -174,6 +183,15 @@ class ClusterView:
     def _change_users(self, name: ParsedKey, item: KeyValue | None) -> None:
         assert name.kind is KeyKind.USERS
         self.users = None if item is None else Stored(decode_record(item, UsersRecord), item)
+
+    def _change_plan(self, name: ParsedKey, item: KeyValue | None) -> None:
+        assert name.kind is KeyKind.PLAN
+        self.plan = None
+        if item is not None:
+            record = decode_record(item, PlanRecord)
+            if problem := record.problem():
+                raise unreadable(item, problem)
+            self.plan = Stored(record, item)
 
     def _change_leader(self, name: ParsedKey, item: KeyValue | None) -> None:
         assert name.kind is KeyKind.LEADER

@@ -15,8 +15,10 @@ What it writes
 - a clean election, when `failover.election` says that the master is gone: the member of the ISR
   with the longest log, under the next epoch
 - an unclean election, if nobody of the ISR is left, by the setting or an operator's command
-- the wanted master, where the preferred copy is in sync and is not the master. It asks; the master
-  hands over
+- the wanted master, where the preferred copy has been in sync for a while and is not the master. It
+  asks; the master hands over
+- the next steps of the plan that is under way (`plan_steps`), and its end. Where copies are missing
+  it makes a plan by itself (`plan_keeper`)
 
 Masters write changes of their in-sync sets themselves. A record that cannot be read is left alone.
 
@@ -59,6 +61,7 @@ from dcp.cluster.metastore import (
     if_created_at,
 )
 from dcp.cluster.partition_choices import CoordinatorSettings, PartitionChoices
+from dcp.cluster.plan_keeper import PlanKeeper
 from dcp.cluster.record_writer import (
     COMPARES_MAX,
     Guard,
@@ -99,6 +102,7 @@ class _Asked(Enum):
     NOTHING = auto()
     CAMPAIGN = auto()
     DEPOSE = auto()
+    PLAN = auto()
 
 
 CoordinatorEffect: TypeAlias = StoreEffect | ViewChanged | Elected | Notice
@@ -119,6 +123,9 @@ class Coordinator:
         self._view = view
         self._membership = membership
         self._choices = PartitionChoices(view, settings)
+        self._plans = PlanKeeper(view, owner)
+        self._plan_text = ""
+        """What to log when the plan's beginning or end is written."""
         self._writer = RecordWriter(view, self.writer_core, owner)
         self._batch_max = COMPARES_MAX
         self._failed: set[int] = set()
@@ -151,6 +158,7 @@ class Coordinator:
             effects += self._answered(now_ns, event.result)
         elif isinstance(event, Tick) and self._is_waiting and now_ns >= self._until_ns:
             self._is_waiting = False
+            self._plans.failed()
         return [*effects, *self._step(now_ns)]
 
     # ---- Leading or not
@@ -212,12 +220,14 @@ class Coordinator:
         return self._submit(now_ns, _Asked.DEPOSE, Txn((compare,), (Delete(key),), (Range(key),)))
 
     def _answered(self, now_ns: int, result: StoreResult) -> list[CoordinatorEffect]:
-        """Take the answer to a campaign or a deposition.
+        """Take the answer to a campaign, a deposition, or the beginning or end of a plan.
 
         An unknown outcome needs nothing here: the next campaign compares that the key is absent and
         otherwise reads it, and a key under our own lease is ours.
         """
         self._until_ns = now_ns + RETRY_NS
+        if self._asked is _Asked.PLAN:
+            return self._plan_answered(now_ns, result)
         if not isinstance(result, TxnResult):
             return [Notice(f"cluster: no answer to a campaign: {result}")]
         if not result.succeeded:
@@ -229,6 +239,15 @@ class Coordinator:
             return [self._campaign(now_ns)] if self._may_lead() else []
         self._view.learn([self._own_item(result.revision)], result.revision)
         return []
+
+    def _plan_answered(self, now_ns: int, result: StoreResult) -> list[CoordinatorEffect]:
+        """Each of these transactions compares the plan before it, so it may be asked for again."""
+        if not isinstance(result, TxnResult) or not result.succeeded:
+            self._plans.failed()
+            return []
+        self._until_ns = now_ns
+        self._plans.written(result.revision)
+        return [Notice(self._plan_text)]
 
     def _own_item(self, revision: int) -> KeyValue:
         put = self._own_key()
@@ -263,7 +282,11 @@ class Coordinator:
                 batch.pop()
                 break
         if not batch:
-            return []
+            step = self._plans.due(self.term)
+            if step is None:
+                return []
+            self._plan_text = step.text
+            return [self._submit(now_ns, _Asked.PLAN, step.txn)]
         guard = Guard(self._view.keys.leader, self.term)
         return self._take_outcomes(now_ns, self._writer.write(now_ns, batch, guard))
 

@@ -1,4 +1,4 @@
-"""What the coordinator wants to write: elections and wanted masters, by the view. Pure.
+"""What the coordinator wants to write: elections, the steps of the plan, wanted masters. Pure.
 
 It adds to the rules of `failover.election` what they leave to the caller: when a report was seen,
 which leases are over, and how long things have been as they are.
@@ -20,9 +20,10 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import StoredPartition
+from dcp.cluster.cluster_records import MASTERS_RETURN_S, StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
-from dcp.cluster.copies_to_add import copies_to_add
+from dcp.cluster.copy_placement import Chain
+from dcp.cluster.plan_steps import plan_changes
 from dcp.cluster.record_writer import RecordChange
 from failover.election import (
     SuspectReport,
@@ -38,12 +39,10 @@ wins. Members lose a dead master at about the same time."""
 UNCLEAN_WAIT_NS: Final = 1_000_000_000
 """How long nobody of the ISR has to be left before an unclean election. Members repeat reports
 every 500 ms, so by then all that are left have reported."""
-PREFER_AFTER_NS: Final = 5_000_000_000
-"""How long a record must be unchanged before its preferred master is asked for."""
-
-
-ADD_NS: Final = 200_000_000
-"""Time between searches for partitions that need another copy."""
+STEP_NS: Final = 100_000_000
+"""Time between searches for steps of the plan, which look at each of its partitions. Each finds as
+many as fill a transaction, so 1,000 partitions take a second."""
+_NS_PER_S: Final = 1_000_000_000
 
 
 class CoordinatorSettings(NamedTuple):
@@ -52,7 +51,8 @@ class CoordinatorSettings(NamedTuple):
     elects_uncleanly: bool = False
     """Elect a member outside the ISR when nobody of the ISR is left. Committed changes are lost."""
     prefers_first: bool = True
-    """Ask for the most preferred copy as master when it is in sync."""
+    """Ask for the most preferred copy as master when it has been in sync for
+    `ClusterRecord.masters_return_s`."""
 
 
 class PartitionChoices:
@@ -68,15 +68,17 @@ class PartitionChoices:
         """Partition -> epoch, and since when an election is due under it."""
         self._nobody_since: dict[int, int] = {}
         """Partition -> since when an unclean election is the only way."""
-        self._changed_ns: dict[int, int] = {}
-        """Partition -> when its record last changed."""
-        self._added_ns = 0
-        """When copies were last added."""
+        self._first_in_sync: dict[int, tuple[str, int]] = {}
+        """Partition -> its first copy, which is in sync and not the master, and since when."""
+        self._wanted: tuple[int, dict[int, Chain]] = (0, {})
+        """Mod revision of the plan, and the chains that it wants."""
+        self._stepped_ns = -STEP_NS
+        """When steps of the plan were looked for last."""
 
     def take_view(self, now_ns: int, vb_ids: Iterable[int]) -> None:
         """Take over that the view changed, and for which partitions."""
         for vb_id in vb_ids:
-            self._changed_ns[vb_id] = now_ns
+            self._note_first(now_ns, vb_id)
         reports = self._view.reports
         revisions = {member: stored.item.mod_revision for member, stored in reports.items()}
         if revisions == {member: revision for member, (revision, _) in self._seen.items()}:
@@ -118,14 +120,23 @@ class PartitionChoices:
                     yield self._change(vb_id, elect(record, member, gone), stored)
             elif (left := self._unclean_choice(now_ns, vb_id, record)) is not None:
                 yield self._change(vb_id, unclean_elect(record, left), stored)
-        wishes = list(self._wishes(now_ns)) if self.settings.prefers_first else []
-        yield from wishes
-        if now_ns - self._added_ns >= ADD_NS:
-            self._added_ns = now_ns
-            taken = self._reports.keys() | {change.vb_id for change in wishes}
-            for change in copies_to_add(self._view):
-                if change.vb_id not in taken:
-                    yield change
+        wanted = self._plan()
+        busy = set(self._reports)
+        for change in self._wishes(now_ns):
+            if change.vb_id not in wanted:
+                busy.add(change.vb_id)
+                yield change
+        if wanted and now_ns - self._stepped_ns >= STEP_NS:
+            self._stepped_ns = now_ns
+            yield from plan_changes(self._view, wanted, busy)
+
+    def _plan(self) -> dict[int, Chain]:
+        """Return the chains of the plan that is under way."""
+        stored = self._view.plan
+        mod_revision = 0 if stored is None else stored.item.mod_revision
+        if mod_revision != self._wanted[0]:
+            self._wanted = mod_revision, {} if stored is None else stored.content.wanted()
+        return self._wanted[1]
 
     def _reported(self) -> Iterator[tuple[int, Stored[StoredPartition]]]:
         """Yield the partitions with a report and a record that can be read."""
@@ -190,18 +201,40 @@ class PartitionChoices:
 
     # ---- Wanted masters
 
+    def _note_first(self, now_ns: int, vb_id: int) -> None:
+        """Note since when the first copy of a partition could be its master again."""
+        stored = self._view.partitions.get(vb_id)
+        record = None if stored is None else stored.content.record
+        if (
+            record is None
+            or record.copies[0] == record.master
+            or record.copies[0] not in record.isr
+        ):
+            self._first_in_sync.pop(vb_id, None)
+        elif self._first_in_sync.get(vb_id, ("", 0))[0] != record.copies[0]:
+            self._first_in_sync[vb_id] = record.copies[0], now_ns
+
     def _wishes(self, now_ns: int) -> Iterator[RecordChange]:
-        for vb_id, stored in self._view.partitions.items():
+        """Yield the records whose first copy gets its partition back."""
+        if not self._first_in_sync or not self.settings.prefers_first:
+            return
+        cluster = self._view.cluster
+        returns_s = MASTERS_RETURN_S if cluster is None else cluster.content.masters_return_s
+        if not returns_s:
+            return
+        since_ns = now_ns - int(returns_s * _NS_PER_S)
+        for vb_id, (first, in_sync_ns) in self._first_in_sync.items():
+            stored = self._view.partitions[vb_id]
             record = stored.content.record
-            first = record.copies[0]
+            member = self._view.members.get(first)
             if (
-                record.master not in {None, first}
+                in_sync_ns <= since_ns
+                and record.master is not None
                 and record.wanted_master is None
                 and record.branch is None
-                and first in record.isr
                 and self._view.stays(first)
+                and not (member is not None and member.content.is_drained)
                 and vb_id not in self._reports
-                and now_ns - self._changed_ns.get(vb_id, now_ns) >= PREFER_AFTER_NS
             ):
                 yield RecordChange(vb_id, want(record, first), stored)
 

@@ -33,7 +33,7 @@ from dcp.replication.replica_link import LinkState, ReplicaLink, from_here
 from dcp.replication.shell_effects import Dial, ReplicationEffect
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.message import StreamRequest
-from failover.promotion import may_have_been_answered
+from failover.promotion import kept_elsewhere_seqno, may_have_been_answered
 from failover.replication_record import ReplicationRecord
 from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.engine import Engine
@@ -119,7 +119,7 @@ class Following:
         self._heard_ns.setdefault(master, now_ns)
         followed = self._link_to(master)
         if followed is not None:
-            followed.follow(vb_id, record.epoch, now_ns)
+            followed.follow(vb_id, record.epoch, now_ns, record.number_of(member) or 0)
         else:
             self._has_gaps = True
 
@@ -227,7 +227,8 @@ class Following:
         asked = from_here(part.high_seqno, part.vb_uuid, window)
         purge = window.purge if window is not None else 0
         versions = versions_of(part.failover)
-        return asked, ReplicaPosition(epoch, versions, purge, part.history_floor)
+        number = self._record_of(vb_id).number_of(self._identity.member) or 0
+        return asked, ReplicaPosition(epoch, versions, purge, part.history_floor, number)
 
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """See ReplicaSide."""
@@ -284,6 +285,27 @@ class Following:
             self._tell_damage(part, seqno, error, "It is filled anew")
             self._cut(part, 0)
 
+    def empty(self, vb_id: int) -> bool:
+        """Give up all of a partition that this node does not hold any more; False: what may have
+        been answered and is in no other copy goes into files first.
+        """
+        part, record = self._engine.partitions[vb_id], self._record_of(vb_id)
+        seqno = kept_elsewhere_seqno(
+            record, part.leader_epoch, part.committed_seqno, part.high_seqno
+        )
+        try:
+            if not self._is_kept(part, record.epoch, seqno):
+                return False
+        except StoreDamagedError as error:
+            then = "What nobody else may have cannot be kept in a file: the partition stays"
+            self._tell_damage(part, 0, error, then)
+            return True
+        self._changes.settle()
+        rollbacks = self.rollbacks
+        self._cut(part, 0)
+        self.rollbacks = rollbacks  # no history has parted
+        return True
+
     def _cut(self, part: Partition, seqno: int) -> None:
         """Cut off what lies above a seqno. Raises BranchRefusedError, StoreDamagedError."""
         log = part.failover.cut(seqno)
@@ -291,6 +313,9 @@ class Following:
         self.rollbacks += 1
         self._damaged.pop(part.vb_id, None)
         self._cap_told(part, seqno)
+        watermarks = self._engine.keyspace.watermarks
+        if watermarks.get(part.vb_id, 0) > seqno:  # the log would be told after the cut
+            watermarks[part.vb_id] = seqno
 
     def _cap_told(self, part: Partition, seqno: int) -> None:
         """Forget what was told of changes above a seqno."""

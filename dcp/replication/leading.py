@@ -25,7 +25,9 @@ from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
 from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
+from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import Followed, window_of
+from dcp.replication.fill_pace import FillPace
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
 from dcp.replication.messages import (
     FORMAT,
@@ -48,7 +50,6 @@ from failover.fencing import refusal
 from failover.isr import confirmed_until_ns, may_answer_reads, serves_from_ns
 from failover.promotion import first_step, is_branch_done, may_send_back
 from failover.replication_record import (
-    BranchUnderWay,
     HandedOver,
     ReplicationRecord,
     finish_branch,
@@ -63,18 +64,6 @@ from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_of
 from vbucket.store.environment import StoreDamagedError
-
-
-class _AskedBranch:
-    """A branch that was asked for here."""
-
-    __slots__ = ("branch", "is_recorded")
-
-    def __init__(self, branch: BranchUnderWay) -> None:
-        self.branch = branch
-        self.is_recorded = False
-        """Whether a record was seen that names it."""
-
 
 HANDING_NS_MAX: Final = 2_000_000_000
 """A handover that has not happened after so long is given up, and tried again later."""
@@ -116,7 +105,7 @@ class Leading:
         self._wholes = WholeGroups(member, self.masterships, engine.num_vbuckets)
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
-        self._asked_branches: dict[int, _AskedBranch] = {}
+        self.branches = AskedBranches(engine, self.masterships, member)
         self._settled: tuple[object, ...] | None = None
         """What was so when all partitions were served and nothing was under way; None: not so."""
         self._level_ns: dict[str, int] = {}
@@ -126,6 +115,7 @@ class Leading:
         self._ticked_ns = now_ns
         self._is_leaving = False
         self._successors = Successors(view, member)
+        self._pace = FillPace(settings.fill_bytes_per_s)
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
 
@@ -200,6 +190,13 @@ class Leading:
             seqno = window.start if window.start >= part.history_floor else 0
             log = part.failover.cut(seqno)
             self._engine.keyspace.replace_history(part, log, part.leader_epoch, rollback_to=seqno)
+
+    def take_record(self, vb_id: int, record: ReplicationRecord) -> None:
+        """Take a newer record of the same epoch."""
+        for member in self.masterships[vb_id].take_record(record):
+            feed = self.feeds.get(member)
+            if feed is not None:  # its stream may still bring what it had of another copy
+                feed.end(vb_id)
 
     def step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""
@@ -292,6 +289,7 @@ class Leading:
         feed = ReplicaFeed(
             self._engine, told.member, self, schedule, now_ns=self._now_ns,
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
+            pace=self._pace,
         )  # fmt: skip
         feed.beat_ns = self._settings.beat_ns
         self.feeds[told.member] = feed
@@ -320,6 +318,12 @@ class Leading:
         if why is not None:
             return FeedAnswer(Status.X_FENCED, why.encode())
         assert mastership is not None
+        number = mastership.record.number_of(feed.member)
+        if number != told.copy_number:
+            why = (
+                f"vb {vb_id}: member {feed.member} asks for copy {told.copy_number}, the record of"
+            )
+            return FeedAnswer(Status.X_FENCED, f"{why} this master has {number}".encode())
         if not mastership.is_ready:
             return FeedAnswer(Status.ETMPFAIL, b"the version of this epoch is not on disk yet")
         try:
@@ -341,7 +345,10 @@ class Leading:
             whole_seqno = window.start
             window = window._replace(purge=part.purge_seqno)
         mastership.begins_at(feed.member, whole_seqno, told.history_floor)
-        feed.open(vb_id, mastership.epoch, opaque, asked.start_seqno, window)
+        feed.open(
+            vb_id, mastership.epoch, opaque, asked.start_seqno, window,
+            is_filling=feed.member in mastership.record.filling,
+        )  # fmt: skip
         welcome = Welcome(
             mastership.epoch, versions_of(part.failover), part.history_floor, part.purge_seqno,
             max(part.committed_seqno, part.history_floor),  # a floor is committed
@@ -514,7 +521,7 @@ class Leading:
                 mastership.check_branch(wanted_branch.seqno)
             except BranchRefusedError as error:  # somebody else has joined since, for example
                 mastership.want_branch(None)
-                self._asked_branches.pop(part.vb_id, None)
+                self.branches.give_up(part.vb_id)
                 self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
                 return None
             return start_branch(record, wanted_branch)
@@ -536,61 +543,23 @@ class Leading:
         self._fence(part)
         return hand_over(record, HandedOver(part.vb_uuid, part.high_seqno))
 
+    def take_min_in_sync(self, setting: int | None) -> bool:
+        """Take how many members must be in sync from now on; return whether that is another number
+        than before.
+        """
+        if setting == self._settings.min_in_sync:
+            return False
+        self._settings = self._settings._replace(min_in_sync=setting)
+        for mastership in self.masterships.values():
+            mastership.take_min_in_sync(setting)
+        return True
+
     def leave(self) -> None:
         """Hand over all partitions: this node is about to stop."""
         self._is_leaving = True
         self._settled = None
 
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
-        """Ask for a branch of a partition; return why it cannot begin, "" if it will.
-
-        The record says so first, then the whole in-sync set rolls back. The effect BranchEnded
-        says when that is done.
-        """
-        mastership = self.masterships.get(vb_id)
-        part = self._engine.partitions[vb_id]
-        if mastership is None or part.state != VbState.ACTIVE:
-            return f"vb {vb_id}: this node does not serve it now; ask its master"
-        if mastership.branch_wanted is not None or mastership.record.branch is not None:
-            return f"vb {vb_id}: another branch is under way"
-        try:
-            mastership.check_branch(seqno)
-        except BranchRefusedError as error:
-            return str(error)
-        branch = BranchUnderWay(vb_uuid, seqno)
-        mastership.want_branch(branch)
+        """See `AskedBranches.want`."""
         self._settled = None
-        self._asked_branches[vb_id] = _AskedBranch(branch)
-        return ""
-
-    def branch_ended(self, vb_id: int, record: ReplicationRecord) -> BranchEnded | None:
-        """Return the end of a branch that was asked for here, if a new record says that it ended.
-
-        A branch that a record names is finished, by this master or the next one, unless damaged
-        data is in the way. All members in sync have the master's failover log by then.
-        """
-        asked = self._asked_branches.get(vb_id)
-        if asked is None:
-            return None
-        if record.branch == asked.branch:
-            asked.is_recorded = True
-            return None
-        mastership = self.masterships.get(vb_id)
-        if mastership is not None and mastership.branch_wanted == asked.branch:
-            return None  # it is not written yet
-        del self._asked_branches[vb_id]
-        vb_uuid = asked.branch.vb_uuid
-        log = self._engine.partitions[vb_id].failover
-        if (
-            asked.is_recorded
-            and record.branch is None
-            and self._member in record.isr
-            and vb_uuid in dict(log.pairs())
-        ):
-            return BranchEnded(vb_id, vb_uuid, "")
-        return BranchEnded(
-            vb_id, vb_uuid,
-            f"vb {vb_id}: this node is not its master any more, or could not carry the branch out "
-            f"(its log says why). If the failover log has version {vb_uuid}, the branch was made; "
-            "otherwise ask the present master for it",
-        )  # fmt: skip
+        return self.branches.want(vb_id, seqno, vb_uuid)

@@ -20,6 +20,7 @@ Invariants
 - an epoch is never followed lower than one that was seen;
 - a partition that this node does not master is REPLICA here, or DEAD without a copy: it takes no
   writes, expires nothing;
+- a partition whose record does not name this member is emptied (`dropped_copies`);
 - a replica that hears no master is marked (`Partition.is_unheard`) and has no streams of clients;
 - what waits in connections is answered (`depose`) before history is cut off;
 - the high watermark of a master comes from its in-sync set, that of a replica from its master.
@@ -36,6 +37,7 @@ from dcp.cluster.cluster_view import Stored
 from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import OutcomeKind, WriteOutcome
 from dcp.core.groups import GroupCycle
+from dcp.replication.dropped_copies import DroppedCopies
 from dcp.replication.following import Following, Identity
 from dcp.replication.leading import Leading
 from dcp.replication.loss_receipt import ElectionLoss
@@ -110,6 +112,7 @@ class ReplicationCore:
             raise_watermarks=self._raise_watermarks, commit_many=self._commit_many,
             depose=depose, effects=self._effects, now_ns=now_ns,
         )  # fmt: skip
+        self._dropped = DroppedCopies(engine, hub, self.following.empty)
         for part in engine.partitions:
             part.has_copies = True
             part.state = VbState.REPLICA
@@ -135,6 +138,9 @@ class ReplicationCore:
     def records_changed(self, now_ns: int, vb_ids: Iterable[int]) -> None:
         """The view has other records of these partitions."""
         self._now_ns = now_ns
+        cluster = self._session.view.cluster
+        if cluster is not None and self.leading.take_min_in_sync(cluster.content.min_in_sync):
+            self._raise_watermarks(tuple(self.leading.masterships))
         for vb_id in sorted(vb_ids):
             if vb_id >= self._engine.num_vbuckets:
                 continue
@@ -191,6 +197,7 @@ class ReplicationCore:
             holds_copy = self._member in record.copies
             self._engine.partitions[vb_id].state = VbState.REPLICA if holds_copy else VbState.DEAD
             self.following.follow(vb_id, record, self._now_ns)
+            self._dropped.note(vb_id, holds_copy=holds_copy)
         elif mastership is None or mastership.epoch != record.epoch:
             confirmed_ns = self.following.last_confirmed_ns(vb_id)
             self.following.leave(vb_id)
@@ -203,9 +210,9 @@ class ReplicationCore:
                 now_ns=self._now_ns,
             )  # fmt: skip
         else:
-            mastership.take_record(record)
+            self.leading.take_record(vb_id, record)
             self._raise_watermarks((vb_id,))
-        if (ended := self.leading.branch_ended(vb_id, record)) is not None:
+        if (ended := self.leading.branches.ended(vb_id, record)) is not None:
             self._effects.append(ended)
 
     def _tell_loss(self, vb_id: int, record: ReplicationRecord, told_seqno: int) -> None:
@@ -308,6 +315,7 @@ class ReplicationCore:
         """Let time pass: links, services, in-sync sets, handovers, reports."""
         self._now_ns = now_ns
         self.following.tick(now_ns)
+        self._dropped.tick()
         masterships = self.leading.masterships
         if self.following.take_gaps():
             for vb_id, stored in self._records.items():

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import click
 
 from dcp import __version__
-from dcp.compiled import problem, version_text
+from dcp.compiled import problem, version_and_form, version_text
 from dcp.server.announce import IN_WORDS, Announcement, Ready
 from dcp.server.config.setting_values import Option
 from dcp.server.config.settings import Settings
@@ -476,7 +476,7 @@ def server_command(on_ready: OnReady | None = None) -> click.Command:
         epilog=EXIT_CODES_TEXT,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
-    return click.version_option(version_text(__version__), prog_name="dcpd")(command)
+    return click.version_option(version_and_form(__version__), prog_name="dcpd")(command)
 
 
 def _option(key: str, option: Option) -> click.Option:

@@ -491,6 +491,12 @@ class SessionState:
         part = self.engine.partitions[vb_id]
         self._await(vb_id, max(part.last_group, part.branch_group))
 
+    def observes_newest_version(self, vb_id: int) -> None:
+        """Let the answers wait until the partition's newest version is committed, but not for its
+        changes.
+        """
+        self._await(vb_id, self.engine.partitions[vb_id].branch_group)
+
     def _await_read(self, vb_id: int, group: int) -> None:
         if self.acknowledges_as_master:
             self._await_sync(group, vb_id)

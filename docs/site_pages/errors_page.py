@@ -17,8 +17,8 @@ statuses of the protocol, Python exceptions, and exit codes.
 """
 
 EXCEPTIONS_HEAD = """All are subclasses of `DcpdError`. `error.retry` says whether the same
-request may be sent again. `error.may_have_applied` says whether a write may have been applied, and
-`error.hint` what to try.
+request may be sent again, and `error.hint` what to try. A write that may have been applied raises
+`AmbiguousWriteError`. After any other error of a write nothing was changed.
 
 """
 
@@ -50,6 +50,7 @@ DCPCTL_CODES = {
     dcpctl.EXIT_CONNECT: "cannot connect, or the connection broke",
     dcpctl.EXIT_AUTH: "not authorized",
     dcpctl.EXIT_PARTIAL: "done in part; the same command continues",
+    dcpctl.EXIT_AMBIGUOUS: "a write got no answer: it may have been done, or not",
     dcpctl.EXIT_INTERRUPTED: "Ctrl-C",
 }
 

@@ -7,9 +7,15 @@ from dataclasses import replace
 import pytest
 
 from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import OperatorCommand, encode_record
+from dcp.cluster.cluster_records import (
+    MASTERS_RETURN_S,
+    ClusterRecord,
+    MemberRecord,
+    OperatorCommand,
+    encode_record,
+)
 from dcp.cluster.metastore import Compact, LeaseRevoke, Range
-from dcp.cluster.partition_choices import PREFER_AFTER_NS, CoordinatorSettings
+from dcp.cluster.partition_choices import CoordinatorSettings
 from failover.replication_record import create, want
 from support.cluster_model import KEYS, ROOT, ModelCluster
 from support.metastore_faults import Absence
@@ -321,12 +327,20 @@ def test_an_isr_of_several_that_is_gone_as_a_whole_is_given_up_too():
 # ---- Wanted masters
 
 
-def test_the_preferred_copy_becomes_master_by_handover():
+def returning(cluster, seconds):
+    """Set the cluster's time after which masters return."""
+    cluster.put_key(KEYS.cluster, encode_record(ClusterRecord(copies=3, masters_return_s=seconds)))
+
+
+@pytest.mark.parametrize("returns_s", [None, 7.5])
+def test_the_preferred_copy_becomes_master_by_handover(returns_s):
     cluster = running(settings=CoordinatorSettings())
+    if returns_s is not None:
+        returning(cluster, returns_s)
     first, master, third = cluster.nodes
     record = replace(create([first, master, third]), master=master)
     cluster.put(0, record)
-    cluster.run(PREFER_AFTER_NS / 1e9 - 1)
+    cluster.run((returns_s or MASTERS_RETURN_S) - 1)
     assert cluster.record() == record
     cluster.run(2)
     assert (cluster.record().master, cluster.record().epoch) == (first, 2)
@@ -334,7 +348,21 @@ def test_the_preferred_copy_becomes_master_by_handover():
     assert not [e for node in cluster.nodes.values() for e in node.elected]
 
 
-@pytest.mark.parametrize("why_not", ["setting", "not in sync", "node gone", "another wanted"])
+def test_a_change_of_another_copy_does_not_put_off_the_preferred_one():
+    cluster = running("abcd", settings=CoordinatorSettings())
+    returning(cluster, 6)
+    first, master, third = others(cluster, cluster.leader())
+    cluster.put(0, replace(create([first, master, third]), master=master))
+    cluster.run(4)
+    cluster.nodes[third].kill()
+    cluster.run(3)
+    assert cluster.record().isr == {first, master}
+    assert cluster.record().master == first
+
+
+@pytest.mark.parametrize(
+    "why_not", ["setting", "off", "not in sync", "node gone", "another wanted", "drained"]
+)
 def test_the_preferred_copy_is_not_asked_for(why_not):
     cluster = running("abcd", settings=CoordinatorSettings(prefers_first=why_not != "setting"))
     first, master, third = others(cluster, cluster.leader())
@@ -349,6 +377,10 @@ def test_the_preferred_copy_is_not_asked_for(why_not):
     if why_not == "another wanted":
         record = want(record, third)
         cluster.nodes[master].hands_over = False
+    returning(cluster, 0 if why_not == "off" else 5)
+    if why_not == "drained":
+        drained = MemberRecord(member=first, address=first, is_drained=True)
+        cluster.put_key(KEYS.of_member(KeyKind.MEMBER, first), encode_record(drained))
     cluster.put(0, record)
     cluster.run(20)
     assert cluster.record() == record

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import decode_partition
+from dcp.cluster.cluster_records import ClusterRecord, decode_partition, encode_record
 from dcp.cluster.partition_choices import CoordinatorSettings
 from support.cluster_model import KEYS, ModelCluster
 from support.metastore_faults import MS, Absence, StoreFaults
@@ -78,6 +78,8 @@ def test_one_master_per_epoch_and_all_is_well_after_the_faults(seed, is_unclean)
     cluster = ModelCluster(
         MEMBERS, PARTITIONS, seed, CoordinatorSettings(elects_uncleanly=is_unclean)
     ).start()
+    soon = ClusterRecord(copies=len(MEMBERS), masters_return_s=5)
+    cluster.put_key(KEYS.cluster, encode_record(soon))
     cluster.keep_history()
     cluster.run(random.random() * 3)
     for _ in range(STEPS):

@@ -7,7 +7,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from failover.isr import serves_from_ns
-from failover.replication_record import BranchUnderWay, elect, start_branch, want
+from failover.replication_record import (
+    BranchUnderWay,
+    add_copy,
+    drop_copies,
+    elect,
+    expand,
+    start_branch,
+    want,
+)
 from support.copies import Copies, CopyNode, expiry_of, holdings
 from vbucket.engine.engine import SET
 from vbucket.engine.partition import VbState
@@ -94,7 +102,9 @@ class Play:
 
     def elect(self, key: bytes, number: int) -> None:
         copies = self.copies
-        copies.write(VB, elect(copies.records[VB], "ab"[number % 2]))
+        member = "ab"[number % 2]
+        if member in copies.records[VB].isr:
+            copies.write(VB, elect(copies.records[VB], member))
 
     def branch(self, key: bytes, number: int) -> None:
         record, part = self.copies.records[VB], self.copies.master(VB).engine.partitions[VB]
@@ -102,6 +112,19 @@ class Play:
         if self.master_or_none() is not None and record.branch is None:
             branch = BranchUnderWay(1000 + number, at_seqno)
             self.copies.write(VB, start_branch(record, branch))
+
+    def drop(self, key: bytes, number: int) -> None:
+        """Drop the copy of the node that is not the master."""
+        record = self.copies.records[VB]
+        leaving = [copy for copy in record.copies if copy != record.master]
+        if leaving and record.branch is None:
+            self.copies.write(VB, drop_copies(record, leaving, in_sync_min=1))
+
+    def add(self, key: bytes = b"", number: int = 0) -> None:
+        """Let the other node have a copy again."""
+        record = self.copies.records[VB]
+        for member in self.copies.nodes.keys() - set(record.copies):
+            self.copies.write(VB, expand(add_copy(record, member), member))
 
     def crash(self, key: bytes, number: int) -> None:
         copies = self.copies
@@ -118,6 +141,7 @@ class Play:
 
 STEPS = ["put"] * 5 + ["delete", "commit", "commit", "commit", "move", "move", "move", "move"]
 STEPS += ["cut", "tick", "tick", "merge", "raise_floor", "elect", "branch", "crash"]
+STEPS += ["drop", "add"]
 steps = st.tuples(st.sampled_from(STEPS), st.sampled_from(KEYS), st.integers(0, 40))
 
 
@@ -128,6 +152,7 @@ def test_whatever_happens_copies_are_equal_at_rest(story: list[tuple[str, bytes,
     for name, key, number in story:
         getattr(play, name)(key, number)
     copies = play.copies
+    play.add()
     copies.rest()
     assert copies.problems == [], "no side broke the rules"
     one, two = (holdings(node, VB) for node in copies.nodes.values())

@@ -293,11 +293,42 @@ def forgotten(scene: Scene) -> None:
     scene.when(lambda: replica.name not in controls.in_sync(vb_id), come_back)
 
 
+def moving(scene: Scene) -> None:
+    """Copies move, and somebody who takes part fails meanwhile."""
+    controls = scene.controls
+    controls.operate(scene.one_of("rebalance", "drain", "move"))
+    scene.later(0, "slow_from", scene.others[0], 600 * MS)
+    victim = scene.one_of("master", "other")
+    scene.later(
+        scene.between(50, 700), scene.one_of("kill", "power_cut", "pause", "isolate"),
+        scene.master if victim == "master" else scene.others[-1], scene.between(50, 1200),
+    )  # fmt: skip
+
+
+def moving_away(scene: Scene) -> None:
+    """A node loses all its copies. As soon as the master's is dropped, those that are left fail one
+    after the other: what was not copied before that is lost.
+    """
+    controls, vb_id, master = scene.controls, scene.vb_id, scene.master
+    if not controls.operate("drain"):
+        controls.operate("rebalance")
+    before = controls.in_sync(vb_id)
+
+    def strike() -> None:
+        for name in sorted(controls.in_sync(vb_id)):
+            machine = next(each for each in (master, *scene.others) if each.name == name)
+            if name not in before:
+                scene.later(scene.between(0, 30), "power_cut", machine, scene.between(20, 300))
+
+    scene.when(lambda: bool(before - controls.in_sync(vb_id)), strike)
+
+
 ACTS: Final[dict[str, Callable[[Scene], None]]] = {
     "deposed": deposed, "blink": blink, "two_deaths": two_deaths,
     "master_and_replica": master_and_replica, "all_die": all_die, "to_and_fro": to_and_fro,
     "late_acks": late_acks, "moved_under_load": moved_under_load, "behind": behind,
     "came_back": came_back, "forgotten": forgotten, "unanswered": unanswered,
+    "moving": moving, "moving_away": moving_away,
 }  # fmt: skip
 
 

@@ -59,6 +59,9 @@ class Cluster(Protocol):
     def mend(self) -> None:
         """The faults are over: everything that belongs to no machine works again."""
 
+    def why_unsettled(self) -> str:
+        """Return what is still to happen without load and faults; "" if nothing is."""
+
 
 MakeCluster = Callable[[Setting], Cluster]
 
@@ -89,3 +92,7 @@ class SingleNodes:
 
     def mend(self) -> None:
         """See Cluster."""
+
+    def why_unsettled(self) -> str:
+        """See Cluster."""
+        return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from sim.plan import MOVE_FAULTS
 from sim.world import MS
 
 if TYPE_CHECKING:
@@ -51,6 +52,14 @@ def handovers(faults: Faults) -> Mend | None:
     for number in range(HANDOVERS):
         world.after(number * 300 * MS, controls.handover, vb_id)
     return _nothing
+
+
+def _operator(kind: str) -> Fault:
+    def ask(faults: Faults) -> Mend | None:
+        controls = faults.stage.controls
+        return _nothing if controls is not None and controls.operate(kind) else None
+
+    return ask
 
 
 def unclean_election(faults: Faults) -> Mend | None:
@@ -212,5 +221,6 @@ FAULTS: Final[dict[str, Fault]] = {
     "one_store_deaf": _store("deaf", is_for_all=False),
     "one_store_forgets_write": _store("forgets_write", is_for_all=False),
     "one_store_forgets": _store("forgets", is_for_all=False),
+    **{kind: _operator(kind) for kind in MOVE_FAULTS},
 }  # fmt: skip
 """Name in the plan -> fault."""

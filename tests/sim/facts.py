@@ -280,6 +280,8 @@ class Facts:
         without a durability frame."""
         self.lacking: list[Lacking] = []
         self.kept: list[Kept] = []
+        self.handed: dict[tuple[int, int], int] = {}
+        """Partition and epoch of each handover -> the version that was handed over."""
         self.overlaps: list[Overlap] = []
         self.histories: list[History] = []
         """Of all nodes, at the ends of their processes and at rest."""

@@ -58,6 +58,9 @@ class Controls(Protocol):
         It records the excuse, as `SimNode.branch` does.
         """
 
+    def operate(self, kind: str) -> bool:
+        """Let an operator ask for a move of copies or masters; return whether it begins."""
+
     def may_lose_folder(self, machine: str) -> bool:
         """Whether a machine may lose its folder now without a loss of what was committed."""
 

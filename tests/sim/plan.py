@@ -27,6 +27,10 @@ CLUSTER_FAULTS = (
     "one_store_away", "one_store_forgets",
 )  # fmt: skip
 """Faults that need several nodes."""
+MOVE_FAULTS = ("rebalance", "move", "drain", "set_copies", "cancel", "fail_over")
+"""What operators ask for in clusters with more nodes than copies."""
+MOVE_NODES = 4
+"""Clusters with so many nodes have a record, and operators that move copies."""
 ABOUT_ELECTIONS = (
     "kill", "power_cut", "pause", "handover", "lonely_consumer", "cut_one_way", "long_delays",
     "one_store_away", "one_store_forgets", "store_slow", "slow_link", "consumer_crash",
@@ -39,6 +43,8 @@ ACTS = (
 )  # fmt: skip
 RARE = ("blink", "behind", "came_back", "forgotten", "unanswered")
 """Acts for what random faults hardly ever bring about: most plans have one of them."""
+MOVE_ACTS = ("moving", "moving_away")
+"""Acts that take operators."""
 OF_PATIENCE = frozenset({"unanswered"})
 """Acts that show nothing to clients who give up before the next election."""
 OF_THREE = frozenset({"blink", "behind", "came_back", "unanswered"})
@@ -143,6 +149,8 @@ def about_elections(
     kinds = draw.choice((plan.kinds, COUNTING))
     share = draw.choice((0.0, 0.2))  # other faults spoil most acts
     faults = tuple(name for name in ABOUT_ELECTIONS if draw.random() < share)
+    if nodes >= MOVE_NODES:
+        faults += tuple(name for name in MOVE_FAULTS if draw.random() < 0.5)
     acts = (act,) if act else _acts(draw, nodes)
     is_patient = not OF_PATIENCE.isdisjoint(acts)
     if is_patient:
@@ -175,6 +183,10 @@ def about_elections(
 def _acts(draw: random.Random, nodes: int) -> tuple[str, ...]:
     """Draw one to three acts."""
     possible = [name for name in ACTS if nodes > 2 or name not in OF_THREE]
+    if nodes >= MOVE_NODES:
+        possible += MOVE_ACTS
+        if draw.random() < 0.5:
+            return MOVE_ACTS
     first = draw.choice([name for name in RARE if name in possible])
     acts = draw.sample(possible, draw.choice((1, 2, 3)))
     return tuple(dict.fromkeys([first, *acts[1:]])) if draw.random() < 0.6 else tuple(acts)
@@ -182,7 +194,7 @@ def _acts(draw: random.Random, nodes: int) -> tuple[str, ...]:
 
 def _drawn(draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:
     partitions = draw.choice((4, 8, 16))
-    copies = draw.randint(1, min(4, nodes))
+    copies = draw.randint(1, min(4, nodes) if nodes < MOVE_NODES else nodes - 1)
     kinds = tuple(kind for kind in WEIGHTS if kind is Kind.GET or draw.random() < 0.8)
     weights = tuple(WEIGHTS[kind] * draw.choice((1, 1, 3)) for kind in kinds)
     possible = [
@@ -190,6 +202,7 @@ def _drawn(draw: random.Random, *, nodes: int, seconds: float | None) -> Plan:
         *NETWORK_FAULTS,
         *CONSUMER_FAULTS,
         *(CLUSTER_FAULTS if nodes > 1 else ()),
+        *(MOVE_FAULTS if nodes >= MOVE_NODES else ()),
     ]
     faults = tuple(name for name in possible if draw.random() < 0.4)
     load_s = seconds or draw.choice((0.8, 1.5, 2.5))

@@ -6,6 +6,7 @@ import json
 
 from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
 from dcp.cluster.cluster_records import (
+    ClusterRecord,
     MemberRecord,
     OperatorCommand,
     StoredPartition,
@@ -13,6 +14,7 @@ from dcp.cluster.cluster_records import (
     encode_partition,
     encode_record,
 )
+from dcp.cluster.cluster_view import ClusterView
 from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn
 from dcp.cluster.revision_store import RevisionStore
 from failover.replication_record import ReplicationRecord, add_copy, create, majority, want
@@ -24,7 +26,10 @@ from sim.faults import Controls, Mend
 from sim.in_sync import InSyncWatch
 from sim.kv_client import Caller
 from sim.machine import Machine
+from sim.move_watch import MoveWatch
 from sim.node import StartFailedError, StartRefusedError
+from sim.operator import Operator
+from sim.plan import MOVE_NODES
 from sim.routed_caller import RoutedCaller
 from sim.routing import Routing
 from sim.store_client import StoreClient
@@ -37,6 +42,8 @@ from vbucket.store.environment import StoreDamagedError
 KEYS = ClusterKeys(ROOT)
 FOLDERS_LOST_MAX = 1
 """Folders that one machine loses in a run: each adds a copy."""
+MASTERS_RETURN_S = 0.7
+"""Of clusters that move copies: about as long as an election takes."""
 _ABSENCES = (Absence.REFUSING, Absence.SILENT, Absence.DEAF_TO_ANSWERS)
 _STORE_HARMS = {
     "slow": StoreClient.be_slow,
@@ -124,6 +131,14 @@ class ReplicatedNodes:
         self._read_at = -1
         self._dead: set[str] = set()
         """Members whose folders are lost."""
+        self.operator: Operator | None = None
+        """Of clusters that move copies."""
+        self._moves: MoveWatch | None = None
+        if setting.plan.nodes >= MOVE_NODES:
+            self.operator = Operator(
+                setting.world, self.store, setting.plan.copies, self._views, lambda: self._dead
+            )
+            self._moves = MoveWatch(setting.world, self.store, setting.facts, setting.plan.copies)
 
     def boot(self, machine: Machine) -> ClusterNode:
         """See Cluster."""
@@ -152,6 +167,9 @@ class ReplicatedNodes:
             return
         self._members[name] = member
         puts = [_member_put(member, name)]
+        if self.operator is not None:  # the operator removes the old member, which moves its copies
+            self.store.apply(self._world.now_ns, Txn((), tuple(puts)))
+            return
         for vb_id in range(self._setting.plan.partitions):
             item, record = self._stored(vb_id)
             if before in record.copies:
@@ -193,16 +211,44 @@ class ReplicatedNodes:
         members = list(self._members.values())
         puts = [_member_put(member, name) for name, member in self._members.items()]
         for vb_id in range(plan.partitions):
-            copies = [members[(vb_id + at) % len(members)] for at in range(plan.copies)]
+            holders = members if self.operator is None else members[:-1]  # the last one is new
+            copies = [holders[(vb_id + at) % len(holders)] for at in range(plan.copies)]
             stored = StoredPartition(create(copies), "made")
             puts.append(Put(KEYS.of_partition(KeyKind.PARTITION, vb_id), encode_partition(stored)))
+        if self.operator is not None:
+            cluster = ClusterRecord(
+                copies=plan.copies, min_in_sync=plan.min_in_sync, masters_return_s=MASTERS_RETURN_S
+            )
+            puts.append(Put(KEYS.cluster, encode_record(cluster)))
+            self.operator.begin()
         self.store.apply(self._world.now_ns, Txn((), tuple(puts)))
         self._watch.begin()
+        if self._moves is not None:
+            self._moves.begin()
 
     def mend(self) -> None:
         """See Cluster."""
         for client in self._clients.values():
             client.mend()
+        if self.operator is not None:
+            self.operator.is_tidying = True
+
+    def why_unsettled(self) -> str:
+        """See Cluster."""
+        if self._moves is None:
+            return ""
+        nodes = [(machine.node, member) for member, machine in self._machines.items()]
+        return self._moves.why_unsettled([
+            (node.member, node.engine) for node, member in nodes
+            if isinstance(node, ClusterNode) and node.member == member
+        ])  # fmt: skip
+
+    def _views(self) -> list[ClusterView]:
+        return [
+            machine.node.session.view
+            for machine in dict.fromkeys(self._machines.values())
+            if isinstance(machine.node, ClusterNode) and machine.node.session.view.is_loaded
+        ]
 
     # -- Controls ----------------------------------------------------------------------------------
 
@@ -230,6 +276,10 @@ class ReplicatedNodes:
         key = KEYS.of_partition(KeyKind.COMMAND, vb_id)
         self.store.apply(self._world.now_ns, Txn((), (Put(key, encode_record(command)),)))
         return True
+
+    def operate(self, kind: str) -> bool:
+        """See Controls."""
+        return self.operator is not None and self.operator.ask(kind)
 
     def may_lose_folder(self, machine: str) -> bool:
         """See Controls: somebody else has all that is committed."""

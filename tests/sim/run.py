@@ -173,6 +173,7 @@ class Simulation:
         self.reader.read_all()
         self._wait(lambda: self.reader.is_idle, "a key cannot be read")
         self._wait(self._are_nodes_quiet, "changes are not committed")
+        self._wait(lambda: not self._cluster.why_unsettled(), "moves do not end")
         self._wait(self._have_consumers_caught_up, "consumers do not catch up")
 
     def _wait(self, is_done: Callable[[], bool], problem: str) -> None:
@@ -181,8 +182,10 @@ class Simulation:
         while not is_done():
             if world.now_ns >= deadline_ns:
                 seconds = self.plan.rest_ns / SECOND
+                why = self._cluster.why_unsettled()
                 self.facts.problems.append(
                     f"{problem}, {seconds:g} s after the faults and the load"
+                    + f" ({why})" * bool(why)
                 )
                 return
             self._start_machines()
@@ -248,6 +251,7 @@ class Simulation:
             problems += membership.lacking(facts.lacking)
             problems += membership.overlaps(facts.overlaps, facts.excuses)
             problems += membership.kept(facts.kept)
+            problems += membership.new_versions(facts.masterships, facts.handed)
             problems += streams.uncommitted(facts.streamed, facts.committed)
             if facts.master_map is not None:
                 problems += streams.maps(facts.master_map, facts.consumer_maps)

@@ -12,9 +12,9 @@ GIVE_UP_S: Final = 60.0
 PAUSE_S: Final = 0.01
 
 
-def until(is_so: Callable[[], object]) -> None:
+def until(is_so: Callable[[], object], give_up_s: float = GIVE_UP_S) -> None:
     """Return once a condition holds."""
-    give_up_at_s = time.monotonic() + GIVE_UP_S
+    give_up_at_s = time.monotonic() + give_up_s
     while not is_so():
         assert time.monotonic() < give_up_at_s, "the condition did not become true"
         time.sleep(PAUSE_S)

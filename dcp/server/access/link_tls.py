@@ -18,7 +18,7 @@ import ssl
 from collections.abc import Callable, Collection, Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from dcp.server.access.certificates import Stamp, TlsError, reason_of, stamp_of
 from dcp.server.config.settings import Settings
@@ -31,6 +31,18 @@ _EXPIRED: Final = 10
 """OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED."""
 _WRONG_NAME: Final = frozenset({62, 64})
 """X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
+
+
+class LinkTrouble(NamedTuple):
+    """Why a node has no link to another one, and what to try. `str` has both."""
+
+    what: str
+    try_this: str
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.try_this}"
+
+
 _GIVE_ONE_MODE: Final = "Give all nodes the same --cluster-tls"
 
 
@@ -90,30 +102,31 @@ class LinkTls:
         return context
 
 
-def link_trouble(error: OSError, where: str) -> str:
-    """Return why no TLS connection to a node could be made, and what to try; "" for errors that are
-    not TLS's. `where` names the node and its address.
+def link_trouble(error: OSError, where: str) -> LinkTrouble | None:
+    """Return why no TLS connection to a node could be made; None for errors that are not TLS's.
+    `where` names the node and its address.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
-        why = f"the certificate of {where} is not accepted: {error.verify_message}"
+        advice = "Let --cluster-ca of this node be the CA of that node's --tls-cert"
         if error.verify_code == _EXPIRED:
-            return f"{why}. Renew it on that node (--tls-cert)"
-        if error.verify_code in _WRONG_NAME:
-            return f"{why}. Issue it for the host that the node advertises (--advertise-host)"
-        return f"{why}. Let --cluster-ca of this node be the CA of that node's --tls-cert"
+            advice = "Renew it on that node (--tls-cert)"
+        elif error.verify_code in _WRONG_NAME:
+            advice = "Issue it for the host that the node advertises (--advertise-host)"
+        what = f"the certificate of {where} is not accepted: {error.verify_message}"
+        return LinkTrouble(what.rstrip("."), advice)
     if not isinstance(error, ssl.SSLError):
-        return ""
+        return None
     reason = (error.reason or str(error)).replace("_", " ").lower()
-    if "ALERT" in (error.reason or "") or "alert" in str(error):
+    if "alert" in reason:
         return certificate_trouble(where, reason)
-    return f"{where} does not speak TLS at that port: {reason}. {_GIVE_ONE_MODE}"
+    return LinkTrouble(f"{where} does not speak TLS at that port: {reason}", _GIVE_ONE_MODE)
 
 
-def certificate_trouble(where: str, reason: str) -> str:
-    """Return that a node does not accept the certificate of this one, and what to try."""
-    return (
-        f"{where} does not accept the certificate of this node: {reason}. Let it be valid, and "
-        "from the CA that --cluster-ca of that node names"
+def certificate_trouble(where: str, reason: str) -> LinkTrouble:
+    """Return that a node does not accept the certificate of this one."""
+    return LinkTrouble(
+        f"{where} does not accept the certificate of this node: {reason}",
+        "Let it be valid, and from the CA that --cluster-ca of that node names",
     )
 
 

@@ -20,7 +20,13 @@ from typing import Final, cast
 from scramp import ScramClient, ScramException
 
 from dcp.replication.replica_link import LinkState, ReplicaLink
-from dcp.server.access.link_tls import EXTERNAL, LinkTls, certificate_trouble, link_trouble
+from dcp.server.access.link_tls import (
+    EXTERNAL,
+    LinkTls,
+    LinkTrouble,
+    certificate_trouble,
+    link_trouble,
+)
 from dcp.server.access.users import CLUSTER_USER
 from dcp.server.cluster.map_shown import host_and_port
 from dcp.server.observe.elapsed import elapsed_ns
@@ -56,8 +62,8 @@ class MemberLink(asyncio.Protocol):
     ) -> None:
         """`tls`: how to dial; None: without TLS. `name` is that of the other node."""
         self.link = link
-        self.trouble = ""
-        """Why there is no link, if an operator has to do something; "": there is, or not yet."""
+        self.trouble: LinkTrouble | None = None
+        """Why there is no link, if an operator has to do something."""
         self._on_bytes = on_bytes
         self._tls = tls
         self.name = name
@@ -84,17 +90,17 @@ class MemberLink(asyncio.Protocol):
         except (OSError, TimeoutError, ValueError) as error:
             if isinstance(error, OSError):
                 self.trouble = link_trouble(error, self._where)
-            reason = self.trouble or str(error) or f"no answer within {DIAL_S:g} s"
+            reason = str(self.trouble or error) or f"no answer within {DIAL_S:g} s"
             self.link.unreachable(
                 f"no connection to {self._where}: {reason}",
                 is_refused=isinstance(error, ConnectionRefusedError),
             )
             self._on_bytes()
 
-    def cannot_dial(self, why: str) -> None:
+    def cannot_dial(self, trouble: LinkTrouble) -> None:
         """Give the link up: there is no address to dial."""
-        self.trouble = why
-        self.link.unreachable(why, is_refused=False)
+        self.trouble = trouble
+        self.link.unreachable(str(trouble), is_refused=False)
         self._on_bytes()
 
     @property
@@ -121,8 +127,10 @@ class MemberLink(asyncio.Protocol):
                 for frame in self._decoder.feed(data):
                     self._log_in(frame)
             except (LoginRefusedError, RemoteProtocolError, ScramException) as error:
-                self.trouble = f"the login at {self._where} failed: {error}"
-                self.link.refused(self.trouble)
+                self.trouble = LinkTrouble(
+                    f"the login at {self._where} failed: {error}", _LOGIN_ADVICE
+                )
+                self.link.refused(str(self.trouble))
         else:
             self.link.receive(data, elapsed_ns())
         self._on_bytes()
@@ -131,7 +139,7 @@ class MemberLink(asyncio.Protocol):
         """The connection is gone."""
         self._transport = None
         if not self.is_in and not self.trouble:
-            self.trouble = link_trouble(exc, self._where) if isinstance(exc, OSError) else ""
+            self.trouble = link_trouble(exc, self._where) if isinstance(exc, OSError) else None
             if not self.trouble and self._uses_certificate:  # asyncio drops the alert of TLS
                 self.trouble = certificate_trouble(self._where, "it closes the connection")
         self.link.closed()
@@ -168,7 +176,7 @@ class MemberLink(asyncio.Protocol):
         elif self._uses_certificate and frame.status == Status.OK:
             self.is_in = True  # the TLS handshake has proved who the other side is
         elif frame.status == Status.AUTH_ERROR:
-            raise LoginRefusedError(f"it lets this node not in ({text[:200]}). {_LOGIN_ADVICE}")
+            raise LoginRefusedError(f"it refuses this node ({text[:200]})")
         else:
             raise LoginRefusedError(f"status 0x{frame.status:x} {text[:200]}")
 

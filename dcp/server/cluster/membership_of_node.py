@@ -66,6 +66,7 @@ def replicated_node(
         unheard_ns=int(settings.suspect_after_s * 1e9),
         lease_s=int(settings.lease_s),
         value_bytes_max=settings.value_bytes_max,
+        fill_bytes_per_s=settings.rebalance_rate,
     )
     return ReplicatedNode(parts, member, identity, choices, access)
 
@@ -76,6 +77,7 @@ def own_record(replicated: ReplicatedNode, settings: Settings, ports: Ports) -> 
         member=replicated.member, address=address_of(settings, ports.kv),
         name=replicated.identity.name, rack=replicated.identity.rack, admin_port=ports.admin,
         kv_tls_port=ports.kv_tls, admin_tls_port=ports.admin_tls,
+        owns_store=replicated.identity.owns_store,
     )  # fmt: skip
 
 

@@ -34,7 +34,10 @@ class OwnRecord:
         if stored is None or now_ns < self._next_ns:
             return
         wanted = msgspec.structs.replace(
-            self._wanted, name=stored.content.name, rack=stored.content.rack
+            self._wanted,
+            name=stored.content.name,
+            rack=stored.content.rack,
+            is_drained=stored.content.is_drained,
         )
         if stored.content == wanted:
             return

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -41,7 +42,7 @@ from dcp.replication.loss_receipt import CutOff, ElectionLoss, cut_off_receipt, 
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged
-from dcp.server.access.link_tls import LinkTls
+from dcp.server.access.link_tls import LinkTls, LinkTrouble
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
 from dcp.server.cluster.election_log import ElectionLog
@@ -53,6 +54,7 @@ from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_record import OwnRecord
 from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.quarantine_files import keep_cut_off
+from dcp.server.cluster.receipt_files import keep_election
 from dcp.server.cluster.shared_manifest import ManifestNotChangedError, SharedManifest
 from dcp.server.cluster.shared_users import SharedUsers
 from dcp.server.net.cluster_config import ClusterConfig
@@ -85,8 +87,18 @@ MAP_S: Final = 0.01
 """How long changes of the map are gathered: an election changes hundreds of records."""
 
 
+_REMOVED_ADVICE: Final = (
+    "Its data folder stays as it is. To let this node join again, start it with an empty --data "
+    "folder"
+)
+
+
 class MembershipOverError(RuntimeError):
     """Another process is the member, or has its address, or the versions differ."""
+
+
+class RemovedError(RuntimeError):
+    """The node was removed from its cluster."""
 
 
 class ServerParts(NamedTuple):
@@ -120,6 +132,7 @@ class ReplicationChoices(NamedTuple):
     unheard_ns: int
     lease_s: int
     value_bytes_max: int
+    fill_bytes_per_s: int = 0
     prefers_first: bool = True
     elects_uncleanly: bool = False
 
@@ -158,6 +171,7 @@ class ReplicatedNode:
                 unheard_ns=choices.unheard_ns,
                 acknowledges_as_master=choices.acknowledges_as_master,
                 value_bytes_max=choices.value_bytes_max,
+                fill_bytes_per_s=choices.fill_bytes_per_s,
             ),
             cluster=identity.cluster, carry_out=self._driver.carry_out, depose=self._depose,
             now_ns=elapsed_ns(),
@@ -178,8 +192,8 @@ class ReplicatedNode:
         self._has_started = self._has_registered = False
         self._turns = 0
         self._why_idle = ""
-        self.troubles: dict[str, str] = {}
-        """By node, why this one has no link to it although it runs, and what to try."""
+        self.troubles: dict[str, LinkTrouble] = {}
+        """By node, why this one has no link to it although it runs."""
         self.wrong_store = ""
         """Why the metadata store is not that of this cluster; "" if it is, or is not known."""
         self._effects: Final[dict[type, Callable[[Any], None]]] = {
@@ -234,13 +248,13 @@ class ReplicatedNode:
         addresses = (stored.content.address for stored in self.session.view.members.values())
         return frozenset(address.rpartition(":")[0].strip("[]") for address in addresses)
 
-    def own_problems(self) -> list[str]:
-        """Return what is wrong with this node, and what to do."""
-        problems = list(self.troubles.values())
+    def own_problems(self) -> list[tuple[str, str]]:
+        """Return what is wrong with this node, and what to try."""
+        problems: list[tuple[str, str]] = list(self.troubles.values())
         if self._why_idle:
+            what = "this node takes no part in the cluster, because it cannot write"
             problems.append(
-                "this node takes no part in the cluster, because it cannot write: "
-                f"{self._why_idle}. It goes on by itself when there is room"
+                (f"{what}: {self._why_idle}", "It goes on by itself when there is room")
             )
         return problems
 
@@ -361,10 +375,28 @@ class ReplicatedNode:
             if self.enrolment.standing is Standing.MEMBER:
                 self.enrolment.happened(Happening.REPLACED)
             raise MembershipOverError(membership.why_over)
+        view = self.session.view
+        key = view.keys.of_member(KeyKind.MEMBER, self.member)
+        if view.is_loaded and not view.mod_revision(key):
+            raise MembershipOverError(
+                f"node {self.identity.name} was removed from its cluster, and takes no further "
+                f"part. {_REMOVED_ADVICE}"
+            )
         if membership.has_registered and not self._has_registered:
             self._has_registered = True
             self.core.records_changed(elapsed_ns(), tuple(self.session.view.partitions))
         return self._has_registered
+
+    def _check_not_removed(self) -> None:
+        """Raise RemovedError: this node is no member any more, and gets nothing from the others."""
+        view = self.session.view
+        key = view.keys.of_member(KeyKind.MEMBER, self.member)
+        if view.is_loaded and not view.mod_revision(key):
+            raise RemovedError(
+                f"node {self.identity.name} was removed from the cluster. Start it with an empty "
+                "--data folder and join again if the cluster is to have it; this folder is not "
+                "needed any more"
+            )
 
     def _pass_time(self) -> None:
         now_ns = elapsed_ns()
@@ -389,6 +421,7 @@ class ReplicatedNode:
         now_ns = elapsed_ns()
         may_act = self._check_membership()
         if isinstance(effect, ViewChanged):
+            self._check_not_removed()
             self.manifest.adopt()
             self._users.adopt()
             if may_act:
@@ -452,7 +485,10 @@ class ReplicatedNode:
             self._parts.tasks.begin(connection.dial(address))
         else:
             connection.cannot_dial(
-                f"{name} offers no TLS. Start it with --tls-cert, and with the same --cluster-tls"
+                LinkTrouble(
+                    f"{name} offers no TLS",
+                    "Start it with --tls-cert, and with the same --cluster-tls as the others",
+                )
             )
 
     def _has_ended(self, connection: MemberLink) -> bool:
@@ -461,11 +497,11 @@ class ReplicatedNode:
             self.troubles.pop(connection.name, None)
         if not connection.is_over:
             return False
-        known = self.troubles.pop(connection.name, "")
-        if connection.trouble:
+        known = self.troubles.pop(connection.name, None)
+        if connection.trouble is not None:
             self.troubles[connection.name] = connection.trouble
-        if connection.trouble not in {"", known}:
-            self._log.warning("no link to another node", reason=connection.trouble)
+            if connection.trouble != known:
+                self._log.warning("no link to another node", reason=str(connection.trouble))
         return True
 
     def _link_moved(self) -> None:
@@ -502,6 +538,17 @@ class ReplicatedNode:
 
     def _election_loss(self, lost: ElectionLoss) -> None:
         self._log.warning("loss receipt", **election_receipt(lost))
+        self._parts.tasks.begin(self._keep_receipt(lost))
+
+    async def _keep_receipt(self, lost: ElectionLoss) -> None:
+        keep = partial(keep_election, self._parts.data_dir, lost, time.time())
+        try:
+            await asyncio.to_thread(keep)
+        except OSError as error:
+            self._log.error(
+                "the receipt of an unclean election cannot be written to a file; this log has it",
+                vb_id=lost.vb_id, reason=str(error),
+            )  # fmt: skip
 
     def _branch_ended(self, ended: BranchEnded) -> None:
         self._log.info("branch decided", **ended._asdict())

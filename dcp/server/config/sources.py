@@ -15,19 +15,24 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_type_hints
 
+from dcp.server.config.server_settings import BUFFERED_VALUES_MIN
 from dcp.server.config.setting_values import (
+    AUTO,
     NONE,
     Option,
     duration_text,
     read_duration,
     read_names,
     read_size,
+    read_size_or_auto,
     size_text,
 )
-from dcp.server.config.settings import BUFFERED_VALUES_MIN, Settings
+from dcp.server.config.settings import Settings
 
 ENV_PREFIX: Final = "DCPD_"
 ENV_CONFIG: Final = "DCPD_CONFIG"
+ENV_OF_BUILDS: Final = ("DCPD_COMPILE", "DCPD_COMPILE_LEVEL")
+"""Variables of hatch_build.py. A server that is started from the same shell passes them over."""
 """Names the TOML file if --config does not."""
 
 _KUBERNETES_LINK: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
@@ -76,6 +81,8 @@ def default_text(key: str) -> str:
 
 
 def _shown(option: Option, value: Any) -> str:
+    if option.parse is read_size_or_auto:
+        return AUTO if value is None else size_text(value)
     if option.parse is read_size:
         return size_text(value)
     if option.parse is read_duration:
@@ -255,7 +262,7 @@ def _given_by_environment(environ: Mapping[str, str]) -> list[tuple[str, object,
     variables = {ENV_PREFIX + key.upper(): key for key in OPTIONS}
     given: list[tuple[str, object, str]] = []
     for name, value in environ.items():
-        if not name.startswith(ENV_PREFIX) or name == ENV_CONFIG:
+        if not name.startswith(ENV_PREFIX) or name in {ENV_CONFIG, *ENV_OF_BUILDS}:
             continue
         if name not in variables:
             raise ConfigError(

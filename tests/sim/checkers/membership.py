@@ -2,15 +2,16 @@
 
 - what is committed is on the disk of every member of the in-sync set;
 - one node at a time answers for a partition;
-- a master that was replaced does not keep streams open.
+- a master that was replaced does not keep streams open;
+- a handover begins no version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from sim.facts import Excuse, Kept, Lacking, Overlap
+from sim.facts import Excuse, Kept, Lacking, Mastership, Overlap
 from sim.world import MS
 
 GAP_NS: Final = 50 * MS
@@ -66,3 +67,15 @@ def kept(found: Iterable[Kept]) -> list[str]:
                 f" {item.node} stands still"
             )
     return problems
+
+
+def new_versions(
+    masterships: Iterable[Mastership], handed: Mapping[tuple[int, int], int]
+) -> list[str]:
+    """Who is master by a handover goes on in the version that was handed over."""
+    return [
+        f"{item.node} became master of vb {item.vb_id} by handover, epoch {item.epoch}, and began"
+        f" version {item.vb_uuid:x} at {item.at_ns / 1e6:.3f} ms"
+        for item in masterships
+        if handed.get((item.vb_id, item.epoch), item.vb_uuid) != item.vb_uuid
+    ]

@@ -1,0 +1,252 @@
+"""Nodes and members of etcd as processes, behind a network that can be cut.
+
+    client ──┐              ┌── a ──┐
+             ├── network ───┼── b ──┼── network ── m0, m1, m2 (etcd)
+    nodes  ──┘              └── c ──┘
+
+Every connection of a node leads through the network: the address that it is known by is the
+proxy's, and its token names the proxy's ports for etcd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from clients.testing import ServerRefusedError
+from dcp.server.cluster.cluster_file import ClusterToken
+from soak.cluster.links import ADVERTISED, BEHIND
+from soak.cluster.network import Network
+from support.etcd_members import EtcdMembers
+from support.server import DcpdProcess
+from support.waiting import until
+
+NAMES: Final = ("a", "b", "c")
+COPIES: Final = 3
+PORTS: Final = range(15_000, 30_000)
+"""Below the range for outgoing connections, one of which could take a port while its node is down.
+"""
+STATUS: Final = "/api/v1/cluster/status"
+SYNCED_S: Final = 120.0
+"""Longest time until all copies are in sync again, on a machine that does other things too."""
+
+
+class NodeError(Exception):
+    """A node does not do what it must; the text says what."""
+
+
+class FaultyCluster:
+    """See the module. A context manager."""
+
+    def __init__(self, folder: Path, disks: dict[str, Path], members: int = 3) -> None:
+        self.folder = folder
+        self.disks = disks
+        """Node -> the disk that its data folder is on, if it has one of its own."""
+        self.network = Network()
+        self.nodes: dict[str, DcpdProcess] = {}
+        self.etcd: EtcdMembers | None = None
+        self._members = members
+        self._frozen: set[int] = set()
+        self._token = ""
+        self._draw = random.Random(os.getpid())
+        self._starting = threading.Lock()
+        """Held while a process starts: one that starts in another thread is ended too."""
+        self._is_over = False
+
+    @property
+    def member_names(self) -> list[str]:
+        """The parties of the network that are members of etcd."""
+        return [f"m{number}" for number in range(self._members)]
+
+    # -- begin and end -----------------------------------------------------------------------------
+
+    def __enter__(self) -> FaultyCluster:
+        self.network.__enter__()
+        try:
+            (self.folder / "etcd").mkdir(parents=True)
+            self.etcd = EtcdMembers(self.folder / "etcd", self._members)
+            for name in NAMES:
+                self.add(name)
+            self.until_in_sync()
+            self.until_even()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._starting:
+            self._is_over = True
+            self.thaw_all()
+            for node in self.nodes.values():
+                if node._process is not None:
+                    node.kill()
+            if self.etcd is not None:
+                self.etcd.close()
+        self.network.__exit__(None, None, None)
+
+    def add(self, name: str) -> None:
+        """Start one more node, with an empty folder: the first of a cluster, or a new member."""
+        ports = {
+            member: self._door(name, number) for number, member in enumerate(self.member_names)
+        }
+        url = "etcd://" + ",".join(f"{BEHIND}:{port}" for port in ports.values())
+        data = self.disks.get(name, self.folder) / name
+        arguments = ["--advertise-host", ADVERTISED, "--node-name", name]
+        if self._token:
+            token = ClusterToken.from_text(self._token)
+            path = self.folder / f"{name}.token"
+            own = ClusterToken(cluster=token.cluster, meta=url, secret=token.secret)
+            path.write_text(own.to_text())
+            arguments += ["--cluster", "join", "--cluster-token-file", str(path)]
+        node = self.nodes[name] = DcpdProcess(data, *arguments)
+        node.log_path = self.folder / f"{name}.log"
+        node.port, node.admin_port = self._free_port(), self._free_port()
+        self.network.serve(name, node.port)
+        self.start(name)
+        if not self._token:
+            self._token = node.ask(
+                "POST", "/api/v1/cluster/init", {"copies": COPIES, "meta": url, "name": name}
+            )["token"]
+            until(lambda: self.status(name).get("served_here") == 1024)
+
+    def _door(self, name: str, number: int) -> int:
+        """Return the port at which a node reaches a member of etcd."""
+        assert self.etcd is not None
+        return self.network.serve(f"m{number}", 0, source=name, to_port=self.etcd.ports[number])
+
+    def _free_port(self) -> int:
+        """Return a port that is free at both addresses."""
+        taken = {node.port for node in self.nodes.values()}
+        while True:
+            port = self._draw.choice(PORTS)
+            if port in taken:
+                continue
+            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                for host in (BEHIND, ADVERTISED):
+                    stack.enter_context(socket.create_server((host, port)))
+                return port
+
+    # -- nodes -------------------------------------------------------------------------------------
+
+    def address(self, name: str) -> str:
+        """Return where clients reach a node: through the network."""
+        return f"{ADVERTISED}:{self.nodes[name].port}"
+
+    def is_running(self, name: str) -> bool:
+        """Whether a node's process is there."""
+        return self.nodes[name]._process is not None
+
+    def start(self, name: str) -> None:
+        """Start a node on the folder that it has."""
+        with self._starting:
+            if self._is_over:
+                raise NodeError("the cluster is over")
+            self.nodes[name].start()
+        self.network.runs(name, self.nodes[name].pid)
+
+    def start_member(self, number: int) -> None:
+        """Start a member of etcd again."""
+        with self._starting:
+            if self._is_over:
+                raise NodeError("the cluster is over")
+            assert self.etcd is not None
+            self.etcd.start(number)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self._frozen.discard(self.nodes[name].pid)
+        self.nodes[name].kill()
+
+    def wipe(self, name: str) -> None:
+        """Remove the folder of a node that does not run."""
+        assert not self.is_running(name)
+        shutil.rmtree(self.nodes[name].data)
+
+    def store_process(self, name: str) -> int | None:
+        """Return the process that writes a node's store."""
+        return next(iter(self.nodes[name].children()), None)
+
+    def freeze_process(self, pid: int) -> None:
+        """SIGSTOP."""
+        os.kill(pid, signal.SIGSTOP)
+        self._frozen.add(pid)
+
+    def thaw_process(self, pid: int) -> None:
+        """SIGCONT, if the process is still there."""
+        self._frozen.discard(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    def thaw_all(self) -> None:
+        """SIGCONT to all that were frozen."""
+        for pid in tuple(self._frozen):
+            self.thaw_process(pid)
+
+    # -- what nodes say ----------------------------------------------------------------------------
+
+    def status(self, name: str) -> dict[str, Any]:
+        """Return what a node knows of the cluster; {} if it does not answer."""
+        try:
+            found: dict[str, Any] = self.nodes[name].ask("GET", STATUS)
+        except (OSError, ServerRefusedError):
+            return {}
+        return found
+
+    def partition_map(self, name: str) -> list[dict[str, Any]]:
+        """Return the record of each partition, as a node knows it."""
+        found: list[dict[str, Any]] = self.nodes[name].ask("GET", "/api/v1/cluster/map")
+        return found
+
+    def masters(self, name: str) -> dict[str, int]:
+        """Return how many partitions each node is master of, as a node knows it."""
+        return {node["name"]: node["masters"] for node in self.status(name).get("nodes", [])}
+
+    def running(self) -> list[str]:
+        """Return the nodes that run."""
+        return [name for name in self.nodes if self.is_running(name)]
+
+    def until_in_sync(self, copies: int = COPIES) -> None:
+        """Return once all nodes know that each partition has so many copies in sync."""
+        wanted = {str(copies): 1024}
+        last: dict[str, Any] = {}
+
+        def is_so() -> bool:
+            for name in self.running():
+                status = self.status(name)
+                last[name] = status.get("in_sync_sizes"), status.get("problems")
+                if status.get("in_sync_sizes") != wanted or status.get("without_master"):
+                    return False
+            return True
+
+        try:
+            until(is_so, SYNCED_S)
+        except AssertionError:
+            raise NodeError(f"the copies are not in sync again: {last}") from None
+
+    def until_even(self) -> None:
+        """Return once each node is master of its share."""
+        names = self.running()
+        share = 1024 // len(names) - len(names)
+
+        def is_so() -> bool:
+            masters = self.masters(names[0])
+            return all(masters.get(name, 0) >= share for name in names)
+
+        try:
+            until(is_so, SYNCED_S)
+        except AssertionError:
+            raise NodeError(f"masters are not shared evenly: {self.masters(names[0])}") from None
