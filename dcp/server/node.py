@@ -198,6 +198,7 @@ class Node:
         """Start on the recovered folder."""
         self._storage.tell(self._log)
         try:
+            self._add_first_admin()
             await self._open_cluster()
         except BaseException:
             self._storage.close(is_clean=False)
@@ -205,7 +206,6 @@ class Node:
         self._wire_storage()
         self._wire_ports()
         try:
-            self._add_first_admin()
             await self._begin_writing()
             listener = None if probes is None else await probes.hand_over()
             await self._listeners.start(listener)
@@ -225,8 +225,13 @@ class Node:
         return self._settings.cluster != "none" or (self.about.data_dir / CLUSTER_FILE).exists()
 
     def _add_first_admin(self) -> None:
+        """Add the first user if there is none, before the node becomes a member: then the users are
+        those of the cluster.
+        """
         path = self._settings.admin_password_file
-        if path is not None and add_first_admin(self._users, path):
+        if path is None or (self.about.data_dir / CLUSTER_FILE).exists():
+            return
+        if add_first_admin(self._users, path):
             self._log.info("first user added", user=FIRST_ADMIN, password_file=str(path))
 
     def _enter_cluster(self) -> None:

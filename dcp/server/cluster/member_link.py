@@ -63,7 +63,7 @@ class MemberLink(asyncio.Protocol):
         """`tls`: how to dial; None: without TLS. `name` is that of the other node."""
         self.link = link
         self.trouble: LinkTrouble | None = None
-        """Why there is no link, if an operator has to do something."""
+        """Why there is no link, if an operator has to do something; None: there is, or not yet."""
         self._on_bytes = on_bytes
         self._tls = tls
         self.name = name
@@ -97,10 +97,10 @@ class MemberLink(asyncio.Protocol):
             )
             self._on_bytes()
 
-    def cannot_dial(self, trouble: LinkTrouble) -> None:
+    def cannot_dial(self, why: LinkTrouble) -> None:
         """Give the link up: there is no address to dial."""
-        self.trouble = trouble
-        self.link.unreachable(str(trouble), is_refused=False)
+        self.trouble = why
+        self.link.unreachable(str(why), is_refused=False)
         self._on_bytes()
 
     @property
@@ -127,10 +127,9 @@ class MemberLink(asyncio.Protocol):
                 for frame in self._decoder.feed(data):
                     self._log_in(frame)
             except (LoginRefusedError, RemoteProtocolError, ScramException) as error:
-                self.trouble = LinkTrouble(
-                    f"the login at {self._where} failed: {error}", _LOGIN_ADVICE
-                )
-                self.link.refused(str(self.trouble))
+                why = f"the login at {self._where} failed: {error}"
+                self.trouble = LinkTrouble(why, _LOGIN_ADVICE)
+                self.link.refused(why)
         else:
             self.link.receive(data, elapsed_ns())
         self._on_bytes()
@@ -176,7 +175,7 @@ class MemberLink(asyncio.Protocol):
         elif self._uses_certificate and frame.status == Status.OK:
             self.is_in = True  # the TLS handshake has proved who the other side is
         elif frame.status == Status.AUTH_ERROR:
-            raise LoginRefusedError(f"it refuses this node ({text[:200]})")
+            raise LoginRefusedError(f"it does not let this node in ({text[:200]})")
         else:
             raise LoginRefusedError(f"status 0x{frame.status:x} {text[:200]}")
 

@@ -14,7 +14,7 @@ from dcp.server.observe.event_log import EventLog
 
 TELL_NS: Final = 20_000_000_000
 """Time between two records: a clock that was set is noticed within a minute."""
-ADVICE: Final = "Let NTP set the clocks of all nodes: CAS and expiry follow them"
+CLOCK_ADVICE: Final = "Let NTP set the clocks of all nodes: CAS and expiry follow them"
 
 
 class OwnClock:
@@ -46,7 +46,7 @@ class OwnClock:
         off = frozenset(self._watch.offsets_ms)
         if off - self._told:
             for what in self.problems():
-                self._log.warning("a wall clock is off", reason=f"{what}. {ADVICE}")
+                self._log.warning("a wall clock is off", reason=f"{what}. {CLOCK_ADVICE}")
         self._told = off
 
     def problems(self) -> list[str]:

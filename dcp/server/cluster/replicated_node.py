@@ -51,7 +51,6 @@ from dcp.server.cluster.enrolment_state import Enrolment, Happening, Standing
 from dcp.server.cluster.map_shown import MapShown, tls_address_of
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
-from dcp.server.cluster.own_clock import ADVICE as CLOCK_ADVICE
 from dcp.server.cluster.own_clock import OwnClock
 from dcp.server.cluster.own_record import OwnRecord
 from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
@@ -192,7 +191,7 @@ class ReplicatedNode:
         self._turns = 0
         self._why_idle = ""
         self.troubles: dict[str, LinkTrouble] = {}
-        """By node, why this one has no link to it although it runs."""
+        """By node, why this one has no link to it although it runs, and what to try."""
         self.wrong_store = ""
         """Why the metadata store is not that of this cluster; "" if it is, or is not known."""
         self._effects: Final[dict[type, Callable[[Any], None]]] = {
@@ -247,16 +246,14 @@ class ReplicatedNode:
         addresses = (stored.content.address for stored in self.session.view.members.values())
         return frozenset(address.rpartition(":")[0].strip("[]") for address in addresses)
 
-    def own_problems(self) -> list[tuple[str, str]]:
-        """Return what is wrong with this node, and what to try."""
-        problems: list[tuple[str, str]] = list(self.troubles.values())
-        problems += [(what, CLOCK_ADVICE) for what in self._clock.problems()]
-        if self._why_idle:
-            what = "this node takes no part in the cluster, because it cannot write"
-            problems.append(
-                (f"{what}: {self._why_idle}", "It goes on by itself when there is room")
-            )
-        return problems
+    def clock_problems(self) -> tuple[str, ...]:
+        """Return whose wall clock is off."""
+        return tuple(self._clock.problems())
+
+    @property
+    def why_idle(self) -> str:
+        """Why this node takes no part in the cluster; "": it does."""
+        return self._why_idle
 
     def served(self) -> int:
         """Return how many partitions this node serves now."""
@@ -474,12 +471,8 @@ class ReplicatedNode:
         if address:
             self._parts.tasks.begin(connection.dial(address))
         else:
-            connection.cannot_dial(
-                LinkTrouble(
-                    f"{name} offers no TLS",
-                    "Start it with --tls-cert, and with the same --cluster-tls as the others",
-                )
-            )
+            advice = "Start it with --tls-cert, and with the same --cluster-tls"
+            connection.cannot_dial(LinkTrouble(f"{name} offers no TLS", advice))
 
     def _has_ended(self, connection: MemberLink) -> bool:
         """Whether nothing more comes of a connection; tell once why there is none."""

@@ -138,6 +138,18 @@ class Settings(ServerSettings, frozen=True, kw_only=True):
             3600,
         ),
     ] = 1.0
+    rebalance_rate: Annotated[
+        int,
+        Option(
+            "In a cluster: bytes a second with which this node fills new copies on other nodes. 0: "
+            "without a limit.",
+            read_size,
+            "SIZE",
+            64 << 10,
+            1 << 40,
+            zero_means="no limit",
+        ),
+    ] = 32 << 20
     heartbeat_s: Annotated[
         float,
         Option(
@@ -171,18 +183,6 @@ class Settings(ServerSettings, frozen=True, kw_only=True):
             600,
         ),
     ] = 3.0
-    rebalance_rate: Annotated[
-        int,
-        Option(
-            "In a cluster: bytes a second with which this node fills new copies on other nodes. 0: "
-            "without a limit.",
-            read_size,
-            "SIZE",
-            64 << 10,
-            1 << 40,
-            zero_means="no limit",
-        ),
-    ] = 32 << 20
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Option(
