@@ -24,6 +24,7 @@ from dcp.server.access.certificates import Stamp, TlsError, reason_of, stamp_of
 from dcp.server.config.settings import Settings
 
 OFF: Final = "off"
+ON: Final = "on"
 MUTUAL: Final = "mutual"
 EXTERNAL: Final = "EXTERNAL"
 _NO_PASSWORD: Final = ""
@@ -152,7 +153,7 @@ class NodeDoor:
                 "nodes of this cluster log in with certificates (--cluster-tls mutual here). "
                 f"{_GIVE_ONE_MODE}"
             )
-        if self._mode != OFF and not is_tls:
+        if self._mode == ON and not is_tls:
             return (
                 f"nodes of this cluster connect with TLS (--cluster-tls on here). {_GIVE_ONE_MODE}"
             )

@@ -69,10 +69,11 @@ class ProbesAtStart:
         server, self._server = self._server, None
         if server is not None:
             server.close()
-            await server.wait_closed()
         for task in self._answering:
             task.cancel()
         await asyncio.gather(*self._answering, return_exceptions=True)
+        if server is not None:
+            await server.wait_closed()  # newer Pythons wait for its connections, too
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
