@@ -121,7 +121,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         load = SdkLoad(collection, WRITERS, DOCUMENTS)
         stack.callback(load.stop)
 
-        for name in "bcb":
+        kill_and_start(nodes, "b", load.told)
+        nodes.join("d")
+        nodes.rebalance()
+        for name in "cd":
             kill_and_start(nodes, name, load.told)
         until(lambda: load.told.durable + load.told.plain > WRITES)
 
