@@ -12,6 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from clients.address import parse_address
+from clients.errors import AuthenticationError
+from clients.kv.sync_client import SyncKv
 from clients.testing import DcpServer
 from dcp.server.cluster.cluster_file import ClusterToken
 from support.etcd_members import IS_MISSING, EtcdMembers
@@ -217,3 +220,32 @@ def test_a_cluster_on_etcd_follows_a_dead_node(tmp_path: Path) -> None:
                 kv.set(b"k", b"v")
     finally:
         etcd.close()
+
+
+def test_containers_become_members_with_a_password_file_for_their_first_user(
+    tmp_path: Path,
+) -> None:
+    """The first user of the first node is the cluster's. Another one gets it from there."""
+    token = tmp_path / "token"
+    for name in ("first", "second"):
+        (tmp_path / name).write_text(f"password of {name}")
+
+    def node(name: str, way: str) -> DcpServer:
+        return DcpServer(
+            tmp_path / f"data-{name}", "--cluster", way, "--cluster-token-file", str(token),
+            "--node-name", name, "--admin-password-file", str(tmp_path / name),
+        )  # fmt: skip
+
+    def lets_in(server: DcpServer, password: str) -> bool:
+        address = parse_address(f"dcpd://admin:{password.replace(' ', '%20')}@{server.address}")
+        try:
+            with SyncKv(address) as kv:
+                kv.set(b"k", b"v")
+        except AuthenticationError:
+            return False
+        return True
+
+    with node("first", "init") as first, node("second", "join") as second:
+        until(lambda: lets_in(first, "password of first"))
+        until(lambda: lets_in(second, "password of first"))
+        assert not lets_in(second, "password of second")
