@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from clients.testing import DcpServer
+from clients.testing import DcpServer, ServerRefusedError
 from support.waiting import until
 
 
@@ -54,15 +54,28 @@ class ClusterProcesses:
         return node
 
     def join(self, name: str) -> None:
-        """Start one more node, and return once it is a member."""
+        """Start one more node, and return once it is a member that runs."""
         self._add(name).start()
-        until(lambda: name in self.masters())
+        until(lambda: name in self.alive())
 
     def rebalance(self, name: str = "a") -> None:
         """Spread copies and masters evenly, and return once that is done."""
-        self.nodes[name].ask("POST", "/api/v1/cluster/rebalance", {})
+        until(lambda: self._has_plan(name))
         until(lambda: self.status(name)["plan"] is None)
         self.until_even(name)
+
+    def _has_plan(self, name: str) -> bool:
+        """Ask for a rebalance. False: it is refused, because the cluster has just changed."""
+        try:
+            asked = self.nodes[name].ask("POST", "/api/v1/cluster/rebalance", {})
+        except ServerRefusedError:
+            return False
+        assert asked["is_plan"], asked
+        return True
+
+    def alive(self, name: str = "a") -> set[str]:
+        """Return the members that run, as a node sees them."""
+        return {node["name"] for node in self.status(name)["nodes"] if node["is_alive"]}
 
     def status(self, name: str = "a") -> dict[str, Any]:
         found: dict[str, Any] = self.nodes[name].ask("GET", "/api/v1/cluster/status")
