@@ -26,8 +26,8 @@ Rules
   others later. If a node cannot be reached, or a partition has no master, other nodes are asked.
 - If a connection or an answer takes longer than `patience_s`, another node is asked for a newer
   map, with growing pauses. What was not sent, and reads, do not wait any longer if that map moves
-  their partition. Sent writes wait ANSWER_GRACE_S more: a master that was deposed may still
-  answer. Then they are ambiguous. Those with a CAS are sent to the new master.
+  their partition. Sent writes wait ANSWER_GRACE_S more: a master that was deposed may still answer.
+  Then they are ambiguous. Those with a CAS are sent to the new master.
 - A read that meets with silence for READ_SILENCE_S is sent again, over a new connection: the old
   one may lead nowhere.
 - If the first server cannot be reached at all, the address is probably wrong: that fails at once.

@@ -51,7 +51,7 @@ from clients.operation import (
     LOOKUPS_MAX,
     CounterResult,
     Document,
-    Durability,
+    DurabilityChoice,
     DurabilityLevel,
     MutationResult,
     Operation,
@@ -165,7 +165,7 @@ class SyncKv:
         for node in sorted(topology.replicas_of(vb_id), key=lambda _node: jitter()):
             send = Send(node, range(1), [vb_id], 0, 0.0)
             until_s = min(deadline_s, time.monotonic() + REPLICA_LIMIT_S)
-            begin = self._beginner(operation, Durability.NONE, until_s)
+            begin = self._beginner(operation, DurabilityLevel.NONE, until_s)
             started = self._exchange.begin(send, begin, until_s)
             if started is not None:
                 has_outcome(send, started, until_s)
@@ -217,7 +217,7 @@ class SyncKv:
         flags: int = 0,
         expiry_s: int = 0,
         cas: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> MutationResult:
         """Do a SET, ADD or REPLACE. With a CAS only if the document still has that CAS."""
@@ -234,7 +234,7 @@ class SyncKv:
         flags: int = 0,
         expiry_s: int = 0,
         cas: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> MutationResult:
         """Store a document; with a CAS only if it still has that CAS (CasMismatchError)."""
@@ -248,7 +248,7 @@ class SyncKv:
         key: bytes | str,
         *,
         cas: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> MutationResult:
         """Delete a document. Raises NotFoundError or CasMismatchError."""
@@ -263,7 +263,7 @@ class SyncKv:
         *,
         initial: int | None = None,
         expiry_s: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> CounterResult:
         """Add to a counter, or subtract if `delta` is negative; see `KvClient.increment`."""
@@ -344,7 +344,7 @@ class SyncKv:
     def _execute(
         self,
         operation: Operation,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> Document | MutationResult | CounterResult:
         level = durability_of(durability)
@@ -371,7 +371,7 @@ class SyncKv:
         self._exchange.run(call, begin, flight)
         return _document(call.results[0])
 
-    def _beginner(self, operation: Operation, level: Durability, deadline_s: float) -> Begin:
+    def _beginner(self, operation: Operation, level: DurabilityLevel, deadline_s: float) -> Begin:
         """Return what sends a document operation to a node."""
 
         def begin(send: Send, link: SyncLink) -> Started:

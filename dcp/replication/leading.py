@@ -291,6 +291,7 @@ class Leading:
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
             pace=self._pace,
         )  # fmt: skip
+        feed.beat_ns = self._settings.beat_ns
         self.feeds[told.member] = feed
         return feed
 

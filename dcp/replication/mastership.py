@@ -59,6 +59,10 @@ class ReplicationSettings(NamedTuple):
     """Members that must be in sync for a write to be taken; None: a majority of the copies. The
     cluster's record says it for all nodes, as soon as it is known."""
     replica_lag_max_ns: int = 1_000_000_000
+    beat_ns: int = 100_000_000
+    """Time between heartbeats, and the longest time between two questions."""
+    unheard_ns: int = 600_000_000
+    """A master whose node was not heard for so long is reported: six heartbeats."""
     acknowledges_as_master: bool = False
     """Answer writes when this node's disk has them (`acknowledge=master`)."""
     value_bytes_max: int = 20 << 20

@@ -168,7 +168,7 @@ class ReplicaFeed:
         self._confirmed_ns = 0
         """When the question was asked that was confirmed last."""
         self._now_ns = self._heard_ns = now_ns
-        self._next_beat_ns = now_ns
+        self._next_beat_ns, self.beat_ns = now_ns, BEAT_NS
 
     @property
     def asked_ns(self) -> int:
@@ -521,7 +521,7 @@ class ReplicaFeed:
         self._now_ns = self._heard_ns = now_ns
 
     def tick(self, now_ns: int) -> bool:
-        """Ask whether this node is still the master, every BEAT_NS; False: disconnect."""
+        """Ask whether this node is still the master, every `beat_ns`; False: disconnect."""
         self._now_ns = now_ns
         if self._paced and self._pace.may_send(self.member, now_ns):
             self._behind.update(self._paced)
@@ -529,7 +529,7 @@ class ReplicaFeed:
             self._schedule()
         is_read = not self._out and len(self._asked) < QUESTIONS_MAX
         if now_ns >= self._next_beat_ns and is_read:  # else enough questions are on their way
-            self._next_beat_ns = now_ns + BEAT_NS
+            self._next_beat_ns = now_ns + self.beat_ns
             self._send((), ())
         return not self._is_closed and now_ns - self._heard_ns < SILENCE_NS_MAX
 

@@ -33,7 +33,7 @@
 #define RECORD_EXPIRY_AT 30
 #define REMOVAL_NUMBERS 24 /* CAS, seqno and revision: a removal has no flags and no expiry */
 #define MUTATION_NUMBERS 32
-#define FULL_KEY_BYTES_MAX 512
+#define FULL_KEY_BYTES_MAX 511 /* LMDB's limit */
 
 typedef struct {
     const uint8_t *data;
@@ -223,10 +223,9 @@ static int compare_keys(const Line *one, const Line *other)
 
 static int compare_lines(const void *one, const void *other)
 {
+    uint32_t first = ((const Line *)one)->entry, second = ((const Line *)other)->entry;
     int order = compare_keys(one, other);
-    if (order)
-        return order;
-    return ((const Line *)one)->entry < ((const Line *)other)->entry ? -1 : 1;
+    return order ? order : (first > second) - (first < second);
 }
 
 /* Makes a line for each entry. Returns 0 if not all are plain. */

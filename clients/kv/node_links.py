@@ -43,7 +43,7 @@ class News:
             future.set_result(None)
 
 
-class Connections:
+class NodeLinks:
     """See the module."""
 
     def __init__(self, address: ServerAddress, router: Router, timeout_s: float) -> None:
