@@ -37,6 +37,8 @@ PORTS: Final = range(15_000, 30_000)
 STATUS: Final = "/api/v1/cluster/status"
 MASTERS_RETURN_S: Final = 1.0
 """How long a node is in sync before it is master again: the next fault does not wait for long."""
+ETCD_TIMES: Final = ("--heartbeat-interval", "100", "--election-timeout", "1000")
+"""etcd's own, not the shorter ones of other tests: members have to share the processors here."""
 SYNCED_S: Final = 120.0
 """Longest time until all copies are in sync again, on a machine that does other things too."""
 
@@ -125,7 +127,7 @@ class FaultyCluster:
 
     def _start_etcd(self) -> EtcdMembers:
         (self.folder / "etcd").mkdir(parents=True)
-        return EtcdMembers(self.folder / "etcd", len(self.member_names))
+        return EtcdMembers(self.folder / "etcd", len(self.member_names), ETCD_TIMES)
 
     def _meta_url(self, name: str) -> str:
         """Return the metadata store for a node: its own doors to the members of etcd."""

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import random
+import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -249,6 +250,7 @@ def run_seed(seed: int, keep: Path | None = None) -> RoundReport:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="dcpd-soak-")))
         else:
             folder = keep / f"seed-{seed}"
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier run of this seed
             folder.mkdir(parents=True)
         disks = own_disks(stack)
         try:
