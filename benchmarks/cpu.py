@@ -109,6 +109,9 @@ class CoreNode:
     def config_version(self) -> tuple[int, int]:
         return (1, 1)
 
+    def address_of(self, _vb_id: int) -> str:
+        return ""
+
     def stats(self, _group: bytes) -> list[tuple[str, str]] | None:
         return None
 

@@ -27,7 +27,7 @@ from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, NUM_VBUCKETS
 Operation = tuple[int, bytes, bytes, bytes, int]
 
 
-class Durability(IntEnum):
+class DurabilityLevel(IntEnum):
     """What a write waits for before its answer.
 
     In a dcpd cluster all levels above NONE mean the same: the change is on the disks of all copies
@@ -40,11 +40,11 @@ class Durability(IntEnum):
     PERSIST_TO_MAJORITY = 3
 
 
-DurabilityLevel = (
-    Durability
+DurabilityChoice = (
+    DurabilityLevel
     | Literal["none", "majority", "majority_and_persist_to_active", "persist_to_majority"]
 )
-DURABILITY_NAMES: Final = tuple(level.name.lower() for level in Durability)
+DURABILITY_NAMES: Final = tuple(level.name.lower() for level in DurabilityLevel)
 _DURABILITY_FRAME: Final = Struct(">BBH")
 """Id 1 and length 3 of the frame info, level, timeout in ms."""
 _DURABILITY_HEAD: Final = 1 << 4 | 3
@@ -197,18 +197,18 @@ def counter_operation(
     return opcode, key_bytes(key), _COUNTER_EXTRAS.pack(delta, initial or 0, expiry), b"", cas
 
 
-def durability_of(level: DurabilityLevel) -> Durability:
+def durability_of(level: DurabilityChoice) -> DurabilityLevel:
     """Return a durability level by its name. Raises ValueError that lists the names."""
-    if isinstance(level, Durability):
+    if isinstance(level, DurabilityLevel):
         return level
     try:
-        return Durability(DURABILITY_NAMES.index(level))
+        return DurabilityLevel(DURABILITY_NAMES.index(level))
     except ValueError:
         names = ", ".join(DURABILITY_NAMES)
         raise ValueError(f"there is no durability level {level!r}; there are {names}") from None
 
 
-def durability_frame(level: Durability, left_s: float) -> bytes:
+def durability_frame(level: DurabilityLevel, left_s: float) -> bytes:
     """Return the frame info that asks for a level, with a timeout below the time that is left."""
     if not level:
         return b""

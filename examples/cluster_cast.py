@@ -21,6 +21,8 @@ from clients.testing import DcpServer, ServerRefusedError
 PARTITIONS = 1024
 PATIENCE_S = 90.0
 """How long to wait for something that takes some seconds."""
+MASTERS_RETURN_S = 1.0
+"""How long a node is back and in sync before it is master again. A year passes quickly here."""
 POLL_S = 0.05
 STATUS = "/api/v1/cluster/status"
 
@@ -119,8 +121,8 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """Where clients begin."""
-        return next(iter(self.servers.values())).address
+        """Where clients begin: at any of these."""
+        return ",".join(server.address for server in self.servers.values())
 
     def add(self, name: str) -> None:
         """Start one more node: the first one of a cluster, or a new member."""
@@ -135,6 +137,7 @@ class Nodes:
             token.touch(mode=0o600)
             token.write_text(server.ask("POST", "/api/v1/cluster/init", body)["token"])
             until(lambda: self.status(name).get("served_here") == PARTITIONS, f"{name} serves")
+            self.change("set", masters_return_s=MASTERS_RETURN_S)
 
     def start(self, name: str) -> None:
         """Start a node on the folder that it has, and return when it is ready."""
@@ -195,6 +198,25 @@ class Nodes:
         """Return what any node that runs knows of the cluster."""
         return self.status(min(self.running))
 
+    def change(self, name: str, **body: Any) -> dict[str, Any]:
+        """Change the cluster as `dcpctl cluster` does; return when copies and masters have moved.
+        The answer says what was moved.
+        """
+        server = self.servers[min(self.running)]
+        done: dict[str, Any] = server.ask("POST", f"/api/v1/cluster/{name}", body)
+
+        def is_over() -> bool:
+            self.check()
+            status = self.view()
+            return bool(
+                status
+                and status["store"]["revision"] >= done["revision"]
+                and status["plan"] is None
+            )
+
+        until(is_over, f"{name} {body} is done")
+        return done
+
     def masters(self) -> dict[str, int]:
         """Return how many partitions each node is master of."""
         return {node["name"]: node["masters"] for node in self.view().get("nodes", [])}
@@ -219,6 +241,15 @@ class Nodes:
             return all(masters.get(name, 0) >= share for name in self.servers)
 
         until(is_so, "each node is master of its share")
+
+    def until_known(self, name: str) -> None:
+        """Return once the others know a node, and that it is alive."""
+
+        def is_so() -> bool:
+            nodes = self.view().get("nodes", [])
+            return any(node["name"] == name and node["is_alive"] for node in nodes)
+
+        until(is_so, f"{name} is a member")
 
     def until_followed(self, name: str) -> None:
         """Return once a node is master of nothing."""

@@ -10,7 +10,7 @@ What happens, with real processes only
    again when others have followed it;
 4. a node is frozen with SIGSTOP, and goes on later;
 5. the leader of etcd is killed;
-6. a fourth node joins;
+6. a fourth node joins, copies and masters are spread over all four, and one node is drained;
 7. what the writers were answered, what the nodes hold and what the consumer has are compared key by
    key.
 
@@ -123,7 +123,25 @@ class Story:
     async def join(self) -> None:
         """Add a fourth node."""
         await asyncio.to_thread(self._nodes.add, "n4")
+        await asyncio.to_thread(self._nodes.until_known, "n4")
         say("n4 has joined")
+
+    async def rebalance(self) -> None:
+        """Spread copies and masters over all nodes."""
+        await self._change("rebalance")
+
+    async def drain(self) -> None:
+        """Move everything away from a node."""
+        await self._change("drain", node="n2")
+
+    async def _change(self, name: str, **body: Any) -> None:
+        begun_s = time.monotonic()
+        done = await asyncio.to_thread(lambda: self._nodes.change(name, **body))
+        masters = await asyncio.to_thread(self._nodes.masters)
+        shares = ", ".join(f"{node} {count}" for node, count in sorted(masters.items()))
+        took_s = time.monotonic() - begun_s
+        words = " ".join((name, *body.values()))
+        say(f"{words}: {len(done['moves'])} partitions in {took_s:.1f} s; masters: {shares}")
 
 
 # -- the whole -------------------------------------------------------------------------------------
@@ -199,13 +217,27 @@ async def _loaded(documents: list[Document], deaths: int, cast: Cast) -> Summary
     stored = await _stored(kv, ledger.answered)
     held = consumer_documents(cast.replica)
     after = await _versions(kv)
+    return judged(
+        len(documents), ledger, stored, held, gaps_s=probes.gaps_s, deaths=story.deaths,
+        versions=after - before, rollbacks=len(cast.replica.file.rollbacks()), load_s=load_s,
+    )  # fmt: skip
+
+
+def judged(
+    documents: int,
+    ledger: Ledger,
+    stored: Mapping[bytes, bytes],
+    held: Mapping[bytes, bytes],
+    **figures: Any,
+) -> Summary:
+    """Compare what was answered and what the consumer has with what the nodes have."""
     return Summary(
-        documents=len(documents), ledger=ledger,
+        documents=documents,
+        ledger=ledger,
         lost=compare("answered", ledger.answered, stored),
         differences=compare("the consumer", held, stored),
-        gaps_s=probes.gaps_s, deaths=story.deaths, versions=after - before,
-        rollbacks=len(cast.replica.file.rollbacks()), load_s=load_s,
-    )  # fmt: skip
+        **figures,
+    )
 
 
 def acts_of(story: Story, deaths: int) -> list[Callable[[], Any]]:
@@ -213,7 +245,7 @@ def acts_of(story: Story, deaths: int) -> list[Callable[[], Any]]:
     half = deaths // 2
     return [
         *[story.kill] * half, story.freeze, story.kill_leader, *[story.kill] * (deaths - half),
-        story.join,
+        story.join, story.rebalance, story.drain,
     ]  # fmt: skip
 
 

@@ -33,7 +33,7 @@ PARTITIONS = 1024
 BATCH = 192
 BATCHES_PER_NODE = 2
 SDK_BATCH = 48
-SDK_THREADS = 2
+SDK_THREADS = 4
 SDK_TIMEOUT = timedelta(seconds=8)
 PAUSE_S = 0.02
 """Where there is nothing to write now."""

@@ -324,7 +324,7 @@ MUTATIONS = (
     ),
     Mutation(
         "writes-sent-twice-after-a-lost-connection",
-        "        return Reaction.LOST if opcode in READS or not was_sent else Reaction.END\n",
+        "        return Reaction.LOST if is_safe else Reaction.END\n",
         "        return Reaction.LOST\n",
         ("test_kv",),
     ),

@@ -193,6 +193,7 @@ def map_(*, target: Target) -> None:
         "Start a cluster on this machine, for trying out. It runs until Ctrl-C.",
         "dcpctl cluster demo",
         "dcpctl cluster demo --nodes 5 --data demo",
+        "dcpctl cluster demo --meta etcd",
     )
 )
 @click.option("--nodes", type=click.IntRange(1, 9), default=3, show_default=True)
@@ -201,12 +202,17 @@ def map_(*, target: Target) -> None:
     "--data", "folder", default="dcpd-demo", show_default=True, metavar="DIR",
     help="Folder of all nodes. It stays, and the next demo goes on with it.",
 )  # fmt: skip
+@click.option(
+    "--meta", type=click.Choice(["embedded", "etcd"]),
+    help="Metadata store. Default: embedded in n1, or what the folder has. etcd has to be"
+    " installed.",
+)  # fmt: skip
 @with_target
-def demo(*, target: Target, nodes: int, copies: int, folder: str) -> None:
+def demo(*, target: Target, nodes: int, copies: int, folder: str, meta: str | None) -> None:
     """Start a cluster on this machine."""
     from clients.cli.cluster_demo import run_demo
 
-    run_demo(folder, nodes, copies, timeout_s=target.timeout_s)
+    run_demo(folder, nodes, copies, meta=meta, timeout_s=target.timeout_s)
 
 
 def _signal_command(action: str, summary: str) -> None:

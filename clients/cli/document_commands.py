@@ -18,7 +18,7 @@ from clients.cli.output import (
 from clients.cli.standard_input import input_is_terminal, standard_input
 from clients.errors import NotFoundError
 from clients.kv.sync_client import SyncKv
-from clients.operation import DURABILITY_NAMES, DurabilityLevel, MutationResult, key_bytes
+from clients.operation import DURABILITY_NAMES, DurabilityChoice, MutationResult, key_bytes
 from dcp.wire.opcode import Opcode
 
 
@@ -152,7 +152,7 @@ def set_(
     expiry: int,
     cas: int,
     rule: str | None,
-    durability: DurabilityLevel,
+    durability: DurabilityChoice,
 ) -> None:
     """Store a document. VALUE - (or no VALUE, when piped) reads it from standard input."""
     raw_key = _key(key)
@@ -198,7 +198,7 @@ def delete(
     keys: tuple[str, ...],
     collection: str | None,
     cas: int,
-    durability: DurabilityLevel,
+    durability: DurabilityChoice,
 ) -> int:
     """Delete documents."""
     if cas and len(keys) > 1:

@@ -32,9 +32,9 @@ class Pause:
         self.until_s = 0.0
         self._next_s = PAUSE_FIRST_S
 
-    def begin(self, now_s: float) -> None:
-        """Pause, longer each time."""
-        self.until_s = now_s + self._next_s
+    def begin(self, now_s: float, jitter: float = 0.0) -> None:
+        """Pause, longer each time. `jitter`, random from 0 up to 1, cuts it by up to half."""
+        self.until_s = now_s + self._next_s * (1 - jitter / 2)
         self._next_s = min(self._next_s * 2, PAUSE_MAX_S)
 
     def shorten(self) -> None:

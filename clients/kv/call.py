@@ -24,10 +24,10 @@ Rules
 - A newer map that came meanwhile ends the pause, up to IMMEDIATE_MAX times.
 - After NOT_MY_VBUCKET the map comes from the answer, or the refusing node is asked first and the
   others later. If a node cannot be reached, or a partition has no master, other nodes are asked.
-- If a connection or an answer takes longer than PATIENCE_S, another node is asked for a newer map,
-  with growing pauses. What was not sent, and reads, do not wait any longer if that map moves their
-  partition. Sent writes wait ANSWER_GRACE_S more: a master that was deposed may still answer. Then
-  they are ambiguous. Those with a CAS are sent to the new master.
+- If a connection or an answer takes longer than `patience_s`, another node is asked for a newer
+  map, with growing pauses. What was not sent, and reads, do not wait any longer if that map moves
+  their partition. Sent writes wait ANSWER_GRACE_S more: a master that was deposed may still answer.
+  Then they are ambiguous. Those with a CAS are sent to the new master.
 - A read that meets with silence for READ_SILENCE_S is sent again, over a new connection: the old
   one may lead nowhere.
 - If the first server cannot be reached at all, the address is probably wrong: that fails at once.
@@ -73,6 +73,7 @@ from clients.kv.routing import (
     Router,
     Send,
     backoff_s,
+    patience_s,
     place_of,
 )
 from clients.link.topology import ClusterNode, Topology, single_node
@@ -149,6 +150,7 @@ class Call:
         else:
             self._flights.append(direct)
             direct.begun_s = direct.asked_s = now_s
+            direct.patience_s = patience_s(timeout_s)
         self._checks_direct = direct is not None
         """The map may have changed since the direct attempt began."""
         self._unsure: set[int] = set()
@@ -305,6 +307,7 @@ class Call:
             self._hold(indexes, attempt, down.until_s, awaits_map=True)
             return
         send = Send(node, indexes, vb_ids, attempt, now_s)
+        send.patience_s = patience_s(self._timeout_s)
         if self._silent:
             send.is_fresh = not self._silent.isdisjoint(indexes)
             self._silent.difference_update(indexes)

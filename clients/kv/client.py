@@ -34,8 +34,8 @@ from clients.errors import (
     NotFoundError,
     TemporaryError,
 )
-from clients.kv.connections import Connections
 from clients.kv.exchange import BATCH_OPERATIONS_MAX, Exchange
+from clients.kv.node_links import NodeLinks
 from clients.kv.pipeline import Pipeline
 from clients.kv.routing import (
     Place,
@@ -48,7 +48,7 @@ from clients.link.topology import ClusterNode, Topology
 from clients.operation import (
     CounterResult,
     Document,
-    Durability,
+    DurabilityChoice,
     DurabilityLevel,
     MutationResult,
     Operation,
@@ -90,7 +90,7 @@ class KvClient:
         """scope.collection of the documents; None: the default one."""
         seed, *others = (ClusterNode(*place) for place in address.places)
         self._router = Router(seed, others, is_tls=address.is_tls, needs_map=True)
-        self._connections = Connections(address, self._router, timeout_s)
+        self._connections = NodeLinks(address, self._router, timeout_s)
         self._exchange = Exchange(self._router, self._connections)
 
     @property
@@ -167,7 +167,7 @@ class KvClient:
         flags: int = 0,
         expiry_s: int = 0,
         cas: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> MutationResult:
         """Store a document; with a CAS only if it still has that CAS (CasMismatchError)."""
@@ -181,7 +181,7 @@ class KvClient:
         *,
         flags: int = 0,
         expiry_s: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> MutationResult:
         """Store a new document. Raises ExistsError."""
@@ -196,7 +196,7 @@ class KvClient:
         flags: int = 0,
         expiry_s: int = 0,
         cas: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> MutationResult:
         """Store an existing document. Raises NotFoundError or CasMismatchError."""
@@ -208,7 +208,7 @@ class KvClient:
         key: bytes | str,
         *,
         cas: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> MutationResult:
         """Delete a document. Raises NotFoundError or CasMismatchError."""
@@ -222,7 +222,7 @@ class KvClient:
         *,
         initial: int | None = None,
         expiry_s: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> CounterResult:
         """Add to a counter, a document of decimal digits. `initial` creates a missing one.
@@ -239,7 +239,7 @@ class KvClient:
         *,
         initial: int | None = None,
         expiry_s: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> CounterResult:
         """Subtract from a counter; it does not go below 0. Otherwise as `increment`."""
@@ -263,7 +263,7 @@ class KvClient:
         *,
         flags: int = 0,
         expiry_s: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> list[Outcome]:
         """Store many documents; return a MutationResult or a DcpdError for each, in order."""
@@ -283,7 +283,7 @@ class KvClient:
     async def pipeline(
         self,
         *,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> AsyncIterator[Pipeline]:
         """Collect operations and send them together at the end of the `async with`.
@@ -300,7 +300,7 @@ class KvClient:
         self,
         operations: list[Operation],
         *,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> list[Outcome]:
         """Send operations together; return one result or error per operation, in order.
@@ -369,7 +369,7 @@ class KvClient:
         self,
         operation: Operation,
         timeout_s: float | None,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
     ) -> Outcome:
         level = durability_of(durability)
         outcomes = await self._exchange.documents(
@@ -398,7 +398,7 @@ class KvClient:
                 return await self._one(get_operation(key), max(deadline_s - loop.time(), 0.001))
             send = Send(replicas[place], range(1), [vb_id], 0, loop.time())
             await self._exchange.transmit(
-                [operation], send, [], Durability.NONE, deadline_s, self.collection_name
+                [operation], send, [], DurabilityLevel.NONE, deadline_s, self.collection_name
             )
             outcome = send.outcomes[0]
             if isinstance(outcome, Document | NotFoundError):

@@ -4,7 +4,7 @@
     outcomes = await exchange.documents(operations, timeout_s, level, collection)
     reply = await exchange.command(opcode, "what it is", timeout_s, node=node)
 
-The usual case, in which one node serves all operations and answers, needs no Call. After PATIENCE_S
+The usual case, in which one node serves all operations and answers, needs no Call. After a second
 without all answers a Call takes over. What was sent is still waited for.
 """
 
@@ -17,21 +17,21 @@ from typing import Any, Final, cast
 
 from clients.errors import DcpdError, UnknownCollectionError, UnsupportedError, error_from_status
 from clients.kv.call import Call
-from clients.kv.connections import Connections
+from clients.kv.node_links import NodeLinks
 from clients.kv.reaction import is_answer
 from clients.kv.routing import (
-    PATIENCE_S,
     Action,
     FetchMap,
     Result,
     Router,
     Send,
+    patience_s,
     place_of,
 )
 from clients.link.pipelined_link import Link
 from clients.link.topology import ClusterNode
 from clients.operation import (
-    Durability,
+    DurabilityLevel,
     Operation,
     Outcome,
     collection_id_of,
@@ -57,7 +57,7 @@ Flights = list[tuple[int, int, "asyncio.Future[list[Frame]]"]]
 class Exchange:
     """See the module. A client and its collections share one."""
 
-    def __init__(self, router: Router, connections: Connections) -> None:
+    def __init__(self, router: Router, connections: NodeLinks) -> None:
         self._router = router
         self._connections = connections
         self._collection_ids: dict[str, int] = {}
@@ -66,7 +66,7 @@ class Exchange:
         self,
         operations: list[Operation],
         timeout_s: float,
-        level: Durability,
+        level: DurabilityLevel,
         collection: str | None,
     ) -> list[Outcome]:
         """Send operations; return one result or error per operation, in order."""
@@ -83,7 +83,7 @@ class Exchange:
         is_over = True
         if send is not None and self._connections.is_open(send.node):
             try:
-                async with asyncio.timeout_at(begun_s + min(timeout_s, PATIENCE_S)):
+                async with asyncio.timeout_at(begun_s + patience_s(timeout_s)):
                     await transmit(send)
             except TimeoutError:
                 is_over = False
@@ -176,7 +176,7 @@ class Exchange:
         operations: list[Operation],
         send: Send,
         flights: Flights,
-        level: Durability,
+        level: DurabilityLevel,
         deadline_s: float,
         collection: str | None,
     ) -> None:
@@ -210,7 +210,7 @@ class Exchange:
         operations: list[Operation],
         send: Send,
         flights: Flights,
-        level: Durability,
+        level: DurabilityLevel,
         deadline_s: float,
         collection: str | None,
     ) -> None:

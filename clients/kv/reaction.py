@@ -110,7 +110,8 @@ def reaction_to(error: DcpdError, operation: Operation, *, was_sent: bool) -> Re
     if isinstance(error, OperationTimeoutError):
         return Reaction.END if was_sent else Reaction.UNREACHABLE
     if isinstance(error, ConnectionLostError):
-        return Reaction.LOST if not was_sent or is_repeatable(operation) else Reaction.END
+        is_safe = not was_sent or is_repeatable(operation)
+        return Reaction.LOST if is_safe else Reaction.END
     return Reaction.END
 
 

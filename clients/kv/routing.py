@@ -38,6 +38,15 @@ PATIENCE_S: Final = 1.0
 takes a few milliseconds, and on a busy machine up to a second. The pauses double."""
 PATIENCE_MAX_S: Final = 4.0
 
+
+def patience_s(timeout_s: float) -> float:
+    """Return how long a call with this timeout waits before it asks another node for a newer map.
+
+    Half of a short timeout: calls that end before they ask would go to a silent node for ever.
+    """
+    return min(PATIENCE_S, timeout_s / 2)
+
+
 Place = tuple[str, int]
 """Host and port of a node."""
 Result = Outcome | Frame | list[Frame]

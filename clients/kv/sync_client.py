@@ -38,10 +38,10 @@ from clients.kv.blocking_exchange import (
 from clients.kv.call import Call
 from clients.kv.reaction import RETRY_STATUSES, is_answer
 from clients.kv.routing import (
-    PATIENCE_S,
     Result,
     Router,
     Send,
+    patience_s,
 )
 from clients.link.blocking_link import TIMEOUT_MIN_S, SyncLink
 from clients.link.topology import ClusterNode, Topology, single_node
@@ -51,7 +51,7 @@ from clients.operation import (
     LOOKUPS_MAX,
     CounterResult,
     Document,
-    Durability,
+    DurabilityChoice,
     DurabilityLevel,
     MutationResult,
     Operation,
@@ -165,7 +165,7 @@ class SyncKv:
         for node in sorted(topology.replicas_of(vb_id), key=lambda _node: jitter()):
             send = Send(node, range(1), [vb_id], 0, 0.0)
             until_s = min(deadline_s, time.monotonic() + REPLICA_LIMIT_S)
-            begin = self._beginner(operation, Durability.NONE, until_s)
+            begin = self._beginner(operation, DurabilityLevel.NONE, until_s)
             started = self._exchange.begin(send, begin, until_s)
             if started is not None:
                 has_outcome(send, started, until_s)
@@ -217,7 +217,7 @@ class SyncKv:
         flags: int = 0,
         expiry_s: int = 0,
         cas: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> MutationResult:
         """Do a SET, ADD or REPLACE. With a CAS only if the document still has that CAS."""
@@ -234,7 +234,7 @@ class SyncKv:
         flags: int = 0,
         expiry_s: int = 0,
         cas: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> MutationResult:
         """Store a document; with a CAS only if it still has that CAS (CasMismatchError)."""
@@ -248,7 +248,7 @@ class SyncKv:
         key: bytes | str,
         *,
         cas: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> MutationResult:
         """Delete a document. Raises NotFoundError or CasMismatchError."""
@@ -263,7 +263,7 @@ class SyncKv:
         *,
         initial: int | None = None,
         expiry_s: int = 0,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> CounterResult:
         """Add to a counter, or subtract if `delta` is negative; see `KvClient.increment`."""
@@ -323,6 +323,10 @@ class SyncKv:
         )
         return _expect(Frame, reply).value
 
+    def named_node(self) -> ClusterNode:
+        """Return the node of the address that answers: the first one that could be reached."""
+        return self._reached()
+
     def topology(self) -> Topology:
         """Return the cluster configuration. It is fetched once, and replaced by newer ones."""
         router = self._router
@@ -340,7 +344,7 @@ class SyncKv:
     def _execute(
         self,
         operation: Operation,
-        durability: DurabilityLevel = Durability.NONE,
+        durability: DurabilityChoice = DurabilityLevel.NONE,
         timeout_s: float | None = None,
     ) -> Document | MutationResult | CounterResult:
         level = durability_of(durability)
@@ -355,8 +359,8 @@ class SyncKv:
         flight: tuple[Send, Started] | None = None
         if direct is not None:
             started = self._exchange.begin(direct, begin, deadline_s)
-            patience_s = min(deadline_s, begun_s + PATIENCE_S)
-            if started is not None and not has_outcome(direct, started, patience_s):
+            asks_at_s = begun_s + patience_s(timeout_s)
+            if started is not None and not has_outcome(direct, started, asks_at_s):
                 flight = direct, started
             if is_answer(direct.outcomes[0]):
                 self._router.note_up(direct.node)
@@ -367,7 +371,7 @@ class SyncKv:
         self._exchange.run(call, begin, flight)
         return _document(call.results[0])
 
-    def _beginner(self, operation: Operation, level: Durability, deadline_s: float) -> Begin:
+    def _beginner(self, operation: Operation, level: DurabilityLevel, deadline_s: float) -> Begin:
         """Return what sends a document operation to a node."""
 
         def begin(send: Send, link: SyncLink) -> Started:

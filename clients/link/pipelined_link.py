@@ -210,6 +210,16 @@ class Link(asyncio.Protocol):
         frames = await self.send_batch(packet, opaque, 1, is_open_ended=True)
         return frames if frames[-1].status else frames[:-1]
 
+    async def sign_of_life(self, timeout_s: float) -> None:
+        """Ask for an answer to NOOP. Raises ConnectionLostError, OperationTimeoutError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.request(Opcode.NOOP)
+        except TimeoutError:
+            raise OperationTimeoutError(
+                f"no sign of life within {timeout_s:g} s", node=self.node
+            ) from None
+
     async def drain(self) -> None:
         """Wait until the transport accepts more bytes."""
         await self._can_write.wait()
@@ -353,9 +363,11 @@ class Link(asyncio.Protocol):
             if isinstance(error, ConnectionLostError):
                 error = ConnectError(f"no session: {error.what}", node=self.node)
             self.ready.set_exception(error)
+            self.ready.exception()  # seen: after a timeout nobody waits for it
         for batch in self._batches:
             if not batch.future.done():
                 batch.future.set_exception(error)
+                batch.future.exception()  # seen: its caller may have given up
         self._batches.clear()
         if self._on_lost is not None:
             self._on_lost(error)

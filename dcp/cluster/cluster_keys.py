@@ -96,6 +96,11 @@ class ClusterKeys:
         assert kind in _OF_PARTITIONS
         return self.root + f"{kind}/{vb_id:0{_VB_DIGITS}}".encode()
 
+    def of_partitions(self, kind: KeyKind) -> bytes:
+        """Return the prefix of the keys of this kind for all partitions."""
+        assert kind in _OF_PARTITIONS
+        return self.root + f"{kind}/".encode()
+
     def parse(self, key: bytes) -> ParsedKey | None:
         """Return what a key names; None if this version knows no such key."""
         if not key.startswith(self.root):

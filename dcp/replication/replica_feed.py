@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from dcp.replication.fed_stream import (
     NEVER,
@@ -45,6 +45,8 @@ from dcp.replication.fed_stream import (
     Followed,
     known_committed,
 )
+from dcp.replication.fill_pace import UNPACED, FillPace
+from dcp.replication.master_side import MasterSide
 from dcp.replication.messages import (
     GROUP_BYTES_MAX,
     NOTHING,
@@ -63,7 +65,6 @@ from dcp.wire.frame import Frame
 from dcp.wire.message import (
     STREAM_REQ_EXTRAS,
     EndReason,
-    StreamRequest,
     pack_stream_end,
     parse_stream_request,
 )
@@ -81,31 +82,6 @@ BEAT_NS: Final = 100_000_000
 """Time between heartbeats, and the longest time between two questions."""
 SILENCE_NS_MAX: Final = 3_000_000_000
 """A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
-
-
-class MasterSide(Protocol):
-    """What the feed asks and tells the node core."""
-
-    def admit(
-        self,
-        feed: ReplicaFeed,
-        vb_id: int,
-        asked: StreamRequest,
-        told: ReplicaPosition,
-        opaque: int,
-    ) -> FeedAnswer:
-        """Decide about a replica's stream request; open the stream if it may continue."""
-
-    def acknowledged(self, member: str, followed: Sequence[Followed]) -> None:
-        """A replica has synced these."""
-
-    def groups_acknowledged(self, member: str, groups: Sequence[WholeGroup]) -> None:
-        """A replica has synced what it got of these whole groups, all of it on streams that are
-        open since.
-        """
-
-    def feed_closed(self, feed: ReplicaFeed) -> None:
-        """The link is gone."""
 
 
 class _SentWhole(NamedTuple):
@@ -139,8 +115,10 @@ class ReplicaFeed:
         now_ns: int,
         window_bytes: int = WINDOW_BYTES,
         section_bytes: int = SECTION_BYTES,
+        pace: FillPace = UNPACED,
     ) -> None:
         self.member = member
+        self._pace = pace
         self.is_superseded = False
         """Whether a newer link of the same member has come: the connection closes."""
         self.damages: list[str] = []
@@ -154,6 +132,8 @@ class ReplicaFeed:
         self._out: list[bytes] = []
         self._behind: dict[int, None] = {}
         """Partitions to read from their cursors, in turn."""
+        self._paced: dict[int, None] = {}
+        """Those that wait until this node may fill copies again."""
         self._stale: dict[int, None] = {}
         """Partitions whose high watermark the replica does not know, in the order they rose."""
         self._number = 0
@@ -188,7 +168,7 @@ class ReplicaFeed:
         self._confirmed_ns = 0
         """When the question was asked that was confirmed last."""
         self._now_ns = self._heard_ns = now_ns
-        self._next_beat_ns = now_ns
+        self._next_beat_ns, self.beat_ns = now_ns, BEAT_NS
 
     @property
     def asked_ns(self) -> int:
@@ -219,14 +199,17 @@ class ReplicaFeed:
         opaque: int,
         seqno: int,
         window: SnapshotWindow | None = None,
+        *,
+        is_filling: bool = False,
     ) -> None:
         """Feed a partition to the replica, which has everything up to `seqno`, or the part of the
-        snapshot `window` up to there.
+        snapshot `window` up to there. `is_filling`: at a pace, until it is level.
         """
         self._drop(vb_id)
-        self._streams[vb_id] = FedStream(
+        self._streams[vb_id] = stream = FedStream(
             epoch, opaque, seqno, self._confirmations, self._number, window
         )
+        stream.is_paced = is_filling
         self._newest_opaque = max(self._newest_opaque, opaque)
         self._opened_confirmations = self._confirmations
         self._behind[vb_id] = None
@@ -352,7 +335,14 @@ class ReplicaFeed:
         """Partitions of a whole group are committed; the replica is told with the next message."""
         seqnos = group.sent_to.get(self.member)
         number = self._untold.get(group.number)
-        is_all = seqnos is committed or (seqnos is not None and seqnos.keys() <= committed.keys())
+        is_all = (
+            seqnos is committed
+            or group.is_committed
+            or (
+                seqnos is not None  # another group may have brought less of the same partitions
+                and all(seqno <= committed.get(vb_id, -1) for vb_id, seqno in seqnos.items())
+            )
+        )
         if number is None or not is_all:
             self.hw_rose(group.seqnos.keys() & committed.keys())
             return
@@ -447,6 +437,9 @@ class ReplicaFeed:
         stream = self._streams.get(vb_id)
         if stream is None or stream.pace is FeedPace.IN_STEP:
             return 0
+        if stream.is_paced and not self._pace.may_send(self.member, self._now_ns):
+            self._paced[vb_id] = None
+            return 0
         part = self._engine.partitions[vb_id]
         if stream.is_overtaken(part):
             self.end(vb_id)  # the replica asks again, and learns what it can have
@@ -467,10 +460,14 @@ class ReplicaFeed:
                 stream.whole_number = self._number
         if stream.sent_seqno == part.synced_seqno and stream.window is None:
             stream.pace = FeedPace.IN_STEP
+            stream.is_paced = False
             self._in_step.add(vb_id)
         else:
             self._behind[vb_id] = None
-        return sum(map(len, entries))
+        size = sum(map(len, entries))
+        if stream.is_paced:
+            self._pace.sent(self.member, size)
+        return size
 
     def _next_entries(self, stream: FedStream, part: Partition) -> list[bytes]:
         """Return the next entries of a partition that is behind. Raises StoreDamagedError."""
@@ -524,11 +521,15 @@ class ReplicaFeed:
         self._now_ns = self._heard_ns = now_ns
 
     def tick(self, now_ns: int) -> bool:
-        """Ask whether this node is still the master, every BEAT_NS; False: disconnect."""
+        """Ask whether this node is still the master, every `beat_ns`; False: disconnect."""
         self._now_ns = now_ns
+        if self._paced and self._pace.may_send(self.member, now_ns):
+            self._behind.update(self._paced)
+            self._paced.clear()
+            self._schedule()
         is_read = not self._out and len(self._asked) < QUESTIONS_MAX
         if now_ns >= self._next_beat_ns and is_read:  # else enough questions are on their way
-            self._next_beat_ns = now_ns + BEAT_NS
+            self._next_beat_ns = now_ns + self.beat_ns
             self._send((), ())
         return not self._is_closed and now_ns - self._heard_ns < SILENCE_NS_MAX
 
@@ -595,5 +596,6 @@ class ReplicaFeed:
         self._group_seqnos.clear()
         self._committed.clear()
         self._behind.clear()
+        self._paced.clear()
         self._stale.clear()
         self._side.feed_closed(self)

@@ -76,7 +76,8 @@ def summary(error: type[errors.DcpdError]) -> str:
 
 def exceptions(error: type[errors.DcpdError]) -> list[type[errors.DcpdError]]:
     """Return a class and those below it, in the order of their definition."""
-    return [error, *(name for child in error.__subclasses__() for name in exceptions(child))]
+    found = (each for child in error.__subclasses__() for each in exceptions(child))
+    return list(dict.fromkeys([error, *found]))  # one class has two parents
 
 
 def statuses() -> list[str]:

@@ -44,7 +44,8 @@ class Network:
         trace: TracebackType | None,
     ) -> None:
         process, self._process = self._process, None
-        assert process is not None
+        if process is None:
+            return
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
@@ -86,7 +87,8 @@ class Network:
     def _order(self, what: str, **parts: Any) -> Any:
         with self._lock:
             process = self._process
-            assert process is not None
+            if process is None:
+                raise NetworkError("the proxy has ended")
             assert process.stdin is not None
             assert process.stdout is not None
             try:

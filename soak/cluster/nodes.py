@@ -35,6 +35,8 @@ PORTS: Final = range(15_000, 30_000)
 """Below the range for outgoing connections, one of which could take a port while its node is down.
 """
 STATUS: Final = "/api/v1/cluster/status"
+MASTERS_RETURN_S: Final = 1.0
+"""How long a node is in sync before it is master again: the next fault does not wait for long."""
 SYNCED_S: Final = 120.0
 """Longest time until all copies are in sync again, on a machine that does other things too."""
 
@@ -71,8 +73,7 @@ class FaultyCluster:
     def __enter__(self) -> FaultyCluster:
         self.network.__enter__()
         try:
-            (self.folder / "etcd").mkdir(parents=True)
-            self.etcd = EtcdMembers(self.folder / "etcd", self._members)
+            self.etcd = self._start_etcd()
             for name in NAMES:
                 self.add(name)
             self.until_in_sync()
@@ -100,33 +101,45 @@ class FaultyCluster:
 
     def add(self, name: str) -> None:
         """Start one more node, with an empty folder: the first of a cluster, or a new member."""
-        ports = {
-            member: self._door(name, number) for number, member in enumerate(self.member_names)
-        }
-        url = "etcd://" + ",".join(f"{BEHIND}:{port}" for port in ports.values())
-        data = self.disks.get(name, self.folder) / name
-        arguments = ["--advertise-host", ADVERTISED, "--node-name", name]
+        url = self._meta_url(name)
+        arguments = ["--node-name", name]
         if self._token:
             token = ClusterToken.from_text(self._token)
             path = self.folder / f"{name}.token"
             own = ClusterToken(cluster=token.cluster, meta=url, secret=token.secret)
             path.write_text(own.to_text())
             arguments += ["--cluster", "join", "--cluster-token-file", str(path)]
-        node = self.nodes[name] = DcpdProcess(data, *arguments)
+        node = self.nodes[name] = self._new_node(name, arguments)
         node.log_path = self.folder / f"{name}.log"
-        node.port, node.admin_port = self._free_port(), self._free_port()
-        self.network.serve(name, node.port)
         self.start(name)
         if not self._token:
             self._token = node.ask(
                 "POST", "/api/v1/cluster/init", {"copies": COPIES, "meta": url, "name": name}
             )["token"]
             until(lambda: self.status(name).get("served_here") == 1024)
+            self.change("set", masters_return_s=MASTERS_RETURN_S)
 
-    def _door(self, name: str, number: int) -> int:
-        """Return the port at which a node reaches a member of etcd."""
+    # -- how they are reached; `soak.cluster.packets` does it in another way -----------------------
+
+    def _start_etcd(self) -> EtcdMembers:
+        (self.folder / "etcd").mkdir(parents=True)
+        return EtcdMembers(self.folder / "etcd", len(self.member_names))
+
+    def _meta_url(self, name: str) -> str:
+        """Return the metadata store for a node: its own doors to the members of etcd."""
         assert self.etcd is not None
-        return self.network.serve(f"m{number}", 0, source=name, to_port=self.etcd.ports[number])
+        doors = [
+            self.network.serve(member, 0, source=name, to_port=port)
+            for member, port in zip(self.member_names, self.etcd.ports, strict=True)
+        ]
+        return "etcd://" + ",".join(f"{BEHIND}:{port}" for port in doors)
+
+    def _new_node(self, name: str, arguments: list[str]) -> DcpdProcess:
+        data = self.disks.get(name, self.folder) / name
+        node = DcpdProcess(data, "--advertise-host", ADVERTISED, *arguments)
+        node.port, node.admin_port = self._free_port(), self._free_port()
+        self.network.serve(name, node.port)
+        return node
 
     def _free_port(self) -> int:
         """Return a port that is free at both addresses."""
@@ -218,6 +231,24 @@ class FaultyCluster:
     def running(self) -> list[str]:
         """Return the nodes that run."""
         return [name for name in self.nodes if self.is_running(name)]
+
+    def change(self, name: str, **body: Any) -> None:
+        """Change the cluster, and return when copies and masters have moved."""
+        done = self.nodes[self.running()[0]].ask("POST", f"/api/v1/cluster/{name}", body)
+
+        def is_over() -> bool:
+            status = self.status(self.running()[0])
+            return bool(
+                status
+                and status["store"]["revision"] >= done["revision"]
+                and status["plan"] is None
+            )
+
+        try:
+            until(is_over, SYNCED_S)
+        except AssertionError:
+            plan = self.status(self.running()[0]).get("plan")
+            raise NodeError(f"{name} {body} does not end: {plan}") from None
 
     def until_in_sync(self, copies: int = COPIES) -> None:
         """Return once all nodes know that each partition has so many copies in sync."""

@@ -67,12 +67,21 @@ class RoundReport(NamedTuple):
 class Round:
     """One seed on a running cluster."""
 
-    def __init__(self, cluster: FaultyCluster, kv: KvClient, view: Mirror, seed: int) -> None:
+    def __init__(
+        self,
+        cluster: FaultyCluster,
+        kv: KvClient,
+        view: Mirror,
+        seed: int,
+        second: Sequence[str] = (),
+    ) -> None:
         self.cluster = cluster
         self.load = Load(kv, self._addresses, seed)
         self.faults: Counter[str] = Counter()
         self._kv, self._view = kv, view
         self._scene = Scene(cluster, random.Random(seed))
+        self._second = second
+        """What may begin while another fault lasts; (): all."""
         self._healing: list[Begun] = []
 
     def _addresses(self) -> dict[str, str]:
@@ -99,7 +108,7 @@ class Round:
         await self._begin(name)
         await self._rest(draw.uniform(*FAULTS[name].seconds))
         if draw.random() < TOGETHER and len(self.cluster.running()) == len(self.cluster.nodes):
-            other = choose(draw, self.cluster)
+            other = draw.choice(self._second) if self._second else choose(draw, self.cluster)
             await self._begin(other)
             await self._rest(draw.uniform(*FAULTS[other].seconds))
         await self._heal()
@@ -171,18 +180,22 @@ def choose(draw: random.Random, cluster: FaultyCluster) -> str:
 async def run_round(
     folder: Path, seed: int, names: Sequence[str] = (), *, disks: dict[str, Path] | None = None
 ) -> RoundReport:
-    """Run one seed, with these faults, or with those that it draws. Raises WrongError, NodeError,
-    LoadError, TooHardError.
+    """Run one seed, with these faults, or with those that it draws. Raises as `run_on`."""
+    return await run_on(FaultyCluster(folder, disks or {}), seed, names)
+
+
+async def run_on(cluster: FaultyCluster, seed: int, names: Sequence[str] = ()) -> RoundReport:
+    """Start a cluster and run one seed on it. Raises WrongError, NodeError, LoadError,
+    TooHardError.
     """
     begun_s = time.monotonic()
-    cluster = FaultyCluster(folder, disks or {})
-    await asyncio.to_thread(cluster.__enter__)
     try:
+        await asyncio.to_thread(cluster.__enter__)
         draw = random.Random(f"{seed} faults")
         drawn = names or [choose(draw, cluster) for _ in range(FAULTS_IN_ROUND)]
         address = cluster.address(draw.choice(NAMES))
         async with KvClient.connect(address, timeout_s=TIMEOUT_S) as kv, Mirror(address) as view:
-            one = Round(cluster, kv, view, seed)
+            one = Round(cluster, kv, view, seed, second=names)
             await one.run(drawn)
     finally:
         await asyncio.to_thread(cluster.__exit__, None, None, None)

@@ -206,14 +206,14 @@ def send(
 
 def open_consumer(client: SyncKv, name: bytes) -> None:
     """Make the client's connection one for streams."""
-    (link,) = client._links.values()
+    (link,) = client._exchange._links.values()
     link.request(Opcode.DCP_OPEN, key=name, extras=b"\0\0\0\0\0\0\0\1")
     link.request(Opcode.DCP_CONTROL, key=b"enable_noop", value=b"true")
 
 
 def ask_for_stream(client: SyncKv, seqno: int, vb_uuid: int) -> int:
     """Ask for a stream of VB; return the status of the answer."""
-    (link,) = client._links.values()
+    (link,) = client._exchange._links.values()
     numbers = (seqno, 2**64 - 1, vb_uuid, seqno, seqno)
     extras = bytes(8) + b"".join(number.to_bytes(8, "big") for number in numbers)
     return link.request(Opcode.DCP_STREAM_REQ, vb_id=VB, extras=extras).status

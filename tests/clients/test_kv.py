@@ -1,6 +1,7 @@
 """KvClient and its link against a scripted peer on loopback."""
 
 import asyncio
+import gc
 
 import pytest
 from scripted_peer import ScriptedPeer, config_of, push, reply
@@ -188,13 +189,44 @@ async def test_a_write_after_the_connection_broke_was_not_sent_and_is_repeated(p
     """The transport knows it before the link is told; it drops what it gets meanwhile."""
     async with KvClient.connect(peer.address) as kv:
         await kv.set("a", b"1")
-        (link,) = kv._links.values()
+        (link,) = kv._connections._links.values()
         link._transport.abort()
         assert not link.is_closed
         assert (await kv.set("b", b"2")).seqno
         assert [frame.key for frame in peer.requests if frame.opcode == Opcode.SET] == [
             b"\0a", b"\0b",
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", ["silent", "refused late"])
+async def test_a_connection_that_nobody_waits_for_any_more_fails_quietly(peer, ends):
+    """asyncio would report an exception that nobody has looked at."""
+    told: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
+
+    async def accept(_reader, writer):
+        held.append(writer)
+
+    held: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with KvClient.connect(peer.address, timeout_s=0.3) as kv:
+        connections = kv._connections
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await connections.link(("127.0.0.1", port))
+        dial = connections._dials["127.0.0.1", port]
+        if ends == "refused late":
+            held[0].transport.abort()
+        await asyncio.wait([dial])
+        del dial
+    for writer in held:
+        writer.transport.abort()
+    server.close()
+    await server.wait_closed()
+    await asyncio.sleep(0)
+    gc.collect()
+    assert told == []
 
 
 async def test_lost_connection_in_a_batch_is_reported_for_what_was_under_way(peer):

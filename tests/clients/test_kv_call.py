@@ -267,6 +267,21 @@ def test_a_slow_connection_is_left_when_the_partition_moves():
     assert not call.is_done, "what comes from it later is ignored"
 
 
+def test_calls_with_a_short_timeout_learn_of_a_newer_map_too():
+    """Otherwise each of them would go to the node that stands still, and end before it asks."""
+    router = router_of(0)
+    first = Call(router, [SET], 0.0, 0.4)
+    written(first, only(first, 0.0))
+    assert first.wake_s() == 0.2
+    fetch = only(first, 0.2, FetchMap)
+    assert fetch.node != NODES[0]
+    first.mapped(fetch, config(1, rev=2), 0.3)
+    first.step(0.4, JITTER)
+    assert first.is_done
+    second = Call(router, [SET], 0.4, 0.4)
+    assert only(second, 0.4).node == NODES[1]
+
+
 def written(call, send):
     send.sent = len(send.indexes)
     return send

@@ -20,7 +20,7 @@ from clients.errors import (
 )
 from clients.kv.client import KvClient
 from clients.kv.sync_client import SyncKv
-from clients.operation import CounterResult, Durability, MutationResult
+from clients.operation import CounterResult, DurabilityLevel, MutationResult
 from dcp.wire.feature import Feature
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -168,7 +168,7 @@ async def test_reads_of_a_durable_pipeline_have_no_level(cluster):
     first = cluster.peers[0]
     async with (
         KvClient.connect(first.address) as kv,
-        kv.pipeline(durability=Durability.MAJORITY) as batch,
+        kv.pipeline(durability=DurabilityLevel.MAJORITY) as batch,
     ):
         batch.set("a", b"1")
         batch.get("a")

@@ -1,9 +1,10 @@
-"""dcpctl cluster set, rebalance, move, drain, failover, remove: preview, question, change,
-progress; and what is refused.
+"""dcpctl cluster set, rebalance, move, drain, failover, remove: what is shown, asked, done, and
+refused.
 """
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from clients.errors import DcpdError
 from dcp.cluster.metastore import OutcomeUnknown, StoreRequest, Txn
+from dcp.server.cluster.replicated_node import MembershipOverError
 from support.cluster_here import ClusterHere
 from support.ctl import Ran, ctl
 from support.waiting import until_so
@@ -58,6 +60,8 @@ async def of_two(cluster: ClusterHere, copies: int = 1) -> None:
     await cluster.start("n2")
     await cluster.become_member("n2")
     await cluster.until_all_in_sync(copies)
+    status = cluster.nodes["n1"]._cluster_operations().status
+    await until_so(lambda: len(status().nodes) == 2 and status().plan is None)
 
 
 async def test_a_preview_is_shown_and_nothing_is_done_unasked(tmp_path: Path) -> None:
@@ -117,6 +121,16 @@ async def test_a_partition_moves_a_node_is_drained_and_removed(tmp_path: Path) -
             await done(cluster, "remove", "n2", "--yes", "--wait")
             found = cluster.nodes["n1"]._cluster_operations().status()
             assert [node.name for node in found.nodes] == ["n1"]
+            with pytest.raises(MembershipOverError, match="n2 was removed from its cluster"):
+                async with asyncio.timeout(30):
+                    await cluster.nodes["n2"].run_until_stopped()
+            # It is not served again, whatever its folder says.
+            await cluster.nodes["n2"].stop()
+            node = await cluster.start("n2")
+            with pytest.raises(MembershipOverError, match="an empty --data folder"):
+                async with asyncio.timeout(30):
+                    await node.run_until_stopped()
+            assert not cluster.active("n2")
             assert "is the only node" in await refused(cluster, "remove", "n1")
             keys = [b"k%d" % number for number in range(100)]
             assert len(await kv.get_many(keys)) == 100
@@ -210,17 +224,20 @@ async def test_a_node_that_is_alone_refuses_them(tmp_path: Path) -> None:
         assert "try: `dcpctl cluster init`" in error
 
 
-async def test_nothing_changes_while_the_store_is_away_or_silent(tmp_path: Path) -> None:
+async def test_nothing_changes_while_the_store_is_away(tmp_path: Path) -> None:
     async with ClusterHere(tmp_path) as cluster:
         await of_two(cluster)
         client = cluster.clients["n1"]
-        before = revision(cluster)
+        before = records(cluster)
         client.is_away = True
         error = await refused(cluster, "rebalance", code=1)
         assert "the metadata store does not answer: it is away" in error
         assert "Nothing can change before it does" in error
         client.is_away = False
-        assert revision(cluster) == before
+        status = cluster.nodes["n1"]._cluster_operations().status
+        await until_so(lambda: status().store.revision >= revision(cluster))
+        assert status().plan is None
+        assert records(cluster) == before
 
 
 @pytest.mark.parametrize("losses", [1, 2])
@@ -309,8 +326,10 @@ async def test_an_unclean_failover_says_what_may_be_lost_and_needs_the_name(
             with pytest.raises(DcpdError):
                 await kv.get(b"k1")
         await until_so(lambda: _receipts(cluster) == 1024)
-        out = await done(cluster, "receipts")
-        assert out.count("unclean_election") == 1024
+        ran = await run(cluster, "n1", "receipts")
+        assert ran.out.count("unclean_election") == 1024
+        assert ran.code == 8
+        assert "node n2 was not asked" in ran.err
 
 
 def _receipts(cluster: ClusterHere) -> int:

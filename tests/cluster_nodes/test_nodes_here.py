@@ -358,7 +358,9 @@ class ClosedLink:
     def __init__(self) -> None:
         self.ends = 0
 
-    def closed(self) -> None:
+    def unreachable(self, why: str, *, is_refused: bool) -> None:
+        assert why
+        assert not is_refused
         self.ends += 1
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import COMPARES_MAX
-from dcp.replication.following import UNHEARD_NS
 from dcp.replication.loss_receipt import ElectionLoss
+from dcp.replication.mastership import ReplicationSettings
 from dcp.session.session_commands import OBSERVE_CURRENT, OBSERVE_OLD
 from dcp.wire.frame import Frame
 from dcp.wire.message import EndReason
@@ -19,6 +19,7 @@ from failover.replication_record import add_copy, elect, shrink, unclean_elect, 
 from support.core_cluster import MS, VB, CoreCluster, CoreNode
 from vbucket.engine.partition import VbState
 
+UNHEARD_NS = ReplicationSettings().unheard_ns
 LONG = PROMOTED_WAIT_NS + 200 * MS
 
 

@@ -239,6 +239,9 @@ class MemoryNode:
     def config_version(self) -> tuple[int, int]:
         return (1, 1)
 
+    def address_of(self, vb_id: int) -> str:
+        return f"node-of-{vb_id}:11210"
+
     def stats(self, group: bytes) -> list[tuple[str, str]] | None:
         return [("pid", "1")] if not group else None
 

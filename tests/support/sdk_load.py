@@ -17,13 +17,7 @@ from couchbase.auth import PasswordAuthenticator
 from couchbase.cluster import Cluster
 from couchbase.collection import Collection
 from couchbase.durability import Durability, ServerDurability
-from couchbase.exceptions import (
-    AmbiguousTimeoutException,
-    CouchbaseException,
-    DurabilitySyncWriteAmbiguousException,
-    RequestCanceledException,
-    UnAmbiguousTimeoutException,
-)
+from couchbase.exceptions import CouchbaseException, ExceptionMap
 from couchbase.options import (
     ClusterOptions,
     ClusterTimeoutOptions,
@@ -33,15 +27,10 @@ from couchbase.options import (
     UpsertOptions,
 )
 
-PATIENCE: Final = timedelta(seconds=4)
+PATIENCE: Final = timedelta(seconds=8)
 """What the SDK waits for an answer: a failover takes less, on a busy machine too."""
 COUNTERS: Final = 4
 """Counters of each writer."""
-_MAY_HAVE_HAPPENED: Final = (
-    AmbiguousTimeoutException,
-    RequestCanceledException,
-    DurabilitySyncWriteAmbiguousException,
-)
 
 
 class Outcome(Enum):
@@ -50,6 +39,16 @@ class Outcome(Enum):
     ANSWERED = auto()
     AMBIGUOUS = auto()
     NOT_DONE = auto()
+
+
+_OUTCOMES: Final = {
+    ExceptionMap.AmbiguousTimeoutException.value: Outcome.AMBIGUOUS,
+    ExceptionMap.RequestCanceledException.value: Outcome.AMBIGUOUS,
+    ExceptionMap.DurabilitySyncWriteAmbiguousException.value: Outcome.AMBIGUOUS,
+    ExceptionMap.UnAmbiguousTimeoutException.value: Outcome.NOT_DONE,
+}
+"""The code of an error counts, not its class: if the SDK has retried an operation after a temporary
+failure, it raises TemporaryFailException for ambiguous errors, too."""
 
 
 class SdkTold(msgspec.Struct):
@@ -101,8 +100,8 @@ class SdkTold(msgspec.Struct):
             self.unexpected.append(f"{counter}: {value} after {count} answers")
 
     def keys(self) -> set[str]:
-        """Return the keys of documents and counters that must be there."""
-        return self.answered.keys() | self.counted.keys()
+        """Return the keys of documents and counters that may be there."""
+        return self.tried.keys() | self.counted.keys() | self.maybe_counted.keys()
 
 
 def connected(address: str) -> Cluster:
@@ -167,13 +166,15 @@ class SdkLoad:
 
     def _outcome(self, operation: Callable[[], Any], key: str, turn: int) -> tuple[Outcome, Any]:
         """Return what became of an operation, and its result; an error is told."""
+        told = self.told
         try:
             return Outcome.ANSWERED, operation()
-        except _MAY_HAVE_HAPPENED:
-            self.told.ambiguous.append((key, turn))
-            return Outcome.AMBIGUOUS, None
-        except UnAmbiguousTimeoutException:
-            self.told.not_done.append((key, turn))  # the SDK kept it, and did not send it
         except CouchbaseException as error:
-            self.told.unexpected.append(f"{key}: {error!r}")
-        return Outcome.NOT_DONE, None
+            outcome = _OUTCOMES.get(error.error_code, Outcome.NOT_DONE)
+            if outcome is Outcome.AMBIGUOUS:
+                told.ambiguous.append((key, turn))
+            elif error.error_code in _OUTCOMES:
+                told.not_done.append((key, turn))  # the SDK kept it, and did not send it
+            else:
+                told.unexpected.append(f"{key}: {error!r}")
+            return outcome, None

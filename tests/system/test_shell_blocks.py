@@ -60,6 +60,7 @@ BEFORE = {
 """Page -> what its reader has done before: it is about a server that runs, or a folder of one."""
 
 SAID = {
+    "README.md": ("b is in cluster", "2 copies, a majority in sync for a write", "world"),
     "docs/clusters.md": ("b is in cluster",),
     "docs/howto/follow-changes.md": (
         "set hello world", "set hello again", "partition 528 starts again",

@@ -30,7 +30,7 @@ from dcp.server.operate.cluster_reports import (
 )
 from dcp.server.operate.cluster_requests import (
     ChangeReport,
-    FailoverRequest,
+    MasterFailoverRequest,
     MoveRequest,
     NodeRequest,
     PlainRequest,
@@ -114,7 +114,7 @@ class _Change(NamedTuple):
     """A request that is previewed, and then written."""
 
     name: str
-    body: type[PlainRequest | SetRequest | MoveRequest | NodeRequest | FailoverRequest]
+    body: type[PlainRequest | SetRequest | MoveRequest | NodeRequest | MasterFailoverRequest]
     summary: str
     refusal: str
 
@@ -130,7 +130,7 @@ _CHANGES: Final = (
     ),
     _Change("remove", NodeRequest, "Take a node out of the cluster.", "the node was not removed"),
     _Change(
-        "failover", FailoverRequest, "Give the partitions of a master to another copy.",
+        "failover", MasterFailoverRequest, "Give the partitions of a master to another copy.",
         "nothing was failed over",
     ),
 )  # fmt: skip
@@ -170,9 +170,4 @@ async def _settled(done: Awaitable[_T], what: str) -> _T:
     try:
         return await done
     except ClusterRefusedError as error:
-        raise AdminError(
-            error.status,
-            what,
-            why=error.why,
-            try_this=error.try_this or "`dcpctl cluster status` says more",
-        ) from error
+        raise AdminError(error.status, what, why=error.why, try_this=error.try_this) from error

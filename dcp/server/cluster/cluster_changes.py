@@ -53,7 +53,7 @@ from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.cluster.enrolment import EnrolmentError, ask, ask_again
 from dcp.server.operate.cluster_requests import (
     ChangeReport,
-    FailoverRequest,
+    MasterFailoverRequest,
     MoveRequest,
     NodeChange,
     NodeRequest,
@@ -134,7 +134,7 @@ class ClusterChanges:
             lambda view, stamp: remove(view, asked.node, stamp), is_dry=asked.dry_run
         )
 
-    async def failover(self, asked: FailoverRequest) -> ChangeReport:
+    async def failover(self, asked: MasterFailoverRequest) -> ChangeReport:
         """Give partitions of a master to another copy."""
         if (asked.node is None) == (asked.vb is None):
             raise ClusterRefusedError(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dcp.cluster.cluster_view import ClusterView
+from dcp.server.access.link_tls import LinkTrouble
 from dcp.server.operate.cluster_reports import NodeReport, ProblemReport, StoreReport
 
 
@@ -16,16 +17,37 @@ class _Problem(NamedTuple):
     try_this: str
 
 
+class OwnTroubles(NamedTuple):
+    """What a node knows of itself."""
+
+    wrong_store: str
+    """Why the store is not that of the cluster; "": it is."""
+    why_idle: str
+    """Why the node takes no part in the cluster; "": it does."""
+    links: tuple[LinkTrouble, ...]
+
+
 def problems_of(
-    view: ClusterView, nodes: list[NodeReport], store: StoreReport, wrong_store: str
+    view: ClusterView, nodes: list[NodeReport], store: StoreReport, own: OwnTroubles
 ) -> list[ProblemReport]:
     """Return what is wrong. The list is empty if nothing is."""
     found = [
-        *_store_problems(view, nodes, store, wrong_store),
+        *_own_problems(own),
+        *_store_problems(view, nodes, store, own.wrong_store),
         *_node_problems(nodes),
         *_copy_problems(view, nodes),
     ]
     return [ProblemReport(what=what, try_=advice) for what, advice in found]
+
+
+def _own_problems(own: OwnTroubles) -> Iterator[_Problem]:
+    for trouble in own.links:
+        yield _Problem(*trouble)
+    if own.why_idle:
+        yield _Problem(
+            f"this node takes no part in the cluster, because it cannot write: {own.why_idle}",
+            "Free space on its disk; it goes on by itself then",
+        )
 
 
 def _store_problems(

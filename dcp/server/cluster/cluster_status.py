@@ -13,7 +13,7 @@ from dcp.cluster.cluster_view import ClusterView
 from dcp.cluster.request_answers import name_of
 from dcp.replication.leading_report import Unwritable, follower_lags, unwritable
 from dcp.server.cluster.cluster_changes import plan_progress
-from dcp.server.cluster.cluster_problems import problems_of
+from dcp.server.cluster.cluster_problems import OwnTroubles, problems_of
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.operate.cluster_reports import (
     ClusterReport,
@@ -66,8 +66,13 @@ def cluster_report(replicated: ReplicatedNode) -> ClusterReport:
         followers=_followers(replicated),
         unwritable=blocked,
         plan=plan_progress(view),
-        problems=problems_of(view, nodes, store, replicated.wrong_store),
+        problems=problems_of(view, nodes, store, _own_troubles(replicated)),
     )
+
+
+def _own_troubles(replicated: ReplicatedNode) -> OwnTroubles:
+    links = tuple(replicated.troubles.values())
+    return OwnTroubles(replicated.wrong_store, replicated.why_idle, links)
 
 
 def _nodes(view: ClusterView) -> list[NodeReport]:

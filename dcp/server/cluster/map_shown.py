@@ -72,6 +72,12 @@ def _nodes(members: dict[str, MemberRecord]) -> dict[str, MapNode]:
     }  # fmt: skip
 
 
+def tls_address_of(record: MemberRecord) -> str:
+    """Return HOST:PORT of a node's key-value port with TLS; "": it has none."""
+    host, _, _port = record.address.rpartition(":")
+    return f"{host}:{record.kv_tls_port}" if record.kv_tls_port else ""
+
+
 def host_and_port(address: str) -> tuple[str, int]:
     """Split HOST:PORT, with brackets around an IPv6 address."""
     host, _, port = address.rpartition(":")

@@ -42,11 +42,13 @@ from dcp.replication.loss_receipt import CutOff, ElectionLoss, cut_off_receipt, 
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged
+from dcp.server.access.link_tls import LinkTls, LinkTrouble
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
 from dcp.server.cluster.election_log import ElectionLog
 from dcp.server.cluster.enrolment import EnrolmentError, ask
-from dcp.server.cluster.map_shown import MapShown
+from dcp.server.cluster.enrolment_state import Enrolment, Happening, Standing
+from dcp.server.cluster.map_shown import MapShown, tls_address_of
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_record import OwnRecord
@@ -85,8 +87,18 @@ MAP_S: Final = 0.01
 """How long changes of the map are gathered: an election changes hundreds of records."""
 
 
+_REMOVED_ADVICE: Final = (
+    "Its data folder stays as it is. To let this node join again, start it with an empty --data "
+    "folder"
+)
+
+
 class MembershipOverError(RuntimeError):
     """Another process is the member, or has its address, or the versions differ."""
+
+
+class RemovedError(RuntimeError):
+    """The node was removed from its cluster."""
 
 
 class ServerParts(NamedTuple):
@@ -99,6 +111,7 @@ class ServerParts(NamedTuple):
     connections: Connections
     config: ClusterConfig
     users: Users
+    link_tls: LinkTls | None
     tasks: Tasks
     log: EventLog
     data_dir: Path
@@ -115,7 +128,11 @@ class ReplicationChoices(NamedTuple):
     commit_timeout_ns: int
     acknowledges_as_master: bool
     replica_lag_max_ns: int
+    beat_ns: int
+    unheard_ns: int
+    lease_s: int
     value_bytes_max: int
+    fill_bytes_per_s: int = 0
     prefers_first: bool = True
     elects_uncleanly: bool = False
 
@@ -134,6 +151,7 @@ class ReplicatedNode:
         """`member` is the id of the data folder. Nothing is served until `start`."""
         self.acknowledges_as_master = choices.acknowledges_as_master
         self.identity = identity
+        self.enrolment = Enrolment(Standing.MEMBER)
         self.member = member
         self._parts = parts
         self._choices = choices
@@ -141,6 +159,7 @@ class ReplicatedNode:
         self.session = session = ClusterSession(
             identity.root, member, identity.incarnation,
             CoordinatorSettings(choices.elects_uncleanly, choices.prefers_first),
+            lease_s=choices.lease_s,
         )  # fmt: skip
         self._driver = StoreDriver(session, access.meta, elapsed_ns, self._take, self._guarded)
         self.core = ReplicationCore(
@@ -148,8 +167,11 @@ class ReplicatedNode:
             ReplicationSettings(
                 min_in_sync=identity.min_in_sync,
                 replica_lag_max_ns=choices.replica_lag_max_ns,
+                beat_ns=choices.beat_ns,
+                unheard_ns=choices.unheard_ns,
                 acknowledges_as_master=choices.acknowledges_as_master,
                 value_bytes_max=choices.value_bytes_max,
+                fill_bytes_per_s=choices.fill_bytes_per_s,
             ),
             cluster=identity.cluster, carry_out=self._driver.carry_out, depose=self._depose,
             now_ns=elapsed_ns(),
@@ -169,6 +191,9 @@ class ReplicatedNode:
         self._is_stopped = False
         self._has_started = self._has_registered = False
         self._turns = 0
+        self._why_idle = ""
+        self.troubles: dict[str, LinkTrouble] = {}
+        """By node, why this one has no link to it although it runs, and what to try."""
         self.wrong_store = ""
         """Why the metadata store is not that of this cluster; "" if it is, or is not known."""
         self._effects: Final[dict[type, Callable[[Any], None]]] = {
@@ -218,12 +243,26 @@ class ReplicatedNode:
         except ManifestNotChangedError as error:
             raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
 
+    def hosts(self) -> frozenset[str]:
+        """Return the hosts at which the members are reached."""
+        addresses = (stored.content.address for stored in self.session.view.members.values())
+        return frozenset(address.rpartition(":")[0].strip("[]") for address in addresses)
+
+    @property
+    def why_idle(self) -> str:
+        """Why this node takes no part in the cluster; "": it does."""
+        return self._why_idle
+
     def served(self) -> int:
         """Return how many partitions this node serves now."""
         return sum(part.state == VbState.ACTIVE for part in self._parts.engine.partitions)
 
-    def start(self) -> None:
-        """Take part in the cluster: what is in the log is on disk, and it can be written."""
+    def start(self, why_idle: str = "") -> None:
+        """Take part in the cluster: what is in the log is on disk, and it can be written. With
+        `why_idle` this node only follows the records, to tell its clients where the partitions are.
+        """
+        self._why_idle = why_idle
+        self.session.membership.may_register = not why_idle
         if not self._has_started:
             self._has_started = True
             self._parts.tasks.begin(self._begin())
@@ -304,6 +343,7 @@ class ReplicatedNode:
 
     def stop(self) -> None:
         """Take no further part: end links, watches and timers."""
+        self.enrolment.happened(Happening.STOPPED)
         self._is_stopped = True
         self._driver.close()
         for timer in (self._next_tick, self._next_map):
@@ -327,11 +367,31 @@ class ReplicatedNode:
         """
         membership = self.session.membership
         if membership.state in {MembershipState.REPLACED, MembershipState.REFUSED}:
+            if self.enrolment.standing is Standing.MEMBER:
+                self.enrolment.happened(Happening.REPLACED)
             raise MembershipOverError(membership.why_over)
+        view = self.session.view
+        key = view.keys.of_member(KeyKind.MEMBER, self.member)
+        if view.is_loaded and not view.mod_revision(key):
+            raise MembershipOverError(
+                f"node {self.identity.name} was removed from its cluster, and takes no further "
+                f"part. {_REMOVED_ADVICE}"
+            )
         if membership.has_registered and not self._has_registered:
             self._has_registered = True
             self.core.records_changed(elapsed_ns(), tuple(self.session.view.partitions))
         return self._has_registered
+
+    def _check_not_removed(self) -> None:
+        """Raise RemovedError: this node is no member any more, and gets nothing from the others."""
+        view = self.session.view
+        key = view.keys.of_member(KeyKind.MEMBER, self.member)
+        if view.is_loaded and not view.mod_revision(key):
+            raise RemovedError(
+                f"node {self.identity.name} was removed from the cluster. Start it with an empty "
+                "--data folder and join again if the cluster is to have it; this folder is not "
+                "needed any more"
+            )
 
     def _pass_time(self) -> None:
         now_ns = elapsed_ns()
@@ -356,10 +416,13 @@ class ReplicatedNode:
         now_ns = elapsed_ns()
         may_act = self._check_membership()
         if isinstance(effect, ViewChanged):
+            self._check_not_removed()
             self.manifest.adopt()
             self._users.adopt()
             if may_act:
                 self.core.records_changed(now_ns, effect.vb_ids)
+            else:
+                self._map_changed()
         elif isinstance(effect, WriteOutcome):
             self.core.outcome(now_ns, effect)
         elif isinstance(effect, Elected):
@@ -395,7 +458,7 @@ class ReplicatedNode:
         self._is_carrying = False
         for each in self._links:
             each.flush()
-        self._links = [each for each in self._links if not each.is_over]
+        self._links = [each for each in self._links if not self._has_ended(each)]
         if self._parts.engine.keyspace.has_pending:
             self._parts.kick()
 
@@ -408,14 +471,34 @@ class ReplicatedNode:
         if stored is None:
             link.closed()
             return
-        connection = MemberLink(link, self.identity.secret, self._link_moved)
+        record, tls = stored.content, self._parts.link_tls
+        name = f"node {record.name or record.member}"
+        connection = MemberLink(link, self.identity.secret, self._link_moved, tls=tls, name=name)
         self._links.append(connection)
-        self._parts.tasks.begin(connection.dial(stored.content.address))
+        address = record.address if tls is None else tls_address_of(record)
+        if address:
+            self._parts.tasks.begin(connection.dial(address))
+        else:
+            advice = "Start it with --tls-cert, and with the same --cluster-tls"
+            connection.cannot_dial(LinkTrouble(f"{name} offers no TLS", advice))
+
+    def _has_ended(self, connection: MemberLink) -> bool:
+        """Whether nothing more comes of a connection; tell once why there is none."""
+        if connection.is_in:
+            self.troubles.pop(connection.name, None)
+        if not connection.is_over:
+            return False
+        known = self.troubles.pop(connection.name, None)
+        if connection.trouble is not None:
+            self.troubles[connection.name] = connection.trouble
+            if connection.trouble != known:
+                self._log.warning("no link to another node", reason=str(connection.trouble))
+        return True
 
     def _link_moved(self) -> None:
         self._guarded(self._carry_out)
 
-    def _map_changed(self, _effect: MapChanged) -> None:
+    def _map_changed(self, _effect: MapChanged | None = None) -> None:
         self._parts.connections.release()  # a larger in-sync set may be what an answer waits for
         if self._next_map is None:
             self._next_map = self._loop.call_later(MAP_S, self._guarded, self._show_map)

@@ -62,6 +62,13 @@ def read_host_or_none(value: object, option: Option) -> str | None:
     return None if value == NONE else read_host(value, option)
 
 
+def read_store_url(value: object, _option: Option) -> str:
+    """Return the name or URL of a metadata store. It is read when a cluster is made."""
+    if not isinstance(value, str) or not value.strip() or any(c.isspace() for c in value):
+        raise ValueError("must be embedded, or a URL without spaces")
+    return value
+
+
 def is_host_name(text: str) -> bool:
     """Return whether a text has the form of a host name or an IPv4 address."""
     return _HOST_NAME.fullmatch(text) is not None

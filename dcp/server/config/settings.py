@@ -26,6 +26,7 @@ from dcp.server.config.setting_values import (
     read_path,
     read_size,
     read_size_or_auto,
+    read_store_url,
 )
 from dcp.wire.frame import MAX_VALUE_BYTES
 from vbucket.model.ids import CAS_DRIFT_NS
@@ -474,6 +475,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "FILE",
         ),
     ] = None
+    cluster_meta: Annotated[
+        str,
+        Option(
+            "Metadata store of a cluster that --cluster init makes: embedded in this node, or the "
+            "URL of etcd (docs/clusters.md).",
+            read_store_url,
+            "URL",
+        ),
+    ] = "embedded"
     cluster_copies: Annotated[
         int,
         Option(
@@ -503,6 +513,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "--host.",
             read_host_or_none,
             "ADDRESS",
+        ),
+    ] = None
+    cluster_tls: Annotated[
+        Literal["off", "on", "mutual"],
+        Option(
+            "TLS between the nodes of a cluster, the same on all nodes. on: nodes use the TLS port "
+            "of others, and log in with the cluster's secret. mutual: they log in with --tls-cert "
+            "instead. Both need --tls-cert and --cluster-ca.",
+            read_choice,
+            "off|on|mutual",
+            choices=("off", "on", "mutual"),
+        ),
+    ] = "off"
+    cluster_ca: Annotated[
+        Path | None,
+        Option(
+            "CA of the certificates of the cluster's nodes (PEM). With --cluster-tls mutual it "
+            "should issue certificates to nodes only.",
+            read_file,
+            "FILE",
         ),
     ] = None
     acknowledge: Annotated[
@@ -537,6 +567,51 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             3600,
         ),
     ] = 1.0
+    rebalance_rate: Annotated[
+        int,
+        Option(
+            "In a cluster: bytes a second with which this node fills new copies on other nodes. 0: "
+            "without a limit.",
+            read_size,
+            "SIZE",
+            64 << 10,
+            1 << 40,
+            zero_means="no limit",
+        ),
+    ] = 32 << 20
+    heartbeat_s: Annotated[
+        float,
+        Option(
+            "In a cluster: time between two signs of life of a node to the others. The same on all "
+            "nodes.",
+            read_duration,
+            "TIME",
+            0.05,
+            0.15,
+        ),
+    ] = 0.1
+    suspect_after_s: Annotated[
+        float,
+        Option(
+            "In a cluster: how long a node may be silent before another one is elected for its "
+            "partitions. At least four heartbeats.",
+            read_duration,
+            "TIME",
+            0.2,
+            60,
+        ),
+    ] = 0.6
+    lease_s: Annotated[
+        float,
+        Option(
+            "In a cluster: how long the metadata store takes a node for alive without a word of "
+            "it, in whole seconds. At least twice --suspect-after.",
+            read_duration,
+            "TIME",
+            2,
+            600,
+        ),
+    ] = 3.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Option(

@@ -125,6 +125,8 @@ def resolve(
     settings = Settings(**values)
     _check_ports(settings, origins)
     _check_buffers(settings, origins)
+    _check_times_of_clusters(settings, origins)
+    _check_cluster_tls(settings, origins)
     if settings.tls_cert is None:
         for key in ("tls_key", "tls_client_ca", "tls_only"):
             if getattr(settings, key) not in {None, "off"}:
@@ -157,6 +159,59 @@ def _check_buffers(settings: Settings, origins: Mapping[str, str]) -> None:
                 f"{origin}: {key} must be at least {size_text(least)}, {BUFFERED_VALUES_MIN} times "
                 f"value_bytes_max ({size_text(settings.value_bytes_max)})"
             )
+
+
+def _check_cluster_tls(settings: Settings, origins: Mapping[str, str]) -> None:
+    """Check that TLS between nodes has its files."""
+    if settings.cluster_tls == "off":
+        if settings.cluster_ca is not None:
+            raise ConfigError(
+                f"{origins['cluster_ca']}: without --cluster-tls on or mutual nodes use no TLS"
+            )
+        return
+    for key in ("tls_cert", "cluster_ca"):
+        if getattr(settings, key) is None:
+            raise ConfigError(
+                f"{origins['cluster_tls']}: {settings.cluster_tls} needs {flag_of(key)}"
+            )
+    client_ca = settings.tls_client_ca
+    if settings.cluster_tls == "mutual" and client_ca not in {None, settings.cluster_ca}:
+        raise ConfigError(
+            f"{origins['tls_client_ca']}: with --cluster-tls mutual it must be the file of "
+            "--cluster-ca, because the TLS port takes certificates of one CA"
+        )
+
+
+SUSPECT_BEATS_MIN: Final = 4
+"""A node that missed fewer heartbeats may only be slow: it must not be deposed."""
+LEASE_SUSPECTS_MIN: Final = 2
+"""A lease is the witness of last resort. One that ends before a node is suspected by the others, or
+with it, would depose a node for a slow metadata store."""
+
+
+def _check_times_of_clusters(settings: Settings, origins: Mapping[str, str]) -> None:
+    """Check that a node that is only slow is neither deposed nor left out."""
+    beat, suspect = settings.heartbeat_s, settings.suspect_after_s
+    least = (
+        ("suspect_after", SUSPECT_BEATS_MIN * beat, "heartbeat", f"{SUSPECT_BEATS_MIN} times"),
+        ("replica_lag_max", SUSPECT_BEATS_MIN * beat, "heartbeat", f"{SUSPECT_BEATS_MIN} times"),
+        ("lease", LEASE_SUSPECTS_MIN * suspect, "suspect_after", f"{LEASE_SUSPECTS_MIN} times"),
+        ("commit_timeout", settings.replica_lag_max_s, "replica_lag_max", "as long as"),
+    )
+    for key, least_s, other, times in least:
+        value_s = getattr(settings, OPTIONS[key][0])
+        if value_s < least_s - 1e-9:
+            origin = origins.get(key) or origins.get(other, key)
+            raise ConfigError(
+                f"{origin}: {key} must be at least {duration_text(least_s)}, {times} {other} "
+                f"({duration_text(getattr(settings, OPTIONS[other][0]))}); it is "
+                f"{duration_text(value_s)}"
+            )
+    if settings.lease_s != int(settings.lease_s):
+        raise ConfigError(
+            f"{origins['lease']}: {duration_text(settings.lease_s)} is not possible; metadata "
+            "stores have leases of whole seconds"
+        )
 
 
 def read_config_file(path: str) -> ConfigFile:

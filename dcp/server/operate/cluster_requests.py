@@ -47,7 +47,7 @@ class NodeRequest(Struct, frozen=True, forbid_unknown_fields=True):
     dry_run: _DryRun = False
 
 
-class FailoverRequest(Struct, frozen=True, forbid_unknown_fields=True):
+class MasterFailoverRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """The master to fail over: a node, or one partition."""
 
     node: Annotated[str | None, Meta(description="Name, id or HOST:PORT of a node.")] = None

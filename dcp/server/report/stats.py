@@ -118,6 +118,8 @@ class Stats:
             ("curr_items", str(sum(part.item_count for part in engine.partitions))),
             ("ep_durability", about.durability),
             ("ep_data_folder", str(about.data_dir)),
+            ("ep_admin_port", str(self._ports.admin)),
+            ("ep_admin_tls_port", str(self._ports.admin_tls)),
             ("ep_log_groups", str(engine.commits.committed_group)),
             ("ep_memtable_bytes", str(engine.keyspace.active_bytes + engine.keyspace.frozen_bytes)),
             ("ep_merges", str(self._merging.count)),

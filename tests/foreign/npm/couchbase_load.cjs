@@ -5,7 +5,7 @@
 
 const couchbase = require("couchbase");
 
-const TIMEOUT_MS = 4000;
+const TIMEOUT_MS = 8000;
 const COUNTERS = 4;
 const MAY_HAVE_HAPPENED = [
   couchbase.AmbiguousTimeoutError,

@@ -43,7 +43,7 @@ class News:
             future.set_result(None)
 
 
-class Connections:
+class NodeLinks:
     """See the module."""
 
     def __init__(self, address: ServerAddress, router: Router, timeout_s: float) -> None:
@@ -111,6 +111,7 @@ class Connections:
         dial = self._dials.get(place)
         if dial is None:
             dial = self._dials[place] = asyncio.create_task(self._dial(place))
+            dial.add_done_callback(_seen)
         await asyncio.wait([dial])
         return dial.result()
 
@@ -155,3 +156,9 @@ class Connections:
         except TopologyError:
             if self._router.topology is None:
                 raise
+
+
+def _seen(dial: asyncio.Task[Link]) -> None:
+    """Look at an error that nobody may be waiting for any more, or asyncio reports it."""
+    if not dial.cancelled():
+        dial.exception()
