@@ -229,7 +229,10 @@ class Placement:
         config = link.handshake.config
         if self._revision is None or not config:
             return False
-        topology = parse_topology(config, link.address.host, is_tls=self.address.is_tls)
+        try:
+            topology = parse_topology(config, link.address.host, is_tls=self.address.is_tls)
+        except TopologyError:
+            return True  # it cannot be read; another node's may
         return topology.revision < self._revision
 
     async def links_of(self, vb_ids: list[int]) -> list[tuple[Link, list[int]]]:
