@@ -68,6 +68,7 @@ from clients.kv.routing import (
     PATIENCE_MAX_S,
     Action,
     FetchMap,
+    Held,
     Place,
     Result,
     Router,
@@ -92,23 +93,6 @@ READ_SILENCE_S: Final = 3.0
 """After how long without an answer a read is sent again to the same node. It doubles with each
 attempt, so a slow node gets few reads twice. A disk may stall for a second."""
 SILENCE_DOUBLINGS_MAX: Final = 6
-
-
-class _Held:
-    """Operations that wait for the next attempt."""
-
-    __slots__ = ("attempt", "awaits_map", "due_s", "indexes", "pause_s")
-
-    def __init__(
-        self, indexes: Sequence[int], attempt: int, due_s: float, *, awaits_map: bool
-    ) -> None:
-        self.indexes = indexes
-        self.attempt = attempt
-        self.pause_s = due_s
-        """When the pause ends."""
-        self.due_s = due_s
-        """When they are sent. A request for the map that is under way may put it off."""
-        self.awaits_map = awaits_map
 
 
 class Call:
@@ -145,10 +129,10 @@ class Call:
         """Operations without a result."""
         self._topology = router.topology
         """The map at the last step."""
-        self._held: list[_Held] = []
+        self._held: list[Held] = []
         self._flights: list[Send] = []
         if direct is None:
-            self._held.append(_Held(range(len(operations)), 0, now_s, awaits_map=False))
+            self._held.append(Held(range(len(operations)), 0, now_s, awaits_map=False))
         else:
             self._flights.append(direct)
             direct.begun_s = direct.asked_s = now_s
@@ -334,7 +318,7 @@ class Call:
         self, indexes: Sequence[int], attempt: int, due_s: float, *, awaits_map: bool
     ) -> None:
         if indexes:
-            self._held.append(_Held(indexes, attempt + 1, due_s, awaits_map=awaits_map))
+            self._held.append(Held(indexes, attempt + 1, due_s, awaits_map=awaits_map))
 
     def _note(self, indexes: Iterable[int], error: DcpdError) -> None:
         for index in indexes:
@@ -359,7 +343,7 @@ class Call:
             elif not send.sent:
                 send.is_abandoned = True
                 self._flights.remove(send)
-                self._held.append(_Held(send.indexes, send.attempt, now_s, awaits_map=True))
+                self._held.append(Held(send.indexes, send.attempt, now_s, awaits_map=True))
             else:
                 send.is_cut = True
                 waits = set(send.unanswered())
