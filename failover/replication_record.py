@@ -16,6 +16,7 @@ Invariants, asserted when a record is made
 - the ISR is not empty, and each of its members holds a copy
 - a copy that is being filled is not in the ISR
 - the master is in the ISR; the wanted master holds a copy
+- a copy that was added has a number of its own
 - the epoch is at least 1, and the last unclean election is not later than it
 - a handover has a master who took over
 - every transition that changes the master, and every branch, has a higher epoch
@@ -77,6 +78,11 @@ class ReplicationRecord:
     branch: BranchUnderWay | None = None
     unclean_epoch: int | None = None
     """The epoch that the last unclean election began; None: there was none."""
+    added: frozenset[tuple[str, int]] = frozenset()
+    """(member, number) of the copies that were added later. A member that gets a copy again has
+    another number, so nothing that it acknowledged before counts for the new copy."""
+    adds: int = 0
+    """How many copies were ever added: the last number."""
 
     def __post_init__(self) -> None:
         problem = _problem_of(self)
@@ -86,6 +92,12 @@ class ReplicationRecord:
     def counted_copies(self) -> int:
         """The number of copies that majorities are taken of: all but those being filled."""
         return len(self.copies) - len(self.filling)
+
+    def number_of(self, member: str) -> int | None:
+        """Return the number of a member's copy, 0 if it was never added; None: it holds none."""
+        if member not in self.copies:
+            return None
+        return next((number for name, number in self.added if name == member), 0)
 
     def to_document(self) -> dict[str, Any]:
         """Return the record for CBOR or JSON. Equal records give equal documents."""
@@ -99,6 +111,8 @@ class ReplicationRecord:
             "handover": None if self.handover is None else list(self.handover),
             "branch": None if self.branch is None else list(self.branch),
             "unclean_epoch": self.unclean_epoch,
+            "added": sorted(map(list, self.added)),
+            "adds": self.adds,
         }
 
     @classmethod
@@ -111,6 +125,7 @@ class ReplicationRecord:
             raise ValueError(
                 f"replication record: a map is wanted, found {type(document).__name__}"
             )
+        document = _OF_OLDER | document
         missing, unknown = _FIELDS - document.keys(), document.keys() - _FIELDS
         if missing or unknown:
             raise ValueError(
@@ -128,6 +143,8 @@ class ReplicationRecord:
             "handover": _pair("handover", document["handover"], HandedOver),
             "branch": _pair("branch", document["branch"], BranchUnderWay),
             "unclean_epoch": None if unclean is None else _whole("unclean_epoch", unclean),
+            "added": _numbers("added", document["added"]),
+            "adds": _whole("adds", document["adds"]),
         }
         try:
             return cls(**values)
@@ -138,6 +155,8 @@ class ReplicationRecord:
 _Pair = TypeVar("_Pair", HandedOver, BranchUnderWay)
 
 _FIELDS: Final = frozenset(ReplicationRecord.__dataclass_fields__)
+_OF_OLDER: Final = {"added": [], "adds": 0}
+"""What records of clusters have that never moved a copy."""
 
 
 def majority(count: int) -> int:
@@ -216,8 +235,14 @@ def want(record: ReplicationRecord, member: str | None) -> ReplicationRecord:
 def add_copy(record: ReplicationRecord, member: str) -> ReplicationRecord:
     """Return the record with another copy, the least preferred one, which is to be filled."""
     assert member not in record.copies, f"{member} holds a copy already"
-    copies = (*record.copies, member)
-    return replace(record, copies=copies, filling=record.filling | frozenset((member,)))
+    number = record.adds + 1
+    return replace(
+        record,
+        copies=(*record.copies, member),
+        filling=record.filling | frozenset((member,)),
+        added=record.added | frozenset(((member, number),)),
+        adds=number,
+    )
 
 
 def drop_copies(
@@ -243,6 +268,7 @@ def drop_copies(
         isr=isr,
         filling=record.filling - leaving,
         wanted_master=None if record.wanted_master in leaving else record.wanted_master,
+        added=frozenset(each for each in record.added if each[0] not in leaving),
     )
 
 
@@ -335,6 +361,12 @@ def _problem_of(record: ReplicationRecord) -> str:
         ),
         (record.handover is None or master is not None, "a handover without a master"),
         (
+            copies.issuperset(member for member, _ in record.added)
+            and len({member for member, _ in record.added}) == len(record.added)
+            and all(1 <= number <= record.adds for _, number in record.added),
+            f"the copies {sorted(record.added)} of {record.adds} that were added do not fit",
+        ),
+        (
             record.unclean_epoch is None or 1 < record.unclean_epoch <= epoch,
             f"the unclean election of epoch {record.unclean_epoch} is not 2 to {epoch}",
         ),
@@ -366,6 +398,21 @@ def _members(field: str, value: object) -> tuple[str, ...]:
     if len(set(value)) != len(value):
         raise ValueError(f"replication record, {field}: a folder id stands there twice: {value!r}")
     return tuple(value)
+
+
+def _numbers(field: str, value: object) -> frozenset[tuple[str, int]]:
+    """Return stored (folder id, number) pairs, or raise ValueError."""
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(item, list | tuple)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and type(item[1]) is int
+        for item in value
+    ):
+        raise ValueError(
+            f"replication record, {field}: a list of [folder id, number] is wanted: {value!r}"
+        )
+    return frozenset((member, number) for member, number in value)
 
 
 def _pair(field: str, value: object, kind: type[_Pair]) -> _Pair | None:

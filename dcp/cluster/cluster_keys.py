@@ -7,6 +7,7 @@
     <root>leader                 the coordinator          under its member's lease
     <root>alive/<member>         a running process        under its member's lease
     <root>address/<host:port>    the process reached there   the same
+    <root>clock/<member>         its wall clock, at times  the same
     <root>member/<member>        a member of the cluster
     <root>name/<name>            the member that has a name
     <root>partition/<vb>         one partition's record
@@ -37,6 +38,7 @@ class KeyKind(StrEnum):
     PLAN = "plan"
     LEADER = "leader"
     ALIVE = "alive"
+    CLOCK = "clock"
     MEMBER = "member"
     PARTITION = "partition"
     SUSPECT = "suspect"
@@ -95,6 +97,11 @@ class ClusterKeys:
         """Return the key of this kind for a partition."""
         assert kind in _OF_PARTITIONS
         return self.root + f"{kind}/{vb_id:0{_VB_DIGITS}}".encode()
+
+    def of_partitions(self, kind: KeyKind) -> bytes:
+        """Return the prefix of the keys of this kind for all partitions."""
+        assert kind in _OF_PARTITIONS
+        return self.root + f"{kind}/".encode()
 
     def parse(self, key: bytes) -> ParsedKey | None:
         """Return what a key names; None if this version knows no such key."""

@@ -135,6 +135,8 @@ class Membership:
         """The lease to write keys under; 0: none."""
         self.why_over = ""
         """Why the process takes no further part, where it is REFUSED or REPLACED."""
+        self.may_register = True
+        """Whether the node can do what a member does: a disk without room cannot."""
         self.has_registered = False
         """Whether the keys were ever written. Before that the process must not act as the
         member."""
@@ -176,7 +178,7 @@ class Membership:
             return []
         effects = self._check_lapse(now_ns)
         if isinstance(event, Tick):
-            if now_ns >= self._next_ns:
+            if now_ns >= self._next_ns and self.may_register:
                 effects.append(self._ask(now_ns))
         elif isinstance(event, Answered) and event.tag == self._tag and self._is_waiting:
             self._is_waiting = False

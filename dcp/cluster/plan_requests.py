@@ -41,7 +41,6 @@ from dcp.cluster.request_answers import (
     Prepared,
     RequestRefused,
     Stamp,
-    done_text,
     member_named,
     name_of,
     plan_words,
@@ -196,14 +195,13 @@ def set_cluster(
 
 def cancel(view: ClusterView, stamp: Stamp) -> Answer:
     """Stop the plan that is under way. Copies that are being filled are given up, and partitions
-    with too many copies lose the surplus. None has fewer copies in sync than before the plan.
+    with too many copies lose the surplus. None has fewer copies in sync than before the plan. A
+    cancellation that waits for a dead node can be asked for again, and does without that node.
     """
     stored = view.plan
     if stored is None:
         return refused_unreadable(view) or RequestRefused("no plan is under way; nothing to cancel")
     plan = stored.content
-    if plan.kind is PlanKind.CANCEL:
-        return RequestRefused(f"the plan is being cancelled already; {done_text(view, plan)}")
     if plan.kind is PlanKind.GROW:
         return RequestRefused(
             "the cluster adds missing copies by itself, which cannot be cancelled; `dcpctl cluster "

@@ -53,6 +53,7 @@ class FedStream:
         "confirmations",
         "epoch",
         "floors",
+        "is_paced",
         "opaque",
         "opened_number",
         "pace",
@@ -75,6 +76,8 @@ class FedStream:
         self.confirmations = confirmations
         """How many confirmations the link had when the stream was opened."""
         self.epoch = epoch
+        self.is_paced = False
+        """Whether this is a copy that is filled for the first time, and was never level yet."""
         self.opaque = opaque
         self.opened_number = opened_number
         """The last message that was made before the stream was opened."""

@@ -24,6 +24,7 @@ from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
 from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import Followed, window_of
+from dcp.replication.fill_pace import FillPace
 from dcp.replication.handovers import Handovers
 from dcp.replication.mastership import Mastership, ReplicationSettings
 from dcp.replication.messages import (
@@ -100,6 +101,7 @@ class Leading:
         """The same when nothing was done for each partition: then members in sync follow all."""
         self._ticked_ns = now_ns
         self._successors = Successors(view, member)
+        self._pace = FillPace(settings.fill_bytes_per_s)
         self.serving = Serving(
             engine, hub, view, member, self.masterships, self.feeds, self._wholes
         )  # fmt: skip
@@ -181,6 +183,13 @@ class Leading:
             seqno = window.start if window.start >= part.history_floor else 0
             log = part.failover.cut(seqno)
             self._engine.keyspace.replace_history(part, log, part.leader_epoch, rollback_to=seqno)
+
+    def take_record(self, vb_id: int, record: ReplicationRecord) -> None:
+        """Take a newer record of the same epoch."""
+        for member in self.masterships[vb_id].take_record(record):
+            feed = self.feeds.get(member)
+            if feed is not None:  # its stream may still bring what it had of another copy
+                feed.end(vb_id)
 
     def step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""
@@ -294,7 +303,9 @@ class Leading:
         feed = ReplicaFeed(
             self._engine, told.member, self, schedule, now_ns=self._now_ns,
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
+            pace=self._pace,
         )  # fmt: skip
+        feed.beat_ns = self._settings.beat_ns
         self.feeds[told.member] = feed
         return feed
 
@@ -324,6 +335,12 @@ class Leading:
         if why is not None:
             return FeedAnswer(Status.X_FENCED, why.encode())
         assert mastership is not None
+        number = mastership.record.number_of(feed.member)
+        if number != told.copy_number:
+            why = (
+                f"vb {vb_id}: member {feed.member} asks for copy {told.copy_number}, the record of"
+            )
+            return FeedAnswer(Status.X_FENCED, f"{why} this master has {number}".encode())
         try:
             versions = tuple(told.failover_log().pairs())
         except ValueError as error:
@@ -345,7 +362,10 @@ class Leading:
             whole_seqno = window.start
             window = window._replace(purge=part.purge_seqno)
         mastership.begins_at(feed.member, whole_seqno, told.history_floor)
-        feed.open(vb_id, mastership.epoch, opaque, asked.start_seqno, window)
+        feed.open(
+            vb_id, mastership.epoch, opaque, asked.start_seqno, window,
+            is_filling=feed.member in mastership.record.filling,
+        )  # fmt: skip
         welcome = Welcome(
             mastership.epoch, versions_of(part.failover), part.history_floor, part.purge_seqno,
             max(part.committed_seqno, part.history_floor),  # a floor is committed

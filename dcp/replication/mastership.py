@@ -12,6 +12,7 @@ Invariants
 - the high watermark is the smallest synced seqno over the effective in-sync set, each acknowledged
   in this epoch (`failover.isr.high_watermark`), and it never falls;
 - nothing is answered that claims to be current without the confirmation of the in-sync set;
+- what a member acknowledged counts for its present copy only: it may have emptied an earlier one;
 - one change of the record is under way at a time. `asked` is the in-sync set that it asks for, from
   the moment when it is asked for until its outcome is in the view;
 - a branch that is wanted stays possible here: no history floor rises above it.
@@ -58,10 +59,16 @@ class ReplicationSettings(NamedTuple):
     """Members that must be in sync for a write to be taken; None: a majority of the copies. The
     cluster's record says it for all nodes, as soon as it is known."""
     replica_lag_max_ns: int = 1_000_000_000
+    beat_ns: int = 100_000_000
+    """Time between heartbeats, and the longest time between two questions."""
+    unheard_ns: int = 600_000_000
+    """A master whose node was not heard for so long is reported: six heartbeats."""
     acknowledges_as_master: bool = False
     """Answer writes when this node's disk has them (`acknowledge=master`)."""
     value_bytes_max: int = 20 << 20
     window_bytes: int = WINDOW_BYTES
+    fill_bytes_per_s: int = 0
+    """How fast this node fills copies elsewhere for the first time; 0: without a limit."""
     section_bytes: int = SECTION_BYTES
     """Entries of a partition that is behind, in one message: a fair share of a turn."""
 
@@ -178,6 +185,11 @@ class Mastership:
         if before is None or before.epoch < epoch or before.synced_seqno < seqno:
             self._acknowledged[member] = Acknowledgement(epoch, seqno)
 
+    def acknowledged_seqno(self, member: str) -> int:
+        """Return what a member has acknowledged in this epoch; 0: nothing."""
+        given = self._acknowledged.get(member)
+        return 0 if given is None or given.epoch != self.epoch else given.synced_seqno
+
     def begins_at(self, member: str, seqno: int, history_floor: int) -> None:
         """A member has all up to a seqno, and perhaps less than it acknowledged before: deletions
         that it needed were purged, so it began again at 0.
@@ -235,12 +247,25 @@ class Mastership:
 
     # -- decisions ---------------------------------------------------------------------------------
 
-    def take_record(self, record: ReplicationRecord) -> None:
-        """Take the record of this epoch, as the metadata store has it now."""
+    def take_record(self, record: ReplicationRecord) -> list[str]:
+        """Take the record of this epoch, as the metadata store has it now. Return the members whose
+        copies are others than before, or gone: what they acknowledged does not count any more.
+        """
         assert record.epoch == self.epoch
-        self._record = record
+        before, self._record = self._record, record
+        renewed: list[str] = []
+        if (before.copies, before.added) != (record.copies, record.added):
+            renewed = [
+                member
+                for member in {*before.copies, *record.copies}
+                if before.number_of(member) != record.number_of(member)
+            ]
+        for member in renewed:
+            self._acknowledged.pop(member, None)
+            self._level_ns.pop(member, None)
         self._min_in_sync = min_in_sync_of(self._settings.min_in_sync, record.counted_copies)
         self.ask(self._asked if self.is_writing else None)
+        return renewed
 
     def take_min_in_sync(self, setting: int | None) -> None:
         """Take how many members must be in sync from now on; None: a majority of the copies."""

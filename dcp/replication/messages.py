@@ -67,7 +67,7 @@ from vbucket.model.entry import (
 )
 from vbucket.model.ids import SEQNO_MAX
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of these messages; nodes with different ones do not replicate."""
 _ENTRIES_EXTRAS: Final = Struct(">QQI")
 """Number, question, CRC-32C of the value."""
@@ -168,6 +168,8 @@ class ReplicaPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     history_floor: int = 0
     """The replica cannot go back below it, but to 0. A former master may have told it a floor that
     its present one has not heard of."""
+    copy_number: int = 0
+    """The number of the replica's copy, in the record that it knows."""
 
     def failover_log(self) -> FailoverLog:
         """Return the replica's versions. Raises ValueError."""

@@ -211,7 +211,7 @@ class ReplicationCore:
                 now_ns=self._now_ns,
             )  # fmt: skip
         else:
-            mastership.take_record(record)
+            self.leading.take_record(vb_id, record)
             self._raise_watermarks((vb_id,))
         self.leading.decide_waiting(vb_id)
         if (ended := self.leading.branches.ended(vb_id, record)) is not None:

@@ -45,6 +45,7 @@ from dcp.replication.fed_stream import (
     Followed,
     known_committed,
 )
+from dcp.replication.fill_pace import UNPACED, FillPace
 from dcp.replication.master_side import MasterSide
 from dcp.replication.messages import (
     GROUP_BYTES_MAX,
@@ -59,16 +60,11 @@ from dcp.replication.messages import (
     unpack_ack,
 )
 from dcp.replication.sent_messages import Sent, SentWhole
+from dcp.replication.waiting_requests import WaitingRequests
 from dcp.replication.whole_groups import Changes, WholeGroup
 from dcp.session.replication_port import FeedAnswer, ReplicationError
-from dcp.wire.frame import Frame, pack_response
-from dcp.wire.message import (
-    STREAM_REQ_EXTRAS,
-    EndReason,
-    pack_stream_end,
-    parse_stream_request,
-)
-from dcp.wire.status import Status
+from dcp.wire.frame import Frame
+from dcp.wire.message import STREAM_REQ_EXTRAS, EndReason, pack_stream_end, parse_stream_request
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
 from vbucket.model.control import SnapshotWindow
@@ -80,7 +76,7 @@ RECORD_BYTES: Final = 256
 QUESTIONS_MAX: Final = 64
 """With so many unanswered questions no heartbeat is sent: the replica reads nothing."""
 BEAT_NS: Final = 100_000_000
-"""Time between heartbeats, and the longest time between two questions."""
+"""Time between heartbeats, unless the setting says another one."""
 SILENCE_NS_MAX: Final = 3_000_000_000
 """A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
 
@@ -98,8 +94,10 @@ class ReplicaFeed:
         now_ns: int,
         window_bytes: int = WINDOW_BYTES,
         section_bytes: int = SECTION_BYTES,
+        pace: FillPace = UNPACED,
     ) -> None:
         self.member = member
+        self._pace = pace
         self.is_superseded = False
         """Whether a newer link of the same member has come: the connection closes."""
         self.damages: list[str] = []
@@ -111,10 +109,11 @@ class ReplicaFeed:
         self._section_bytes = section_bytes
         self._streams: dict[int, FedStream] = {}
         self._out: list[bytes] = []
-        self._waiting: dict[int, Frame] = {}
-        """Stream requests that are not decided yet, by partition."""
+        self._waiting = WaitingRequests(self._send_answer)
         self._behind: dict[int, None] = {}
         """Partitions to read from their cursors, in turn."""
+        self._paced: dict[int, None] = {}
+        """Those that wait until this node may fill copies again."""
         self._stale: dict[int, None] = {}
         """Partitions whose high watermark the replica does not know, in the order they rose."""
         self._number = 0
@@ -146,12 +145,10 @@ class ReplicaFeed:
         self._asked: deque[tuple[int, int]] = deque()
         """Questions that are not confirmed: question, when it was asked."""
         self._confirmations = 0
-        self._opened_confirmations = 0
-        """How many there were when the newest stream was opened."""
         self._confirmed_ns = 0
         """When the question was asked that was confirmed last."""
         self._now_ns = self._heard_ns = now_ns
-        self._next_beat_ns = now_ns
+        self._next_beat_ns, self.beat_ns = now_ns, BEAT_NS
 
     @property
     def asked_ns(self) -> int:
@@ -164,8 +161,7 @@ class ReplicaFeed:
         """Answer the request for a partition; None: later. Raises ReplicationError."""
         if len(request.extras) != STREAM_REQ_EXTRAS.size:
             raise ReplicationError(
-                f"a stream request has {STREAM_REQ_EXTRAS.size} bytes of extras, "
-                f"not {len(request.extras)}"
+                f"a stream request has {STREAM_REQ_EXTRAS.size} bytes of extras: {request.extras!r}"
             )
         if self._is_closed:
             raise ReplicationError(f"member {self.member} has a newer link")
@@ -173,26 +169,18 @@ class ReplicaFeed:
         told = decode(request.value, ReplicaPosition)
         if request.vb_id >= self._engine.num_vbuckets:
             raise ReplicationError(f"there is no vb {request.vb_id} here")
-        self._refuse_waiting(request.vb_id)
+        self._waiting.refuse(request.vb_id)
         answer = self._side.admit(self, request.vb_id, asked, told, request.opaque)
         if answer is None:
-            self._waiting[request.vb_id] = request
+            self._waiting.keep(request)
         return answer
 
     def decide_waiting(self, vb_id: int) -> None:
         """Answer a request that had to wait, as far as it can be decided now."""
-        request = self._waiting.pop(vb_id, None)
-        if request is not None and (answer := self.stream_request(request)) is not None:
-            self._answer(request, answer)
+        self._waiting.decide(vb_id, self.stream_request)
 
-    def _refuse_waiting(self, vb_id: int) -> None:
-        request = self._waiting.pop(vb_id, None)
-        if request is not None:
-            self._answer(request, FeedAnswer(Status.X_FENCED, b""))
-
-    def _answer(self, request: Frame, answer: FeedAnswer) -> None:
-        status, value = answer
-        self._out.append(pack_response(request.opcode, status, opaque=request.opaque, value=value))
+    def _send_answer(self, packet: bytes) -> None:
+        self._out.append(packet)
         self._schedule()
 
     def open(
@@ -202,23 +190,25 @@ class ReplicaFeed:
         opaque: int,
         seqno: int,
         window: SnapshotWindow | None = None,
+        *,
+        is_filling: bool = False,
     ) -> None:
         """Feed a partition to the replica, which has everything up to `seqno`, or the part of the
-        snapshot `window` up to there.
+        snapshot `window` up to there. `is_filling`: at a pace, until it is level.
         """
         self._drop(vb_id)
-        self._streams[vb_id] = FedStream(
+        self._streams[vb_id] = stream = FedStream(
             epoch, opaque, seqno, self._confirmations, self._number, window
         )
+        stream.is_paced = is_filling
         self._newest_opaque = max(self._newest_opaque, opaque)
-        self._opened_confirmations = self._confirmations
         self._behind[vb_id] = None
         self._stale[vb_id] = None
         self._schedule()
 
     def close_stream(self, vb_id: int) -> None:
         """The replica does not follow a partition any more."""
-        self._refuse_waiting(vb_id)
+        self._waiting.refuse(vb_id)
         self._drop(vb_id)
 
     def _drop(self, vb_id: int) -> FedStream | None:
@@ -230,7 +220,7 @@ class ReplicaFeed:
 
     def end(self, vb_id: int) -> None:
         """Tell the replica that this node is not the partition's master any more."""
-        self._refuse_waiting(vb_id)
+        self._waiting.refuse(vb_id)
         stream = self._drop(vb_id)
         if stream is not None:
             self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.STATE_CHANGED))
@@ -255,12 +245,6 @@ class ReplicaFeed:
         """
         stream = self._streams.get(vb_id)
         if stream is None or stream.confirmations == self._confirmations:
-            return None
-        return self._confirmed_ns
-
-    def all_confirmed_ns(self) -> int | None:
-        """Return the same for all open streams together; None: some were not confirmed yet."""
-        if self._opened_confirmations == self._confirmations:
             return None
         return self._confirmed_ns
 
@@ -342,10 +326,12 @@ class ReplicaFeed:
         """Partitions of a whole group are committed; the replica is told with the next message."""
         seqnos = group.sent_to.get(self.member)
         number = self._untold.get(group.number)
-        # What the replica does not follow any more, it does not commit by number either.
-        is_all = seqnos is committed or (
-            seqnos is not None and self._streams.keys().isdisjoint(seqnos.keys() - committed.keys())
-        )
+        # Another group may have brought less of the same partitions. Of partitions that the replica
+        # does not follow any more, it commits nothing by number.
+        is_all = seqnos is committed or (group.is_committed and not group.left_out)
+        if not is_all and seqnos is not None:
+            followed = seqnos.keys() & self._streams.keys()
+            is_all = all(seqnos[vb_id] <= committed.get(vb_id, -1) for vb_id in followed)
         if number is None or not is_all:
             self.hw_rose(group.seqnos.keys() & committed.keys())
             return
@@ -440,6 +426,9 @@ class ReplicaFeed:
         stream = self._streams.get(vb_id)
         if stream is None or stream.pace is FeedPace.IN_STEP:
             return 0
+        if stream.is_paced and not self._pace.may_send(self.member, self._now_ns):
+            self._paced[vb_id] = None
+            return 0
         part = self._engine.partitions[vb_id]
         if stream.is_overtaken(part):
             self.end(vb_id)  # the replica asks again, and learns what it can have
@@ -460,10 +449,14 @@ class ReplicaFeed:
                 stream.whole_number = self._number
         if stream.sent_seqno == part.synced_seqno and stream.window is None:
             stream.pace = FeedPace.IN_STEP
+            stream.is_paced = False
             self._in_step.add(vb_id)
         else:
             self._behind[vb_id] = None
-        return sum(map(len, entries))
+        size = sum(map(len, entries))
+        if stream.is_paced:
+            self._pace.sent(self.member, size)
+        return size
 
     def _next_entries(self, stream: FedStream, part: Partition) -> list[bytes]:
         """Return the next entries of a partition that is behind. Raises StoreDamagedError."""
@@ -517,11 +510,15 @@ class ReplicaFeed:
         self._now_ns = self._heard_ns = now_ns
 
     def tick(self, now_ns: int) -> bool:
-        """Ask whether this node is still the master, every BEAT_NS; False: disconnect."""
+        """Ask whether this node is still the master, every `beat_ns`; False: disconnect."""
         self._now_ns = now_ns
+        if self._paced and self._pace.may_send(self.member, now_ns):
+            self._behind.update(self._paced)
+            self._paced.clear()
+            self._schedule()
         is_read = not self._out and len(self._asked) < QUESTIONS_MAX
         if now_ns >= self._next_beat_ns and is_read:  # else enough questions are on their way
-            self._next_beat_ns = now_ns + BEAT_NS
+            self._next_beat_ns = now_ns + self.beat_ns
             self._send((), ())
         return not self._is_closed and now_ns - self._heard_ns < SILENCE_NS_MAX
 
@@ -595,5 +592,6 @@ class ReplicaFeed:
         self._group_seqnos.clear()
         self._committed.clear()
         self._behind.clear()
+        self._paced.clear()
         self._stale.clear()
         self._side.feed_closed(self)

@@ -96,10 +96,11 @@ class _FollowStep(Enum):
 class _FollowedStream:
     """A partition that is followed on the link."""
 
-    __slots__ = ("epoch", "opaque", "retry_ns", "step")
+    __slots__ = ("copy_number", "epoch", "opaque", "retry_ns", "step")
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, copy_number: int) -> None:
         self.epoch = epoch
+        self.copy_number = copy_number
         self.opaque = 0
         self.step = _FollowStep.WAITING
         self.retry_ns = 0
@@ -197,6 +198,8 @@ class ReplicaLink:
         """When a question was confirmed last; 0: none was."""
         self.problem = ""
         """Why the link was closed by this side."""
+        self.is_refused = False
+        """Whether nobody listens at the master's address: its process is dead, not silent."""
         self._out = [
             pack_request(
                 Opcode.DCP_OPEN,
@@ -208,14 +211,16 @@ class ReplicaLink:
 
     # -- what the node core tells ------------------------------------------------------------------
 
-    def follow(self, vb_id: int, epoch: int, now_ns: int) -> None:
-        """Follow a partition whose master is there, in this epoch. A closed link takes no more."""
+    def follow(self, vb_id: int, epoch: int, now_ns: int, copy_number: int = 0) -> None:
+        """Follow a partition whose master is there, in this epoch, with the copy of this number. A
+        closed link takes no more.
+        """
         if self.state is LinkState.CLOSED:
             return
         stream = self._streams.get(vb_id)
-        if stream is None or stream.epoch != epoch:
+        if stream is None or (stream.epoch, stream.copy_number) != (epoch, copy_number):
             self.leave(vb_id)
-            self._streams[vb_id] = _FollowedStream(epoch)
+            self._streams[vb_id] = _FollowedStream(epoch, copy_number)
             self._waiting[vb_id] = None
         if vb_id in self._waiting:
             self._ask_if_due(vb_id, now_ns)
@@ -288,6 +293,11 @@ class ReplicaLink:
 
     def refused(self, why: str) -> None:
         """The connection is of no use, for this reason."""
+        self._close(why)
+
+    def unreachable(self, why: str, *, is_refused: bool) -> None:
+        """No connection could be made, for this reason."""
+        self.is_refused = is_refused
         self._close(why)
 
     def closed(self) -> None:

@@ -73,6 +73,9 @@ class NodeFacts(Protocol):
     def config_version(self) -> tuple[int, int]:
         """Return (revEpoch, rev) of the cluster configuration."""
 
+    def address_of(self, vb_id: int) -> str:
+        """Return host and port of a partition's master, as the map has it; "": it has none now."""
+
     def stats(self, group: bytes) -> list[tuple[str, str]] | None:
         """Return the statistics of a group; None: it is unknown."""
 
@@ -301,6 +304,9 @@ class SessionState:
             self.note("damaged data", opcode=opcode, reason=str(error))
             body = self.error_body(f"the stored data is damaged: {error}", Status.EINTERNAL)
             self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
+        elif isinstance(error, WrongVbucketError) and self.hashes_keys:
+            vb_id = vb_id if error.vb_id is None else error.vb_id
+            self.refuse(opcode, opaque, error.status, self.place_text(vb_id))
         elif isinstance(error, WrongVbucketError):
             self._note_not_my_vbucket(opcode, vb_id)
             self.answer_json(opcode, opaque, error.status, self.map_news.with_refusal())
@@ -459,7 +465,14 @@ class SessionState:
         if part.state == VbState.FENCED:
             return RefusedError(Status.ETMPFAIL, fence_text(part))
         self._await_sync(part.state_group)
-        return WrongVbucketError()
+        return WrongVbucketError(part.vb_id)
+
+    def place_text(self, vb_id: int) -> str:
+        """Return where a partition is, for clients that know none and take no map."""
+        address = self.facts.address_of(vb_id)
+        if address:
+            return f"this key is on another node of the cluster: {address}"
+        return "no node of the cluster serves this key now; try again"
 
     def check_is_current(self, part: Partition) -> None:
         """Raise RefusedError if what this node would tell of the partition may be out of date."""
@@ -490,6 +503,12 @@ class SessionState:
         """
         part = self.engine.partitions[vb_id]
         self._await(vb_id, max(part.last_group, part.branch_group))
+
+    def observes_newest_version(self, vb_id: int) -> None:
+        """Let the answers wait until the partition's newest version is committed, but not for its
+        changes.
+        """
+        self._await(vb_id, self.engine.partitions[vb_id].branch_group)
 
     def _await_read(self, vb_id: int, group: int) -> None:
         if self.acknowledges_as_master:

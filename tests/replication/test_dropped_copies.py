@@ -103,6 +103,38 @@ def test_a_member_that_gets_its_copy_back_before_it_was_emptied_keeps_what_fits(
     assert cluster.record.isr == {"a", "b"}
 
 
+def test_what_a_member_acknowledged_before_does_not_count_for_its_next_copy() -> None:
+    """All of it in one epoch: nothing else tells the two copies apart."""
+    cluster = holding()
+    cluster.write(drop_copies(cluster.record, "b", in_sync_min=1))
+    cluster.tick("b")
+    assert is_empty(cluster.b)
+    cluster.write(add_copy(cluster.record, "b"))
+    for _ in range(5):
+        cluster.tick("a")
+        assert not cluster.a.submits, "b is not asked for as a member in sync"
+    cluster.run(2 * LONG)
+    assert cluster.record.isr == {"a", "b"}
+    assert cluster.b.part.high_seqno == 5
+
+
+def test_who_does_not_know_yet_that_its_copy_was_dropped_is_not_fed_for_the_next_one() -> None:
+    cluster = holding()
+    cluster.write(drop_copies(cluster.record, "b", in_sync_min=1), "a")
+    cluster.write(add_copy(cluster.record, "b"), "a")
+    cluster.run(LONG)
+    assert cluster.record.filling == {"b"}
+    assert cluster.b.part.high_seqno == 5, "it knows of nothing"
+    after = cluster.record
+    cluster.write(drop_copies(after, "b", in_sync_min=1), "b")
+    cluster.tick("b")
+    assert is_empty(cluster.b)
+    cluster.write(after)
+    cluster.run(2 * LONG)
+    assert cluster.record.isr == {"a", "b"}
+    assert cluster.b.part.high_seqno == 5
+
+
 def test_what_was_known_to_be_committed_is_forgotten_with_the_copy() -> None:
     """After a branch on the others, another change may have the seqno of a committed one."""
     cluster = holding()

@@ -159,6 +159,29 @@ def test_a_group_that_was_sent_before_the_in_sync_set_changed_commits_one_by_one
     assert committed(copies.a, 1) == 1, "b has it, and c does not count any more"
 
 
+def test_a_group_is_not_told_as_committed_for_what_an_earlier_one_has_committed() -> None:
+    """Partitions 1 and 2 have different in-sync sets, so a group commits in two steps."""
+    copies = level()
+    copies.write(1, shrink(copies.records[1], ["c"]))
+    copies.rest()
+    put(copies, 2)
+    copies.a.commit()
+    copies.move()
+    copies.nodes["c"].commit()
+    copies.move()
+    put(copies, 1)
+    put(copies, 2)
+    copies.a.commit()
+    copies.move()
+    copies.b.commit()
+    while copies.move():
+        pass
+    assert (committed(copies.a, 1), committed(copies.a, 2)) == (1, 1), "c has not synced the second"
+    assert (committed(copies.b, 1), committed(copies.b, 2)) == (1, 1)
+    copies.rest()
+    assert committed(copies.b, 2) == 2
+
+
 def test_an_acknowledgement_for_a_stream_that_was_opened_again_does_not_count() -> None:
     copies = level()
     put(copies, 1)

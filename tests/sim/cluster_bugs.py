@@ -11,10 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
+from dcp.cluster import plan_steps
+from dcp.cluster.cluster_view import ClusterView
+from dcp.cluster.copy_placement import Chain
 from dcp.cluster.metastore import OutcomeUnknown, StoreResult
 from dcp.cluster.record_writer import OutcomeKind, RecordWriter, WriterEffect
 from dcp.core.groups import Job, WriteGroup
 from dcp.replication import leading, mastership
+from dcp.replication.dropped_copies import DroppedCopies
 from dcp.replication.following import Following
 from dcp.replication.leading import Leading
 from dcp.replication.mastership import Mastership
@@ -29,7 +33,7 @@ from failover import isr, promotion
 from failover.history import FailoverLog
 from failover.isr import Acknowledgement, Candidate
 from failover.promotion import FirstStep
-from failover.replication_record import ReplicationRecord
+from failover.replication_record import ReplicationRecord, add_copy, drop_copies, expand
 from sim.cluster_node import ClusterNode
 from sim.network import Side
 from sim.serving import ServedConnection
@@ -231,6 +235,43 @@ def _keep_streams(_hub: StreamHub, _vb_id: int) -> None:
     """A partition that is fenced keeps its streams."""
 
 
+# -- moves -----------------------------------------------------------------------------------------
+
+
+def _outside_chain(
+    _view: ClusterView, record: ReplicationRecord, chain: Chain, outside: Sequence[str]
+) -> list[str]:
+    """What is not wanted goes as soon as all that is wanted was added, filled or not."""
+    stays = {record.master, record.wanted_master}
+    return [copy for copy in outside if copy not in stays and set(chain) <= {*record.copies}]
+
+
+def _dropped_unchecked(
+    record: ReplicationRecord, members: Iterable[str], *, in_sync_min: int
+) -> ReplicationRecord:
+    return drop_copies(record, members, in_sync_min=0)
+
+
+def _added_in_sync(record: ReplicationRecord, member: str) -> ReplicationRecord:
+    """A copy that is added counts as full: the member may have been one before."""
+    return expand(add_copy(record, member), (member,))
+
+
+def _nothing_to_empty(_dropped: DroppedCopies, _vb_id: int, *, holds_copy: bool) -> None:
+    """A member keeps what it has of partitions that it does not hold."""
+
+
+_take_record = Mastership.take_record
+
+
+def _take_record_only(mastership: Mastership, record: ReplicationRecord) -> list[str]:
+    """What a member acknowledged counts for the copy that it gets later."""
+    acknowledged, levels = dict(mastership._acknowledged), dict(mastership._level_ns)
+    _take_record(mastership, record)
+    mastership._acknowledged, mastership._level_ns = acknowledged, levels
+    return []
+
+
 CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
     "hw-counts-received": ClusterBug(
         "the HW counts what was received, not synced",
@@ -288,8 +329,29 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
     "deposed-keeps-streams": ClusterBug(
         "a deposed master keeps its streams open", (Replaced(StreamHub, "fenced", _keep_streams),)
     ),
+    "drops-early": ClusterBug(
+        "a copy is dropped before the new one is in sync",
+        (
+            Replaced(plan_steps, "_surplus", _outside_chain),
+            Replaced(plan_steps, "drop_copies", _dropped_unchecked),
+        ),
+    ),
+    "added-is-full": ClusterBug(
+        "a copy that is added is taken for full",
+        (Replaced(plan_steps, "add_copy", _added_in_sync),),
+    ),
+    "not-emptied": ClusterBug(
+        "a copy that was dropped is not emptied",
+        (Replaced(DroppedCopies, "note", _nothing_to_empty),),
+    ),
+    "old-copy-counts": ClusterBug(
+        "an acknowledgement of an earlier copy counts",
+        (Replaced(Mastership, "take_record", _take_record_only),),
+    ),
 }
 """Name -> the bug."""
+MOVE_BUGS: Final = frozenset({"drops-early", "added-is-full", "not-emptied", "old-copy-counts"})
+"""Those that only clusters with operators can show."""
 
 
 @contextmanager

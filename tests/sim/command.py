@@ -23,8 +23,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from sim.bugs import BUGS
-from sim.cluster_bugs import CLUSTER_BUGS
-from sim.plan import ACTS
+from sim.cluster_bugs import CLUSTER_BUGS, MOVE_BUGS
+from sim.plan import ACTS, MOVE_NODES
 from sim.run import Options, Report, replay_command, run_seed
 from sim.world import SECOND, Trace
 
@@ -109,6 +109,8 @@ def find_bugs(options: Options, seeds: tuple[int, int], *, keep_on: bool) -> int
     first, last = seeds
     missed = 0
     for bug in CLUSTER_BUGS:
+        if bug in MOVE_BUGS:
+            options = options._replace(nodes=max(options.nodes, MOVE_NODES))
         found: list[Report] = []
         for seed in range(first, last + 1):
             report = attempt(seed, options._replace(bug=bug))

@@ -6,12 +6,14 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from sim import acts, plan
-from sim.cluster_bugs import CLUSTER_BUGS
+from sim.cluster_bugs import CLUSTER_BUGS, MOVE_BUGS
+from sim.plan import MOVE_FAULTS, MOVE_NODES
 from sim.run import Options, replay_command, run_seed
 from sim.world import Trace
 
@@ -19,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NODES = 3
 SEEDS = 750
 CHUNK = 25
+MOVE_SEEDS = 100
 ACT_SEEDS = 20
 FOUND_BY = {
     "hw-counts-received": (0, "in the in-sync set"),
@@ -34,9 +37,13 @@ FOUND_BY = {
     "applied-not-mine": (5, "is not linearizable"),
     "unknown-sent-again": (5, "in the in-sync set"),
     "deposed-keeps-streams": (5, "stands still"),
+    "drops-early": (2, "were dropped"),
+    "added-is-full": (2, "in the in-sync set"),
+    "not-emptied": (2, "without a copy"),
+    "old-copy-counts": (90, "in the in-sync set"),
 }
 """Bug -> a seed that finds it, and how it is told. After a change of the simulator, look for others
-with `python -m tests.sim --nodes 3 --bug all`.
+with `python -m tests.sim --nodes 3 --bug all`; MOVE_BUGS take 4 nodes.
 """
 
 
@@ -51,12 +58,24 @@ def test_clusters_pass(first: int) -> None:
     assert operations > 20 * CHUNK
 
 
+@pytest.mark.parametrize("first", range(0, MOVE_SEEDS, CHUNK))
+def test_clusters_that_move_copies_pass(first: int) -> None:
+    asked: Counter[str] = Counter()
+    for seed in range(first, first + CHUNK):
+        options = Options(nodes=MOVE_NODES)
+        report = run_seed(seed, options)
+        assert report.violations == [], replay_command(seed, options)
+        asked.update(report.faults)
+    assert sum(asked[kind] for kind in MOVE_FAULTS) > CHUNK / 2
+
+
 @pytest.mark.parametrize("bug", FOUND_BY)
 def test_a_bug_of_replication_that_is_put_in_is_found(bug: str) -> None:
     seed, words = FOUND_BY[bug]
-    violations = run_seed(seed, Options(nodes=NODES, bug=bug)).violations
+    nodes = MOVE_NODES if bug in MOVE_BUGS else NODES
+    violations = run_seed(seed, Options(nodes=nodes, bug=bug)).violations
     assert any(words in violation for violation in violations), violations
-    assert run_seed(seed, Options(nodes=NODES)).violations == [], "without the bug it passes"
+    assert run_seed(seed, Options(nodes=nodes)).violations == [], "without the bug it passes"
 
 
 def test_every_bug_is_found() -> None:
@@ -64,7 +83,7 @@ def test_every_bug_is_found() -> None:
 
 
 def test_every_act_is_in_plans() -> None:
-    assert set(plan.ACTS) == acts.ACTS.keys()
+    assert {*plan.ACTS, *plan.MOVE_ACTS} == acts.ACTS.keys()
     assert {*plan.RARE, *plan.OF_THREE, *plan.OF_PATIENCE} <= acts.ACTS.keys()
     drawn = [plan.drawn(random.Random(seed), nodes=3).acts for seed in range(200)]
     for act in plan.ACTS:

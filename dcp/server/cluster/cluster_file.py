@@ -6,6 +6,7 @@ anybody: each process of a member has a higher incarnation than all before it.
 
 from __future__ import annotations
 
+import errno
 import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
@@ -22,6 +23,7 @@ FORMAT: Final = 1
 KEYS_PREFIX: Final = b"/dcpd/"
 """Below this all clusters have their keys in the metadata store."""
 SECRET_BYTES: Final = 32
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 TOKEN_PREFIX: Final = "dcpd-cluster-"  # noqa: S105 - marks tokens, and is none
 
 
@@ -119,8 +121,8 @@ def write_cluster_file(data_dir: Path, content: ClusterFile) -> None:
 
 
 def begin_incarnation(data_dir: Path, content: ClusterFile) -> ClusterFile:
-    """Return the content with the incarnation of this process, which is on disk then. Raises
-    FolderError.
+    """Return the content with the incarnation of this process, which is on disk then, unless the
+    disk is full. Raises FolderError.
     """
     # The time keeps two copies of a folder apart: the one that starts later has the higher number.
     incarnation = max(content.incarnation + 1, time.time_ns() // 1_000_000)
@@ -128,6 +130,8 @@ def begin_incarnation(data_dir: Path, content: ClusterFile) -> ClusterFile:
     try:
         write_cluster_file(data_dir, begun)
     except OSError as error:
+        if error.errno in _NO_ROOM:  # the time alone keeps it above the next one
+            return begun
         raise FolderError(
             f"{data_dir / CLUSTER_FILE}: cannot be written: {error.strerror}"
         ) from error

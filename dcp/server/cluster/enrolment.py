@@ -25,23 +25,27 @@ from dcp.cluster.cluster_records import (
     RecordUnreadableError,
     StoredPartition,
     UsersRecord,
+    decode_partition,
     decode_record,
     encode_partition,
     encode_record,
 )
 from dcp.cluster.metastore import (
     TXN_OPERATIONS_MAX,
+    Delete,
     MetaStore,
     OutcomeUnknown,
     Put,
     Range,
     RangeResult,
+    StoreRefused,
     StoreRequest,
     StoreResult,
     StoreUnavailable,
     Txn,
     TxnResult,
     if_absent,
+    if_unchanged,
 )
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.cluster.process_facts import fit_reads, unfit
@@ -93,6 +97,10 @@ async def ask_again(meta: MetaStore, request: StoreRequest) -> StoreResult:
     give_up_s = loop.time() + ANSWER_S
     while True:
         result = await ask(meta, request)
+        if isinstance(result, StoreRefused):
+            raise EnrolmentError(
+                f"the metadata store refuses this: {result.text}", "Then try again"
+            )
         if not isinstance(result, OutcomeUnknown | StoreUnavailable):
             return result
         if isinstance(result, StoreUnavailable) and result.is_denied:
@@ -190,8 +198,50 @@ async def join_cluster(
         raise EnrolmentError(str(error)) from None
     _check_rack(await _members(meta, keys), member)
     await _check_fits(meta, keys, member)
-    await _put_new(meta, _member_puts(keys, member))
+    await _put_member(meta, keys, member)
     return cluster
+
+
+async def _put_member(meta: MetaStore, keys: ClusterKeys, member: MemberRecord) -> None:
+    """Write a member that no node is. One that an earlier attempt of this folder has left is
+    replaced. Raises EnrolmentError.
+    """
+    key = keys.of_member(KeyKind.MEMBER, member.member)
+    result = await ask_again(
+        meta,
+        Txn((), (
+            Range(key), Range(keys.of_member(KeyKind.ALIVE, member.member)),
+            Range(keys.of_partitions(KeyKind.PARTITION), is_prefix=True),
+        )),
+    )  # fmt: skip
+    if not isinstance(result, TxnResult):
+        raise EnrolmentError(f"the metadata store does not answer: {result}")
+    found, alive, partitions = (read.items for read in result.ranges)
+    if found:
+        try:
+            left = decode_record(found[0], MemberRecord)
+            copies = [decode_partition(item).record.copies for item in partitions]
+        except RecordUnreadableError as error:
+            raise EnrolmentError(str(error)) from None
+        if alive or any(member.member in each for each in copies):
+            raise _taken(key)
+        await _delete(meta, keys, left, found[0].mod_revision)
+    await _put_new(meta, _member_puts(keys, member))
+
+
+async def withdraw(meta: MetaStore, root: bytes, member: MemberRecord) -> None:
+    """Remove a member that did not become one. Raises EnrolmentError."""
+    keys = ClusterKeys(root)
+    found = await ask_again(meta, Range(keys.of_member(KeyKind.MEMBER, member.member)))
+    if isinstance(found, RangeResult) and found.items:
+        await _delete(meta, keys, member, found.items[0].mod_revision)
+
+
+async def _delete(meta: MetaStore, keys: ClusterKeys, left: MemberRecord, revision: int) -> None:
+    """Delete a member's record and its name, unless the record has changed."""
+    key = keys.of_member(KeyKind.MEMBER, left.member)
+    deletes = (Delete(key), Delete(keys.of_name(left.name)))
+    await ask_again(meta, Txn((if_unchanged(key, revision),), deletes))
 
 
 async def _check_fits(meta: MetaStore, keys: ClusterKeys, newcomer: MemberRecord) -> None:

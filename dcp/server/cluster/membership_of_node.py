@@ -26,10 +26,14 @@ def cluster_refusal(settings: Settings) -> ClusterRefusedError | None:
             "must mean that every copy in sync is on disk",
             "Restart this node with --durability commit",
         )
-    if settings.tls_only == "on" and not is_loopback(settings.host):
+    if (
+        settings.tls_only == "on"
+        and settings.cluster_tls == "off"
+        and not is_loopback(settings.host)
+    ):
         return ClusterRefusedError(
             "--tls-only on leaves other nodes no port: nodes connect without TLS",
-            "Use a network of their own, and --tls-only off",
+            "Use --cluster-tls on, or --tls-only off and a network of their own",
         )
     if settings.host in _WILDCARDS and not settings.advertise_host:
         return ClusterRefusedError(
@@ -58,7 +62,11 @@ def replicated_node(
         commit_timeout_ns=int(settings.commit_timeout_s * 1e9),
         acknowledges_as_master=settings.acknowledge == "master",
         replica_lag_max_ns=int(settings.replica_lag_max_s * 1e9),
+        beat_ns=int(settings.heartbeat_s * 1e9),
+        unheard_ns=int(settings.suspect_after_s * 1e9),
+        lease_s=int(settings.lease_s),
         value_bytes_max=settings.value_bytes_max,
+        fill_bytes_per_s=settings.rebalance_rate,
     )
     return ReplicatedNode(parts, member, identity, choices, access)
 
@@ -69,6 +77,7 @@ def own_record(replicated: ReplicatedNode, settings: Settings, ports: Ports) -> 
         member=replicated.member, address=address_of(settings, ports.kv),
         name=replicated.identity.name, rack=replicated.identity.rack, admin_port=ports.admin,
         kv_tls_port=ports.kv_tls, admin_tls_port=ports.admin_tls,
+        owns_store=replicated.identity.owns_store,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -41,16 +42,20 @@ from dcp.replication.loss_receipt import CutOff, ElectionLoss, cut_off_receipt, 
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged, StepDue
+from dcp.server.access.link_tls import LinkTls, LinkTrouble
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
 from dcp.server.cluster.election_log import ElectionLog
 from dcp.server.cluster.enrolment import EnrolmentError, ask
-from dcp.server.cluster.map_shown import MapShown
+from dcp.server.cluster.enrolment_state import Enrolment, Happening, Standing
+from dcp.server.cluster.map_shown import MapShown, tls_address_of
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
+from dcp.server.cluster.own_clock import OwnClock
 from dcp.server.cluster.own_record import OwnRecord
 from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.quarantine_files import keep_cut_off
+from dcp.server.cluster.receipt_files import keep_election
 from dcp.server.cluster.shared_manifest import ManifestNotChangedError, SharedManifest
 from dcp.server.cluster.shared_users import SharedUsers
 from dcp.server.net.cluster_config import ClusterConfig
@@ -83,6 +88,12 @@ MAP_S: Final = 0.01
 """How long changes of the map are gathered: an election changes hundreds of records."""
 
 
+_REMOVED_ADVICE: Final = (
+    "Its data folder stays as it is. To let this node join again, start it with an empty --data "
+    "folder"
+)
+
+
 class MembershipOverError(RuntimeError):
     """Another process is the member, or has its address, or the versions differ."""
 
@@ -97,6 +108,7 @@ class ServerParts(NamedTuple):
     connections: Connections
     config: ClusterConfig
     users: Users
+    link_tls: LinkTls | None
     tasks: Tasks
     log: EventLog
     data_dir: Path
@@ -113,7 +125,11 @@ class ReplicationChoices(NamedTuple):
     commit_timeout_ns: int
     acknowledges_as_master: bool
     replica_lag_max_ns: int
+    beat_ns: int
+    unheard_ns: int
+    lease_s: int
     value_bytes_max: int
+    fill_bytes_per_s: int = 0
     prefers_first: bool = True
     elects_uncleanly: bool = False
 
@@ -132,6 +148,7 @@ class ReplicatedNode:
         """`member` is the id of the data folder. Nothing is served until `start`."""
         self.acknowledges_as_master = choices.acknowledges_as_master
         self.identity = identity
+        self.enrolment = Enrolment(Standing.MEMBER)
         self.member = member
         self._parts = parts
         self._choices = choices
@@ -139,6 +156,7 @@ class ReplicatedNode:
         self.session = session = ClusterSession(
             identity.root, member, identity.incarnation,
             CoordinatorSettings(choices.elects_uncleanly, choices.prefers_first),
+            lease_s=choices.lease_s,
         )  # fmt: skip
         self._driver = StoreDriver(session, access.meta, elapsed_ns, self._take, self._guarded)
         self.core = ReplicationCore(
@@ -146,8 +164,11 @@ class ReplicatedNode:
             ReplicationSettings(
                 min_in_sync=identity.min_in_sync,
                 replica_lag_max_ns=choices.replica_lag_max_ns,
+                beat_ns=choices.beat_ns,
+                unheard_ns=choices.unheard_ns,
                 acknowledges_as_master=choices.acknowledges_as_master,
                 value_bytes_max=choices.value_bytes_max,
+                fill_bytes_per_s=choices.fill_bytes_per_s,
             ),
             cluster=identity.cluster, carry_out=self._driver.carry_out, depose=self._depose,
             now_ns=elapsed_ns(),
@@ -158,6 +179,7 @@ class ReplicatedNode:
         self._map: MapShown
         self.manifest = SharedManifest(session.view, parts.engine, access.meta, self.core.settle)
         self._users = SharedUsers(session.view, parts.users, access.meta, parts.tasks, parts.log)
+        self._clock = OwnClock(session, access.meta, parts.log)
         self._elections = ElectionLog(session.view)
         self._links: list[MemberLink] = []
         self._loop = asyncio.get_running_loop()
@@ -167,6 +189,9 @@ class ReplicatedNode:
         self._is_stopped = False
         self._has_started = self._has_registered = False
         self._turns = 0
+        self._why_idle = ""
+        self.troubles: dict[str, LinkTrouble] = {}
+        """By node, why this one has no link to it although it runs, and what to try."""
         self.wrong_store = ""
         """Why the metadata store is not that of this cluster; "" if it is, or is not known."""
         self._effects: Final[dict[type, Callable[[Any], None]]] = {
@@ -217,12 +242,30 @@ class ReplicatedNode:
         except ManifestNotChangedError as error:
             raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
 
+    def hosts(self) -> frozenset[str]:
+        """Return the hosts at which the members are reached."""
+        addresses = (stored.content.address for stored in self.session.view.members.values())
+        return frozenset(address.rpartition(":")[0].strip("[]") for address in addresses)
+
+    def clock_problems(self) -> tuple[str, ...]:
+        """Return whose wall clock is off."""
+        return tuple(self._clock.problems())
+
+    @property
+    def why_idle(self) -> str:
+        """Why this node takes no part in the cluster; "": it does."""
+        return self._why_idle
+
     def served(self) -> int:
         """Return how many partitions this node serves now."""
         return sum(part.state == VbState.ACTIVE for part in self._parts.engine.partitions)
 
-    def start(self) -> None:
-        """Take part in the cluster: what is in the log is on disk, and it can be written."""
+    def start(self, why_idle: str = "") -> None:
+        """Take part in the cluster: what is in the log is on disk, and it can be written. With
+        `why_idle` this node only follows the records, to tell its clients where the partitions are.
+        """
+        self._why_idle = why_idle
+        self.session.membership.may_register = not why_idle
         if not self._has_started:
             self._has_started = True
             self._parts.tasks.begin(self._begin())
@@ -298,6 +341,7 @@ class ReplicatedNode:
 
     def stop(self) -> None:
         """Take no further part: end links, watches and timers."""
+        self.enrolment.happened(Happening.STOPPED)
         self._is_stopped = True
         self._driver.close()
         for timer in (self._next_tick, self._next_map):
@@ -321,7 +365,16 @@ class ReplicatedNode:
         """
         membership = self.session.membership
         if membership.state in {MembershipState.REPLACED, MembershipState.REFUSED}:
+            if self.enrolment.standing is Standing.MEMBER:
+                self.enrolment.happened(Happening.REPLACED)
             raise MembershipOverError(membership.why_over)
+        view = self.session.view
+        key = view.keys.of_member(KeyKind.MEMBER, self.member)
+        if view.is_loaded and not view.mod_revision(key):
+            raise MembershipOverError(
+                f"node {self.identity.name} was removed from its cluster, and takes no further "
+                f"part. {_REMOVED_ADVICE}"
+            )
         if membership.has_registered and not self._has_registered:
             self._has_registered = True
             self.core.records_changed(elapsed_ns(), tuple(self.session.view.partitions))
@@ -333,6 +386,7 @@ class ReplicatedNode:
         if not self._check_membership():
             return
         self._own.tick(now_ns)
+        self._clock.tick(now_ns)
         for feed in tuple(self.core.leading.feeds.values()):
             feed.tick(now_ns)
         if self._turns % CORE_TURNS == 0:
@@ -352,8 +406,11 @@ class ReplicatedNode:
         if isinstance(effect, ViewChanged):
             self.manifest.adopt()
             self._users.adopt()
+            self._clock.view_changed()
             if may_act:
                 self.core.records_changed(now_ns, effect.vb_ids)
+            else:
+                self._map_changed()
         elif isinstance(effect, WriteOutcome):
             self.core.outcome(now_ns, effect)
         elif isinstance(effect, Elected):
@@ -389,7 +446,7 @@ class ReplicatedNode:
         self._is_carrying = False
         for each in self._links:
             each.flush()
-        self._links = [each for each in self._links if not each.is_over]
+        self._links = [each for each in self._links if not self._has_ended(each)]
         if self._parts.engine.keyspace.has_pending:
             self._parts.kick()
 
@@ -402,14 +459,34 @@ class ReplicatedNode:
         if stored is None:
             link.closed()
             return
-        connection = MemberLink(link, self.identity.secret, self._link_moved)
+        record, tls = stored.content, self._parts.link_tls
+        name = f"node {record.name or record.member}"
+        connection = MemberLink(link, self.identity.secret, self._link_moved, tls=tls, name=name)
         self._links.append(connection)
-        self._parts.tasks.begin(connection.dial(stored.content.address))
+        address = record.address if tls is None else tls_address_of(record)
+        if address:
+            self._parts.tasks.begin(connection.dial(address))
+        else:
+            advice = "Start it with --tls-cert, and with the same --cluster-tls"
+            connection.cannot_dial(LinkTrouble(f"{name} offers no TLS", advice))
+
+    def _has_ended(self, connection: MemberLink) -> bool:
+        """Whether nothing more comes of a connection; tell once why there is none."""
+        if connection.is_in:
+            self.troubles.pop(connection.name, None)
+        if not connection.is_over:
+            return False
+        known = self.troubles.pop(connection.name, None)
+        if connection.trouble is not None:
+            self.troubles[connection.name] = connection.trouble
+            if connection.trouble != known:
+                self._log.warning("no link to another node", reason=str(connection.trouble))
+        return True
 
     def _link_moved(self) -> None:
         self._guarded(self._carry_out)
 
-    def _map_changed(self, _effect: MapChanged) -> None:
+    def _map_changed(self, _effect: MapChanged | None = None) -> None:
         self._parts.connections.release()  # a larger in-sync set may be what an answer waits for
         if self._next_map is None:
             self._next_map = self._loop.call_later(MAP_S, self._guarded, self._show_map)
@@ -440,6 +517,17 @@ class ReplicatedNode:
 
     def _election_loss(self, lost: ElectionLoss) -> None:
         self._log.warning("loss receipt", **election_receipt(lost))
+        self._parts.tasks.begin(self._keep_receipt(lost))
+
+    async def _keep_receipt(self, lost: ElectionLoss) -> None:
+        keep = partial(keep_election, self._parts.data_dir, lost, time.time())
+        try:
+            await asyncio.to_thread(keep)
+        except OSError as error:
+            self._log.error(
+                "the receipt of an unclean election cannot be written to a file; this log has it",
+                vb_id=lost.vb_id, reason=str(error),
+            )  # fmt: skip
 
     def _branch_ended(self, ended: BranchEnded) -> None:
         self._log.info("branch decided", **ended._asdict())

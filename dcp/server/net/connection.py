@@ -157,7 +157,10 @@ class ClientConnection(asyncio.Protocol):
         address = transport.get_extra_info("peername") or ("", 0)
         self.peer_host = str(address[0])
         self.peer = f"{address[0]}:{address[1]}"
-        self.logins = self._access.logins_of(str(address[0]), self.peer, is_tls=self._is_tls)
+        self.logins = self._access.logins_of(
+            self.peer_host, self.peer, is_tls=self._is_tls,
+            certificate=transport.get_extra_info("peercert"),
+        )  # fmt: skip
         self.logins.on_outcome = self._login_checked
         if self._end_handshake is not None:
             self._end_handshake()

@@ -1,0 +1,103 @@
+"""Copies that are filled for the first time come at a pace; nothing else does."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp.replication.fill_pace import BURST_NS, FillPace
+from dcp.replication.mastership import ReplicationSettings
+from failover.replication_record import add_copy, drop_copies, expand
+from support.core_cluster import MS, CoreCluster
+
+RATE = 20_000
+SECOND = 1_000_000_000
+LONG = 700 * MS
+
+
+def sent_in(seconds: float, links: str, size: int, rate: int = RATE) -> dict[str, int]:
+    """Return what links send that ask every 50 ms."""
+    pace, sent = FillPace(rate), dict.fromkeys(links, 0)
+    for turn in range(int(seconds * 20)):
+        for link in links:
+            while pace.may_send(link, turn * 50 * MS) and sent[link] < 10**9:
+                pace.sent(link, size)
+                sent[link] += size
+    return sent
+
+
+@pytest.mark.parametrize("size", [100, 7_000])
+def test_links_share_the_rate_whatever_the_size_of_messages(size: int) -> None:
+    sent = sent_in(20, "abc", size)
+    assert sum(sent.values()) == pytest.approx(20 * RATE, rel=0.1, abs=3 * size)
+    assert max(sent.values()) - min(sent.values()) <= size + RATE / 3
+
+
+def test_a_pause_is_not_made_up_for() -> None:
+    pace = FillPace(RATE)
+    assert pace.may_send("a", 0)
+    pace.sent("a", 1)
+    later = 100 * SECOND
+    sent = 0
+    while pace.may_send("a", later):
+        pace.sent("a", 100)
+        sent += 100
+    assert sent <= RATE * BURST_NS / SECOND + 100
+
+
+def test_a_link_that_fills_nothing_any_more_takes_no_share() -> None:
+    pace = FillPace(RATE)
+    pace.may_send("b", 0)
+    sent = 0
+    for turn in range(200):
+        while pace.may_send("a", turn * 50 * MS):
+            pace.sent("a", 500)
+            sent += 500
+    assert sent == pytest.approx(10 * RATE, rel=0.15)
+
+
+def test_without_a_rate_there_is_no_limit() -> None:
+    pace = FillPace(0)
+    for _ in range(1000):
+        assert pace.may_send("a", 0)
+        pace.sent("a", 1 << 20)
+
+
+def filling(rate: int) -> CoreCluster:
+    """Return a cluster whose node b has to be filled with 100 kB."""
+    settings = ReplicationSettings(min_in_sync=1, fill_bytes_per_s=rate, section_bytes=1000)
+    cluster = CoreCluster(settings=settings)
+    cluster.run(LONG)
+    cluster.write(drop_copies(cluster.record, "b", in_sync_min=1))
+    for number in range(100):
+        cluster.a.put(b"\0k%d" % number, bytes(900))
+    cluster.run(LONG)
+    cluster.write(add_copy(cluster.record, "b"))
+    return cluster
+
+
+def test_a_new_copy_is_filled_at_the_rate_and_then_not_held_up() -> None:
+    cluster = filling(RATE)
+    cluster.run(2 * SECOND)
+    held = cluster.b.part.high_seqno
+    assert 30 <= held <= 60, "2 s of 20 kB"
+    cluster.run(4 * SECOND)
+    assert cluster.record.isr == {"a", "b"}
+    for number in range(100):
+        cluster.a.put(b"\0more%d" % number, bytes(900))
+    cluster.settle()
+    assert cluster.b.part.high_seqno == 200
+
+
+def test_without_a_rate_a_new_copy_is_filled_at_once() -> None:
+    cluster = filling(0)
+    cluster.run(200 * MS)
+    assert cluster.b.part.high_seqno == 100
+
+
+def test_a_full_copy_that_fell_behind_is_not_paced() -> None:
+    cluster = filling(RATE)
+    cluster.write(expand(cluster.record, "b"))  # as if it had been full, and missed all of it
+    for wire in cluster.wires:
+        wire.cut()
+    cluster.run(300 * MS)
+    assert cluster.b.part.high_seqno == 100
