@@ -335,14 +335,9 @@ class ReplicaFeed:
         """Partitions of a whole group are committed; the replica is told with the next message."""
         seqnos = group.sent_to.get(self.member)
         number = self._untold.get(group.number)
-        is_all = (
-            seqnos is committed
-            or group.is_committed
-            or (
-                seqnos is not None  # another group may have brought less of the same partitions
-                and all(seqno <= committed.get(vb_id, -1) for vb_id, seqno in seqnos.items())
-            )
-        )
+        is_all = seqnos is committed or group.is_committed
+        if not is_all and seqnos is not None:  # an earlier group may have committed less of them
+            is_all = all(seqno <= committed.get(vb_id, -1) for vb_id, seqno in seqnos.items())
         if number is None or not is_all:
             self.hw_rose(group.seqnos.keys() & committed.keys())
             return
