@@ -1,13 +1,14 @@
-"""Builds the hot modules as C extensions from the same source, on request.
+"""Builds C extensions: the hot modules, compiled by mypyc, and the loops in C (vbucket/native).
 
-    DCPD_COMPILE=1 pip install .      a wheel with them
-    scripts/compile                   in place, beside the sources (scripts/compile --remove)
+    pip install .          a wheel with them, where there are a C compiler and Python's headers
+    scripts/install        beside the sources (scripts/compile does only this part)
 
-DCPD_COMPILE_LEVEL is the C compiler's optimisation level (3). The build needs a C compiler,
-Python's headers, mypyc, and the packages whose types the modules use. pip installs these packages
+Where they cannot be built, the same modules run as plain Python, and `dcpd --version` says why.
+DCPD_COMPILE=0 builds plain Python; DCPD_COMPILE=1 fails where the extensions cannot be built.
+DCPD_COMPILE_LEVEL is the C compiler's optimisation level (3). pip installs what the build needs
 into its isolated build environment, in the versions that requirements/compile.txt locks.
-scripts/compile takes them from .venv. Without compiling, the same modules run as plain Python.
-`COMPILED` lists the compiled modules: the path of a SET, a GET and a stream.
+scripts/compile takes it from .venv. `COMPILED` lists the compiled modules: the path of a SET, a GET
+and a stream, and what the store process does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -46,6 +48,7 @@ COMPILED: Final = (
     "vbucket/store/lmdb_pages.py",
     "vbucket/log/record.py",
     "vbucket/upkeep/merge.py",
+    "vbucket/upkeep/staging.py",
     "vbucket/engine/partition.py",
     "vbucket/store/runs.py",
     "vbucket/store/store.py",
@@ -53,12 +56,33 @@ COMPILED: Final = (
     "vbucket/engine/versions.py",
     "vbucket/store/opened_blocks.py",
 )
+LOOPS: Final = "vbucket.native.loops"
+LOOPS_SOURCES: Final = (
+    "vbucket/native/loops.c",
+    "vbucket/native/blocks.c",
+    "vbucket/native/compaction.c",
+    "vbucket/native/counts.c",
+    "vbucket/native/crc32c.c",
+    "vbucket/native/staging.c",
+)
+LOOPS_HEADERS: Final = (
+    "vbucket/native/blocks.h",
+    "vbucket/native/compaction.h",
+    "vbucket/native/counts.h",
+    "vbucket/native/crc32c.h",
+    "vbucket/native/staging.h",
+)
 PACKAGES: Final = ("dcp", "vbucket", "failover")
 """Packages that are needed for the types of these modules."""
 GROUP: Final = "dcpd"
 """The build makes one library, dcpd__mypyc, and for each module a stub that loads it."""
 SOURCES: Final = "dcp/compiled_sources.txt"
 """The compiled sources with their checksums, so that changed sources are noticed."""
+PLAIN_BECAUSE: Final = "dcp/plain_because.txt"
+"""Why a wheel has no extensions."""
+KEPT_FOLDER: Final = "compiled"
+"""Below the environment: what was compiled in place last, of each form. It is copied from there, so
+that scripts that want another form need not compile again."""
 LIBRARY_PATTERNS: Final = ("*.so", "*.pyd")
 LOCK: Final = "requirements/compile.txt"
 """What a compiled build needs in addition to hatchling; written by scripts/lock."""
@@ -67,13 +91,16 @@ _PIN: Final = re.compile(r"^([A-Za-z0-9_.-]+==[^\\\n]+?)\s*\\?$", re.MULTILINE)
 
 _SETUP: Final = """
 import sys
-from mypyc.build import mypycify
-from setuptools import setup
-level, group, *modules = sys.argv[1:]
+from setuptools import Extension, setup
+level, group, loops, *sources = sys.argv[1:]
 sys.argv[1:] = ["-q", "build_ext", "--build-lib", "built"]
-extensions = mypycify(
-    ["--config-file", "mypy.ini", *modules], opt_level=level, group_name=group, multi_file=True
-)
+if sources[0].endswith(".c"):
+    extensions = [Extension(loops, sources, extra_compile_args=["-O" + level, "-std=c11"])]
+else:
+    from mypyc.build import mypycify
+    extensions = mypycify(
+        ["--config-file", "mypy.ini", *sources], opt_level=level, group_name=group, multi_file=True
+    )
 setup(name=group, packages=[], ext_modules=extensions)
 """
 _MYPY: Final = "[mypy]\nstrict = True\nignore_missing_imports = True\n"
@@ -83,10 +110,20 @@ class CompileError(Exception):
     """The modules could not be compiled; the text says why and what to try."""
 
 
-def sources_text(root: Path) -> str:
-    """Return a line with checksum and path for each module."""
-    sums = (hashlib.sha256((root / name).read_bytes()).hexdigest() for name in COMPILED)
-    return "".join(f"{digest}  {name}\n" for digest, name in zip(sums, COMPILED, strict=True))
+def sources_text(root: Path, *, loops_only: bool = False) -> str:
+    """Return a line with checksum and path for each source."""
+    names = (*LOOPS_SOURCES, *LOOPS_HEADERS, *(() if loops_only else COMPILED))
+    sums = (hashlib.sha256((root / name).read_bytes()).hexdigest() for name in names)
+    return "".join(f"{digest}  {name}\n" for digest, name in zip(sums, names, strict=True))
+
+
+def cannot_compile() -> str:
+    """Return why nothing can be compiled here, "" if it can."""
+    compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+    if shutil.which(compiler.split()[0]) is None:
+        return f"there is no C compiler ({compiler.split()[0]})"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return "" if header.exists() else f"Python's headers are missing ({header})"
 
 
 def locked_packages(root: Path) -> list[str]:
@@ -106,40 +143,51 @@ def locked_packages(root: Path) -> list[str]:
     return found
 
 
-def compile_into(root: Path, target: Path) -> list[Path]:
+def compile_into(root: Path, target: Path, *, loops_only: bool = False) -> list[Path]:
     """Compile the sources in `root`; put the libraries, and what they were made of, under `target`.
 
     Return their paths below it. Raises CompileError.
     """
-    level = os.environ.get("DCPD_COMPILE_LEVEL", "3")
+    if why := cannot_compile():
+        raise CompileError(f"nothing can be compiled: {why}")
     with tempfile.TemporaryDirectory(prefix="dcpd-compile-") as folder:
         work = Path(folder)
         for package in PACKAGES:
-            for source in (root / package).rglob("*.py"):
-                copy = work / source.relative_to(root)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, copy)
+            for source in (root / package).rglob("*.*"):
+                if source.suffix in {".py", ".pyi", ".c", ".h"}:
+                    copy = work / source.relative_to(root)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source, copy)
         (work / "mypy.ini").write_text(_MYPY)
-        done = subprocess.run(  # noqa: S603 - our own command
-            [sys.executable, "-c", _SETUP, level, GROUP, *COMPILED],
-            cwd=work, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            why = (done.stdout + done.stderr)[-3000:]
-            raise CompileError(
-                f"the hot modules could not be compiled:\n{why}\nIt takes a C compiler, Python's "
-                f"headers, and the packages of {LOCK}, which pip installs for the build unless "
-                "--no-build-isolation is given. Everything also works uncompiled, only slower."
-            )
+        _run_setup(work, LOOPS_SOURCES)  # first, because it fails within a second
+        if not loops_only:
+            _run_setup(work, COMPILED)
         built = work / "built"
         found = sorted(path for pattern in LIBRARY_PATTERNS for path in built.rglob(pattern))
         names = [path.relative_to(built) for path in found]
         for path, name in zip(found, names, strict=True):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.move(path, target / name)
-    sources = Path(SOURCES)
-    (target / sources).write_text(sources_text(root))
-    return [*names, sources]
+    listing = Path(SOURCES)
+    (target / listing).parent.mkdir(parents=True, exist_ok=True)
+    (target / listing).write_text(sources_text(root, loops_only=loops_only))
+    return [*names, listing]
+
+
+def _run_setup(work: Path, sources: tuple[str, ...]) -> None:
+    """Build C extensions of these sources below `work`. Raises CompileError."""
+    level = os.environ.get("DCPD_COMPILE_LEVEL", "3")
+    done = subprocess.run(  # noqa: S603 - our own command
+        [sys.executable, "-c", _SETUP, level, GROUP, LOOPS, *sources],
+        cwd=work, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        why = (done.stdout + done.stderr)[-3000:]
+        raise CompileError(
+            f"the hot modules could not be compiled:\n{why}\nIt takes a C compiler, Python's "
+            f"headers, and the packages of {LOCK}, which pip installs for the build unless "
+            "--no-build-isolation is given. Everything also works uncompiled, only slower."
+        )
 
 
 def remove_from(root: Path) -> int:
@@ -158,22 +206,40 @@ def remove_from(root: Path) -> int:
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
-    """Hatchling calls it for every build. It only acts on wheels under DCPD_COMPILE=1."""
+    """Hatchling calls it for every build. It only acts on wheels that are not editable."""
 
     PLUGIN_NAME = "custom"
 
     def dependencies(self) -> list[str]:
         """Return what the build needs besides hatchling; pip asks before it builds."""
-        return locked_packages(Path(self.root)) if _is_asked_for() else []
+        wish = _wish()
+        if wish == "0" or (not wish and cannot_compile()):
+            return []
+        return locked_packages(Path(self.root))
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the libraries to a wheel."""
-        if not _is_asked_for() or self.target_name != "wheel" or version == "editable":
+        """Add the libraries to a wheel, or the reason why it has none."""
+        wish = _wish()
+        if self.target_name != "wheel" or version == "editable":
             return
         root = Path(self.root)
         self._folder = tempfile.TemporaryDirectory(prefix="dcpd-wheel-")
         target = Path(self._folder.name)
-        for name in compile_into(root, target):
+        try:
+            if wish == "0":
+                raise CompileError("DCPD_COMPILE=0")
+            names = compile_into(root, target)
+        except CompileError as error:
+            if wish == "1":
+                raise
+            reason = str(error).splitlines()[0].rstrip(":")
+            print(f"dcpd: built as plain Python: {reason}", file=sys.stderr)
+            if str(error) != reason:
+                print(error, file=sys.stderr)
+            (target / "reason").write_text(reason + "\n")
+            build_data["force_include"][str(target / "reason")] = PLAIN_BECAUSE
+            return
+        for name in names:
             build_data["force_include"][str(target / name)] = str(name)
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
@@ -185,25 +251,78 @@ class CustomBuildHook(BuildHookInterface[Any]):
             folder.cleanup()
 
 
-def _is_asked_for() -> bool:
-    return os.environ.get("DCPD_COMPILE", "") not in {"", "0"}
+def _wish() -> str:
+    """Return DCPD_COMPILE: "0", "1" or "" (where it can be done)."""
+    wish = os.environ.get("DCPD_COMPILE", "")
+    if wish not in {"", "0", "1"}:
+        raise CompileError(f"DCPD_COMPILE is {wish!r}; it must be 0 or 1, or not be set")
+    return wish
+
+
+def is_in_place(root: Path, *, loops_only: bool) -> bool:
+    """Whether exactly these sources are compiled in place, for this interpreter."""
+    listing = root / SOURCES
+    if not listing.exists():
+        return False
+    if listing.read_text() != sources_text(root, loops_only=loops_only):
+        return False
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    names = (LOOPS_SOURCES[0], *(() if loops_only else COMPILED))
+    return all((root / name).with_suffix(suffix).exists() for name in names)
+
+
+def compile_in_place(root: Path, *, loops_only: bool) -> str:
+    """Compile beside the sources, or take what was compiled of the same sources before, from
+    KEPT_FOLDER. Return what was done. Raises CompileError.
+    """
+    if is_in_place(root, loops_only=loops_only):
+        return ""
+    what = "the loops in C" if loops_only else f"the loops in C and {len(COMPILED)} modules"
+    level = os.environ.get("DCPD_COMPILE_LEVEL", "3")
+    lock = (root / LOCK).read_bytes() if (root / LOCK).exists() else b""
+    made_of = [
+        path.read_bytes()
+        for package in PACKAGES
+        for path in sorted((root / package).rglob("*.py*"))
+        if path.suffix in {".py", ".pyi"} and not loops_only
+    ]
+    facts = f"{sys.version} {level} {sources_text(root, loops_only=loops_only)}".encode()
+    digest = hashlib.sha256(b"".join([facts, lock, Path(__file__).read_bytes(), *made_of]))
+    kept = Path(sys.prefix) / KEPT_FOLDER / ("loops" if loops_only else "all")
+    stamp = kept / digest.hexdigest()
+    remove_from(root)
+    if not stamp.exists():
+        shutil.rmtree(kept, ignore_errors=True)
+        names = compile_into(root, kept, loops_only=loops_only)
+        stamp.write_text("".join(f"{name}\n" for name in names))
+    for name in stamp.read_text().splitlines():
+        shutil.copy2(kept / name, root / name)
+    return f"compiled {what} beside the sources"
+
+
+USAGE: Final = """usage: scripts/compile [--loops | --remove]
+  --loops   only the loops in C (vbucket/native), which takes seconds; the rest is plain Python
+  --remove  remove what was compiled
+"""
 
 
 def main(arguments: list[str]) -> int:
     """Compile in place, or remove that again."""
     root = Path(__file__).resolve().parent
-    print(f"removed {remove_from(root)} files")
-    if arguments == ["--remove"]:
-        return 0
-    if arguments:
-        print("usage: scripts/compile [--remove]", file=sys.stderr)
+    if arguments not in ([], ["--loops"], ["--remove"]):
+        print(USAGE, end="", file=sys.stderr)
         return 2
     try:
-        names = compile_into(root, root)
+        if arguments == ["--remove"] or _wish() == "0":
+            removed = remove_from(root)
+            if removed or arguments:
+                print(f"removed {removed} files: dcpd runs as plain Python")
+            return 0
+        if done := compile_in_place(root, loops_only=bool(arguments)):
+            print(done)
     except CompileError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"compiled {len(COMPILED)} modules into {len(names) - 1} libraries beside the sources")
     return 0
 
 

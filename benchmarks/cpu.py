@@ -10,10 +10,14 @@ processor time, so the figures hold on a busy machine. The output is one JSON do
 - get_memory, get_cached, get_merged   the same for GET
 - get_absent                        a GET of an absent key, with others in the store
 - get_filling                       a GET from the store that goes into the item cache
-- merge                             an entry of a merge of new keys
+- merge, merge_update               an entry of a merge: new keys, uniform updates of all keys
+- compact                           a version that a compaction drops
 - backfill_memory, backfill_merged  a change of a backlog, up to the bytes for the socket
 - backfill_bare                    backfill_merged, for a client without collections
 - live                              a SET that one stream follows, less the SET
+
+merge, merge_update and compact run in C if the loops are built (vbucket/native); --without-loops
+runs their twins in Python.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
 from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord
 from vbucket.store.store import Store
+from vbucket.upkeep.compaction import Compactor, Floors
 from vbucket.upkeep.merge import merge
 
 BATCH: Final = 64
@@ -81,7 +86,8 @@ class CoreNode:
     version = "benchmark"
     bucket = "default"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, native: bool = True) -> None:
+        self.native = native
         drawn = random.Random(1)
         self.env = LmdbEnv(folder, TABLES)
         node = NodeRecord(STORE_FORMAT_VERSION, self.env.engine, "00", False, "commit", 0)
@@ -102,6 +108,9 @@ class CoreNode:
 
     def config_version(self) -> tuple[int, int]:
         return (1, 1)
+
+    def address_of(self, _vb_id: int) -> str:
+        return ""
 
     def stats(self, _group: bytes) -> list[tuple[str, str]] | None:
         return None
@@ -157,13 +166,30 @@ class CoreNode:
         device = self.writer.device
         segments = [(number, device.read(number)) for number in device.segments()[:-1]]
         began = time.process_time()
-        report = merge(self.env, segments)
+        report = merge(self.env, segments, native=self.native)
         seconds = time.process_time() - began
         self.engine.keyspace.merged(report)
         self.engine.keyspace.drop_frozen(0, NUM_VBUCKETS)
         for number, _ in segments:
             device.delete(number)
         return report.entries, seconds
+
+    def compact(self) -> tuple[int, float]:
+        """Compact as far as a raised floor lets it; return the versions and processor seconds."""
+        todo = {
+            vb_id: Floors(record.high_seqno * 9 // 10, 0)
+            for vb_id, record in self.store.partitions().items()
+        }
+        compactor = Compactor(native=self.native)
+        versions = 0
+        began = time.process_time()
+        while todo:
+            report = compactor.run(self.env, list(todo), lambda: False, floors=todo)
+            assert not report.damages
+            versions += report.versions
+            for vb_id in report.finished:
+                del todo[vb_id]
+        return versions, time.process_time() - began
 
 
 def drive(node: CoreNode, session: Session, batches: Iterable[bytes]) -> float:
@@ -229,10 +255,29 @@ def measure_live(node: CoreNode, keys: int, count: int, pool: list[bytes]) -> fl
     return seconds
 
 
-def measure(folder: Path, keys: int, count: int, value_bytes: int) -> dict[str, float]:
+def measure_upkeep(
+    node: CoreNode, session: Session, updates: list[list[bytes]]
+) -> dict[str, float]:
+    """Merge uniform updates, each list for itself; then compact."""
+    seconds = {}
+    for batches in updates:
+        node.merge()
+        drive(node, session, batches)
+    gc.collect()
+    gc.freeze()
+    entries, spent = node.merge()
+    seconds["merge_update"] = spent / entries
+    versions, spent = node.compact()
+    seconds["compact"] = spent / versions
+    return seconds
+
+
+def measure(
+    folder: Path, keys: int, count: int, value_bytes: int, *, native: bool = True
+) -> dict[str, float]:
     """Everything, in microseconds per operation."""
     pool = workload.values(1, value_bytes)
-    node = CoreNode(folder)
+    node = CoreNode(folder, native=native)
     session = node.session()
     gc.set_threshold(*GC_THRESHOLDS)
     seconds: dict[str, float] = {}
@@ -270,6 +315,8 @@ def measure(folder: Path, keys: int, count: int, value_bytes: int) -> dict[str, 
     upper = [half + index for index in indexes(3, half, count)]
     seconds["set_merged"] = drive(node, session, sets(upper)) / count
     seconds["set_memory"] = drive(node, session, sets(upper)) / count
+    updates = [sets(indexes(seed, keys, max(count, 3 * keys // 4))) for seed in (10, 11)]
+    seconds |= measure_upkeep(node, session, updates)
     seconds["live"] = measure_live(node, keys, count, pool) / count
     figures = {name: round(1e6 * each, 3) for name, each in seconds.items()}
     figures["backfill_merged_bytes_per_second"] = round(sent / (keys * seconds["backfill_merged"]))
@@ -281,10 +328,14 @@ def main() -> int:
     parser.add_argument("--keys", type=int, default=500_000)
     parser.add_argument("--operations", type=int, default=100_000, help="per figure, at least")
     parser.add_argument("--value-bytes", type=int, default=128)
+    parser.add_argument("--without-loops", action="store_true", help="upkeep in Python")
     options = parser.parse_args()
     count = options.operations // BATCH * BATCH
     with tempfile.TemporaryDirectory() as folder:
-        figures = measure(Path(folder), options.keys, count, options.value_bytes)
+        figures = measure(
+            Path(folder), options.keys, count, options.value_bytes,
+            native=not options.without_loops,
+        )  # fmt: skip
     print(json.dumps(figures))
     return 0
 

@@ -8,6 +8,8 @@ slicing (benchmarks/answers.py). The output is one JSON document: operations a s
 batch (p50, p99, p99.99, maximum), errors, and the generator's share of a core. That share must be
 far below 1. Otherwise the generator is the bottleneck.
 
+With `--timeline` the document also has a row for each second: operations, p99, longest batch.
+
 With `--load` it writes the keys 0 to `--keys` - 1 once each, and stops.
 """
 
@@ -58,6 +60,7 @@ class Load:
     """Operations built before the clock starts, over all connections; they are sent in turn."""
     seed: int = 1
     load: bool = False
+    timeline: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,34 @@ class Result:
     errors: int
     first_error: str
     generator_cpu_share: float
+    timeline: list[tuple[int, int, int, int]]
+    """With `--timeline`: second, operations answered in it, p99_us, max_us."""
+
+
+class Timeline:
+    """Figures of each second since measuring began."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int, int, int]] = []
+        self._second = 0
+        self._operations = 0
+        self._histogram = Histogram()
+
+    def add(self, at_s: float, operations: int, latency_us: int) -> None:
+        """Count a batch that was answered."""
+        while int(at_s) > self._second:
+            self.end_second()
+        self._operations += operations
+        self._histogram.add(latency_us)
+
+    def end_second(self) -> None:
+        """Make a row of the second; one without an answer has zeros."""
+        found = self._histogram
+        self.rows.append(
+            (self._second, self._operations, found.percentile(99), found.percentile(100))
+        )
+        self._second += 1
+        self._operations, self._histogram = 0, Histogram()
 
 
 class Connection:
@@ -204,6 +235,7 @@ def run(load: Load) -> Result:
     connections: list[Connection] = []
     selector = selectors.DefaultSelector()
     histogram = Histogram()
+    timeline = Timeline()
     operations = 0
     try:
         connections.extend(
@@ -226,7 +258,10 @@ def run(load: Load) -> Result:
                     continue
                 if clock.is_measuring:
                     operations += connection.operations
-                    histogram.add((time.perf_counter_ns() - connection.sent_ns) // 1000)
+                    latency_us = (time.perf_counter_ns() - connection.sent_ns) // 1000
+                    histogram.add(latency_us)
+                    if load.timeline:
+                        timeline.add(clock.spent()[0], connection.operations, latency_us)
                 if not connection.send_next():
                     selector.unregister(connection.socket)
                 elif connection.unsent:
@@ -242,7 +277,7 @@ def run(load: Load) -> Result:
         histogram.percentile(50), histogram.percentile(99), histogram.percentile(99.99),
         histogram.percentile(100), len(histogram), sum(counter.errors for counter in counters),
         next((counter.first_error for counter in counters if counter.first_error), ""),
-        round(cpu / wall, 3),
+        round(cpu / wall, 3), timeline.rows,
     )  # fmt: skip
 
 
@@ -282,6 +317,7 @@ def parse_arguments(arguments: list[str]) -> Load:
     parser.add_argument("--value-bytes", type=int, default=Load.value_bytes)
     parser.add_argument("--prebuilt", type=int, default=Load.prebuilt)
     parser.add_argument("--seed", type=int, default=Load.seed)
+    parser.add_argument("--timeline", action="store_true", help="also a row for each second")
     parser.add_argument("--load", action="store_true", help="write every key once, then stop")
     return Load(**vars(parser.parse_args(arguments)))
 

@@ -268,6 +268,19 @@ def memory_bytes(pid: int) -> dict[str, int]:
     return total
 
 
+def written_bytes(pid: int) -> int:
+    """Bytes that a process, its descendants, and those that have ended, sent to the disk."""
+    total = 0
+    for process in descendants(pid):
+        try:
+            lines = Path(f"/proc/{process}/io").read_text().splitlines()
+        except OSError:
+            continue
+        fields = dict(line.split(": ") for line in lines)
+        total += int(fields["write_bytes"]) - int(fields["cancelled_write_bytes"])
+    return total
+
+
 def folder_bytes(folder: Path) -> int:
     """The disk space of a folder."""
     total = 0

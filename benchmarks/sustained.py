@@ -5,17 +5,20 @@
 
 Keys are chosen uniformly; 8 connections x 64 in flight, 128-byte values. With `--load` every key is
 written once first. The peers run in turn, each alone on the machine; `--runs` repeats everything.
-Besides rate and latency, the output has memory and disk at the end, and for our server the time
-until it answers again after SIGKILL.
+Besides rate and latency, the output has memory and disk at the end, and what was written to the
+disk for each byte changed. With `--restart` it has the time until the server answers again after
+SIGKILL. With `--png` it draws rate, p99, disk and memory over time, of the last run of each peer.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Final
 
-from benchmarks.peers import PEERS, Peer, folder_bytes, memory_bytes
+from benchmarks import workload
+from benchmarks.peers import PEERS, Peer, folder_bytes, memory_bytes, written_bytes
 from benchmarks.report import Report
 from benchmarks.run import (
     LOAD_SHAPE,
@@ -28,28 +31,36 @@ from benchmarks.run import (
     reported,
     say,
 )
+from benchmarks.timeline import Lines, draw, sampled
 
 PREBUILT_MIN: Final = 524_288
 PREBUILT_PER_KEY: Final = 2
 """Operations built beforehand per key, and sent in turn: nearly every key is used."""
+VALUE_BYTES: Final = 128
 PREBUILT_MAX: Final = 12_000_000
 """Their requests take up to 350 bytes each."""
 
 
-def measure(report: Report, options: argparse.Namespace, peer: Peer, run: int) -> None:
+def measure(
+    report: Report, options: argparse.Namespace, peer: Peer, run: int, lines: dict[str, Lines]
+) -> None:
     """One peer, one run, on an empty folder."""
     what = f"{options.keys:,} keys, {options.seconds:.0f} s"
     prebuilt = min(PREBUILT_MAX, max(PREBUILT_MIN, PREBUILT_PER_KEY * options.keys))
     peer.start()
+    written = written_bytes(peer.pid)
     if options.load:
         loaded = generate(peer.protocol, peer.port, LOAD_SHAPE, "--load", "--keys", options.keys)
         rate = loaded["operations_per_second"]
         report.add(peer.name, f"{options.keys:,} new keys", rate, unit="op/s", more_is_better=True)
         say(f"  {peer.name:6} wrote {options.keys:,} keys, {rate:,.0f} op/s")
-    result = generate(
-        peer.protocol, peer.port, LOAD_SHAPE, "--seconds", options.seconds, "--keys", options.keys,
-        "--prebuilt", prebuilt, "--seed", run + 1,
-    )  # fmt: skip
+        written = written_bytes(peer.pid)
+    with sampled(peer) as samples:
+        result = generate(
+            peer.protocol, peer.port, LOAD_SHAPE, "--seconds", options.seconds,
+            "--keys", options.keys, "--prebuilt", prebuilt, "--seed", run + 1, "--timeline",
+        )  # fmt: skip
+    lines[peer.name] = Lines(result["timeline"], samples)
     record_sets(report, peer.name, result, what)
     for name, key in (("p99.99", "p9999_us"), ("longest", "max_us")):
         report.add(peer.name, f"{what}, {name}", result[key] / 1000, unit="ms",
@@ -57,6 +68,10 @@ def measure(report: Report, options: argparse.Namespace, peer: Peer, run: int) -
     for kind, count in memory_bytes(peer.pid).items():
         report.add(peer.name, f"{what}, memory, {kind}", count / MIB, unit="MiB",
                    more_is_better=False)  # fmt: skip
+    changed = result["operations"] * (VALUE_BYTES + len(workload.key_of(0)))
+    report.add(peer.name, f"{what}, written for each byte changed",
+               (written_bytes(peer.pid) - written) / changed, unit="bytes",
+               more_is_better=False)  # fmt: skip
     report.add(peer.name, f"{what}, on disk", folder_bytes(peer.folder) / MIB, unit="MiB",
                more_is_better=False)  # fmt: skip
     if not options.restart:
@@ -80,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--load", action="store_true", help="write every key once before")
     parser.add_argument("--restart", action="store_true", help="kill and start again at the end")
+    parser.add_argument("--png", type=Path, help="draw the figures over time into this file")
     add_output_options(parser)
     options = parser.parse_args()
     check_names(parser, options.peers, PEERS)
@@ -88,14 +104,18 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_arguments()
+    lines: dict[str, Lines] = {}
     with reported(options) as (report, folder):
         for run in range(options.runs):
             for name in options.peers:
                 peer = PEERS[name](folder / f"{name}-{run}")
                 try:
-                    measure(report, options, peer, run)
+                    measure(report, options, peer, run, lines)
                 finally:
                     peer.discard()
+    if options.png:
+        title = f"SET 8 x 64, {options.keys:,} keys, 128-byte values"
+        draw(options.png, title, lines)
     return 0
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from clients.consumer.rollback_strategy import OnRollback
     from clients.consumer.starting_point import Start
     from clients.errors import (
+        AmbiguousStatusError,
         AmbiguousWriteError,
         AuthenticationError,
         CasMismatchError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         ConnectError,
         ConnectionLostError,
         DcpdError,
+        DurabilityImpossibleError,
         ExistsError,
         HistoryBranchedError,
         InvalidRequestError,
@@ -74,11 +76,19 @@ if TYPE_CHECKING:
         StreamOpened,
         SystemEvent,
     )
-    from clients.kv.client import KvClient, Pipeline
+    from clients.kv.client import KvClient
+    from clients.kv.pipeline import Pipeline
     from clients.kv.sync_client import SyncKv
     from clients.link.topology import ClusterNode, Topology
     from clients.mirror.mirror import Mirror
-    from clients.operation import Document, MutationResult, Outcome, vbucket_of
+    from clients.operation import (
+        CounterResult,
+        Document,
+        DurabilityLevel,
+        MutationResult,
+        Outcome,
+        vbucket_of,
+    )
     from clients.position import Position
     from clients.sync import SyncConsumer, SyncMirror
 
@@ -97,37 +107,100 @@ __getattr__ = lazy_names(
         "consumer.group": "Group",
         "consumer.rollback_strategy": "OnRollback",
         "consumer.starting_point": "Start",
-        "errors": "AmbiguousWriteError AuthenticationError CasMismatchError"
-        " CheckpointError ConnectError ConnectionLostError DcpdError ExistsError"
+        "errors": "AmbiguousStatusError AmbiguousWriteError AuthenticationError CasMismatchError"
+        " CheckpointError ConnectError ConnectionLostError DcpdError"
+        " DurabilityImpossibleError ExistsError"
         " HistoryBranchedError InvalidRequestError NoAccessError NotFoundError"
         " NotMyVbucketError OperationTimeoutError RangeError RollbackRequiredError"
         " ServerError StatusError StreamViolationError TemporaryError TooBigError"
         " TopologyError UnknownCollectionError UnsupportedError WrongProtocolError",
         "event": "Deletion Event Mutation Rollback SeqnoAdvanced SnapshotEnd"
         " SnapshotStart StreamEnded StreamFailed StreamOpened SystemEvent",
-        "kv.client": "KvClient Pipeline",
+        "kv.client": "KvClient",
+        "kv.pipeline": "Pipeline",
         "kv.sync_client": "SyncKv",
         "link.topology": "ClusterNode Topology",
         "mirror.mirror": "Mirror",
-        "operation": "Document MutationResult Outcome vbucket_of",
+        "operation": "CounterResult Document DurabilityLevel MutationResult Outcome vbucket_of",
         "position": "Position",
         "sync": "SyncConsumer SyncMirror",
     },
 )
 
 __all__ = [
-    "AmbiguousWriteError", "AsyncCheckpointStore", "AuthenticationError", "CasMismatchError",
-    "Checkpoint", "CheckpointError", "CheckpointFile", "CheckpointStore", "ClusterNode",
-    "ConnectError", "ConnectionLostError", "Consumer", "ConsumerMetrics", "DcpdError", "Deletion",
-    "Delivery", "Document", "Event", "ExistsError", "Group", "HistoryBranchedError",
-    "InvalidRequestError", "KvClient", "LmdbCheckpoint", "Measured", "MemoryCheckpoint", "Mirror",
-    "Mutation", "MutationResult", "NoAccessError", "NotFoundError", "NotMyVbucketError",
-    "OnRollback", "OperationTimeoutError", "Outcome", "Pipeline", "Position", "RangeError",
-    "Rollback", "RollbackRequiredError", "SeqnoAdvanced", "ServerAddress", "ServerCheckpoint",
-    "ServerError", "SnapshotEnd", "SnapshotStart", "Start", "StatusError", "StreamEnded",
-    "StreamFailed", "StreamOpened", "StreamViolationError", "SyncConsumer", "SyncKv", "SyncMirror",
-    "SystemEvent", "TemporaryError", "TooBigError", "Topology", "TopologyError",
-    "UnknownCollectionError", "UnsupportedError", "WrongProtocolError", "__version__",
-    "decode_checkpoint", "decode_position", "encode_checkpoint", "encode_position",
-    "export_prometheus", "parse_address", "vbucket_of",
+    "AmbiguousStatusError",
+    "AmbiguousWriteError",
+    "AsyncCheckpointStore",
+    "AuthenticationError",
+    "CasMismatchError",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointFile",
+    "CheckpointStore",
+    "ClusterNode",
+    "ConnectError",
+    "ConnectionLostError",
+    "Consumer",
+    "ConsumerMetrics",
+    "CounterResult",
+    "DcpdError",
+    "Deletion",
+    "Delivery",
+    "Document",
+    "DurabilityImpossibleError",
+    "DurabilityLevel",
+    "Event",
+    "ExistsError",
+    "Group",
+    "HistoryBranchedError",
+    "InvalidRequestError",
+    "KvClient",
+    "LmdbCheckpoint",
+    "Measured",
+    "MemoryCheckpoint",
+    "Mirror",
+    "Mutation",
+    "MutationResult",
+    "NoAccessError",
+    "NotFoundError",
+    "NotMyVbucketError",
+    "OnRollback",
+    "OperationTimeoutError",
+    "Outcome",
+    "Pipeline",
+    "Position",
+    "RangeError",
+    "Rollback",
+    "RollbackRequiredError",
+    "SeqnoAdvanced",
+    "ServerAddress",
+    "ServerCheckpoint",
+    "ServerError",
+    "SnapshotEnd",
+    "SnapshotStart",
+    "Start",
+    "StatusError",
+    "StreamEnded",
+    "StreamFailed",
+    "StreamOpened",
+    "StreamViolationError",
+    "SyncConsumer",
+    "SyncKv",
+    "SyncMirror",
+    "SystemEvent",
+    "TemporaryError",
+    "TooBigError",
+    "Topology",
+    "TopologyError",
+    "UnknownCollectionError",
+    "UnsupportedError",
+    "WrongProtocolError",
+    "__version__",
+    "decode_checkpoint",
+    "decode_position",
+    "encode_checkpoint",
+    "encode_position",
+    "export_prometheus",
+    "parse_address",
+    "vbucket_of",
 ]  # fmt: skip

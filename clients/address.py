@@ -1,5 +1,8 @@
 """Addresses of servers with credentials: `dcpd://user:password@host:port/bucket` or `host:port`.
 
+Several hosts of a cluster are separated by commas: `dcpd://a,b:11211,c`. A client needs one of them
+that answers. The others are found with the cluster's map.
+
 Defaults: port 11210, user and password guest (a server accepts them from loopback only), bucket
 `default`. With TLS it is `dcpds://...` and port 11207; `?tls_ca=FILE` names the CA to trust instead
 of the system's, `&tls_cert=FILE` a client certificate with its key.
@@ -12,6 +15,8 @@ from typing import Final, NamedTuple
 DEFAULT_PORT: Final = 11210
 DEFAULT_BUCKET: Final = "default"
 DEFAULT_TLS_PORT: Final = 11207
+HOSTS_MAX: Final = 64
+"""Most hosts in one address. Clients try them shortly after each other, until one answers."""
 _SCHEMES: Final = {
     "dcpd://": False,
     "couchbase://": False,
@@ -35,16 +40,22 @@ class ServerAddress(NamedTuple):
     """PEM file of the CA to trust; "": those that the system trusts."""
     tls_cert: str = ""
     """PEM file of the client's certificate and key; "": none."""
+    others: tuple[tuple[str, int], ...] = ()
+    """Host and port of further nodes of the same cluster."""
 
     @property
     def node(self) -> str:
         """The address as people write it, without credentials."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return ",".join(_written(*place) for place in self.places)
+
+    @property
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """Host and port of each node that the address names, in its order."""
+        return ((self.host, self.port), *self.others)
 
     def at(self, host: str, port: int) -> ServerAddress:
-        """Return another node's address with the same credentials."""
-        return self._replace(host=host, port=port)
+        """Return the address of one node, with the same credentials."""
+        return self._replace(host=host, port=port, others=())
 
 
 def parse_address(text: str) -> ServerAddress:
@@ -62,8 +73,11 @@ def parse_address(text: str) -> ServerAddress:
     credentials, at_sign, place = rest.rpartition("@")
     default_port = DEFAULT_TLS_PORT if is_tls else DEFAULT_PORT
     parameters = _parameters(query, text, is_tls=is_tls)
+    (host, port), *others = _places(place, text, default_port)
     address = ServerAddress(
-        *_host_and_port(place, text, default_port),
+        host,
+        port,
+        others=tuple(others),
         bucket=_unquoted(bucket) or DEFAULT_BUCKET,
         is_tls=is_tls,
         tls_ca=parameters.get("tls_ca", ""),
@@ -97,21 +111,50 @@ def _parameters(query: str, text: str, *, is_tls: bool) -> dict[str, str]:
     return found
 
 
+def _places(hosts: str, text: str, default_port: int) -> list[tuple[str, int]]:
+    """Return host and port of each node. A node that is named twice is an error: a typing mistake
+    would otherwise go unnoticed until the other nodes are gone.
+    """
+    places = [_host_and_port(host.strip(), text, default_port) for host in hosts.split(",")]
+    if len(places) > HOSTS_MAX:
+        raise ValueError(f"server address: {len(places)} hosts; at most {HOSTS_MAX} are taken")
+    for place in places:
+        if places.count(place) > 1:
+            raise ValueError(f"server address {text!r}: {_written(*place)} is named twice")
+    return places
+
+
 def _host_and_port(place: str, text: str, default_port: int) -> tuple[str, int]:
     if place.startswith("["):
         host, bracket, port = place[1:].partition("]")
         if not bracket:
             raise ValueError(f"server address {text!r}: no ] after the IPv6 address")
+        if port and not port.startswith(":"):
+            raise ValueError(f"server address {text!r}: {port!r} after the IPv6 address")
         port = port.removeprefix(":")
     else:
         host, _, port = place.partition(":")
+        if ":" in port:
+            raise ValueError(
+                f"server address {text!r}: {place!r} has several colons; write an IPv6 address"
+                " in brackets, [::1]:11210, and commas between hosts"
+            )
     if not host:
+        if "," in text:
+            raise ValueError(f"server address {text!r}: a host is missing beside a comma")
         raise ValueError(f"server address {text!r}: no host; write HOST:PORT")
+    if bad := next((char for char in host if char.isspace() or char in "@;/"), ""):
+        raise ValueError(f"server address {text!r}: {bad!r} in the host {host!r}; write HOST:PORT")
     if not port:
         return host, default_port
     if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"server address {text!r}: {port!r} is not a port (1 to 65535)")
     return host, int(port)
+
+
+def _written(host: str, port: int) -> str:
+    """Return host and port as people write them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

@@ -3,8 +3,9 @@
     DcpdError                   .status .vb_id .key .node .retry .hint
     ├── ConnectError            cannot connect
     │   └── WrongProtocolError  the port answers, but it is not a key-value port
-    ├── ConnectionLostError     the connection broke with requests pending: their outcome is unknown
-    ├── OperationTimeoutError   no answer in time (also a TimeoutError): the outcome is unknown
+    ├── ConnectionLostError     the connection broke
+    ├── OperationTimeoutError   no answer in time (also a TimeoutError)
+    ├── AmbiguousWriteError     a write that may have been applied, .cause: 0xa3, or no answer
     ├── AuthenticationError     wrong user or password
     ├── TopologyError           the cluster configuration cannot be used
     ├── CheckpointError         a checkpoint is damaged, unusable, or belongs to another selection
@@ -22,17 +23,19 @@
         ├── NoAccessError       0x24
         ├── UnknownCollectionError 0x88, 0x8c
         ├── UnsupportedError    0x81, 0x83
-        ├── AmbiguousWriteError 0xa3: the change was applied, and may yet be lost
+        ├── DurabilityImpossibleError 0xa1: too few copies are in sync, nothing was changed
         ├── TemporaryError      0x82, 0x85, 0x86: nothing was changed, try again later
         └── ServerError         any other status
 
 `str(error)` is one line: what happened, and where. `error.hint` says what to try.
+A write that fails with any error but AmbiguousWriteError has changed nothing.
 `error.retry` is True if the same request can be sent again. TRANSIENT lists the errors that may go
 away with a new connection.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from errno import errorcode
 from typing import ClassVar, Final
 
@@ -122,15 +125,32 @@ class WrongProtocolError(ConnectError):
 
 
 class ConnectionLostError(DcpdError):
-    """The connection broke while requests were pending. A write may have been applied."""
+    """The connection broke while requests were pending."""
 
-    default_hint = "Read the document back before you repeat a write."
+    default_hint = "Check that the server is running: dcpctl status"
 
 
 class OperationTimeoutError(DcpdError, TimeoutError):
-    """The server did not answer within the timeout. A write may have been applied."""
+    """The server did not answer within the timeout."""
 
     default_hint = "Increase the timeout, or check the server: dcpctl status"
+
+
+class AmbiguousWriteError(DcpdError):
+    """A write may have been applied, or not: nobody knows.
+
+    It was sent, and then no answer came (`cause` says why), or the server answered that it cannot
+    tell (status 0xa3). It may also be applied later than this error, or lost in a failover. A write
+    is not repeated then: a counter could count twice, and a SET could overwrite a later one.
+    """
+
+    default_hint = (
+        "Read the document: its value tells whether the change is there. Repeat the change if it is"
+        " not. A change with a CAS can be repeated as it is: it is applied once at most."
+    )
+    may_have_applied = True
+    cause: DcpdError | None = None
+    """Why the answer is missing; None: the server said so."""
 
 
 class AuthenticationError(DcpdError):
@@ -237,11 +257,17 @@ class UnsupportedError(StatusError):
     """The server does not know the command."""
 
 
-class AmbiguousWriteError(StatusError):
-    """The change was applied, but not confirmed in time. It may be kept, or lost in a failover."""
+class AmbiguousStatusError(AmbiguousWriteError, StatusError):
+    """The server applied the change, and does not know whether it is kept (status 0xa3)."""
 
-    default_hint = "Read the document back before you repeat a write."
-    may_have_applied = True
+
+class DurabilityImpossibleError(StatusError):
+    """Too few copies are in sync for this durability level. Nothing was changed."""
+
+    default_hint = (
+        "Wait until a majority of the copies is in sync (dcpctl cluster status), or write without"
+        " a durability level."
+    )
 
 
 class TemporaryError(StatusError):
@@ -264,6 +290,13 @@ This is about connections and streams. `DcpdError.retry` says whether a request 
 """
 
 
+def none_answered(last: DcpdError, places: Sequence[tuple[str, int]]) -> DcpdError:
+    """Return the error for several nodes, none of which answered; the last failed with `last`."""
+    if len(places) == 1:
+        return last
+    return ConnectError(f"none of the {len(places)} nodes answered; the last one: {last}")
+
+
 _CLASSES: dict[int, type[StatusError]] = {
     Status.KEY_ENOENT: NotFoundError,
     Status.KEY_EEXISTS: ExistsError,
@@ -280,7 +313,8 @@ _CLASSES: dict[int, type[StatusError]] = {
     Status.ENOMEM: TemporaryError,
     Status.EBUSY: TemporaryError,
     Status.ETMPFAIL: TemporaryError,
-    Status.SYNC_WRITE_AMBIGUOUS: AmbiguousWriteError,
+    Status.SYNC_WRITE_AMBIGUOUS: AmbiguousStatusError,
+    Status.DURABILITY_IMPOSSIBLE: DurabilityImpossibleError,
 }
 TEMPORARY_STATUSES: Final = frozenset(
     status for status, error_class in _CLASSES.items() if error_class is TemporaryError

@@ -11,13 +11,14 @@ Expiry: 0 never, up to 30 days relative seconds, above that absolute Unix second
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from enum import IntEnum
 from struct import Struct
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 from zlib import crc32
 
 from clients.errors import ConnectError, DcpdError, TooBigError, error_from_status
 from dcp.wire.frame import HEADER, MAX_KEY_BYTES, MAX_VALUE_BYTES, Frame, RemoteProtocolError
-from dcp.wire.message import MUTATION_TOKEN, U32
+from dcp.wire.message import MUTATION_TOKEN, U32, U64
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
 from vbucket.model import ids
@@ -25,13 +26,52 @@ from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, NUM_VBUCKETS
 
 Operation = tuple[int, bytes, bytes, bytes, int]
 
+
+class DurabilityLevel(IntEnum):
+    """What a write waits for before its answer.
+
+    In a dcpd cluster all levels above NONE mean the same: the change is on the disks of all copies
+    in sync, and those are a majority. NONE asks for what the server does by itself.
+    """
+
+    NONE = 0
+    MAJORITY = 1
+    MAJORITY_AND_PERSIST_TO_ACTIVE = 2
+    PERSIST_TO_MAJORITY = 3
+
+
+DurabilityChoice = (
+    DurabilityLevel
+    | Literal["none", "majority", "majority_and_persist_to_active", "persist_to_majority"]
+)
+DURABILITY_NAMES: Final = tuple(level.name.lower() for level in DurabilityLevel)
+_DURABILITY_FRAME: Final = Struct(">BBH")
+"""Id 1 and length 3 of the frame info, level, timeout in ms."""
+_DURABILITY_HEAD: Final = 1 << 4 | 3
+_DURABILITY_MS_MAX: Final = 65_534
+"""The frame reserves 65535, and 0."""
+_SERVER_SHARE: Final = 0.9
+"""Share of the time left that the server gets for a durable write. So it can say AMBIGUOUS before
+the client stops waiting (as Couchbase's SDKs do)."""
+_COUNTER_EXTRAS: Final = Struct(">QQI")
+_NO_INITIAL: Final = 0xFFFF_FFFF
+"""Expiry of a counter that is not created."""
+_COUNTERS: Final = frozenset({Opcode.INCREMENT, Opcode.DECREMENT})
+_DURABLE: Final = frozenset(
+    {Opcode.SET, Opcode.ADD, Opcode.REPLACE, Opcode.DELETE, Opcode.INCREMENT, Opcode.DECREMENT}
+)
+
 STORE_EXTRAS: Final = Struct(">II")
 COLLECTION_ID_EXTRAS: Final = Struct(">QI")
 """Of an answer to GET_COLLECTION_ID: manifest uid, collection id."""
 _NO_OPTIONS: Final = STORE_EXTRAS.pack(0, 0)
+_READS: Final = frozenset({Opcode.GET, Opcode.GET_REPLICA})
 _STORES: Final = frozenset({Opcode.SET, Opcode.ADD, Opcode.REPLACE})
 _NAMES: Final = {
     Opcode.GET: "get",
+    Opcode.GET_REPLICA: "get from replica",
+    Opcode.INCREMENT: "increment",
+    Opcode.DECREMENT: "decrement",
     Opcode.SET: "set",
     Opcode.ADD: "add",
     Opcode.REPLACE: "replace",
@@ -65,9 +105,22 @@ class MutationResult(NamedTuple):
     seqno: int
 
 
+class CounterResult(NamedTuple):
+    """The result of a counter: its new number, and the rest as in MutationResult."""
+
+    number: int
+    cas: int
+    vb_id: int
+    vb_uuid: int
+    seqno: int
+
+
+Token = MutationResult | CounterResult
+"""What tells where a change is: its partition, version and seqno."""
+
 _T = TypeVar("_T")
 
-Outcome = Document | MutationResult | DcpdError
+Outcome = Document | MutationResult | CounterResult | DcpdError
 """Result of one operation of a batch."""
 
 
@@ -113,6 +166,54 @@ def vbucket_of(key: bytes | str, num_vbuckets: int = NUM_VBUCKETS) -> int:
 def get_operation(key: bytes | str) -> Operation:
     """Return a GET."""
     return Opcode.GET, key_bytes(key), b"", b"", 0
+
+
+def get_replica_operation(key: bytes | str, at_least: Token | None = None) -> Operation:
+    """Return a GET_REPLICA. With `at_least`, a replica that does not have that change refuses.
+
+    Raises ValueError for a token of another partition, or without a seqno.
+    """
+    raw = key_bytes(key)
+    if at_least is None:
+        return Opcode.GET_REPLICA, raw, b"", b"", 0
+    if not at_least.seqno:
+        raise ValueError("at_least has no seqno: the server granted no mutation tokens")
+    return (
+        Opcode.GET_REPLICA, raw, MUTATION_TOKEN.pack(at_least.vb_uuid, at_least.seqno), b"", 0
+    )  # fmt: skip
+
+
+def counter_operation(
+    opcode: Opcode, key: bytes | str, delta: int, initial: int | None, expiry_s: int, cas: int = 0
+) -> Operation:
+    """Return an INCREMENT or DECREMENT. `initial` None: a missing counter is an error.
+
+    Raises ValueError for numbers that are not 0 to 2**64 - 1.
+    """
+    for name, number in (("delta", delta), ("initial", initial or 0)):
+        if not 0 <= number < 1 << 64:
+            raise ValueError(f"{name} {number}: a counter takes 0 to 2**64 - 1")
+    expiry = _NO_INITIAL if initial is None else expiry_s
+    return opcode, key_bytes(key), _COUNTER_EXTRAS.pack(delta, initial or 0, expiry), b"", cas
+
+
+def durability_of(level: DurabilityChoice) -> DurabilityLevel:
+    """Return a durability level by its name. Raises ValueError that lists the names."""
+    if isinstance(level, DurabilityLevel):
+        return level
+    try:
+        return DurabilityLevel(DURABILITY_NAMES.index(level))
+    except ValueError:
+        names = ", ".join(DURABILITY_NAMES)
+        raise ValueError(f"there is no durability level {level!r}; there are {names}") from None
+
+
+def durability_frame(level: DurabilityLevel, left_s: float) -> bytes:
+    """Return the frame info that asks for a level, with a timeout below the time that is left."""
+    if not level:
+        return b""
+    timeout_ms = max(1, min(int(left_s * _SERVER_SHARE * 1000), _DURABILITY_MS_MAX))
+    return _DURABILITY_FRAME.pack(_DURABILITY_HEAD, level, timeout_ms)
 
 
 def xattr_lookup(path: bytes) -> bytes:
@@ -173,8 +274,12 @@ def pack_operations(
     opaque: int,
     has_collections: bool,
     collection_prefix: bytes = DEFAULT_COLLECTION_PREFIX,
+    framing: bytes = b"",
 ) -> bytes:
-    """Return the packets of many operations, with opaques that count up from `opaque`."""
+    """Return the packets of many operations, with opaques that count up from `opaque`.
+
+    `framing` (`durability_frame`) is for those that change a document.
+    """
     prefix = collection_prefix if has_collections else b""
     prefix_len = len(prefix)
     pack = HEADER.pack
@@ -183,7 +288,16 @@ def pack_operations(
     for (opcode, key, extras, value, cas), vb_id in zip(operations, vb_ids, strict=True):
         key_len, extras_len = len(key) + prefix_len, len(extras)
         body = extras_len + key_len + len(value)
-        append(pack(Magic.REQUEST, opcode, key_len, extras_len, 0, vb_id, body, opaque, cas))
+        if framing and opcode in _DURABLE:
+            body += len(framing)
+            # A flex request: the key's length is one byte, behind that of the framing extras.
+            key_len |= len(framing) << 8
+            append(
+                pack(Magic.FLEX_REQUEST, opcode, key_len, extras_len, 0, vb_id, body, opaque, cas)
+            )
+            append(framing)
+        else:
+            append(pack(Magic.REQUEST, opcode, key_len, extras_len, 0, vb_id, body, opaque, cas))
         append(extras)
         append(prefix)
         append(key)
@@ -204,10 +318,14 @@ def outcome_of(operation: Operation, vb_id: int, frame: Frame, node: str) -> Out
         )  # fmt: skip
     if operation[0] == Opcode.SUBDOC_MULTI_LOOKUP:
         return Document(frame.value, frame.cas)
-    if operation[0] == Opcode.GET:
+    if operation[0] in _READS:
         flags = U32.unpack(frame.extras)[0] if len(frame.extras) == 4 else 0
         return Document(frame.value, frame.cas, flags)
     vb_uuid, seqno = MUTATION_TOKEN.unpack(frame.extras) if len(frame.extras) == 16 else (0, 0)
+    if operation[0] in _COUNTERS:
+        if len(frame.value) != U64.size:
+            return ConnectError(f"a counter of {len(frame.value)} bytes, not 8", node=node)
+        return CounterResult(U64.unpack(frame.value)[0], frame.cas, vb_id, vb_uuid, seqno)
     return MutationResult(frame.cas, vb_id, vb_uuid, seqno)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from sim.run import Options
 from soak import check, churn, flip, kill, power, proxy, simulate, subdoc
 from soak.attack import run as attacking
+from soak.cluster import run as cluster
 from soak.fuzz import resident_bytes, run_round
 
 GROWTH_BYTES_MAX = 64 << 20
@@ -62,6 +63,27 @@ def add_attack(commands: Any) -> None:
     attackers.add_argument("--folder", type=Path, help="where cases work and failed ones are kept")
 
 
+def add_cluster(commands: Any) -> None:
+    """Add the command `cluster`."""
+    clusters = commands.add_parser("cluster", help="three nodes and etcd as processes, and faults")
+    clusters.add_argument("--minutes", type=float, help="stop after this time")
+    clusters.add_argument("--rounds", type=int, help="stop at this seed, over all runs")
+    clusters.add_argument("--round", type=int, metavar="SEED", help="repeat one seed")
+    clusters.add_argument("--state", type=Path, default=Path(".soak-cluster.json"))
+    clusters.add_argument("--keep", type=Path, help="keep folders and logs of all seeds here")
+    clusters.set_defaults(run=soak_cluster)
+
+
+def soak_cluster(arguments: argparse.Namespace) -> int:
+    """Run what `add_cluster` has parsed; return the exit code."""
+    if arguments.round is not None:
+        print(cluster.run_seed(arguments.round, arguments.keep).words())
+        return 0
+    return cluster.soak(
+        arguments.state, minutes=arguments.minutes, rounds=arguments.rounds, keep=arguments.keep
+    )
+
+
 def attack(arguments: argparse.Namespace) -> int:
     """Run what `add_attack` has parsed; return the exit code."""
     if arguments.case is not None:
@@ -84,6 +106,7 @@ def _add_models(commands: Any) -> None:
     subdocs = commands.add_parser("subdoc", help="sub-document operations against a model")
     subdocs.add_argument("--cases", type=int, default=100_000)
     subdocs.add_argument("--seed", type=int, default=1, help="number of the first case")
+    subdocs.set_defaults(run=lambda arguments: subdoc.soak(arguments.cases, arguments.seed))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
     _add_models(commands)
     add_attack(commands)
+    add_cluster(commands)
     return parser
 
 
@@ -127,8 +151,8 @@ def main() -> int:
         if unknown := set(arguments.kinds) - attacking.KINDS.keys():
             parser.error(f"there is no kind {', '.join(sorted(unknown))}")
         return attack(arguments)
-    if arguments.command == "subdoc":
-        return subdoc.soak(arguments.cases, arguments.seed)
+    if hasattr(arguments, "run"):
+        return arguments.run(arguments)
     if arguments.command == "proxy":
         if arguments.round is None:
             return proxy.soak(arguments.events, arguments.state, arguments.writes)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
+from dcp.compiled import problem
+
 # A machine that is busy must not fail a test: examples have no deadline. The same examples in every
 # run, unless new ones are asked for: a change is judged by what it changes, not by luck.
 settings.register_profile("same", deadline=None, print_blob=True, derandomize=True)
@@ -39,6 +41,12 @@ FIRST = (
 LEFT_OUT = pytest.StashKey[int]()
 TURN, QUIET = Path(__file__), Path(__file__).with_name("test_project.py")
 """Files to lock, see `quiet`; any would do."""
+
+
+def pytest_configure(config):
+    """Refuse to test what is not the code of the sources, as dcpd does."""
+    if stale := problem():
+        pytest.exit(f"{stale}; scripts/install test does what its form needs", returncode=4)
 
 
 def pytest_collection_modifyitems(config, items):

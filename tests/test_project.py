@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import hatch_build
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("dcp", "vbucket", "failover", "clients")
 FUNCTION_LINES_MAX = 70
@@ -64,6 +66,7 @@ def tracked_files() -> list[Path]:
 TRACKED = tracked_files()
 PYTHON = [path for path in TRACKED if path.suffix == ".py"]
 PRODUCT = [path for path in PYTHON if path.relative_to(ROOT).parts[0] in PACKAGES]
+C_SOURCES = [path for path in TRACKED if path.suffix in {".c", ".h"}]
 SCRIPTS = [path for path in TRACKED if path.relative_to(ROOT).parts[0] in {"scripts", ".ci"}]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -114,11 +117,29 @@ def test_files_stay_readable():
     assert too_long == []
 
 
-def test_lines_of_scripts_fit():
+def test_c_is_only_in_the_native_package_and_short():
+    """The same limits as for Python."""
+    assert {name_of(path.parent) for path in C_SOURCES} == {"vbucket/native"}
+    built = {*hatch_build.LOOPS_SOURCES, *hatch_build.LOOPS_HEADERS}
+    assert {name_of(path) for path in C_SOURCES} == built, "all of it is built, and checked"
+    too_long = []
+    for path in C_SOURCES:
+        lines = path.read_text().splitlines()
+        too_long += [name_of(path)] if len(lines) > FILE_LINES_MAX else []
+        begins = [at for at, line in enumerate(lines) if line == "{"]
+        ends = [at for at, line in enumerate(lines) if line == "}"]
+        assert len(begins) <= len(ends), f"{name_of(path)}: a brace of a function stands alone"
+        for begin in begins:
+            length = min(end for end in ends if end > begin) - begin + 1
+            too_long += [f"{name_of(path)}:{begin}"] if length > FUNCTION_LINES_MAX else []
+    assert too_long == []
+
+
+def test_lines_of_scripts_and_c_fit():
     """Ruff sees to those of Python."""
     too_long = [
         f"{name_of(path)}:{number}"
-        for path in SCRIPTS
+        for path in [*SCRIPTS, *C_SOURCES]
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if len(line) > LINE_CHARS_MAX
     ]

@@ -173,9 +173,9 @@ class Restore:
             config = link.handshake.config
         finally:
             link.close()
-        topology = single_node(address.host, address.port)
+        topology = single_node(link.address.host, link.address.port)
         if config:
-            topology = parse_topology(config, address.host, is_tls=address.is_tls)
+            topology = parse_topology(config, link.address.host, is_tls=address.is_tls)
         writer = RestoreWriter(
             address, topology, self._options,
             features=self._features, retry_pause_s=self._retry_pause_s,

@@ -208,7 +208,7 @@ class RestoreWriter:
             assert link.handshake is not None
             if link.handshake.config:
                 self._topology = parse_topology(
-                    link.handshake.config, self._address.host, is_tls=self._address.is_tls
+                    link.handshake.config, link.address.host, is_tls=self._address.is_tls
                 )
         finally:
             link.close()

@@ -336,8 +336,8 @@ class Backup:
             config = link.handshake.config
             self._collections = await collections_of(link)
             if config:
-                return parse_topology(config, self._address.host, is_tls=self._address.is_tls)
-            return single_node(self._address.host, self._address.port)
+                return parse_topology(config, link.address.host, is_tls=link.address.is_tls)
+            return single_node(link.address.host, link.address.port)
         finally:
             link.close()
 

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Final, TextIO
+from pathlib import Path
+from typing import Any, Final
 
 import click
 
+from clients.cli import cluster_changes
 from clients.cli.admin_api import AdminClient
+from clients.cli.cluster_nodes import STATUS_PATH, admin_of_named
+from clients.cli.cluster_status_command import receipts, status, words
 from clients.cli.dcpctl import Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
-from clients.errors import ConnectError, ConnectionLostError, DcpdError, OperationTimeoutError
-from clients.kv.sync_client import SyncKv
+from clients.cli.standard_input import standard_input
+from clients.errors import DcpdError, OperationTimeoutError
 
-STATUS_PATH: Final = "/api/v1/cluster/status"
 POLL_S: Final = 0.1
-_NODE_COLUMNS: Final = (
-    ("name", "node"),
-    ("address", "address"),
-    ("rack", "rack"),
-    ("is_alive", "up"),
-    ("masters", "master of"),
-    ("in_sync", "in sync"),
-    ("filling", "filling"),
-    ("copies", "copies"),
-)
+TOKEN_BYTES_MAX: Final = 4096
+"""A token has about 250 bytes; the rest is the URL of its metadata store."""
 _MAP_COLUMNS: Final = (
     ("vb", "vbucket"),
     ("master", "master"),
@@ -50,12 +45,8 @@ def cluster() -> None:
     """Make clusters of nodes, and see how they are."""
 
 
-def _admin(target: Target) -> AdminClient:
-    """Return a client for the admin port of the node that was named."""
-    with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
-        nodes = kv.topology().nodes
-    port = target.address.port
-    return AdminClient(target, next((node for node in nodes if node.kv_port == port), nodes[0]))
+for _command in (status, receipts, *cluster_changes.COMMANDS):
+    cluster.add_command(_command)
 
 
 @cluster.command(
@@ -80,10 +71,10 @@ def _admin(target: Target) -> AdminClient:
 @with_target
 def init(*, target: Target, **wanted: Any) -> None:
     """Make a cluster."""
-    admin = _admin(target)
+    admin = admin_of_named(target)
     body = {name: value for name, value in wanted.items() if value not in {None, ""}}
     answer = admin.request("POST", "/api/v1/cluster/init", body)
-    _wait(admin, target, lambda status: status["served_here"] == status["partitions"])
+    _wait(admin, target, lambda told: told["served_here"] == told["partitions"])
     _tell_token(target, answer)
 
 
@@ -96,35 +87,56 @@ def init(*, target: Target, **wanted: Any) -> None:
     )
 )
 @click.option("--token", help="Printed by init, and by dcpctl cluster token.")
-@click.option("--token-file", type=click.File(), help="File with it; - is standard input.")
+@click.option("--token-file", metavar="FILE", help="File with it; - is standard input.")
 @click.option("--name", default="", help="Name of the node.")
 @click.option("--rack", default="", help="Its rack.")
 @with_target
-def join(*, target: Target, token: str | None, token_file: TextIO | None, **wanted: Any) -> None:
+def join(*, target: Target, token: str | None, token_file: str | None, **wanted: Any) -> None:
     """Join a cluster."""
     if (token is None) == (token_file is None):
         raise click.UsageError("name the token: --token TOKEN, or --token-file FILE")
-    admin = _admin(target)
     body = {name: value for name, value in wanted.items() if value}
-    body["token"] = token if token_file is None else token_file.readline().strip()
+    body["token"] = _read_token(token_file) if token is None else token
+    admin = admin_of_named(target)
     answer = admin.request("POST", "/api/v1/cluster/join", body)
-    status = _wait(
+    found = _wait(
         admin, target,
-        lambda status: any(
-            node["name"] == status["node"] and node["is_alive"] for node in status["nodes"]
+        lambda told: any(
+            node["name"] == told["node"] and node["is_alive"] for node in told["nodes"]
         ),
     )  # fmt: skip
     if target.output_or("plain") == "json":
         write_json(answer)
     else:
-        write_raw(f"{status['node']} is in cluster {answer['cluster']}\n".encode())
+        write_raw(f"{found['node']} is in cluster {answer['cluster']}\n".encode())
+
+
+def _read_token(name: str | None) -> str:
+    """Return the token in a file; - is standard input. Raises click.UsageError."""
+    assert name is not None
+    try:
+        if name == "-":
+            line = standard_input().readline(TOKEN_BYTES_MAX)
+        else:
+            with Path(name).open("rb") as file:
+                line = file.readline(TOKEN_BYTES_MAX)
+    except OSError as error:
+        raise click.UsageError(
+            f"the token file {name} cannot be read: {error.strerror}. `dcpctl cluster token` on a "
+            "member prints the token"
+        ) from None
+    if not line.strip():
+        raise click.UsageError(
+            f"the token file {name} is empty. `dcpctl cluster token` on a member prints the token"
+        )
+    return line.decode(errors="replace").strip()
 
 
 @cluster.command(help=help_text("Print the token for new members.", "dcpctl cluster token"))
 @with_target
 def token(*, target: Target) -> None:
     """Print the token."""
-    _tell_token(target, _admin(target).request("POST", "/api/v1/cluster/token", {}))
+    _tell_token(target, admin_of_named(target).request("POST", "/api/v1/cluster/token", {}))
 
 
 def _tell_token(target: Target, answer: dict[str, Any]) -> None:
@@ -143,49 +155,17 @@ def _wait(
     while time.monotonic() < deadline_s:
         time.sleep(POLL_S)
         try:
-            status: dict[str, Any] = admin.request("GET", STATUS_PATH)
-        except (ConnectError, ConnectionLostError, OperationTimeoutError) as error:
-            last = str(error)
-            continue
+            found: dict[str, Any] = admin.request("GET", STATUS_PATH)
         except DcpdError as error:
             last = str(error)
             continue
-        if status["cluster"] and is_so(status):
-            return status
-        last = "; ".join(status["problems"]) or last
+        if found["cluster"] and is_so(found):
+            return found
+        last = "; ".join(problem["what"] for problem in found["problems"]) or last
     raise OperationTimeoutError(
         f"the node is a member, and does not take part yet: {last}",
         hint="dcpctl cluster status says more; --timeout waits longer.",
     )
-
-
-@cluster.command(
-    help=help_text(
-        "Show the nodes, and what is wrong.",
-        "dcpctl cluster status",
-        "dcpctl cluster status -o json",
-    )
-)
-@with_target
-def status(*, target: Target) -> None:
-    """Show the nodes."""
-    found = _admin(target).request("GET", STATUS_PATH)
-    mode = target.output_or("table" if is_terminal() else "plain")
-    if mode == "json":
-        write_json(found)
-        return
-    if not found["cluster"]:
-        write_raw(b"this node is alone; dcpctl cluster init makes it the first one of a cluster\n")
-        return
-    sizes = ", ".join(f"{count} with {size}" for size, count in found["in_sync_sizes"].items())
-    write_raw(
-        f"cluster {found['cluster']}: {found['copies']} copies; in sync: {sizes or 'not known'}; "
-        f"coordinator {found['coordinator'] or 'none'}; store {found['store']['url']}\n".encode()
-    )
-    rows = [[_shown(node[name]) for name, _ in _NODE_COLUMNS] for node in found["nodes"]]
-    write_rows(mode, _NODE_COLUMNS, rows)
-    for problem in found["problems"]:
-        write_raw(f"! {problem}\n".encode())
 
 
 @cluster.command(
@@ -199,23 +179,13 @@ def status(*, target: Target) -> None:
 @with_target
 def map_(*, target: Target) -> None:
     """Show the map."""
-    rows = _admin(target).request("GET", "/api/v1/cluster/map")
+    rows = admin_of_named(target).request("GET", "/api/v1/cluster/map")
     mode = target.output_or("table" if is_terminal() else "plain")
     if mode == "json":
         for row in rows:
             write_json(row)
         return
-    write_rows(
-        mode, _MAP_COLUMNS, [[_shown(row[name]) for name, _ in _MAP_COLUMNS] for row in rows]
-    )
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return "" if value is None else str(value)
+    write_rows(mode, _MAP_COLUMNS, [[words(row[name]) for name, _ in _MAP_COLUMNS] for row in rows])
 
 
 @cluster.command(
@@ -223,6 +193,7 @@ def _shown(value: object) -> str:
         "Start a cluster on this machine, for trying out. It runs until Ctrl-C.",
         "dcpctl cluster demo",
         "dcpctl cluster demo --nodes 5 --data demo",
+        "dcpctl cluster demo --meta etcd",
     )
 )
 @click.option("--nodes", type=click.IntRange(1, 9), default=3, show_default=True)
@@ -231,12 +202,17 @@ def _shown(value: object) -> str:
     "--data", "folder", default="dcpd-demo", show_default=True, metavar="DIR",
     help="Folder of all nodes. It stays, and the next demo goes on with it.",
 )  # fmt: skip
+@click.option(
+    "--meta", type=click.Choice(["embedded", "etcd"]),
+    help="Metadata store. Default: embedded in n1, or what the folder has. etcd has to be"
+    " installed.",
+)  # fmt: skip
 @with_target
-def demo(*, target: Target, nodes: int, copies: int, folder: str) -> None:
+def demo(*, target: Target, nodes: int, copies: int, folder: str, meta: str | None) -> None:
     """Start a cluster on this machine."""
     from clients.cli.cluster_demo import run_demo
 
-    run_demo(folder, nodes, copies, timeout_s=target.timeout_s)
+    run_demo(folder, nodes, copies, meta=meta, timeout_s=target.timeout_s)
 
 
 def _signal_command(action: str, summary: str) -> None:

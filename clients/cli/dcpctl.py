@@ -18,6 +18,7 @@ import click
 from clients.address import ServerAddress
 from clients.cli.login import DEFAULT_SERVER, WAYS, Given, address_of
 from clients.errors import (
+    AmbiguousWriteError,
     AuthenticationError,
     CasMismatchError,
     ConnectError,
@@ -39,9 +40,11 @@ EXIT_TIMEOUT: Final = 5
 EXIT_CONNECT: Final = 6
 EXIT_AUTH: Final = 7
 EXIT_PARTIAL: Final = 8
+EXIT_AMBIGUOUS: Final = 9
 EXIT_INTERRUPTED: Final = 130
 
 _EXIT_CODES: Final[tuple[tuple[type[DcpdError], int], ...]] = (
+    (AmbiguousWriteError, EXIT_AMBIGUOUS),
     (NotFoundError, EXIT_NOT_FOUND),
     (ExistsError, EXIT_CONFLICT),
     (CasMismatchError, EXIT_CONFLICT),
@@ -55,7 +58,8 @@ _EXIT_CODES: Final[tuple[tuple[type[DcpdError], int], ...]] = (
 
 EXIT_CODES_TEXT: Final = (
     "Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 conflict (exists, CAS), 5 timeout,"
-    " 6 cannot connect, 7 not authorized, 8 partly done (can be resumed), 130 Ctrl-C."
+    " 6 cannot connect, 7 not authorized, 8 partly done (can be resumed), 9 unknown whether it was"
+    " done, 130 Ctrl-C."
 )
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
@@ -158,13 +162,36 @@ def refuse_password(
     return None
 
 
+TIME_MIN_S: Final = 0.01
+TIME_MAX_S: Final = 86_400.0
+_UNITS_S: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0}
+
+
+def time_of(text: str | float) -> float:
+    """Return a time in seconds: a number of them, or a number with ms, s or m.
+
+    Raises click.BadParameter.
+    """
+    written = str(text).strip()
+    number = written.rstrip("sm")
+    try:
+        time_s = float(number) * _UNITS_S.get(written[len(number) :], 0.0)
+    except ValueError:
+        time_s = 0.0
+    if not TIME_MIN_S <= time_s <= TIME_MAX_S:
+        raise click.BadParameter(
+            f"{written!r}: write 10ms to 1440m as 2, 2s, 500ms or 1m; 2 is seconds"
+        )
+    return time_s
+
+
 _SHARED: Final = (
     click.option("--server", metavar="HOST:PORT", hidden=True),
     click.option("--context", metavar="NAME", hidden=True),
     click.option("--user", metavar="NAME", hidden=True),
     click.option("--password", callback=refuse_password, expose_value=False, hidden=True),
     click.option("--password-file", metavar="FILE", hidden=True),
-    click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", hidden=True),
+    click.option("--timeout", "timeout_s", type=time_of, metavar="TIME", hidden=True),
     click.option("--tls-ca", metavar="FILE", hidden=True),
     click.option("--tls-cert", metavar="FILE", hidden=True),
     click.option("--wait", "waits", is_flag=True, default=None, hidden=True),
@@ -227,8 +254,8 @@ def help_text(summary: str, *examples: str) -> str:
 )
 @click.option(
     "--server", metavar="HOST:PORT",
-    help="Server, also as dcpd://host:port or dcpds:// (TLS)"
-    f" [DCPCTL_SERVER; default {DEFAULT_SERVER}].",
+    help="Server, also as dcpd://host:port or dcpds:// (TLS); several nodes of a cluster with"
+    f" commas: a,b:11220 [DCPCTL_SERVER; default {DEFAULT_SERVER}].",
 )  # fmt: skip
 @click.option(
     "--context", metavar="NAME",
@@ -246,8 +273,8 @@ def help_text(summary: str, *examples: str) -> str:
     " [DCPCTL_PASSWORD_FILE].",
 )  # fmt: skip
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0.01), default=10.0, show_default=True,
-    metavar="SECONDS", help="Time to wait for an answer.",
+    "--timeout", "timeout_s", type=time_of, default=10.0, show_default=True,
+    metavar="TIME", help="Time to wait for an answer: seconds, 2s, 500ms or 1m.",
 )  # fmt: skip
 @click.option("--tls-ca", metavar="FILE", help="Use TLS and trust this CA (PEM) [DCPCTL_TLS_CA].")
 @click.option(

@@ -18,7 +18,7 @@ from clients.cli.output import (
 from clients.cli.standard_input import input_is_terminal, standard_input
 from clients.errors import NotFoundError
 from clients.kv.sync_client import SyncKv
-from clients.operation import MutationResult, key_bytes
+from clients.operation import DURABILITY_NAMES, DurabilityChoice, MutationResult, key_bytes
 from dcp.wire.opcode import Opcode
 
 
@@ -41,6 +41,12 @@ _COLLECTION = click.option(
 )
 
 
+_DURABILITY = click.option(
+    "--durability", type=click.Choice(DURABILITY_NAMES), default="none", show_default=True,
+    help="Which copies have the change before the answer. --timeout bounds the wait.",
+)  # fmt: skip
+
+
 def _connect(target: Target, collection: str | None) -> SyncKv:
     return SyncKv(target.address, timeout_s=target.timeout_s, collection=collection)
 
@@ -54,6 +60,7 @@ def _connect(target: Target, collection: str | None) -> SyncKv:
         "dcpctl get user:1 -o json",
         "dcpctl get user:1 --xattrs",
         "dcpctl get 1001 --collection shop.orders",
+        "dcpctl get user:1 --from-replica",
     ),
 )
 @click.argument("key")
@@ -63,20 +70,32 @@ def _connect(target: Target, collection: str | None) -> SyncKv:
     "--value", "style", type=click.Choice(VALUE_STYLES), default="json", show_default=True,
     help="The value in -o json: an object or array as JSON, as text, or as base64.",
 )  # fmt: skip
+@click.option(
+    "--from-replica", is_flag=True,
+    help="Ask the copies first, and the master if none answers. A copy may be a little behind.",
+)  # fmt: skip
 @with_target
 def get(
-    *, target: Target, key: str, collection: str | None, xattrs: bool, style: ValueStyle
+    *,
+    target: Target,
+    key: str,
+    collection: str | None,
+    xattrs: bool,
+    style: ValueStyle,
+    from_replica: bool,
 ) -> None:
     """Print a document: as a line on a terminal, or as its exact bytes when piped."""
     found: dict[str, bytes] = {}
     mode = target.output_or("json" if xattrs else "plain" if is_terminal() else "raw")
     if xattrs and mode != "json":
         raise click.UsageError("--xattrs prints JSON: leave out -o, or use -o json")
+    if xattrs and from_replica:
+        raise click.UsageError("--xattrs asks the master: leave out --from-replica")
     with _connect(target, collection) as kv:
         if xattrs:
             document, found = kv.get_with_xattrs(_key(key))
         else:
-            document = kv.get(_key(key))
+            document = kv.get(_key(key), from_replica=from_replica)
     if mode == "json":
         write_json(
             {
@@ -103,6 +122,7 @@ def get(
         "dcpctl set user:1 v2 --cas 1795262141941612544",
         "dcpctl set lock me --add",
         "dcpctl set 1001 '{}' --collection shop.orders",
+        "dcpctl set user:1 v3 --durability majority --timeout 2s",
     ),
 )
 @click.argument("key")
@@ -120,6 +140,7 @@ def get(
 )
 @click.option("--add", "rule", flag_value="add", help="Only if it does not exist.")
 @click.option("--replace", "rule", flag_value="replace", help="Only if it exists.")
+@_DURABILITY
 @with_target
 def set_(
     *,
@@ -131,6 +152,7 @@ def set_(
     expiry: int,
     cas: int,
     rule: str | None,
+    durability: DurabilityChoice,
 ) -> None:
     """Store a document. VALUE - (or no VALUE, when piped) reads it from standard input."""
     raw_key = _key(key)
@@ -147,7 +169,10 @@ def set_(
         raw_value = value.encode(errors="surrogateescape")
     opcode = {"add": Opcode.ADD, "replace": Opcode.REPLACE}.get(rule or "", Opcode.SET)
     with _connect(target, collection) as kv:
-        result = kv.store(opcode, raw_key, raw_value, flags=flags, expiry_s=expiry, cas=cas)
+        result = kv.store(
+            opcode, raw_key, raw_value, flags=flags, expiry_s=expiry, cas=cas,
+            durability=durability,
+        )  # fmt: skip
     _show_mutation(target, "stored", raw_key, result)
 
 
@@ -165,8 +190,16 @@ def set_(
 @click.option(
     "--cas", type=click.IntRange(0, 2**64 - 1), default=0, help="Only if the document has this CAS."
 )
+@_DURABILITY
 @with_target
-def delete(*, target: Target, keys: tuple[str, ...], collection: str | None, cas: int) -> int:
+def delete(
+    *,
+    target: Target,
+    keys: tuple[str, ...],
+    collection: str | None,
+    cas: int,
+    durability: DurabilityChoice,
+) -> int:
     """Delete documents."""
     if cas and len(keys) > 1:
         raise click.UsageError("--cas works with one KEY only: every document has its own CAS")
@@ -175,7 +208,7 @@ def delete(*, target: Target, keys: tuple[str, ...], collection: str | None, cas
         for key in keys:
             raw_key = _key(key)
             try:
-                result = kv.delete(raw_key, cas=cas)
+                result = kv.delete(raw_key, cas=cas, durability=durability)
             except NotFoundError as error:
                 complain(error)
                 exit_code = EXIT_NOT_FOUND

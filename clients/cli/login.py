@@ -164,10 +164,14 @@ def _with_tls(address: ServerAddress, sources: list[LoginSource]) -> ServerAddre
     if tls_ca is None and tls_cert is None:
         return address
     # --tls-ca and --tls-cert imply TLS, and the default plain port never speaks TLS.
-    port = DEFAULT_TLS_PORT if address.port == DEFAULT_PORT else address.port
+    (host, port), *others = (
+        (host, DEFAULT_TLS_PORT if port == DEFAULT_PORT else port) for host, port in address.places
+    )
     return address._replace(
         is_tls=True,
+        host=host,
         port=port,
+        others=tuple(others),
         tls_ca=tls_ca or address.tls_ca,
         tls_cert=tls_cert or address.tls_cert,
     )

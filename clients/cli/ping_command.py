@@ -9,7 +9,7 @@ import click
 from clients.cli.dcpctl import Target, help_text, with_target
 from clients.cli.output import write_json, write_raw
 from clients.errors import error_from_status
-from clients.link.blocking_link import SyncLink
+from clients.link.first_sync_link import first_sync_link
 from dcp.wire.opcode import Opcode
 
 
@@ -26,7 +26,7 @@ from dcp.wire.opcode import Opcode
 def ping(*, target: Target) -> None:
     """Check that the server answers and accepts the login."""
     begun_s = time.perf_counter()
-    with SyncLink(target.address, timeout_s=target.timeout_s) as link:
+    with first_sync_link(target.address, target.timeout_s) as link:
         link.set_deadline(time.monotonic() + target.timeout_s)
         reply = link.request(Opcode.NOOP)
         if reply.status:

@@ -12,7 +12,7 @@ from typing import Final
 
 from clients.address import ServerAddress
 from clients.errors import TRANSIENT, DcpdError, OperationTimeoutError, WrongProtocolError
-from clients.link.blocking_link import SyncLink
+from clients.link.first_sync_link import first_sync_link
 
 WAIT_S: Final = 30.0
 """How long --wait waits at least. A server with a gigabyte of log to read takes that long."""
@@ -23,13 +23,16 @@ ATTEMPT_S: Final = 2.0
 
 
 def wait_until_ready(address: ServerAddress, timeout_s: float) -> None:
-    """Return when the server accepts a login. Raises the last error when the time is over."""
+    """Return when the server, or one of several, accepts a login.
+
+    Raises the last error when the time is over.
+    """
     limit_s = max(WAIT_S, timeout_s)
     deadline_s = time.monotonic() + limit_s
     while True:
         left_s = deadline_s - time.monotonic()
         try:
-            SyncLink(address, timeout_s=max(min(left_s, ATTEMPT_S), PAUSE_S)).close()
+            first_sync_link(address, max(min(left_s, ATTEMPT_S), PAUSE_S)).close()
         except WrongProtocolError:
             raise
         except TRANSIENT as error:

@@ -42,7 +42,7 @@ from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.group import Group
 from clients.consumer.node_session import ConsumerSession
-from clients.consumer.placement import Placement
+from clients.consumer.placement import Placement, jitter
 from clients.consumer.rollback_strategy import OnRollback, check_strategy
 from clients.consumer.saving import Saver, check_store
 from clients.consumer.starting_point import (
@@ -398,6 +398,7 @@ class Consumer:
             hidden=self._saver.hidden_keys,
             older_than=self._older_than,
             node=link.node,
+            draw=jitter,
             **self._core_options,
         )
         return ConsumerSession(self._supervisor, link, core)

@@ -23,6 +23,7 @@ Invariants
   returned events, so another connection continues without a gap.
 
 Rules: docs/streams.md, Couchbase's DCP documents. Time is an argument, in ns of any steady clock.
+So is randomness, which cuts the pauses before retries (`draw`).
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class ConsumerCore:
         older_than: Mapping[int, int] = MappingProxyType({}),
         asks_on_rollback: bool = False,
         node: str | None = None,
+        draw: Callable[[], float] | None = None,
     ) -> None:
         extensions = Extensions(
             has_collections=has_collections,
@@ -135,6 +137,7 @@ class ConsumerCore:
         setup = Setup(
             name, _WITH_XATTRS if xattrs else OpenFlag.PRODUCER, buffer_bytes, noop_interval_s,
             wished=(b"send_stream_end_on_client_close_stream", *extensions.controls()),
+            draw=draw,
         )  # fmt: skip
         self.node = node
         self._batch = OpenBatch()

@@ -2,7 +2,6 @@
 
     dials.start(place, [3, 4])         # at most one per node
     for dialed in dials.finished(): ...
-    link = await first_link(dials.connect, places)      # the first node that answers
 
 Invariants
 - a dial ends with a link or an error after the timeout of `connect`, whatever the node does;
@@ -12,21 +11,17 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final, NamedTuple
 
 from clients.errors import TRANSIENT, DcpdError
+from clients.link.first_answer import Place, give_up
 from clients.link.pipelined_link import Link
 
-STAGGER_S: Final = 0.25
-"""How long one node has to answer before the next one is asked too. A stalled node costs this time,
-a node that refuses the connection costs none."""
 PAUSE_FIRST_S: Final = 0.05
 PAUSE_MAX_S: Final = 5.0
 """Pause between two attempts at the same node: doubles from the first to the longest."""
 
-Place = tuple[str, int]
-"""Host and port of a node."""
 Connect = Callable[[Place], Coroutine[Any, Any, Link]]
 
 
@@ -37,9 +32,9 @@ class Pause:
         self.until_s = 0.0
         self._next_s = PAUSE_FIRST_S
 
-    def begin(self, now_s: float) -> None:
-        """Pause, longer each time."""
-        self.until_s = now_s + self._next_s
+    def begin(self, now_s: float, jitter: float = 0.0) -> None:
+        """Pause, longer each time. `jitter`, random from 0 up to 1, cuts it by up to half."""
+        self.until_s = now_s + self._next_s * (1 - jitter / 2)
         self._next_s = min(self._next_s * 2, PAUSE_MAX_S)
 
     def shorten(self) -> None:
@@ -115,46 +110,4 @@ class Dials:
     async def close(self) -> None:
         """Cancel all dials."""
         dials, self._dials = self._dials, {}
-        await _give_up([dial.task for dial in dials.values()])
-
-
-async def first_link(connect: Connect, places: Sequence[Place]) -> tuple[Place, Link]:
-    """Connect to the first node that answers. They are asked in order, STAGGER_S apart.
-
-    If none answers, raises the last error. An error that is not transient is raised at once.
-    """
-    tasks: dict[asyncio.Task[Link], Place] = {}
-    failure: DcpdError | None = None
-    left = list(places)
-    try:
-        while left or tasks:
-            if left:
-                place = left.pop(0)
-                tasks[asyncio.create_task(connect(place))] = place
-            timeout_s = STAGGER_S if left else None
-            done, _ = await asyncio.wait(
-                tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in done:
-                place = tasks[task]
-                try:
-                    link = task.result()
-                except TRANSIENT as error:
-                    failure = error
-                    del tasks[task]
-                    continue
-                del tasks[task]
-                return place, link
-        assert failure is not None, "there is at least one node"
-        raise failure
-    finally:
-        await _give_up(list(tasks))
-
-
-async def _give_up(tasks: list[asyncio.Task[Link]]) -> None:
-    """Cancel dials, and close links that are already connected."""
-    for task in tasks:
-        task.cancel()
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, Link):
-            result.close()
+        await give_up([dial.task for dial in dials.values()], Link.close)

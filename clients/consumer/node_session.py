@@ -19,7 +19,7 @@ from typing import Final, Protocol
 from clients.consumer.core import Batch, ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.partition_stream import Wanted
-from clients.errors import DcpdError, StreamViolationError
+from clients.errors import DcpdError, StatusError, StreamViolationError
 from clients.link.pipelined_link import Link
 from dcp.wire.frame import ProtocolError
 
@@ -47,6 +47,9 @@ class SessionOwner(Protocol):
 
     def take_batch(self, session: ConsumerSession, batch: Batch) -> None:
         """Queue a batch that a session received."""
+
+    def map_wanted(self, session: ConsumerSession) -> None:
+        """The node refuses for long: ask another one for a newer map."""
 
     def take_config(self, session: ConsumerSession, config: bytes) -> None:
         """Adopt a cluster configuration that a server pushed."""
@@ -97,6 +100,9 @@ class ConsumerSession:
         """Send the core's output, log its notes, and arm the timer of its next tick."""
         if self.core.streams.notes:
             self._tell_notes()
+        if self.core.streams.wants_map:
+            self.core.streams.wants_map = False
+            self._owner.map_wanted(self)
         if self.link.is_closed:
             return
         output = self.core.take_output()
@@ -127,10 +133,13 @@ class ConsumerSession:
             if not answer.done():
                 answer.set_result(None)
 
+        def on_postponed(_error: StatusError) -> None:
+            answer.cancel()
+
         if not self.link.is_closed:
             self._asking.add(answer)
             try:
-                self.core.streams.connection.ask_high_seqnos(on_seqnos)
+                self.core.streams.connection.ask_high_seqnos(on_seqnos, on_postponed)
                 self.flush()
                 await asyncio.wait([answer], timeout=timeout_s)
             finally:
@@ -190,7 +199,10 @@ class ConsumerSession:
             if oldest_ns is not None and time.monotonic_ns() - oldest_ns > stall_s * 1e9:
                 self._give_up(f"a request was not answered within {stall_s:g} s")
                 return
-            self.core.streams.connection.ask_high_seqnos(self._restart_stalled)
+            self.core.streams.connection.ask_high_seqnos(
+                self._restart_stalled,
+                lambda _error: None,  # asked again at the next check
+            )
             self.flush()
         self._arm("stall", stall_s, self._check_stalls)
 

@@ -49,6 +49,9 @@ from vbucket.model.ids import SEQNO_MAX
 RETRY_FIRST_NS: Final = 50_000_000
 RETRY_MAX_NS: Final = 5_000_000_000
 """Pause before a refused stream is requested again. It doubles from the first to the longest."""
+MAP_AFTER_NS: Final = 800_000_000
+"""From this pause on, the fifth, a newer cluster map is wanted with each refusal. A node that is
+cut off from its cluster refuses for as long as one asks it."""
 
 _NOT_STREAMED: Final = FINAL_STATES | {PartitionStreamState.GONE, PartitionStreamState.HELD}
 
@@ -92,6 +95,8 @@ class StreamRequests:
         """Unusual events. The caller empties the list."""
         self.homeless: list[Homeless] = []
         """Partitions that left this node. The caller moves them and empties the list."""
+        self.wants_map = False
+        """This node refuses for long. The caller asks another one for a map, and resets it."""
         self.pushed_config = b""
         """The newest cluster configuration that the server pushed. The caller resets it."""
         self.by_vb: dict[int, PartitionStream] = {}
@@ -210,7 +215,7 @@ class StreamRequests:
                 self._request(stream)
         if unsure:
             if not self._awaiting_seqnos:
-                self.connection.ask_high_seqnos(self._on_seqnos)
+                self.connection.ask_high_seqnos(self._on_seqnos, self._on_no_seqnos)
             self._awaiting_seqnos += unsure
 
     def _request(self, stream: PartitionStream) -> None:
@@ -258,6 +263,13 @@ class StreamRequests:
         stream.state = PartitionStreamState.WAITING
         self.connection.later(stream, RETRY_FIRST_NS, RETRY_MAX_NS)
 
+    def _postpone(self, stream: PartitionStream, error: StatusError) -> None:
+        """The server cannot do it now: ask again later, and after a while for a newer map, too."""
+        self.notes.append(Note("retry", stream.vb_id, f"{error.what}: retrying later"))
+        self._retry_later(stream)
+        if stream.retry_ns >= MAP_AFTER_NS:
+            self.wants_map = True
+
     def _give_up(self, stream: PartitionStream, config: bytes) -> None:
         stream.state = PartitionStreamState.GONE
         self.homeless.append(Homeless(stream.vb_id, wanted_of(stream), config))
@@ -277,9 +289,7 @@ class StreamRequests:
             case Moved():
                 self._give_up(stream, outcome.config)
             case Postponed():
-                text = f"{outcome.error.what}: retrying later"
-                self.notes.append(Note("retry", stream.vb_id, text))
-                self._retry_later(stream)
+                self._postpone(stream, outcome.error)
             case Ahead() if stream.seqno:
                 self._on_ahead(stream, outcome.error)
             case Ended():
@@ -313,7 +323,11 @@ class StreamRequests:
             asked = RollbackAsked(high if high < stream.seqno else 0, ())
             self._roll_back(stream, asked, why=text)
 
-        self.connection.ask_high_seqnos(on_seqnos)
+        def on_postponed(refusal: StatusError) -> None:
+            if stream.state is PartitionStreamState.ASKED:
+                self._postpone(stream, refusal)
+
+        self.connection.ask_high_seqnos(on_seqnos, on_postponed)
 
     def _roll_back(self, stream: PartitionStream, asked: RollbackAsked, *, why: str = "") -> None:
         assert stream.seqno, "at seqno 0 there is nothing to go back from"
@@ -380,6 +394,12 @@ class StreamRequests:
     def on_config(self, config: bytes) -> None:
         """Keep the cluster configuration that the server pushed."""
         self.pushed_config = config
+
+    def _on_no_seqnos(self, error: StatusError) -> None:
+        """The node cannot tell its seqnos now: the streams that need them wait."""
+        streams, self._awaiting_seqnos = self._awaiting_seqnos, []
+        for stream in streams:
+            self._postpone(stream, error)
 
     def _on_seqnos(self, high: dict[int, int]) -> None:
         streams, self._awaiting_seqnos = self._awaiting_seqnos, []

@@ -167,6 +167,10 @@ class Supervisor:
         if session.core.streams.homeless:
             self._take_homeless(session)
 
+    def map_wanted(self, session: ConsumerSession) -> None:
+        """A node refuses for long: ask another one for a newer map."""
+        self._placement.want_map(session)
+
     def take_config(self, session: ConsumerSession, config: bytes) -> None:
         """Adopt a cluster configuration that a server pushed."""
         self._placement.take_pushed(config, session.link.address.host)
@@ -216,7 +220,8 @@ class Supervisor:
     def _take_homeless(self, session: ConsumerSession) -> None:
         homeless, session.core.streams.homeless = session.core.streams.homeless, []
         for vb_id, wanted, config in homeless:
-            self._placement.adopt(config, session.link.address.host)
+            if config or not self._placement.has_moved(vb_id, session):
+                self._placement.adopt(config, session.link.address.host)
             self._placement.wanted({vb_id: wanted})
 
     def _take_away(self, vb_id: int) -> Wanted | None:

@@ -24,13 +24,18 @@ Rules
 - A newer map that came meanwhile ends the pause, up to IMMEDIATE_MAX times.
 - After NOT_MY_VBUCKET the map comes from the answer, or the refusing node is asked first and the
   others later. If a node cannot be reached, or a partition has no master, other nodes are asked.
-- If a connection takes longer than CONNECT_PATIENCE_S, another node is asked for a newer map. If it
-  moves the partitions, they do not wait for that connection any longer.
+- If a connection or an answer takes longer than `patience_s`, another node is asked for a newer
+  map, with growing pauses. What was not sent, and reads, do not wait any longer if that map moves
+  their partition. Sent writes wait a few seconds more: a master that was deposed may still answer.
+  Then they are ambiguous. Those with a CAS are sent to the new master.
+- A read that meets with silence for READ_SILENCE_S is sent again, over a new connection: the old
+  one may lead nowhere.
 - If the first server cannot be reached at all, the address is probably wrong: that fails at once.
 
 Invariants
 - an operation is in one place: held until a time, in one Send, or it has its result;
-- a write that may have been applied is not sent again;
+- a write that may have been applied is not sent again, except with a CAS;
+- a write whose attempt got no answer ends with a success or with AmbiguousWriteError;
 - at the deadline every operation has its result. What finishes later is ignored.
 
 Limits: the operations of a batch are independent. If one of two operations on the same key has to
@@ -43,17 +48,33 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from clients.errors import DcpdError, NotMyVbucketError, OperationTimeoutError, TopologyError
-from clients.kv.reaction import Reaction, final_error, is_answer, reaction_to
+from clients.errors import (
+    DcpdError,
+    NotMyVbucketError,
+    OperationTimeoutError,
+    StatusError,
+    TopologyError,
+)
+from clients.kv.reaction import (
+    READS,
+    Reaction,
+    final_error,
+    is_answer,
+    is_repeatable,
+    reaction_to,
+)
 from clients.kv.routing import (
     FETCH_STAGGER_S,
+    PATIENCE_MAX_S,
     Action,
     FetchMap,
+    Held,
     Place,
     Result,
     Router,
     Send,
     backoff_s,
+    patience_s,
     place_of,
 )
 from clients.link.topology import ClusterNode, Topology, single_node
@@ -63,26 +84,15 @@ from vbucket.model.ids import NUM_VBUCKETS
 IMMEDIATE_MAX: Final = 3
 """A newer map ends the pause only in the first attempts. A node that reports ever newer maps, and
 refuses all the same, does not get a request without pauses."""
-CONNECT_PATIENCE_S: Final = 1.0
-"""How long a connection may take before another node is asked for a newer map. A login takes a few
-milliseconds, and on a busy machine up to a second."""
-
-
-class _Held:
-    """Operations that wait for the next attempt."""
-
-    __slots__ = ("attempt", "awaits_map", "due_s", "indexes", "pause_s")
-
-    def __init__(
-        self, indexes: Sequence[int], attempt: int, due_s: float, *, awaits_map: bool
-    ) -> None:
-        self.indexes = indexes
-        self.attempt = attempt
-        self.pause_s = due_s
-        """When the pause ends."""
-        self.due_s = due_s
-        """When they are sent. A request for the map that is under way may put it off."""
-        self.awaits_map = awaits_map
+ANSWER_GRACE_S: Final = 2.0
+ANSWER_GRACE_MAX_S: Final = 5.0
+"""How long a sent write waits for its answer after a newer map has named another master: a quarter
+of the call's time, within these. A master that hands its partitions over answers within
+milliseconds, on a busy machine within seconds. One that stands still may never answer."""
+READ_SILENCE_S: Final = 3.0
+"""After how long without an answer a read is sent again to the same node. It doubles with each
+attempt, so a slow node gets few reads twice. A disk may stall for a second."""
+SILENCE_DOUBLINGS_MAX: Final = 6
 
 
 class Call:
@@ -92,9 +102,9 @@ class Call:
     that partition, and `node` to that node.
     """
 
-    __slots__ = ("_deadline_s", "_fetches", "_flights", "_held", "_last", "_left", "_node",
-                 "_operations", "_router", "_timeout_s", "_topology", "_vb_id", "_wish",
-                 "results")  # fmt: skip
+    __slots__ = ("_checks_direct", "_deadline_s", "_fetches", "_flights", "_held", "_last", "_left",
+                 "_node", "_operations", "_router", "_silent", "_timeout_s", "_topology", "_unsure",
+                 "_vb_id", "_wish", "results")  # fmt: skip
 
     def __init__(
         self,
@@ -119,12 +129,20 @@ class Call:
         """Operations without a result."""
         self._topology = router.topology
         """The map at the last step."""
-        self._held: list[_Held] = []
+        self._held: list[Held] = []
         self._flights: list[Send] = []
         if direct is None:
-            self._held.append(_Held(range(len(operations)), 0, now_s, awaits_map=False))
+            self._held.append(Held(range(len(operations)), 0, now_s, awaits_map=False))
         else:
             self._flights.append(direct)
+            direct.begun_s = direct.asked_s = now_s
+            direct.patience_s = patience_s(timeout_s)
+        self._checks_direct = direct is not None
+        """The map may have changed since the direct attempt began."""
+        self._unsure: set[int] = set()
+        """Writes that are sent again although they may have been applied."""
+        self._silent: set[int] = set()
+        """Reads whose last attempt met with silence."""
         self._fetches = 0
         self._last: dict[int, DcpdError] = {}
         """The last error of each operation that is tried again."""
@@ -146,13 +164,14 @@ class Call:
         if now_s >= self._deadline_s:
             self._expire(now_s)
             return []
-        if self._router.topology is not self._topology:
-            self._reconsider(now_s)
+        if self._router.topology is not self._topology or self._checks_direct:
+            self._checks_direct = False
+            self._reconsider(now_s, jitter)
         actions: list[Action] = []
         if self._held:
             self._send_due(now_s, jitter, actions)
         if self._flights:
-            self._watch(now_s)
+            self._watch(now_s, jitter)
         if self._wish is not None:
             self._fetch(now_s, actions)
         return actions
@@ -163,8 +182,9 @@ class Call:
         for held in self._held:
             wake_s = min(wake_s, held.due_s)
         for send in self._flights:
-            if not send.sent:
-                wake_s = min(wake_s, send.asked_s + CONNECT_PATIENCE_S)
+            wake_s = min(wake_s, send.asked_s + send.patience_s)
+            if send.moved_s is not None:
+                wake_s = min(wake_s, send.moved_s + self._grace_s)
         return wake_s
 
     def finish(self, send: Send, now_s: float, jitter: float) -> None:
@@ -273,6 +293,10 @@ class Call:
             self._hold(indexes, attempt, down.until_s, awaits_map=True)
             return
         send = Send(node, indexes, vb_ids, attempt, now_s)
+        send.patience_s = patience_s(self._timeout_s)
+        if self._silent:
+            send.is_fresh = not self._silent.isdisjoint(indexes)
+            self._silent.difference_update(indexes)
         self._flights.append(send)
         actions.append(send)
 
@@ -294,16 +318,17 @@ class Call:
         self, indexes: Sequence[int], attempt: int, due_s: float, *, awaits_map: bool
     ) -> None:
         if indexes:
-            self._held.append(_Held(indexes, attempt + 1, due_s, awaits_map=awaits_map))
+            self._held.append(Held(indexes, attempt + 1, due_s, awaits_map=awaits_map))
 
     def _note(self, indexes: Iterable[int], error: DcpdError) -> None:
         for index in indexes:
             self._last[index] = error
 
-    def _reconsider(self, now_s: float) -> None:
-        """A newer map is known: end pauses, and leave connections that it makes useless."""
+    def _reconsider(self, now_s: float, jitter: float) -> None:
+        """A newer map is known: end pauses, and leave what it makes useless."""
         topology = self._topology = self._router.topology
-        assert topology is not None
+        if topology is None:
+            return
         self._wish = None
         for held in self._held:
             if held.awaits_map and held.attempt <= IMMEDIATE_MAX:
@@ -312,17 +337,80 @@ class Call:
             return
         for send in list(self._flights):
             place = place_of(send.node)
-            if not send.sent and any(topology.place_of(vb) != place for vb in send.vb_ids):
+            moved = [at for at, vb in enumerate(send.vb_ids) if topology.place_of(vb) != place]
+            if not moved:
+                send.moved_s = None
+            elif not send.sent:
                 send.is_abandoned = True
                 self._flights.remove(send)
-                self._held.append(_Held(send.indexes, send.attempt, now_s, awaits_map=True))
+                self._held.append(Held(send.indexes, send.attempt, now_s, awaits_map=True))
+            else:
+                send.is_cut = True
+                waits = set(send.unanswered())
+                leave = [at for at in moved if at in waits and self._is_read(send, at)]
+                leave += [at for at in range(send.sent, len(send.indexes)) if at not in send.left]
+                if send.moved_s is None:
+                    send.moved_s = now_s
+                self._send_elsewhere(send, leave, now_s, jitter)
 
-    def _watch(self, now_s: float) -> None:
-        """Ask for a newer map if a connection takes long."""
-        for send in self._flights:
-            if not send.sent and now_s >= send.asked_s + CONNECT_PATIENCE_S:
-                send.asked_s = now_s
-                self._wish = None, place_of(send.node)
+    def _watch(self, now_s: float, jitter: float) -> None:
+        """Ask for a newer map if a connection or an answer takes long; leave what is hopeless."""
+        for send in list(self._flights):
+            if send.moved_s is not None and now_s >= send.moved_s + self._grace_s:
+                self._end_grace(send, now_s, jitter)
+            if now_s < send.asked_s + send.patience_s or send not in self._flights:
+                continue
+            send.asked_s = now_s
+            send.patience_s = min(2 * send.patience_s, PATIENCE_MAX_S)
+            self._wish = None, place_of(send.node)
+            silence_s = READ_SILENCE_S * (1 << min(send.attempt, SILENCE_DOUBLINGS_MAX))
+            if send.sent and self._node is None and now_s >= send.begun_s + silence_s:
+                reads = [at for at in send.unanswered() if self._is_read(send, at)]
+                self._silent.update(send.indexes[at] for at in reads)
+                self._send_elsewhere(send, reads, now_s, jitter)
+
+    def _end_grace(self, send: Send, now_s: float, jitter: float) -> None:
+        """The old master of sent writes has not answered, and will not be waited for."""
+        topology = self._topology
+        assert topology is not None
+        place, send.moved_s = place_of(send.node), None
+        again = []
+        for at in send.unanswered():
+            if topology.place_of(send.vb_ids[at]) == place:
+                continue
+            index = send.indexes[at]
+            what = "no answer from the node before its partition moved to another one"
+            error = OperationTimeoutError(what, node=send.node.name)
+            if is_repeatable(self._operations[index]):
+                self._unsure.add(index)
+                self._last[index] = error
+                again.append(at)
+            else:
+                send.left.add(at)
+                self._end([index], error, is_unsure=True)
+        self._send_elsewhere(send, again, now_s, jitter)
+
+    def _send_elsewhere(
+        self, send: Send, positions: list[int], now_s: float, jitter: float
+    ) -> None:
+        """Repeat operations of a Send, without waiting for their answers any longer."""
+        send.left.update(positions)
+        if positions:
+            attempt = send.attempt
+            due_s = now_s if attempt < IMMEDIATE_MAX else now_s + backoff_s(attempt, jitter)
+            indexes = [send.indexes[at] for at in positions]
+            self._hold(indexes, attempt, due_s, awaits_map=False)
+        if send.left and len(send.left) + _answered(send) == len(send.indexes):
+            send.is_abandoned = True
+            self._flights.remove(send)
+            self._take(send, now_s, jitter)
+
+    @property
+    def _grace_s(self) -> float:
+        return min(max(ANSWER_GRACE_S, self._timeout_s / 4), ANSWER_GRACE_MAX_S)
+
+    def _is_read(self, send: Send, position: int) -> bool:
+        return self._operations[send.indexes[position]][0] in READS
 
     def _fetch(self, now_s: float, actions: list[Action]) -> None:
         assert self._wish is not None
@@ -342,18 +430,32 @@ class Call:
     def _take(self, send: Send, now_s: float, jitter: float) -> None:
         """Store results, and decide about errors."""
         outcomes = send.outcomes
+        left, unsure = send.left, self._unsure
         failed = [
             position
             for position, outcome in enumerate(outcomes)
-            if outcome is None or (isinstance(outcome, DcpdError) and not is_answer(outcome))
+            if (outcome is None or (isinstance(outcome, DcpdError) and not is_answer(outcome)))
+            and position not in left
         ]
-        if self._is_all(send.indexes):
+        if unsure:
+            refused = [
+                position
+                for position, outcome in enumerate(outcomes)
+                if isinstance(outcome, DcpdError)
+                and is_answer(outcome)
+                and send.indexes[position] in unsure
+                and position not in left
+            ]
+            failed += refused
+        if self._is_all(send.indexes) and not left:
             self.results = outcomes
         else:
-            for index, outcome in zip(send.indexes, outcomes, strict=True):
-                self.results[index] = outcome
-        if len(failed) < len(outcomes):
-            self._left -= len(outcomes) - len(failed)
+            for position, (index, outcome) in enumerate(zip(send.indexes, outcomes, strict=True)):
+                if position not in left:
+                    self.results[index] = outcome
+        ended = len(outcomes) - len(left) - len(failed)
+        if ended:
+            self._left -= ended
             self._router.note_up(send.node)
         if failed:
             self._take_failed(send, failed, now_s, jitter)
@@ -366,12 +468,16 @@ class Call:
             assert isinstance(error, DcpdError)
             self.results[index] = None
             was_sent = position < send.sent
-            reaction = reaction_to(error, self._operations[index][0], was_sent=was_sent)
+            operation = self._operations[index]
+            reaction = reaction_to(error, operation, was_sent=was_sent)
             if error.status is not None:
                 self._router.note_up(send.node)
             if reaction is Reaction.END:
-                self._end([index], error, was_sent=was_sent)
+                is_unsure = was_sent and not isinstance(error, StatusError)
+                self._end([index], error, is_unsure=is_unsure)
             else:
+                if reaction is Reaction.LOST and was_sent and operation[0] not in READS:
+                    self._unsure.add(index)
                 self._last[index] = error
                 groups.setdefault(reaction, []).append(index)
         for reaction, indexes in groups.items():
@@ -426,15 +532,15 @@ class Call:
         indexes: Iterable[int],
         error: DcpdError,
         *,
-        was_sent: bool = False,
+        is_unsure: bool = False,
         note: str = "",
     ) -> None:
-        """Give operations an error as their result."""
+        """Give operations an error as their result. `is_unsure`: they may have been applied."""
         for index in indexes:
             operation = self._operations[index]
             self.results[index] = final_error(
                 error, operation[0], key=operation[1], vb_id=self._vb_of(index),
-                was_sent=was_sent, note=note,
+                is_unsure=is_unsure or index in self._unsure, note=note,
             )  # fmt: skip
             self._left -= 1
 
@@ -458,6 +564,14 @@ class Call:
     def _is_all(self, indexes: Sequence[int]) -> bool:
         """Whether these are all operations, in their order: those of the first attempt are."""
         return type(indexes) is range and len(indexes) == len(self._operations)
+
+
+def _answered(send: Send) -> int:
+    """Return how many operations of a Send have an outcome that counts."""
+    return sum(
+        outcome is not None and position not in send.left
+        for position, outcome in enumerate(send.outcomes)
+    )
 
 
 def _no_master(topology: Topology, vb_id: int) -> TopologyError:

@@ -52,9 +52,9 @@ async def list_keys(
     UnknownCollectionError, NoAccessError and other StatusErrors.
     """
     seed = await _connect(address, timeout_s)
-    links = {(address.host, address.port): seed}
+    links = {(seed.address.host, seed.address.port): seed}
     try:
-        topology = _topology_of(seed, address)
+        topology = _topology_of(seed)
         request = await _request_of(seed, prefix, collection, timeout_s)
         for place, vb_ids in _by_place(topology).items():
             if place not in links:
@@ -74,7 +74,8 @@ async def _connect(address: ServerAddress, timeout_s: float) -> Link:
     return await Link.connect(address, timeout_s=timeout_s, features=(*FEATURES, Feature.JSON))
 
 
-def _topology_of(link: Link, address: ServerAddress) -> Topology:
+def _topology_of(link: Link) -> Topology:
+    address = link.address
     config = link.handshake.config if link.handshake is not None else b""
     if not config:
         return single_node(address.host, address.port)

@@ -6,11 +6,17 @@ When a write is repeated
 - A refusal (NOT_MY_VBUCKET, or a status whose entry in the error map has a retry attribute) says
   that nothing was changed. The write is sent again.
 - If the connection broke before the write was sent, it is sent again.
-- If the connection broke, or the time ended, after it was sent, it may have been applied. It is not
-  repeated: a counter would count twice, and a SET could undo somebody else's later one. The caller
-  gets the error, with `may_have_applied` True.
+- If it was sent and no answer came, it may have been applied. It is not repeated: a counter would
+  count twice, and a SET could undo somebody else's later one. The caller gets AmbiguousWriteError.
+- A write with a CAS is the exception. The change gives the document another CAS, so a repetition
+  cannot be applied after the first one was. If the repetition succeeds, it was the first. If it is
+  refused (CAS mismatch, no such document), nobody knows why, and the caller gets
+  AmbiguousWriteError.
 - SYNC_WRITE_AMBIGUOUS is that answer from the server: applied, but not confirmed in time.
 A read is repeated in all these cases.
+
+An ADD is not safe to repeat: between the two somebody may have deleted the document. Couchbase's
+SDKs repeat no write that may have been applied, not even one with a CAS.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from enum import Enum, auto
 from typing import Final
 
 from clients.errors import (
+    AmbiguousWriteError,
     CasMismatchError,
     ConnectError,
     ConnectionLostError,
@@ -32,13 +39,17 @@ from clients.errors import (
     UnknownCollectionError,
     WrongProtocolError,
 )
+from clients.operation import Operation
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import ERROR_TABLE
 
 READS: Final = frozenset(
     {
         Opcode.GET,
+        Opcode.GET_REPLICA,
+        Opcode.SUBDOC_MULTI_LOOKUP,
         Opcode.GET_CLUSTER_CONFIG,
+        Opcode.GET_COLLECTIONS_MANIFEST,
         Opcode.GET_COLLECTION_ID,
         Opcode.GET_ALL_VB_SEQNOS,
         Opcode.GET_FAILOVER_LOG,
@@ -55,6 +66,11 @@ RETRY_STATUSES: Final = frozenset(
 
 ANSWERS: Final = (NotFoundError, ExistsError, CasMismatchError)
 """Errors that clients meet in normal work: they cost no more than a result."""
+
+
+def is_repeatable(operation: Operation) -> bool:
+    """Whether an operation may be sent again although it may have been applied."""
+    return operation[0] in READS or operation[4] != 0
 
 
 def is_answer(outcome: object) -> bool:
@@ -79,7 +95,7 @@ class Reaction(Enum):
     """No connection: as LOST, and the node gets a pause of its own."""
 
 
-def reaction_to(error: DcpdError, opcode: int, *, was_sent: bool) -> Reaction:
+def reaction_to(error: DcpdError, operation: Operation, *, was_sent: bool) -> Reaction:
     """Return what to do after an error. `was_sent`: the node may have received the operation."""
     if isinstance(error, NotMyVbucketError):
         return Reaction.MOVED
@@ -94,19 +110,29 @@ def reaction_to(error: DcpdError, opcode: int, *, was_sent: bool) -> Reaction:
     if isinstance(error, OperationTimeoutError):
         return Reaction.END if was_sent else Reaction.UNREACHABLE
     if isinstance(error, ConnectionLostError):
-        return Reaction.LOST if opcode in READS or not was_sent else Reaction.END
+        is_safe = not was_sent or is_repeatable(operation)
+        return Reaction.LOST if is_safe else Reaction.END
     return Reaction.END
 
 
 def final_error(
-    error: DcpdError, opcode: int, *, key: bytes, vb_id: int | None, was_sent: bool, note: str
+    error: DcpdError, opcode: int, *, key: bytes, vb_id: int | None, is_unsure: bool, note: str
 ) -> DcpdError:
     """Return the error that the caller gets for one operation.
 
     An answer of the server that was not repeated is returned as it is. Other errors may belong to a
     whole batch, so they are copied. The copy says what `note` says (how often it was tried), where,
-    and for a write whether it changed anything.
+    and for a write whether it changed anything. `is_unsure`: an attempt got no answer.
     """
+    is_write = opcode not in READS
+    if is_write and is_unsure and not isinstance(error, AmbiguousWriteError):
+        ambiguous = AmbiguousWriteError(
+            f"{error.what}{note}; the change may have been applied",
+            status=error.status, key=error.key or key or None,
+            vb_id=vb_id if error.vb_id is None else error.vb_id, node=error.node,
+        )  # fmt: skip
+        ambiguous.cause = error
+        return ambiguous
     if isinstance(error, StatusError) and not note:
         return error
     final = copy(error)
@@ -115,10 +141,7 @@ def final_error(
     if final.vb_id is None:
         final.vb_id = vb_id
     final.what += note
-    if opcode not in READS and not isinstance(error, StatusError) and was_sent:
-        final.may_have_applied = True
-        final.what += "; the change may have been applied"
-    elif opcode not in READS and note:
+    if is_write and note and not final.may_have_applied:
         final.what += "; nothing was changed"
     final.args = (final.what,)
     return final

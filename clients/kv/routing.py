@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from clients.errors import DcpdError
@@ -33,6 +33,19 @@ FETCH_GAP_S: Final = 0.05
 """Pause between two requests for the map: a thousand operations that fail together ask once."""
 FETCH_LIMIT_S: Final = 2.0
 """How long one request for the map may take."""
+PATIENCE_S: Final = 1.0
+"""How long a connection or an answer may take before another node is asked for a newer map. A login
+takes a few milliseconds, and on a busy machine up to a second. The pauses double."""
+PATIENCE_MAX_S: Final = 4.0
+
+
+def patience_s(timeout_s: float) -> float:
+    """Return how long a call with this timeout waits before it asks another node for a newer map.
+
+    Half of a short timeout: calls that end before they ask would go to a silent node for ever.
+    """
+    return min(PATIENCE_S, timeout_s / 2)
+
 
 Place = tuple[str, int]
 """Host and port of a node."""
@@ -47,8 +60,8 @@ class Send:
     the number of operations whose bytes may have left, counted from the first.
     """
 
-    __slots__ = ("asked_s", "attempt", "indexes", "is_abandoned", "node", "outcomes", "sent",
-                 "vb_ids")  # fmt: skip
+    __slots__ = ("asked_s", "attempt", "begun_s", "indexes", "is_abandoned", "is_cut", "is_fresh",
+                 "left", "moved_s", "node", "outcomes", "patience_s", "sent", "vb_ids")  # fmt: skip
 
     def __init__(
         self,
@@ -66,9 +79,46 @@ class Send:
         self.outcomes: list[Result | None] = [None] * len(indexes)
         self.sent = 0
         self.is_abandoned = False
-        """The operations go elsewhere now: write nothing."""
+        """The operations go elsewhere now: write nothing, and wait for no answer."""
+        self.is_cut = False
+        """Write no more of them; those that were written are waited for."""
+        self.is_fresh = False
+        """The last attempt met with silence: use a new connection, unless the present one has
+        received something meanwhile."""
+        self.begun_s = now_s
         self.asked_s = now_s
         """When it began, or when another node was last asked for a map because it takes long."""
+        self.patience_s = PATIENCE_S
+        """How long after `asked_s` another node is asked."""
+        self.left: set[int] = set()
+        """Positions whose answer does not count any more: they go elsewhere, or have ended."""
+        self.moved_s: float | None = None
+        """Since when a newer map gives partitions of sent writes to another node."""
+
+    def unanswered(self) -> list[int]:
+        """Return the positions that were sent, have no outcome, and are waited for."""
+        return [
+            position
+            for position in range(self.sent)
+            if self.outcomes[position] is None and position not in self.left
+        ]
+
+
+class Held:
+    """Operations that wait for the next attempt."""
+
+    __slots__ = ("attempt", "awaits_map", "due_s", "indexes", "pause_s")
+
+    def __init__(
+        self, indexes: Sequence[int], attempt: int, due_s: float, *, awaits_map: bool
+    ) -> None:
+        self.indexes = indexes
+        self.attempt = attempt
+        self.pause_s = due_s
+        """When the pause ends."""
+        self.due_s = due_s
+        """When they are sent. A request for the map that is under way may put it off."""
+        self.awaits_map = awaits_map
 
 
 class FetchMap(NamedTuple):
@@ -98,14 +148,25 @@ def backoff_s(attempt: int, jitter: float) -> float:
 class Router:
     """What all calls of a client share; see the module."""
 
-    def __init__(self, seed: ClusterNode, *, is_tls: bool = False, needs_map: bool = False) -> None:
+    def __init__(
+        self,
+        seed: ClusterNode,
+        others: Sequence[ClusterNode] = (),
+        *,
+        is_tls: bool = False,
+        needs_map: bool = False,
+    ) -> None:
         self.seed = seed
-        """The node that the user named."""
+        """The node that the user named. Of several, the one that answered first."""
+        self.named = (seed, *others)
+        """All nodes that the user named."""
         self.needs_map = needs_map
         """Whether nothing is sent before the map is known. Otherwise the seed is tried first."""
         self.topology: Topology | None = None
         self.was_reached = False
         """A node has answered."""
+        self.on_newer: Callable[[], None] | None = None
+        """Called when a newer map was adopted: calls that wait may go on by it."""
         self._is_tls = is_tls
         self._sole: int | None = None
         """Index of the node that serves all partitions, if there is one."""
@@ -123,6 +184,8 @@ class Router:
         self._sole = owners.pop() if len(owners) == 1 and -1 not in owners else None
         known = {place_of(node) for node in topology.nodes}
         self._down = {place: down for place, down in self._down.items() if place in known}
+        if self.on_newer is not None:
+            self.on_newer()
         return True
 
     def learn(self, raw: bytes, host: str) -> bool:
@@ -133,8 +196,9 @@ class Router:
         return self.adopt(parse_topology(raw, host, is_tls=self._is_tls))
 
     def nodes(self) -> dict[Place, ClusterNode]:
-        """Return the nodes of the map, and the seed."""
-        nodes = (*self.topology.nodes, self.seed) if self.topology is not None else (self.seed,)
+        """Return the nodes of the map, and those that the user named."""
+        known = self.topology.nodes if self.topology is not None else ()
+        nodes = (*known, self.seed, *self.named)
         return {place_of(node): node for node in reversed(nodes)}
 
     def next_node(self, asked: dict[ClusterNode, tuple[int, int]]) -> ClusterNode | None:
@@ -216,6 +280,11 @@ class Router:
         until_s = now_s + backoff_s(failures, jitter)
         self._down[place] = _Down(failures + 1, until_s, error)
         return until_s
+
+    def begin_at(self, place: Place) -> None:
+        """Note which of the nodes that the user named has answered first."""
+        self.seed = next(node for node in self.named if place_of(node) == place)
+        self.was_reached = True
 
     def note_up(self, node: ClusterNode) -> None:
         """Note that a node answered."""

@@ -65,6 +65,7 @@ class SyncLink:
             self._socket.close()
             raise
         self.has_collections = self.handshake.has_collections
+        self.has_durability = self.handshake.has_durability
         self._deadline_s = None
 
     def __enter__(self) -> SyncLink:
@@ -100,8 +101,19 @@ class SyncLink:
 
     def exchange(self, packet: bytes, opaque: int) -> Frame:
         """Send one packet and return its reply."""
+        self.start(packet)
+        return self.finish(opaque)
+
+    def start(self, packet: bytes) -> None:
+        """Send one packet. The link is not usable until `finish` has returned."""
         self.is_usable = False
         self._write(packet)
+
+    def finish(self, opaque: int) -> Frame:
+        """Return the reply to the packet that was started.
+
+        It may be called again after OperationTimeoutError, with a later deadline.
+        """
         frame = self._reply(opaque)
         self.is_usable = True
         return frame
@@ -125,9 +137,14 @@ class SyncLink:
     def request_stat(self, group: bytes) -> list[Frame]:
         """Send STAT and return its replies, or only the refusal if there is one."""
         opaque = self.take_opaque()
-        frames = [self.exchange(pack_request(Opcode.STAT, opaque=opaque, key=group), opaque)]
-        self.is_usable = False
-        while frames[-1].key and not frames[-1].status:
+        self.start(pack_request(Opcode.STAT, opaque=opaque, key=group))
+        return self.finish_stat(opaque, [])
+
+    def finish_stat(self, opaque: int, frames: list[Frame]) -> list[Frame]:
+        """Return the replies to a STAT that was started. Those so far are in `frames`, so that it
+        may be called again as `finish`.
+        """
+        while not frames or (frames[-1].key and not frames[-1].status):
             frames.append(self._reply(opaque))
         self.is_usable = True
         return frames[-1:] if frames[-1].status else frames[:-1]

@@ -33,6 +33,8 @@ FEATURES: Final = (
     Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
     Feature.DEDUPE_NOT_MY_VBUCKET,
     Feature.XATTR,
+    Feature.ALT_REQUEST,
+    Feature.SYNC_REPLICATION,
 )
 
 CONFIG_PUSH: Final = 0x01
@@ -87,6 +89,11 @@ class Handshake:
     def has_collections(self) -> bool:
         """Whether keys carry their collection id."""
         return Feature.COLLECTIONS in self.features
+
+    @property
+    def has_durability(self) -> bool:
+        """Whether writes may ask for durability."""
+        return Feature.SYNC_REPLICATION in self.features
 
     def begin(self) -> bytes:
         """Return the first bytes to send."""

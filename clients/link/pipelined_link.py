@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from clients.address import ServerAddress, is_loopback
 from clients.errors import (
+    TRANSIENT,
     ConnectError,
     ConnectionLostError,
     DcpdError,
     OperationTimeoutError,
     WrongProtocolError,
+    none_answered,
 )
+from clients.link.first_answer import Place, first_answer
 from clients.link.handshake import FEATURES, Handshake, is_config_push
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
@@ -68,12 +71,16 @@ class Link(asyncio.Protocol):
         self.node = address.node
         self.handshake: Handshake | None = None
         self.is_closed = False
+        self.heard_s = 0.0
+        """When something was last received, by the loop's clock."""
         self.has_collections = False
+        self.has_durability = False
         self._transport: asyncio.Transport | None = None
         self._decoder = FrameDecoder()
         self._batches: deque[_Batch] = deque()
         self._next_opaque = 1
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = self._loop.create_future()
         self._can_write = asyncio.Event()
         self._can_write.set()
         self._take_bytes: Callable[[bytes], None] | None = None
@@ -92,8 +99,13 @@ class Link(asyncio.Protocol):
     ) -> Link:
         """Connect, authenticate, select the bucket. `features` are asked for (HELLO).
 
+        If the address names several nodes, the first one that answers counts, and `Link.address`
+        names that one.
+
         Raises ConnectError, AuthenticationError, OperationTimeoutError or a StatusError.
         """
+        if address.others:
+            return await cls._connect_to_one_of(address, timeout_s, features)
         loop = asyncio.get_running_loop()
         link: Link | None = None
         is_ready = False
@@ -122,6 +134,37 @@ class Link(asyncio.Protocol):
                 link.close()
         return link
 
+    @classmethod
+    async def _connect_to_one_of(
+        cls, address: ServerAddress, timeout_s: float, features: tuple[int, ...]
+    ) -> Link:
+        def connect(place: Place) -> Coroutine[Any, Any, Link]:
+            return cls.connect(address.at(*place), timeout_s=timeout_s, features=features)
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, link = await first_answer(connect, address.places, Link.close)
+        except TimeoutError as error:
+            if isinstance(error, DcpdError):
+                raise none_answered(error, address.places) from error
+            raise OperationTimeoutError(
+                f"none of the {len(address.places)} nodes answered within {timeout_s:g} s",
+                node=address.node,
+            ) from None
+        except TRANSIENT as error:
+            raise none_answered(error, address.places) from error
+        return link
+
+    @property
+    def now_s(self) -> float:
+        """The time of the loop."""
+        return self._loop.time()
+
+    @property
+    def pending(self) -> int:
+        """Number of batches that wait for replies."""
+        return len(self._batches)
+
     # -- requests ------------------------------------------------------------------------------
 
     def take_opaques(self, count: int) -> int:
@@ -135,11 +178,13 @@ class Link(asyncio.Protocol):
     ) -> asyncio.Future[list[Frame]]:
         """Write packets whose opaques count up from `opaque`; the future has their replies."""
         future: asyncio.Future[list[Frame]] = asyncio.get_running_loop().create_future()
-        if self._failure is not None or self._transport is None:
+        transport = self._transport
+        # A transport that a failed write is closing drops what it gets: that was not sent.
+        if self._failure is not None or transport is None or transport.is_closing():
             future.set_exception(self._failure or self._lost())
             return future
         self._batches.append(_Batch(opaque, count, future, is_open_ended=is_open_ended))
-        self._transport.write(packets)
+        transport.write(packets)
         return future
 
     async def request(
@@ -164,6 +209,16 @@ class Link(asyncio.Protocol):
         packet = pack_request(Opcode.STAT, opaque=opaque, key=group)
         frames = await self.send_batch(packet, opaque, 1, is_open_ended=True)
         return frames if frames[-1].status else frames[:-1]
+
+    async def sign_of_life(self, timeout_s: float) -> None:
+        """Ask for an answer to NOOP. Raises ConnectionLostError, OperationTimeoutError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.request(Opcode.NOOP)
+        except TimeoutError:
+            raise OperationTimeoutError(
+                f"no sign of life within {timeout_s:g} s", node=self.node
+            ) from None
 
     async def drain(self) -> None:
         """Wait until the transport accepts more bytes."""
@@ -215,6 +270,7 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes."""
+        self.heard_s = self._loop.time()
         if self._take_bytes is not None:
             self._take_bytes(data)
             return
@@ -255,6 +311,7 @@ class Link(asyncio.Protocol):
                 self._transport.write(reply)
             if handshake.is_done:
                 self.has_collections = handshake.has_collections
+                self.has_durability = handshake.has_durability
                 if not self.ready.done():
                     self.ready.set_result(None)
                 return frames[index + 1 :]
@@ -306,9 +363,11 @@ class Link(asyncio.Protocol):
             if isinstance(error, ConnectionLostError):
                 error = ConnectError(f"no session: {error.what}", node=self.node)
             self.ready.set_exception(error)
+            self.ready.exception()  # seen: after a timeout nobody waits for it
         for batch in self._batches:
             if not batch.future.done():
                 batch.future.set_exception(error)
+                batch.future.exception()  # seen: its caller may have given up
         self._batches.clear()
         if self._on_lost is not None:
             self._on_lost(error)

@@ -11,6 +11,7 @@ Invariants
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 from clients.errors import TopologyError
@@ -41,6 +42,8 @@ class Topology(NamedTuple):
     """(revEpoch, rev)"""
     nodes: tuple[ClusterNode, ...]
     vbucket_map: tuple[int, ...]
+    replica_map: tuple[tuple[int, ...], ...] = ()
+    """Indexes of the nodes that have replicas of each partition; () if there are none."""
 
     @property
     def num_vbuckets(self) -> int:
@@ -71,6 +74,10 @@ class Topology(NamedTuple):
         index = self.vbucket_map[vb_id] if 0 <= vb_id < len(self.vbucket_map) else -1
         return None if index < 0 else (self.nodes[index].host, self.nodes[index].kv_port)
 
+    def replicas_of(self, vb_id: int) -> list[ClusterNode]:
+        """Return the nodes that have a replica of the partition."""
+        return [self.nodes[index] for index in self.replica_map[vb_id]] if self.replica_map else []
+
     def is_newer_than(self, other: Topology | None) -> bool:
         """Whether this revision replaces `other`."""
         return other is None or self.revision > other.revision
@@ -96,6 +103,11 @@ def parse_topology(raw: bytes, origin_host: str, *, is_tls: bool = False) -> Top
         nodes = _nodes(document, origin_host, is_tls=is_tls)
         rows = document["vBucketServerMap"]["vBucketMap"]
         vbucket_map = tuple(row[0] if row else -1 for row in rows)
+        replica_map = (
+            tuple(tuple(index for index in row[1:] if index != -1) for row in rows)
+            if any(len(row) > 1 for row in rows)
+            else ()
+        )
         revision = (int(document.get("revEpoch", 0)), int(document["rev"]))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise TopologyError(
@@ -104,12 +116,13 @@ def parse_topology(raw: bytes, origin_host: str, *, is_tls: bool = False) -> Top
         ) from error
     if not vbucket_map or not nodes:
         raise TopologyError("the cluster configuration has no partitions", node=origin_host)
-    if any(not isinstance(index, int) or not -1 <= index < len(nodes) for index in vbucket_map):
+    named = chain(vbucket_map, *replica_map)
+    if any(not isinstance(index, int) or not -1 <= index < len(nodes) for index in named):
         raise TopologyError(
             f"vBucketMap refers to a node that is not among the {len(nodes)} in `nodes`",
             node=origin_host,
         )
-    return Topology(revision, nodes, vbucket_map)
+    return Topology(revision, nodes, vbucket_map, replica_map)
 
 
 def _nodes(document: dict[str, Any], origin_host: str, *, is_tls: bool) -> tuple[ClusterNode, ...]:

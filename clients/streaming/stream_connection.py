@@ -17,7 +17,7 @@ Invariants
 - the answer to a forgotten request has no effect;
 - bytes are acknowledged when half of the flow control window is used.
 
-Time is an argument, in ns of any steady clock.
+Time is an argument, in ns of any steady clock. So is randomness (`Setup.draw`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from clients.errors import RollbackRequiredError, error_from_status
+from clients.errors import (
+    TEMPORARY_STATUSES,
+    RollbackRequiredError,
+    StatusError,
+    error_from_status,
+)
 from clients.link.frame_buffer import frame_at
 from clients.link.handshake import CONFIG_PUSH
 from clients.position import Position
@@ -64,6 +69,8 @@ NAME_BYTES_MAX: Final = 200
 """Maximum length of the name in DCP_OPEN."""
 VERSION_LOG: Final = b"x_version_log"
 """Control: a stream request may list all versions that the client knows."""
+
+_ACTIVE_ONLY: Final = (1).to_bytes(4, "big")
 
 # Plain numbers: an enum look-up would be 5 % of the cost of a frame.
 _REQUEST: Final = int(Magic.REQUEST)
@@ -117,6 +124,8 @@ class Setup(NamedTuple):
     """Required controls, set to "true". If the server refuses one, the connection fails."""
     wished: tuple[bytes, ...] = ()
     """Optional controls, set to "true"."""
+    draw: Callable[[], float] | None = None
+    """Returns random numbers from 0 up to 1: each cuts a pause by up to half. None: no cuts."""
 
 
 class StreamConnection(Generic[S]):
@@ -191,15 +200,33 @@ class StreamConnection(Generic[S]):
             stream.opaque = 0
             self.requests.close_stream(stream.vb_id)
 
-    def ask_high_seqnos(self, on_seqnos: Callable[[dict[int, int]], None]) -> None:
-        """Ask for the high seqnos of the node's partitions."""
+    def ask_high_seqnos(
+        self,
+        on_seqnos: Callable[[dict[int, int]], None],
+        on_postponed: Callable[[StatusError], None] | None = None,
+    ) -> None:
+        """Ask for the high seqnos of the partitions that are active on the node.
+
+        A temporary refusal goes to `on_postponed`. Without it, and for other refusals, it raises.
+        """
 
         def on_reply(frame: Frame) -> None:
+            if frame.status in TEMPORARY_STATUSES and on_postponed is not None:
+                on_postponed(
+                    error_from_status(
+                        frame.status, "GET_ALL_VB_SEQNOS", body=frame.value, node=self.node
+                    )
+                )
+                return
             self.requests.check(frame, "GET_ALL_VB_SEQNOS")
             on_seqnos(parse_vb_seqnos(frame.value))
 
+        # Replicas do not matter here, and one that hears no master would make the node refuse all.
         self.requests.send(
-            lambda opaque: pack_request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque), on_reply
+            lambda opaque: pack_request(
+                Opcode.GET_ALL_VB_SEQNOS, opaque=opaque, extras=_ACTIVE_ONLY
+            ),
+            on_reply,
         )
 
     # -- asking again --------------------------------------------------------------------------
@@ -207,10 +234,12 @@ class StreamConnection(Generic[S]):
     def later(self, stream: S, first_ns: int, longest_ns: int) -> None:
         """Retry a stream after a pause, which doubles from `first_ns` to `longest_ns`.
 
-        The pause is reset when the stream opens.
+        Each is cut at random by up to half. The pause is reset when the stream opens.
         """
         stream.retry_ns = min(max(first_ns, stream.retry_ns * 2), longest_ns)
-        stream.retry_at_ns = self.requests.now_ns + stream.retry_ns
+        draw = self._setup.draw
+        cut_ns = 0 if draw is None else int(stream.retry_ns * draw() / 2)
+        stream.retry_at_ns = self.requests.now_ns + stream.retry_ns - cut_ns
         self._waiting.add(stream)
 
     def due(self, now_ns: int) -> list[S]:

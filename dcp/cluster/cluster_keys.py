@@ -6,6 +6,8 @@
     <root>plan                   the move of copies and masters that is under way
     <root>leader                 the coordinator          under its member's lease
     <root>alive/<member>         a running process        under its member's lease
+    <root>address/<host:port>    the process reached there   the same
+    <root>clock/<member>         its wall clock, at times  the same
     <root>member/<member>        a member of the cluster
     <root>name/<name>            the member that has a name
     <root>partition/<vb>         one partition's record
@@ -36,6 +38,7 @@ class KeyKind(StrEnum):
     PLAN = "plan"
     LEADER = "leader"
     ALIVE = "alive"
+    CLOCK = "clock"
     MEMBER = "member"
     PARTITION = "partition"
     SUSPECT = "suspect"
@@ -78,14 +81,27 @@ class ClusterKeys:
             )
         return self.root + f"{kind}/{member}".encode()
 
+    def of_members(self, kind: KeyKind) -> bytes:
+        """Return the prefix of the keys of this kind for all members."""
+        return self.root + f"{kind}/".encode()
+
     def of_name(self, name: str) -> bytes:
         """Return the key that says which member has a name. Views do not have it."""
         return self.root + b"name/" + name.encode()
+
+    def of_address(self, address: str) -> bytes:
+        """Return the key that says which process has an address. Views do not have it."""
+        return self.root + b"address/" + address.encode()
 
     def of_partition(self, kind: KeyKind, vb_id: int) -> bytes:
         """Return the key of this kind for a partition."""
         assert kind in _OF_PARTITIONS
         return self.root + f"{kind}/{vb_id:0{_VB_DIGITS}}".encode()
+
+    def of_partitions(self, kind: KeyKind) -> bytes:
+        """Return the prefix of the keys of this kind for all partitions."""
+        assert kind in _OF_PARTITIONS
+        return self.root + f"{kind}/".encode()
 
     def parse(self, key: bytes) -> ParsedKey | None:
         """Return what a key names; None if this version knows no such key."""

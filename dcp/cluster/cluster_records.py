@@ -87,13 +87,28 @@ class LeaderRecord(_Record, frozen=True, kw_only=True):
 
 
 class AliveRecord(_Record, frozen=True, kw_only=True):
-    """A running process of a member."""
+    """A running process of a member: under the member's key, and under each of its addresses."""
 
     member: str
     incarnation: int
     """Grows with each start of the member's process."""
     is_leaving: bool = False
     """Whether the process is about to stop: it gets no partition any more."""
+    name: str = ""
+    """The node's name."""
+    address: str = ""
+    """HOST:PORT of its key-value port."""
+    place: str = ""
+    """Its data folder on its machine (`membership.ProcessFacts`)."""
+    protocol: int = 1
+    """The version of the replication messages that it speaks."""
+
+
+class ClockRecord(_Record, frozen=True, kw_only=True):
+    """The wall clock of a member when it wrote this."""
+
+    member: str
+    unix_ms: int
 
 
 class MemberRecord(_Record, frozen=True, kw_only=True):
@@ -109,6 +124,8 @@ class MemberRecord(_Record, frozen=True, kw_only=True):
     kv_tls_port: int = 0
     """0: none."""
     admin_tls_port: int = 0
+    owns_store: bool = False
+    """Whether the embedded metadata store is in its folder."""
     is_drained: bool = False
     """Whether the operator wants no copy and no master there."""
 

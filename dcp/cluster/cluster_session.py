@@ -17,7 +17,7 @@ from dcp.cluster.cluster_records import ReportedPartition
 from dcp.cluster.cluster_view import ClusterView
 from dcp.cluster.coordinator import COORDINATOR, Coordinator, Elected
 from dcp.cluster.effects import Notice, StoreEffect, StoreEvent, Tick, ViewChanged
-from dcp.cluster.membership import MEMBERSHIP, Membership
+from dcp.cluster.membership import LEASE_TTL_S, MEMBERSHIP, Membership
 from dcp.cluster.partition_choices import CoordinatorSettings
 from dcp.cluster.record_writer import RecordChange, RecordWriter, WriteOutcome
 from dcp.cluster.suspect_reporter import REPORTER, SuspectReporter
@@ -33,12 +33,18 @@ class ClusterSession:
     """See the module. `incarnation` grows with every start of this member's process."""
 
     def __init__(
-        self, root: bytes, member: str, incarnation: int, settings: CoordinatorSettings
+        self,
+        root: bytes,
+        member: str,
+        incarnation: int,
+        settings: CoordinatorSettings,
+        *,
+        lease_s: int = LEASE_TTL_S,
     ) -> None:
         keys = ClusterKeys(root)
         owner = f"{member}.{incarnation}"
         self.view = ClusterView(keys)
-        self.membership = Membership(keys, member, incarnation)
+        self.membership = Membership(keys, member, incarnation, lease_s=lease_s)
         self.coordinator = Coordinator(self.view, self.membership, owner, settings)
         self._reader = ViewReader(self.view)
         self._reporter = SuspectReporter(keys, self.membership)

@@ -19,6 +19,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from dcp.cluster.cluster_keys import ClusterKeys, KeyKind, ParsedKey
 from dcp.cluster.cluster_records import (
     AliveRecord,
+    ClockRecord,
     ClusterRecord,
     LeaderRecord,
     ManifestRecord,
@@ -55,6 +56,7 @@ class ClusterView:
         self.partitions: dict[int, Stored[StoredPartition]] = {}
         self.members: dict[str, Stored[MemberRecord]] = {}
         self.alive: dict[str, Stored[AliveRecord]] = {}
+        self.clocks: dict[str, Stored[ClockRecord]] = {}
         self.reports: dict[str, Stored[MemberReport]] = {}
         self.commands: dict[int, Stored[OperatorCommand]] = {}
         self.cluster: Stored[ClusterRecord] | None = None
@@ -75,6 +77,7 @@ class ClusterView:
             KeyKind.USERS: self._change_users,
             KeyKind.PLAN: self._change_plan,
             KeyKind.LEADER: self._change_leader,
+            KeyKind.CLOCK: lambda name, item: _change(self.clocks, name.member, item, ClockRecord),
             KeyKind.ALIVE: lambda name, item: _change(self.alive, name.member, item, AliveRecord),
             KeyKind.MEMBER: lambda name, item: _change(
                 self.members, name.member, item, MemberRecord

@@ -217,6 +217,8 @@ class StoreUnavailable(NamedTuple):
     """The request did not reach a store: nothing happened, and nothing will. Try again later."""
 
     text: str
+    is_denied: bool = False
+    """Whether the store does not let this client in. Then trying again does not help."""
 
 
 class OutcomeUnknown(NamedTuple):

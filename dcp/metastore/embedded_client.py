@@ -130,6 +130,8 @@ class EmbeddedClient:
         self._revision = 0
         """The highest one that the store told."""
         self._is_set_back = False
+        self._is_denied = False
+        """Whether the last login was refused."""
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
@@ -215,7 +217,8 @@ class EmbeddedClient:
         pending = self._pending.pop(call_id)
         pending.timer.cancel()
         if pending.frame:
-            pending.done(StoreUnavailable(f"{self._where}: {self.trouble or text}"))
+            why = f"{self._where}: {self.trouble or text}"
+            pending.done(StoreUnavailable(why, self._is_denied))
         else:
             pending.done(OutcomeUnknown(f"{self._where}: {text}"))
 
@@ -271,6 +274,7 @@ class EmbeddedClient:
 
     async def _connect(self) -> asyncio.StreamReader:
         """Connect and log in; send what waits, and resume the watches."""
+        self._is_denied = False
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(*self._address)
             try:
@@ -301,9 +305,11 @@ class EmbeddedClient:
         writer.write(frame_of(StoreLogin(PROTOCOL_VERSION, nonce, proof)))
         welcome = await _read_frame(reader, LOGIN_FRAME_BYTES_MAX)
         if isinstance(welcome, StoreRefusal):
+            self._is_denied = True
             raise WireError(welcome.text)
         wanted = server_proof(self._secret, challenge.nonce, nonce)
         if not isinstance(welcome, StoreWelcome) or not is_same_proof(welcome.proof, wanted):
+            self._is_denied = True
             raise WireError("the other end has another secret: it is no store of this cluster")
         return welcome
 

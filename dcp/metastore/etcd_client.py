@@ -55,7 +55,12 @@ from dcp.metastore.etcd_link import (
 )
 from dcp.metastore.etcd_settings import EtcdSettings
 from dcp.metastore.etcd_stubs import etcd_api_pb2 as pb
-from dcp.metastore.etcd_trouble import history_trouble, trouble_of, version_warning
+from dcp.metastore.etcd_trouble import (
+    history_trouble,
+    is_denial,
+    trouble_of,
+    version_warning,
+)
 from dcp.metastore.resumed_watch import ResumedWatch
 
 ETCD_DEADLINE_S: Final = 0.8
@@ -120,6 +125,8 @@ class EtcdClient:
         self._revision = 0
         """The highest one that etcd told in an answer that a majority confirmed."""
         self._is_set_back = False
+        self._is_denied = False
+        """Whether the last endpoint that was tried does not let this client in."""
         self._told: set[str] = set()
         self._told_away: set[str] = set()
         """Why etcd does not answer, as far as told since it last did."""
@@ -181,7 +188,8 @@ class EtcdClient:
         link = self._link or await self._next_link(until_s)
         begun_s = self._loop.time()
         if link is None or begun_s >= until_s:
-            return StoreUnavailable(self.trouble or "etcd: no member answered in time")
+            text = self.trouble or "etcd: no member answered in time"
+            return StoreUnavailable(text, self._is_denied)
         try:
             response = await link.call(request, message, until_s - begun_s)
         except LinkLostError as error:
@@ -213,7 +221,7 @@ class EtcdClient:
             self._tell_once(text)
         is_not_done = any(part in details for part in _HAPPENED_NOT_TEXTS)
         if code in _HAPPENED_NOT or is_not_done:
-            return StoreUnavailable(text)
+            return StoreUnavailable(text, code is _STATUS.PERMISSION_DENIED)
         return OutcomeUnknown(text)
 
     async def _next_link(self, until_s: float) -> EtcdLink | None:
@@ -259,6 +267,7 @@ class EtcdClient:
     async def _use(self, endpoint: str) -> str | None:
         """Use an endpoint for as long as it can be used; return why it cannot, or None."""
         link = EtcdLink(endpoint, self._settings)
+        self._is_denied = False
         try:
             async with asyncio.timeout(LOGIN_S):
                 await link.log_in()
@@ -266,8 +275,10 @@ class EtcdClient:
             self._linked(link)
             self.trouble = await link.lost
         except RpcError as error:
+            self._is_denied = is_denial(error.details() or "")
             return trouble_of(endpoint, error.details() or "")
         except EtcdUnfitError as error:
+            self._is_denied = True
             return str(error)
         except TimeoutError:
             return trouble_of(endpoint, "Deadline Exceeded")

@@ -43,6 +43,12 @@ _ADVICE: Final = {
     "Deadline Exceeded": "it did not answer in time. It may be overloaded, frozen or cut off",
 }
 """Part of gRPC's or etcd's text -> what it means and what to try."""
+_DENIALS: Final = (
+    "CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed", "TSI_DATA_CORRUPTED",
+    "Handshake read failed", "WRONG_VERSION_NUMBER", "invalid user ID or password",
+    "user name is empty", "authentication is not enabled", "permission denied",
+)  # fmt: skip
+"""Those after which trying again does not help."""
 
 
 def trouble_of(endpoint: str, details: str) -> str:
@@ -51,6 +57,11 @@ def trouble_of(endpoint: str, details: str) -> str:
         if part in details:
             return f"etcd at {endpoint}: {advice}"
     return f"etcd at {endpoint}: {' '.join(details.split())[:300] or 'no reason was given'}"
+
+
+def is_denial(details: str) -> bool:
+    """Return whether an endpoint does not let this client in, whatever the client tries."""
+    return any(part in details for part in _DENIALS)
 
 
 def version_trouble(endpoint: str, version: str) -> str:

@@ -51,8 +51,6 @@ from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT
 from vbucket.store.environment import StoreDamagedError
 
-UNHEARD_NS: Final = 600_000_000
-"""A master whose node was not heard for so long is reported: six heartbeats."""
 REDIAL_NS: Final = 200_000_000
 """Pause between two attempts to connect to a node."""
 
@@ -164,18 +162,24 @@ class Following:
                 self._keep_confirmations(link)
 
     def note_heard(self, now_ns: int) -> None:
-        """Note when the masters' nodes were last heard."""
+        """Note when the masters' nodes were last heard. One whose connections are refused has no
+        process: nobody waits for a word of it.
+        """
         self._now_ns = now_ns
         for member, link in self.links.items():
             self._heard_ns[member] = max(self._heard_ns.get(member, 0), link.master_heard_ns)
+            if link.is_refused:
+                since_ns = now_ns - self._settings.unheard_ns
+                self._heard_ns[member] = min(self._heard_ns[member], since_ns)
 
     @property
     def unheard_from_ns(self) -> int:
         """When the first node of a master counts as unheard, unless it is heard before. Only nodes
         that are heard now count.
         """
-        heard = (at_ns for at_ns in self._heard_ns.values() if self._now_ns - at_ns < UNHEARD_NS)
-        return min(heard, default=self._now_ns) + UNHEARD_NS
+        unheard_ns = self._settings.unheard_ns
+        heard = (at_ns for at_ns in self._heard_ns.values() if self._now_ns - at_ns < unheard_ns)
+        return min(heard, default=self._now_ns) + unheard_ns
 
     def _keep_confirmations(self, link: ReplicaLink) -> None:
         """Note what a closed link has confirmed; it still says what it followed."""
@@ -196,7 +200,9 @@ class Following:
         """Whether this master was not heard for a while, or there is none."""
         if master is None or master == self._identity.member:
             return True
-        return self._now_ns - self._heard_ns.get(master, self._started_ns) >= UNHEARD_NS
+        return (
+            self._now_ns - self._heard_ns.get(master, self._started_ns) >= self._settings.unheard_ns
+        )
 
     # -- confirmations -----------------------------------------------------------------------------
 

@@ -276,6 +276,12 @@ class Leading:
             )
         if told.member not in self._view.members:
             raise ReplicationError(f"{told.member} is no member of this cluster")
+        alive = self._view.alive.get(told.member)
+        if alive is not None and told.incarnation < alive.content.incarnation:
+            raise ReplicationError(
+                f"member {told.member} runs as incarnation {alive.content.incarnation}; this is "
+                f"{told.incarnation}, an older process with the same data folder or a copy of it"
+            )
         older = self.feeds.get(told.member)
         if older is not None:
             older.is_superseded = True
@@ -285,6 +291,7 @@ class Leading:
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
             pace=self._pace,
         )  # fmt: skip
+        feed.beat_ns = self._settings.beat_ns
         self.feeds[told.member] = feed
         return feed
 

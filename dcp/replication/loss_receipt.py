@@ -131,15 +131,28 @@ def pack_cut_off(cut: CutOff) -> bytes:
     return data + _CRC.pack(google_crc32c.value(data))
 
 
-class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CutHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The document of a quarantine file."""
+
     vb: int
     epoch: int
     versions: list[tuple[str, str]]
     entries: int
 
 
-def unpack_cut_off(data: bytes) -> CutOff:
-    """Return what a quarantine file holds. Raises QuarantineDamagedError."""
+def unpack_head(data: bytes) -> CutHead:
+    """Return the document of a quarantine file from its first bytes. The checksum is at the end of
+    the file, and is not checked. Raises QuarantineDamagedError.
+    """
+    size = _check_head(data)
+    try:
+        return msgspec.json.decode(data[_HEAD.size : _HEAD.size + size], type=CutHead)
+    except msgspec.DecodeError as error:
+        raise QuarantineDamagedError(f"its head cannot be read: {error}") from None
+
+
+def _check_head(data: bytes) -> int:
+    """Return how long the document is. Raises QuarantineDamagedError."""
     if len(data) < _HEAD.size + _CRC.size:
         raise QuarantineDamagedError(
             f"{len(data)} bytes are too few for a quarantine file; it was not written to its end"
@@ -152,6 +165,12 @@ def unpack_cut_off(data: bytes) -> CutOff:
             f"the file has format {stored_format}, this program reads format {FORMAT}. Use the"
             " version of dcpd that wrote it"
         )
+    return int(size)
+
+
+def unpack_cut_off(data: bytes) -> CutOff:
+    """Return what a quarantine file holds. Raises QuarantineDamagedError."""
+    size = _check_head(data)
     body, stored_crc = data[: -_CRC.size], _CRC.unpack_from(data, len(data) - _CRC.size)[0]
     crc = google_crc32c.value(body)
     if crc != stored_crc:
@@ -161,7 +180,7 @@ def unpack_cut_off(data: bytes) -> CutOff:
         )
     start = _HEAD.size + size
     try:
-        document = msgspec.json.decode(body[_HEAD.size : start], type=_Document)
+        document = msgspec.json.decode(body[_HEAD.size : start], type=CutHead)
         versions = tuple((int(vb_uuid), int(seqno)) for vb_uuid, seqno in document.versions)
         entries = tuple(_entries(body, start))
     except (msgspec.DecodeError, ValueError, struct.error) as error:

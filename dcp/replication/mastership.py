@@ -59,6 +59,10 @@ class ReplicationSettings(NamedTuple):
     """Members that must be in sync for a write to be taken; None: a majority of the copies. The
     cluster's record says it for all nodes, as soon as it is known."""
     replica_lag_max_ns: int = 1_000_000_000
+    beat_ns: int = 100_000_000
+    """Time between heartbeats, and the longest time between two questions."""
+    unheard_ns: int = 600_000_000
+    """A master whose node was not heard for so long is reported: six heartbeats."""
     acknowledges_as_master: bool = False
     """Answer writes when this node's disk has them (`acknowledge=master`)."""
     value_bytes_max: int = 20 << 20
@@ -180,6 +184,11 @@ class Mastership:
         before = self._acknowledged.get(member)
         if before is None or before.epoch < epoch or before.synced_seqno < seqno:
             self._acknowledged[member] = Acknowledgement(epoch, seqno)
+
+    def acknowledged_seqno(self, member: str) -> int:
+        """Return what a member has acknowledged in this epoch; 0: nothing."""
+        given = self._acknowledged.get(member)
+        return 0 if given is None or given.epoch != self.epoch else given.synced_seqno
 
     def begins_at(self, member: str, seqno: int, history_floor: int) -> None:
         """A member has all up to a seqno, and perhaps less than it acknowledged before: deletions

@@ -79,7 +79,7 @@ RECORD_BYTES: Final = 256
 QUESTIONS_MAX: Final = 64
 """With so many unanswered questions no heartbeat is sent: the replica reads nothing."""
 BEAT_NS: Final = 100_000_000
-"""Time between heartbeats, and the longest time between two questions."""
+"""Time between heartbeats, unless the setting says another one."""
 SILENCE_NS_MAX: Final = 3_000_000_000
 """A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
 
@@ -168,7 +168,7 @@ class ReplicaFeed:
         self._confirmed_ns = 0
         """When the question was asked that was confirmed last."""
         self._now_ns = self._heard_ns = now_ns
-        self._next_beat_ns = now_ns
+        self._next_beat_ns, self.beat_ns = now_ns, BEAT_NS
 
     @property
     def asked_ns(self) -> int:
@@ -181,8 +181,7 @@ class ReplicaFeed:
         """Answer the request for a partition. Raises ReplicationError."""
         if len(request.extras) != STREAM_REQ_EXTRAS.size:
             raise ReplicationError(
-                f"a stream request has {STREAM_REQ_EXTRAS.size} bytes of extras, "
-                f"not {len(request.extras)}"
+                f"a stream request has {STREAM_REQ_EXTRAS.size} bytes of extras: {request.extras!r}"
             )
         if self._is_closed:
             raise ReplicationError(f"member {self.member} has a newer link")
@@ -516,7 +515,7 @@ class ReplicaFeed:
         self._now_ns = self._heard_ns = now_ns
 
     def tick(self, now_ns: int) -> bool:
-        """Ask whether this node is still the master, every BEAT_NS; False: disconnect."""
+        """Ask whether this node is still the master, every `beat_ns`; False: disconnect."""
         self._now_ns = now_ns
         if self._paced and self._pace.may_send(self.member, now_ns):
             self._behind.update(self._paced)
@@ -524,7 +523,7 @@ class ReplicaFeed:
             self._schedule()
         is_read = not self._out and len(self._asked) < QUESTIONS_MAX
         if now_ns >= self._next_beat_ns and is_read:  # else enough questions are on their way
-            self._next_beat_ns = now_ns + BEAT_NS
+            self._next_beat_ns = now_ns + self.beat_ns
             self._send((), ())
         return not self._is_closed and now_ns - self._heard_ns < SILENCE_NS_MAX
 

@@ -198,6 +198,8 @@ class ReplicaLink:
         """When a question was confirmed last; 0: none was."""
         self.problem = ""
         """Why the link was closed by this side."""
+        self.is_refused = False
+        """Whether nobody listens at the master's address: its process is dead, not silent."""
         self._out = [
             pack_request(
                 Opcode.DCP_OPEN,
@@ -281,6 +283,11 @@ class ReplicaLink:
 
     def refused(self, why: str) -> None:
         """The connection is of no use, for this reason."""
+        self._close(why)
+
+    def unreachable(self, why: str, *, is_refused: bool) -> None:
+        """No connection could be made, for this reason."""
+        self.is_refused = is_refused
         self._close(why)
 
     def closed(self) -> None:

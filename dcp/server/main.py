@@ -14,10 +14,8 @@ import contextlib
 import errno
 import gc
 import os
-import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
@@ -27,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import click
 
 from dcp import __version__
-from dcp.compiled import problem, version_text
+from dcp.compiled import problem, version_and_form, version_text
 from dcp.server.announce import IN_WORDS, Announcement, Ready
 from dcp.server.config.setting_values import Option
 from dcp.server.config.settings import Settings
@@ -43,6 +41,7 @@ from dcp.server.config.sources import (
     read_config_file,
     resolve,
 )
+from dcp.server.signal_watch import KEPT, SignalWatch, say
 
 if TYPE_CHECKING:
     from dcp.server.access.users import Users
@@ -53,22 +52,12 @@ if TYPE_CHECKING:
     OnReady = Callable[[Node], None]
 
 STOP_AFTER_FAILURE_S: Final = 9.0
-STOP_LIMIT_S: Final = 9.5
-"""A stop that takes longer is cut short. The next start recovers."""
 SWITCH_INTERVAL_S: Final = 0.0002
 """How long a thread waits for the interpreter lock. The default of 5 ms would delay a commit."""
 
 GC_THRESHOLDS: Final = (50_000, 20, 50)
 """The data is bytes in dictionaries and lists, which the cyclic collector does not track. It should
 look at the rest rarely, because a full pass stops the loop."""
-
-
-_KEPT: Final = {
-    "commit": "Every answered write is on disk",
-    "interval": "Writes that were answered before the last sync are on disk",
-    "none": "Writes that were answered since the start may be lost",
-}
-"""What survives a failure of log or store, by durability."""
 
 
 class ExitCode(IntEnum):
@@ -256,10 +245,10 @@ def run(
                 )
             )  # fmt: skip
     except StartError as error:
-        _say(str(error))
+        say(str(error))
         return error.exit_code
     except UsersFileError as error:
-        _say(str(error))
+        say(str(error))
         return ExitCode.FOLDER
 
 
@@ -300,7 +289,7 @@ async def _serve(
     alive = asyncio.create_task(notices.keep_alive())
     try:
         code = await _run_to_the_end(node, settings)
-        while code is ExitCode.STOPPED and node.wants_restart:
+        while code is ExitCode.STOPPED and node.wants_restart and not signals.is_stopping:
             settings = _with_ports_of(node, settings)
             node = await _started(settings, users, log, signals, notices, accepts_log_loss=False)
             log.info("started again as a member of a cluster")
@@ -341,7 +330,7 @@ async def _run_to_the_end(node: Node, settings: Settings) -> ExitCode:
         await node.run_until_stopped()
         await node.stop()  # raises if the stop failed
     except _run_failures() as error:
-        _say(f"stopped: {error}. {_KEPT[settings.durability]}; start again once the cause is gone.")
+        say(f"stopped: {error}. {KEPT[settings.durability]}; start again once the cause is gone.")
         with contextlib.suppress(TimeoutError, *_run_failures()):
             await asyncio.wait_for(node.stop(), STOP_AFTER_FAILURE_S)
         return ExitCode.FAILED
@@ -357,61 +346,6 @@ def _with_ports_of(node: Node, settings: Settings) -> Settings:
         settings, port=ports.kv, admin_port=ports.admin, tls_port=ports.kv_tls or settings.tls_port,
         admin_tls_port=ports.admin_tls or settings.admin_tls_port,
     )  # fmt: skip
-
-
-class SignalWatch:
-    """Waits for signals in its own thread, and stops the server at SIGTERM and SIGINT.
-
-    The event loop would not see a signal while it hangs in a system call because a disk does not
-    answer. Before there is a server, SIGTERM and SIGINT end the process at once. Create this before
-    any other thread starts, because other threads would receive the signals.
-    """
-
-    _NUMBERS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-
-    def __init__(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._NUMBERS)
-        self._node: Node | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._notices: ServiceNotices | None = None
-        threading.Thread(target=self._watch, name="signals", daemon=True).start()
-
-    def serve(self, node: Node, notices: ServiceNotices) -> None:
-        """From now on SIGTERM and SIGINT stop this node. SIGHUP makes it read its files again."""
-        self._loop = asyncio.get_running_loop()
-        self._notices = notices
-        self._node = node
-
-    def _watch(self) -> None:
-        while (number := signal.sigwait(self._NUMBERS)) == signal.SIGHUP and self._loop:
-            assert self._node is not None
-            self._loop.call_soon_threadsafe(self._node.reload)
-        node, loop = self._node, self._loop
-        if node is None or loop is None:
-            os._exit(128 + number)  # nothing was answered yet
-        _say("stopping; a second signal stops at once")
-        if self._notices is not None:
-            self._notices.stopping()
-        loop.call_soon_threadsafe(self._stop, node)
-        limit_s = STOP_LIMIT_S + node.leave_s
-        second = signal.sigtimedwait(self._NUMBERS - {signal.SIGHUP}, limit_s)
-        if second is None:
-            _say(
-                f"the stop took more than {limit_s:g} s and is cut short. "
-                f"{_KEPT[node.about.durability]}; the next start recovers it."
-            )
-        # At once is safe: what was answered is in the log, as after SIGKILL.
-        os._exit(ExitCode.FAILED if second is None else 128 + second.si_signo)
-
-    @staticmethod
-    def _stop(node: Node) -> None:
-        task = asyncio.get_running_loop().create_task(node.stop())
-        task.add_done_callback(_retrieved)  # `_serve` tells how it ended
-
-
-def _retrieved(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()
 
 
 def _start_failures() -> tuple[type[Exception], ...]:
@@ -493,13 +427,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return factory
 
 
-def _say(text: str) -> None:
-    """Write a message to the operator on stderr."""
-    # The reader of our stderr may be gone.
-    with contextlib.suppress(OSError):
-        click.echo(f"dcpd: {text}", err=True)
-
-
 # -- the command line ------------------------------------------------------------------------------
 
 
@@ -549,7 +476,7 @@ def server_command(on_ready: OnReady | None = None) -> click.Command:
         epilog=EXIT_CODES_TEXT,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
-    return click.version_option(version_text(__version__), prog_name="dcpd")(command)
+    return click.version_option(version_and_form(__version__), prog_name="dcpd")(command)
 
 
 def _option(key: str, option: Option) -> click.Option:
@@ -590,7 +517,7 @@ def _from_command_line(
 def main(on_ready: OnReady | None = None) -> None:
     """Run the command `dcpd`. `on_ready` is called on its event loop once it is ready."""
     if not __debug__:
-        _say("python -O removes checks that guard the data. Start without -O.")
+        say("python -O removes checks that guard the data. Start without -O.")
         sys.exit(ExitCode.USAGE)
     server_command(on_ready)(prog_name="dcpd")
 

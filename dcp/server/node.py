@@ -36,7 +36,7 @@ from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
 from dcp.server.access.users import Users
 from dcp.server.admin.node_view import AdminParts, ConsoleParts
 from dcp.server.config.settings import Settings
-from dcp.server.config.sources import is_loopback
+from dcp.server.config.sources import is_loopback, plain_host_of
 from dcp.server.listeners import Listeners, admin_crowd
 from dcp.server.net.after_commit import AfterCommit
 from dcp.server.net.cluster_config import ClusterConfig, Ports
@@ -85,6 +85,7 @@ from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import STORE_FORMAT_VERSION
 
 if TYPE_CHECKING:
+    from dcp.server.admin.probes_at_start import ProbesAtStart
     from dcp.server.cluster.becoming_member import NewMember
     from dcp.server.cluster.cluster_file import ClusterFile
     from dcp.server.cluster.cluster_operations import ClusterOperations
@@ -178,11 +179,26 @@ class Node:
         Raises FolderError, PortTakenError, LogDamagedError, UnknownFormatError,
         StoreDamagedError, FirstAdminError, OSError.
         """
-        self._storage = Storage(
-            self.about.data_dir, self._settings, accepts_log_loss=self._accepts_log_loss
+        open_storage = partial(
+            Storage, self.about.data_dir, self._settings, accepts_log_loss=self._accepts_log_loss
         )
+        if not self._is_of_cluster():
+            self._storage = open_storage()
+            await self._start(None)
+            return
+        from dcp.server.admin.probes_at_start import ProbesAtStart
+
+        # In a thread: recovery may take long, and orchestrators ask whether the process lives.
+        admin_host = plain_host_of(self._settings)
+        async with ProbesAtStart(admin_host, self._settings.admin_port) as probes:
+            self._storage = await asyncio.to_thread(open_storage)
+            await self._start(probes)
+
+    async def _start(self, probes: ProbesAtStart | None) -> None:
+        """Start on the recovered folder."""
         self._storage.tell(self._log)
         try:
+            self._add_first_admin()
             await self._open_cluster()
         except BaseException:
             self._storage.close(is_clean=False)
@@ -190,9 +206,9 @@ class Node:
         self._wire_storage()
         self._wire_ports()
         try:
-            self._add_first_admin()
             await self._begin_writing()
-            await self._listeners.start()
+            listener = None if probes is None else await probes.hand_over()
+            await self._listeners.start(listener)
             self._enter_cluster()
             await self._listeners.serve()
         except BaseException:
@@ -204,9 +220,18 @@ class Node:
         if self.health.read_only_why:
             self._tasks.begin(self._begin_when_there_is_room())
 
+    def _is_of_cluster(self) -> bool:
+        """Whether this is a member, or becomes one now by its settings."""
+        return self._settings.cluster != "none" or (self.about.data_dir / CLUSTER_FILE).exists()
+
     def _add_first_admin(self) -> None:
+        """Add the first user if there is none, before the node becomes a member: then the users are
+        those of the cluster.
+        """
         path = self._settings.admin_password_file
-        if path is not None and add_first_admin(self._users, path):
+        if path is None or (self.about.data_dir / CLUSTER_FILE).exists():
+            return
+        if add_first_admin(self._users, path):
             self._log.info("first user added", user=FIRST_ADMIN, password_file=str(path))
 
     def _enter_cluster(self) -> None:
@@ -218,15 +243,13 @@ class Node:
         from dcp.server.cluster.membership_of_node import own_record
 
         replicated.show_first_map(own_record(replicated, self._settings, self.ports))
-        if not self.health.read_only_why:
-            replicated.start()
+        replicated.start(self.health.read_only_why)
 
     async def _open_cluster(self) -> None:
         """Open the metadata store, if the folder is one of a cluster's node, or becomes it by the
         settings. Raises FolderError, PortTakenError.
         """
-        settings, data_dir = self._settings, self.about.data_dir
-        if settings.cluster == "none" and not (data_dir / CLUSTER_FILE).exists():
+        if not self._is_of_cluster():
             return
         from dcp.server.cluster.entering import entered
 
@@ -261,9 +284,14 @@ class Node:
         )
 
     def _restart_soon(self) -> None:
-        """Stop after the answer has left, and start again in this process."""
-        self.wants_restart = True
-        self._tasks.begin(self.stop())
+        """Stop after the answer has left, and start again in this process. A node that stops
+        already does not: cluster.json is on disk, and the next start is that of a member.
+        """
+        gate = self._enrolment_gate
+        assert gate is not None, "it was entered"
+        if gate.enrolment.restarts:
+            self.wants_restart = True
+            self._tasks.begin(self.stop())
 
     async def _begin_writing(self) -> None:
         """Make the first writes and start everything that writes, if the disk has room for it."""
@@ -371,13 +399,14 @@ class Node:
         storage = self._storage
         parts = ServerParts(
             self.engine, storage.store, self._hub, self._groups, self.connections, self._config,
-            self._users, self._tasks, self._log, self.about.data_dir,
+            self._users, self.access.link_tls, self._tasks, self._log, self.about.data_dir,
             kick=self._kick, publish=after_commit.published, on_failure=self._fail,
         )  # fmt: skip
         self.replicated = replicated_node(
             parts, storage.node.node_id, identity, self._settings, access
         )
         self._users.let_cluster_in(identity.secret)
+        self.access.logins.nodes.open(self._settings.cluster_tls, self.replicated.hosts)
         return self.replicated.group_published
 
     def _wire_ports(self) -> None:
@@ -497,6 +526,8 @@ class Node:
 
     async def _stop_in_order(self) -> None:
         self.health.is_ready = False
+        if self._enrolment_gate is not None:
+            self._enrolment_gate.stopped()
         if self.replicated is not None and self._failure is None:
             await self.replicated.leave()
         self._stop_at_s = time.monotonic() + STOP_S

@@ -15,7 +15,7 @@ from typing import Final
 from dcp.session.documents import DocumentCommands
 from dcp.session.state import SessionState
 from dcp.wire.frame import Frame, pack_response
-from dcp.wire.message import U32
+from dcp.wire.message import MUTATION_TOKEN, U32
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, UnknownNameError
 from vbucket.engine.engine import StoredDocument
@@ -114,20 +114,27 @@ class DocumentReadCommands:
     # -- other reads ---------------------------------------------------------------------------
 
     def get_replica(self, request: Frame) -> None:
-        """Answer a document of a partition that is a replica here."""
-        if request.extras or not request.key or request.value:
-            raise RefusedError(Status.EINVAL, "GET_REPLICA takes a key and nothing else")
+        """Answer a document of a partition that is a replica here: the newest version that is
+        committed as far as this replica knows.
+
+        Extras of 16 bytes are ours: a mutation token that the replica must have reached.
+        """
+        has_token = len(request.extras) == MUTATION_TOKEN.size
+        if (request.extras and not has_token) or not request.key or request.value:
+            raise RefusedError(
+                Status.EINVAL, "GET_REPLICA takes a key, and as extras a mutation token or nothing"
+            )
         vb_id, key = self._documents.locate(request.vb_id, request.key)
         state, part = self._state, self._engine.partitions[vb_id]
         if part.state != VbState.REPLICA:
             raise state.elsewhere(part)
         if part.incomplete_snapshot is not None:
             raise RefusedError(Status.ETMPFAIL, f"vb {vb_id}: this replica is being filled")
-        state.observes(vb_id)
+        if has_token:
+            _check_has(part, *MUTATION_TOKEN.unpack(request.extras))
         found = self._engine.get_from_replica(part, key)
         if found is None:
-            status = Status.KEY_ENOENT
-            self._documents.refuse_outcome(request.opcode, request.opaque, status, vb_id)
+            self._documents.miss(request.opcode, request.opaque)
             return
         self._answer(request, found)
 
@@ -183,6 +190,17 @@ class DocumentReadCommands:
                 key=key, value=value, datatype=datatype,
             )
         )  # fmt: skip
+
+
+def _check_has(part: Partition, vb_uuid: int, seqno: int) -> None:
+    """Raise RefusedError where a replica does not know that this change is committed."""
+    reached = part.failover.upper_of(vb_uuid, part.committed_seqno)
+    if reached is None or reached < seqno:
+        raise RefusedError(
+            Status.ETMPFAIL,
+            f"vb {part.vb_id}: this replica does not know of the change with seqno {seqno} of"
+            f" version {vb_uuid}; ask the master",
+        )
 
 
 def _documents_of(part: Partition, collection_id: int) -> int:

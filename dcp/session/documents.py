@@ -540,7 +540,7 @@ class DocumentCommands:
         """Answer an error of the engine. The answer waits until what it tells is committed."""
         state = self._state
         if status == Status.NOT_MY_VBUCKET:
-            state.answer_error(opcode, opaque, vb_id, WrongVbucketError())
+            state.answer_error(opcode, opaque, vb_id, WrongVbucketError(vb_id))
             return
         if status == Status.ETMPFAIL:  # it tells nothing about stored data
             part = self._engine.partitions[vb_id]

@@ -76,6 +76,6 @@ class FaultGate:
             value = U64.pack(fault.rollback_seqno)
             state.send(pack_response(opcode, fault.status, opaque=opaque, value=value))
         elif fault.status == Status.NOT_MY_VBUCKET:
-            state.answer_json(opcode, opaque, fault.status, state.facts.bucket_config())
+            state.answer_json(opcode, opaque, fault.status, state.map_news.with_refusal())
         else:
             state.refuse(opcode, opaque, fault.status, f"fault {fault.fault_id} is set")

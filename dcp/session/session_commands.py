@@ -8,8 +8,9 @@ from struct import Struct
 from typing import Final
 
 from dcp.session.auth import AuthStep, LoginQuestion
+from dcp.session.map_news import CONFIG_VERSION
 from dcp.session.rights import FULL_RIGHTS, Role
-from dcp.session.state import CONFIG_VERSION, SessionState
+from dcp.session.state import SessionState
 from dcp.wire.feature import GRANTED, GRANTED_IN_CLUSTERS, MAP_PUSHES, Feature
 from dcp.wire.frame import Frame
 from dcp.wire.message import (
@@ -91,9 +92,7 @@ class ConnectionCommands:
         state.agent = request.key.decode("utf-8", "replace")[:256]
         state.hashes_keys = False
         state.has_collections = Feature.COLLECTIONS in granted
-        state.map_push = next(
-            (code for code in Feature if code in MAP_PUSHES and code in granted), None
-        )
+        state.map_news.hello(granted)
         state.has_json = int(Feature.JSON in granted)
         state.datatypes = state.has_json | SNAPPY * (Feature.SNAPPY in granted)
         state.has_xattr = Feature.XATTR in granted
@@ -190,18 +189,16 @@ class ConnectionCommands:
     def cluster_config(self, request: Frame) -> None:
         """Answer the bucket's configuration, or the node's if no bucket is selected."""
         state = self._state
+        has_bucket = state.bucket is not None
         if request.extras:
             if len(request.extras) != CONFIG_VERSION.size:
                 raise RefusedError(Status.EINVAL, "a known version has 16 bytes")
-            if CONFIG_VERSION.unpack(request.extras) >= state.facts.config_version():
+            known = CONFIG_VERSION.unpack(request.extras)
+            if state.map_news.is_known(known, of_bucket=has_bucket):
                 state.answer(request)
                 return
-        facts = state.facts
-        state.answer(
-            request,
-            value=facts.global_config() if state.bucket is None else facts.bucket_config(),
-            is_json=True,
-        )
+        value = state.map_news.whole() if has_bucket else state.facts.global_config()
+        state.answer(request, value=value, is_json=True)
 
     def error_map(self, request: Frame) -> None:
         """Answer what each status means."""
@@ -293,37 +290,60 @@ class ConnectionCommands:
     def failover_log(self, request: Frame) -> None:
         """Answer a partition's failover log, newest first: all of it on a connection that has asked
         for version lists, otherwise what a plain client knows of.
+
+        A Couchbase DCP client gets it even if it may be out of date, because after a refusal it
+        closes its connection with all streams. The next stream request tells it what is new.
         """
         state = self._state
-        if request.vb_id >= state.engine.num_vbuckets:
-            raise WrongVbucketError
-        part = state.engine.partitions[request.vb_id]
-        state.check_is_current(part)
-        state.observes_history(request.vb_id)
-        log, producer = part.failover, state.producer
+        producer = state.producer
+        part = self._held_here(request.vb_id)
+        if producer is None or producer.terms.has_version_lists:
+            state.check_is_current(part)
+        if part.state in {VbState.FENCED, VbState.REPLICA}:
+            state.observes_newest_version(request.vb_id)  # changes may not get committed here
+        else:
+            state.observes_history(request.vb_id)
+        log = part.failover
         pairs = log.shown_pairs() if producer is None else producer.terms.log_for_client(log)
         state.answer(request, value=pack_failover_log(pairs))
 
     def observe_seqno(self, request: Frame) -> None:
-        """Answer the current seqnos of a version, or where it ended if it is an older one."""
+        """Answer the current seqnos of a version, or where it ended if it is an older one.
+
+        A replica tells what it has synced, whether or not it knows that this is committed: clients
+        ask which changes a failover to this node would keep.
+        """
         state = self._state
         if len(request.value) != U64.size:
             raise RefusedError(Status.EINVAL, "OBSERVE_SEQNO carries a vb_uuid, 8 bytes")
-        if request.vb_id >= state.engine.num_vbuckets:
-            raise WrongVbucketError
-        part = state.engine.partitions[request.vb_id]
+        part = self._held_here(request.vb_id)
         state.check_is_current(part)
-        state.observes_history(request.vb_id)
+        if part.state == VbState.REPLICA and part.has_copies:
+            state.observes_newest_version(request.vb_id)
+            persisted_seqno = high_seqno = part.synced_seqno
+        else:
+            state.observes_history(request.vb_id)
+            persisted_seqno, high_seqno = part.persisted_seqno, part.committed_seqno
         vb_uuid = U64.unpack(request.value)[0]
-        ended_at = part.failover.upper_of(vb_uuid, part.committed_seqno)
+        ended_at = part.failover.upper_of(vb_uuid, high_seqno)
         if ended_at is None:
             raise RefusedError(
                 Status.KEY_ENOENT, f"vb {part.vb_id} has no version {vb_uuid} in its failover log"
             )
-        place = (part.vb_id, part.vb_uuid, part.persisted_seqno, part.committed_seqno)
+        place = (part.vb_id, part.vb_uuid, persisted_seqno, high_seqno)
         value = (
             OBSERVE_CURRENT.pack(0, *place)
             if vb_uuid == part.vb_uuid
             else OBSERVE_OLD.pack(1, *place, vb_uuid, ended_at)
         )
         state.answer(request, value=value)
+
+    def _held_here(self, vb_id: int) -> Partition:
+        """Return a partition that is not dead here. Raises WrongVbucketError."""
+        state = self._state
+        if vb_id >= state.engine.num_vbuckets:
+            raise WrongVbucketError
+        part = state.engine.partitions[vb_id]
+        if part.state == VbState.DEAD:
+            raise state.elsewhere(part)
+        return part

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from struct import Struct
 from typing import Final, NamedTuple, Protocol
 
 from dcp.session.answer_marks import NO_PARTITION, Mark, Wait, is_change
 from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
+from dcp.session.map_news import MapNews
 from dcp.session.prefix_counts import PrefixCounts
 from dcp.session.range_scans import RangeScans
 from dcp.session.replication_port import ReplicaSender, ReplicationPort, StreamSender
 from dcp.session.rights import FULL_RIGHTS, Rights, split_key
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import BACKLOGS_MAX, Producer
-from dcp.wire.feature import Feature
 from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_request, pack_response
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import (
@@ -49,8 +48,6 @@ NOTES_MAX: Final = 16
 """Most log lines of one batch, so that a client with a thousand errors does not fill the log."""
 
 
-CONFIG_VERSION: Final = Struct(">qq")
-"""revEpoch and rev of a configuration."""
 CLUSTERMAP_CHANGED: Final = 0x01
 """Opcode of a server's request: a newer configuration."""
 COLLECTIONS_OF_CLUSTER: Final = (
@@ -75,6 +72,9 @@ class NodeFacts(Protocol):
 
     def config_version(self) -> tuple[int, int]:
         """Return (revEpoch, rev) of the cluster configuration."""
+
+    def address_of(self, vb_id: int) -> str:
+        """Return host and port of a partition's master, as the map has it; "": it has none now."""
 
     def stats(self, group: bytes) -> list[tuple[str, str]] | None:
         """Return the statistics of a group; None: it is unknown."""
@@ -136,7 +136,7 @@ class SessionState:
         "login",
         "login_failures",
         "login_question",
-        "map_push",
+        "map_news",
         "marks",
         "notes",
         "notes_left_out",
@@ -220,8 +220,7 @@ class SessionState:
         self.has_collections = self.has_mutation_tokens = False
         self.has_preserve_ttl = self.has_xerror = False
         self.has_put_frames = self.has_fit_meta = self.has_durability = self.has_xattr = False
-        self.map_push: Feature | None = None
-        """How the client wants to be told newer maps: whole or brief; None: it asks itself."""
+        self.map_news = MapNews(facts)
         self.datatypes = self.has_json = 0
         """Masks: the bits JSON and SNAPPY of datatypes, as HELLO granted them; JSON alone."""
         self._send_no_streams(replication)
@@ -305,9 +304,12 @@ class SessionState:
             self.note("damaged data", opcode=opcode, reason=str(error))
             body = self.error_body(f"the stored data is damaged: {error}", Status.EINTERNAL)
             self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
+        elif isinstance(error, WrongVbucketError) and self.hashes_keys:
+            vb_id = vb_id if error.vb_id is None else error.vb_id
+            self.refuse(opcode, opaque, error.status, self.place_text(vb_id))
         elif isinstance(error, WrongVbucketError):
             self._note_not_my_vbucket(opcode, vb_id)
-            self.answer_json(opcode, opaque, error.status, self.facts.bucket_config())
+            self.answer_json(opcode, opaque, error.status, self.map_news.with_refusal())
         elif isinstance(error, UnknownNameError):
             self.observes_manifest()
             body = b'{"manifest_uid":"%x"}' % self.engine.keyspace.manifest.uid
@@ -437,18 +439,18 @@ class SessionState:
         self.close_reason = reason
 
     def pushed_map(self) -> bytes:
-        """Return the packet that tells the client the newest map; b"": it has not asked for that,
-        or has no bucket.
+        """Return the packet that tells the client the newest map, which counts as told then; b"":
+        it has not asked for that, knows it, or has no bucket.
         """
-        if self.map_push is None or self.bucket is None:
+        news = None if self.bucket is None else self.map_news.push()
+        if news is None:
             return b""
-        is_whole = self.map_push == Feature.CLUSTERMAP_CHANGE_NOTIFICATION
         return pack_request(
             CLUSTERMAP_CHANGED,
-            extras=CONFIG_VERSION.pack(*self.facts.config_version()),
-            key=self.bucket.encode(),
-            value=self.facts.bucket_config() if is_whole else b"",
-            datatype=self.has_json if is_whole else 0,
+            extras=news.version,
+            key=(self.bucket or "").encode(),
+            value=news.body,
+            datatype=self.has_json if news.body else 0,
             magic=Magic.SERVER_REQUEST,
         )
 
@@ -463,7 +465,14 @@ class SessionState:
         if part.state == VbState.FENCED:
             return RefusedError(Status.ETMPFAIL, fence_text(part))
         self._await_sync(part.state_group)
-        return WrongVbucketError()
+        return WrongVbucketError(part.vb_id)
+
+    def place_text(self, vb_id: int) -> str:
+        """Return where a partition is, for clients that know none and take no map."""
+        address = self.facts.address_of(vb_id)
+        if address:
+            return f"this key is on another node of the cluster: {address}"
+        return "no node of the cluster serves this key now; try again"
 
     def check_is_current(self, part: Partition) -> None:
         """Raise RefusedError if what this node would tell of the partition may be out of date."""
@@ -494,6 +503,12 @@ class SessionState:
         """
         part = self.engine.partitions[vb_id]
         self._await(vb_id, max(part.last_group, part.branch_group))
+
+    def observes_newest_version(self, vb_id: int) -> None:
+        """Let the answers wait until the partition's newest version is committed, but not for its
+        changes.
+        """
+        self._await(vb_id, self.engine.partitions[vb_id].branch_group)
 
     def _await_read(self, vb_id: int, group: int) -> None:
         if self.acknowledges_as_master:

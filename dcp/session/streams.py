@@ -238,14 +238,25 @@ class DcpCommands:
     def stream_request(self, request: Frame) -> None:
         """Answer OK and the failover log, or ROLLBACK. Every other answer is a RefusedError.
 
-        A partition that may be behind the client sends nobody back: ETMPFAIL.
+        ETMPFAIL says that the partition cannot open a stream now. Couchbase's clients give the
+        partition up then, and they repeat the request after NOT_MY_VBUCKET. So they get that.
         """
-        state = self._state
-        if state.feed is not None:
-            self._replica_stream(request, state.feed)
+        if self._state.feed is not None:
+            self._replica_stream(request, self._state.feed)
             return
         producer = self._producer()
         asked = self._asked(request, producer)
+        try:
+            self._open_stream(request, asked, producer)
+        except RefusedError as error:
+            if error.status == Status.ETMPFAIL and not producer.terms.has_version_lists:
+                raise WrongVbucketError from error
+            raise
+
+    def _open_stream(self, request: Frame, asked: StreamRequest, producer: Producer) -> None:
+        """Answer a request that this connection allows. A partition that may be behind the client
+        sends nobody back: ETMPFAIL.
+        """
         part = self._partition_of(request.vb_id, asked.flags)
         try:
             self._answer_stream(request, asked, part, producer)

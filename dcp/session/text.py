@@ -4,8 +4,9 @@ The shell drives it like a binary `Session`: `receive` takes bytes, and the answ
 `state.answers` go through `dcp.session.held_answers`. A connection speaks text if its
 first byte is a lower-case letter (`begins_text`), and does not change that.
 
-These clients do not know partitions, so keys are hashed here. They cannot log in, so they are
-served only where the binary protocol takes guests.
+These clients do not know partitions, so keys are hashed here. In a cluster, a key of another node
+is refused with that node's address; nothing is passed on. They cannot log in, so they are served
+only where the binary protocol takes guests.
 
 Invariants
 - responses keep the order of the requests, and do not depend on how the network splits the bytes;
@@ -67,7 +68,6 @@ _BAD_CHUNK: Final = b"CLIENT_ERROR bad data chunk\r\n"
 _BAD_DELTA: Final = b"CLIENT_ERROR invalid numeric delta argument\r\n"
 _BAD_EXPTIME: Final = b"CLIENT_ERROR invalid exptime argument\r\n"
 _TOO_LARGE: Final = b"SERVER_ERROR object too large for cache\r\n"
-_NOT_HERE: Final = b"SERVER_ERROR the partition of this key is not active on this node\r\n"
 _NOT_NOW: Final = b"SERVER_ERROR try again later\r\n"
 _STORED: Final = b"STORED\r\n"
 _NOT_STORED: Final = b"NOT_STORED\r\n"
@@ -78,7 +78,6 @@ _COMMON_ANSWERS: Final[dict[int, bytes]] = {
     Status.KEY_EEXISTS: b"EXISTS\r\n",
     Status.NOT_STORED: _NOT_STORED,
     Status.E2BIG: _TOO_LARGE,
-    Status.NOT_MY_VBUCKET: _NOT_HERE,
     Status.LOCKED: b"SERVER_ERROR another client locked the document\r\n",
     Status.DELTA_BADVAL: (b"CLIENT_ERROR cannot increment or decrement non-numeric value\r\n"),
 }
@@ -363,7 +362,10 @@ class TextSession:
                 if found == Status.KEY_ENOENT:
                     continue
                 self._read = None
-                state.send(_COMMON_ANSWERS.get(found, _NOT_NOW))
+                if found == Status.NOT_MY_VBUCKET:
+                    state.send(self._elsewhere(self._locate(key)[0]))
+                else:
+                    state.send(_COMMON_ANSWERS.get(found, _NOT_NOW))
                 return
             flags = int.from_bytes(found.flags, "big")
             head = b"VALUE %b %d %d" % (key, flags, len(found.value))
@@ -464,8 +466,15 @@ class TextSession:
         status = outcome[0]
         if status == Status.ETMPFAIL:  # it tells nothing about stored data
             return self._not_now(next(iter(self._engine.partitions[vb_id].holds.values()), ""))
+        if status == Status.NOT_MY_VBUCKET:
+            return self._elsewhere(vb_id)
         self.state.observes(vb_id)
         return _COMMON_ANSWERS.get(status, _NOT_NOW) if status else success
+
+    def _elsewhere(self, vb_id: int) -> bytes:
+        """Return the answer for a key of another node. It waits as other refusals of that kind."""
+        self.state.elsewhere(self._engine.partitions[vb_id])
+        return b"SERVER_ERROR %b\r\n" % self.state.place_text(vb_id).encode()
 
     def _not_now(self, why: str = "") -> bytes:
         why = why or self._engine.write_refusal

@@ -233,7 +233,9 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     ),
     Opcode.UNLOCK: OpSpec(_D, "-", "key", "end a lock; the header carries its CAS"),
     Opcode.GET_REPLICA: OpSpec(
-        _D, "-", "key", "GET from a partition that is a replica here; else NOT_MY_VBUCKET"
+        _D, "- or (ours) u64 vb_uuid, u64 seqno", "key",
+        "GET from a partition that is a replica here, of what it knows to be committed; else"
+        " NOT_MY_VBUCKET. With extras, a replica that does not know of that change answers ETMPFAIL"
     ),
     Opcode.GET_RANDOM_KEY: OpSpec(
         _D, "- or u32 collection", "-", "some document of the collection, with its key"

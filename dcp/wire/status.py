@@ -84,10 +84,14 @@ class RefusedError(Exception):
 
 
 class WrongVbucketError(RefusedError):
-    """The partition is not served here. The answer carries the configuration instead of a text."""
+    """The partition is not served here. The answer carries the configuration instead of a text.
 
-    def __init__(self) -> None:
+    `vb_id` None: that which the request names.
+    """
+
+    def __init__(self, vb_id: int | None = None) -> None:
         super().__init__(Status.NOT_MY_VBUCKET, "")
+        self.vb_id = vb_id
 
 
 class UnknownNameError(RefusedError):

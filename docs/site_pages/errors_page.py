@@ -17,8 +17,8 @@ statuses of the protocol, Python exceptions, and exit codes.
 """
 
 EXCEPTIONS_HEAD = """All are subclasses of `DcpdError`. `error.retry` says whether the same
-request may be sent again. `error.may_have_applied` says whether a write may have been applied, and
-`error.hint` what to try.
+request may be sent again, and `error.hint` what to try. A write that may have been applied raises
+`AmbiguousWriteError`. After any other error of a write nothing was changed.
 
 """
 
@@ -50,6 +50,7 @@ DCPCTL_CODES = {
     dcpctl.EXIT_CONNECT: "cannot connect, or the connection broke",
     dcpctl.EXIT_AUTH: "not authorized",
     dcpctl.EXIT_PARTIAL: "done in part; the same command continues",
+    dcpctl.EXIT_AMBIGUOUS: "a write got no answer: it may have been done, or not",
     dcpctl.EXIT_INTERRUPTED: "Ctrl-C",
 }
 
@@ -75,7 +76,8 @@ def summary(error: type[errors.DcpdError]) -> str:
 
 def exceptions(error: type[errors.DcpdError]) -> list[type[errors.DcpdError]]:
     """Return a class and those below it, in the order of their definition."""
-    return [error, *(name for child in error.__subclasses__() for name in exceptions(child))]
+    found = (each for child in error.__subclasses__() for each in exceptions(child))
+    return list(dict.fromkeys([error, *found]))  # one class has two parents
 
 
 def statuses() -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dcp.server.config.setting_values import (
+    AUTO,
     Option,
     duration_text,
     read_count,
     read_duration,
     read_size,
+    read_size_or_auto,
     size_text,
 )
 from dcp.server.config.sources import OPTIONS, default_text
@@ -37,12 +39,19 @@ def allowed(option: Option) -> str:
     """Return what a setting may be, in words."""
     if option.choices:
         return ", ".join(option.choices)
-    text = {read_size: size_text, read_duration: duration_text, read_count: "{:.0f}".format}.get(
+    text = {
+        read_size: size_text,
+        read_size_or_auto: size_text,
+        read_duration: duration_text,
+        read_count: "{:.0f}".format,
+    }.get(
         option.parse  # type: ignore[call-overload]
     )
     if text is None:
         return option.metavar
     spread = f"{text(option.minimum)} to {text(option.maximum)}"
+    if option.parse is read_size_or_auto:
+        spread = f"{AUTO}, {spread}"
     return f"{spread}, or 0 ({option.zero_means})" if option.zero_means else spread
 
 

@@ -90,9 +90,18 @@ CALLS = (
     Call("DELETE", "/api/v1/users/{name}", None, 404),
     Call("GET", "/api/v1/cluster/status"),
     Call("GET", "/api/v1/cluster/map", None, 409),
+    Call("GET", "/api/v1/cluster/receipts"),
     Call("POST", "/api/v1/cluster/token", {}, 409),
     Call("POST", "/api/v1/cluster/init", {"copies": 9}, 409),
     Call("POST", "/api/v1/cluster/join", {"token": "of no cluster"}, 409),
+    Call("POST", "/api/v1/cluster/set", {"copies": 2, "dry_run": True}, 409),
+    Call("POST", "/api/v1/cluster/rebalance", {}, 409),
+    Call("POST", "/api/v1/cluster/cancel", {}, 409),
+    Call("POST", "/api/v1/cluster/move", {"vb": 3, "to": "n2"}, 409),
+    Call("POST", "/api/v1/cluster/drain", {"node": "n2"}, 409),
+    Call("POST", "/api/v1/cluster/undrain", {"node": "n2"}, 409),
+    Call("POST", "/api/v1/cluster/remove", {"node": "n2"}, 409),
+    Call("POST", "/api/v1/cluster/failover", {"vb": 3, "unclean": True}, 409),
     Call("GET", "/pools"),
     Call("GET", "/pools/default"),
     Call("POST", "/pools/default", {"memoryQuota": "1"}, 400),
@@ -197,14 +206,14 @@ def send(
 
 def open_consumer(client: SyncKv, name: bytes) -> None:
     """Make the client's connection one for streams."""
-    (link,) = client._links.values()
+    (link,) = client._exchange._links.values()
     link.request(Opcode.DCP_OPEN, key=name, extras=b"\0\0\0\0\0\0\0\1")
     link.request(Opcode.DCP_CONTROL, key=b"enable_noop", value=b"true")
 
 
 def ask_for_stream(client: SyncKv, seqno: int, vb_uuid: int) -> int:
     """Ask for a stream of VB; return the status of the answer."""
-    (link,) = client._links.values()
+    (link,) = client._exchange._links.values()
     numbers = (seqno, 2**64 - 1, vb_uuid, seqno, seqno)
     extras = bytes(8) + b"".join(number.to_bytes(8, "big") for number in numbers)
     return link.request(Opcode.DCP_STREAM_REQ, vb_id=VB, extras=extras).status

@@ -13,10 +13,11 @@ from test_consumer_steering import until
 from clients import Consumer, Mutation, Rollback, StreamOpened
 from clients.address import parse_address
 from clients.consumer.counters import ConsumerMetrics
-from clients.consumer.dials import Dials, Pause, first_link
+from clients.consumer.dials import Dials, Pause
 from clients.consumer.partition_stream import Wanted
 from clients.consumer.placement import Placement
 from clients.errors import AuthenticationError, ConnectError, OperationTimeoutError
+from clients.link.first_answer import first_answer
 from clients.link.pipelined_link import Link
 from clients.position import Position
 from dcp.wire.frame import pack_request
@@ -175,14 +176,14 @@ async def test_the_first_node_that_answers_counts_and_the_others_are_let_go(unus
         silent.held.clear()
         places = [("127.0.0.1", port) for port in (silent.port, unused_tcp_port, live.port)]
         async with asyncio.timeout(20):
-            place, link = await first_link(connect, places)
+            place, link = await first_answer(connect, places, Link.close)
         assert place == places[2]
         assert silent.connections == 1, "it was asked first"
         silent.held.set()
         await until(lambda: not silent._writers)
         link.close()
         with pytest.raises(ConnectError):
-            await first_link(connect, places[1:2])
+            await first_answer(connect, places[1:2], Link.close)
 
 
 async def test_a_node_that_takes_the_connection_and_says_nothing_is_a_timeout():

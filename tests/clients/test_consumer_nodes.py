@@ -86,9 +86,10 @@ async def test_a_stream_goes_on_at_another_node_in_the_middle_of_its_snapshot(ho
     assert sum(isinstance(event, StreamOpened) for event in seen) == 2
     assert sum(isinstance(event, StreamEnded) for event in seen) == (how == "moves")
     assert metrics.topology_changes == 1
-    assert (metrics.streams_moved, metrics.connections_lost) == (
-        (1, 0) if how == "moves" else (0, 1)
-    )
+    if how == "moves":
+        assert (metrics.streams_moved, metrics.connections_lost) == (1, 0)
+    else:  # the other node may have told the newer map before
+        assert metrics.streams_moved + metrics.connections_lost >= 1
     assert "new cluster configuration (1, 2)" in caplog.text
 
 

@@ -83,10 +83,9 @@ def changes_of(frame, *seqnos, end):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("failover_log", [False, True])
-async def test_a_temporary_error_in_the_middle_of_a_read_leaves_nothing_out(failover_log):
+async def test_a_temporary_error_in_the_middle_of_a_read_leaves_nothing_out():
     """Changes and the refusal of another question come in one read; the stream is resumed."""
-    asked = Opcode.DCP_GET_FAILOVER_LOG if failover_log else Opcode.GET_ALL_VB_SEQNOS
+    asked = Opcode.DCP_GET_FAILOVER_LOG
     streams = []
 
     def stream(frame):
@@ -98,7 +97,7 @@ async def test_a_temporary_error_in_the_middle_of_a_read_leaves_nothing_out(fail
 
     def refuse_among_changes(frame):
         if peer.opcodes().count(asked) > 1:
-            return reply(frame, value=LOG if failover_log else struct.pack(">HQ", 2, 0))
+            return reply(frame, value=LOG)
         return changes_of(streams[0], 1, 2, end=5) + reply(frame, Status.ETMPFAIL)
 
     async with dcp_peer() as peer:
@@ -110,10 +109,7 @@ async def test_a_temporary_error_in_the_middle_of_a_read_leaves_nothing_out(fail
             await until(lambda: streams)
             (session,) = consumer._placement.sessions.values()
             await until(lambda: session.core.positions()[1].versions)
-            if failover_log:
-                session.add({2: Wanted(None)})
-            else:
-                assert await consumer.high_seqnos() == {}
+            session.add({2: Wanted(None)})
             seqnos = []
             async with asyncio.timeout(10):
                 async for event in consumer:
@@ -215,3 +211,32 @@ async def test_a_consumer_that_was_closed_is_not_opened_again():
             await consumer.open()
         with pytest.raises(RuntimeError, match="create a new one"):
             await anext(aiter(consumer))
+
+
+async def test_a_node_that_cannot_tell_its_seqnos_now_keeps_its_streams():
+    """It is asked for active partitions only. During an election it may refuse even that."""
+    questions = []
+
+    def refuse(frame):
+        questions.append(frame.extras)
+        return reply(frame, Status.ETMPFAIL)
+
+    def stream(frame):
+        return reply(frame, value=LOG) + changes_of(frame, 1, 2, end=2)
+
+    async with dcp_peer() as peer:
+        peer.handlers |= {Opcode.GET_ALL_VB_SEQNOS: refuse, Opcode.DCP_STREAM_REQ: stream}
+        async with Consumer(peer.address, vbuckets=[1]) as consumer:
+            assert await consumer.high_seqnos() == {}
+            seqnos = []
+            async with asyncio.timeout(10):
+                async for event in consumer:
+                    if isinstance(event, Mutation):
+                        seqnos.append(event.seqno)
+                    if len(seqnos) == 2:
+                        break
+            for _ in range(3):
+                assert await consumer.high_seqnos() == {}
+            assert consumer.metrics.connections_lost == 0
+            assert consumer.metrics.connections == 1
+    assert set(questions) == {(1).to_bytes(4, "big")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -11,8 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripted_peer import ScriptedPeer
 
-from clients.cli.dcpctl import COMMANDS, run
+from clients.cli.dcpctl import COMMANDS, run, time_of
+from dcp.wire.opcode import Opcode
 from support.passwords import new_password, with_password
 from support.server import DcpdProcess
 from vbucket.model.ids import vbucket_of
@@ -304,3 +307,56 @@ def test_hot_commands_import_nothing_slow(tmp_path):
         env=os.environ | {"XDG_CONFIG_HOME": str(tmp_path)},
     )  # fmt: skip
     assert result.stdout == b"[]\n"
+
+
+# -- durability, timeouts, replicas, several hosts -------------------------------------------------
+
+
+def test_durable_writes_with_a_time(ctl):
+    level = ("--durability", "persist_to_majority")
+    assert ctl("set", "durable", "1", *level, "--timeout", "2s")[0] == 0
+    assert ctl("get", "durable", "--from-replica")[1] == b"1", "alone, the master answers"
+    assert ctl("del", "durable", *level, "--timeout", "1500ms")[0] == 0
+    code, _, err = ctl("set", "durable", "1", "--durability", "most")
+    assert code == 2
+    assert "majority_and_persist_to_active" in err
+    code, _, err = ctl("get", "durable", "--xattrs", "--from-replica")
+    assert code == 2
+    assert "leave out --from-replica" in err
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "2h", "ms", "1d", "", "nan", "inf", "1e9", "2 weeks"])
+def test_times_that_are_none_are_usage_errors(ctl, text):
+    code, _, err = ctl("--timeout", text, "get", "k")
+    assert code == 2
+    assert "10ms to 1440m" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "time_s"), [("2", 2.0), ("2.5", 2.5), ("2s", 2.0), ("500ms", 0.5), ("3m", 180.0)]
+)
+def test_times(text, time_s):
+    assert time_of(text) == time_s
+
+
+def test_several_hosts_and_one_that_is_wrong(ctl, server, unused_tcp_port):
+    address = f"127.0.0.1:{unused_tcp_port},{server.address}"
+    assert ctl("--server", address, "set", "several", "v")[0] == 0
+    assert ctl("--server", address, "--wait", "get", "several")[1] == b"v"
+    assert server.address.encode() in ctl("--server", address, "ping")[1]
+    code, _, err = ctl("--server", f"{server.address},", "get", "several")
+    assert code == 2
+    assert "a host is missing beside a comma" in err
+
+
+async def test_a_write_without_an_answer_has_an_exit_code_of_its_own():
+    async with ScriptedPeer() as peer:
+        peer.handlers[Opcode.SET] = lambda _: b""
+        command = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "clients.cli", "--server", peer.address, "--timeout", "500ms",
+            "set", "k", "v", stderr=subprocess.PIPE,
+        )  # fmt: skip
+        _, err = await command.communicate()
+    assert command.returncode == 9
+    assert b"the change may have been applied" in err
+    assert b"try: Read the document" in err

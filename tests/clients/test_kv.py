@@ -1,6 +1,7 @@
 """KvClient and its link against a scripted peer on loopback."""
 
 import asyncio
+import gc
 
 import pytest
 from scripted_peer import ScriptedPeer, config_of, push, reply
@@ -8,6 +9,7 @@ from scripted_peer import ScriptedPeer, config_of, push, reply
 from clients import Consumer
 from clients.address import parse_address
 from clients.errors import (
+    AmbiguousWriteError,
     AuthenticationError,
     ConnectError,
     ConnectionLostError,
@@ -174,13 +176,57 @@ async def test_reads_are_repeated_after_a_lost_connection_and_writes_are_not(pee
         assert peer.connections == 2
         lose.append(True)
         peer.handlers[Opcode.SET] = lose_once
-        with pytest.raises(ConnectionLostError, match="may have been applied") as caught:
+        with pytest.raises(AmbiguousWriteError, match="may have been applied") as caught:
             await kv.set("a", b"2")
         assert caught.value.may_have_applied
         assert caught.value.key == b"a"
         await kv.set("a", b"3")
         assert peer.connections == 3
         assert peer.documents == {b"a": b"3"}
+
+
+async def test_a_write_after_the_connection_broke_was_not_sent_and_is_repeated(peer):
+    """The transport knows it before the link is told; it drops what it gets meanwhile."""
+    async with KvClient.connect(peer.address) as kv:
+        await kv.set("a", b"1")
+        (link,) = kv._connections._links.values()
+        link._transport.abort()
+        assert not link.is_closed
+        assert (await kv.set("b", b"2")).seqno
+        assert [frame.key for frame in peer.requests if frame.opcode == Opcode.SET] == [
+            b"\0a", b"\0b",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", ["silent", "refused late"])
+async def test_a_connection_that_nobody_waits_for_any_more_fails_quietly(peer, ends):
+    """asyncio would report an exception that nobody has looked at."""
+    told: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
+
+    async def accept(_reader, writer):
+        held.append(writer)
+
+    held: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with KvClient.connect(peer.address, timeout_s=0.3) as kv:
+        connections = kv._connections
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await connections.link(("127.0.0.1", port))
+        dial = connections._dials["127.0.0.1", port]
+        if ends == "refused late":
+            held[0].transport.abort()
+        await asyncio.wait([dial])
+        del dial
+    for writer in held:
+        writer.transport.abort()
+    server.close()
+    await server.wait_closed()
+    await asyncio.sleep(0)
+    gc.collect()
+    assert told == []
 
 
 async def test_lost_connection_in_a_batch_is_reported_for_what_was_under_way(peer):
@@ -190,15 +236,16 @@ async def test_lost_connection_in_a_batch_is_reported_for_what_was_under_way(pee
     peer.handlers[Opcode.SET] = lose_at
     async with KvClient.connect(peer.address) as kv:
         outcomes = await kv.set_many((f"k{n}", b"v") for n in range(6))
-        assert isinstance(outcomes[3], ConnectionLostError)
-        assert all(isinstance(o, MutationResult | ConnectionLostError) for o in outcomes)
+        assert isinstance(outcomes[3], AmbiguousWriteError)
+        assert all(isinstance(o, MutationResult | AmbiguousWriteError) for o in outcomes)
 
 
 async def test_no_answer_in_time(peer):
     async with KvClient.connect(peer.address, timeout_s=0.05) as kv:
         peer.held.clear()
-        with pytest.raises(OperationTimeoutError, match=r"0\.05 s"):
+        with pytest.raises(AmbiguousWriteError, match=r"0\.05 s") as caught:
             await kv.set("a", b"1")
+        assert isinstance(caught.value.cause, OperationTimeoutError)
         with pytest.raises(TimeoutError):
             await kv.stats()
         peer.held.set()
@@ -242,7 +289,7 @@ async def test_peer_that_breaks_the_protocol_is_left(peer, answer):
     peer.handlers[Opcode.SET] = answer
     async with KvClient.connect(peer.address) as kv:
         first = await kv.set_many([("a", b"1"), ("b", b"2")])
-        assert isinstance(first[1], ConnectionLostError)
+        assert isinstance(first[1], AmbiguousWriteError)
 
 
 async def test_answers_that_are_cut_short_are_errors_of_ours(peer):
@@ -335,7 +382,7 @@ async def test_blocking_client_connects_again_after_an_error(peer):
     peer.handlers[Opcode.SET] = lambda _: None
 
     def work(kv):
-        with pytest.raises(ConnectionLostError, match="may have been applied"):
+        with pytest.raises(AmbiguousWriteError, match="may have been applied"):
             kv.set(b"a", b"1")
         assert kv.stats()["uptime"] == "3"
         peer.handlers[Opcode.STAT] = lambda _: b""

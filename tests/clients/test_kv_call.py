@@ -1,7 +1,10 @@
 """The core that routes and repeats key-value operations: each rule alone."""
 
+import itertools
+
 import pytest
 from kv_call_parts import (
+    FOUND,
     GET,
     JITTER,
     NODES,
@@ -18,29 +21,31 @@ from kv_call_parts import (
 from scripted_peer import config_of
 
 from clients.errors import (
+    AmbiguousStatusError,
     AmbiguousWriteError,
     AuthenticationError,
+    CasMismatchError,
     ConnectError,
     ConnectionLostError,
+    DurabilityImpossibleError,
     NotFoundError,
     OperationTimeoutError,
     ServerError,
     TemporaryError,
     TopologyError,
 )
-from clients.kv.call import CONNECT_PATIENCE_S, Call
+from clients.kv.call import ANSWER_GRACE_MAX_S, ANSWER_GRACE_S, READ_SILENCE_S, Call
 from clients.kv.routing import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
+    PATIENCE_S,
     FetchMap,
     Router,
     Send,
     backoff_s,
 )
 from clients.link.topology import ClusterNode
-from clients.operation import (
-    store_operation,
-)
+from clients.operation import MutationResult, get_operation, store_operation
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
@@ -66,8 +71,13 @@ def only(call, now_s, kind=Send):
         (refusal(Status.KEY_ENOENT), 1, NotFoundError, NotFoundError),
         (refusal(Status.EINTERNAL), 1, ServerError, ServerError),
         (refusal(Status.DURABILITY_INVALID_LEVEL), 1, ServerError, ServerError),
-        (refusal(Status.DURABILITY_IMPOSSIBLE), 1, ServerError, ServerError),
-        (refusal(Status.SYNC_WRITE_AMBIGUOUS), 1, AmbiguousWriteError, AmbiguousWriteError),
+        (
+            refusal(Status.DURABILITY_IMPOSSIBLE),
+            1,
+            DurabilityImpossibleError,
+            DurabilityImpossibleError,
+        ),
+        (refusal(Status.SYNC_WRITE_AMBIGUOUS), 1, AmbiguousStatusError, AmbiguousStatusError),
         (
             AuthenticationError("user 'eve' was refused"),
             0,
@@ -82,9 +92,9 @@ def only(call, now_s, kind=Send):
         (refusal(Status.UNKNOWN_COLLECTION), 1, None, None),
         (unreachable(), 0, None, None),
         (lost(), 0, None, None),
-        (lost(), 1, None, ConnectionLostError),
+        (lost(), 1, None, AmbiguousWriteError),
         (OperationTimeoutError("no session within 1 s"), 0, None, None),
-        (None, 1, OperationTimeoutError, OperationTimeoutError),
+        (None, 1, OperationTimeoutError, AmbiguousWriteError),
     ],
 )
 @pytest.mark.parametrize("operation", [GET, SET])
@@ -92,7 +102,8 @@ def test_what_ends_an_operation_and_what_repeats_it(
     outcome, sent, ends_read, ends_write, operation
 ):
     call = Call(router_of(), [operation], 0.0, 10.0)
-    answer(call, only(call, 0.0), outcome, sent=sent)
+    now_s = 10.0 if outcome is None else 0.0
+    answer(call, only(call, 0.0), outcome, now_s, sent=sent)
     ends = ends_read if operation is GET else ends_write
     assert call.is_done == (ends is not None)
     if ends is None:
@@ -104,7 +115,7 @@ def test_what_ends_an_operation_and_what_repeats_it(
         (result,) = call.results
         assert type(result) is ends
         is_unknown = operation is SET and sent == 1 and result.status is None
-        assert result.may_have_applied == (is_unknown or ends is AmbiguousWriteError)
+        assert result.may_have_applied == isinstance(result, AmbiguousWriteError)
         assert ("may have been applied" in str(result)) == is_unknown
 
 
@@ -246,8 +257,8 @@ def test_a_slow_connection_is_left_when_the_partition_moves():
     router = router_of(0)
     call = Call(router, [SET], 0.0, 10.0)
     send = only(call, 0.0)
-    assert call.wake_s() == CONNECT_PATIENCE_S
-    fetch = only(call, CONNECT_PATIENCE_S, FetchMap)
+    assert call.wake_s() == PATIENCE_S
+    fetch = only(call, PATIENCE_S, FetchMap)
     assert fetch.node != NODES[0]
     call.mapped(fetch, config(1, rev=2), 1.1)
     assert only(call, 1.1).node == NODES[1]
@@ -256,13 +267,170 @@ def test_a_slow_connection_is_left_when_the_partition_moves():
     assert not call.is_done, "what comes from it later is ignored"
 
 
-def test_what_was_sent_stays_where_it_is():
-    call = Call(router_of(0), [SET], 0.0, 10.0)
-    send = only(call, 0.0)
-    send.sent = 1
+def test_calls_with_a_short_timeout_learn_of_a_newer_map_too():
+    """Otherwise each of them would go to the node that stands still, and end before it asks."""
+    router = router_of(0)
+    first = Call(router, [SET], 0.0, 0.4)
+    written(first, only(first, 0.0))
+    assert first.wake_s() == 0.2
+    fetch = only(first, 0.2, FetchMap)
+    assert fetch.node != NODES[0]
+    first.mapped(fetch, config(1, rev=2), 0.3)
+    first.step(0.4, JITTER)
+    assert first.is_done
+    second = Call(router, [SET], 0.4, 0.4)
+    assert only(second, 0.4).node == NODES[1]
+
+
+def written(call, send):
+    send.sent = len(send.indexes)
+    return send
+
+
+def test_a_read_that_was_sent_goes_to_the_new_master_when_a_newer_map_says_so():
+    """Its node stands still: it took the request, and will not answer."""
+    call = Call(router_of(0), [GET], 0.0, 10.0)
+    send = written(call, only(call, 0.0))
+    fetch = only(call, PATIENCE_S, FetchMap)
+    assert fetch.node != NODES[0]
+    call.mapped(fetch, config(1, rev=2), 1.1)
+    again = only(call, 1.1)
+    assert (again.node, again.is_fresh) == (NODES[1], False)
+    assert send.is_abandoned
+    answer(call, send, FOUND, 1.2)
+    assert not call.is_done, "the old master's answer may be out of date"
+    answer(call, again, FOUND, 1.3)
+    assert call.results == [FOUND]
+
+
+def test_a_read_that_meets_with_silence_is_sent_again_over_a_new_connection():
+    """The map has not changed: the connection may lead nowhere. The pauses grow."""
+    call = Call(router_of(0), [GET], 0.0, 60.0)
+    send, sends, asked, now_s = written(call, only(call, 0.0)), [0.0], [], 0.0
+    while now_s < 50.0:
+        now_s = call.wake_s()
+        for action in call.step(now_s, JITTER):
+            if isinstance(action, FetchMap):
+                asked.append(now_s)
+                call.mapped(action, config(0), now_s)
+            else:
+                assert send.is_abandoned
+                assert action.is_fresh
+                send = written(call, action)
+                sends.append(now_s)
+    gaps = [after - before for before, after in itertools.pairwise(sends)]
+    assert gaps[0] == READ_SILENCE_S
+    assert gaps[1] >= 2 * READ_SILENCE_S
+    assert gaps[2] >= 4 * READ_SILENCE_S
+    assert len(asked) < 25, "nobody is asked all the time"
+
+
+def test_a_sent_write_waits_a_while_for_the_old_master_and_is_ambiguous_then():
+    call = Call(router_of(0), [SET], 0.0, 8.0)
+    send = written(call, only(call, 0.0))
     call._router.learn(config(1, rev=2), "127.0.0.1")
-    assert call.step(5.0, JITTER) == []
+    assert call.step(0.5, JITTER) == []
+    assert not send.is_abandoned, "a master that hands over still answers"
+    assert call.wake_s() <= 0.5 + ANSWER_GRACE_S
+    actions = call.step(0.5 + ANSWER_GRACE_S, JITTER)
+    assert all(isinstance(action, FetchMap) for action in actions), "it is not sent again"
+    (error,) = call.results
+    assert call.is_done
+    assert type(error) is AmbiguousWriteError
+    assert str(error) == (
+        "no answer from the node before its partition moved to another one; the change may have"
+        " been applied (key 'k', vbucket 2, node 127.0.0.1:9001)"
+    )
+
+
+def test_a_sent_write_is_not_given_up_if_its_node_is_master_again():
+    call = Call(router_of(0), [SET], 0.0, 60.0)
+    send = written(call, only(call, 0.0))
+    call._router.learn(config(1, rev=2), "127.0.0.1")
+    call.step(0.1, JITTER)
+    call._router.learn(config(0, rev=3), "127.0.0.1")
+    call.step(0.2, JITTER)
+    call.step(30.0, JITTER)
     assert not send.is_abandoned
+    answer(call, send, STORED, 30.0)
+    assert call.results == [STORED]
+
+
+@pytest.mark.parametrize("how", ["lost", "moved"])
+@pytest.mark.parametrize(
+    ("second", "result"),
+    [
+        (STORED, MutationResult),
+        (CasMismatchError("CAS mismatch", status=Status.KEY_EEXISTS), AmbiguousWriteError),
+        (refusal(Status.KEY_ENOENT), AmbiguousWriteError),
+        (refusal(Status.EACCESS), AmbiguousWriteError),
+        (unreachable(), AmbiguousWriteError),
+    ],
+)
+def test_a_write_with_a_cas_is_sent_again_and_only_its_success_is_certain(how, second, result):
+    guarded = store_operation(Opcode.SET, b"k", b"v", cas=77)
+    call = Call(router_of(0), [guarded], 0.0, 10.0)
+    send, now_s = written(call, only(call, 0.0)), 0.0
+    call._router.learn(config(1, rev=2), "127.0.0.1")
+    if how == "lost":
+        answer(call, send, lost())
+    else:
+        call.step(now_s, JITTER)
+        now_s = ANSWER_GRACE_MAX_S
+    while not call.is_done:
+        for action in call.step(now_s, JITTER):
+            if isinstance(action, FetchMap):
+                call.mapped(action, config(1, rev=2), now_s)
+            else:
+                assert action.node == NODES[1]
+                answer(call, action, second, now_s, sent=int(second.__class__ is not ConnectError))
+        now_s = max(now_s + 0.001, call.wake_s())
+    (ended,) = call.results
+    assert type(ended) is result
+    if result is AmbiguousWriteError:
+        assert "the change may have been applied" in str(ended)
+        assert "nothing was changed" not in str(ended)
+        assert type(ended.cause) is type(second)
+
+
+def test_parts_of_a_batch_leave_a_node_that_stands_still_each_in_its_way():
+    """One read and one write were sent, one write was not: the newer map moves all."""
+    operations = [get_operation(b"a"), store_operation(Opcode.SET, b"b", b"v"),
+                  store_operation(Opcode.SET, b"c", b"v")]  # fmt: skip
+    call = Call(router_of(0), operations, 0.0, 60.0)
+    send = only(call, 0.0)
+    send.sent = 2
+    call._router.learn(config(1, rev=2), "127.0.0.1")
+    again = only(call, 0.1)
+    assert sorted(again.indexes) == [0, 2]
+    assert send.is_cut, "what was not written must not be written any more"
+    again.sent = 2
+    again.outcomes[:] = [FOUND if index == 0 else stored(2) for index in again.indexes]
+    call.finish(again, 0.2, JITTER)
+    assert not call.is_done
+    call.step(0.1 + ANSWER_GRACE_S, JITTER)
+    assert not call.is_done, "who waits long waits a little longer for the old master"
+    call.step(0.1 + ANSWER_GRACE_MAX_S, JITTER)
+    assert call.is_done
+    assert (call.results[0], call.results[2]) == (FOUND, stored(2))
+    assert type(call.results[1]) is AmbiguousWriteError
+
+
+def test_a_direct_attempt_that_takes_long_notices_the_map_of_meanwhile():
+    router = router_of(0)
+    send = written(None, router.direct([GET]))
+    router.learn(config(2, rev=2), "127.0.0.1")
+    call = Call(router, [GET], 0.0, 10.0, direct=send)
+    assert only(call, PATIENCE_S).node == NODES[2]
+
+
+def test_any_named_server_has_the_map_when_all_known_nodes_are_gone():
+    named = [ClusterNode("127.0.0.1", port) for port in (9009, 9008)]
+    router = Router(named[0], named[1:])
+    router.begin_at(("127.0.0.1", 9008))
+    assert router.seed == named[1]
+    router.learn(config(0), "127.0.0.1")
+    assert {node.kv_port for node in router.nodes().values()} == {*PORTS, 9008, 9009}
 
 
 def test_the_first_server_is_not_waited_for_if_it_was_never_there():
@@ -294,8 +462,8 @@ def test_parts_of_a_batch_go_on_by_themselves():
     assert call.results[slow.indexes[0]] == STORED, "what was answered by then counts"
     slow.outcomes[1] = STORED
     for index in slow.indexes[1:]:
-        assert isinstance(call.results[index], OperationTimeoutError)
-        assert call.results[index].may_have_applied
+        assert isinstance(call.results[index], AmbiguousWriteError)
+        assert isinstance(call.results[index].cause, OperationTimeoutError)
 
 
 def test_only_what_was_not_written_is_repeated_when_a_batch_loses_its_connection():
@@ -305,7 +473,8 @@ def test_only_what_was_not_written_is_repeated_when_a_batch_loses_its_connection
     send.sent = 2
     send.outcomes[:] = [STORED, lost(), lost(), lost()]
     call.finish(send, 0.0, JITTER)
-    assert isinstance(call.results[1], ConnectionLostError)
+    assert isinstance(call.results[1], AmbiguousWriteError)
+    assert isinstance(call.results[1].cause, ConnectionLostError)
     fetch, *_ = call.step(0.0, JITTER)
     call.mapped(fetch, config(0), 0.01)
     assert list(only(call, 0.3).indexes) == [2, 3]

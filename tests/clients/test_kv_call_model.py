@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kv_call_parts import FOUND, PORTS, config, lost, refusal, stored, unreachable
 
+from clients.errors import AmbiguousWriteError
 from clients.kv.call import Call
 from clients.kv.routing import BACKOFF_FIRST_S, FETCH_GAP_S, FetchMap, Router, place_of
 from clients.link.topology import ClusterNode
@@ -23,6 +24,10 @@ class Tracked:
         """Results by index, as they were first seen."""
         self.unrepeatable = set()
         """Writes that a node may have applied."""
+        self.unsure = set()
+        """The same for those with a CAS, which may be sent again."""
+        self.silent = set()
+        """Operations of which an attempt got no answer."""
         self.last = {}
         """Index -> when it was last sent, and the map then."""
 
@@ -74,16 +79,16 @@ class RoutingMachine(RuleBasedStateMachine):
             self.pump(tracked)
 
     @rule(
-        kinds=st.lists(st.booleans(), min_size=1, max_size=5),
+        kinds=st.lists(st.sampled_from(["get", "set", "cas"]), min_size=1, max_size=5),
         first=st.integers(0, 9),
         timeout_s=st.sampled_from([0.01, 0.3, 2.0, 10.0]),
         is_direct=st.booleans(),
     )
     def begin(self, kinds, first, timeout_s, is_direct):
         operations = [
-            get_operation(b"%d" % (first + n)) if is_read
-            else store_operation(Opcode.SET, b"%d" % (first + n), b"v")
-            for n, is_read in enumerate(kinds)
+            get_operation(b"%d" % (first + n)) if kind == "get"
+            else store_operation(Opcode.SET, b"%d" % (first + n), b"v", cas=9 * (kind == "cas"))
+            for n, kind in enumerate(kinds)
         ]  # fmt: skip
         direct = self.router.direct(operations) if is_direct else None
         call = Call(self.router, operations, self.now_s, timeout_s, direct=direct)
@@ -116,16 +121,19 @@ class RoutingMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def write(self, data):
         tracked, send = data.draw(st.sampled_from(self.flights))
-        if not send.is_abandoned:
+        if not (send.is_abandoned or send.is_cut):
             send.sent = data.draw(st.integers(send.sent, len(send.indexes)))
             self._note_sent(tracked, send)
 
     def _note_sent(self, tracked, send):
         for index in list(send.indexes)[: send.sent]:
-            if tracked.operations[index][0] != Opcode.GET:
+            opcode, _, _, _, cas = tracked.operations[index]
+            if opcode != Opcode.GET and not cas:
                 tracked.unrepeatable.add(index)
+            elif cas:
+                tracked.unsure.add(index)
 
-    def _outcome(self, data, tracked, send, position):
+    def _outcome(self, data, tracked, send, position, counts):
         index = send.indexes[position]
         if position >= send.sent:
             kind = data.draw(st.sampled_from(["unreachable", "lost"]))
@@ -136,6 +144,8 @@ class RoutingMachine(RuleBasedStateMachine):
         body = data.draw(st.sampled_from(bodies))
         if kind in {"busy", "moved"}:
             tracked.unrepeatable.discard(index)  # the server says that nothing was changed
+        if kind in {"lost", "none"} and position < send.sent and counts:
+            tracked.silent.add(index)
         is_read = tracked.operations[index][0] == Opcode.GET
         return {
             "ok": FOUND if is_read else stored(index),
@@ -154,11 +164,10 @@ class RoutingMachine(RuleBasedStateMachine):
         """It may come after the call has ended, or was sent elsewhere."""
         tracked, send = data.draw(st.sampled_from(self.flights))
         self.flights.remove((tracked, send))
-        if send.is_abandoned:
-            assert send.sent == 0
         was_over = tracked.call.is_done
         for position in range(len(send.indexes)):
-            send.outcomes[position] = self._outcome(data, tracked, send, position)
+            counts = not (was_over or send.is_abandoned or position in send.left)
+            send.outcomes[position] = self._outcome(data, tracked, send, position, counts)
         tracked.call.finish(send, self.now_s, jitter)
         if not was_over:
             self.pump(tracked, jitter)
@@ -191,7 +200,12 @@ class RoutingMachine(RuleBasedStateMachine):
                 assert None not in call.results
                 continue
             places = [index for held in call._held for index in held.indexes]
-            places += [index for send in call._flights for index in send.indexes]
+            places += [
+                index
+                for send in call._flights
+                for position, index in enumerate(send.indexes)
+                if position not in send.left
+            ]
             places += [index for index, result in enumerate(call.results) if result is not None]
             assert sorted(places) == [*range(len(tracked.operations))]
 
@@ -225,6 +239,18 @@ class RoutingMachine(RuleBasedStateMachine):
             self.pump_all()
         assert all(tracked.call.is_done for tracked in self.calls)
         self.results_stay()
+        for tracked in self.calls:
+            for index in tracked.unrepeatable | tracked.unsure:
+                self.check_told(tracked, index)
+
+    @staticmethod
+    def check_told(tracked, index):
+        """No write that may have been applied ends with an error that says that it was not."""
+        result = tracked.call.results[index]
+        if index in tracked.silent and not isinstance(result, MutationResult):
+            assert isinstance(result, AmbiguousWriteError), result
+        if isinstance(result, AmbiguousWriteError):
+            assert result.may_have_applied
 
 
 TestRouting = RoutingMachine.TestCase

@@ -97,7 +97,7 @@ def test_a_server_that_does_not_know_the_group_tells_no_more(
             patched.setattr(sync_client, "version_log_group", lambda vb_id: b"no-group %d" % vb_id)
             assert kv.version_log(VB) == shown
         assert len(kv.version_log(VB)) == FAILOVERS + 1 > len(shown)
-        (link,) = kv._links.values()
+        (link,) = kv._exchange._links.values()
         frames = link.request_stat(version_log_group(VB))
     assert len(versions_of(frames, VB)) == FAILOVERS + 1
     assert versions_of(frames[:-2], VB) == (), "a row is missing"

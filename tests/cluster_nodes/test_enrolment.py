@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from dcp.cluster.cluster_keys import ClusterKeys
 from dcp.cluster.cluster_records import MemberRecord
-from dcp.cluster.metastore import OutcomeUnknown, Range, RangeResult, StoreRequest, StoreResult
+from dcp.cluster.metastore import (
+    OutcomeUnknown,
+    Range,
+    RangeResult,
+    StoreRequest,
+    StoreResult,
+    StoreUnavailable,
+)
 from dcp.cluster.revision_store import RevisionStore
 from dcp.server.cluster import enrolment
 from dcp.server.cluster.cluster_file import ClusterToken, ClusterTokenError
@@ -54,7 +62,7 @@ async def test_lost_answers_are_asked_for_again(monkeypatch: pytest.MonkeyPatch)
     kinds = [item.key.removeprefix(ROOT).partition(b"/")[0] for item in found.items]
     assert kinds.count(b"partition") == node.engine.num_vbuckets
     assert kinds.count(b"member") == kinds.count(b"name") == 2
-    with pytest.raises(EnrolmentError, match="another member has this name"):
+    with pytest.raises(EnrolmentError, match="another member has the name b"):
         await join_cluster(store, ROOT, node.engine, member(3, "b"))
     assert not store.store.apply(0, Range(ClusterKeys(ROOT).root + b"member/m3")).items
 
@@ -75,3 +83,60 @@ def test_a_token_is_read_back_and_a_damaged_one_is_refused() -> None:
     for text in ("", "x", token.to_text()[:-3], token.to_text().replace("dcpd", "dcpc")):
         with pytest.raises(ClusterTokenError, match="no token of a cluster"):
             ClusterToken.from_text(text)
+
+
+async def refused(store: ForgetfulStore, record: MemberRecord) -> EnrolmentError:
+    with pytest.raises(EnrolmentError) as found:
+        await join_cluster(store, ROOT, MemoryNode().engine, record)
+    assert not store.store.apply(0, Range(ClusterKeys(ROOT).root + b"member/m2")).items
+    return found.value
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enrolment, "AGAIN_S", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_name_that_is_taken_is_told_without_the_key_of_the_store() -> None:
+    store, node = ForgetfulStore(), MemoryNode()
+    await found_cluster(store, ROOT, node.engine, member(1, "a"), WANTED, b"{}")
+    error = await refused(store, member(2, "a"))
+    assert error.why == "another member has the name a"
+    assert "--name" in error.try_this
+    assert "/dcpd/" not in str(error)
+    with pytest.raises(EnrolmentError, match="id of this data folder is there already"):
+        await join_cluster(store, ROOT, MemoryNode().engine, member(1, "b"))
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_rack_that_only_some_nodes_name_is_refused() -> None:
+    store, node = ForgetfulStore(), MemoryNode()
+    await found_cluster(store, ROOT, node.engine, member(1, "a"), WANTED, b"{}")
+    error = await refused(store, msgspec.structs.replace(member(2, "b"), rack="r1"))
+    assert "names rack 'r1', and node a names none" in error.why
+    assert error.try_this.startswith("Leave --rack out")
+
+    store = ForgetfulStore()
+    racked = msgspec.structs.replace(member(1, "a"), rack="r1")
+    await found_cluster(store, ROOT, node.engine, racked, WANTED, b"{}")
+    error = await refused(store, member(2, "b"))
+    assert "names no rack, and node a names 'r1'" in error.why
+    assert error.try_this == "Name its rack with --rack"
+    await join_cluster(store, ROOT, node.engine, msgspec.structs.replace(member(2, "b"), rack="r2"))
+
+
+class DenyingStore(ForgetfulStore):
+    """Does not let this node in."""
+
+    def submit(self, request: StoreRequest, done: Callable[[StoreResult], None]) -> None:
+        self._calls += 1
+        asyncio.get_running_loop().call_soon(done, StoreUnavailable("another secret", True))
+
+
+async def test_a_store_that_does_not_let_the_node_in_is_asked_once() -> None:
+    store = DenyingStore()
+    error = await refused(store, member(2, "b"))
+    assert error.why == "the metadata store does not let this node in: another secret"
+    assert "the token" in error.try_this
+    assert store._calls == 1

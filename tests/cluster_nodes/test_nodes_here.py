@@ -17,7 +17,7 @@ import pytest
 from clients.errors import DcpdError
 from clients.kv.client import KvClient
 from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import AliveRecord, encode_record
+from dcp.cluster.cluster_records import AliveRecord, ClockRecord, encode_record
 from dcp.cluster.metastore import Put, Txn, TxnResult
 from dcp.server.access.users import CLUSTER_USER
 from dcp.server.access.users_file import UsersFileError
@@ -25,7 +25,9 @@ from dcp.server.cluster import replicated_node
 from dcp.server.cluster.cluster_file import read_cluster_file, write_cluster_file
 from dcp.server.cluster.enrolment import EnrolmentError, ask
 from dcp.server.cluster.member_link import MemberLink
-from dcp.server.cluster.replicated_node import ReplacedError
+from dcp.server.cluster.replicated_node import MembershipOverError
+from dcp.server.node import Node
+from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
@@ -128,8 +130,18 @@ async def test_all_nodes_tell_the_same_map_and_only_masters_answer(tmp_path: Pat
         assert len({len(set(chain)) for chain in maps[0]["vBucketServerMap"]["vBucketMap"]}) == 1
         ports = [entry["services"]["mgmt"] for entry in maps[0]["nodesExt"]]
         assert len(set(ports)) == 3, "SDKs tell nodes apart by host and admin port"
-        elsewhere = min(cluster.active("n1"))
+        hosts = [entry["hostname"] for entry in maps[0]["nodesExt"]]
+        assert hosts == ["127.0.0.1"] * 3, "Java clients refuse a map without, on loopback too"
+        replicated = cluster.nodes["n1"].replicated
+        assert replicated is not None
+        records = replicated.session.view.partitions
+        elsewhere = next(  # a partition that is not handed to another node meanwhile
+            vb_id
+            for vb_id in sorted(cluster.active("n1"))
+            if records[vb_id].content.record.copies[0] == replicated.member
+        )
         async with Client.connect(cluster.nodes["n2"]) as client:
+            await client.ask(pack_request(Opcode.SELECT_BUCKET, key=b"default"))
             frame = await client.ask(pack_request(Opcode.GET, vb_id=elsewhere, key=b"k"))
             assert frame.status == Status.NOT_MY_VBUCKET
             assert json.loads(frame.value)["rev"] >= maps[0]["rev"]
@@ -319,7 +331,8 @@ async def test_the_store_of_another_cluster_is_told_and_not_followed(tmp_path: P
         await until_so(lambda: replicated.wrong_store)
         assert CLUSTER in replicated.wrong_store
         assert not cluster.active("n1")
-        assert replicated.wrong_store in node._cluster_operations().status().problems
+        problems = node._cluster_operations().status().problems
+        assert replicated.wrong_store in [problem.what for problem in problems]
 
 
 async def test_a_process_that_was_replaced_ends(tmp_path: Path) -> None:
@@ -336,7 +349,7 @@ async def test_a_process_that_was_replaced_ends(tmp_path: Path) -> None:
         keys = node.replicated.session.view.keys
         put = Put(keys.of_member(KeyKind.ALIVE, membership.member), encode_record(newer))
         assert isinstance(await ask(cluster.clients["n1"], Txn((), (put,))), TxnResult)
-        with pytest.raises(ReplacedError, match="a copy of this data folder"):
+        with pytest.raises(MembershipOverError, match="a newer process"):
             async with asyncio.timeout(30):
                 await node.run_until_stopped()
 
@@ -347,7 +360,9 @@ class ClosedLink:
     def __init__(self) -> None:
         self.ends = 0
 
-    def closed(self) -> None:
+    def unreachable(self, why: str, *, is_refused: bool) -> None:
+        assert why
+        assert not is_refused
         self.ends += 1
 
 
@@ -383,3 +398,33 @@ async def test_users_that_could_not_be_written_are_written_later(
         await asyncio.to_thread(one.add, "ada", "lovelace")
         await until_so(lambda: two.names() == ["ada"])
         assert failures >= 3
+
+
+async def test_a_wall_clock_that_is_off_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        await cluster.become_member("n1", copies=1)
+        await cluster.start("n2")
+        n2 = await cluster.become_member("n2")
+        assert n2.replicated is not None
+        clocks = n2.replicated.session.view.clocks
+        await until_so(lambda: len(clocks) == 2)
+        assert not any("clock" in problem.what for problem in status_of(n2).problems)
+        own = n2.replicated.session.membership.member
+        other = next(member for member in clocks if member != own)
+        ahead = ClockRecord(member=other, unix_ms=clocks[other].content.unix_ms + 60_000)
+        put = Put(
+            n2.replicated.session.view.keys.of_member(KeyKind.CLOCK, other), encode_record(ahead)
+        )
+        assert isinstance(await ask(cluster.clients["n1"], Txn((), (put,))), TxnResult)
+        await until_so(lambda: any("clock" in each.what for each in status_of(n2).problems))
+        (told,) = [each for each in status_of(n2).problems if "clock" in each.what]
+        assert "the clock of node n1 is" in told.what
+        assert "ahead of this node's" in told.what
+        assert "NTP" in told.try_
+
+
+def status_of(node: Node) -> ClusterReport:
+    return node._cluster_operations().status()

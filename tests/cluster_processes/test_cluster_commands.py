@@ -5,37 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from clients.address import parse_address
+from clients.errors import AuthenticationError
+from clients.kv.sync_client import SyncKv
 from clients.testing import DcpServer
 from dcp.server.cluster.cluster_file import ClusterToken
-from support.etcd_members import EtcdMembers
+from support.ctl import STATUS, done, refused
+from support.etcd_members import IS_MISSING, EtcdMembers
 from support.waiting import until
-
-STATUS = "/api/v1/cluster/status"
-
-
-def dcpctl(node: DcpServer, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "clients.cli", "--server", node.address, "--timeout", "30",
-         "cluster", *arguments],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
-def done(node: DcpServer, *arguments: str) -> str:
-    run = dcpctl(node, *arguments)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
-def refused(node: DcpServer, *arguments: str) -> str:
-    run = dcpctl(node, *arguments)
-    assert run.returncode != 0, run.stdout
-    assert "Traceback" not in run.stderr
-    return run.stderr
 
 
 def test_commands_make_a_cluster_and_refuse_what_cannot_be(tmp_path: Path) -> None:
@@ -61,12 +45,16 @@ def test_commands_make_a_cluster_and_refuse_what_cannot_be(tmp_path: Path) -> No
         assert "no token of a cluster" in refused(b, "join", "--token", "dcpd-cluster-xyz")
         short = msgspec.structs.replace(ClusterToken.from_text(token), secret="short")
         assert "the whole token" in refused(b, "join", "--token", short.to_text())
+        wrong = msgspec.structs.replace(ClusterToken.from_text(token), secret="w" * 43)
+        error = refused(b, "join", "--token", wrong.to_text())
+        assert "does not let this node in" in error
+        assert "try: Correct the token" in error
         with b.connect() as kv:
             kv.set(b"mine", b"v")
         assert "holds 1 documents" in refused(b, "join", "--token", token)
         with b.connect() as kv:
             kv.delete(b"mine")
-        assert "another member has this name" in refused(
+        assert "another member has the name first" in refused(
             b, "join", "--token", token, "--name", "first"
         )
         assert "this node is alone" in done(b, "status"), "a refusal changes nothing"
@@ -84,24 +72,110 @@ def test_commands_make_a_cluster_and_refuse_what_cannot_be(tmp_path: Path) -> No
         until(lambda: "node second" in done(a, "status"))
 
 
-def test_a_demo_takes_its_nodes_with_it(tmp_path: Path) -> None:
-    folder = tmp_path / "demo"
+def test_a_token_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    words = [sys.executable, "-m", "clients.cli", "cluster", "join", "--token-file"]
+    for name, text in (
+        ("-", "standard input is closed"),
+        (str(tmp_path / "empty"), "is empty"),
+        (str(tmp_path / "missing"), "cannot be read: No such file"),
+    ):
+        run = subprocess.run(
+            ["sh", "-c", 'exec "$@" <&-', "sh", *words, name],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert run.returncode == 2, run.stderr
+        assert text in run.stderr
+        assert "Traceback" not in run.stderr
+
+
+@contextmanager
+def demo(folder: Path, *arguments: str) -> Iterator[dict[str, str]]:
+    """Run a demo of two nodes; yield name -> HOST:PORT, as it prints them."""
     with subprocess.Popen(
         [sys.executable, "-m", "clients.cli", "cluster", "demo", "--nodes", "2", "--copies", "2",
-         "--data", str(folder)],
+         "--data", str(folder), *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    ) as demo:  # fmt: skip
-        assert demo.stdout is not None
-        lines = [demo.stdout.readline() for _ in range(3)]
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        lines = [process.stdout.readline()]
+        while lines[-1] and not lines[-1].startswith("try"):
+            lines.append(process.stdout.readline())
         try:
-            assert [line.split()[0] for line in lines] == ["n1", "n2", "try"], lines
-            pids = json.loads((folder / "demo.json").read_text())
+            assert lines[-1], lines
+            yield dict(line.split()[:2] for line in lines[:2])
         finally:
-            demo.terminate()
-            demo.wait(30)
-    assert sorted(pids) == ["n1", "n2"]
+            process.terminate()
+            process.wait(60)
+
+
+def in_demo(folder: Path, action: str, name: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "clients.cli", "cluster", action, name, "--data", str(folder)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def alive_of(address: str) -> dict[str, bool]:
+    """Return node -> whether it is up, as a node says."""
+    run = subprocess.run(
+        [sys.executable, "-m", "clients.cli", "--server", address, "cluster", "status",
+         "-o", "json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "Traceback" not in run.stderr
+    found = json.loads(run.stdout) if run.returncode == 0 else {"nodes": []}
+    return {node["name"]: node["is_alive"] for node in found["nodes"]}
+
+
+@pytest.mark.parametrize("meta", ["embedded", "etcd"])
+def test_a_demo_takes_its_nodes_with_it_and_only_those_are_killed(
+    tmp_path: Path, meta: str
+) -> None:
+    if meta == "etcd" and IS_MISSING:
+        pytest.skip("the command etcd is missing (sudo apt-get install etcd-server)")
+    folder = tmp_path / "demo"
+    with demo(folder, "--meta", meta) as addresses:
+        assert list(addresses) == ["n1", "n2"]
+        pids = json.loads((folder / "demo.json").read_text())
+        assert sorted(pids) == ["n1", "n2"]
+        assert (folder / "etcd.ports").exists() == (meta == "etcd")
+        first = addresses["n1"]
+        until(lambda: alive_of(first) == {"n1": True, "n2": True})
+        for action, state in (("pause", "T"), ("resume", "RSD")):
+            assert in_demo(folder, action, "n2").returncode == 0
+            until(lambda state=state: state_of(pids["n2"]) in state)
+        assert in_demo(folder, "kill", "n2").returncode == 0
+        until(lambda: alive_of(first).get("n2") is False)
+        error = in_demo(folder, "kill", "n2").stderr
+        assert "n2 does not run" in error
+        error = in_demo(folder, "kill", "n9").stderr
+        assert "the demo has no node 'n9'" in error
+        assert "It has n1, n2" in error
+
+        # A number that is another process's by now is left alone.
+        with subprocess.Popen(["sleep", "60"]) as other:
+            (folder / "demo.json").write_text(json.dumps({"n1": other.pid}))
+            assert "n1 does not run" in in_demo(folder, "kill", "n1").stderr
+            assert other.poll() is None
+            other.kill()
+        (folder / "demo.json").write_text(json.dumps(pids))
     for pid in pids.values():
         assert not Path(f"/proc/{pid}").exists()
+    assert "no demo runs" in in_demo(folder, "kill", "n1").stderr
+    other_store = "embedded" if meta == "etcd" else "etcd"
+    run = subprocess.run(
+        [sys.executable, "-m", "clients.cli", "cluster", "demo", "--data", str(folder),
+         "--meta", other_store],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert "has the other metadata store" in run.stderr
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state: T is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_a_cluster_on_etcd_follows_a_dead_node(tmp_path: Path) -> None:
@@ -124,3 +198,32 @@ def test_a_cluster_on_etcd_follows_a_dead_node(tmp_path: Path) -> None:
                 kv.set(b"k", b"v")
     finally:
         etcd.close()
+
+
+def test_containers_become_members_with_a_password_file_for_their_first_user(
+    tmp_path: Path,
+) -> None:
+    """The first user of the first node is the cluster's. Another one gets it from there."""
+    token = tmp_path / "token"
+    for name in ("first", "second"):
+        (tmp_path / name).write_text(f"password of {name}")
+
+    def node(name: str, way: str) -> DcpServer:
+        return DcpServer(
+            tmp_path / f"data-{name}", "--cluster", way, "--cluster-token-file", str(token),
+            "--node-name", name, "--admin-password-file", str(tmp_path / name),
+        )  # fmt: skip
+
+    def lets_in(server: DcpServer, password: str) -> bool:
+        address = parse_address(f"dcpd://admin:{password.replace(' ', '%20')}@{server.address}")
+        try:
+            with SyncKv(address) as kv:
+                kv.set(b"k", b"v")
+        except AuthenticationError:
+            return False
+        return True
+
+    with node("first", "init") as first, node("second", "join") as second:
+        until(lambda: lets_in(first, "password of first"))
+        until(lambda: lets_in(second, "password of first"))
+        assert not lets_in(second, "password of second")

@@ -14,7 +14,8 @@ import yaml
 from dcp.server.admin.api_page import described
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import OPTIONS
-from dcp.server.main import STOP_LIMIT_S, ExitCode
+from dcp.server.main import ExitCode
+from dcp.server.signal_watch import STOP_LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "deploy" / "systemd" / "dcpd.service"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dcp.cluster.effects import Notice
 from dcp.replication.cut_off import Quarantine
-from dcp.replication.following import UNHEARD_NS
 from dcp.replication.loss_receipt import CutOff
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.replica_link import RETRY_NS, LinkState
@@ -17,6 +16,7 @@ from vbucket.engine.partition import VbState
 from vbucket.model.entry import key_of, seqno_of
 from vbucket.store.records import BY_SEQNO_TABLE
 
+UNHEARD_NS = ReplicationSettings().unheard_ns
 LONG = PROMOTED_WAIT_NS + 200 * MS
 
 
@@ -284,3 +284,30 @@ def test_a_master_that_is_not_heard_is_reported() -> None:
     cluster.run(500 * MS)
     assert cluster.b.session.reported == (), "it is heard again"
     assert cluster.a.part.state == VbState.ACTIVE
+
+
+def test_a_master_whose_connections_are_refused_is_reported_at_once() -> None:
+    cluster = CoreCluster("abc")
+    cluster.run(LONG)
+    for wire in list(cluster.wires):
+        wire.cut()
+    cluster.wires.clear()
+    cluster.tick("b", ns=50 * MS)
+    following = cluster.b.core.following
+    following.links["a"].unreachable("no connection to a: nobody listens", is_refused=True)
+    cluster.tick("b", ns=50 * MS)
+    assert [item.vb_id for item in cluster.b.session.reported] == [VB]
+    cluster.run(500 * MS)
+    assert cluster.b.session.reported == (), "it is heard again"
+
+
+def test_a_master_that_does_not_answer_a_dial_is_only_silent() -> None:
+    cluster = CoreCluster("abc")
+    cluster.run(LONG)
+    for wire in list(cluster.wires):
+        wire.cut()
+    cluster.wires.clear()
+    cluster.tick("b", ns=50 * MS)
+    cluster.b.core.following.links["a"].unreachable("no answer", is_refused=False)
+    cluster.tick("b", ns=50 * MS)
+    assert cluster.b.session.reported == ()

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import COMPARES_MAX
-from dcp.replication.following import UNHEARD_NS
 from dcp.replication.loss_receipt import ElectionLoss
+from dcp.replication.mastership import ReplicationSettings
+from dcp.session.session_commands import OBSERVE_CURRENT, OBSERVE_OLD
 from dcp.wire.frame import Frame
 from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode
@@ -18,6 +19,7 @@ from failover.replication_record import add_copy, elect, shrink, unclean_elect, 
 from support.core_cluster import MS, VB, CoreCluster, CoreNode
 from vbucket.engine.partition import VbState
 
+UNHEARD_NS = ReplicationSettings().unheard_ns
 LONG = PROMOTED_WAIT_NS + 200 * MS
 
 
@@ -124,6 +126,34 @@ def test_a_change_that_is_not_synced_here_is_not_committed() -> None:
     cluster.a.finish(job)
     cluster.a.core.tick(cluster.now_ns)
     assert cluster.a.part.committed_seqno == 2
+
+
+# -- OBSERVE_SEQNO of replicas ---------------------------------------------------------------------
+
+
+def test_a_replica_tells_what_it_has_synced_before_it_knows_that_it_is_committed() -> None:
+    cluster = serving()
+    cluster.wires[0].is_up = False
+    cluster.a.put()
+    cluster.settle()
+    assert (cluster.b.part.synced_seqno, cluster.b.part.committed_seqno) == (2, 1)
+    peer, vb_uuid = cluster.b.connect(), cluster.b.part.vb_uuid
+    answer = peer.ask(Opcode.OBSERVE_SEQNO, vb_id=VB, value=vb_uuid.to_bytes(8, "big"))
+    assert OBSERVE_CURRENT.unpack(answer.value) == (0, VB, vb_uuid, 2, 2)
+    assert not peer.must_wait, "its master may be dead"
+
+
+def test_a_replica_tells_where_an_older_version_ended() -> None:
+    cluster = serving()
+    old = cluster.b.part.vb_uuid
+    cluster.write(elect(cluster.record, "a"))
+    cluster.run(LONG)
+    cluster.a.put()
+    cluster.settle()
+    new = cluster.a.part.vb_uuid
+    for node in (cluster.a, cluster.b):
+        answer = node.connect().ask(Opcode.OBSERVE_SEQNO, vb_id=VB, value=old.to_bytes(8, "big"))
+        assert OBSERVE_OLD.unpack(answer.value) == (1, VB, new, 2, 2, old, 1)
 
 
 # -- unclean elections -----------------------------------------------------------------------------

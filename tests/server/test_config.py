@@ -98,6 +98,48 @@ def test_names(value, names):
     assert shown(Settings(admin_hosts=names))["admin_hosts"] == (",".join(names) or "none")
 
 
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (
+            {"suspect_after": "300ms"},
+            "--suspect-after: suspect_after must be at least 400ms, 4 times heartbeat (100ms)",
+        ),
+        (
+            {"heartbeat": "150ms", "suspect_after": "500ms"},
+            "--suspect-after: suspect_after must be at least 600ms, 4 times heartbeat (150ms)",
+        ),
+        (
+            {"suspect_after": "2s"},
+            "--suspect-after: lease must be at least 4s, 2 times suspect_after (2s); it is 3s",
+        ),
+        (
+            {"heartbeat": "150ms", "replica_lag_max": "500ms"},
+            "--replica-lag-max: replica_lag_max must be at least 600ms, 4 times heartbeat (150ms)",
+        ),
+        (
+            {"commit_timeout": "500ms"},
+            "--commit-timeout: commit_timeout must be at least 1s, as long as replica_lag_max (1s)",
+        ),
+        ({"lease": "2500ms"}, "--lease: 2500ms is not possible; metadata stores have leases of"),
+        ({"heartbeat": "1s"}, "must be from 50ms to 150ms"),
+    ],
+)
+def test_times_of_clusters_fit_to_each_other(given, reason):
+    assert reason in refusal(given)
+
+
+def test_times_of_clusters_at_their_limits():
+    times = {
+        "heartbeat": "50ms",
+        "suspect_after": "200ms",
+        "lease": "2s",
+        "replica_lag_max": "500ms",
+    }
+    settings = resolve({**times, "commit_timeout": "500ms"}, {}).settings
+    assert (settings.suspect_after_s, settings.lease_s) == (0.2, 2)
+
+
 @given(st.integers(1, 1 << 50))
 def test_size_texts_read_back(size_bytes):
     text = size_text(size_bytes)

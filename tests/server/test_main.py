@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dcp import __version__
+from dcp.compiled import version_and_form
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import resolve
@@ -174,7 +175,7 @@ def test_help_and_version():
     for flag in ("--host", "--admin-port", "--durability", "--config", "--idle-timeout"):
         assert flag in text
     assert "Exit codes" in text
-    assert dcpd("--version").stdout == f"dcpd, version {__version__}\n"
+    assert dcpd("--version").stdout == f"dcpd, version {version_and_form(__version__)}\n"
 
 
 def test_python_without_asserts_is_refused():

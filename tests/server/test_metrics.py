@@ -61,7 +61,7 @@ def test_a_live_server_counts(tmp_path):
         with server.connect() as kv:
             for number in range(10):
                 kv.set(b"key", b"%d" % number)
-            (link,) = kv._links.values()
+            (link,) = kv._exchange._links.values()
             assert link.request(Opcode.GET, vb_id=1, extras=b"x", key=b"k").status == 4
             link.request(Opcode.DCP_OPEN, key=b"mine", extras=b"\0\0\0\0\0\0\0\1")
             link.request(Opcode.DCP_CONTROL, key=b"enable_noop", value=b"true")

@@ -456,6 +456,21 @@ def test_the_history_of_an_unknown_partition_is_not_my_vbucket(
     assert (answer.status, answer.value) == (Status.NOT_MY_VBUCKET, node.bucket_config())
 
 
+@pytest.mark.parametrize(
+    "opcode", [Opcode.GET_FAILOVER_LOG, Opcode.DCP_GET_FAILOVER_LOG, Opcode.OBSERVE_SEQNO]
+)
+def test_the_history_of_a_dead_partition_is_not_my_vbucket(
+    node: MemoryNode, peer: Peer, opcode: int
+) -> None:
+    peer.open()
+    part = node.engine.partitions[VB]
+    value = part.vb_uuid.to_bytes(8, "big") if opcode == Opcode.OBSERVE_SEQNO else b""
+    assert peer.ask(opcode, vb_id=VB, value=value).status == Status.OK
+    part.state = VbState.DEAD
+    answer = peer.ask(opcode, vb_id=VB, value=value)
+    assert (answer.status, answer.value) == (Status.NOT_MY_VBUCKET, node.bucket_config())
+
+
 def observe(peer: Peer, vb_uuid: int) -> Frame:
     return peer.ask(Opcode.OBSERVE_SEQNO, vb_id=VB, value=vb_uuid.to_bytes(8, "big"))
 

@@ -59,6 +59,69 @@ def test_a_replica_shows_no_deleted_or_due_documents_and_changes_nothing(
     assert node.engine.partitions[VB].high_seqno == high_seqno
 
 
+@pytest.mark.parametrize("is_merged", [False, True], ids=["in the log", "in the store"])
+def test_a_replica_shows_what_is_committed_and_waits_for_nothing(
+    node: MemoryNode, peer: Peer, *, is_merged: bool
+) -> None:
+    """The uncommitted ones may be lost: a new version, a deletion, a new document."""
+    for value in (b"1", b"2"):
+        peer.set(VB, KEY, value)
+    peer.set(VB, b"\0gone", b"here")
+    if is_merged:
+        node.merge()
+    peer.set(VB, KEY, b"3")
+    peer.delete(VB, b"\0gone")
+    peer.set(VB, b"\0new", b"v")
+    node.commit()
+    set_state(node.engine, VB, VbState.REPLICA)
+    node.commit()
+    part = node.engine.partitions[VB]
+
+    def found(key: bytes) -> bytes | None:
+        answer = peer.ask(Opcode.GET_REPLICA, vb_id=VB, key=key)
+        return answer.value if answer.status == Status.OK else None
+
+    seen = {}
+    for committed in range(3 if is_merged else 0, 7):
+        part.committed_seqno = committed
+        seen[committed] = found(KEY), found(b"\0gone"), found(b"\0new")
+    expected = {
+        0: (None, None, None),
+        1: (b"1", None, None),
+        2: (b"2", None, None),
+        3: (b"2", b"here", None),
+        4: (b"3", b"here", None),
+        5: (b"3", None, None),
+        6: (b"3", None, b"v"),
+    }
+    assert seen == {committed: expected[committed] for committed in seen}
+
+
+def test_a_replica_that_does_not_have_a_change_sends_its_reader_away(
+    node: MemoryNode, peer: Peer
+) -> None:
+    for value in (b"1", b"2"):
+        peer.set(VB, KEY, value)
+    node.commit()
+    set_state(node.engine, VB, VbState.REPLICA)
+    part = node.engine.partitions[VB]
+
+    def status(vb_uuid: int, seqno: int) -> int:
+        token = vb_uuid.to_bytes(8, "big") + seqno.to_bytes(8, "big")
+        return peer.ask(Opcode.GET_REPLICA, vb_id=VB, key=KEY, extras=token).status
+
+    assert [status(part.vb_uuid, seqno) for seqno in (1, 2, 3)] == [0, 0, Status.ETMPFAIL]
+    part.committed_seqno = 1
+    assert status(part.vb_uuid, 2) == Status.ETMPFAIL
+    assert status(part.vb_uuid + 1, 1) == Status.ETMPFAIL, "of a history that it does not know"
+    part.committed_seqno = 2
+    older = part.vb_uuid
+    node.engine.keyspace.branch(VB, 1)
+    node.commit()
+    assert [status(older, seqno) for seqno in (1, 2)] == [0, Status.ETMPFAIL], "it was undone"
+    assert peer.ask(Opcode.GET_REPLICA, vb_id=VB, key=KEY, extras=bytes(8)).status == Status.EINVAL
+
+
 def random_key(peer: Peer, extras: bytes = b"") -> tuple[int, bytes, bytes]:
     found = peer.ask(Opcode.GET_RANDOM_KEY, extras=extras)
     return found.status, found.key, found.value

@@ -12,7 +12,7 @@ from dcp.session.scans import CONTINUE_EXTRAS
 from dcp.session.text import TextSession
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
-from dcp.wire.message import EndReason
+from dcp.wire.message import EndReason, parse_failover_log
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
@@ -54,6 +54,13 @@ def connect(node: MemoryNode) -> Peer:
 
 
 def dcp(node: MemoryNode) -> Peer:
+    """Connect a client that knows this server's extensions."""
+    peer = plain_dcp(node)
+    peer.control(b"x_version_log", b"true")
+    return peer
+
+
+def plain_dcp(node: MemoryNode) -> Peer:
     peer = connect(node)
     peer.open()
     peer.control(b"enable_noop", b"true")
@@ -181,9 +188,30 @@ def test_the_history_of_a_fenced_partition_is_not_told(node: MemoryNode, opcode:
     assert peer.ask(opcode, vb_id=VB, value=value).status == Status.OK
 
 
+@pytest.mark.parametrize("opcode", [Opcode.GET_FAILOVER_LOG, Opcode.DCP_GET_FAILOVER_LOG])
+def test_a_client_of_couchbase_gets_the_failover_log_of_a_fenced_partition(
+    node: MemoryNode, opcode: int
+) -> None:
+    """java-dcp-client closes its connection after a refusal."""
+    unfence(node)
+    connect(node).set(VB, KEY, b"uncommitted")
+    fence(node)
+    peer, part = plain_dcp(node), node.engine.partitions[VB]
+    answer = peer.ask(opcode, vb_id=VB)
+    assert parse_failover_log(answer.value) == part.failover.shown_pairs()
+    assert not peer.must_wait, "what it waits for may not come"
+
+
 @pytest.mark.parametrize("start", [0, 1, 99])
 def test_a_stream_request_is_to_be_sent_again(node: MemoryNode, start: int) -> None:
     assert dcp(node).stream(VB, start, uuid=1).status == LATER
+
+
+@pytest.mark.parametrize("start", [0, 1, 99])
+def test_a_client_of_couchbase_looks_for_the_partition_again(node: MemoryNode, start: int) -> None:
+    """java-dcp-client gives a partition up after ETMPFAIL, and repeats this."""
+    answer = plain_dcp(node).stream(VB, start, uuid=1)
+    assert (answer.status, answer.value) == (Status.NOT_MY_VBUCKET, node.bucket_config())
 
 
 def test_a_fence_ends_the_streams_of_the_partition(node: MemoryNode) -> None:
@@ -221,6 +249,8 @@ def test_who_may_be_behind_sends_nobody_back(
     part.may_send_back = False
     if is_uncommitted:
         connect(node).set(VB, KEY, b"uncommitted")
+    elsewhere = plain_dcp(node).stream(VB, start, end, uuid=uuid, flags=flags)
+    assert elsewhere.status == Status.NOT_MY_VBUCKET
     answer = peer.stream(VB, start, end, uuid=uuid, flags=flags)
     assert answer.status == LATER
     assert "vb 3" in json.loads(answer.value)["error"]["context"]
@@ -259,6 +289,7 @@ def test_a_replica_that_hears_no_master_tells_no_seqnos(replica: MemoryNode) -> 
         assert "vb 3" in json.loads(answer.value)["error"]["context"]
     active = peer.ask(Opcode.GET_ALL_VB_SEQNOS, extras=(1).to_bytes(4, "big"))
     assert active.status == Status.OK, "it is about other partitions"
+    assert plain_dcp(replica).ask(Opcode.DCP_GET_FAILOVER_LOG, vb_id=VB).status == Status.OK
     part.is_unheard = False
     assert [peer.ask(**question).status for question in questions] == [Status.OK] * 5
 
@@ -266,6 +297,7 @@ def test_a_replica_that_hears_no_master_tells_no_seqnos(replica: MemoryNode) -> 
 def test_a_replica_that_hears_no_master_opens_no_stream(replica: MemoryNode) -> None:
     peer = dcp(replica)
     assert peer.stream(VB).status == LATER
+    assert plain_dcp(replica).stream(VB).status == Status.NOT_MY_VBUCKET
     assert peer.stream(OTHER).status == Status.OK
     replica.engine.partitions[VB].is_unheard = False
     assert peer.stream(VB).status == Status.NOT_MY_VBUCKET

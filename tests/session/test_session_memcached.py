@@ -16,6 +16,9 @@ from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
+from vbucket.engine.lifecycle import set_state
+from vbucket.engine.partition import VbState
+from vbucket.model.ids import vbucket_of
 
 
 @pytest.fixture
@@ -160,3 +163,25 @@ def test_flushes_are_counted(node: MemoryNode, peer: Peer) -> None:
     peer.ask(Opcode.FLUSH)
     peer.send(pack_request(Opcode.FLUSHQ))
     assert node.engine.flushes == 2
+
+
+def test_a_key_of_another_node_is_refused_with_its_address(node: MemoryNode) -> None:
+    """Clients without HELLO know no partitions, and cannot use the map."""
+    peer = node.connect()
+    vb_id = vbucket_of(b"k", node.partitions)
+    assert peer.ask(Opcode.SET, key=b"k", value=b"v", extras=bytes(8)).status == Status.OK
+    node.commit()
+    set_state(node.engine, vb_id, VbState.REPLICA)
+    node.commit()
+    told = b"this key is on another node of the cluster: node-of-%d:11210" % vb_id
+    for opcode in (Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.DELETE):
+        refused = peer.ask(opcode, key=b"k")
+        assert (refused.status, refused.value) == (Status.NOT_MY_VBUCKET, told), opcode
+    for opcode in (Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.REPLACE):
+        refused = peer.ask(opcode, key=b"k", value=b"w", extras=bytes(8))
+        assert (refused.status, refused.value) == (Status.NOT_MY_VBUCKET, told), opcode
+    counter = bytes(16) + b"\xff" * 4
+    assert peer.ask(Opcode.INCREMENT, key=b"k", extras=counter).value == told
+    peer.hello(Feature.XERROR)
+    refused = peer.ask(Opcode.GET, vb_id=vb_id, key=b"k")
+    assert refused.value.startswith(b'{"rev"'), "a client of partitions gets the map"

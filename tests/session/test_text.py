@@ -300,7 +300,7 @@ def test_a_partition_that_is_not_active_is_a_server_error(node: MemoryNode, peer
     node.engine.partitions[vbucket_of(b"a")].state = VbState.DEAD
     for command in (b"get a b\r\n", b"set a 0 0 1\r\nx\r\n", b"incr a 1\r\n", b"touch a 1\r\n",
                     b"append a 0 0 1\r\nx\r\n", b"delete a\r\n", b"gat 1 a\r\n"):  # fmt: skip
-        assert peer.send(command).startswith(b"SERVER_ERROR the partition"), command
+        assert peer.send(command).startswith(b"SERVER_ERROR this key is on"), command
 
 
 @pytest.mark.all_partitions
@@ -443,3 +443,60 @@ def test_a_refused_set_removes_the_document_where_the_setting_says_so(is_removed
         answers = b"".join(peer.state.answers)
         assert answers == b"STORED\r\nSERVER_ERROR object too large for cache\r\n" + found
         peer.state.answers.clear()
+
+
+# -- keys of other nodes ---------------------------------------------------------------------------
+
+
+def _key_elsewhere(node: MemoryNode, *, states: tuple[VbState, ...]) -> list[bytes]:
+    """Return one key for each state, in a partition that is set to it."""
+    keys: dict[int, bytes] = {}
+    for number in range(1000):
+        key = b"k%d" % number
+        keys.setdefault(vbucket_of(key, node.partitions), key)
+    chosen = list(keys.items())[: len(states)]
+    for (vb_id, _), state in zip(chosen, states, strict=True):
+        node.engine.partitions[vb_id].state = state
+    return [key for _, key in chosen]
+
+
+def test_a_key_of_another_node_is_refused_with_its_address_and_not_passed_on(
+    node: MemoryNode,
+) -> None:
+    text = TextPeer(node)
+    key, dead = _key_elsewhere(node, states=(VbState.REPLICA, VbState.DEAD))
+    for place in (key, dead):
+        address = b"node-of-%d:11210" % vbucket_of(place, node.partitions)
+        refusal = b"SERVER_ERROR this key is on another node of the cluster: " + address + b"\r\n"
+        for command in (
+            b"get %b", b"gets %b", b"gat 0 %b", b"delete %b", b"incr %b 1", b"decr %b 1",
+            b"touch %b 0",
+        ):  # fmt: skip
+            assert text.send(command % place + b"\r\n") == refusal, command
+        for command in (b"set %b 0 0 1", b"add %b 0 0 1", b"replace %b 0 0 1", b"append %b 0 0 1",
+                        b"cas %b 0 0 1 5"):  # fmt: skip
+            assert text.send(command % place + b"\r\nv\r\n") == refusal, command
+
+
+def test_a_get_of_many_keys_stops_at_the_first_that_is_elsewhere(node: MemoryNode) -> None:
+    """An answer without an error would say that the document does not exist."""
+    text = TextPeer(node)
+    (away,) = _key_elsewhere(node, states=(VbState.REPLICA,))
+    here = next(
+        b"h%d" % n
+        for n in range(1000)
+        if vbucket_of(b"h%d" % n, node.partitions) != vbucket_of(away, node.partitions)
+    )
+    assert text.send(b"set %b 0 0 1\r\nv\r\n" % here) == b"STORED\r\n"
+    answer = text.send(b"get %b %b %b\r\nversion\r\n" % (here, away, here))
+    values, refusal, version, _ = answer.split(b"\r\n")[-4:]
+    assert values == b"v"
+    assert refusal.startswith(b"SERVER_ERROR this key is on another node of the cluster: node-of-")
+    assert version.startswith(b"VERSION ")
+
+
+def test_meta_commands_are_unknown_and_change_nothing(node: MemoryNode) -> None:
+    text = TextPeer(node)
+    for command in (b"mg k v", b"ms k 1", b"md k", b"ma k", b"mn", b"me k"):
+        assert text.send(command + b"\r\n") == b"ERROR\r\n"
+    assert text.send(b"get k\r\n") == b"END\r\n"

@@ -127,6 +127,9 @@ class Facades:
     def config_version(self) -> tuple[int, int]:
         return (1, 1)
 
+    def address_of(self, vb_id: int) -> str:
+        return ""
+
     def stats(self, group: bytes) -> list[tuple[str, str]] | None:
         return None
 

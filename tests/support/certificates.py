@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from pathlib import Path
 
 import trustme
@@ -18,11 +19,16 @@ class TestCa:
         self.path = folder / f"{name}.pem"
         self._ca.cert_pem.write_to_path(str(self.path))
 
-    def issue(self, name: str = "server") -> Path:
-        """Write key and certificate of 127.0.0.1 and localhost into one file, in one step."""
+    def issue(
+        self, name: str = "server", *hosts: str, not_after: dt.datetime | None = None
+    ) -> Path:
+        """Write key and certificate into one file, in one step. Default hosts: 127.0.0.1 and
+        localhost.
+        """
         path = self._folder / f"{name}.pem"
         new = path.with_suffix(".new")
-        certificate = self._ca.issue_cert("127.0.0.1", "localhost")
+        hosts = hosts or ("127.0.0.1", "localhost")
+        certificate = self._ca.issue_cert(*hosts, not_after=not_after)
         certificate.private_key_and_cert_chain_pem.write_to_path(str(new))
         new.replace(path)
         return path

@@ -56,8 +56,9 @@ class ClusterHere:
         table = Users(data / USERS_FILE, iterations=4096)
         log = EventLog(logging.getLogger(f"test.{name}"))
         return Node(
-            settings, table, log, open_meta=lambda file: MetaAccess(self._client(name), file.meta)
-        )
+            settings, table, log,
+            open_meta=lambda file: MetaAccess._of(self._client(name), file.meta),
+        )  # fmt: skip
 
     def _client(self, name: str) -> LoopClient:
         client = self.clients[name] = self.meta.client()

@@ -58,6 +58,13 @@ class LoopClient(MemoryMetaStore):
         self._owner = owner
         self.is_away = False
 
+    @property
+    def trouble(self) -> str:
+        return "it is away" if self.is_away else ""
+
+    async def close(self) -> None:
+        """End nothing: there is no connection."""
+
     def submit(self, request: StoreRequest, done: Callable[[StoreResult], None]) -> None:
         super().submit(request, done)
         self._owner.advance_soon()

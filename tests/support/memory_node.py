@@ -43,7 +43,7 @@ from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord
 from vbucket.store.store import Store
 from vbucket.upkeep.compaction import STEP_BYTES, Compactor, Floors
-from vbucket.upkeep.merge import merge
+from vbucket.upkeep.merge import MergeReport, merge
 from vbucket.upkeep.retention import FloorStep
 
 FEW_PARTITIONS = 16
@@ -187,13 +187,16 @@ class MemoryNode:
         """
         segments = self.merges.begin(self.device.segments())
         sealed = [(segment, self.device.read(segment)) for segment in segments]
-        report = merge(self.env, sealed, body_bytes_target=self.body_bytes_target)
+        report = self.merge_segments(sealed)
         if is_answer_lost:
-            report = merge(self.env, sealed, body_bytes_target=self.body_bytes_target)
+            report = self.merge_segments(sealed)
         for segment in self.merges.merged(report).deletable:
             self.device.delete(segment)
         while not self.merges.drop_slice():
             pass
+
+    def merge_segments(self, sealed: list[tuple[int, bytes]]) -> MergeReport:
+        return merge(self.env, sealed, body_bytes_target=self.body_bytes_target)
 
     def merge(self) -> None:
         self.begin_merge()
@@ -235,6 +238,9 @@ class MemoryNode:
 
     def config_version(self) -> tuple[int, int]:
         return (1, 1)
+
+    def address_of(self, vb_id: int) -> str:
+        return f"node-of-{vb_id}:11210"
 
     def stats(self, group: bytes) -> list[tuple[str, str]] | None:
         return [("pid", "1")] if not group else None

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-GIVE_UP_S: Final = 60.0
+GIVE_UP_S: Final = 120.0
 """Limit of a wait, so that a failure does not hang. Waits usually take a second at most."""
 PAUSE_S: Final = 0.01
 
 
-def until(is_so: Callable[[], object]) -> None:
+def until(is_so: Callable[[], object], give_up_s: float = GIVE_UP_S) -> None:
     """Return once a condition holds."""
-    give_up_at_s = time.monotonic() + GIVE_UP_S
+    give_up_at_s = time.monotonic() + give_up_s
     while not is_so():
         assert time.monotonic() < give_up_at_s, "the condition did not become true"
         time.sleep(PAUSE_S)

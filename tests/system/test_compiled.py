@@ -1,4 +1,6 @@
-"""The hot modules compiled, from an empty environment: they work, and say so."""
+"""The hot modules compiled, as they are by default: they work, and say so. Where they cannot be
+compiled, plain Python is installed, and says why.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp.compiled import compiled_modules, problem, version_text
+from dcp.compiled import compiled_modules, form_text, problem, version_and_form, version_text
 from support.registry import no_registry
 
 ROOT = Path(__file__).parents[2]
@@ -28,14 +30,20 @@ BUILT_FROM = (
     "dcp", "vbucket", "failover", "requirements/compile.txt", "pyproject.toml", "hatch_build.py",
 )  # fmt: skip
 """What the compiled modules are made of. While none of it changes, they are not compiled again."""
+SOURCE_SUFFIXES = {".py", ".pyi", ".c", ".h", ".txt", ".toml"}
 CACHE = Path(sys.prefix) / "compiled-tests"
 """Beside what is installed; remove it to compile again."""
-COMPILING = {"DCPD_COMPILE": "1", "DCPD_COMPILE_LEVEL": "0"}
-"""What the README tells, with the C compiler's quickest level."""
+COMPILING = {"DCPD_COMPILE_LEVEL": "0"}
+"""The C compiler's quickest level."""
+COMPILED_OR_FAILED = {"DCPD_COMPILE": "1", **COMPILING}
+WITHOUT_COMPILER = {"CC": "no-such-compiler"}
 CORE = (
     "vbucket/test_damaged_pages.py",
     "vbucket/test_engine.py",
+    "vbucket/test_compaction.py",
     "vbucket/test_log.py",
+    "vbucket/test_merge.py",
+    "vbucket/test_native.py",
     "vbucket/test_runs.py",
     "vbucket/test_store.py",
     "session/test_session_documents.py",
@@ -48,6 +56,7 @@ import importlib, hatch_build
 for name in hatch_build.COMPILED:
     module = importlib.import_module(name.removesuffix(".py").replace("/", "."))
     assert module.__file__.endswith((".so", ".pyd")), module.__file__
+importlib.import_module(hatch_build.LOOPS)
 print(len(hatch_build.COMPILED))
 """
 
@@ -65,7 +74,7 @@ def no_compiler() -> str:
 
 def plain_environment() -> dict[str, str]:
     """The environment without what would compile, or lead to other sources."""
-    left_out = {*COMPILING, "PYTHONPATH"}
+    left_out = {*COMPILED_OR_FAILED, "PYTHONPATH"}
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
@@ -85,7 +94,7 @@ def digest(*names: str) -> str:
     for name in names:
         path = ROOT / name
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.suffix in {".py", ".txt", ".toml"} and file.name != "compiled_sources.txt":
+            if file.suffix in SOURCE_SUFFIXES and file.name != "compiled_sources.txt":
                 found.update(f"{file.relative_to(ROOT)} ".encode() + file.read_bytes())
     return found.hexdigest()[:20]
 
@@ -153,7 +162,7 @@ class Built:
     def build_here(self) -> None:
         """Make a wheel with what is installed here: where nothing can be fetched."""
         built = run("-m", "hatchling", "build", "-t", "wheel", "-d", str(self.folder),
-                    cwd=self.source, **COMPILING)  # fmt: skip
+                    cwd=self.source, **COMPILED_OR_FAILED)  # fmt: skip
         assert built.returncode == 0, built.stdout + built.stderr
         unpack(self.folder, self.site)
 
@@ -223,31 +232,154 @@ def test_pip_compiles_in_an_empty_environment(built: Built, tmp_path: Path) -> N
     version = run(str(python.with_name("dcpd")), "--version", python=python)
     assert version.stdout.endswith("(compiled)\n"), version.stderr
     assert "(compiled) is ready" in use(python, tmp_path)
+    smoke = run(str(ROOT / "scripts" / "smoke.py"), python=python, cwd=tmp_path)
+    assert smoke.returncode == 0, smoke.stderr
+    assert "(compiled), Python" in smoke.stdout
 
 
 @pytest.mark.timeout(900)
-def test_pip_builds_without_a_compiler_in_an_empty_environment(
-    built: Built, tmp_path: Path
-) -> None:
-    """Without the variable nothing of it is needed."""
+def test_pip_installs_plain_python_without_a_compiler(built: Built, tmp_path: Path) -> None:
+    """It says so in one line, and in `dcpd --version`. Nothing but hatchling is asked for."""
     python = built.python()
-    made = run("-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path), ".",
-               cwd=built.source, python=python, CC="false")  # fmt: skip
+    made = run("-m", "pip", "wheel", "-v", "--no-deps", "--wheel-dir", str(tmp_path), ".",
+               cwd=built.source, python=python, **WITHOUT_COMPILER)  # fmt: skip
     assert made.returncode == 0, made.stderr
-    assert unpack(tmp_path, tmp_path / "plain").endswith("-py3-none-any.whl")
-    output = use(python, tmp_path, PYTHONPATH=str(tmp_path / "plain"))
+    why = "nothing can be compiled: there is no C compiler (no-such-compiler)"
+    said = (made.stdout + made.stderr).splitlines()
+    (line,) = [line for line in said if "built as plain Python" in line]
+    assert line.strip() == f"dcpd: built as plain Python: {why}"
+    assert not [line for line in said if re.search(r"Collecting (mypy|setuptools)", line)]
+    plain = tmp_path / "plain"
+    assert unpack(tmp_path, plain).endswith("-py3-none-any.whl")
+    output = use(python, tmp_path, PYTHONPATH=str(plain))
     assert "is ready" in output
     assert "compiled" not in output
+    version = run("-m", "dcp.server.main", "--version",
+                  cwd=tmp_path, python=python, PYTHONPATH=str(plain))  # fmt: skip
+    assert version.stdout.endswith(f"(plain Python: {why})\n"), version.stderr
+
+
+def build_wheel(source: Path, target: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Build with what is installed here."""
+    return run("-m", "hatchling", "build", "-t", "wheel", "-d", str(target), cwd=source, **more)
+
+
+def copied_sources(folder: Path) -> Path:
+    built = Built(folder)
+    built.copy_sources()
+    return built.source
+
+
+def test_a_compiler_that_fails_is_no_error_unless_asked(tmp_path: Path) -> None:
+    """It is there, and makes nothing: as if a header of the system is missing."""
+    if why := no_compiler():
+        pytest.skip(why)
+    source = copied_sources(tmp_path)
+    made = build_wheel(source, tmp_path / "made", CC="false", **COMPILING)
+    assert made.returncode == 0, made.stderr
+    reason = "the hot modules could not be compiled"
+    assert f"dcpd: built as plain Python: {reason}\n" in made.stderr
+    plain = tmp_path / "plain"
+    assert unpack(tmp_path / "made", plain).endswith("-py3-none-any.whl")
+    assert form_text(plain) == f"plain Python: {reason}"
+    for more in ({"CC": "false"}, WITHOUT_COMPILER):
+        failed = build_wheel(source, tmp_path / "failed", **COMPILED_OR_FAILED, **more)
+        assert failed.returncode != 0
+        assert "CompileError" in failed.stderr
+    assert not (tmp_path / "failed").exists() or not list((tmp_path / "failed").iterdir())
+
+
+def test_plain_python_can_be_asked_for(tmp_path: Path) -> None:
+    made = build_wheel(copied_sources(tmp_path), tmp_path / "made", DCPD_COMPILE="0")
+    assert made.returncode == 0, made.stderr
+    assert unpack(tmp_path / "made", tmp_path / "plain").endswith("-py3-none-any.whl")
+    assert form_text(tmp_path / "plain") == "plain Python: DCPD_COMPILE=0"
+    wrong = build_wheel(tmp_path / "source", tmp_path / "made", DCPD_COMPILE="yes")
+    assert "DCPD_COMPILE is 'yes'; it must be 0 or 1" in wrong.stderr
+
+
+def in_place(source: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Compile in place as scripts/install does; `more` replaces the prefix of what is kept, too."""
+    code = (
+        "import sys, runpy; sys.prefix = sys.argv.pop(1); "
+        "runpy.run_path('hatch_build.py', run_name='__main__')"
+    )
+    return run("-c", code, str(source.parent / "env"), *arguments, cwd=source, **COMPILING, **more)
+
+
+def test_the_loops_are_compiled_in_place_and_again_after_a_change(tmp_path: Path) -> None:
+    if why := no_compiler():
+        pytest.skip(why)
+    source = copied_sources(tmp_path)
+    said = "compiled the loops in C beside the sources\n"
+    assert in_place(source, "--loops").stdout == said
+    assert form_text(source) == "plain Python, loops in C"
+    assert in_place(source, "--loops").stdout == "", "nothing has changed"
+    (library,) = source.glob("vbucket/native/*.so")
+    loops = source / "vbucket" / "native" / "loops.c"
+    text = loops.read_text()
+    loops.write_text(text + "/* changed */\n")
+    assert "1 modules were changed after they were compiled" in problem(source)
+    before = library.stat().st_ino
+    assert in_place(source, "--loops").stdout == said
+    assert problem(source) == ""
+    assert library.stat().st_ino != before, "a process that runs the old one keeps it"
+    removed = in_place(source, DCPD_COMPILE="0")
+    assert removed.stdout == "removed 2 files: dcpd runs as plain Python\n"
+    assert form_text(source) == "plain Python"
+    kept = in_place(source, "--loops", **WITHOUT_COMPILER)
+    assert kept.stdout == said, "it was kept, and is copied"
+    loops.write_text(text)
+    failed = in_place(source, "--loops", **WITHOUT_COMPILER)
+    assert failed.returncode == 1
+    assert failed.stderr == ("nothing can be compiled: there is no C compiler (no-such-compiler)\n")
+    assert form_text(source) == "plain Python", "the old library is not used with new sources"
+
+
+def test_scripts_install_compiles_or_says_in_one_line_why_not(tmp_path: Path) -> None:
+    """In an environment that counts as installed, and sees the packages that are here."""
+    if why := no_compiler():
+        pytest.skip(why)
+    source = copied_sources(tmp_path)
+    shutil.copytree(ROOT / "scripts", source / "scripts")
+    venv.create(source / ".venv", with_pip=False)
+    (packages,) = source.glob(".venv/lib/python*/site-packages")
+    (packages / "here.pth").write_text(sysconfig.get_path("purelib"))
+    project = (source / "pyproject.toml").read_bytes()
+    for name in ("run", "test"):
+        lock = (source / "requirements" / f"{name}.txt").read_bytes()
+        stamp = f"{hashlib.sha256(lock + project).hexdigest()} {source}\n"
+        (source / ".venv" / f".locked-{name}").write_text(stamp)
+
+    def install(name: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "scripts/install", name], cwd=source, env=plain_environment() | more,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    assert install("test").stdout == "compiled the loops in C beside the sources\n"
+    assert form_text(source) == "plain Python, loops in C"
+    assert install("test").stdout == "", "nothing has changed"
+    asked = install("run", DCPD_COMPILE="1", **WITHOUT_COMPILER)
+    why = "nothing can be compiled: there is no C compiler (no-such-compiler)"
+    assert (asked.returncode, asked.stderr) == (1, f"{why}\n")
+    done = install("run", **WITHOUT_COMPILER)
+    assert done.returncode == 0
+    assert done.stdout == f"dcpd runs as plain Python: {why} (DCPD_COMPILE=1 tells more)\n"
+    assert form_text(source) == "plain Python"
+    assert install("test").stdout == "compiled the loops in C beside the sources\n", "copied"
+    assert "removed 2 files" in install("run", DCPD_COMPILE="0").stdout
 
 
 def test_what_compiling_needs_is_locked_to_versions(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "hatch_build.py"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     ask = "from hatchling.build import get_requires_for_build_wheel as ask; print(ask())"
-    assert run("-c", ask, cwd=ROOT).stdout == "[]\n", "a plain build needs nothing"
-    without_lock = run("-c", ask, cwd=tmp_path, **COMPILING)
+    assert run("-c", ask, cwd=ROOT, DCPD_COMPILE="0").stdout == "[]\n", "plain needs nothing"
+    assert run("-c", ask, cwd=ROOT, **WITHOUT_COMPILER).stdout == "[]\n", "nor does it here"
+    without_lock = run("-c", ask, cwd=tmp_path, **COMPILED_OR_FAILED)
     assert "requirements/compile.txt is missing" in without_lock.stderr
-    asked = run("-c", ask, cwd=ROOT, **COMPILING).stdout
+    asked = run("-c", ask, cwd=ROOT, **COMPILED_OR_FAILED).stdout
     for name in ("mypy", "setuptools", "msgspec", "cbor2", "lmdb", "sortedcontainers-stubs"):
         assert re.search(rf"'{name}==[0-9.]+'", asked), asked
 
@@ -300,3 +432,4 @@ def test_plain_modules_are_no_problem_and_say_nothing(tmp_path: Path) -> None:
     assert compiled_modules(tmp_path) == []
     assert problem(tmp_path) == ""
     assert version_text("1.2", tmp_path) == "1.2"
+    assert version_and_form("1.2", tmp_path) == "1.2 (plain Python)"

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
+import tomllib
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
+import yaml
 
 from clients.install_hint import IS_PUBLISHED, hint_of
 from dcp import __version__
+from dcp.compiled import compiled_modules
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("clients", "dcp", "failover", "vbucket")
@@ -128,3 +134,57 @@ def test_hints_name_what_works() -> None:
     ]  # fmt: skip
     right = hint_of("", is_published=IS_PUBLISHED).partition("[")[0]
     assert found == [], f"replace {wrong}[ by {right}["
+
+
+# -- .github/workflows/release.yml: as far as it goes here -----------------------------------------
+
+
+def workflow() -> dict[str, Any]:
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    jobs: dict[str, Any] = yaml.safe_load(text)["jobs"]
+    return jobs
+
+
+def test_the_workflow_runs_what_is_there() -> None:
+    """Its commands are our scripts and the locked cibuildwheel."""
+    commands = [
+        step["run"] for job in workflow().values() for step in job["steps"] if "run" in step
+    ]
+    assert any(command.startswith("python -m cibuildwheel") for command in commands)
+    for command in commands:
+        for name in re.findall(r"(?:scripts|requirements)/[\w.-]+", command):
+            assert (ROOT / name).exists(), command
+    assert "cibuildwheel==" in (ROOT / "requirements" / "wheels.txt").read_text()
+    runners = workflow()["compiled"]["strategy"]["matrix"]["runner"]
+    assert sorted(name.endswith("-arm") for name in runners) == [False, True]
+
+
+def test_the_wheels_are_for_the_versions_that_the_project_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    named = [
+        re.sub(r".* :: (3)\.(\d+)$", r"cp\1\2-manylinux_*", classifier)
+        for classifier in project["project"]["classifiers"]
+        if re.search(r":: 3\.\d+$", classifier)
+    ]
+    settings = project["tool"]["cibuildwheel"]
+    assert settings["build"] == named == [f"cp3{minor}-manylinux_*" for minor in range(11, 15)]
+    assert settings["environment"] == {"DCPD_COMPILE": "1"}, "a wheel that is plain is no release"
+    assert (ROOT / settings["test-command"].split("{project}/")[1]).exists()
+
+
+def test_the_smoke_test_tells_a_plain_installation() -> None:
+    """Every run of it stores and reads; test_compiled.py runs it on a compiled installation."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    asked = [sys.executable, "scripts/smoke.py"]
+    plain = subprocess.run(
+        [*asked, "--plain"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert plain.returncode == 0, plain.stderr
+    assert plain.stdout.endswith("documents were stored, and read after a restart\n")
+    strict = subprocess.run(
+        asked, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    is_compiled = bool(compiled_modules())
+    assert (strict.returncode, "it is not compiled" in strict.stderr) == (
+        (0, False) if is_compiled else (1, True)
+    )

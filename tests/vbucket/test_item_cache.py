@@ -8,7 +8,7 @@ import pytest
 
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import ADD, REPLACE, SET, StoredDocument
-from vbucket.engine.item_cache import GENERATION_BYTES_MAX, ITEM_OVERHEAD_BYTES
+from vbucket.engine.item_cache import GENERATION_BYTES_MAX, ITEM_OVERHEAD_BYTES, SKIPPED_MERGES
 from vbucket.engine.keyspace import MUTATION
 from vbucket.store.records import BY_KEY_TABLE
 from vbucket.store.store import StoredMeta
@@ -258,3 +258,77 @@ def test_a_cached_document_is_served_whatever_happens_to_the_store() -> None:
     node.env.flip(BY_KEY_TABLE, VB.to_bytes(2, "big") + b"\0a", 3)  # type: ignore[attr-defined]
     node.store.refresh()
     assert value_of(node, b"\0a") == b"first"
+
+
+ROUND_KEYS = 300
+PARTITIONS = 8
+
+
+def written_and_merged(node: MemoryNode, first: int) -> None:
+    """Write keys that are new, and merge them."""
+    for number in range(first, first + ROUND_KEYS):
+        put_numbered(node, number)
+    node.merge()
+
+
+def put_numbered(node: MemoryNode, number: int) -> None:
+    """Write one of the numbered keys, which are spread over some partitions."""
+    put(node, b"\0%06d" % number, b"x" * 20, vb_id=number % PARTITIONS)
+
+
+def is_found(node: MemoryNode, number: int) -> bool:
+    """Read one of them."""
+    return value_of(node, b"\0%06d" % number, number % PARTITIONS) is not None
+
+
+def small_node() -> MemoryNode:
+    """A node whose cache holds the keys of about one round."""
+    return MemoryNode(item_cache_bytes=1 << 17)
+
+
+def test_writes_of_ever_new_keys_are_no_longer_brought_into_a_full_cache() -> None:
+    node = small_node()
+    held = []
+    for number in range(SKIPPED_MERGES + 6):
+        written_and_merged(node, number * ROUND_KEYS)
+        misses = node.engine.item_cache.misses
+        held.append(is_found(node, number * ROUND_KEYS) and misses == node.engine.item_cache.misses)
+    assert held[0], "nothing is known yet"
+    skipped = held.index(False)
+    assert held[skipped : skipped + SKIPPED_MERGES] == [False] * SKIPPED_MERGES
+    assert held[skipped + SKIPPED_MERGES], "one merge tries again"
+
+
+@pytest.mark.parametrize("use", ["read", "write"])
+def test_a_full_cache_that_is_used_takes_what_is_merged(use: str) -> None:
+    node = small_node()
+    for number in range(2 * SKIPPED_MERGES):
+        written_and_merged(node, number * ROUND_KEYS)
+        assert node.engine.item_cache.held_bytes > 0
+        for index in range((number + 1) * ROUND_KEYS - 100, (number + 1) * ROUND_KEYS):
+            if use == "read":
+                assert is_found(node, index)
+            else:
+                put_numbered(node, index)
+    node.engine.item_cache.begin_absorbing()
+    assert not node.engine.item_cache.is_skipping
+
+
+def test_a_cache_that_holds_everything_takes_what_is_merged_although_nobody_reads_it() -> None:
+    node = MemoryNode(item_cache_bytes=1 << 22)
+    for number in range(3):
+        written_and_merged(node, number * ROUND_KEYS)
+    misses = node.engine.item_cache.misses
+    assert all(is_found(node, number) for number in range(3 * ROUND_KEYS))
+    assert node.engine.item_cache.misses == misses
+
+
+def test_a_merge_that_is_skipped_leaves_no_older_version_in_the_cache() -> None:
+    node = small_node()
+    node.engine.item_cache.skip_merges()
+    put(node, b"\0a", b"first")
+    node.merge()
+    assert value_of(node, b"\0a") == b"first"
+    put(node, b"\0a", b"second")
+    node.merge()
+    assert value_of(node, b"\0a") == b"second"

@@ -416,13 +416,14 @@ class Engine:
         return document
 
     def get_from_replica(self, part: Partition, key: bytes) -> StoredDocument | None:
-        """Return a document whatever the partition's state; None: there is none, or it is due."""
-        entry: bytes | None = part.newest.get(key)
-        if entry is None:
-            entry = self.versions.entry_below(part, key)
-        if not entry or entry[OPCODE_AT] != MUTATION or self._due_meta(part, key) is not None:
+        """Return a committed document whatever the partition's state; None: there is none, or it is
+        due.
+        """
+        entry = self.versions.committed_entry(part, key)
+        if not entry or entry[OPCODE_AT] != MUTATION:
             return None
-        return _document_of(entry)
+        expiry = int.from_bytes(entry[_EXPIRY_AT : _EXPIRY_AT + 4], "big")
+        return None if 0 < expiry <= self._now_s else _document_of(entry)
 
     def document_entry(self, part: Partition, key: bytes) -> bytes | None:
         """Return the newest version of a key, None if it is not a document. The partition must be

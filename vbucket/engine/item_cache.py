@@ -6,6 +6,11 @@ this module changes them; one budget bounds all of them together. Entries that w
 partition's last turn are in `recent`; a look-up that finds its key in `older` moves it there. When
 the budget is exceeded, the next partition in turn drops `older`, and `recent` becomes `older`.
 
+Uniform writes to many more keys than fit would only push entries through the cache. So after a
+merge that had to drop entries, what was merged since is compared with what was used: if less than
+USED_SHARE_MIN of it was, the next SKIPPED_MERGES merges bring nothing into the cache. Then one does
+again, and is judged again. Reads always fill it.
+
 Who calls it: the engine (also through `Keyspace` and `Versions`), the session's GET.
 
 Invariants
@@ -39,6 +44,11 @@ ITEM_OVERHEAD_BYTES: Final = 140
 and 37 to 55 bytes of a dictionary. Measured in docs/lab-notes.md."""
 GENERATION_BYTES_MAX: Final = 8 << 20
 """Limit of one dictionary: about 23,000 documents of 128 bytes, which are freed in 1 ms."""
+USED_SHARE_MIN: Final = 0.25
+"""Uses per entry that a merge brings in. An entry costs 0.3 us, and a use saves a write 2 us and a
+read 5; the rest is the price of memory that is written and freed. docs/lab-notes.md."""
+SKIPPED_MERGES: Final = 7
+"""Merges that bring in nothing after one that did not pay: the trial costs an eighth."""
 
 
 class ItemCache:
@@ -49,11 +59,21 @@ class ItemCache:
         self._hand = 0
         """The partition whose turn is next."""
         self.held_bytes = 0
-        self.resize(bytes_max)
+        self._has_dropped = False
+        """Whether entries had to go since the last judgement."""
+        self._absorbed = 0
+        """Entries that merges brought in since then."""
+        self._used_before = 0
+        """Uses until then."""
+        self._skips_left = 0
+        """Merges that bring in nothing from now on."""
         self.hits = 0
         """Reads that found their key here."""
         self.misses = 0
         """Reads that had to ask the store."""
+        self.taken = 0
+        """Changes that found here what they replace."""
+        self.resize(bytes_max)
 
     def resize(self, bytes_max: int, generation_bytes_max: int = GENERATION_BYTES_MAX) -> None:
         """Set the budget."""
@@ -111,7 +131,28 @@ class ItemCache:
             size += len(entry)
             part.older_bytes -= size
         self.held_bytes -= size
+        self.taken += 1
         return entry
+
+    def begin_absorbing(self) -> None:
+        """Judge the merges since the last judgement; a merge is about to bring in its entries."""
+        used = self.hits + self.taken - self._used_before
+        if self._skips_left:
+            self._skips_left -= 1
+        elif self._has_dropped and used < self._absorbed * USED_SHARE_MIN:
+            self.skip_merges()
+        self._has_dropped = False
+        self._absorbed = 0
+        self._used_before += used
+
+    @property
+    def is_skipping(self) -> bool:
+        """Whether merges bring in nothing at present."""
+        return self._skips_left > 0
+
+    def skip_merges(self) -> None:
+        """Bring in nothing with the next merges."""
+        self._skips_left = SKIPPED_MERGES
 
     def absorb(self, part: Partition, newest: dict[bytes, bytes]) -> None:
         """Cache the entries that a merge has brought into the store, replacing those cached before.
@@ -120,8 +161,12 @@ class ItemCache:
         """
         if not self.bytes_max:
             return
+        taken = self.taken
         for key in [*(part.recent.keys() & newest.keys()), *(part.older.keys() & newest.keys())]:
             self.take(part, key)
+        self.taken = taken
+        if self._skips_left:
+            return
         size = len(newest) * ITEM_OVERHEAD_BYTES + sum(map(len, newest))
         size += sum(map(len, newest.values()))
         if not part.merged_seqno or size > self._generation_bytes_max:
@@ -132,6 +177,7 @@ class ItemCache:
             part.recent = newest
         part.recent_bytes += size
         self.held_bytes += size
+        self._absorbed += len(newest)
         if part.recent_bytes > self._generation_bytes_max:
             self._turn(part)
         self._shrink()
@@ -145,6 +191,7 @@ class ItemCache:
     def _turn(self, part: Partition) -> None:
         """Drop the entries that were not used since the last turn."""
         self.held_bytes -= part.older_bytes
+        self._has_dropped |= part.older_bytes > 0
         part.older, part.older_bytes = part.recent, part.recent_bytes
         part.recent, part.recent_bytes = {}, 0
 

@@ -530,6 +530,8 @@ class Keyspace:
         The slice that ends with the last partition ends the merge.
         """
         assert self.is_merging
+        if first_vb == 0:
+            self.item_cache.begin_absorbing()
         for vb_id in range(first_vb, last_vb):
             part = self.partitions[vb_id]
             if vb_id in self.quarantined:

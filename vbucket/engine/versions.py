@@ -123,6 +123,14 @@ class Versions:
         fields = self._store.meta_fields(part.vb_id, key)
         return None if fields is None else self._store.entry_of_key(part.vb_id, key, fields)
 
+    def committed_entry(self, part: Partition, key: bytes) -> bytes | None:
+        """Return the newest committed version of a key, perhaps a deletion; None: there is none."""
+        entry = self.newest_entry(part, key)
+        while entry is not None and seqno_of(entry) > part.committed_seqno:
+            prev_seqno = prev_seqno_of(entry)
+            entry = self.entry_at(part, prev_seqno) if prev_seqno else None
+        return entry
+
     def first_changes_after(self, part: Partition, seqno: int) -> dict[bytes, int]:
         """Return, for every key that changed above `seqno`, the seqno of its version before."""
         changes: dict[bytes, int] = {}

@@ -36,8 +36,8 @@ class MapNode(NamedTuple):
     """A node as clients reach it."""
 
     host: str | None
-    """Address or name; None: the one that the client used to get here, also for the other nodes of
-    a cluster on one machine."""
+    """Address or name; None: the one that the client used to get here. Clients of the Java world
+    refuse a map in which another node has none."""
     kv_port: int
     admin_port: int
     """(host, admin_port) is how SDKs tell nodes apart: unique even among nodes of one machine."""

@@ -82,7 +82,8 @@ class BlockDamagedError(StoreDamagedError):
 class Block:
     """An open block: header and columns are checked, the body is not yet.
 
-    `seqnos` is a range if there are no gaps. `body` is as the database handed it out.
+    `seqnos` is a range if there are no gaps. `value` and `body` are as the database handed them
+    out.
     """
 
     __slots__ = (
@@ -97,6 +98,7 @@ class Block:
         "prev_seqnos",
         "seqno_before",
         "seqnos",
+        "value",
         "vb_id",
     )
 
@@ -138,7 +140,13 @@ class Block:
         )
         self.kinds: int = (flags ^ _INVERTED) & _KINDS
         """Which flags (ONLY_MUTATIONS and so on) the block promises."""
+        self.value = value
         self.body = value[body_at:]
+
+    @property
+    def key(self) -> bytes:
+        """The block's key in the table."""
+        return BLOCK_KEY.pack(self.vb_id, self.first_seqno)
 
     @property
     def frame_crcs(self) -> array[int]:

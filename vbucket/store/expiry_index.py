@@ -32,7 +32,10 @@ class ExpiryRows:
         """Note that the by_key record of `vb_key` changes from `old` to a document with `expiry`;
         0: without an expiry, or no document.
         """
-        old_expiry = expiry_of(old)
+        self.change(vb_key, expiry_of(old), expiry)
+
+    def change(self, vb_key: bytes, old_expiry: int, expiry: int) -> None:
+        """Note that the expiry of `vb_key` changes; 0: without an expiry, or no document."""
         if old_expiry == expiry:
             return
         if old_expiry:

@@ -47,6 +47,7 @@ from vbucket.model.manifest import (
     SystemEventKind,
     collection_of,
 )
+from vbucket.native import CompactionLoops, compaction_loops
 from vbucket.store.block import BODY_BYTES_TARGET, Block, block_key, follow_seqno, repack_blocks
 from vbucket.store.environment import KvEnv, KvWrite, StoreDamagedError, WriteLostError
 from vbucket.store.expiry_index import ExpiryRows
@@ -107,8 +108,12 @@ class PartitionCompaction:
         *,
         step_bytes: int = STEP_BYTES,
         body_bytes_target: int = BODY_BYTES_TARGET,
+        loops: CompactionLoops | None = None,
     ) -> None:
         self.vb_id = vb_id
+        self._loops = loops
+        self._superseded_natively = None if loops is None else loops.superseded()
+        """Instead of `_superseded`."""
         self._step_bytes = step_bytes
         self._body_bytes_target = body_bytes_target
         self.failover = record.failover
@@ -204,6 +209,11 @@ class PartitionCompaction:
 
         Set operations handle all versions of a block in one call, because there are many.
         """
+        if self._superseded_natively is not None:
+            kept = self._superseded_natively.mark(block.key, bytes(block.value), self.floor)
+            if kept is not None:
+                self._marked[block.first_seqno] = kept
+            return
         seqnos, superseded = block.seqnos, self._superseded
         low = bisect_right(seqnos, self.floor)
         superseded.update(block.prev_seqnos[:low])
@@ -323,10 +333,7 @@ class PartitionCompaction:
 
         def flush() -> None:
             nonlocal seqno_before, run_bytes
-            repacked = repack_blocks(
-                self.vb_id, run,
-                seqno_before=seqno_before, body_bytes_target=self._body_bytes_target,
-            )  # fmt: skip
+            repacked = self._repacked(run, seqno_before)
             if repacked:
                 items.extend(repacked)
                 seqno_before = Block(*repacked[-1]).last_seqno
@@ -353,6 +360,21 @@ class PartitionCompaction:
                 write.delete(BY_SEQNO_TABLE, key)
         write.put_sorted(BY_SEQNO_TABLE, items)
         return sum(len(value) for _, value in items)
+
+    def _repacked(
+        self, run: list[tuple[Block, bytes | None]], seqno_before: int
+    ) -> list[tuple[bytes, bytes]]:
+        """Return what is kept of these blocks as blocks of the target size."""
+        repacked = None
+        if self._loops is not None:
+            parts = [(block.key, bytes(block.value), kept) for block, kept in run]
+            repacked = self._loops.repack(self.vb_id, parts, seqno_before, self._body_bytes_target)
+        if repacked is None:
+            repacked = repack_blocks(
+                self.vb_id, run,
+                seqno_before=seqno_before, body_bytes_target=self._body_bytes_target,
+            )  # fmt: skip
+        return repacked
 
     def _following(
         self, write: KvWrite, block: Block, seqno_before: int
@@ -385,7 +407,10 @@ class Compactor:
         step_bytes: int = STEP_BYTES,
         slice_bytes: int = SLICE_BYTES,
         body_bytes_target: int = BODY_BYTES_TARGET,
+        native: bool = True,
     ) -> None:
+        """`native`: use the loops in C where they are built; the result is the same."""
+        self._loops = compaction_loops() if native else None
         self._step_bytes = step_bytes
         self._slice_bytes = slice_bytes
         self._body_bytes_target = body_bytes_target
@@ -459,6 +484,7 @@ class Compactor:
         new = PartitionCompaction(
             view, vb_id, record,
             step_bytes=self._step_bytes, body_bytes_target=self._body_bytes_target,
+            loops=self._loops,
         )  # fmt: skip
         return job if job is not None and job.is_of(new) else new
 

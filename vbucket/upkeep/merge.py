@@ -17,26 +17,18 @@ The segments of one merge bound its memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, compress, islice, repeat
 from operator import itemgetter
 from struct import Struct
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
 from vbucket.log.end_mark import LogEnd
-from vbucket.log.record import LogDamagedError, read_segment_header, scan_segment, split_entries
+from vbucket.log.record import LogDamagedError, read_segment_header, scan_segment
 from vbucket.model.collection_counts import CollectionCounts
-from vbucket.model.control import epoch_of, floor_and_purge
-from vbucket.model.entry import (
-    LOG_CONTROL,
-    OPCODE_AT,
-    PREFIX_BYTES,
-    control_document,
-    key_of,
-    seqno_of,
-)
+from vbucket.model.entry import PREFIX_BYTES, key_of, seqno_of
 from vbucket.model.manifest import Manifest, collection_of
 from vbucket.store.block import BODY_BYTES_TARGET, Block, block_key, build_blocks
 from vbucket.store.environment import KvEnv, KvWrite, StoreDamagedError
@@ -49,7 +41,7 @@ from vbucket.store.key_record import (
     checked_meta,
     expiry_bytes_of,
 )
-from vbucket.store.quarantine import Quarantined, kept_segments
+from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
@@ -63,7 +55,16 @@ from vbucket.store.records import (
     put_quarantine,
 )
 from vbucket.store.store import StoreView, missing_blocks
-from vbucket.upkeep.stage import Stage, cas_of
+from vbucket.upkeep.stage import Stage
+from vbucket.upkeep.staging import (
+    MergeRefusedError,
+    PartitionDamagedError,
+    Staging,
+    naming_damage,
+)
+
+if TYPE_CHECKING:
+    from vbucket.native.loops import Staged
 
 NODE_VB_ID: Final = 0xFFFF
 """Partition id of control entries of the node."""
@@ -71,7 +72,6 @@ _LENGTHS: Final = Struct(">14xHB").unpack_from
 """Key length and extras length of an entry: `vbucket.model.entry.key_of` without a call per
 entry."""
 _KEY_AT_LEAST: Final = PREFIX_BYTES + 24
-_VB_AT: Final = PREFIX_BYTES + 6
 _NOTHING: Final = bytes(BY_KEY_RECORD.size)
 """Stands for an absent record."""
 _NO_SEQNO: Final = bytes(8)
@@ -83,10 +83,6 @@ _EMPTIED_AT_ONCE: Final = 1000
 DAMAGED_MAX: Final = 64
 """Partitions that one merge may put into quarantine. The merge starts again for each; if there are
 more, the disk is at fault."""
-
-
-class MergeRefusedError(Exception):
-    """The segments do not match the store; nothing was merged."""
 
 
 class MergeReport(NamedTuple):
@@ -105,134 +101,20 @@ class MergeReport(NamedTuple):
     kept: list[int]
 
 
-class _PartitionDamagedError(Exception):
-    """The stored data of a partition is damaged; the transaction is aborted."""
-
-    def __init__(self, vb_id: int, cause: StoreDamagedError) -> None:
-        super().__init__(str(cause))
-        self.vb_id = vb_id
-        self.cause = cause
-
-
-class _Staging:
-    """Entries of the log, grouped by partition."""
-
-    def __init__(self, view: StoreView, node: NodeRecord, damaged: Mapping[int, str]) -> None:
-        self._view = view
-        self.node = node
-        self.manifest = view.manifest()
-        self.stages: dict[int, Stage] = {}
-        self.entries = 0
-        self.quarantine = view.quarantine()
-        """The partitions that are left out: those of earlier merges, and new ones with entries."""
-        self._damaged = damaged
-        """Partitions that are left out from this merge on, and why."""
-        self._segment = 0
-        self._appends: dict[int, Callable[[bytes], None]] = {}
-
-    def add_group(self, segment: int, payload: bytes) -> None:
-        """Stage the entries of one commit group."""
-        self._segment = segment
-        appends = self._appends
-        entries = split_entries(payload)
-        self.entries += len(entries)
-        for entry in entries:
-            vb_id = entry[_VB_AT] << 8 | entry[_VB_AT + 1]
-            if entry[OPCODE_AT] == LOG_CONTROL:
-                self._add_control(vb_id, control_document(entry))
-            elif vb_id in appends:
-                appends[vb_id](entry)
-            elif self._is_left_out(vb_id):
-                self._leave_out(vb_id, int.from_bytes(cas_of(entry), "big"))
-            else:
-                self._stage(vb_id).entries.append(entry)
-
-    def _is_left_out(self, vb_id: int) -> bool:
-        return vb_id in self.quarantine or vb_id in self._damaged
-
-    def _leave_out(self, vb_id: int, cas: int = 0) -> None:
-        """Note that the log has an entry of a partition that is left out."""
-        item = self.quarantine.get(vb_id)
-        if item is None:
-            item = Quarantined(self._segment, self._segment, 0, self._damaged[vb_id])
-        if item.last_segment < self._segment or item.max_cas < cas or vb_id not in self.quarantine:
-            self.quarantine[vb_id] = item._replace(
-                last_segment=self._segment, max_cas=max(item.max_cas, cas)
-            )
-
-    def _add_control(self, vb_id: int, document: dict[str, Any]) -> None:
-        kind = document["kind"]
-        if kind == "durability":
-            self.node = self.node._replace(durability=document["level"])
-            return
-        if kind == "hw":
-            return  # the first group of every segment tells all of them again
-        if kind == "manifest":
-            self.manifest = Manifest.from_document(document["manifest"])
-            return
-        if self._is_left_out(vb_id):
-            if vb_id in self._damaged or document.get("rollback_to") != 0:
-                self._leave_out(vb_id)
-                return
-            # Neither the stored data nor what was left out is needed any more.
-            item = self.quarantine.pop(vb_id)
-            stage = self._stage(vb_id)
-            stage.record = stage.record._replace(max_cas=max(stage.record.max_cas, item.max_cas))
-        stage = self._stage(vb_id)
-        if kind == "state":
-            stage.record = stage.record._replace(state=document["state"])
-        elif kind in {"floor", "purge"}:
-            floor, purge = floor_and_purge(document)
-            stage.record = stage.record._replace(
-                history_floor=max(stage.record.history_floor, floor),
-                purge_seqno=max(stage.record.purge_seqno, purge),
-            )
-        elif kind == "snapshot":
-            stage.take_snapshot(document)
-        elif kind == "cas":
-            stage.lower_cas(document["mended"])
-        elif kind == "failover":
-            log = document["log"]
-            if document.get("rollback_to") is not None:
-                stage.roll_back(document["rollback_to"])
-            epoch = max(stage.record.epoch, epoch_of(document))
-            stage.record = stage.record._replace(failover=log, epoch=epoch)
-        elif kind == "epoch":
-            epoch = max(stage.record.epoch, epoch_of(document))
-            stage.record = stage.record._replace(epoch=epoch)
-        else:
-            raise MergeRefusedError(
-                f"vb {vb_id}: the log holds a control entry of the unknown kind {kind!r}; use the "
-                "version of dcpd that wrote it"
-            )
-
-    def _stage(self, vb_id: int) -> Stage:
-        stage = self.stages.get(vb_id)
-        if stage is None:
-            with _naming(vb_id):
-                record = self._view.partition(vb_id)
-            if record is None:
-                raise MergeRefusedError(
-                    f"the log has changes of vb {vb_id}, which the store does not know; the "
-                    "folder's log and store do not belong together"
-                )
-            stage = self.stages[vb_id] = Stage(vb_id, record)
-            self._appends[vb_id] = stage.entries.append
-        return stage
-
-
 def merge(
     env: KvEnv,
     segments: Iterable[tuple[int, bytes]],
     *,
     before_commit: Callable[[], None] = lambda: None,
     body_bytes_target: int = BODY_BYTES_TARGET,
+    native: bool = True,
 ) -> MergeReport:
     """Merge sealed segments (id, bytes), in order, into the store; durable on return.
 
     Segments that are in the store already are skipped. If a partition's data is damaged, the
     transaction is aborted, and `segments` is iterated again without that partition. `before_commit`
-    may raise to abort the merge.
+    may raise to abort the merge. `native`: use the loops in C where they are built (the result is
+    the same).
     Raises MergeRefusedError, LogDamagedError, StoreFullError, StoreFailedError, UnknownFormatError;
     StoreDamagedError if more than DAMAGED_MAX partitions are damaged, or shared data is. Then
     nothing was merged.
@@ -240,8 +122,10 @@ def merge(
     damaged: dict[int, str] = {}
     while True:
         try:
-            return _merge_without(damaged, env, segments, before_commit, body_bytes_target)
-        except _PartitionDamagedError as error:
+            return _merge_without(
+                damaged, env, segments, before_commit, body_bytes_target, native=native
+            )
+        except PartitionDamagedError as error:
             damaged[error.vb_id] = str(error)
             if len(damaged) > DAMAGED_MAX:
                 raise error.cause from error
@@ -253,6 +137,8 @@ def _merge_without(
     segments: Iterable[tuple[int, bytes]],
     before_commit: Callable[[], None],
     body_bytes_target: int,
+    *,
+    native: bool,
 ) -> MergeReport:
     with env.write() as write:
         view = StoreView(write)
@@ -261,7 +147,7 @@ def _merge_without(
             raise MergeRefusedError("the store was never created; create it before merging")
         if node.format_version < EXPIRY_FORMAT_VERSION:
             build_expiry_table(write)
-        staging = _Staging(view, node, damaged)
+        staging = Staging(view, node, damaged, native=native)
         merged_segment, merged_end = _stage_segments(staging, segments, node)
         high_seqnos: dict[int, int] = {}
         rows = ExpiryRows()
@@ -271,10 +157,18 @@ def _merge_without(
             high_seqnos = {vb_id: record.high_seqno for vb_id, record in records.items()}
         for vb_id in sorted(staging.stages):
             stage = staging.stages.pop(vb_id)
-            with _naming(vb_id):
-                record = _merge_partition(
-                    write, view, stage, staging.manifest, rows, body_bytes_target
-                )
+            with naming_damage(vb_id):
+                staged = staging.staged(vb_id)
+                record = None
+                if staged is not None:
+                    record = _merge_plain(
+                        write, stage, staged, staging.manifest, rows, body_bytes_target
+                    )
+                if record is None:
+                    staging.list_entries(stage)
+                    record = _merge_partition(
+                        write, view, stage, staging.manifest, rows, body_bytes_target
+                    )
             high_seqnos[vb_id] = record.high_seqno
         rows.write(write)
         if staging.manifest != view.manifest():
@@ -299,17 +193,8 @@ def _merge_without(
     )
 
 
-@contextmanager
-def _naming(vb_id: int) -> Iterator[None]:
-    """Name the partition in errors about damaged data."""
-    try:
-        yield
-    except StoreDamagedError as error:
-        raise _PartitionDamagedError(vb_id, error) from error
-
-
 def _stage_segments(
-    staging: _Staging, segments: Iterable[tuple[int, bytes]], node: NodeRecord
+    staging: Staging, segments: Iterable[tuple[int, bytes]], node: NodeRecord
 ) -> tuple[int, LogEnd | None]:
     """Stage all groups of unmerged segments; return the last segment's id, and the end of the last
     record (None: unknown).
@@ -391,6 +276,53 @@ def _merge_partition(
         tally=tally.to_document(),
         versions=versions,
         keys=record.keys + changes.more_keys,
+    )
+    put_partition(write, vb_id, record)
+    return record
+
+
+def _merge_plain(
+    write: KvWrite, stage: Stage, staged: Staged, manifest: Manifest, rows: ExpiryRows,
+    body_bytes_target: int,
+) -> PartitionRecord | None:  # fmt: skip
+    """Do what `_merge_partition` does, by the native loops. None: nothing was written, because the
+    stage has more than changes of documents, or data is damaged.
+    """
+    vb_id, record = stage.vb_id, stage.record
+    asked = staged.newest(vb_id)
+    if asked is None:
+        return None
+    assert stage.trim_to is None, "a partition that is rolled back is listed"
+    found = list(write.get_many(BY_KEY_TABLE, asked))
+    before = write.last_at_or_before(BY_SEQNO_TABLE, (vb_id + 1).to_bytes(2, "big"))
+    tail = None
+    if before is not None and int.from_bytes(before[0][:2], "big") == vb_id:
+        tail = before[0], bytes(before[1])
+    tally = CollectionCounts(record.tally)
+    merged = staged.merge(
+        vb_id, found, tail, record.last_seqno, body_bytes_target,
+        tally.other_high_seqno, tally.default_high_seqno,
+    )  # fmt: skip
+    if merged is None:
+        return None
+    items, blocks, expiries, more_keys, more_documents, last_seqno, max_cas, versions, others = (
+        merged
+    )
+    default_documents = record.item_count - tally.documents + more_documents
+    tally.take(*others, manifest.collections)
+    tally.forget(manifest.collections)
+    for full_key, expiry_before, expiry in expiries:
+        rows.change(full_key, expiry_before, expiry)
+    write.put_sorted(BY_KEY_TABLE, items)
+    write.put_sorted(BY_SEQNO_TABLE, blocks)
+    record = record._replace(
+        high_seqno=max(stage.high_seqno, last_seqno),
+        last_seqno=last_seqno,
+        max_cas=max(record.max_cas, max_cas),
+        item_count=default_documents + tally.documents,
+        tally=tally.to_document(),
+        versions=record.versions + versions,
+        keys=record.keys + more_keys,
     )
     put_partition(write, vb_id, record)
     return record

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Iterable
-from typing import Final, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Protocol
 
 from dcp.server.access.audit import AuditLog
 from dcp.server.access.certificates import ServerTls, TlsError, TlsFiles
-from dcp.server.access.logins import LoginLimits, Logins, PeerLogins
+from dcp.server.access.link_tls import MUTUAL, OFF, LinkTls
+from dcp.server.access.logins import KV_TLS, LoginLimits, Logins, PeerLogins
 from dcp.server.access.metrics_token import MetricsToken, TokenError
 from dcp.server.access.users import Users
 from dcp.server.config.settings import Settings
@@ -32,8 +33,9 @@ def tls_files(settings: Settings) -> TlsFiles | None:
     if settings.tls_cert is None:
         return None
     return TlsFiles(
-        settings.tls_cert, settings.tls_key or settings.tls_cert, settings.tls_client_ca
-    )
+        settings.tls_cert, settings.tls_key or settings.tls_cert, settings.tls_client_ca,
+        settings.cluster_ca if settings.cluster_tls == MUTUAL else None,
+    )  # fmt: skip
 
 
 class GuardedConnection(Protocol):
@@ -79,6 +81,8 @@ class Access:
         )
         files = tls_files(settings)
         self._tls = None if files is None else ServerTls(files)
+        self.link_tls = None if settings.cluster_tls == OFF else LinkTls(settings)
+        """How this node dials others of its cluster; None: without TLS."""
         token_file = settings.metrics_token
         self._metrics_token = None if token_file is None else MetricsToken(token_file)
         self._seen_revision = users.revision
@@ -88,9 +92,13 @@ class Access:
         """The context of the TLS ports, None if there are none."""
         return None if self._tls is None else self._tls.context
 
-    def logins_of(self, host: str, peer: str, *, is_tls: bool) -> PeerLogins:
-        """Return the authenticator of a connection."""
-        return self.logins.peer(host, peer, "kv-tls" if is_tls else "kv")
+    def logins_of(
+        self, host: str, peer: str, *, is_tls: bool, certificate: Mapping[str, Any] | None = None
+    ) -> PeerLogins:
+        """Return the authenticator of a connection; `certificate`: what the client showed, if its
+        CA is one of ours.
+        """
+        return self.logins.peer(host, peer, KV_TLS if is_tls else "kv", certificate or {})
 
     async def close(self) -> None:
         """Wait for the threads that check passwords and write the audit log, and end them."""

@@ -32,6 +32,8 @@ class TlsFiles(NamedTuple):
     key: Path
     client_ca: Path | None = None
     """If set, clients need a certificate of this CA (and still log in)."""
+    node_ca: Path | None = None
+    """The CA of the certificates that nodes of the cluster log in with."""
 
 
 class ServerTls:
@@ -65,7 +67,7 @@ class ServerTls:
         connection.context = self._current
 
     def _read_stamps(self) -> list[Stamp | None]:
-        return [_stamp_of(path) for path in self._files if path is not None]
+        return [stamp_of(path) for path in self._files if path is not None]
 
 
 def load_context(files: TlsFiles) -> ssl.SSLContext:
@@ -77,27 +79,37 @@ def load_context(files: TlsFiles) -> ssl.SSLContext:
         context.load_cert_chain(files.cert, files.key, password=lambda: _NO_PASSWORD)
     except OSError as error:
         raise TlsError(
-            f"certificate {files.cert} and key {files.key} cannot be used: {_reason(error)}; both "
-            "must be PEM files, the key unencrypted, the certificate followed by its chain"
+            f"certificate {files.cert} and key {files.key} cannot be used: {reason_of(error)}; "
+            "both must be PEM files, the key unencrypted, the certificate followed by its chain"
         ) from error
     if files.client_ca is not None:
         try:
             context.load_verify_locations(files.client_ca)
         except OSError as error:
             raise TlsError(
-                f"client CA {files.client_ca} cannot be used: {_reason(error)}; it must be PEM"
+                f"client CA {files.client_ca} cannot be used: {reason_of(error)}; it must be PEM"
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
+    elif files.node_ca is not None:
+        try:
+            context.load_verify_locations(files.node_ca)
+        except OSError as error:
+            raise TlsError(
+                f"--cluster-ca {files.node_ca} cannot be used: {reason_of(error)}; it must be PEM"
+            ) from error
+        context.verify_mode = ssl.CERT_OPTIONAL  # clients that are no nodes have none
     return context
 
 
-def _reason(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
+    """Return why a file of TLS cannot be used."""
     if isinstance(error, ssl.SSLError):
         return (error.reason or str(error)).replace("_", " ").lower()
     return error.strerror or str(error)
 
 
-def _stamp_of(path: Path) -> Stamp | None:
+def stamp_of(path: Path) -> Stamp | None:
+    """Return what changes with a file; None: it cannot be read."""
     try:
         found = path.stat()
     except OSError:

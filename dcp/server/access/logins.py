@@ -15,10 +15,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
 
 from dcp.server.access.audit import AuditLog
+from dcp.server.access.link_tls import EXTERNAL, NodeDoor
 from dcp.server.access.password_checks import Outcome, PasswordChecks, Ticket
 from dcp.server.access.users import CLUSTER_USER, PLAIN, PasswordCheck, Users, read_plain
 from dcp.server.config.sources import is_loopback
@@ -27,6 +28,7 @@ from dcp.session.rights import Rights
 from dcp.wire.status import Status
 
 WINDOW_S: Final = 60.0
+KV_TLS: Final = "kv-tls"
 ALL_NAMES_FACTOR: Final = 10
 """An address may fail this many times as often as one of its users, because names can be guessed,
 too."""
@@ -74,6 +76,8 @@ class Peer(NamedTuple):
     """host:port"""
     over: str
     """The kind of port: kv, kv-tls, admin or admin-tls."""
+    certificate: Mapping[str, Any] = {}
+    """What it showed in its TLS handshake, as ssl tells it. {}: none, or one of another CA."""
 
 
 class LoginLimits(NamedTuple):
@@ -93,6 +97,7 @@ class Logins:
         self._limits = limits
         self._failed = FailedLogins(limits.login_failures_per_minute)
         self._checks = PasswordChecks(self._is_blocked)
+        self.nodes = NodeDoor()
         self._connections: Counter[str] = Counter()
         """User -> key-value connections that are logged in."""
 
@@ -101,9 +106,11 @@ class Logins:
         """Passwords that are being checked or wait for their check."""
         return len(self._checks)
 
-    def peer(self, host: str, address: str, over: str) -> PeerLogins:
+    def peer(
+        self, host: str, address: str, over: str, certificate: Mapping[str, Any] | None = None
+    ) -> PeerLogins:
         """Return the authenticator for one connection."""
-        return PeerLogins(self, Peer(host, address, over))
+        return PeerLogins(self, Peer(host, address, over, certificate or {}))
 
     def refusal(self, peer: Peer, user: str) -> str:
         """Return why a login is refused without a check, "" if it is not."""
@@ -221,12 +228,17 @@ class PeerLogins:
 
     def mechanisms(self, peer_is_loopback: bool) -> list[str]:
         """Return the mechanisms on offer."""
-        return self._logins.users.mechanisms(peer_is_loopback)
+        mechanisms = self._logins.users.mechanisms(peer_is_loopback)
+        if self._logins.nodes.takes_certificates(self._peer.certificate):
+            mechanisms.insert(0, EXTERNAL)
+        return mechanisms
 
     def start(self, mechanism: str, initial: bytes, peer_is_loopback: bool) -> AuthStep | None:
         """Begin an exchange. None: `on_outcome` gets the answer."""
         assert self._ticket is None, "a session waits for the outcome of a login"
         self._mechanism = mechanism
+        if mechanism == EXTERNAL:
+            return self._judge(self._as_node())
         if mechanism != PLAIN:
             return self._judge(self._logins.users.start(mechanism, initial, peer_is_loopback))
         login = read_plain(initial)
@@ -237,6 +249,13 @@ class PeerLogins:
             return self._judge(step)
         self._ticket = step
         return None
+
+    def _as_node(self) -> AuthStep:
+        """Return the outcome of a login as a node of the cluster, with a certificate."""
+        logins = self._logins
+        if why := logins.nodes.certificate_refusal(self._peer.certificate):
+            return AuthStep(Status.AUTH_ERROR, claimed=CLUSTER_USER, why=why)
+        return logins.users.plain_step(CLUSTER_USER, is_right=True)
 
     def step(self, exchange: object, message: bytes) -> AuthStep:
         """Continue an exchange."""
@@ -260,6 +279,12 @@ class PeerLogins:
         name = self._claimed = step.claimed or self._claimed
         if blocked := logins.refusal(peer, name):
             step = AuthStep(Status.AUTH_ERROR, claimed=name, why=blocked)
+        elif (
+            name == CLUSTER_USER
+            and self._mechanism != EXTERNAL
+            and (why := logins.nodes.secret_refusal(is_tls=peer.over == KV_TLS))
+        ):
+            step = AuthStep(Status.AUTH_ERROR, claimed=name, why=why)
         elif step.status == Status.AUTH_CONTINUE:
             return step
         self.leave()

@@ -159,7 +159,7 @@ class Users:
         self._refusal = ""
         """Why users cannot be changed now; "" if they can."""
         self._cluster_keys: dict[str, ScramKeys] = {}
-        """Of CLUSTER_USER; {} on a node alone."""
+        """Of CLUSTER_USER; {}: its secret opens nothing."""
         self._load()
 
     # -- the table -------------------------------------------------------------------------------

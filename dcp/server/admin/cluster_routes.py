@@ -5,15 +5,17 @@
     POST /api/v1/cluster/token    the token for new members
     GET  /api/v1/cluster/status   nodes, copies, what is wrong
     GET  /api/v1/cluster/map      the record of each partition
+    GET  /api/v1/cluster/receipts loss receipts in the data folder of this node
+    POST /api/v1/cluster/set, rebalance, cancel, move, drain, undrain, remove, failover
 
-The first two restart the node in its process: connections end, and it listens again at once.
+With `dry_run` the last ones only say what they would do. Init and join restart the node in its
+process: connections end, and it listens again at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from http import HTTPStatus
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from dcp.server.admin.answers import AdminError, RouteSpec, json_answer, read_body
 from dcp.server.admin.bodies import NoMembers
@@ -23,13 +25,23 @@ from dcp.server.operate.cluster_reports import (
     JoinAnswer,
     JoinRequest,
     PartitionReport,
+    ReceiptsReport,
     TokenAnswer,
+)
+from dcp.server.operate.cluster_requests import (
+    ChangeReport,
+    MasterFailoverRequest,
+    MoveRequest,
+    NodeRequest,
+    PlainRequest,
+    SetRequest,
 )
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from dcp.server.admin.answers import Handler
     from dcp.server.cluster.cluster_operations import ClusterOperations
 
 
@@ -65,8 +77,12 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
     async def map_(_request: Request) -> Response:
         return json_answer(await _settled(_called(commands().map), "there is no map"))
 
+    async def receipts(_request: Request) -> Response:
+        return json_answer(await commands().receipts())
+
     path = "/api/v1/cluster"
     return [
+        *_change_routes(commands, path),
         RouteSpec(
             "POST", f"{path}/init", init, body=InitRequest, answer=TokenAnswer,
             summary="Make this node, with its data, the first member of a new cluster.",
@@ -87,6 +103,59 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
             "GET", f"{path}/map", map_, answer=list[PartitionReport],
             summary="Return the record of each partition.",
         ),
+        RouteSpec(
+            "GET", f"{path}/receipts", receipts, answer=ReceiptsReport,
+            summary="Return the loss receipts in the data folder of this node.",
+        ),
+    ]  # fmt: skip
+
+
+class _Change(NamedTuple):
+    """A request that is previewed, and then written."""
+
+    name: str
+    body: type[PlainRequest | SetRequest | MoveRequest | NodeRequest | MasterFailoverRequest]
+    summary: str
+    refusal: str
+
+
+_CHANGES: Final = (
+    _Change("set", SetRequest, "Change the number of copies, or others.", "nothing was set"),
+    _Change("rebalance", PlainRequest, "Spread copies and masters evenly.", "nothing was moved"),
+    _Change("cancel", PlainRequest, "Stop the plan that is under way.", "nothing was cancelled"),
+    _Change("move", MoveRequest, "Make a node the master of a partition.", "nothing was moved"),
+    _Change("drain", NodeRequest, "Move everything away from a node.", "the node was not drained"),
+    _Change(
+        "undrain", NodeRequest, "Let a drained node have copies again.", "the node stays drained"
+    ),
+    _Change("remove", NodeRequest, "Take a node out of the cluster.", "the node was not removed"),
+    _Change(
+        "failover", MasterFailoverRequest, "Give the partitions of a master to another copy.",
+        "nothing was failed over",
+    ),
+)  # fmt: skip
+"""Their names are those of methods of ClusterChanges, and of the last segment of the path."""
+
+
+def _change_routes(commands: Callable[[], ClusterOperations], path: str) -> list[RouteSpec]:
+    def handler(change: _Change) -> Handler:
+        async def ask(request: Request) -> Response:
+            body = await read_body(request, change.body)
+
+            async def done() -> ChangeReport:
+                report: ChangeReport = await getattr(commands().changes, change.name)(body)
+                return report
+
+            return json_answer(await _settled(done(), change.refusal))
+
+        return ask
+
+    return [
+        RouteSpec(
+            "POST", f"{path}/{change.name}", handler(change), body=change.body, answer=ChangeReport,
+            summary=change.summary,
+        )
+        for change in _CHANGES
     ]  # fmt: skip
 
 
@@ -96,12 +165,9 @@ async def _called(ask: Callable[[], _T]) -> _T:
 
 async def _settled(done: Awaitable[_T], what: str) -> _T:
     """Return what a command returns, or answer why it is refused."""
-    from dcp.server.cluster.enrolment import EnrolmentError
+    from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 
     try:
         return await done
-    except EnrolmentError as error:
-        why, _, try_this = str(error).partition(". ")
-        raise AdminError(
-            HTTPStatus.CONFLICT, what, why=why, try_this=try_this or "dcpctl cluster status"
-        ) from error
+    except ClusterRefusedError as error:
+        raise AdminError(error.status, what, why=error.why, try_this=error.try_this) from error

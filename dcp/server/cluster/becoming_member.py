@@ -6,6 +6,7 @@ on with its start.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import secrets
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from dcp.cluster.cluster_records import MemberRecord
+from dcp.cluster.metastore import MetaStore
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import (
     SECRET_BYTES,
@@ -31,6 +33,7 @@ from dcp.server.cluster.enrolment import (
     check_new,
     found_cluster,
     join_cluster,
+    withdraw,
 )
 from dcp.server.cluster.membership_of_node import address_of, cluster_refusal
 from dcp.server.cluster.meta_access import (
@@ -43,7 +46,7 @@ from dcp.server.cluster.meta_access import (
 from dcp.server.config.settings import Settings
 from dcp.server.net.cluster_config import Ports
 from dcp.server.observe.event_log import EventLog
-from dcp.server.storage.folder import FolderError
+from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 from vbucket.engine.engine import Engine
 
 CLUSTER_ID_BYTES = 16
@@ -129,7 +132,7 @@ async def join_by_token(
     try:
         token = ClusterToken.from_text(text)
     except ClusterTokenError as error:
-        raise EnrolmentError(str(error)) from None
+        raise EnrolmentError(error.why, error.try_this) from None
     name, rack = newcomer.name_or(name), rack or newcomer.settings.rack or ""
     _check(newcomer, name)
     content = ClusterFile(
@@ -140,11 +143,23 @@ async def join_by_token(
         try:
             record = newcomer.record(name, rack)
             cluster = await join_cluster(access.meta, content.root, newcomer.engine, record)
+            content = msgspec.structs.replace(content, min_in_sync=cluster.min_in_sync)
+            await _write_or_withdraw(access.meta, newcomer.data_dir, content, record)
         finally:
             await access.close()
-        content = msgspec.structs.replace(content, min_in_sync=cluster.min_in_sync)
-        _write(newcomer.data_dir, content)
     return content
+
+
+async def _write_or_withdraw(
+    meta: MetaStore, data_dir: Path, content: ClusterFile, record: MemberRecord
+) -> None:
+    """Write cluster.json; without it, take the member's record back. Raises EnrolmentError."""
+    try:
+        _write(data_dir, content)
+    except EnrolmentError:
+        with contextlib.suppress(EnrolmentError):  # else the next attempt uses it again
+            await withdraw(meta, content.root, record)
+        raise
 
 
 def token_of(content: ClusterFile) -> ClusterToken:
@@ -160,11 +175,11 @@ def _check(newcomer: NewMember, name: str) -> None:
         raise EnrolmentError(str(error)) from None
     if present is not None:
         raise EnrolmentError(
-            f"this node is a member already, {present.name!r} of cluster {present.cluster}. To "
-            "make it a member of another one, start it with an empty --data folder"
+            f"this node is a member already: {present.name!r} of cluster {present.cluster}",
+            "To make it a member of another one, start it with an empty --data folder",
         )
-    if why := cluster_refusal(newcomer.settings):
-        raise EnrolmentError(why)
+    if refusal := cluster_refusal(newcomer.settings):
+        raise EnrolmentError(refusal.why, refusal.try_this)
 
 
 def _url_of(meta: str, draw: random.Random) -> str:
@@ -174,18 +189,28 @@ def _url_of(meta: str, draw: random.Random) -> str:
     try:
         return new_store_url(draw)
     except MetaAccessError as error:
-        raise EnrolmentError(str(error)) from None
+        raise EnrolmentError(error.why, error.try_this) from None
 
 
 async def _opened(content: ClusterFile, newcomer: NewMember) -> MetaAccess:
     try:
         return await MetaAccess.open(content, newcomer.data_dir, newcomer.log)
     except (MetaAccessError, MetaUrlError) as error:
-        raise EnrolmentError(str(error)) from None
+        raise EnrolmentError(error.why, error.try_this) from None
 
 
 def _write(data_dir: Path, content: ClusterFile) -> None:
+    """Write cluster.json. If it is there in spite of an error, the node is a member: the next start
+    would be that of one, and give up what the node took until then. Raises EnrolmentError.
+    """
     try:
         write_cluster_file(data_dir, content)
     except OSError as error:
-        raise EnrolmentError(f"cluster.json cannot be written: {error.strerror}") from error
+        path = data_dir / CLUSTER_FILE
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        if not path.exists():
+            raise EnrolmentError(
+                f"{path} cannot be written: {error.strerror}",
+                "Check that the disk has room and that the folder is writable, then try again",
+            ) from error

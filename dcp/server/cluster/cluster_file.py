@@ -6,6 +6,7 @@ anybody: each process of a member has a higher incarnation than all before it.
 
 from __future__ import annotations
 
+import errno
 import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
@@ -15,12 +16,14 @@ from typing import Final
 import msgspec
 
 from dcp.server.access.users_file import replace_file
+from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 
 FORMAT: Final = 1
 KEYS_PREFIX: Final = b"/dcpd/"
 """Below this all clusters have their keys in the metadata store."""
 SECRET_BYTES: Final = 32
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 TOKEN_PREFIX: Final = "dcpd-cluster-"  # noqa: S105 - marks tokens, and is none
 
 
@@ -48,8 +51,8 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return KEYS_PREFIX + f"{self.cluster}/".encode()
 
 
-class ClusterTokenError(Exception):
-    """A token cannot be used; the text says why."""
+class ClusterTokenError(ClusterRefusedError):
+    """A token cannot be used."""
 
 
 class ClusterToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,13 +79,13 @@ class ClusterToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             token = msgspec.json.decode(raw, type=cls)
         except (ValueError, Base64Error, msgspec.DecodeError) as error:
             raise ClusterTokenError(
-                f"this is no token of a cluster: {error}. `dcpctl cluster token` on a member "
-                "prints it"
+                f"this is no token of a cluster: {error}",
+                "Copy the whole line that `dcpctl cluster token` prints on a member",
             ) from None
         if token.format != FORMAT:
             raise ClusterTokenError(
-                f"the token has format {token.format}, this dcpd reads format {FORMAT}; use the "
-                "version of dcpd that the cluster runs"
+                f"the token has format {token.format}, this dcpd reads format {FORMAT}",
+                "Use the version of dcpd that the cluster runs",
             )
         return token
 
@@ -118,8 +121,8 @@ def write_cluster_file(data_dir: Path, content: ClusterFile) -> None:
 
 
 def begin_incarnation(data_dir: Path, content: ClusterFile) -> ClusterFile:
-    """Return the content with the incarnation of this process, which is on disk then. Raises
-    FolderError.
+    """Return the content with the incarnation of this process, which is on disk then, unless the
+    disk is full. Raises FolderError.
     """
     # The time keeps two copies of a folder apart: the one that starts later has the higher number.
     incarnation = max(content.incarnation + 1, time.time_ns() // 1_000_000)
@@ -127,6 +130,8 @@ def begin_incarnation(data_dir: Path, content: ClusterFile) -> ClusterFile:
     try:
         write_cluster_file(data_dir, begun)
     except OSError as error:
+        if error.errno in _NO_ROOM:  # the time alone keeps it above the next one
+            return begun
         raise FolderError(
             f"{data_dir / CLUSTER_FILE}: cannot be written: {error.strerror}"
         ) from error

@@ -25,24 +25,30 @@ from dcp.cluster.cluster_records import (
     RecordUnreadableError,
     StoredPartition,
     UsersRecord,
+    decode_partition,
     decode_record,
     encode_partition,
     encode_record,
 )
 from dcp.cluster.metastore import (
     TXN_OPERATIONS_MAX,
+    Delete,
     MetaStore,
     OutcomeUnknown,
     Put,
     Range,
     RangeResult,
+    StoreRefused,
     StoreRequest,
     StoreResult,
     StoreUnavailable,
     Txn,
     TxnResult,
     if_absent,
+    if_unchanged,
 )
+from dcp.server.cluster.cluster_refusal import ClusterRefusedError
+from dcp.server.cluster.process_facts import fit_reads, unfit
 from failover.replication_record import ReplicationRecord
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
@@ -54,8 +60,8 @@ COPIES_MAX: Final = 4
 """A master and three replicas: clients know no more."""
 
 
-class EnrolmentError(Exception):
-    """The node does not become a member; the text says why and what to try. Nothing is changed."""
+class EnrolmentError(ClusterRefusedError):
+    """The node does not become a member."""
 
 
 class NewCluster(NamedTuple):
@@ -79,7 +85,7 @@ async def ask(meta: MetaStore, request: StoreRequest) -> StoreResult:
             return await answered
     except TimeoutError:
         raise EnrolmentError(
-            f"the metadata store did not answer within {ANSWER_S:g} s; check that it runs"
+            f"the metadata store did not answer within {ANSWER_S:g} s", "Check that it runs"
         ) from None
 
 
@@ -91,21 +97,38 @@ async def ask_again(meta: MetaStore, request: StoreRequest) -> StoreResult:
     give_up_s = loop.time() + ANSWER_S
     while True:
         result = await ask(meta, request)
+        if isinstance(result, StoreRefused):
+            raise EnrolmentError(
+                f"the metadata store refuses this: {result.text}", "Then try again"
+            )
         if not isinstance(result, OutcomeUnknown | StoreUnavailable):
             return result
+        if isinstance(result, StoreUnavailable) and result.is_denied:
+            raise EnrolmentError(
+                f"the metadata store does not let this node in: {result.text}",
+                "Correct the token, or the URL of --meta; then try again",
+            )
         if loop.time() >= give_up_s:
-            raise EnrolmentError(f"the metadata store does not answer: {result.text}")
+            raise EnrolmentError(
+                f"the metadata store does not answer: {result.text}",
+                "Check that it runs, and that this machine reaches it; then try again",
+            )
         await asyncio.sleep(AGAIN_S)
 
 
 def check_new(wanted: NewCluster) -> None:
     """Raises EnrolmentError if a cluster cannot have these numbers."""
     if not 1 <= wanted.copies <= COPIES_MAX:
-        raise EnrolmentError(f"{wanted.copies} copies are not possible; 1 to {COPIES_MAX} are")
+        raise EnrolmentError(
+            f"{wanted.copies} copies are not possible: a partition has a master and at most "
+            f"{COPIES_MAX - 1} replicas",
+            f"Use --copies 1 to {COPIES_MAX}",
+        )
     if wanted.min_in_sync is not None and not 1 <= wanted.min_in_sync <= wanted.copies:
         raise EnrolmentError(
-            f"min in-sync {wanted.min_in_sync} is not possible with {wanted.copies} copies; 1 to "
-            f"{wanted.copies} are"
+            f"min in-sync {wanted.min_in_sync} is not possible with {wanted.copies} copies: no "
+            "write could be answered",
+            f"Use --min-in-sync 1 to {wanted.copies}, or leave it out for a majority",
         )
 
 
@@ -113,8 +136,8 @@ def check_name(name: str) -> None:
     """Raises EnrolmentError if a node cannot have this name."""
     if not MEMBER_ID.fullmatch(name):
         raise EnrolmentError(
-            f"the name {name!r} is not possible: 1 to 64 letters, digits, dots, dashes or "
-            "underscores are"
+            f"the name {name[:80]!r} is not possible: it is part of keys and log lines",
+            "Use 1 to 64 letters, digits, dots, dashes or underscores",
         )
 
 
@@ -150,14 +173,14 @@ async def join_cluster(
     documents = sum(part.item_count for part in engine.partitions)
     if documents:
         raise EnrolmentError(
-            f"this node holds {documents} documents, and joining would remove them. Start it with "
-            "an empty --data folder; to keep the documents, make this node the first one with "
-            "`dcpctl cluster init`, or load them into the cluster from a backup"
+            f"this node holds {documents} documents, and joining would remove them",
+            "Start it with an empty --data folder. To keep the documents, make this node the first "
+            "one with `dcpctl cluster init`, or load them into the cluster from a backup",
         )
     if engine.keyspace.manifest.uid:
         raise EnrolmentError(
-            "this node has collections of its own, and the cluster has others. Start it with an "
-            "empty --data folder"
+            "this node has collections of its own, and the cluster has others",
+            "Start it with an empty --data folder",
         )
     keys = ClusterKeys(root)
     found = await ask_again(meta, Range(keys.cluster))
@@ -165,15 +188,104 @@ async def join_cluster(
         raise EnrolmentError(f"the metadata store does not answer: {found}")
     if not found.items:
         raise EnrolmentError(
-            "the metadata store has no such cluster. The token is of another store, or of a "
-            "cluster that is gone; get a new one with `dcpctl cluster token` on a member"
+            "the metadata store has no such cluster: the token is of another store, or of a "
+            "cluster that is gone",
+            "Get a new token with `dcpctl cluster token` on a member",
         )
     try:
         cluster = decode_record(found.items[0], ClusterRecord)
     except RecordUnreadableError as error:
         raise EnrolmentError(str(error)) from None
-    await _put_new(meta, _member_puts(keys, member))
+    _check_rack(await _members(meta, keys), member)
+    await _check_fits(meta, keys, member)
+    await _put_member(meta, keys, member)
     return cluster
+
+
+async def _put_member(meta: MetaStore, keys: ClusterKeys, member: MemberRecord) -> None:
+    """Write a member that no node is. One that an earlier attempt of this folder has left is
+    replaced. Raises EnrolmentError.
+    """
+    key = keys.of_member(KeyKind.MEMBER, member.member)
+    result = await ask_again(
+        meta,
+        Txn((), (
+            Range(key), Range(keys.of_member(KeyKind.ALIVE, member.member)),
+            Range(keys.of_partitions(KeyKind.PARTITION), is_prefix=True),
+        )),
+    )  # fmt: skip
+    if not isinstance(result, TxnResult):
+        raise EnrolmentError(f"the metadata store does not answer: {result}")
+    found, alive, partitions = (read.items for read in result.ranges)
+    if found:
+        try:
+            left = decode_record(found[0], MemberRecord)
+            copies = [decode_partition(item).record.copies for item in partitions]
+        except RecordUnreadableError as error:
+            raise EnrolmentError(str(error)) from None
+        if alive or any(member.member in each for each in copies):
+            raise _taken(key)
+        await _delete(meta, keys, left, found[0].mod_revision)
+    await _put_new(meta, _member_puts(keys, member))
+
+
+async def withdraw(meta: MetaStore, root: bytes, member: MemberRecord) -> None:
+    """Remove a member that did not become one. Raises EnrolmentError."""
+    keys = ClusterKeys(root)
+    found = await ask_again(meta, Range(keys.of_member(KeyKind.MEMBER, member.member)))
+    if isinstance(found, RangeResult) and found.items:
+        await _delete(meta, keys, member, found.items[0].mod_revision)
+
+
+async def _delete(meta: MetaStore, keys: ClusterKeys, left: MemberRecord, revision: int) -> None:
+    """Delete a member's record and its name, unless the record has changed."""
+    key = keys.of_member(KeyKind.MEMBER, left.member)
+    deletes = (Delete(key), Delete(keys.of_name(left.name)))
+    await ask_again(meta, Txn((if_unchanged(key, revision),), deletes))
+
+
+async def _check_fits(meta: MetaStore, keys: ClusterKeys, newcomer: MemberRecord) -> None:
+    """Raises EnrolmentError if a node that runs has an address of the newcomer, or another version
+    of dcpd.
+    """
+    result = await ask_again(meta, fit_reads(keys, newcomer))
+    if not isinstance(result, TxnResult):
+        raise EnrolmentError(f"the metadata store does not answer: {result}")
+    why, advice = unfit(result, newcomer)
+    if why:
+        raise EnrolmentError(why, advice)
+
+
+async def _members(meta: MetaStore, keys: ClusterKeys) -> list[MemberRecord]:
+    """Return the members of a cluster. Raises EnrolmentError."""
+    found = await ask_again(meta, Range(keys.of_members(KeyKind.MEMBER), is_prefix=True))
+    if not isinstance(found, RangeResult):
+        raise EnrolmentError(f"the metadata store does not answer: {found}")
+    try:
+        return [decode_record(item, MemberRecord) for item in found.items]
+    except RecordUnreadableError as error:
+        raise EnrolmentError(str(error)) from None
+
+
+def _check_rack(members: list[MemberRecord], newcomer: MemberRecord) -> None:
+    """Raises EnrolmentError if only some nodes would name a rack: then no rack counts, and copies
+    of a partition could end up in one rack without a word.
+    """
+    others = [member for member in members if member.member != newcomer.member]
+    strange = next((each for each in others if bool(each.rack) != bool(newcomer.rack)), None)
+    if strange is None:
+        return
+    if newcomer.rack:
+        raise EnrolmentError(
+            f"this node names rack {newcomer.rack!r}, and node {strange.name} names none: racks "
+            "count only if every node names one",
+            "Leave --rack out. To use racks, give one to every node from `dcpctl cluster init` on",
+        )
+    raise EnrolmentError(
+        f"this node names no rack, and node {strange.name} names {strange.rack!r}: racks count "
+        "only if every node names one",
+        "Name its rack with --rack",
+    )
 
 
 def _member_puts(keys: ClusterKeys, member: MemberRecord) -> list[Put]:
@@ -207,8 +319,19 @@ async def _put_new(meta: MetaStore, puts: Iterable[Put]) -> None:
         return
     for put, read in zip(puts, result.ranges, strict=True):
         if read.items and read.items[0].value != put.value:
-            key = put.key.decode("utf-8", "replace")
-            raise EnrolmentError(
-                f"{key} is there already: another member has this name, or this folder is a copy "
-                "of a member's. Choose another --name, or start with an empty --data folder"
-            )
+            raise _taken(put.key)
+
+
+def _taken(key: bytes) -> EnrolmentError:
+    """Return the refusal of a node whose key another one has."""
+    kind, _, name = key.decode("utf-8", "replace").rpartition("/")
+    if kind.endswith("/name"):
+        return EnrolmentError(
+            f"another member has the name {name}",
+            "Choose another one with --name (`dcpctl cluster status` shows those in use)",
+        )
+    return EnrolmentError(
+        "a member with the id of this data folder is there already: the folder is a copy of a "
+        "member's, or was a member before",
+        "Start this node with an empty --data folder",
+    )

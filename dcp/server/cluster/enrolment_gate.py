@@ -5,6 +5,8 @@ restart. A change in between would be acknowledged and then be missing: a node t
 documents up, and the cluster has the users and collections that the first node had when it wrote
 them.
 
+`dcp.server.cluster.enrolment_state` has the states of a node.
+
 Invariants
 - a node has one enrolment at a time;
 - the refusal begins before anything is checked, and what was applied before is in the log then;
@@ -20,6 +22,7 @@ from typing import Final
 
 from dcp.server.access.users import Users
 from dcp.server.cluster.enrolment import EnrolmentError
+from dcp.server.cluster.enrolment_state import WHY_NOT, Enrolment, Happening
 from dcp.server.storage.health import Health
 from dcp.server.storage.waiters import CommitWaiters
 from vbucket.engine.engine import Engine
@@ -42,22 +45,20 @@ class EnrolmentGate:
         self._health = health
         self._users = users
         self._commits = commits
-        self._is_closed = False
+        self.enrolment = Enrolment()
 
     async def __aenter__(self) -> None:
         """Refuse changes, and return when those before are in the log. Raises EnrolmentError."""
-        if self._is_closed:
-            raise EnrolmentError(
-                "this node is becoming a member already, by another command. Wait for that one, "
-                "and then look at `dcpctl cluster status`"
-            )
-        self._is_closed = True
+        enrolment = self.enrolment
+        if not enrolment.takes_changes_alone:
+            raise EnrolmentError(*WHY_NOT[enrolment.standing])
+        enrolment.happened(Happening.BEGUN)
         try:
             self._health.enrolling(REFUSAL)
             self._users.refuse_changes(REFUSAL)
             await self._settle()
         except BaseException:
-            self._open()
+            self._failed()
             raise
 
     async def __aexit__(
@@ -66,9 +67,15 @@ class EnrolmentGate:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Take changes again if the enrolment failed."""
+        """Take changes again if the enrolment failed. Otherwise cluster.json is on disk."""
         if error is not None:
-            self._open()
+            self._failed()
+        else:
+            self.enrolment.happened(Happening.FILED)
+
+    def stopped(self) -> None:
+        """The node stops: whatever a command under way does, it is not started again."""
+        self.enrolment.happened(Happening.STOPPED)
 
     async def _settle(self) -> None:
         keyspace = self._engine.keyspace
@@ -79,11 +86,12 @@ class EnrolmentGate:
                 await self._commits.until_synced(max(last, keyspace.manifest_group))
         except TimeoutError:
             raise EnrolmentError(
-                f"earlier changes are not on disk within {SETTLE_S:g} s. Check that the disk of "
-                "the data folder has room and answers, then try again"
+                f"earlier changes are not on disk within {SETTLE_S:g} s",
+                "Check that the disk of the data folder has room and answers, then try again",
             ) from None
 
-    def _open(self) -> None:
-        self._is_closed = False
-        self._users.refuse_changes("")
-        self._health.enrolling("")
+    def _failed(self) -> None:
+        self.enrolment.happened(Happening.FAILED)
+        if self.enrolment.takes_changes_alone:
+            self._users.refuse_changes("")
+            self._health.enrolling("")

@@ -49,7 +49,8 @@ async def entered(
 
 async def _enrol(newcomer: NewMember, settings: Settings) -> None:
     if settings.cluster == "init":
-        token = await init_cluster(newcomer, NewCluster(settings.cluster_copies, None))
+        wanted = NewCluster(settings.cluster_copies, None)
+        token = await init_cluster(newcomer, wanted, meta=settings.cluster_meta)
         if settings.cluster_token_file is not None:
             _write_token(settings.cluster_token_file, token.to_text())
         return

@@ -14,7 +14,7 @@ from dcp.cluster.cluster_view import ClusterView
 from dcp.replication.cluster_map import bucket_map
 from dcp.server.net.cluster_config import ClusterConfig
 from vbucket.model.ids import NUM_VBUCKETS
-from vbucket.model.partition_map import MapNode, is_loopback_name
+from vbucket.model.partition_map import MapNode
 
 FIRST_REV: Final = 1
 """Of the map before anything is known: any other is newer."""
@@ -60,15 +60,22 @@ class MapShown:
 
 
 def _nodes(members: dict[str, MemberRecord]) -> dict[str, MapNode]:
-    hosts = {name: host_and_port(record.address) for name, record in members.items()}
-    are_local = all(is_loopback_name(host) for host, _ in hosts.values())
+    """Return the nodes with their hosts, on loopback too: clients of the Java world refuse a map in
+    which a node other than the one that they asked has none.
+    """
     return {
         name: MapNode(
-            None if are_local else hosts[name][0], hosts[name][1], record.admin_port,
+            *host_and_port(record.address), record.admin_port,
             record.kv_tls_port, record.admin_tls_port,
         )
         for name, record in members.items()
     }  # fmt: skip
+
+
+def tls_address_of(record: MemberRecord) -> str:
+    """Return HOST:PORT of a node's key-value port with TLS; "": it has none."""
+    host, _, _port = record.address.rpartition(":")
+    return f"{host}:{record.kv_tls_port}" if record.kv_tls_port else ""
 
 
 def host_and_port(address: str) -> tuple[str, int]:

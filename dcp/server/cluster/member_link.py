@@ -1,12 +1,13 @@
 """The connection of a replica to its master's node: dial, log in, then move bytes of the link.
 
-    dial ── connected ── SASL SCRAM as the cluster's internal user ── the link's bytes, both ways
+    dial ── connected ── SASL as the cluster's internal user ── the link's bytes, both ways
 
-Both sides prove that they know the cluster's secret. The link's rules are in
-`dcp.replication.replica_link`.
+Both sides prove that they know the cluster's secret (SCRAM, with TLS or without), or that they have
+certificates of the nodes' CA (mutual TLS and EXTERNAL). `dcp.server.access.link_tls` has the modes,
+`dcp.replication.replica_link` the link's rules.
 
 Invariants
-- the link gets no byte before the other side has proved the secret;
+- the link gets no byte before the other side has proved who it is;
 - whatever ends the connection closes the link; the node core asks for another one.
 """
 
@@ -19,6 +20,13 @@ from typing import Final, cast
 from scramp import ScramClient, ScramException
 
 from dcp.replication.replica_link import LinkState, ReplicaLink
+from dcp.server.access.link_tls import (
+    EXTERNAL,
+    LinkTls,
+    LinkTrouble,
+    certificate_trouble,
+    link_trouble,
+)
 from dcp.server.access.users import CLUSTER_USER
 from dcp.server.cluster.map_shown import host_and_port
 from dcp.server.observe.elapsed import elapsed_ns
@@ -30,6 +38,10 @@ DIAL_S: Final = 1.0
 """How long a connection may take. A node that does not answer is dialled again."""
 _MECHANISM: Final = "SCRAM-SHA512"
 _RFC_MECHANISM: Final = "SCRAM-SHA-512"
+_LOGIN_ADVICE: Final = (
+    "Its log has the reason. The secret in cluster.json and --cluster-tls must be the same on all "
+    "nodes"
+)
 
 
 class LoginRefusedError(Exception):
@@ -39,12 +51,26 @@ class LoginRefusedError(Exception):
 class MemberLink(asyncio.Protocol):
     """See the module. `on_bytes` is called after the link has taken bytes, and at its end."""
 
-    def __init__(self, link: ReplicaLink, secret: str, on_bytes: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        link: ReplicaLink,
+        secret: str,
+        on_bytes: Callable[[], None],
+        *,
+        tls: LinkTls | None = None,
+        name: str = "the node",
+    ) -> None:
+        """`tls`: how to dial; None: without TLS. `name` is that of the other node."""
         self.link = link
+        self.trouble: LinkTrouble | None = None
+        """Why there is no link, if an operator has to do something; None: there is, or not yet."""
         self._on_bytes = on_bytes
+        self._tls = tls
+        self.name = name
+        self._where = name
         self._scram = ScramClient([_RFC_MECHANISM], CLUSTER_USER, secret)
         self._decoder = FrameDecoder()
-        self._is_in = False
+        self.is_in = False
         """Whether the login is done on both sides."""
         self._transport: asyncio.Transport | None = None
 
@@ -52,14 +78,30 @@ class MemberLink(asyncio.Protocol):
         """Connect to HOST:PORT. A failure closes the link, also if the text is no address: another
         node's mistake must not end this one.
         """
+        self._where = f"{self.name} at {address}"
         loop = asyncio.get_running_loop()
         try:
             host, port = host_and_port(address)
+            tls = None if self._tls is None else self._tls.context()
             async with asyncio.timeout(DIAL_S):
-                await loop.create_connection(lambda: self, host, port)
-        except (OSError, TimeoutError, ValueError):
-            self.link.closed()
+                await loop.create_connection(
+                    lambda: self, host, port, ssl=tls, server_hostname=host if tls else None
+                )
+        except (OSError, TimeoutError, ValueError) as error:
+            if isinstance(error, OSError):
+                self.trouble = link_trouble(error, self._where)
+            reason = str(self.trouble or error) or f"no answer within {DIAL_S:g} s"
+            self.link.unreachable(
+                f"no connection to {self._where}: {reason}",
+                is_refused=isinstance(error, ConnectionRefusedError),
+            )
             self._on_bytes()
+
+    def cannot_dial(self, why: LinkTrouble) -> None:
+        """Give the link up: there is no address to dial."""
+        self.trouble = why
+        self.link.unreachable(str(why), is_refused=False)
+        self._on_bytes()
 
     @property
     def is_over(self) -> bool:
@@ -71,25 +113,34 @@ class MemberLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin the login."""
         self._transport = cast("asyncio.Transport", transport)
-        first = self._scram.get_client_first().encode()
-        self._transport.write(pack_request(Opcode.SASL_AUTH, key=_MECHANISM.encode(), value=first))
+        mechanism, first = EXTERNAL, b""
+        if not self._uses_certificate:
+            mechanism = _MECHANISM
+            first = self._scram.get_client_first().encode()
+        self._transport.write(pack_request(Opcode.SASL_AUTH, key=mechanism.encode(), value=first))
         self.flush()
 
     def data_received(self, data: bytes) -> None:
         """Take what the other side sent."""
-        if not self._is_in:
+        if not self.is_in:
             try:
                 for frame in self._decoder.feed(data):
                     self._log_in(frame)
             except (LoginRefusedError, RemoteProtocolError, ScramException) as error:
-                self.link.refused(f"the login at the master's node failed: {error}")
+                why = f"the login at {self._where} failed: {error}"
+                self.trouble = LinkTrouble(why, _LOGIN_ADVICE)
+                self.link.refused(why)
         else:
             self.link.receive(data, elapsed_ns())
         self._on_bytes()
 
-    def connection_lost(self, _exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         self._transport = None
+        if not self.is_in and not self.trouble:
+            self.trouble = link_trouble(exc, self._where) if isinstance(exc, OSError) else None
+            if not self.trouble and self._uses_certificate:  # asyncio drops the alert of TLS
+                self.trouble = certificate_trouble(self._where, "it closes the connection")
         self.link.closed()
         self._on_bytes()
 
@@ -100,7 +151,7 @@ class MemberLink(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
-        if self._is_in and (data := self.link.bytes_to_send()):
+        if self.is_in and (data := self.link.bytes_to_send()):
             transport.write(data)
         if self.link.state is LinkState.CLOSED:
             transport.abort()
@@ -109,7 +160,7 @@ class MemberLink(asyncio.Protocol):
 
     def _log_in(self, frame: Frame) -> None:
         assert self._transport is not None
-        if self._is_in:
+        if self.is_in:
             raise LoginRefusedError("the other side sent more than the end of the login")
         text = frame.value.decode("utf-8", "replace")
         if frame.opcode == Opcode.SASL_AUTH and frame.status == Status.AUTH_CONTINUE:
@@ -120,6 +171,15 @@ class MemberLink(asyncio.Protocol):
             )
         elif frame.opcode == Opcode.SASL_STEP and frame.status == Status.OK:
             self._scram.set_server_final(text)  # it proves that the other side knows the secret
-            self._is_in = True
+            self.is_in = True
+        elif self._uses_certificate and frame.status == Status.OK:
+            self.is_in = True  # the TLS handshake has proved who the other side is
+        elif frame.status == Status.AUTH_ERROR:
+            raise LoginRefusedError(f"it does not let this node in ({text[:200]})")
         else:
             raise LoginRefusedError(f"status 0x{frame.status:x} {text[:200]}")
+
+    @property
+    def _uses_certificate(self) -> bool:
+        """Whether this node logs in with its certificate, and not with the secret."""
+        return self._tls is not None and self._tls.shows_certificate

@@ -7,6 +7,7 @@ from typing import Final
 
 from dcp.cluster.cluster_records import MemberRecord
 from dcp.server.cluster.cluster_file import ClusterFile, begin_incarnation, read_cluster_file
+from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.replicated_node import ReplicatedNode, ReplicationChoices, ServerParts
 from dcp.server.config.settings import Settings
@@ -17,24 +18,29 @@ from dcp.server.storage.folder import FolderError
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 
 
-def cluster_refusal(settings: Settings) -> str:
-    """Return why a node with these settings cannot be in a cluster; "" if it can."""
+def cluster_refusal(settings: Settings) -> ClusterRefusedError | None:
+    """Return why a node with these settings cannot be in a cluster; None if it can."""
     if settings.durability != "commit":
-        return (
-            f"durability {settings.durability} is not possible there, because an answer must mean "
-            "that every copy in sync is on disk. Use --durability commit"
+        return ClusterRefusedError(
+            f"durability {settings.durability} is not possible in a cluster, because an answer "
+            "must mean that every copy in sync is on disk",
+            "Restart this node with --durability commit",
         )
-    if settings.tls_only == "on" and not is_loopback(settings.host):
-        return (
-            "--tls-only on leaves other nodes no port: nodes connect without TLS. Use a network of "
-            "their own, and --tls-only off"
+    if (
+        settings.tls_only == "on"
+        and settings.cluster_tls == "off"
+        and not is_loopback(settings.host)
+    ):
+        return ClusterRefusedError(
+            "--tls-only on leaves other nodes no port: nodes connect without TLS",
+            "Use --cluster-tls on, or --tls-only off and a network of their own",
         )
     if settings.host in _WILDCARDS and not settings.advertise_host:
-        return (
-            f"--host {settings.host} is no address that other nodes could use. Say with "
-            "--advertise-host which one they can"
+        return ClusterRefusedError(
+            f"--host {settings.host} is no address that other nodes could use",
+            "Say with --advertise-host which one they can",
         )
-    return ""
+    return None
 
 
 def begun_identity(data_dir: Path, settings: Settings) -> ClusterFile:
@@ -43,8 +49,8 @@ def begun_identity(data_dir: Path, settings: Settings) -> ClusterFile:
     """
     found = read_cluster_file(data_dir)
     assert found is not None, "it is the folder of a member"
-    if why := cluster_refusal(settings):
-        raise FolderError(f"{data_dir} is the folder of a node of a cluster: {why}")
+    if refusal := cluster_refusal(settings):
+        raise FolderError(f"{data_dir} is the folder of a node of a cluster: {refusal}")
     return begin_incarnation(data_dir, found)
 
 
@@ -56,6 +62,9 @@ def replicated_node(
         commit_timeout_ns=int(settings.commit_timeout_s * 1e9),
         acknowledges_as_master=settings.acknowledge == "master",
         replica_lag_max_ns=int(settings.replica_lag_max_s * 1e9),
+        beat_ns=int(settings.heartbeat_s * 1e9),
+        unheard_ns=int(settings.suspect_after_s * 1e9),
+        lease_s=int(settings.lease_s),
         value_bytes_max=settings.value_bytes_max,
         fill_bytes_per_s=settings.rebalance_rate,
     )
@@ -68,6 +77,7 @@ def own_record(replicated: ReplicatedNode, settings: Settings, ports: Ports) -> 
         member=replicated.member, address=address_of(settings, ports.kv),
         name=replicated.identity.name, rack=replicated.identity.rack, admin_port=ports.admin,
         kv_tls_port=ports.kv_tls, admin_tls_port=ports.admin_tls,
+        owns_store=replicated.identity.owns_store,
     )  # fmt: skip
 
 

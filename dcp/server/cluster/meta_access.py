@@ -24,20 +24,25 @@ from dcp.metastore.embedded_server import (
 from dcp.metastore.embedded_wire import check_secret
 from dcp.metastore.etcd_settings import ETCD_SCHEME, settings_of_url
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
+from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.net.fixed_port import PORT_MAX, PORT_MIN, TRIES, free_port
 from dcp.server.observe.event_log import EventLog
 
 EMBEDDED: Final = "embedded"
 STORE_FOLDER: Final = "metastore"
 _LOOPBACK: Final = "127.0.0.1"
+_URLS: Final = (
+    f"Use {EMBEDDED} (in this node, for nodes of this machine), or "
+    f"{ETCD_SCHEME}://HOST:PORT,HOST:PORT"
+)
 
 
-class MetaUrlError(Exception):
-    """The URL names no metadata store; the text says why."""
+class MetaUrlError(ClusterRefusedError):
+    """The URL names no metadata store."""
 
 
-class MetaAccessError(Exception):
-    """The metadata store cannot be opened; the text says why."""
+class MetaAccessError(ClusterRefusedError):
+    """The metadata store cannot be opened."""
 
 
 class MetaPortError(MetaAccessError):
@@ -59,7 +64,8 @@ def new_store_url(draw: random.Random) -> str:
     if port is None:
         raise MetaAccessError(
             f"no free port was found for the metadata store: {TRIES} between {PORT_MIN} and "
-            f"{PORT_MAX} are in use. Stop what listens there (`ss -ltnp` shows it), or use etcd"
+            f"{PORT_MAX} are in use",
+            "Stop what listens there (`ss -ltnp` shows it), or use etcd",
         )
     return f"{EMBEDDED}://{_LOOPBACK}:{port}"
 
@@ -70,12 +76,9 @@ def place_of(url: str) -> StorePlace:
         parts = urlsplit(url)
         port = parts.port or 0
     except ValueError as error:
-        raise MetaUrlError(f"the metadata store {url!r} is not possible: {error}") from None
+        raise MetaUrlError(f"the metadata store {url!r} is not possible: {error}", _URLS) from None
     if parts.scheme != EMBEDDED or not parts.hostname or not port:
-        raise MetaUrlError(
-            f"the metadata store {url!r} is not possible. {EMBEDDED} is: this node owns the store, "
-            f"and other nodes of this machine use it. So is {ETCD_SCHEME}://HOST:PORT,HOST:PORT"
-        )
+        raise MetaUrlError(f"the metadata store {url!r} is not possible: no such kind", _URLS)
     return StorePlace(parts.hostname, port)
 
 
@@ -108,7 +111,7 @@ class MetaAccess:
             check_secret(secret)
         except ValueError as error:
             raise MetaAccessError(
-                f"{error}. Use the whole token, as dcpctl cluster token prints it"
+                str(error), "Use the whole token, as `dcpctl cluster token` prints it"
             ) from error
         server, port = None, place.port
         if identity.owns_store:
@@ -151,16 +154,17 @@ def _etcd_client(url: str, log: EventLog) -> StoreClient:
     try:
         settings = settings_of_url(url, KEYS_PREFIX, lambda path: Path(path).read_bytes())
     except ValueError as error:
-        raise MetaUrlError(str(error)) from None
+        raise MetaUrlError(str(error), _URLS) from None
     except OSError as error:
         raise MetaAccessError(
-            f"{error.filename}: cannot be read: {error.strerror}; it is in the URL of the metadata "
-            "store"
+            f"{error.filename}: cannot be read: {error.strerror}",
+            "Correct the file's name in the URL of the metadata store, or its permissions",
         ) from error
     try:
         from dcp.metastore.etcd_client import EtcdClient
     except ImportError as error:
         raise MetaAccessError(
-            f"etcd needs a package that is not installed ({error.name}). Install dcpd[cluster]"
+            f"etcd needs a package that is not installed ({error.name})",
+            "Install the extra: pip install '.[cluster]'",
         ) from error
     return EtcdClient(settings, log.info)

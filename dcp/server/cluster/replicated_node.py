@@ -8,7 +8,8 @@ The rules are in `dcp.replication` and `dcp.cluster`. Here are the clock, the so
 Everything runs on the server's event loop; only files are written in threads.
 
 Invariants
-- no partition is served before its record gives it to this process;
+- no partition is served before its record gives it to this process, and no other node is spoken to
+  before this process is registered as the member;
 - what may not be answered any more is fenced before each batch of requests;
 - effects are carried out in their order, and never from inside a session's or a core's call;
 - an exception in the cores ends the server: what it would answer afterwards may be wrong.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -30,7 +32,7 @@ from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.coordinator import Elected
 from dcp.cluster.effects import Notice, ViewChanged
 from dcp.cluster.membership import MembershipState
-from dcp.cluster.metastore import TxnResult
+from dcp.cluster.metastore import Range, RangeResult, TxnResult
 from dcp.cluster.partition_choices import CoordinatorSettings
 from dcp.cluster.prefix_owner import owner_read, owner_trouble
 from dcp.cluster.record_writer import WriteOutcome
@@ -40,15 +42,20 @@ from dcp.replication.loss_receipt import CutOff, ElectionLoss, cut_off_receipt, 
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged
+from dcp.server.access.link_tls import LinkTls, LinkTrouble
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
 from dcp.server.cluster.election_log import ElectionLog
 from dcp.server.cluster.enrolment import EnrolmentError, ask
-from dcp.server.cluster.map_shown import MapShown
+from dcp.server.cluster.enrolment_state import Enrolment, Happening, Standing
+from dcp.server.cluster.map_shown import MapShown, tls_address_of
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
+from dcp.server.cluster.own_clock import OwnClock
 from dcp.server.cluster.own_record import OwnRecord
+from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.quarantine_files import keep_cut_off
+from dcp.server.cluster.receipt_files import keep_election
 from dcp.server.cluster.shared_manifest import ManifestNotChangedError, SharedManifest
 from dcp.server.cluster.shared_users import SharedUsers
 from dcp.server.net.cluster_config import ClusterConfig
@@ -81,12 +88,14 @@ MAP_S: Final = 0.01
 """How long changes of the map are gathered: an election changes hundreds of records."""
 
 
-class ReplacedError(RuntimeError):
-    """A newer process is this member: it runs with a copy of this folder."""
+_REMOVED_ADVICE: Final = (
+    "Its data folder stays as it is. To let this node join again, start it with an empty --data "
+    "folder"
+)
 
 
-class RemovedError(RuntimeError):
-    """The node was removed from its cluster."""
+class MembershipOverError(RuntimeError):
+    """Another process is the member, or has its address, or the versions differ."""
 
 
 class ServerParts(NamedTuple):
@@ -99,6 +108,7 @@ class ServerParts(NamedTuple):
     connections: Connections
     config: ClusterConfig
     users: Users
+    link_tls: LinkTls | None
     tasks: Tasks
     log: EventLog
     data_dir: Path
@@ -115,6 +125,9 @@ class ReplicationChoices(NamedTuple):
     commit_timeout_ns: int
     acknowledges_as_master: bool
     replica_lag_max_ns: int
+    beat_ns: int
+    unheard_ns: int
+    lease_s: int
     value_bytes_max: int
     fill_bytes_per_s: int = 0
     prefers_first: bool = True
@@ -135,6 +148,7 @@ class ReplicatedNode:
         """`member` is the id of the data folder. Nothing is served until `start`."""
         self.acknowledges_as_master = choices.acknowledges_as_master
         self.identity = identity
+        self.enrolment = Enrolment(Standing.MEMBER)
         self.member = member
         self._parts = parts
         self._choices = choices
@@ -142,6 +156,7 @@ class ReplicatedNode:
         self.session = session = ClusterSession(
             identity.root, member, identity.incarnation,
             CoordinatorSettings(choices.elects_uncleanly, choices.prefers_first),
+            lease_s=choices.lease_s,
         )  # fmt: skip
         self._driver = StoreDriver(session, access.meta, elapsed_ns, self._take, self._guarded)
         self.core = ReplicationCore(
@@ -149,6 +164,8 @@ class ReplicatedNode:
             ReplicationSettings(
                 min_in_sync=identity.min_in_sync,
                 replica_lag_max_ns=choices.replica_lag_max_ns,
+                beat_ns=choices.beat_ns,
+                unheard_ns=choices.unheard_ns,
                 acknowledges_as_master=choices.acknowledges_as_master,
                 value_bytes_max=choices.value_bytes_max,
                 fill_bytes_per_s=choices.fill_bytes_per_s,
@@ -162,6 +179,7 @@ class ReplicatedNode:
         self._map: MapShown
         self.manifest = SharedManifest(session.view, parts.engine, access.meta, self.core.settle)
         self._users = SharedUsers(session.view, parts.users, access.meta, parts.tasks, parts.log)
+        self._clock = OwnClock(session, access.meta, parts.log)
         self._elections = ElectionLog(session.view)
         self._links: list[MemberLink] = []
         self._loop = asyncio.get_running_loop()
@@ -169,8 +187,11 @@ class ReplicatedNode:
         self._next_map: asyncio.TimerHandle | None = None
         self._is_scheduled = self._is_carrying = False
         self._is_stopped = False
-        self._has_started = False
+        self._has_started = self._has_registered = False
         self._turns = 0
+        self._why_idle = ""
+        self.troubles: dict[str, LinkTrouble] = {}
+        """By node, why this one has no link to it although it runs, and what to try."""
         self.wrong_store = ""
         """Why the metadata store is not that of this cluster; "" if it is, or is not known."""
         self._effects: Final[dict[type, Callable[[Any], None]]] = {
@@ -208,6 +229,7 @@ class ReplicatedNode:
     def show_first_map(self, own: MemberRecord) -> None:
         """Tell clients that this node exists, and serves nothing yet; `own` is its own record."""
         view = self.session.view
+        self.session.membership.introduce(facts_of(self._parts.data_dir, own))
         self._own = OwnRecord(view, own, self.access.meta)
         self._map = MapShown(view, self._parts.config, self.identity.cluster, own)
         self._map.update()
@@ -219,12 +241,30 @@ class ReplicatedNode:
         except ManifestNotChangedError as error:
             raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
 
+    def hosts(self) -> frozenset[str]:
+        """Return the hosts at which the members are reached."""
+        addresses = (stored.content.address for stored in self.session.view.members.values())
+        return frozenset(address.rpartition(":")[0].strip("[]") for address in addresses)
+
+    def clock_problems(self) -> tuple[str, ...]:
+        """Return whose wall clock is off."""
+        return tuple(self._clock.problems())
+
+    @property
+    def why_idle(self) -> str:
+        """Why this node takes no part in the cluster; "": it does."""
+        return self._why_idle
+
     def served(self) -> int:
         """Return how many partitions this node serves now."""
         return sum(part.state == VbState.ACTIVE for part in self._parts.engine.partitions)
 
-    def start(self) -> None:
-        """Take part in the cluster: what is in the log is on disk, and it can be written."""
+    def start(self, why_idle: str = "") -> None:
+        """Take part in the cluster: what is in the log is on disk, and it can be written. With
+        `why_idle` this node only follows the records, to tell its clients where the partitions are.
+        """
+        self._why_idle = why_idle
+        self.session.membership.may_register = not why_idle
         if not self._has_started:
             self._has_started = True
             self._parts.tasks.begin(self._begin())
@@ -238,9 +278,21 @@ class ReplicatedNode:
             with contextlib.suppress(EnrolmentError):  # it is away: there is nothing to serve by
                 result = await ask(self.access.meta, owner_read(KEYS_PREFIX, cluster))
                 if isinstance(result, TxnResult) and self._is_ours(result):
+                    await self._check_versions()
                     self._tick()
                     return
             await asyncio.sleep(OWNER_RETRY_S)
+
+    async def _check_versions(self) -> None:
+        """Raises MembershipOverError if a member that runs has another version, EnrolmentError if
+        the store does not answer.
+        """
+        alive = Range(self.session.view.keys.of_members(KeyKind.ALIVE), is_prefix=True)
+        result = await ask(self.access.meta, alive)
+        if not isinstance(result, RangeResult):
+            raise EnrolmentError("the metadata store does not answer")
+        if why := unfit_by(result.items, self.member):
+            raise MembershipOverError(f"{why}. {VERSION_ADVICE}")
 
     def _is_ours(self, result: TxnResult) -> bool:
         """Take what the store says about its owner, and tell if it is another cluster's."""
@@ -293,6 +345,7 @@ class ReplicatedNode:
 
     def stop(self) -> None:
         """Take no further part: end links, watches and timers."""
+        self.enrolment.happened(Happening.STOPPED)
         self._is_stopped = True
         self._driver.close()
         for timer in (self._next_tick, self._next_map):
@@ -309,32 +362,35 @@ class ReplicatedNode:
         self._next_tick = self._loop.call_later(TICK_S, self._tick)
         self._guarded(self._pass_time)
 
-    def _check_not_replaced(self) -> None:
-        """Raise ReplacedError: two processes of one member would both count as master of the same
-        epoch, and each would answer writes that the other does not have.
+    def _check_membership(self) -> bool:
+        """Return whether this process may act as the member. Raises MembershipOverError: two
+        processes of one member would both count as master of the same epoch, and each would answer
+        writes that the other does not have.
         """
-        if self.session.membership.state is MembershipState.REPLACED:
-            raise ReplacedError(
-                f"another process is member {self.member} of the cluster now: it runs with a copy "
-                "of this data folder. Stop one of the two, and use an empty folder for it"
-            )
-
-    def _check_not_removed(self) -> None:
-        """Raise RemovedError: this node is no member any more, and gets nothing from the others."""
+        membership = self.session.membership
+        if membership.state in {MembershipState.REPLACED, MembershipState.REFUSED}:
+            if self.enrolment.standing is Standing.MEMBER:
+                self.enrolment.happened(Happening.REPLACED)
+            raise MembershipOverError(membership.why_over)
         view = self.session.view
         key = view.keys.of_member(KeyKind.MEMBER, self.member)
         if view.is_loaded and not view.mod_revision(key):
-            raise RemovedError(
-                f"node {self.identity.name} was removed from the cluster. Start it with an empty "
-                "--data folder and join again if the cluster is to have it; this folder is not "
-                "needed any more"
+            raise MembershipOverError(
+                f"node {self.identity.name} was removed from its cluster, and takes no further "
+                f"part. {_REMOVED_ADVICE}"
             )
+        if membership.has_registered and not self._has_registered:
+            self._has_registered = True
+            self.core.records_changed(elapsed_ns(), tuple(self.session.view.partitions))
+        return self._has_registered
 
     def _pass_time(self) -> None:
         now_ns = elapsed_ns()
-        self._check_not_replaced()
         self._driver.tick()
+        if not self._check_membership():
+            return
         self._own.tick(now_ns)
+        self._clock.tick(now_ns)
         for feed in tuple(self.core.leading.feeds.values()):
             feed.tick(now_ns)
         if self._turns % CORE_TURNS == 0:
@@ -350,12 +406,15 @@ class ReplicatedNode:
 
     def _taken(self, effect: SessionEffect) -> None:
         now_ns = elapsed_ns()
-        self._check_not_replaced()
+        may_act = self._check_membership()
         if isinstance(effect, ViewChanged):
-            self._check_not_removed()
             self.manifest.adopt()
             self._users.adopt()
-            self.core.records_changed(now_ns, effect.vb_ids)
+            self._clock.view_changed()
+            if may_act:
+                self.core.records_changed(now_ns, effect.vb_ids)
+            else:
+                self._map_changed()
         elif isinstance(effect, WriteOutcome):
             self.core.outcome(now_ns, effect)
         elif isinstance(effect, Elected):
@@ -391,7 +450,7 @@ class ReplicatedNode:
         self._is_carrying = False
         for each in self._links:
             each.flush()
-        self._links = [each for each in self._links if not each.is_over]
+        self._links = [each for each in self._links if not self._has_ended(each)]
         if self._parts.engine.keyspace.has_pending:
             self._parts.kick()
 
@@ -404,14 +463,34 @@ class ReplicatedNode:
         if stored is None:
             link.closed()
             return
-        connection = MemberLink(link, self.identity.secret, self._link_moved)
+        record, tls = stored.content, self._parts.link_tls
+        name = f"node {record.name or record.member}"
+        connection = MemberLink(link, self.identity.secret, self._link_moved, tls=tls, name=name)
         self._links.append(connection)
-        self._parts.tasks.begin(connection.dial(stored.content.address))
+        address = record.address if tls is None else tls_address_of(record)
+        if address:
+            self._parts.tasks.begin(connection.dial(address))
+        else:
+            advice = "Start it with --tls-cert, and with the same --cluster-tls"
+            connection.cannot_dial(LinkTrouble(f"{name} offers no TLS", advice))
+
+    def _has_ended(self, connection: MemberLink) -> bool:
+        """Whether nothing more comes of a connection; tell once why there is none."""
+        if connection.is_in:
+            self.troubles.pop(connection.name, None)
+        if not connection.is_over:
+            return False
+        known = self.troubles.pop(connection.name, None)
+        if connection.trouble is not None:
+            self.troubles[connection.name] = connection.trouble
+            if connection.trouble != known:
+                self._log.warning("no link to another node", reason=str(connection.trouble))
+        return True
 
     def _link_moved(self) -> None:
         self._guarded(self._carry_out)
 
-    def _map_changed(self, _effect: MapChanged) -> None:
+    def _map_changed(self, _effect: MapChanged | None = None) -> None:
         self._parts.connections.release()  # a larger in-sync set may be what an answer waits for
         if self._next_map is None:
             self._next_map = self._loop.call_later(MAP_S, self._guarded, self._show_map)
@@ -442,6 +521,17 @@ class ReplicatedNode:
 
     def _election_loss(self, lost: ElectionLoss) -> None:
         self._log.warning("loss receipt", **election_receipt(lost))
+        self._parts.tasks.begin(self._keep_receipt(lost))
+
+    async def _keep_receipt(self, lost: ElectionLoss) -> None:
+        keep = partial(keep_election, self._parts.data_dir, lost, time.time())
+        try:
+            await asyncio.to_thread(keep)
+        except OSError as error:
+            self._log.error(
+                "the receipt of an unclean election cannot be written to a file; this log has it",
+                vb_id=lost.vb_id, reason=str(error),
+            )  # fmt: skip
 
     def _branch_ended(self, ended: BranchEnded) -> None:
         self._log.info("branch decided", **ended._asdict())

@@ -15,6 +15,8 @@ from typing import Any, Final, NamedTuple
 
 NONE: Final = "none"
 """The value of a setting for a file that is not given."""
+AUTO: Final = "auto"
+"""The value of a size that the server chooses at start."""
 
 SIZE_UNITS: Final = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -58,6 +60,13 @@ def read_host(value: object, _option: Option) -> str:
 def read_host_or_none(value: object, option: Option) -> str | None:
     """Return an address or host name; "none" is None."""
     return None if value == NONE else read_host(value, option)
+
+
+def read_store_url(value: object, _option: Option) -> str:
+    """Return the name or URL of a metadata store. It is read when a cluster is made."""
+    if not isinstance(value, str) or not value.strip() or any(c.isspace() for c in value):
+        raise ValueError("must be embedded, or a URL without spaces")
+    return value
 
 
 def is_host_name(text: str) -> bool:
@@ -134,6 +143,16 @@ def read_size(value: object, option: Option) -> int:
     if number is None or unit.lower() not in SIZE_UNITS:
         raise ValueError('must be a size such as 1048576, "16MB" or "16MiB"')
     return int(_in_range(number * SIZE_UNITS[unit.lower()], option, size_text))
+
+
+def read_size_or_auto(value: object, option: Option) -> int | None:
+    """Return bytes; "auto" is None."""
+    if isinstance(value, str) and value.strip().lower() == AUTO:
+        return None
+    try:
+        return read_size(value, option)
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from None
 
 
 def read_duration(value: object, option: Option) -> float:

@@ -15,19 +15,24 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_type_hints
 
+from dcp.server.config.server_settings import BUFFERED_VALUES_MIN
 from dcp.server.config.setting_values import (
+    AUTO,
     NONE,
     Option,
     duration_text,
     read_duration,
     read_names,
     read_size,
+    read_size_or_auto,
     size_text,
 )
-from dcp.server.config.settings import BUFFERED_VALUES_MIN, Settings
+from dcp.server.config.settings import Settings
 
 ENV_PREFIX: Final = "DCPD_"
 ENV_CONFIG: Final = "DCPD_CONFIG"
+ENV_OF_BUILDS: Final = ("DCPD_COMPILE", "DCPD_COMPILE_LEVEL")
+"""Variables of hatch_build.py. A server that is started from the same shell passes them over."""
 """Names the TOML file if --config does not."""
 
 _KUBERNETES_LINK: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
@@ -76,6 +81,8 @@ def default_text(key: str) -> str:
 
 
 def _shown(option: Option, value: Any) -> str:
+    if option.parse is read_size_or_auto:
+        return AUTO if value is None else size_text(value)
     if option.parse is read_size:
         return size_text(value)
     if option.parse is read_duration:
@@ -119,6 +126,8 @@ def resolve(
     settings = Settings(**values)
     _check_ports(settings, origins)
     _check_buffers(settings, origins)
+    _check_times_of_clusters(settings, origins)
+    _check_cluster_tls(settings, origins)
     if settings.tls_cert is None:
         for key in ("tls_key", "tls_client_ca", "tls_only"):
             if getattr(settings, key) not in {None, "off"}:
@@ -151,6 +160,59 @@ def _check_buffers(settings: Settings, origins: Mapping[str, str]) -> None:
                 f"{origin}: {key} must be at least {size_text(least)}, {BUFFERED_VALUES_MIN} times "
                 f"value_bytes_max ({size_text(settings.value_bytes_max)})"
             )
+
+
+def _check_cluster_tls(settings: Settings, origins: Mapping[str, str]) -> None:
+    """Check that TLS between nodes has its files."""
+    if settings.cluster_tls == "off":
+        if settings.cluster_ca is not None:
+            raise ConfigError(
+                f"{origins['cluster_ca']}: without --cluster-tls on or mutual nodes use no TLS"
+            )
+        return
+    for key in ("tls_cert", "cluster_ca"):
+        if getattr(settings, key) is None:
+            raise ConfigError(
+                f"{origins['cluster_tls']}: {settings.cluster_tls} needs {flag_of(key)}"
+            )
+    client_ca = settings.tls_client_ca
+    if settings.cluster_tls == "mutual" and client_ca not in {None, settings.cluster_ca}:
+        raise ConfigError(
+            f"{origins['tls_client_ca']}: with --cluster-tls mutual it must be the file of "
+            "--cluster-ca, because the TLS port takes certificates of one CA"
+        )
+
+
+SUSPECT_BEATS_MIN: Final = 4
+"""A node that missed fewer heartbeats may only be slow: it must not be deposed."""
+LEASE_SUSPECTS_MIN: Final = 2
+"""A lease is the witness of last resort. One that ends before a node is suspected by the others, or
+with it, would depose a node for a slow metadata store."""
+
+
+def _check_times_of_clusters(settings: Settings, origins: Mapping[str, str]) -> None:
+    """Check that a node that is only slow is neither deposed nor left out."""
+    beat, suspect = settings.heartbeat_s, settings.suspect_after_s
+    least = (
+        ("suspect_after", SUSPECT_BEATS_MIN * beat, "heartbeat", f"{SUSPECT_BEATS_MIN} times"),
+        ("replica_lag_max", SUSPECT_BEATS_MIN * beat, "heartbeat", f"{SUSPECT_BEATS_MIN} times"),
+        ("lease", LEASE_SUSPECTS_MIN * suspect, "suspect_after", f"{LEASE_SUSPECTS_MIN} times"),
+        ("commit_timeout", settings.replica_lag_max_s, "replica_lag_max", "as long as"),
+    )
+    for key, least_s, other, times in least:
+        value_s = getattr(settings, OPTIONS[key][0])
+        if value_s < least_s - 1e-9:
+            origin = origins.get(key) or origins.get(other, key)
+            raise ConfigError(
+                f"{origin}: {key} must be at least {duration_text(least_s)}, {times} {other} "
+                f"({duration_text(getattr(settings, OPTIONS[other][0]))}); it is "
+                f"{duration_text(value_s)}"
+            )
+    if settings.lease_s != int(settings.lease_s):
+        raise ConfigError(
+            f"{origins['lease']}: {duration_text(settings.lease_s)} is not possible; metadata "
+            "stores have leases of whole seconds"
+        )
 
 
 def read_config_file(path: str) -> ConfigFile:
@@ -200,7 +262,7 @@ def _given_by_environment(environ: Mapping[str, str]) -> list[tuple[str, object,
     variables = {ENV_PREFIX + key.upper(): key for key in OPTIONS}
     given: list[tuple[str, object, str]] = []
     for name, value in environ.items():
-        if not name.startswith(ENV_PREFIX) or name == ENV_CONFIG:
+        if not name.startswith(ENV_PREFIX) or name in {ENV_CONFIG, *ENV_OF_BUILDS}:
             continue
         if name not in variables:
             raise ConfigError(

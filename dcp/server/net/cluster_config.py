@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vbucket.model.partition_map import PartitionMap, bucket_config, global_config
+from vbucket.model.partition_map import NO_NODE, PartitionMap, bucket_config, global_config
 
 
 class Ports:
@@ -57,6 +57,17 @@ class ClusterConfig:
     def global_config(self) -> bytes:
         """Return the node's configuration without a bucket, as JSON."""
         return self._global_config
+
+    def address_of(self, vb_id: int) -> str:
+        """Return host and port of a partition's master; "": it has none. Nodes without an
+        advertised host are on one machine, so they listen on the same address.
+        """
+        master = self._map.chains[vb_id][0]
+        if master == NO_NODE:
+            return ""
+        node = self._map.nodes[master]
+        host = node.host or self._host
+        return f"[{host}]:{node.kv_port}" if ":" in host else f"{host}:{node.kv_port}"
 
     def config_version(self) -> tuple[int, int]:
         """Return (revEpoch, rev)."""

@@ -157,7 +157,10 @@ class ClientConnection(asyncio.Protocol):
         address = transport.get_extra_info("peername") or ("", 0)
         self.peer_host = str(address[0])
         self.peer = f"{address[0]}:{address[1]}"
-        self.logins = self._access.logins_of(str(address[0]), self.peer, is_tls=self._is_tls)
+        self.logins = self._access.logins_of(
+            self.peer_host, self.peer, is_tls=self._is_tls,
+            certificate=transport.get_extra_info("peercert"),
+        )  # fmt: skip
         self.logins.on_outcome = self._login_checked
         if self._end_handshake is not None:
             self._end_handshake()
@@ -256,9 +259,10 @@ class ClientConnection(asyncio.Protocol):
     @_supervised
     def tell_map(self) -> None:
         """Push the newest map to a client that asked for that, when it reads."""
-        packet = self.session.state.pushed_map()
-        self._owes_map = bool(packet) and self._is_write_paused
-        if packet and not self._owes_map and not self._transport.is_closing():
+        self._owes_map = self._is_write_paused
+        if self._owes_map or self._transport.is_closing():
+            return
+        if packet := self.session.state.pushed_map():
             self._write(packet)
 
     @property

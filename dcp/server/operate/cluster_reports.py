@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
-from dcp.server.operate.reports import Count, VbId
+from dcp.server.operate.cluster_requests import PlanProgress
+from dcp.server.operate.reports import Count, UnixTime, VbId
 from vbucket.model.ids import NUM_VBUCKETS
 
 _Name = Annotated[str, Meta(description="Name of the node. Default: its host and port.")]
@@ -54,8 +55,16 @@ class NodeReport(Struct, frozen=True, kw_only=True):
     name: str
     member: Annotated[str, Meta(description="The id of its data folder.")]
     address: str
+    admin_port: Annotated[Count, Meta(description="0: none.")]
+    admin_tls_port: Annotated[Count, Meta(description="0: none.")]
     rack: str
     is_alive: bool
+    is_leaving: Annotated[bool, Meta(description="It is about to stop, and hands over.")]
+    is_drained: Annotated[bool, Meta(description="It gets no copies and no masters.")]
+    roles: Annotated[
+        list[str],
+        Meta(description="coordinator: it elects masters. metastore: it owns the embedded store."),
+    ]
     masters: Annotated[Count, Meta(description="Partitions of which it is master.")]
     copies: Annotated[Count, Meta(description="Partitions of which it has a copy.")]
     in_sync: Annotated[Count, Meta(description="Partitions of which its copy is in sync.")]
@@ -68,6 +77,9 @@ class PartitionReport(Struct, frozen=True, kw_only=True):
     vb: VbId
     epoch: Annotated[Count, Meta(description="Rises with each change of master.")]
     master: str | None
+    unclean_epoch: Annotated[
+        int | None, Meta(description="The epoch that the last unclean election began; null: none.")
+    ]
     wanted_master: Annotated[str | None, Meta(description="Who it is being handed over to.")]
     copies: Annotated[list[str], Meta(description="In order of preference.")]
     in_sync: _Names
@@ -80,6 +92,87 @@ class StoreReport(Struct, frozen=True, kw_only=True):
     url: str
     trouble: Annotated[str, Meta(description="Why it does not answer this node; empty if it does.")]
     revision: Annotated[Count, Meta(description="The newest one that this node has seen.")]
+
+
+class FollowerReport(Struct, frozen=True, kw_only=True):
+    """How far a node's copies are behind the partitions whose master is the node that answers."""
+
+    node: str
+    copies: Annotated[Count, Meta(description="Copies of these partitions that it has.")]
+    behind_partitions: Count
+    behind_changes: Annotated[
+        Count, Meta(description="Changes on the master's disk, not known to be on its disk.")
+    ]
+    heard_ms: Annotated[
+        int | None, Meta(description="How long ago it was heard; null: it has no link.")
+    ]
+
+
+class UnwritableReport(Struct, frozen=True, kw_only=True):
+    """Partitions that take no writes now."""
+
+    vbs: Annotated[str, Meta(description="Partitions, as in 0-5,9.")]
+    count: Count
+    why: str
+    try_: Annotated[str, Meta(description="What to do.")] = field(name="try")
+
+
+class ProblemReport(Struct, frozen=True, kw_only=True):
+    """What is wrong, and what to do."""
+
+    what: str
+    try_: Annotated[str, Meta(description="What to do; commands stand in backquotes.")] = field(
+        name="try"
+    )
+
+
+class ReceiptReport(Struct, frozen=True, kw_only=True):
+    """A loss receipt: changes that may have been answered, and are in no history any more.
+
+    Fields that do not belong to its kind are null.
+    """
+
+    kind: Annotated[
+        str,
+        Meta(
+            description="cut_off: this node cut changes off, and kept them in a file. "
+            "unclean_election: this node became master, and what lies above its end is lost."
+        ),
+    ]
+    at: UnixTime
+    file: Annotated[str, Meta(description="On the disk of the node that answers.")]
+    vb: VbId | None = None
+    epoch: Annotated[
+        int | None, Meta(description="The epoch whose master does not have the changes.")
+    ] = None
+    versions: Annotated[
+        list[tuple[str, str]],
+        Meta(description="(vb_uuid, seqno at which it began) of this node, newest first."),
+    ] = []
+    first_seqno: Annotated[str | None, Meta(description="Of cut_off.")] = None
+    last_seqno: Annotated[str | None, Meta(description="Of cut_off.")] = None
+    count: Annotated[int | None, Meta(description="Of cut_off: changes in the file.")] = None
+    end_seqno: Annotated[
+        str | None, Meta(description="Of unclean_election: where the new master begins.")
+    ] = None
+    committed_seqno: Annotated[
+        str | None,
+        Meta(description="Of unclean_election: what it knew to be committed; null: nothing."),
+    ] = None
+    known_lost: Annotated[
+        int | None,
+        Meta(description="Of unclean_election: seqnos that it knows are lost; null: not known."),
+    ] = None
+    problem: Annotated[str, Meta(description="Why the file cannot be read; empty: it can.")] = ""
+
+
+class ReceiptsReport(Struct, frozen=True, kw_only=True):
+    """The loss receipts in the data folder of the node that answers, the newest first."""
+
+    node: str
+    folder: str
+    receipts: list[ReceiptReport]
+    left_out: Annotated[Count, Meta(description="Older ones that are not in the list.")]
 
 
 class ClusterReport(Struct, frozen=True, kw_only=True):
@@ -98,4 +191,14 @@ class ClusterReport(Struct, frozen=True, kw_only=True):
     in_sync_sizes: Annotated[
         dict[str, int], Meta(description="Size of the in-sync set -> partitions.")
     ] = {}
-    problems: Annotated[list[str], Meta(description="What is wrong, and what to do.")] = []
+    followers: Annotated[
+        list[FollowerReport], Meta(description="The lag of nodes, as this one sees it as a master.")
+    ] = []
+    unwritable: Annotated[
+        list[UnwritableReport],
+        Meta(description="Partitions of this master, and of none, that take no writes now."),
+    ] = []
+    plan: Annotated[
+        PlanProgress | None, Meta(description="The moves that are under way; null: none.")
+    ] = None
+    problems: list[ProblemReport] = []

@@ -140,6 +140,7 @@ class StatusReport(Struct, kw_only=True):
 
     version: str
     compiled: Annotated[bool, Meta(description="Whether the hot modules are C extensions.")]
+    form: Annotated[str, Meta(description="`compiled`, or `plain Python` and the reason.")]
     uptime_s: Count
     data: Annotated[str, Meta(description="The data folder.")]
     durability: Annotated[str, Meta(extra_json_schema={"enum": ["commit", "interval", "none"]})]

@@ -335,7 +335,7 @@ class ConsoleView:
                 "changes that are not in the store yet; at the limit writes wait",
             ),
             Gauge(
-                "Item cache", cache.held_bytes, settings.item_cache_bytes or None, "bytes",
+                "Item cache", cache.held_bytes, cache.bytes_max or None, "bytes",
                 "documents kept in memory",
             ),
             Gauge(

@@ -17,6 +17,7 @@ class ServerFacts:
         self.bucket_config = config.bucket_config
         self.global_config = config.global_config
         self.config_version = config.config_version
+        self.address_of = config.address_of
         self._stats = stats
 
     def stats(self, group: bytes) -> Rows | None:

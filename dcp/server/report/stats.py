@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from dcp.compiled import compiled_modules
+from dcp.compiled import compiled_modules, form_text
 from dcp.server.net.cluster_config import Ports
 from dcp.server.net.connections import Connections
 from dcp.server.observe.about import About
@@ -83,6 +83,7 @@ class Stats:
         return StatusReport(
             version=self._about.version,
             compiled=bool(compiled_modules()),
+            form=form_text(),
             uptime_s=self._about.uptime_s,
             data=str(self._about.data_dir),
             durability=self._about.durability,
@@ -117,6 +118,8 @@ class Stats:
             ("curr_items", str(sum(part.item_count for part in engine.partitions))),
             ("ep_durability", about.durability),
             ("ep_data_folder", str(about.data_dir)),
+            ("ep_admin_port", str(self._ports.admin)),
+            ("ep_admin_tls_port", str(self._ports.admin_tls)),
             ("ep_log_groups", str(engine.commits.committed_group)),
             ("ep_memtable_bytes", str(engine.keyspace.active_bytes + engine.keyspace.frozen_bytes)),
             ("ep_merges", str(self._merging.count)),

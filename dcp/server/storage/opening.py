@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.folder import open_folder
 from dcp.server.storage.log_loss import keep_copies, lost_words, write_receipt
+from dcp.server.storage.memory_share import item_cache_size
 from vbucket.engine.startup import recover_node
 from vbucket.log.device import LogFullError
 from vbucket.log.device_files import FileLogDevice, sync_folder
@@ -44,6 +45,7 @@ class Storage:
         the damage is given up, and `loss` says what that was. Raises FolderError, and what
         vbucket.engine.startup.recover_node raises.
         """
+        self.cache_size = item_cache_size(settings.item_cache_bytes)
         with contextlib.ExitStack() as opened:
             self.folder = open_folder(path)
             opened.callback(self.folder.close)
@@ -62,7 +64,7 @@ class Storage:
                 draw_uuid=lambda: vb_uuid_from_random(secrets.randbits(64)),
                 draw_node_id=lambda: secrets.token_hex(NODE_ID_BYTES),
                 memtable_bytes_max=settings.memtable_bytes,
-                item_cache_bytes=settings.item_cache_bytes,
+                item_cache_bytes=self.cache_size.bytes_max,
                 keep_copies=keep,
             )
             self.store, self.engine = startup.store, startup.engine
@@ -78,7 +80,8 @@ class Storage:
             self._opened = opened.pop_all()
 
     def tell(self, log: EventLog) -> None:
-        """Log what recovery found."""
+        """Log what recovery found, and the memory of the item cache."""
+        log.info("item cache", bytes=self.cache_size.bytes_max, why=self.cache_size.reason)
         if self.torn is not None:
             log.warning("torn tail cut from the log", **self.torn._asdict())
         if self.rewritten_bytes:

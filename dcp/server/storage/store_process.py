@@ -57,8 +57,9 @@ from vbucket.store.key_record import RecordDamagedError
 from vbucket.store.records import BY_SEQNO_TABLE, TABLES, put_failover
 from vbucket.store.store import StoreView
 from vbucket.upkeep.compaction import FREE_PAGES_BYTES, Compactor, Floors, SliceReport
-from vbucket.upkeep.merge import MergeRefusedError, MergeReport, merge
+from vbucket.upkeep.merge import MergeReport, merge
 from vbucket.upkeep.retention import DiskUse, FloorStep, Planner, PlanReport, Windows
+from vbucket.upkeep.staging import MergeRefusedError
 
 if TYPE_CHECKING:
     import asyncio

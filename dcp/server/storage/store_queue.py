@@ -41,7 +41,7 @@ from dcp.server.storage.store_supervisor import StoreSupervisor
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.record import LogDamagedError
 from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
-from vbucket.upkeep.merge import MergeRefusedError
+from vbucket.upkeep.staging import MergeRefusedError
 
 PAUSE_S: Final = 1.0
 PAUSE_MAX_S: Final = 60.0

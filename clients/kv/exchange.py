@@ -1,0 +1,297 @@
+"""Performs the calls of `KvClient`: does over asyncio what a Call says.
+
+    exchange = Exchange(router, connections)
+    outcomes = await exchange.documents(operations, timeout_s, level, collection)
+    reply = await exchange.command(opcode, "what it is", timeout_s, node=node)
+
+The usual case, in which one node serves all operations and answers, needs no Call. After a second
+without all answers a Call takes over. What was sent is still waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from random import Random
+from typing import Any, Final, cast
+
+from clients.errors import DcpdError, UnknownCollectionError, UnsupportedError, error_from_status
+from clients.kv.call import Call
+from clients.kv.node_links import NodeLinks
+from clients.kv.reaction import is_answer
+from clients.kv.routing import (
+    Action,
+    FetchMap,
+    Result,
+    Router,
+    Send,
+    patience_s,
+    place_of,
+)
+from clients.link.pipelined_link import Link
+from clients.link.topology import ClusterNode
+from clients.operation import (
+    DurabilityLevel,
+    Operation,
+    Outcome,
+    collection_id_of,
+    durability_frame,
+    outcome_of,
+    pack_operations,
+)
+from dcp.wire.frame import Frame
+from dcp.wire.opcode import Opcode
+from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
+from vbucket.model.manifest import encode_leb128
+
+BATCH_OPERATIONS_MAX: Final = 4096
+"""Operations in one write: large enough for one fsync per batch, small enough for memory."""
+BATCH_BYTES_MAX: Final = 4 * 1024 * 1024
+
+_jitter: Final = Random().random  # noqa: S311 - not for secrets
+
+Flights = list[tuple[int, int, "asyncio.Future[list[Frame]]"]]
+"""Chunks that were written: first position, end position, their replies."""
+
+
+class Exchange:
+    """See the module. A client and its collections share one."""
+
+    def __init__(self, router: Router, connections: NodeLinks) -> None:
+        self._router = router
+        self._connections = connections
+        self._collection_ids: dict[str, int] = {}
+
+    async def documents(
+        self,
+        operations: list[Operation],
+        timeout_s: float,
+        level: DurabilityLevel,
+        collection: str | None,
+    ) -> list[Outcome]:
+        """Send operations; return one result or error per operation, in order."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        deadline_s = begun_s + timeout_s
+        work: dict[Send, Flights] = {}
+
+        def transmit(send: Send) -> Coroutine[Any, Any, None]:
+            flights = work.setdefault(send, [])
+            return self.transmit(operations, send, flights, level, deadline_s, collection)
+
+        send = self._router.direct(operations)
+        is_over = True
+        if send is not None and self._connections.is_open(send.node):
+            try:
+                async with asyncio.timeout_at(begun_s + patience_s(timeout_s)):
+                    await transmit(send)
+            except TimeoutError:
+                is_over = False
+            if all(map(is_answer, send.outcomes)):
+                self._router.note_up(send.node)
+                return cast("list[Outcome]", send.outcomes)
+        else:
+            send = None
+        call = Call(self._router, operations, begun_s, timeout_s, direct=send)
+        tasks: dict[asyncio.Task[Any], Action] = {}
+        if send is not None:
+            if is_over:
+                call.finish(send, loop.time(), _jitter())
+            else:  # go on waiting, and look for a newer map meanwhile
+                tasks[asyncio.create_task(transmit(send))] = send
+        await self._run(call, transmit, tasks)
+        return cast("list[Outcome]", call.results)
+
+    async def command(
+        self,
+        opcode: Opcode,
+        what: str,
+        timeout_s: float,
+        *,
+        key: bytes = b"",
+        extras: bytes = b"",
+        vb_id: int | None = None,
+        node: ClusterNode | None = None,
+    ) -> Result:
+        """Send a command to the node of a partition, or to a node; return its reply or an error.
+
+        `what` names it in errors.
+        """
+        now_s = asyncio.get_running_loop().time()
+        operation = (opcode, key, extras, b"", 0)
+        call = Call(self._router, [operation], now_s, timeout_s, vb_id=vb_id, node=node)
+        await self._run(call, lambda send: self._transmit_command(operation, what, vb_id, send), {})
+        result = call.results[0]
+        assert result is not None, "every operation has an outcome"
+        return result
+
+    async def _run(
+        self,
+        call: Call,
+        transmit: Callable[[Send], Coroutine[Any, Any, None]],
+        tasks: dict[asyncio.Task[Any], Action],
+    ) -> None:
+        """Do what the call says until it is done. `tasks` are under way already."""
+        loop = asyncio.get_running_loop()
+        try:
+            while not call.is_done:
+                for action in call.step(loop.time(), _jitter()):
+                    work = (
+                        transmit(action)
+                        if isinstance(action, Send)
+                        else self._connections.fetch(action)
+                    )
+                    tasks[asyncio.create_task(work)] = action
+                if not call.is_done:
+                    await self._wait(call, tasks)
+        finally:
+            if tasks:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _wait(self, call: Call, tasks: dict[asyncio.Task[Any], Action]) -> None:
+        """Wait until a task has ended, a newer map is known, or the call has to go on; tell the
+        call what has ended.
+        """
+        loop = asyncio.get_running_loop()
+        for task, action in tasks.items():
+            if isinstance(action, Send) and action.is_abandoned:
+                task.cancel()
+        pause_s = max(0.0, call.wake_s() - loop.time())
+        news = self._connections.news.future()
+        done, _ = await asyncio.wait(
+            {*tasks, news}, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in [task for task in tasks if task in done]:
+            action = tasks.pop(task)
+            if isinstance(action, FetchMap):
+                call.mapped(action, task.result(), loop.time())
+            elif not action.is_abandoned:
+                task.result()
+                call.finish(action, loop.time(), _jitter())
+
+    async def transmit(
+        self,
+        operations: list[Operation],
+        send: Send,
+        flights: Flights,
+        level: DurabilityLevel,
+        deadline_s: float,
+        collection: str | None,
+    ) -> None:
+        """Send operations to one node in chunks, several in flight; fill in the outcomes.
+
+        It may be cancelled and called again. Then it goes on with what is left.
+        """
+        try:
+            await self._write(operations, send, flights, level, deadline_s, collection)
+        except DcpdError as error:
+            send.outcomes[send.sent :] = [error] * (len(send.outcomes) - send.sent)
+        outcomes, name = send.outcomes, send.node.name
+        for start, stop, future in flights:
+            if outcomes[start] is not None:
+                continue
+            try:
+                frames = await asyncio.shield(future)
+            except DcpdError as error:
+                outcomes[start:stop] = [error] * (stop - start)
+                continue
+            for place, frame in zip(range(start, stop), frames, strict=True):
+                operation = operations[send.indexes[place]]
+                outcomes[place] = outcome_of(operation, send.vb_ids[place], frame, name)
+        if collection is not None and any(
+            isinstance(outcome, UnknownCollectionError) for outcome in outcomes
+        ):
+            self._collection_ids.pop(collection, None)
+
+    async def _write(
+        self,
+        operations: list[Operation],
+        send: Send,
+        flights: Flights,
+        level: DurabilityLevel,
+        deadline_s: float,
+        collection: str | None,
+    ) -> None:
+        """Write what is left of a Send. Raises DcpdError for what cannot be written."""
+        indexes, vb_ids = send.indexes, send.vb_ids
+        for start, stop in _chunks(operations, indexes):
+            if start < send.sent:
+                continue  # before it was cancelled
+            link = await self._connections.link(place_of(send.node), is_fresh=send.is_fresh)
+            prefix = await self._prefix(link, collection)
+            if level and not link.has_durability:
+                raise UnsupportedError("the server has no durability levels", node=link.node)
+            if send.is_cut:
+                return
+            opaque = link.take_opaques(stop - start)
+            packets = pack_operations(
+                [operations[index] for index in indexes[start:stop]],
+                vb_ids[start:stop],
+                opaque=opaque,
+                has_collections=link.has_collections,
+                collection_prefix=prefix,
+                framing=durability_frame(level, deadline_s - link.now_s),
+            )
+            future = link.send_batch(packets, opaque, stop - start)
+            if future.done():
+                error = future.exception()
+                assert error is not None, "the connection broke before"
+                raise error
+            flights.append((start, stop, future))
+            send.sent = stop
+            await link.drain()
+
+    async def _transmit_command(
+        self, operation: Operation, what: str, vb_id: int | None, send: Send
+    ) -> None:
+        """Send a command that only reads; fill in its reply or the error that it means."""
+        opcode, key, extras, _, _ = operation
+        try:
+            link = await self._connections.link(place_of(send.node), is_fresh=send.is_fresh)
+            send.sent = 1
+            if opcode == Opcode.STAT:
+                frames = await link.request_stat(key)
+            else:
+                request = link.request(Opcode(opcode), vb_id=vb_id or 0, extras=extras, key=key)
+                frames = [await request]
+        except DcpdError as error:
+            send.outcomes[0] = error
+            return
+        status, node = frames[-1].status if frames else 0, send.node.name
+        if status:
+            send.outcomes[0] = error_from_status(
+                status, what, body=frames[-1].value, vb_id=vb_id, node=node
+            )
+        else:
+            send.outcomes[0] = frames if opcode == Opcode.STAT else frames[0]
+
+    async def _prefix(self, link: Link, name: str | None) -> bytes:
+        """Return the collection prefix of keys.
+
+        Raises UnknownCollectionError, UnsupportedError.
+        """
+        if name is None:
+            return DEFAULT_COLLECTION_PREFIX
+        if not link.has_collections:
+            raise UnsupportedError("the server has no collections", node=link.node)
+        found = self._collection_ids.get(name)
+        if found is None:
+            frame = await link.request(Opcode.GET_COLLECTION_ID, key=name.encode())
+            found = self._collection_ids[name] = collection_id_of(frame, name, link.node)
+        return encode_leb128(found)
+
+
+def _chunks(operations: list[Operation], indexes: Sequence[int]) -> list[tuple[int, int]]:
+    """Split a batch into writes with a bounded number of operations and bytes."""
+    chunks = []
+    start = size = 0
+    for place, index in enumerate(indexes):
+        size += len(operations[index][3])
+        if place + 1 - start == BATCH_OPERATIONS_MAX or size >= BATCH_BYTES_MAX:
+            chunks.append((start, place + 1))
+            start, size = place + 1, 0
+    if start < len(indexes):
+        chunks.append((start, len(indexes)))
+    return chunks

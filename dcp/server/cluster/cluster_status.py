@@ -1,0 +1,173 @@
+"""The status of a cluster as one node sees it: a report for operators.
+
+It is made from this node's view of the metadata store, which may be old, and from what it does as a
+master. Nothing is asked and nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+from dcp.cluster.cluster_view import ClusterView
+from dcp.cluster.request_answers import name_of
+from dcp.replication.leading_report import Unwritable, follower_lags, unwritable
+from dcp.server.cluster.cluster_changes import plan_progress
+from dcp.server.cluster.cluster_problems import OwnTroubles, problems_of
+from dcp.server.observe.elapsed import elapsed_ns
+from dcp.server.operate.cluster_reports import (
+    ClusterReport,
+    FollowerReport,
+    NodeReport,
+    StoreReport,
+    UnwritableReport,
+)
+from failover.replication_record import ReplicationRecord
+from vbucket.model.id_ranges import id_ranges
+
+if TYPE_CHECKING:
+    from dcp.server.cluster.replicated_node import ReplicatedNode
+
+
+class _Reason(NamedTuple):
+    """Why a partition takes no writes, and what to do."""
+
+    why: str
+    try_this: str
+
+
+COORDINATOR_ROLE = "coordinator"
+STORE_ROLE = "metastore"
+
+
+def cluster_report(replicated: ReplicatedNode) -> ClusterReport:
+    """Return the status."""
+    view = replicated.session.view
+    records = [stored.content.record for stored in view.partitions.values()]
+    leader = None if view.leader is None else view.leader.content.member
+    cluster = view.cluster.content if view.cluster is not None else None
+    sizes = Counter(len(record.isr) for record in records)
+    store = StoreReport(
+        url=replicated.access.url, trouble=replicated.access.trouble, revision=view.revision
+    )
+    nodes = _nodes(view)
+    blocked = _unwritable(replicated, is_store_away=bool(store.trouble))
+    return ClusterReport(
+        node=replicated.identity.name,
+        cluster=replicated.identity.cluster,
+        copies=0 if cluster is None else cluster.copies,
+        min_in_sync=None if cluster is None else cluster.min_in_sync,
+        coordinator=None if leader is None else name_of(view, leader),
+        store=store,
+        nodes=nodes,
+        without_master=sum(record.master is None for record in records),
+        served_here=replicated.served(),
+        in_sync_sizes={str(size): sizes[size] for size in sorted(sizes)},
+        followers=_followers(replicated),
+        unwritable=blocked,
+        plan=plan_progress(view),
+        problems=problems_of(view, nodes, store, _own_troubles(replicated)),
+    )
+
+
+def _own_troubles(replicated: ReplicatedNode) -> OwnTroubles:
+    links = tuple(replicated.troubles.values())
+    return OwnTroubles(
+        replicated.wrong_store, replicated.why_idle, links, replicated.clock_problems()
+    )
+
+
+def _nodes(view: ClusterView) -> list[NodeReport]:
+    masters, copies, in_sync = Counter[str | None](), Counter[str](), Counter[str]()
+    filling = Counter[str]()
+    for stored in view.partitions.values():
+        record = stored.content.record
+        masters[record.master] += 1
+        copies.update(record.copies)
+        in_sync.update(record.isr)
+        filling.update(record.filling)
+    leader = None if view.leader is None else view.leader.content.member
+    reports = []
+    for member, found in view.members.items():
+        told, alive = found.content, view.alive.get(member)
+        roles = {COORDINATOR_ROLE: member == leader, STORE_ROLE: told.owns_store}
+        reports.append(
+            NodeReport(
+                name=name_of(view, member), member=member, address=told.address,
+                admin_port=told.admin_port, admin_tls_port=told.admin_tls_port, rack=told.rack,
+                is_alive=alive is not None,
+                is_leaving=alive is not None and alive.content.is_leaving,
+                is_drained=told.is_drained,
+                roles=[role for role, has_it in roles.items() if has_it],
+                masters=masters[member], copies=copies[member], in_sync=in_sync[member],
+                filling=filling[member],
+            )
+        )  # fmt: skip
+    return sorted(reports, key=lambda report: report.name)
+
+
+def _followers(replicated: ReplicatedNode) -> list[FollowerReport]:
+    view = replicated.session.view
+    lags = follower_lags(replicated.core.leading, replicated.member, elapsed_ns())
+    return [
+        FollowerReport(
+            node=name_of(view, lag.member), copies=lag.copies,
+            behind_partitions=lag.behind_partitions, behind_changes=lag.behind_changes,
+            heard_ms=None if lag.heard_ns is None else lag.heard_ns // 1_000_000,
+        )
+        for lag in lags
+    ]  # fmt: skip
+
+
+def _unwritable(replicated: ReplicatedNode, *, is_store_away: bool) -> list[UnwritableReport]:
+    """Return why partitions take no writes: those of this master, and those without a living one.
+
+    Each partition is in the report of one node: its master's, or of every node if that is down.
+    """
+    view = replicated.session.view
+    groups: dict[_Reason, list[int]] = defaultdict(list)
+    for found in unwritable(replicated.core.leading, replicated.member, elapsed_ns()):
+        groups[_words(view, found, is_store_away=is_store_away)].append(found.vb_id)
+    for vb_id, stored in view.partitions.items():
+        record = stored.content.record
+        if record.master is None or record.master not in view.alive:
+            groups[_orphan_words(view, record, is_store_away=is_store_away)].append(vb_id)
+    return [
+        UnwritableReport(vbs=id_ranges(vb_ids), count=len(vb_ids), why=why, try_=advice)
+        for (why, advice), vb_ids in sorted(groups.items(), key=lambda item: item[1])
+    ]
+
+
+def _words(view: ClusterView, found: Unwritable, *, is_store_away: bool) -> _Reason:
+    """Return why a partition of this master takes no writes, and what to do."""
+    if not found.missing:
+        return _Reason(found.why, "Wait, and look at `dcpctl cluster status` again")
+    names = ", ".join(sorted(name_of(view, member) for member in found.missing))
+    if not is_store_away:
+        return _Reason(
+            f"{found.why}: {names}",
+            f"Wait a few seconds until {names} is out of the in-sync set. If it stays there, look "
+            "at the log of this node",
+        )
+    return _Reason(
+        f"{found.why}: {names}; it cannot leave the in-sync set while the metadata store is away",
+        f"Start the metadata store, or node {names}",
+    )
+
+
+def _orphan_words(view: ClusterView, record: ReplicationRecord, *, is_store_away: bool) -> _Reason:
+    """Return why a partition has no living master, and what to do."""
+    names = ", ".join(sorted(name_of(view, member) for member in record.isr))
+    who = "it has no master" if record.master is None else "its master is down"
+    if is_store_away:
+        return _Reason(
+            f"{who}, and nobody is elected while the metadata store is away",
+            f"Start the metadata store, or node {names}",
+        )
+    if not any(member in view.alive for member in record.isr):
+        return _Reason(
+            f"{who}, and so is every copy in sync: {names}",
+            f"Start {names} again. If that is lost for good, `dcpctl cluster failover NODE "
+            "--unclean` gives up the changes that only it had",
+        )
+    return _Reason(f"{who}; another one is elected", "Wait a few seconds")

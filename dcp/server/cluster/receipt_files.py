@@ -1,0 +1,117 @@
+"""The loss receipts of a node's data folder: changes that were cut off, and unclean elections.
+
+    quarantine/
+      vb0017-version...-9-12.cut            changes that this node cut off (`loss_receipt`)
+      vb0017-epoch4-election.receipt.json   this node became master by an unclean election
+
+A quarantine file is its own receipt: only its head is read for the list. Files that cannot be read
+are listed with the reason, so that nothing is missing without a word.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dcp.replication.loss_receipt import (
+    ElectionLoss,
+    QuarantineDamagedError,
+    election_receipt,
+    unpack_head,
+)
+from dcp.server.access.users_file import replace_file
+from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER
+from dcp.server.operate.cluster_reports import ReceiptReport, ReceiptsReport
+
+RECEIPTS_MAX: Final = 2000
+"""Receipts in one list, the newest ones: an unclean election of every partition fits."""
+HEAD_BYTES: Final = 16 * 1024
+"""Of a quarantine file, for its list entry. A failover log has 25 versions at most, in 1.5 KiB."""
+RECEIPT_BYTES_MAX: Final = 64 * 1024
+_ELECTION_SUFFIX: Final = "-election.receipt.json"
+_CUT_NAME: Final = re.compile(r"vb(\d+)-version\d+-epoch\d+-(\d+)-(\d+)\.cut")
+_ELECTION_NAME: Final = re.compile(r"vb(\d+)-epoch(\d+)-election\.receipt\.json")
+
+
+def keep_election(data_dir: Path, lost: ElectionLoss, at_s: float) -> Path:
+    """Write the receipt of an unclean election and make it durable; return its path. Call it in a
+    thread. Raises OSError.
+    """
+    name = f"vb{lost.vb_id:04d}-epoch{lost.epoch}{_ELECTION_SUFFIX}"
+    path = data_dir / QUARANTINE_FOLDER / name
+    replace_file(path, msgspec.json.encode({**election_receipt(lost), "at": at_s}) + b"\n")
+    return path
+
+
+def receipts_in(data_dir: Path, node: str) -> ReceiptsReport:
+    """Return the receipts of a data folder, the newest first. Call it in a thread."""
+    folder = data_dir / QUARANTINE_FOLDER
+    found: list[ReceiptReport] = []
+    times = sorted(_times(folder), reverse=True)
+    for at_s, name in times[:RECEIPTS_MAX]:
+        path = folder / name
+        try:
+            read = _cut_off if name.endswith(".cut") else _election
+            found.append(read(path, at_s))
+        except FileNotFoundError:
+            continue  # somebody has moved it away meanwhile
+        except (OSError, QuarantineDamagedError, msgspec.MsgspecError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            kind = "cut_off" if name.endswith(".cut") else "unclean_election"
+            found.append(
+                ReceiptReport(kind=kind, at=at_s, file=str(path), problem=why or str(error))
+            )
+    return ReceiptsReport(
+        node=node, folder=str(folder), receipts=found,
+        left_out=max(0, len(times) - RECEIPTS_MAX),
+    )  # fmt: skip
+
+
+def _times(folder: Path) -> list[tuple[float, str]]:
+    """Return (when it was written, file name) of the receipts in a folder."""
+    times = []
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except FileNotFoundError:
+        return []
+    for name in names:
+        if _CUT_NAME.fullmatch(name) or _ELECTION_NAME.fullmatch(name):
+            try:
+                times.append((folder.joinpath(name).stat().st_mtime, name))
+            except FileNotFoundError:
+                continue
+    return times
+
+
+def _cut_off(path: Path, at_s: float) -> ReceiptReport:
+    with path.open("rb") as file:
+        head = unpack_head(file.read(HEAD_BYTES))
+    named = _CUT_NAME.fullmatch(path.name)
+    assert named is not None
+    return ReceiptReport(
+        kind="cut_off", at=at_s, vb=head.vb, epoch=head.epoch, versions=head.versions,
+        first_seqno=named[2], last_seqno=named[3], count=head.entries, file=str(path),
+    )  # fmt: skip
+
+
+class _Election(msgspec.Struct, frozen=True):
+    vb: int
+    epoch: int
+    versions: list[tuple[str, str]]
+    end_seqno: str
+    committed_seqno: str | None
+    known_lost: int | None
+    at: float
+
+
+def _election(path: Path, _at_s: float) -> ReceiptReport:
+    with path.open("rb") as file:
+        told: Any = msgspec.json.decode(file.read(RECEIPT_BYTES_MAX), type=_Election)
+    return ReceiptReport(
+        kind="unclean_election", at=told.at, vb=told.vb, epoch=told.epoch, versions=told.versions,
+        end_seqno=told.end_seqno, committed_seqno=told.committed_seqno,
+        known_lost=told.known_lost, file=str(path),
+    )  # fmt: skip

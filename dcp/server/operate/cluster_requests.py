@@ -1,0 +1,110 @@
+"""What operators ask of a cluster, and what it comes to: documents of the HTTP API."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from dcp.server.operate.reports import Count, VbId
+
+_DryRun = Annotated[bool, Meta(description="Only say what would be done.")]
+_Node = Annotated[str, Meta(description="Name, id or HOST:PORT of a node.")]
+
+
+class PlainRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """A request without choices."""
+
+    dry_run: _DryRun = False
+
+
+class SetRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Numbers of the cluster. What is left out stays as it is."""
+
+    copies: Annotated[int | None, Meta(description="Copies of each partition, 1 to 4.")] = None
+    min_in_sync: Annotated[
+        int | None, Meta(description="Copies in sync that a write needs. 0: a majority.")
+    ] = None
+    masters_return_s: Annotated[
+        float | None,
+        Meta(description="How long the first copy is in sync before it is master. 0: never."),
+    ] = None
+    dry_run: _DryRun = False
+
+
+class MoveRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """A partition, and the node that becomes its master."""
+
+    vb: VbId
+    to: _Node
+    dry_run: _DryRun = False
+
+
+class NodeRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The node that a request is about."""
+
+    node: _Node
+    dry_run: _DryRun = False
+
+
+class MasterFailoverRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The master to fail over: a node, or one partition."""
+
+    node: Annotated[str | None, Meta(description="Name, id or HOST:PORT of a node.")] = None
+    vb: VbId | None = None
+    unclean: Annotated[
+        bool, Meta(description="Elect a copy that is not in sync. Answered changes may be lost.")
+    ] = False
+    dry_run: _DryRun = False
+
+
+class NodeChange(Struct, frozen=True, kw_only=True):
+    """What a request means for one node."""
+
+    node: str
+    copies_before: Count
+    copies_after: Count
+    masters_before: Annotated[Count, Meta(description="Partitions of which it is preferred.")]
+    masters_after: Count
+
+
+class PartitionChange(Struct, frozen=True, kw_only=True):
+    """The copies of a partition before and after, the preferred master first."""
+
+    vb: VbId
+    before: list[str]
+    after: list[str]
+
+
+class ChangeReport(Struct, frozen=True, kw_only=True):
+    """What a request does, or would do."""
+
+    what: Annotated[str, Meta(description="The request in words.")]
+    has_changes: Annotated[bool, Meta(description="false: there is nothing to do.")]
+    is_written: Annotated[bool, Meta(description="false: it was a dry run, or nothing is to do.")]
+    is_plan: Annotated[
+        bool, Meta(description="Whether copies or masters move, which takes time: see the status.")
+    ]
+    operation: Annotated[str, Meta(description="The name of the plan in the status.")]
+    revision: Annotated[Count, Meta(description="Of the metadata store, after it was written.")]
+    notes: Annotated[list[str], Meta(description="What the operator should know before.")]
+    nodes: Annotated[list[NodeChange], Meta(description="Only of a request with moves.")]
+    moves: list[PartitionChange]
+    unclean_vbs: Annotated[
+        str, Meta(description="Partitions that are elected uncleanly, as in 0-5,9.")
+    ]
+
+
+class PlanProgress(Struct, frozen=True, kw_only=True):
+    """How far the plan is that is under way."""
+
+    operation: str
+    what: Annotated[str, Meta(description="The plan in words.")]
+    kind: str
+    partitions: Annotated[Count, Meta(description="Partitions that it names.")]
+    done: Count
+    filling: Annotated[Count, Meta(description="Copies that are being filled for it now.")]
+    handovers: Annotated[Count, Meta(description="Partitions that wait for their master only.")]
+    waits_for: Annotated[
+        dict[str, int], Meta(description="Nodes that are down -> copies that wait for them.")
+    ]

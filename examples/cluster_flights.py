@@ -1,0 +1,378 @@
+"""A year of flights, written to a cluster whose nodes die, while a consumer follows.
+
+    scripts/cluster-demo                       # installs what it needs, then runs this
+    python examples/cluster_flights.py --rows 20000 --deaths 3 --csv FILE.csv.zip --keep
+
+What happens, with real processes only
+1. three members of etcd and three nodes start on loopback; examples/replica.py follows;
+2. KvClient and the official SDK write 336,776 flights, one document each, until all are answered;
+3. every few seconds the node that is master of most partitions is killed with SIGKILL, and started
+   again when others have followed it;
+4. a node is frozen with SIGSTOP, and goes on later;
+5. the leader of etcd is killed;
+6. a fourth node joins, copies and masters are spread over all four, and one node is drained;
+7. what the writers were answered, what the nodes hold and what the consumer has are compared key by
+   key.
+
+The exit code is 0 only if nothing that was answered is lost and all are equal. Whatever happens,
+all processes that it started have ended when it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cluster_cast import PARTITIONS, Etcd, Nodes
+from cluster_writers import Backlog, Document, KvWriters, Ledger, Probes, SdkWriters
+from flight_data import DataError, packaged_csv, read_flights
+from processes import ProcessFailedError, ReplicaProcess
+
+from clients import DcpdError, KvClient
+
+DIFFERENCES_SHOWN = 20
+FREEZE_S = 3.0
+TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 0.5
+"""A frozen node answers nothing: a probe gives it up and asks the next one."""
+READ_AT_ONCE = 20_000
+NODES = ("n1", "n2", "n3")
+FAILURES = (DataError, ProcessFailedError, DcpdError)
+
+
+class Summary(NamedTuple):
+    """What is printed at the end."""
+
+    documents: int
+    ledger: Ledger
+    lost: list[str]
+    differences: list[str]
+    gaps_s: list[float]
+    deaths: int
+    versions: int
+    rollbacks: int
+    load_s: float
+
+
+class Story:
+    """The acts. Each waits until the cluster is whole again."""
+
+    def __init__(self, nodes: Nodes, etcd: Etcd, probes: Probes, kv: KvClient) -> None:
+        self.deaths = 0
+        """Nodes that were killed or frozen while they were masters."""
+        self._nodes, self._etcd, self._probes, self._kv = nodes, etcd, probes, kv
+
+    async def kill(self) -> None:
+        """Kill the node with most partitions."""
+        name, followed = await self._lose(self._nodes.kill, "SIGKILL")
+        await asyncio.to_thread(self._nodes.start, name)
+        await asyncio.to_thread(self._nodes.until_in_sync)
+        say(f"{name} is back; {followed}")
+
+    async def freeze(self) -> None:
+        """Freeze the node with most partitions."""
+        name, followed = await self._lose(self._nodes.freeze, "SIGSTOP")
+        await asyncio.sleep(FREEZE_S)
+        self._nodes.thaw(name)
+        await asyncio.to_thread(self._nodes.until_in_sync)
+        say(f"{name} goes on; {followed}")
+
+    async def _lose(self, act: Callable[[str], None], word: str) -> tuple[str, str]:
+        masters = await asyncio.to_thread(self._nodes.masters)
+        name = max(masters, key=lambda name: masters[name])
+        port = self._nodes.servers[name].port
+        topology = self._kv.topology
+        assert topology is not None
+        places = {vb_id: topology.place_of(vb_id) for vb_id in range(PARTITIONS)}
+        mine = [vb_id for vb_id, place in places.items() if place and place[1] == port]
+        since_s = time.monotonic()
+        act(name)
+        self.deaths += 1
+        say(f"{name}: {word}; it was master of {len(mine)} partitions")
+        first = len(self._probes.gaps_s)
+        await self._probes.measure(mine, since_s)
+        await asyncio.to_thread(self._nodes.until_followed, name)
+        longest_s = max(self._probes.gaps_s[first:], default=0.0)
+        return name, f"its partitions answered again after {longest_s:.1f} s at most"
+
+    async def kill_leader(self) -> None:
+        """Kill etcd's leader, and start it again."""
+        number = await asyncio.to_thread(self._etcd.leader)
+        assert number is not None
+        self._etcd.kill(number)
+        await asyncio.to_thread(self._until_other_leader)
+        self._etcd.start(number)
+        say(f"etcd's leader, member {number}: SIGKILL; another one leads, and it starts again")
+
+    def _until_other_leader(self) -> None:
+        give_up_s = time.monotonic() + TIMEOUT_S
+        while self._etcd.leader() is None:
+            if time.monotonic() > give_up_s:
+                raise ProcessFailedError("etcd has no leader")
+            time.sleep(0.1)
+
+    async def join(self) -> None:
+        """Add a fourth node."""
+        await asyncio.to_thread(self._nodes.add, "n4")
+        await asyncio.to_thread(self._nodes.until_known, "n4")
+        say("n4 has joined")
+
+    async def rebalance(self) -> None:
+        """Spread copies and masters over all nodes."""
+        await self._change("rebalance")
+
+    async def drain(self) -> None:
+        """Move everything away from a node."""
+        await self._change("drain", node="n2")
+
+    async def _change(self, name: str, **body: Any) -> None:
+        begun_s = time.monotonic()
+        done = await asyncio.to_thread(lambda: self._nodes.change(name, **body))
+        masters = await asyncio.to_thread(self._nodes.masters)
+        shares = ", ".join(f"{node} {count}" for node, count in sorted(masters.items()))
+        took_s = time.monotonic() - begun_s
+        words = " ".join((name, *body.values()))
+        say(f"{words}: {len(done['moves'])} partitions in {took_s:.1f} s; masters: {shares}")
+
+
+# -- the whole -------------------------------------------------------------------------------------
+
+
+async def run_demo(documents: list[Document], deaths: int, folder: Path) -> Summary:
+    """Run the steps of the module's docstring. Return the summary."""
+    etcd = Etcd(folder, 3)
+    nodes = Nodes(folder, etcd.url)
+    replica: ReplicaProcess | None = None
+    try:
+        await asyncio.to_thread(etcd.start_all)
+        for name in NODES:
+            await asyncio.to_thread(nodes.add, name)
+        await asyncio.to_thread(nodes.until_in_sync)
+        await asyncio.to_thread(nodes.until_shared)
+        say(f"three nodes and three members of etcd run; clients begin at {nodes.address}")
+        replica = ReplicaProcess(folder / "replica.sqlite")
+        replica.start(nodes.address)
+        async with (
+            KvClient.connect(nodes.address, timeout_s=TIMEOUT_S) as kv,
+            KvClient.connect(nodes.address, timeout_s=PROBE_TIMEOUT_S) as probing,
+        ):
+            return await _loaded(documents, deaths, Cast(etcd, nodes, replica, kv, probing))
+    finally:
+        # Ctrl-C again does not keep processes alive.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if replica is not None:
+            replica.close()
+        nodes.close()
+        etcd.close()
+
+
+class Cast(NamedTuple):
+    """What takes part."""
+
+    etcd: Etcd
+    nodes: Nodes
+    replica: ReplicaProcess
+    kv: KvClient
+    probing: KvClient
+
+
+async def _loaded(documents: list[Document], deaths: int, cast: Cast) -> Summary:
+    kv, nodes = cast.kv, cast.nodes
+    ledger, backlog = Ledger(), Backlog(documents)
+    probes = Probes(cast.probing, ledger)
+    story = Story(nodes, cast.etcd, probes, kv)
+    before = await _versions(kv)
+    begun_s = time.monotonic()
+    sdk = await asyncio.to_thread(SdkWriters, nodes.address, backlog, ledger)
+    writers = asyncio.create_task(KvWriters(kv, backlog, ledger).run())
+    try:
+        acts = acts_of(story, deaths)
+        for number, act in enumerate(acts, 1):
+            backlog.allow(number / len(acts))
+            await _or_failure(act(), writers)
+            sdk.check()
+            nodes.check()
+            cast.replica.check()
+        await writers
+    finally:
+        writers.cancel()
+        await asyncio.gather(writers, return_exceptions=True)
+        await asyncio.to_thread(sdk.close)
+    sdk.check()
+    load_s = time.monotonic() - begun_s
+    say("comparing what was answered, the nodes and the consumer, key by key")
+    await asyncio.to_thread(nodes.until_in_sync)
+    cast.replica.kill()
+    await asyncio.to_thread(cast.replica.catch_up, nodes.address)
+    stored = await _stored(kv, ledger.answered)
+    held = consumer_documents(cast.replica)
+    after = await _versions(kv)
+    return judged(
+        len(documents), ledger, stored, held, gaps_s=probes.gaps_s, deaths=story.deaths,
+        versions=after - before, rollbacks=len(cast.replica.file.rollbacks()), load_s=load_s,
+    )  # fmt: skip
+
+
+def judged(
+    documents: int,
+    ledger: Ledger,
+    stored: Mapping[bytes, bytes],
+    held: Mapping[bytes, bytes],
+    **figures: Any,
+) -> Summary:
+    """Compare what was answered and what the consumer has with what the nodes have."""
+    return Summary(
+        documents=documents,
+        ledger=ledger,
+        lost=compare("answered", ledger.answered, stored),
+        differences=compare("the consumer", held, stored),
+        **figures,
+    )
+
+
+def acts_of(story: Story, deaths: int) -> list[Callable[[], Any]]:
+    """Return the acts in their order."""
+    half = deaths // 2
+    return [
+        *[story.kill] * half, story.freeze, story.kill_leader, *[story.kill] * (deaths - half),
+        story.join, story.rebalance, story.drain,
+    ]  # fmt: skip
+
+
+async def _or_failure(act: Any, writers: asyncio.Task[None]) -> None:
+    """Play an act; raise at once what ends the writers."""
+    playing = asyncio.ensure_future(act)
+    done, _ = await asyncio.wait({playing, writers}, return_when=asyncio.FIRST_COMPLETED)
+    if writers in done:
+        writers.result()
+    await playing
+
+
+async def _versions(kv: KvClient) -> int:
+    """Return how many versions the partitions have had."""
+    logs = [await kv.failover_log(vb_id) for vb_id in range(PARTITIONS)]
+    return sum(len(log) for log in logs)
+
+
+async def _stored(kv: KvClient, keys: Iterable[bytes]) -> dict[bytes, bytes]:
+    """Return what the masters have."""
+    wanted, stored = list(keys), {}
+    for first in range(0, len(wanted), READ_AT_ONCE):
+        found = await kv.get_many(wanted[first : first + READ_AT_ONCE])
+        stored.update((key, document.value) for key, document in found.items())
+    return stored
+
+
+def consumer_documents(replica: ReplicaProcess) -> dict[bytes, bytes]:
+    """Return what the consumer has, by key."""
+    return replica.file.documents()
+
+
+def compare(name: str, ours: Mapping[bytes, bytes], nodes: Mapping[bytes, bytes]) -> list[str]:
+    """Return in words how `ours` differs from the documents of the nodes."""
+    return [
+        f"{key.decode()}: {name} is {show(ours.get(key))}, the nodes have {show(nodes.get(key))}"
+        for key in sorted(ours.keys() | nodes.keys())
+        if ours.get(key) != nodes.get(key)
+    ]
+
+
+def show(document: bytes | None) -> str:
+    """Return a document as a difference names it."""
+    return "nothing" if document is None else repr(document[:60])
+
+
+# -- what one sees ---------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    """Print a step."""
+    print(f"  {time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+
+
+def summary_text(summary: Summary, time_s: float) -> str:
+    """Return the summary as it is printed."""
+    ledger, gaps_s = summary.ledger, sorted(summary.gaps_s)
+    by = ", ".join(f"{count:,} by {client}" for client, count in sorted(ledger.by.items()))
+    cuts = statistics.quantiles(gaps_s, n=100) if len(gaps_s) > 1 else [0.0] * 99
+    gap = f"gap p50 {cuts[49]:.2f} s, p99 {cuts[98]:.2f} s"
+    total = sum(ledger.by.values())
+    rows = (
+        ("answered", f"{total:,}: {by}"),
+        ("lost", f"{len(summary.lost):,}"),
+        (
+            "failovers",
+            f"{summary.deaths} of nodes, {len(gaps_s):,} of partitions; {gap}",
+        ),
+        (
+            "versions",
+            f"{summary.versions:,} new ones; {summary.rollbacks:,} rollbacks of the consumer",
+        ),
+        (
+            "ambiguous",
+            f"{ledger.ambiguous:,} of writers, {ledger.unsure:,} of probes; all written again",
+        ),
+        ("differences", f"{len(summary.differences):,}"),
+        ("rate", f"{total / summary.load_s:,.0f} writes/s, all deaths included"),
+        ("time", f"{time_s:.1f} s"),
+    )
+    wrong = [*summary.lost, *summary.differences]
+    title = "cluster-demo: NOT equal" if wrong else "cluster-demo: all equal, nothing lost"
+    problems = [f"  {problem}" for problem in wrong[:DIFFERENCES_SHOWN]]
+    if len(wrong) > DIFFERENCES_SHOWN:
+        problems.append(f"  and {len(wrong) - DIFFERENCES_SHOWN:,} more")
+    return "\n".join((title, *(f"  {name:<14}{text}" for name, text in rows), *problems))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/cluster-demo", description="Flights, and a cluster whose nodes die."
+    )
+    parser.add_argument("--rows", type=int, help="only the first flights", metavar="N")
+    parser.add_argument("--deaths", type=int, default=8, help="nodes to kill", metavar="N")
+    parser.add_argument("--csv", type=Path, help="another file of the same columns, also zipped")
+    parser.add_argument("--keep", action="store_true", help="keep folders and logs afterwards")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit code."""
+    options = _parser().parse_args(words)
+    begun_s = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="dcpd-cluster-demo-"))
+    try:
+        say("reading the flights")
+        flights = read_flights(options.csv or packaged_csv())[: options.rows]
+        documents = [
+            (b"%06d:%s" % (number, flight.key[:40]), flight.document)
+            for number, flight in enumerate(flights, 1)
+        ]
+        summary = asyncio.run(run_demo(documents, options.deaths, folder))
+    except FAILURES as error:
+        print(f"cluster-demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if options.keep:
+            print(f"cluster-demo: folders and logs are in {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder)
+    print(summary_text(summary, time.monotonic() - begun_s))
+    return int(bool(summary.lost or summary.differences))
+
+
+if __name__ == "__main__":
+    # SIGTERM ends it like Ctrl-C, so that what it started is ended too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""Three nodes and three members of etcd as processes, behind a network that can be cut.
+
+The first test runs a fixed order of faults under load, with every check of `scripts/soak cluster`.
+The others look at one fault each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from clients.address import parse_address
+from clients.errors import DcpdError
+from clients.kv.client import KvClient
+from clients.link.pipelined_link import Link
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from soak.cluster.nodes import FaultyCluster
+from soak.cluster.run import own_disks, run_round
+from support.waiting import until
+from vbucket.model.ids import vbucket_of
+
+pytestmark = pytest.mark.crash
+ORDER = (
+    "kill node", "cut one way", "freeze node", "kill etcd", "cut from all", "drain",
+)  # fmt: skip
+
+
+@pytest.mark.timeout(400)
+async def test_faults_under_load_lose_nothing_and_answer_nothing_wrong(tmp_path: Path) -> None:
+    report = await run_round(tmp_path, 4, ORDER)
+    assert set(report.faults) >= set(ORDER)
+    assert report.answered > 1000
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with contextlib.ExitStack() as stack:
+        disks = own_disks(stack)
+        folder = tmp_path_factory.mktemp("faults")
+        yield stack.enter_context(FaultyCluster(folder, disks))
+
+
+@pytest.fixture
+async def kv(cluster):
+    await asyncio.to_thread(cluster.until_in_sync)
+    await asyncio.to_thread(cluster.until_even)
+    async with KvClient.connect(cluster.address("a"), timeout_s=3) as kv:
+        yield kv
+    cluster.thaw_all()
+    cluster.network.heal()
+
+
+def keys_of(cluster: FaultyCluster, name: str, count: int, word: str) -> list[bytes]:
+    """Return keys whose partitions have this master."""
+    mine = {row["vb"] for row in cluster.partition_map("a") if row["master"] == name}
+    keys = (b"%s-%d" % (word.encode(), number) for number in range(100_000))
+    found = [key for key in keys if vbucket_of(key) in mine]
+    return found[:count]
+
+
+async def raw(link: Link, opcode: Opcode, key: bytes, value: bytes = b"", extras: bytes = b""):
+    return await link.request(
+        opcode, vb_id=vbucket_of(key), key=b"\0" + key if link.has_collections else key,
+        value=value, extras=extras,
+    )  # fmt: skip
+
+
+async def test_a_frozen_master_that_goes_on_answers_nothing_stale(cluster, kv):
+    """It has reads in its sockets that were sent after newer writes were answered elsewhere."""
+    keys = keys_of(cluster, "b", 40, "frozen")
+    for key in keys:
+        await kv.set(key, b"old")
+    links = [await Link.connect(parse_address(cluster.address("b"))) for _ in range(4)]
+    for key in keys:
+        assert (await raw(links[0], Opcode.GET, key)).value == b"old"
+
+    pid = cluster.nodes["b"].pid
+    cluster.freeze_process(pid)
+    for key in keys:
+        await _until_written(kv, key, b"new")
+    reads = [asyncio.create_task(raw(link, Opcode.GET, key)) for key in keys for link in links]
+    writes = [
+        asyncio.create_task(raw(links[0], Opcode.SET, key, b"late", bytes(8))) for key in keys
+    ]
+    await asyncio.sleep(0)  # they are sent
+    cluster.thaw_process(pid)
+    for read in reads:
+        frame = await read
+        assert frame.status != Status.OK or frame.value != b"old"
+    for write in writes:
+        assert (await write).status != Status.OK, "it is no master any more"
+    for key in keys:
+        assert (await kv.get(key)).value == b"new"
+    for link in links:
+        link.close()
+
+
+async def _until_written(kv: KvClient, key: bytes, value: bytes) -> None:
+    """Write until it is answered."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await kv.set(key, value)
+            except DcpdError:
+                continue
+            return
+
+
+async def test_a_master_cut_off_from_the_others_takes_nothing_and_is_followed(cluster, kv):
+    """Clients still reach it: it must answer neither reads nor writes once others may."""
+    keys = keys_of(cluster, "c", 10, "cut")
+    for key in keys:
+        await kv.set(key, b"old")
+    link = await Link.connect(parse_address(cluster.address("c")))
+    for other in "ab":
+        cluster.network.cut("c", other)
+    await asyncio.to_thread(until, lambda: cluster.masters("a")["c"] == 0)
+    for key in keys:
+        await _until_written(kv, key, b"new")
+        frame = await raw(link, Opcode.GET, key)
+        assert frame.status != Status.OK, "it is fenced"
+        frame = await raw(link, Opcode.SET, key, b"stray", bytes(8))
+        assert frame.status != Status.OK
+    cluster.network.heal()
+    await asyncio.to_thread(cluster.until_in_sync)
+    for key in keys:
+        assert (await kv.get(key)).value == b"new"
+    link.close()
+
+
+async def test_without_etcd_masters_go_on_and_status_says_so(cluster, kv):
+    for name in cluster.nodes:
+        for member in cluster.member_names:
+            cluster.network.cut(name, member)
+    await asyncio.to_thread(until, lambda: cluster.status("a")["store"]["trouble"])
+    for number in range(50):
+        await kv.set(b"without-%d" % number, b"v")
+    problems = cluster.status("a")["problems"]
+    assert any("does not answer" in problem["what"] for problem in problems), problems
+    cluster.network.heal()
+    await asyncio.to_thread(until, lambda: not cluster.status("a")["store"]["trouble"])
+
+
+async def test_a_full_disk_stops_a_masters_writes_and_leaves_in_sync_sets(cluster, kv):
+    if "c" not in cluster.disks:
+        pytest.skip("a disk of its own is mounted by root only: run the tests as root")
+    from support.small_disk import fill
+
+    (mine,) = keys_of(cluster, "c", 1, "full")
+    (other,) = keys_of(cluster, "a", 1, "full")
+    await kv.set(mine, b"before")
+    link = await Link.connect(parse_address(cluster.address("c")))
+    filler = fill(cluster.disks["c"])
+    try:
+        # What is prepared for the log takes some more. Then the master refuses, with the reason.
+        frame = await raw(link, Opcode.SET, mine, bytes(60_000), bytes(8))
+        while frame.status == Status.OK:
+            frame = await raw(link, Opcode.SET, mine, bytes(60_000), bytes(8))
+        assert frame.status in {Status.ETMPFAIL, Status.SYNC_WRITE_AMBIGUOUS}, frame
+        frame = await raw(link, Opcode.SET, mine, b"refused", bytes(8))
+        assert frame.status == Status.ETMPFAIL
+        assert b"room" in frame.value
+        # As a replica it leaves, and the others go on.
+        await _until_written(kv, other, b"during")
+        vb_id = vbucket_of(other)
+        record = cluster.partition_map("a")[vb_id]
+        assert record["in_sync"] == ["a", "b"]
+        assert cluster.partition_map("a")[vbucket_of(mine)]["master"] == "c", "it stays master"
+    finally:
+        filler.unlink()
+    await asyncio.to_thread(cluster.until_in_sync)
+    await kv.set(mine, b"after")
+    assert (await kv.get(other)).value == b"during"
+    link.close()
+
+
+async def test_a_store_process_that_stands_still_delays_no_answer(cluster, kv):
+    pid = cluster.store_process("b")
+    assert pid is not None
+    cluster.freeze_process(pid)
+    keys = keys_of(cluster, "b", 100, "still")
+    for key in keys:
+        await kv.set(key, b"v")
+    cluster.thaw_process(pid)
+    assert cluster.masters("a")["b"] > 300, "nobody was elected"
+
+
+@pytest.mark.timeout(400)
+async def test_a_wiped_folder_is_a_new_member_and_nothing_is_lost(cluster, kv):
+    """The last test of these: the old member is gone for good."""
+    documents = {b"wiped-%d" % number: b"%d" % number for number in range(500)}
+    for result in await kv.set_many(documents):
+        assert not isinstance(result, DcpdError), result
+    cluster.kill("b")
+    cluster.wipe("b")
+    await asyncio.to_thread(until, lambda: cluster.masters("a")["b"] == 0)
+    found = {key: document.value for key, document in (await kv.get_many(documents)).items()}
+    assert found == documents
+    del cluster.nodes["b"]
+    await asyncio.to_thread(cluster.add, "d")
+    await asyncio.to_thread(cluster.change, "remove", node="b")
+    await asyncio.to_thread(cluster.until_in_sync)
+    assert set(await asyncio.to_thread(cluster.masters, "a")) == {"a", "c", "d"}
+    found = {key: document.value for key, document in (await kv.get_many(documents)).items()}
+    assert found == documents

@@ -1,0 +1,173 @@
+"""What a node tells about its cluster: roles, lags, partitions that take no writes, receipts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clients.errors import DcpdError
+from dcp.replication.loss_receipt import CutOff, ElectionLoss
+from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER, keep_cut_off
+from dcp.server.cluster.receipt_files import keep_election, receipts_in
+from dcp.server.operate.cluster_reports import ClusterReport
+from support.cluster_here import ClusterHere
+from support.waiting import until_so
+from vbucket.model.entry import pack_mutation
+from vbucket.model.id_ranges import ids_in
+
+
+def status_of(cluster: ClusterHere, name: str) -> ClusterReport:
+    return cluster.nodes[name]._cluster_operations().status()
+
+
+def shared(cluster: ClusterHere, master: str, other: str) -> set[int]:
+    """Return the partitions of a master that another node has in sync, as the master knows."""
+    replicated, follower = (cluster.nodes[name].replicated for name in (master, other))
+    if replicated is None or follower is None:
+        return set()
+    return {
+        vb_id
+        for vb_id, stored in replicated.session.view.partitions.items()
+        if stored.content.record.master == replicated.member
+        and follower.member in stored.content.record.isr
+    }
+
+
+async def test_roles_and_lags(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        await cluster.become_member("n1", copies=2)
+        await cluster.start("n2")
+        await cluster.become_member("n2")
+        await until_so(lambda: len(shared(cluster, "n1", "n2")) > 100)
+        async with cluster.client("n1") as kv:
+            await kv.set_many({b"k%d" % number: b"v" for number in range(100)})
+        found = status_of(cluster, "n1")
+        assert [node.name for node in found.nodes] == ["n1", "n2"]
+        assert [node.roles for node in found.nodes] == [["coordinator"], []]
+        assert [lag.node for lag in found.followers] == ["n2"]
+        assert found.followers[0].copies > 0
+        await until_so(lambda: status_of(cluster, "n1").followers[0].behind_changes == 0)
+        replicated = cluster.nodes["n2"].replicated
+        assert replicated is not None
+        replicated.stop()  # it stands still, and its connections stay
+        async with cluster.client("n1", timeout_s=5.0) as kv:
+            await kv.set_many({b"k%d" % number: b"w" for number in range(100)})
+        lag = status_of(cluster, "n1").followers[0]
+        assert lag.behind_changes > 0
+        assert 0 < lag.behind_partitions <= lag.copies
+        assert lag.heard_ms is None or lag.heard_ms > 0
+
+
+async def test_what_takes_no_writes_while_the_store_is_away(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        await cluster.become_member("n1", copies=2)
+        await cluster.start("n2")
+        await cluster.become_member("n2")
+        await until_so(lambda: len(shared(cluster, "n1", "n2")) > 100)
+        for client in cluster.clients.values():
+            client.is_away = True
+        async with cluster.client("n1", timeout_s=2.0) as kv:
+            await kv.set(b"k", b"v")
+            found = status_of(cluster, "n1")
+            assert "nobody is elected" in found.problems[0].what
+            assert found.problems[0].try_.startswith("Start it again")
+
+            of_both = shared(cluster, "n1", "n2")
+            await cluster.kill("n2")  # nobody can take it out of the in-sync sets
+            await until_so(lambda: not cluster.active("n1") & of_both)
+            outcomes = await kv.set_many({b"k%d" % number: b"w" for number in range(50)})
+            assert any(isinstance(outcome, DcpdError) for outcome in outcomes)
+        found = status_of(cluster, "n1")
+        entry = next(each for each in found.unwritable if each.why.endswith("store is away"))
+        assert ids_in(entry.vbs) >= of_both  # and those that asked for it when the store went away
+        assert entry.count == len(ids_in(entry.vbs))
+        assert entry.why.endswith(
+            "n2; it cannot leave the in-sync set while the metadata store is away"
+        )
+        assert entry.try_ == "Start the metadata store, or node n2"
+
+        for client in cluster.clients.values():
+            client.is_away = False
+        await until_so(lambda: of_both <= cluster.active("n1"))
+        few = "1 of 2 copies are in sync; 2 must be"
+        await until_so(lambda: {each.why for each in status_of(cluster, "n1").unwritable} == {few})
+        found = status_of(cluster, "n1")
+        assert any("node n2" in problem.what for problem in found.problems)
+        assert any("dcpctl cluster remove n2" in problem.try_ for problem in found.problems)
+
+
+async def test_partitions_whose_copies_are_all_down_are_told_with_what_to_do(
+    tmp_path: Path,
+) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        await cluster.become_member("n1", copies=1)
+        await cluster.start("n2")
+        await cluster.become_member("n2")
+        await cluster.until_all_in_sync(1)
+        await cluster.kill("n1")
+        await until_so(
+            lambda: (
+                not any(
+                    node.is_alive for node in status_of(cluster, "n2").nodes if node.name == "n1"
+                )
+            )
+        )
+        entries = status_of(cluster, "n2").unwritable
+        assert sum(entry.count for entry in entries) == 1024
+        assert "so is every copy in sync: n1" in entries[0].why
+        assert "--unclean" in entries[0].try_
+
+
+ENTRIES = tuple(
+    pack_mutation(vb_id=9, key=b"\0k", value=b"v", cas=1, seqno=seqno, rev_seqno=1)
+    for seqno in (4, 5)
+)
+CUT = CutOff(9, 4, ((7, 3), (3, 0)), ENTRIES)
+LOSS = ElectionLoss(3, 6, ((8, 0),), 41, 44)
+
+
+def test_receipts_are_listed_from_the_files(tmp_path: Path) -> None:
+    assert receipts_in(tmp_path, "n1").receipts == []
+    cut_path = keep_cut_off(tmp_path, CUT)
+    election_path = keep_election(tmp_path, LOSS, 1000.5)
+    folder = tmp_path / QUARANTINE_FOLDER
+    (folder / "notes.txt").write_text("of the operator")
+    found = {report.kind: report for report in receipts_in(tmp_path, "n1").receipts}
+    cut = found["cut_off"]
+    assert (cut.vb, cut.epoch, cut.versions) == (9, 4, [("7", "3"), ("3", "0")])
+    assert (cut.first_seqno, cut.last_seqno, cut.count) == ("4", "5", 2)
+    assert cut.file == str(cut_path)
+    lost = found["unclean_election"]
+    assert (lost.vb, lost.epoch, lost.at, lost.file) == (3, 6, 1000.5, str(election_path))
+    assert (lost.end_seqno, lost.committed_seqno, lost.known_lost) == ("41", "44", 3)
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", b"dcpd-cut\x00\x01\x00\x00\x00\x02{}"])
+def test_a_receipt_that_cannot_be_read_is_listed_with_the_reason(
+    tmp_path: Path, damage: bytes
+) -> None:
+    keep_cut_off(tmp_path, CUT).write_bytes(damage)
+    keep_election(tmp_path, LOSS, 1000.5).write_bytes(damage)
+    found = receipts_in(tmp_path, "n1").receipts
+    assert sorted(report.kind for report in found) == ["cut_off", "unclean_election"]
+    assert all(report.problem for report in found)
+
+
+async def test_an_unclean_election_leaves_a_receipt_on_disk(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        node = await cluster.become_member("n1", copies=1)
+        replicated = node.replicated
+        assert replicated is not None
+        replicated._effects[ElectionLoss](LOSS)
+        operations = node._cluster_operations()
+        folder = node.about.data_dir / QUARANTINE_FOLDER
+        await until_so(lambda: folder.is_dir() and any(folder.glob("*.json")))
+        report = await operations.receipts()
+        assert report.node == "n1"
+        (receipt,) = report.receipts
+        assert (receipt.vb, receipt.end_seqno) == (3, "41")

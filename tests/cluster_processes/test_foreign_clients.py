@@ -1,0 +1,204 @@
+"""Official clients of other projects while nodes of a cluster are killed, join and are moved to.
+
+The Python and Node.js SDKs write with and without durability levels, and java-dcp-client follows
+with rollback mitigation on. All see the same story.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import pytest
+
+from clients.address import parse_address
+from clients.errors import NotFoundError
+from clients.kv.sync_client import SyncKv
+from support.cluster_processes import ClusterProcesses
+from support.sdk_load import SdkLoad, SdkTold, connected
+from support.waiting import until
+
+pytestmark = [pytest.mark.foreign, pytest.mark.crash]
+
+WRITERS: Final = 6
+"""Of each SDK; half of them use a durability level."""
+DOCUMENTS: Final = 250
+"""Of each writer."""
+WRITES: Final = 5_000
+"""Writes of each kind, with and without a durability level, that both SDKs together have got an
+answer to at the end, at least."""
+PYTHON_WRITES: Final = 3_500
+"""How many of them the Python SDK waits for. The other one writes about as many."""
+END_S: Final = 60
+FOREIGN: Final = Path(__file__).parents[1] / "foreign"
+VENV: Final = Path(__file__).parents[2] / ".venv"
+
+
+class Peer:
+    """A program of another language. It ends when its input does."""
+
+    def __init__(self, command: list[str], **environment: str) -> None:
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | environment,
+        )  # fmt: skip
+
+    def end(self) -> str:
+        """End the input; return what it printed."""
+        output, _ = self.process.communicate(timeout=END_S)
+        assert self.process.returncode == 0
+        return output
+
+    def ask(self) -> list[str]:
+        """Send a line; return the lines of the answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        lines = []
+        while (line := self.process.stdout.readline()) != ".\n":
+            assert line, "the program has ended"
+            lines.append(line.rstrip("\n"))
+        return lines
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def node_writers(address: str) -> Peer | None:
+    """Start writers with the Node.js SDK; None: it is not installed."""
+    node = shutil.which("node")
+    packages = VENV / "npm" / "node_modules"
+    if node is None or not (packages / "couchbase").is_dir():
+        return None
+    script = str(FOREIGN / "npm" / "couchbase_load.cjs")
+    return Peer([node, script, address, str(WRITERS), str(DOCUMENTS)], NODE_PATH=str(packages))
+
+
+def java_follower(address: str) -> Peer | None:
+    """Start java-dcp-client; None: it is not installed."""
+    java, jars = shutil.which("java"), VENV / "java"
+    if java is None or shutil.which("javac") is None or not list(jars.glob("*.jar")):
+        return None
+    source = str(FOREIGN / "java" / "DcpFollower.java")
+    return Peer([java, "-Xmx256m", "-cp", f"{jars}/*", source, address])
+
+
+class Story(NamedTuple):
+    """What became of it."""
+
+    python: SdkTold
+    node: SdkTold | None
+    """None: the Node.js SDK is not installed."""
+    found: dict[str, Any]
+    """What is in the cluster at the end."""
+    followed: list[str] | None
+    """What java-dcp-client has at the end; None: it is not installed."""
+    replicas: list[Any]
+    any_replica: Any
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    with ExitStack() as stack:
+        nodes = stack.enter_context(ClusterProcesses(tmp_path_factory.mktemp("nodes")))
+        nodes.until_in_sync(3)
+        nodes.until_even()
+        address = nodes.nodes["a"].address
+        node, java = node_writers(address), java_follower(address)
+        for peer in (node, java):
+            if peer is not None:
+                stack.callback(peer.kill)
+        if java is not None:
+            java.ask()  # it has opened its streams
+        cluster = connected(address)
+        stack.callback(cluster.close)
+        collection = cluster.bucket("default").default_collection()
+        load = SdkLoad(collection, WRITERS, DOCUMENTS)
+        stack.callback(load.stop)
+
+        kill_and_start(nodes, "b", load.told)
+        nodes.join("d")
+        nodes.rebalance()
+        for name in "cd":
+            kill_and_start(nodes, name, load.told)
+        until(lambda: min(load.told.durable, load.told.plain) > PYTHON_WRITES)
+
+        python = load.stop()
+        by_node = None if node is None else msgspec.json.decode(node.end(), type=SdkTold)
+        found = documents_of(address, python.keys() | (by_node.keys() if by_node else set()))
+        key = next(iter(python.answered))
+        yield Story(
+            python, by_node, found, None if java is None else followed(java, found),
+            [one.content_as[dict] for one in collection.get_all_replicas(key)],
+            collection.get_any_replica(key).content_as[dict],
+        )  # fmt: skip
+
+
+def kill_and_start(nodes: ClusterProcesses, name: str, told: SdkTold) -> None:
+    """SIGKILL a node under load, go on without it, and start it again."""
+    nodes.nodes[name].kill()
+    nodes.until_no_master(name)
+    before = told.durable + told.plain
+    until(lambda: told.durable + told.plain > before + 200)
+    nodes.nodes[name].start()
+    nodes.until_in_sync(3)
+
+
+def documents_of(address: str, keys: set[str]) -> dict[str, Any]:
+    """Return the values of those keys that are in the cluster."""
+    found = {}
+    with SyncKv(parse_address(address)) as kv:
+        for key in keys:
+            with contextlib.suppress(NotFoundError):
+                found[key] = msgspec.json.decode(kv.get(key).value)
+    return found
+
+
+def followed(java: Peer, found: dict[str, Any]) -> list[str]:
+    """Return what java-dcp-client has, once it has everything."""
+    lines: list[str] = []
+
+    def has_all() -> bool:
+        lines[:] = java.ask()
+        documents = (line.split("\t") for line in lines if not line.startswith("failed "))
+        return {key: msgspec.json.decode(value) for key, value in documents} == found
+
+    try:
+        until(has_all)
+    except AssertionError:
+        return [*lines[:20], "failed it has not got everything"]
+    finally:
+        java.end()
+    return lines
+
+
+def test_the_python_sdk_loses_nothing_and_does_nothing_twice(story: Story) -> None:
+    assert story.python.wrong(story.found) == []
+
+
+def test_replicas_are_read(story: Story) -> None:
+    assert story.replicas == [story.any_replica] * 3
+
+
+def test_the_node_sdk_loses_nothing_and_does_nothing_twice(story: Story) -> None:
+    if story.node is None:
+        pytest.skip("the npm package couchbase is not installed; scripts/test does it with npm")
+    assert story.node.wrong(story.found) == []
+    assert story.python.durable + story.node.durable > WRITES
+    assert story.python.plain + story.node.plain > WRITES
+
+
+def test_java_dcp_client_has_what_was_written(story: Story) -> None:
+    if story.followed is None:
+        pytest.skip("java-dcp-client is not installed; scripts/test does it with Maven")
+    assert [line for line in story.followed if line.startswith("failed ")] == []

@@ -1,0 +1,76 @@
+"""The size of the item cache with `auto`: an eighth of what the process may use, with a bound."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcp.server.config.sources import ConfigError, resolve
+from dcp.server.storage.memory_share import (
+    AUTO_BYTES_MAX,
+    auto_size,
+    item_cache_size,
+    usable_bytes,
+)
+
+MIB = 1 << 20
+
+
+def test_auto_is_an_eighth_of_the_lowest_limit() -> None:
+    found = auto_size({"the machine's memory": 64 << 30, "the cgroup's limit": 2 << 30})
+    assert found.bytes_max == 256 * MIB
+    assert "the cgroup's limit (2048 MiB)" in found.reason
+
+
+def test_auto_has_a_bound() -> None:
+    assert auto_size({"the machine's memory": 256 << 30}).bytes_max == AUTO_BYTES_MAX
+    assert auto_size({"the cgroup's limit": 4 * MIB}).bytes_max == MIB
+
+
+def test_auto_is_the_default_and_a_size_is_taken_as_it_is() -> None:
+    assert resolve({}, {}).settings.item_cache_bytes is None
+    assert resolve({"item_cache_bytes": "Auto"}, {}).settings.item_cache_bytes is None
+    assert item_cache_size(resolve({"item_cache_bytes": "0"}, {}).settings.item_cache_bytes) == (
+        0, "item_cache_bytes",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="or auto"):
+        resolve({"item_cache_bytes": "much"}, {})
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/a/b\n", {"a/memory.max": "1000000", "a/b/memory.max": "max"}, 1_000_000),
+        ("0::/a/b\n", {"a/memory.max": "1000000", "a/b/memory.max": "500"}, 500),
+        ("0::/gone\n", {"memory.max": "77"}, 77),
+        ("4:cpu:/x\n5:memory,io:/x\n", {"memory/x/memory.limit_in_bytes": "88"}, 88),
+        ("0::/a\n", {"a/memory.max": "max"}, None),
+        ("nonsense\n", {}, None),
+    ],
+)  # fmt: skip
+def test_limits_of_cgroups(
+    tmp_path: Path, own: str, files: dict[str, str], limit: int | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "self").write_text(own)
+    assert usable_bytes(tmp_path, tmp_path / "self").get("the cgroup's limit") == limit
+
+
+def test_without_cgroups_the_machine_counts(tmp_path: Path) -> None:
+    assert usable_bytes(tmp_path, tmp_path / "none")["the machine's memory"] > MIB
+
+
+def test_a_limit_of_address_space_counts() -> None:
+    code = "from dcp.server.storage.memory_share import usable_bytes as u; print(u())"
+    limit = 4 << 30
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )  # fmt: skip
+    assert f"'the limit of address space': {limit}" in done.stdout

@@ -1,0 +1,59 @@
+/* The module vbucket.native.loops; loops.pyi has its interface. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "compaction.h"
+#include "crc32c.h"
+#include "staging.h"
+
+static PyObject *checksum(PyObject *args, uint32_t (*way)(uint32_t, const uint8_t *, size_t))
+{
+    Py_buffer data;
+    if (!PyArg_ParseTuple(args, "y*", &data))
+        return NULL;
+    uint32_t crc = way(0, data.buf, (size_t)data.len);
+    PyBuffer_Release(&data);
+    return PyLong_FromUnsignedLong(crc);
+}
+
+static PyObject *loops_crc32c(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    return checksum(args, crc32c);
+}
+
+static PyObject *loops_crc32c_by_tables(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    return checksum(args, crc32c_by_tables);
+}
+
+static PyMethodDef functions[] = {
+    {"crc32c", loops_crc32c, METH_VARARGS, NULL},
+    {"crc32c_by_tables", loops_crc32c_by_tables, METH_VARARGS, NULL},
+    {"repack", loops_repack, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "vbucket.native.loops", .m_size = -1, .m_methods = functions,
+};
+
+static int add_type(PyObject *module, const char *name, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromSpec(spec);
+    int is_added = type != NULL && PyModule_AddObjectRef(module, name, type) == 0;
+    Py_XDECREF(type);
+    return is_added;
+}
+
+PyMODINIT_FUNC PyInit_loops(void)
+{
+    crc32c_init();
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && add_type(module, "Staged", &staged_spec) &&
+        add_type(module, "Superseded", &superseded_spec) &&
+        PyModule_AddStringConstant(module, "CRC32C_WAY", crc32c_way()) == 0)
+        return module;
+    Py_XDECREF(module);
+    return NULL;
+}

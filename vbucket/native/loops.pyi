@@ -1,0 +1,87 @@
+"""The interface of the C sources here."""
+
+CRC32C_WAY: str
+"""How checksums are computed: "sse4.2", "arm" or "tables"."""
+
+def crc32c(data: bytes, /) -> int:
+    """Return the CRC-32C of bytes."""
+
+def crc32c_by_tables(data: bytes, /) -> int:
+    """Return the same, without the processor's instruction."""
+
+def repack(
+    vb_id: int,
+    parts: list[tuple[bytes, bytes, bytes | None]],
+    seqno_before: int,
+    body_bytes_target: int,
+    /,
+) -> list[tuple[bytes, bytes]] | None:
+    """Do what `vbucket.store.block.repack_blocks` does; the parts are key and value of a block, and
+    what is kept of it. None: Python should do it.
+    """
+
+class Superseded:
+    """The seqnos of superseded versions that were not met yet."""
+
+    def __init__(self) -> None: ...
+    def mark(self, key: bytes, value: bytes, floor: int, /) -> bytes | None:
+        """Add what the versions of a block up to the floor supersede. Return a byte for each of its
+        versions, 0 if it is superseded itself; None if none is. Raises ValueError if this is not a
+        sound block.
+        """
+
+class Staged:
+    """Entries of the log, by partition. Partitions must be open."""
+
+    entries: int
+    """How many were added."""
+
+    def __init__(self) -> None: ...
+    def open(self, vb_id: int, /) -> bool:
+        """Open a partition; False: there is none with this number."""
+
+    def add(self, payload: bytes, at: int, /) -> int:
+        """Add the entries of a group from position `at` on. Return the position of the first one
+        that is a control entry, or of a partition that is not open; or the payload's length; or -1
+        if the entries' lengths do not add up.
+        """
+
+    def close(self, vb_id: int, /) -> list[bytes]:
+        """Return the entries of a partition, and forget them."""
+
+    def newest(self, vb_id: int, /) -> list[bytes] | None:
+        """Find the newest entry of each key. Return which full keys (partition and key, ascending)
+        may have a record in the store. None: Python should merge this partition.
+        """
+
+    def merge(
+        self,
+        vb_id: int,
+        found: list[tuple[bytes, bytes]],
+        tail: tuple[bytes, bytes] | None,
+        last_seqno: int,
+        body_bytes_target: int,
+        other_high_seqno: int,
+        default_high_seqno: int,
+        /,
+    ) -> Merged | None:
+        """Return what a merge writes. `found` are the records of the keys of `newest` that exist,
+        in the same order; `tail` is the partition's last block, which ends at `last_seqno`. The
+        other two seqnos are those of `vbucket.model.collection_counts`. None: Python should merge
+        this partition.
+        """
+
+Merged = tuple[
+    list[tuple[bytes, bytes]],
+    list[tuple[bytes, bytes]],
+    list[tuple[bytes, int, int]],
+    int,
+    int,
+    int,
+    int,
+    int,
+    tuple[int, int, list[tuple[int, int, int]]],
+]
+"""by_key records; blocks; (full key, old expiry, new expiry) where it changes; more keys; more
+documents in the default collection; the last seqno; the highest CAS of the entries; how many
+entries; and for `CollectionCounts.take`: both seqnos, (id, high seqno, more documents)."""
