@@ -6,9 +6,11 @@ moves copies or masters is a plan, which the cluster carries out by itself; --wa
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import click
@@ -61,12 +63,18 @@ def _with_choices(command: _F) -> _F:
 def _complete_node(
     ctx: click.Context, _parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Return the names of nodes for a shell; none if the server does not answer at once."""
+    """Return the names of nodes for a shell; none if the server does not answer at once. Nobody is
+    asked for a password in the middle of a line.
+    """
     target = (ctx.find_object(Target) or Target())._replace(timeout_s=COMPLETION_S)
+    before = sys.stdin
     try:
-        nodes = admin_of_named(target).request("GET", STATUS_PATH)["nodes"]
+        with Path(os.devnull).open() as sys.stdin:
+            nodes = admin_of_named(target).request("GET", STATUS_PATH)["nodes"]
     except (DcpdError, click.UsageError):
         return []
+    finally:
+        sys.stdin = before
     return [
         CompletionItem(node["name"], help=node["address"])
         for node in nodes
