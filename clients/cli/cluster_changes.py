@@ -241,7 +241,7 @@ def _change(
     epochs = _epochs(admin) if preview["unclean_vbs"] else {}
     done = admin.request("POST", path, body)
     code = EXIT_OK
-    if target.waits and done["is_written"]:
+    if target.waits and (done["is_plan"] or done["unclean_vbs"]):
         code = _follow(admin, done, epochs)
     if is_json:
         write_json(done)
@@ -315,8 +315,6 @@ def _state_of(admin: AdminClient, done: dict[str, Any], epochs: dict[int, int]) 
     """Return how far a change is, or the exit code at its end. `epochs` are those before."""
     try:
         status = admin.request("GET", STATUS_PATH)
-        if not status["cluster"]:
-            return EXIT_OK  # this node was removed, and runs alone again
         if done["unclean_vbs"]:
             now = _epochs(admin)
             left = sum(
@@ -328,7 +326,7 @@ def _state_of(admin: AdminClient, done: dict[str, Any], epochs: dict[int, int]) 
     plan = status["plan"]
     if status["store"]["revision"] < done["revision"]:
         return "the node that was asked does not see it yet"
-    if plan is None or not done["is_plan"]:
+    if plan is None or plan["kind"] == "grow":  # which replaces no plan of an operator
         return EXIT_OK
     if plan["operation"] != done["operation"]:
         click.echo(f"dcpctl: another plan is under way now: {plan['what']}", err=True)
