@@ -45,7 +45,6 @@ be repeated, they may change places.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Final
 
 from clients.errors import (
@@ -512,8 +511,7 @@ class Call:
         for index in indexes:
             error = self._last[index]
             if isinstance(error, NotMyVbucketError) and error.config:
-                with suppress(TopologyError):
-                    self._router.learn(error.config, node.host)
+                self._router.learn_from(error, node.host)
                 return  # A node sends the same one in all of its refusals.
 
     def _unanswered(self, send: Send, position: int) -> DcpdError:
