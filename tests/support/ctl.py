@@ -1,4 +1,4 @@
-"""dcpctl as a process beside an event loop that runs the nodes."""
+"""dcpctl as a process: for nodes that are processes, and beside an event loop that runs nodes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
 import sys
 from typing import Any, NamedTuple
+
+from clients.testing import DcpServer
 
 
 class Ran(NamedTuple):
@@ -46,3 +49,27 @@ async def ctl(port: int, *words: str, typed: str | None = None) -> Ran:
     assert b"Traceback" not in err, err.decode()
     assert process.returncode is not None
     return Ran(process.returncode, out.decode(), err.decode())
+
+
+STATUS = "/api/v1/cluster/status"
+
+
+def dcpctl(node: DcpServer, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "clients.cli", "--server", node.address, "--timeout", "30",
+         "cluster", *arguments],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def done(node: DcpServer, *arguments: str) -> str:
+    run = dcpctl(node, *arguments)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def refused(node: DcpServer, *arguments: str) -> str:
+    run = dcpctl(node, *arguments)
+    assert run.returncode != 0, run.stdout
+    assert "Traceback" not in run.stderr
+    return run.stderr
