@@ -105,7 +105,7 @@ class Send:
         ]
 
 
-class Held:
+class HeldOperations:
     """Operations that wait for the next attempt."""
 
     __slots__ = ("attempt", "awaits_map", "due_s", "indexes", "pause_s")
