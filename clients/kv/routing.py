@@ -104,6 +104,23 @@ class Send:
         ]
 
 
+class Held:
+    """Operations that wait for the next attempt."""
+
+    __slots__ = ("attempt", "awaits_map", "due_s", "indexes", "pause_s")
+
+    def __init__(
+        self, indexes: Sequence[int], attempt: int, due_s: float, *, awaits_map: bool
+    ) -> None:
+        self.indexes = indexes
+        self.attempt = attempt
+        self.pause_s = due_s
+        """When the pause ends."""
+        self.due_s = due_s
+        """When they are sent. A request for the map that is under way may put it off."""
+        self.awaits_map = awaits_map
+
+
 class FetchMap(NamedTuple):
     """Ask a node for its configuration. Report an error if there is none until `until_s`."""
 

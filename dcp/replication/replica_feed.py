@@ -79,7 +79,7 @@ RECORD_BYTES: Final = 256
 QUESTIONS_MAX: Final = 64
 """With so many unanswered questions no heartbeat is sent: the replica reads nothing."""
 BEAT_NS: Final = 100_000_000
-"""Time between heartbeats, and the longest time between two questions."""
+"""Time between heartbeats, unless the setting says another one."""
 SILENCE_NS_MAX: Final = 3_000_000_000
 """A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
 
@@ -181,8 +181,7 @@ class ReplicaFeed:
         """Answer the request for a partition. Raises ReplicationError."""
         if len(request.extras) != STREAM_REQ_EXTRAS.size:
             raise ReplicationError(
-                f"a stream request has {STREAM_REQ_EXTRAS.size} bytes of extras, "
-                f"not {len(request.extras)}"
+                f"a stream request has {STREAM_REQ_EXTRAS.size} bytes of extras: {request.extras!r}"
             )
         if self._is_closed:
             raise ReplicationError(f"member {self.member} has a newer link")

@@ -25,8 +25,7 @@ from vbucket.model.ids import vbucket_of
 
 pytestmark = pytest.mark.crash
 ORDER = (
-    "kill node", "cut one way", "freeze node", "kill store", "kill etcd", "cut from all",
-    "deaf node", "freeze etcd", "late",
+    "kill node", "cut one way", "freeze node", "kill etcd", "cut from all", "drain",
 )  # fmt: skip
 
 

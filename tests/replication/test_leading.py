@@ -364,6 +364,7 @@ def test_at_rest_a_master_is_fenced_when_a_confirmation_lapses() -> None:
         ({"cluster": "other"}, "belongs to cluster 'other'"),
         ({"member": "stranger"}, "stranger is no member"),
         ({"master": "c"}, "wants to reach member c; here is a"),
+        ({"incarnation": 0}, "runs as incarnation 1; this is 0, an older process"),
     ],
 )
 def test_who_is_refused(change: dict[str, object], words: str) -> None:

@@ -30,6 +30,7 @@ NOT_PASTED = {
     ("CONTRIBUTING.md", "scripts/test"): LONG,
     ("docs/clusters.md", "dcpctl cluster demo"): "tests/cluster_processes/test_cluster_commands.py",
     ("docs/clusters.md", "pip install"): NETWORK,
+    ("docs/clusters.md", "scripts/soak cluster"): LONG,
     ("docs/compatibility.md", ".venv/bin/python -m pytest"): "tests/foreign/test_npm_clients.py",
     ("docs/compatibility.md", "dcpd --data demo &"): NETWORK,
     ("docs/compatibility.md", "cp -r"): NETWORK,

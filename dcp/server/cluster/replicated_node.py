@@ -51,6 +51,7 @@ from dcp.server.cluster.enrolment_state import Enrolment, Happening, Standing
 from dcp.server.cluster.map_shown import MapShown, tls_address_of
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
+from dcp.server.cluster.own_clock import OwnClock
 from dcp.server.cluster.own_record import OwnRecord
 from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.quarantine_files import keep_cut_off
@@ -95,10 +96,6 @@ _REMOVED_ADVICE: Final = (
 
 class MembershipOverError(RuntimeError):
     """Another process is the member, or has its address, or the versions differ."""
-
-
-class RemovedError(RuntimeError):
-    """The node was removed from its cluster."""
 
 
 class ServerParts(NamedTuple):
@@ -182,6 +179,7 @@ class ReplicatedNode:
         self._map: MapShown
         self.manifest = SharedManifest(session.view, parts.engine, access.meta, self.core.settle)
         self._users = SharedUsers(session.view, parts.users, access.meta, parts.tasks, parts.log)
+        self._clock = OwnClock(session, access.meta, parts.log)
         self._elections = ElectionLog(session.view)
         self._links: list[MemberLink] = []
         self._loop = asyncio.get_running_loop()
@@ -247,6 +245,10 @@ class ReplicatedNode:
         """Return the hosts at which the members are reached."""
         addresses = (stored.content.address for stored in self.session.view.members.values())
         return frozenset(address.rpartition(":")[0].strip("[]") for address in addresses)
+
+    def clock_problems(self) -> tuple[str, ...]:
+        """Return whose wall clock is off."""
+        return tuple(self._clock.problems())
 
     @property
     def why_idle(self) -> str:
@@ -382,23 +384,13 @@ class ReplicatedNode:
             self.core.records_changed(elapsed_ns(), tuple(self.session.view.partitions))
         return self._has_registered
 
-    def _check_not_removed(self) -> None:
-        """Raise RemovedError: this node is no member any more, and gets nothing from the others."""
-        view = self.session.view
-        key = view.keys.of_member(KeyKind.MEMBER, self.member)
-        if view.is_loaded and not view.mod_revision(key):
-            raise RemovedError(
-                f"node {self.identity.name} was removed from the cluster. Start it with an empty "
-                "--data folder and join again if the cluster is to have it; this folder is not "
-                "needed any more"
-            )
-
     def _pass_time(self) -> None:
         now_ns = elapsed_ns()
         self._driver.tick()
         if not self._check_membership():
             return
         self._own.tick(now_ns)
+        self._clock.tick(now_ns)
         for feed in tuple(self.core.leading.feeds.values()):
             feed.tick(now_ns)
         if self._turns % CORE_TURNS == 0:
@@ -416,9 +408,9 @@ class ReplicatedNode:
         now_ns = elapsed_ns()
         may_act = self._check_membership()
         if isinstance(effect, ViewChanged):
-            self._check_not_removed()
             self.manifest.adopt()
             self._users.adopt()
+            self._clock.view_changed()
             if may_act:
                 self.core.records_changed(now_ns, effect.vb_ids)
             else:
