@@ -99,7 +99,6 @@ class Round:
             await asyncio.to_thread(self.cluster.until_in_sync)
             await self.load.stop()
         except BaseException:
-            await self._heal()
             await self.load.abandon()
             raise
         await self.check()
