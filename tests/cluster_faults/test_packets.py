@@ -14,7 +14,7 @@ from support.etcd_members import IS_MISSING
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(900)]
 
 
 def test_dropped_packets_lose_nothing_and_no_answer_is_wrong(tmp_path: Path) -> None:
