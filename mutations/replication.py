@@ -168,14 +168,14 @@ REPLICATION = (
     # -- replication of a node -----------------------------------------------------------------
     Mutation(
         "replica-let-in-before-the-version-is-on-disk",
-        "        if not mastership.is_ready:\n            return FeedAnswer(",
-        "        if not mastership:\n            return FeedAnswer(",
+        "        if not mastership.is_ready:\n            return None\n        question",
+        "        question",
         ("test_leading",),
     ),
     Mutation(
         "who-joins-counts-late",
-        "                mastership.ask(record.isr)\n",
-        "                mastership.ask(None)\n",
+        "        mastership.ask(record.isr)\n",
+        "        mastership.ask(None)\n",
         ("test_leading",),
     ),
     Mutation(
@@ -192,8 +192,8 @@ REPLICATION = (
     ),
     Mutation(
         "handed-over-before-all-is-committed",
-        "        if part.committed_seqno < part.high_seqno:\n            return None\n",
-        "",
+        "        if part.committed_seqno < part.high_seqno or not may_write:\n",
+        "        if not may_write:\n",
         ("test_leading",),
     ),
     Mutation(
@@ -204,8 +204,8 @@ REPLICATION = (
     ),
     Mutation(
         "cut-off-before-it-is-answered",
-        "        self._depose((vb_id,), why)\n        self.masterships.pop(vb_id)",
-        "        self.masterships.pop(vb_id)",
+        "        self._depose((vb_id,), why)\n        mastership = self.masterships.pop(vb_id)",
+        "        mastership = self.masterships.pop(vb_id)",
         ("test_leading", "test_node_core"),
     ),
     Mutation(

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import click
 
-from clients.cli import cluster_changes
+from clients.cli import cluster_change_commands
 from clients.cli.admin_api import AdminClient
 from clients.cli.cluster_nodes import STATUS_PATH, admin_of_named
 from clients.cli.cluster_status_command import receipts, status, words
@@ -45,7 +45,7 @@ def cluster() -> None:
     """Make clusters of nodes, and see how they are."""
 
 
-for _command in (status, receipts, *cluster_changes.COMMANDS):
+for _command in (status, receipts, *cluster_change_commands.COMMANDS):
     cluster.add_command(_command)
 
 

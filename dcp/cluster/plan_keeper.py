@@ -33,7 +33,7 @@ MEMBERS_MAX: Final = TXN_OPERATIONS_MAX - 3
 """Members of an automatic plan: each takes a compare, beside those of term, plan and cluster."""
 
 
-class PlanStep(NamedTuple):
+class KeptPlan(NamedTuple):
     """A transaction that begins or ends a plan, and what to log when it is written."""
 
     txn: Txn
@@ -51,7 +51,7 @@ class PlanKeeper:
         self._written_at = 0
         """The revision of the last transaction of this core: an older view does not have it."""
 
-    def due(self, term: int) -> PlanStep | None:
+    def due(self, term: int) -> KeptPlan | None:
         """Return what begins or ends a plan now; None: nothing, or nothing has changed since."""
         view = self._view
         if view.revision == self._looked_at or view.revision < self._written_at:
@@ -72,7 +72,7 @@ class PlanKeeper:
         """The last step was not written, or nobody knows: look again."""
         self._looked_at = 0
 
-    def _ended(self, plan: PlanRecord, term: int) -> PlanStep:
+    def _ended(self, plan: PlanRecord, term: int) -> KeptPlan:
         view = self._view
         then: list[Operation] = [Delete(view.keys.plan)]
         if plan.kind is PlanKind.REMOVE and plan.about in view.members:
@@ -82,9 +82,9 @@ class PlanKeeper:
             then += () if is_named else removal_deletes(view, plan.about)
         compares = (if_created_at(view.keys.leader, term), unchanged(view, view.keys.plan))
         text = f"cluster: {plan_words(view, plan)} is done, {len(plan.chains)} partitions"
-        return PlanStep(Txn(compares, tuple(then)), text)
+        return KeptPlan(Txn(compares, tuple(then)), text)
 
-    def _grown(self, plan: PlanRecord | None, term: int) -> PlanStep | None:
+    def _grown(self, plan: PlanRecord | None, term: int) -> KeptPlan | None:
         view = self._view
         members = eligible_members(view)
         if plan is not None and set(plan.members) == members.keys():
@@ -104,6 +104,6 @@ class PlanKeeper:
             *(unchanged(view, key) for key in keys),
         )
         put = Put(view.keys.plan, encode_record(record))
-        return PlanStep(
+        return KeptPlan(
             Txn(compares, (put,)), f"cluster: copies of {len(wanted)} partitions follow"
         )

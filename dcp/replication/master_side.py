@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, TypeVar
 
 from dcp.replication.fed_stream import Followed
 from dcp.replication.messages import ReplicaPosition
@@ -11,16 +11,16 @@ from dcp.replication.whole_groups import WholeGroup
 from dcp.session.replication_port import FeedAnswer
 from dcp.wire.message import StreamRequest
 
-if TYPE_CHECKING:
-    from dcp.replication.replica_feed import ReplicaFeed
+Feed_contra = TypeVar("Feed_contra", contravariant=True)
+"""The feed, which is defined by who implements it: it uses this protocol itself."""
 
 
-class MasterSide(Protocol):
+class MasterSide(Protocol[Feed_contra]):
     """See the module."""
 
     def admit(
         self,
-        feed: ReplicaFeed,
+        feed: Feed_contra,
         vb_id: int,
         asked: StreamRequest,
         told: ReplicaPosition,
@@ -38,8 +38,8 @@ class MasterSide(Protocol):
         open since.
         """
 
-    def confirmed(self, feed: ReplicaFeed) -> None:
+    def confirmed(self, feed: Feed_contra) -> None:
         """A replica has confirmed that this node is the master of what it follows."""
 
-    def feed_closed(self, feed: ReplicaFeed) -> None:
+    def feed_closed(self, feed: Feed_contra) -> None:
         """The link is gone."""

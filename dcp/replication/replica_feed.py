@@ -61,7 +61,7 @@ from dcp.replication.messages import (
 )
 from dcp.replication.sent_messages import Sent, SentWhole
 from dcp.replication.waiting_requests import WaitingRequests
-from dcp.replication.whole_groups import Changes, WholeGroup
+from dcp.replication.whole_groups import StreamChanges, WholeGroup
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.wire.frame import Frame
 from dcp.wire.message import STREAM_REQ_EXTRAS, EndReason, pack_stream_end, parse_stream_request
@@ -88,7 +88,7 @@ class ReplicaFeed:
         self,
         engine: Engine,
         member: str,
-        side: MasterSide,
+        side: MasterSide[ReplicaFeed],
         schedule: Callable[[], None],
         *,
         now_ns: int,
@@ -125,7 +125,7 @@ class ReplicaFeed:
         self._in_step: set[int] = set()
         self._takes_all_of: frozenset[int] | None = None
         """Partitions that were all found to be in step; None: some have left since."""
-        self._changes = Changes()
+        self._changes = StreamChanges()
         """Of streams that are opened, closed or ended."""
         self._told_changes = 0
         """The last revision of these that `take_changed` has told."""

@@ -19,7 +19,7 @@ class SentWhole(NamedTuple):
     seqnos: Mapping[int, int]
     """What the replica got of it."""
     streams_revision: int
-    """Of the link's streams when it was sent (`Changes`)."""
+    """Of the link's streams when it was sent (`StreamChanges`)."""
 
 
 class Sent(NamedTuple):

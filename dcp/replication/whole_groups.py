@@ -120,7 +120,7 @@ def _entries_of(changes: Sequence[bytes], vb_ids: Iterable[int]) -> list[bytes]:
     return [entry for entry in changes if entry[VB_ID] in wanted]
 
 
-class Changes:
+class StreamChanges:
     """Which partitions have changed, and in which order."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class WholeGroups:
         self._num_vbuckets = num_vbuckets
         self.revision = 0
         """Rises with every change of a mastership that matters here."""
-        self._changes = Changes()
+        self._changes = StreamChanges()
         self._sets: dict[InSyncSet, set[int]] = {}
         """In-sync set -> the partitions of this master that have it, and are ready."""
         self._mastered: frozenset[int] = frozenset()

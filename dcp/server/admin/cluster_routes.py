@@ -110,7 +110,7 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
     ]  # fmt: skip
 
 
-class _Change(NamedTuple):
+class _Verb(NamedTuple):
     """A request that is previewed, and then written."""
 
     name: str
@@ -120,16 +120,16 @@ class _Change(NamedTuple):
 
 
 _CHANGES: Final = (
-    _Change("set", SetRequest, "Change the number of copies, or others.", "nothing was set"),
-    _Change("rebalance", PlainRequest, "Spread copies and masters evenly.", "nothing was moved"),
-    _Change("cancel", PlainRequest, "Stop the plan that is under way.", "nothing was cancelled"),
-    _Change("move", MoveRequest, "Make a node the master of a partition.", "nothing was moved"),
-    _Change("drain", NodeRequest, "Move everything away from a node.", "the node was not drained"),
-    _Change(
+    _Verb("set", SetRequest, "Change the number of copies, or others.", "nothing was set"),
+    _Verb("rebalance", PlainRequest, "Spread copies and masters evenly.", "nothing was moved"),
+    _Verb("cancel", PlainRequest, "Stop the plan that is under way.", "nothing was cancelled"),
+    _Verb("move", MoveRequest, "Make a node the master of a partition.", "nothing was moved"),
+    _Verb("drain", NodeRequest, "Move everything away from a node.", "the node was not drained"),
+    _Verb(
         "undrain", NodeRequest, "Let a drained node have copies again.", "the node stays drained"
     ),
-    _Change("remove", NodeRequest, "Take a node out of the cluster.", "the node was not removed"),
-    _Change(
+    _Verb("remove", NodeRequest, "Take a node out of the cluster.", "the node was not removed"),
+    _Verb(
         "failover", MasterFailoverRequest, "Give the partitions of a master to another copy.",
         "nothing was failed over",
     ),
@@ -138,7 +138,7 @@ _CHANGES: Final = (
 
 
 def _change_routes(commands: Callable[[], ClusterOperations], path: str) -> list[RouteSpec]:
-    def handler(change: _Change) -> Handler:
+    def handler(change: _Verb) -> Handler:
         async def ask(request: Request) -> Response:
             body = await read_body(request, change.body)
 
