@@ -341,7 +341,8 @@ class DcpCommands:
         except ReplicationError as error:
             state.close(str(error))
             return
-        state.answer(request, answer.status, value=answer.value)
+        if answer is not None:
+            state.answer(request, answer.status, value=answer.value)
 
     def _producer(self) -> Producer:
         producer = self._state.producer
