@@ -452,6 +452,7 @@ def test_both_opcodes_answer_the_failover_log_newest_first(node: MemoryNode, pee
 def test_the_history_of_an_unknown_partition_is_not_my_vbucket(
     node: MemoryNode, peer: Peer, opcode: int
 ) -> None:
+    peer.hello()
     answer = peer.ask(opcode, vb_id=1024, value=bytes(8 * (opcode == Opcode.OBSERVE_SEQNO)))
     assert (answer.status, answer.value) == (Status.NOT_MY_VBUCKET, node.bucket_config())
 
@@ -462,6 +463,7 @@ def test_the_history_of_an_unknown_partition_is_not_my_vbucket(
 def test_the_history_of_a_dead_partition_is_not_my_vbucket(
     node: MemoryNode, peer: Peer, opcode: int
 ) -> None:
+    peer.hello()
     peer.open()
     part = node.engine.partitions[VB]
     value = part.vb_uuid.to_bytes(8, "big") if opcode == Opcode.OBSERVE_SEQNO else b""
