@@ -63,6 +63,8 @@ class ClusterView:
         self.manifest: Stored[ManifestRecord] | None = None
         self.users: Stored[UsersRecord] | None = None
         self.plan: Stored[PlanRecord] | None = None
+        self.wanted: dict[int, tuple[str, ...]] = {}
+        """The chains of the plan."""
         self.leader: Stored[LeaderRecord] | None = None
         self.leader_item: KeyValue | None = None
         """The leader's key, also where its record cannot be read."""
@@ -189,12 +191,12 @@ class ClusterView:
 
     def _change_plan(self, name: ParsedKey, item: KeyValue | None) -> None:
         assert name.kind is KeyKind.PLAN
-        self.plan = None
+        self.plan, self.wanted = None, {}
         if item is not None:
             record = decode_record(item, PlanRecord)
             if problem := record.problem():
                 raise unreadable(item, problem)
-            self.plan = Stored(record, item)
+            self.plan, self.wanted = Stored(record, item), record.wanted()
 
     def _change_leader(self, name: ParsedKey, item: KeyValue | None) -> None:
         assert name.kind is KeyKind.LEADER

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from clients.testing import ServerRefusedError
 from soak.cluster.links import CLIENT
 from soak.cluster.nodes import FaultyCluster
 from support.small_disk import fill
@@ -193,9 +194,33 @@ def break_connections(scene: Scene) -> Begun:
 
 def full_disk(scene: Scene) -> Begun:
     """The disk of a node is full, for it as a replica and as a master."""
-    name = scene.draw.choice(list(scene.cluster.disks))
+    name = scene.draw.choice(scene.cluster.with_disks())
     filler: Path = fill(scene.cluster.disks[name])
     return Begun(f"the disk of node {name} is full", lambda: filler.unlink(missing_ok=True))
+
+
+def wipe(scene: Scene) -> Begun:
+    """A node and its folder are lost. A new node takes its place."""
+    name = scene.a_node()
+    scene.cluster.kill(name)
+    scene.cluster.wipe(name)
+    return Begun(f"node {name} and its folder are lost", lambda: scene.cluster.replace(name))
+
+
+def drain(scene: Scene) -> Begun:
+    """A node is drained, and gets copies again later, both while clients write."""
+    name = scene.a_node()
+    cluster = scene.cluster
+    try:
+        cluster.ask_to("drain", node=name)
+    except (OSError, ServerRefusedError) as error:
+        return Begun(f"draining node {name} is refused: {error}", _nothing)
+
+    def heal() -> None:
+        cluster.insist("undrain", node=name)
+        cluster.insist("rebalance")
+
+    return Begun(f"node {name} is drained", heal)
 
 
 Fault = Callable[[Scene], Begun]
@@ -226,6 +251,10 @@ FAULTS: Final[dict[str, Entry]] = {
     "cut from all": Entry(cut_from_all, 3, (0.3, 5.0)),
     "late": Entry(late, 2, (0.5, 4.0)),
     "break": Entry(break_connections, 2, (0.0, 0.5)),
+    "drain": Entry(drain, 2, (0.5, 5.0)),
     "full disk": Entry(full_disk, 2, (2.0, 6.0)),
+    "wipe": Entry(wipe, 1, (0.5, 3.0)),
 }
 """Chosen by their weights. A full disk needs a disk of its own."""
+ALONE: Final = frozenset({"wipe"})
+"""Faults that come when all copies are in sync, and alone: no folder more may be lost."""

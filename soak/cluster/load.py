@@ -78,6 +78,8 @@ class Load:
         self._is_over = False
         self._tasks: list[asyncio.Task[None]] = []
         self._reads: set[asyncio.Task[None]] = set()
+        self.read_from: set[str] = set()
+        """Nodes that have a reader."""
         self._links: dict[tuple[str, int], Link] = {}
         self._serial = 0
 
@@ -85,12 +87,14 @@ class Load:
         """Start all clients."""
         work = [self._write(f"writer {number}") for number in range(WRITERS)]
         work += [self._count(f"counter {number}") for number in range(COUNTERS)]
-        work += [self._read(name) for name in self._addresses()]
         work.append(self._load())
         self._tasks = [asyncio.create_task(each) for each in work]
+        for name in self._addresses():
+            self.add_reader(name)
 
     def add_reader(self, name: str) -> None:
         """Read from one more node."""
+        self.read_from.add(name)
         self._tasks.append(asyncio.create_task(self._read(name)))
 
     def check_alive(self) -> None:

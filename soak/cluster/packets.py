@@ -10,7 +10,8 @@ in this process, so what they send is not dropped.
 
 It runs in a namespace of its own, which root may make, and other users where the kernel lets them:
 
-    unshare --user --map-root-user --net --mount python -m soak.cluster.packets FOLDER SEED
+    unshare --user --map-root-user --net --mount \
+        python -m soak.cluster.packets FOLDER SEED [FAULT ...]
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import signal
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
 from clients.testing import ServerRefusedError, ServerStartError
+from soak.cluster.links import CLIENT
 from soak.cluster.nodes import FaultyCluster
 from support.server import DcpdProcess
 from support.waiting import until
@@ -45,7 +49,7 @@ HELD_PREFERENCE: Final = 50
 IN_USER_NAMESPACE: Final = ("unshare", "--user", "--map-root-user", "--net", "--mount")
 FAULTS: Final = (
     "cut pair", "cut one way", "cut from nodes", "deaf node", "cut from etcd", "no etcd",
-    "kill node", "freeze node",
+    "cut from all", "kill node", "freeze node",
 )  # fmt: skip
 
 
@@ -122,6 +126,8 @@ class PacketNetwork:
 
     def hold(self, source: str, target: str) -> None:
         """Drop what one party sends to the other."""
+        if CLIENT in {source, target}:
+            return  # clients are here, where packets are dropped that are forwarded
         with self._lock:
             if (source, target) not in self._held:
                 self._held.add((source, target))
@@ -248,14 +254,15 @@ class PacketCluster(FaultyCluster):
         return self.nodes[name].address
 
 
-async def main(folder: Path, seed: int) -> None:
-    """Run a round with every fault of this network."""
+async def main(folder: Path, seed: int, names: Sequence[str]) -> None:
+    """Run a round with these faults, or with all that this network has."""
     from soak.cluster.run import run_on
 
     cluster = PacketCluster(folder)
-    print((await run_on(cluster, seed, FAULTS)).words())
+    print((await run_on(cluster, seed, names or FAULTS)).words())
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
+    logging.getLogger("dcpd.consumer").setLevel(logging.ERROR)
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

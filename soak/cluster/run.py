@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import random
+import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from typing import Any, Final, NamedTuple
 from clients.kv.client import KvClient
 from clients.mirror.mirror import Mirror
 from soak.cluster.contents import check_contents
-from soak.cluster.faults import FAULTS, Begun, Scene
+from soak.cluster.faults import ALONE, FAULTS, Begun, Scene
 from soak.cluster.linearizable import mixed_tokens, violation_of
 from soak.cluster.load import TIMEOUT_S, Load
 from soak.cluster.nodes import NAMES, FaultyCluster, NodeError
@@ -38,7 +39,7 @@ HASTE: Final = 0.25
 """Share of faults after which the next one does not wait until all copies are in sync."""
 PROGRESS: Final = 60
 """Operations that are answered after a fault before the next one begins."""
-PROGRESS_S: Final = 60.0
+PROGRESS_S: Final = 300.0
 DISK_MEBIBYTES: Final = 96
 SETTLE_S: Final = 1.0
 """Load before the first fault."""
@@ -98,21 +99,23 @@ class Round:
             await asyncio.to_thread(self.cluster.until_in_sync)
             await self.load.stop()
         except BaseException:
-            await self._heal()
             await self.load.abandon()
             raise
         await self.check()
 
     async def _one(self, name: str) -> None:
-        draw = self._scene.draw
+        draw, cluster = self._scene.draw, self.cluster
+        if name in ALONE:
+            await asyncio.to_thread(cluster.until_in_sync)
         await self._begin(name)
         await self._rest(draw.uniform(*FAULTS[name].seconds))
-        if draw.random() < TOGETHER and len(self.cluster.running()) == len(self.cluster.nodes):
-            other = draw.choice(self._second) if self._second else choose(draw, self.cluster)
+        other = draw.choice(self._second) if self._second else choose(draw, cluster)
+        is_whole = len(cluster.running()) == len(cluster.nodes)
+        if draw.random() < TOGETHER and is_whole and not ALONE & {name, other}:
             await self._begin(other)
             await self._rest(draw.uniform(*FAULTS[other].seconds))
         await self._heal()
-        if draw.random() >= HASTE:
+        if draw.random() >= HASTE or name in ALONE:
             await asyncio.to_thread(self.cluster.until_in_sync)
             await self._progress()
 
@@ -125,9 +128,11 @@ class Round:
     async def _heal(self) -> None:
         """End all faults that last, in the order in which they began."""
         healing, self._healing = self._healing, []
+        await asyncio.to_thread(self.cluster.network.heal)
         for begun in healing:
             await asyncio.to_thread(begun.heal)
-        await asyncio.to_thread(self.cluster.network.heal)
+        for name in self.cluster.nodes.keys() - self.load.read_from:
+            self.load.add_reader(name)
         if healing:
             say("healed")
 
@@ -173,7 +178,7 @@ def say(text: str) -> None:
 
 def choose(draw: random.Random, cluster: FaultyCluster) -> str:
     """Choose a fault by its weight."""
-    names = [name for name in FAULTS if name != "full disk" or cluster.disks]
+    names = [name for name in FAULTS if name != "full disk" or cluster.with_disks()]
     return draw.choices(names, [FAULTS[name].weight for name in names])[0]
 
 
@@ -244,6 +249,7 @@ def run_seed(seed: int, keep: Path | None = None) -> RoundReport:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="dcpd-soak-")))
         else:
             folder = keep / f"seed-{seed}"
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier run of this seed
             folder.mkdir(parents=True)
         disks = own_disks(stack)
         try:

@@ -30,6 +30,7 @@ NOT_PASTED = {
     ("CONTRIBUTING.md", "scripts/test"): LONG,
     ("docs/clusters.md", "dcpctl cluster demo"): "tests/cluster_processes/test_cluster_commands.py",
     ("docs/clusters.md", "pip install"): NETWORK,
+    ("docs/clusters.md", "scripts/soak cluster"): LONG,
     ("docs/compatibility.md", ".venv/bin/python -m pytest"): "tests/foreign/test_npm_clients.py",
     ("docs/compatibility.md", "dcpd --data demo &"): NETWORK,
     ("docs/compatibility.md", "cp -r"): NETWORK,
@@ -100,6 +101,13 @@ def test_the_how_to_installs_as_the_readme_does() -> None:
     first = [block for block in SHELL if block.first_line.startswith("python3 -m venv")]
     assert {block.page for block in first} == {"README.md", "docs/howto/start-a-server.md"}
     assert len({block.text for block in first}) == 1
+
+
+def test_the_readme_makes_a_cluster_in_five_commands() -> None:
+    text = (ROOT / "README.md").read_text().partition("## The cluster in five commands\n")[2]
+    (block,) = [block for block in PASTED if block.page == "README.md" and "init" in block.text]
+    assert block.text in text
+    assert len(block.text.strip().splitlines()) == 5
 
 
 def test_commands_are_in_fenced_blocks() -> None:

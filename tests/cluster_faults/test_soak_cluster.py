@@ -1,0 +1,104 @@
+"""`scripts/soak cluster` continues where it was; its checks notice what is wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from soak.cluster import run
+from soak.cluster.contents import _against_answers, _different
+from soak.cluster.faults import ALONE, FAULTS
+from soak.cluster.history import Kind, Operation
+from soak.cluster.load import Load
+from soak.cluster.run import RoundReport, choose, soak
+
+
+def test_the_command_goes_on_with_the_next_seed(tmp_path, monkeypatch, capsys):
+    seeds = []
+
+    def run_seed(seed: int, _keep: Path | None) -> RoundReport:
+        seeds.append(seed)
+        if len(seeds) == 3:
+            raise KeyboardInterrupt
+        return RoundReport(100, 2, Counter({"kill node": 1}), 1.0)
+
+    monkeypatch.setattr(run, "run_seed", run_seed)
+    state = tmp_path / "state.json"
+    with pytest.raises(KeyboardInterrupt):
+        soak(state, rounds=5)
+    assert soak(state, rounds=4) == 0
+    assert seeds == [0, 1, 2, 2, 3], "the seed that was interrupted comes again"
+    assert "4 seeds, 400 answered, 8 ambiguous" in capsys.readouterr().out
+    assert json.loads(state.read_text())["faults"] == {"kill node": 4}
+
+
+class _Cluster:
+    def __init__(self, disks: list[str]) -> None:
+        self._disks = disks
+
+    def with_disks(self) -> list[str]:
+        return self._disks
+
+
+def test_a_seed_is_an_order_of_faults():
+    def drawn(seed: int, disks: list[str]) -> list[str]:
+        draw = random.Random(seed)
+        return [choose(draw, _Cluster(disks)) for _ in range(400)]
+
+    assert drawn(1, ["c"]) == drawn(1, ["c"])
+    assert drawn(1, ["c"]) != drawn(2, ["c"])
+    assert set(drawn(1, ["c"])) == set(FAULTS)
+    assert "full disk" not in drawn(1, []), "no node has a disk that may be filled"
+    assert FAULTS.keys() >= ALONE
+
+
+@pytest.fixture
+def load() -> Load:
+    load = Load(None, dict, 1)
+    load.loaded.update({b"k": b"1", b"l": b"2"})
+    load.maybe[b"m"] = b"3"
+    return load
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        ({b"k": b"1", b"l": b"2"}, []),
+        ({b"k": b"1", b"l": b"2", b"m": b"3"}, []),
+        ({b"k": b"1"}, ["1 answered writes are lost or other ones: [b'l']"]),
+        ({b"k": b"0", b"l": b"2"}, ["1 answered writes are lost or other ones: [b'k']"]),
+        ({b"k": b"1", b"l": b"2", b"m": b"4"}, ["b'm' is b'4', and nobody wrote that"]),
+    ],
+)
+def test_what_is_stored_is_held_against_the_answers(load, stored, words):
+    assert list(_against_answers(stored, load)) == words
+
+
+def test_copies_that_differ_are_named():
+    assert _different("node a", {b"k": b"1"}, {b"k": b"1"}) == []
+    (text,) = _different("node a", {b"k": b"1", b"x": b"2"}, {b"k": b"0"})
+    assert text.startswith("node a differs in 2 keys")
+
+
+async def test_a_stale_answer_ends_a_round(monkeypatch):
+    """Everything else of a round is right here."""
+
+    async def nothing(*_: object) -> list[str]:
+        return []
+
+    monkeypatch.setattr(run, "check_contents", nothing)
+    monkeypatch.setattr(Load, "read_all", nothing)
+    one = run.Round(None, None, None, 1)
+    history = one.load.histories[b"register-3"]
+    history += [
+        Operation(Kind.WRITE, 0, 1, value=b"old", cas=1),
+        Operation(Kind.WRITE, 2, 3, value=b"new", cas=2),
+    ]
+    await one.check()
+    history.append(Operation(Kind.READ, 4, 5, found=b"old", cas=1, by="reader of b"))
+    with pytest.raises(run.WrongError, match=r"register-3.*no order of these"):
+        await one.check()
