@@ -36,6 +36,8 @@ from dcp.wire.status import Status
 
 DIAL_S: Final = 1.0
 """How long a connection may take. A node that does not answer is dialled again."""
+TLS_DIAL_S: Final = 3.0
+"""The same with TLS: both sides compute, and a busy machine takes its time for that."""
 _MECHANISM: Final = "SCRAM-SHA512"
 _RFC_MECHANISM: Final = "SCRAM-SHA-512"
 _LOGIN_ADVICE: Final = (
@@ -83,16 +85,17 @@ class MemberLink(asyncio.Protocol):
         try:
             host, port = host_and_port(address)
             tls = None if self._tls is None else self._tls.context()
-            async with asyncio.timeout(DIAL_S):
+            limit_s = DIAL_S if tls is None else TLS_DIAL_S
+            async with asyncio.timeout(limit_s):
                 await loop.create_connection(
                     lambda: self, host, port, ssl=tls, server_hostname=host if tls else None
                 )
         except (OSError, TimeoutError, ValueError) as error:
             if isinstance(error, OSError):
                 self.trouble = link_trouble(error, self._where)
-            reason = str(self.trouble or error) or f"no answer within {DIAL_S:g} s"
+            reason = str(error) or "no answer in time"
             self.link.unreachable(
-                f"no connection to {self._where}: {reason}",
+                str(self.trouble or f"no connection to {self._where}: {reason}"),
                 is_refused=isinstance(error, ConnectionRefusedError),
             )
             self._on_bytes()

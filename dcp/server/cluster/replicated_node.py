@@ -476,11 +476,12 @@ class ReplicatedNode:
             self.troubles.pop(connection.name, None)
         if not connection.is_over:
             return False
-        known = self.troubles.pop(connection.name, None)
-        if connection.trouble is not None:
-            self.troubles[connection.name] = connection.trouble
-            if connection.trouble != known:
-                self._log.warning("no link to another node", reason=str(connection.trouble))
+        name, trouble = connection.name, connection.trouble
+        if trouble is not None and self.troubles.get(name) != trouble:
+            self.troubles[name] = trouble
+            self._log.warning("no link to another node", reason=str(trouble))
+        elif connection.link.is_refused:
+            self.troubles.pop(name, None)  # that node is down now
         return True
 
     def _link_moved(self) -> None:
