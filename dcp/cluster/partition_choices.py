@@ -97,6 +97,11 @@ class PartitionChoices:
                 by_partition[told.vb_id].append(report)
         self._reports = dict(by_partition)
 
+    @property
+    def are_any_reported(self) -> bool:
+        """Whether any member misses a master: what is due then changes with the time."""
+        return bool(self._reports)
+
     def masters_due(self, now_ns: int) -> set[str | None]:
         """Return the masters of the partitions for which a clean election is due."""
         return {

@@ -41,7 +41,7 @@ from dcp.core.groups import GroupCycle, Published
 from dcp.replication.loss_receipt import CutOff, ElectionLoss, cut_off_receipt, election_receipt
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
-from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged
+from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged, StepDue
 from dcp.server.access.link_tls import LinkTls, LinkTrouble
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
@@ -80,8 +80,8 @@ USERS_TURNS: Final = 100
 """Ticks between attempts to write users that could not be written."""
 LEAVE_S: Final = 20.0
 """How long a stop may take to hand over."""
-LEAVE_TICK_S: Final = 0.02
-"""Time between ticks meanwhile: writes of a partition wait for its handover."""
+LEAVE_TICK_S: Final = 0.05
+"""Time between looks whether that is done."""
 OWNER_RETRY_S: Final = 0.5
 """Time between attempts to ask the metadata store whose it is."""
 MAP_S: Final = 0.01
@@ -201,6 +201,7 @@ class ReplicatedNode:
             CutOff: self._cut_off,
             ElectionLoss: self._election_loss,
             BranchEnded: self._branch_ended,
+            StepDue: self._step,
             Notice: self._notice,
         }
 
@@ -318,18 +319,13 @@ class ReplicatedNode:
         await self._until(until_ns, lambda: not self._is_in_sync())
 
     async def _until(self, until_ns: int, is_so: Callable[[], bool]) -> None:
-        """Let time pass fast until something is so, and while there is somebody to take over."""
+        """Wait until something is so, while there is somebody to take over."""
         view = self.session.view
         while not self._is_stopped and not is_so() and elapsed_ns() < until_ns:
             others = [name for name in view.members if name != self.member]
             if self.access.trouble or not any(map(view.stays, others)):
                 return
-            self._guarded(self._hurry)
             await asyncio.sleep(LEAVE_TICK_S)
-
-    def _hurry(self) -> None:
-        self.core.tick(elapsed_ns())
-        self._carry_out()
 
     def _is_in_sync(self) -> bool:
         """Whether a master waits for this node."""
@@ -535,6 +531,9 @@ class ReplicatedNode:
 
     def _branch_ended(self, ended: BranchEnded) -> None:
         self._log.info("branch decided", **ended._asdict())
+
+    def _step(self, _effect: StepDue) -> None:
+        self.core.step(elapsed_ns())
 
     def _notice(self, notice: Notice) -> None:
         self._log.info(notice.text)
