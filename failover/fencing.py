@@ -27,3 +27,12 @@ def refusal(own_epoch: int, other_epoch: int) -> str | None:
         f"the peer sent leader epoch {other_epoch}, and this node is on {own_epoch}: {behind} has"
         " an old replication record. Read the record again, and try under the newer epoch."
     )
+
+
+def is_same_copy(number: int | None, other_number: int | None) -> bool:
+    """Return whether master and member speak of the same copy; None: the member holds none.
+
+    The number of a copy rises when it is dropped and added again, which leaves the epoch. A member
+    that has not seen this yet may still empty what it has.
+    """
+    return number == other_number

@@ -45,7 +45,7 @@ from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
 from dcp.wire.status import Status
-from failover.fencing import refusal
+from failover.fencing import is_same_copy, refusal
 from failover.isr import serves_from_ns
 from failover.promotion import first_step, is_branch_done
 from failover.replication_record import ReplicationRecord, finish_branch, start_branch
@@ -336,7 +336,7 @@ class Leading:
             return FeedAnswer(Status.X_FENCED, why.encode())
         assert mastership is not None
         number = mastership.record.number_of(feed.member)
-        if number != told.copy_number:
+        if not is_same_copy(number, told.copy_number):
             why = (
                 f"vb {vb_id}: member {feed.member} asks for copy {told.copy_number}, the record of"
             )

@@ -25,6 +25,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from dcp.replication.fed_stream import SECTION_BYTES, WINDOW_BYTES
+from failover.fencing import is_same_copy
 from failover.isr import (
     CONFIRMATION_NS,
     Acknowledgement,
@@ -258,7 +259,7 @@ class Mastership:
             renewed = [
                 member
                 for member in {*before.copies, *record.copies}
-                if before.number_of(member) != record.number_of(member)
+                if not is_same_copy(before.number_of(member), record.number_of(member))
             ]
         for member in renewed:
             self._acknowledged.pop(member, None)

@@ -30,6 +30,7 @@ FOUND = {
     "early-shrink": (LOST, "asks the store for an in-sync set without"),
     "late-expand": (LOST, "asks the store for an in-sync set with "),
     "send-early": (DIFFER, "power cut of"),
+    "old-copy": (LOST, "empties it"),
 }
 
 
@@ -55,6 +56,8 @@ def test_a_wrong_rule_is_found(name):
         Bounds(3, 1, 2, 1, min_in_sync=1),
         Bounds(3, 1, 2, 1, min_in_sync=3),
         Bounds(4, 1, 2, 0),
+        Bounds(3, 1, 2, 0, moves=2),
+        Bounds(2, 1, 2, 1, min_in_sync=1, moves=3),
     ],
     ids=str,
 )

@@ -17,12 +17,14 @@ from failover.replication_record import (
     ReplicationRecord,
     add_copy,
     create,
+    drop_copies,
     elect,
     expand,
     finish_branch,
     hand_over,
     is_master,
     majority,
+    reorder,
     shrink,
     start_branch,
     unclean_elect,
@@ -138,6 +140,15 @@ def test_a_restarted_process_is_no_master_before_the_record_says_so_again():
         (lambda: finish_branch(ABC), "no branch"),
         (lambda: vacate(vacate(ABC)), "no master already"),
         (lambda: add_copy(ABC, "a"), "holds a copy already"),
+        (lambda: drop_copies(ABC, "d", in_sync_min=1), "not all hold a copy"),
+        (lambda: drop_copies(ABC, "a", in_sync_min=1), "hands over before"),
+        (lambda: drop_copies(ABC, "bc", in_sync_min=2), "1 copies in sync would be left"),
+        (lambda: drop_copies(vacate(ABC), "b", in_sync_min=1), "an election comes first"),
+        (
+            lambda: drop_copies(start_branch(ABC, BranchUnderWay(8, 0)), "b", in_sync_min=1),
+            "branch is finished first",
+        ),
+        (lambda: reorder(ABC, "abd"), "the same copies"),
         (lambda: want(ABC, "d"), "the wanted master d holds no copy"),
         (lambda: create("aa"), "two copies"),
         (lambda: create("abcdefghi"), f"1 to {COPIES_MAX} copies"),
@@ -261,6 +272,23 @@ class Transitions(RuleBasedStateMachine):
             self.become(hand_over(self.record, HandedOver(7, 7)))
         else:
             self.become(start_branch(self.record, BranchUnderWay(8, 3)))
+
+    @precondition(lambda self: self.record.master and not self.record.branch)
+    @rule(members=st.frozensets(MEMBERS))
+    def drop_copies(self, members):
+        before = self.record
+        leaving = members & set(before.copies) - {before.master}
+        numbers = dict(before.added)
+        self.become(drop_copies(before, leaving, in_sync_min=1))
+        assert self.record.copies == tuple(each for each in before.copies if each not in leaving)
+        for member in leaving:
+            if len(self.record.copies) < COPIES_MAX:
+                again = add_copy(self.record, member)
+                assert again.number_of(member) > numbers.get(member, 0)
+
+    @rule()
+    def reorder(self):
+        self.become(reorder(self.record, sorted(self.record.copies)))
 
     @precondition(lambda self: self.record.branch)
     @rule()

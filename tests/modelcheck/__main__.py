@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--cuts", type=int, default=default.cuts, help="power cuts")
     parser.add_argument("--min-in-sync", type=int, default=0, help="default: a majority")
     parser.add_argument("--branches", type=int, choices=(0, 1), default=0)
+    parser.add_argument("--moves", type=int, default=0, help="copies dropped and added")
     parser.add_argument("--states", type=int, help="stop at this many states")
     parser.add_argument("--broken", choices=[*ALL, "all"], help="a rule that is wrong")
     arguments = parser.parse_args()
@@ -42,6 +43,7 @@ def main() -> int:
         arguments.cuts,
         arguments.min_in_sync,
         arguments.branches,
+        arguments.moves,
     )
     search = Search(bounds, RIGHT)
     broken = search.run(arguments.states)

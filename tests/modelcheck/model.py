@@ -26,6 +26,7 @@ from failover.replication_record import (
     majority,
 )
 
+from .moves import Moves, emptied
 from .renaming import Renaming
 from .rules import RIGHT, Entry, Rules
 from .values import (
@@ -65,6 +66,7 @@ class Model:
         self._agree: dict[tuple[int, int], str] = {}
         self._heard: dict[tuple[int, ...], int] = {}
         self._cuts: dict[tuple[int, int, int], list[tuple[Step, int]]] = {}
+        self._moves = Moves(self)
         self._renaming = Renaming(bounds.replicas, self.stores, self.replicas)
 
     @property
@@ -77,12 +79,16 @@ class Model:
         record = records.create(self.members)
         versions = FailoverLog.create(1, 1)
         nobody = (None,) * len(self.members)
-        lead = Lead(nobody, record.isr, None, 0)
+        lead = Lead(nobody, record.isr, None, 0, self.numbers(record))
         empty = Replica((), 0, versions, 1, 0, is_reconciled=True, lead=None)
         master, other = (self.replicas.number(each) for each in (empty._replace(lead=lead), empty))
         others = (other,) * (len(self.members) - 1)
         nothing = self.committed.number(())
         return self.canonical((self.stores.number(Store(record)), master, *others, nothing, 0, 0))
+
+    def numbers(self, record: ReplicationRecord) -> tuple[int | None, ...]:
+        """The numbers of all copies, by replica."""
+        return tuple(map(record.number_of, self.members))
 
     def canonical(self, state: State) -> State:
         """The state under the names that stand for all states that differ in names only."""
@@ -123,6 +129,9 @@ class Model:
             yield from self._cut_steps(record, now, (committed, writes, cuts + 1))
         for step, new_record in self._election_steps(record, now):
             yield step, self._settled(new_record, list(now), (committed, writes, cuts))
+        if self.bounds.moves:
+            for step, new_record in self._moves.steps(record):
+                yield step, self._settled(new_record, list(now), (committed, writes, cuts))
 
     def _with(
         self, record: int, now: list[int], i: int, new: int, rest: tuple[int, ...], step: Step
@@ -164,6 +173,7 @@ class Model:
             replica.lead is None
             and replica.is_reconciled
             and self.rules.is_same_epoch(master.epoch, replica.epoch)
+            and self._moves.is_fed(master, replica, j)
         ):
             assert master.lead is not None
             acks = list(master.lead.acknowledged)
@@ -234,7 +244,7 @@ class Model:
                 continue
             if member in lead.confirmed:
                 asked, word = lead.confirmed - {member}, "without"
-            elif self._may_join(replica, lead.acknowledged[j]):
+            elif lead.numbers[j] is not None and self._may_join(replica, lead.acknowledged[j]):
                 asked, word = lead.confirmed | {member}, "with"
             else:
                 continue
@@ -258,8 +268,14 @@ class Model:
         for record in (*store.earlier, store.record):
             if replica.epoch < record.epoch:
                 found += self._learn(record, store_number, replica, i)
+            elif self.bounds.moves and replica.epoch == record.epoch:
+                found += self._moves.seen(record, store_number, replica, i)
         lead = replica.lead
-        if lead is not None and replica.epoch == store.record.epoch:
+        if (
+            lead is not None
+            and replica.epoch == store.record.epoch
+            and lead.numbers == self.numbers(store.record)
+        ):
             if lead.asked is not None:
                 found += self._change_isr(store, store_number, replica, lead, i)
             elif store.record.branch is not None:
@@ -274,7 +290,10 @@ class Model:
     def _learn(
         self, record: ReplicationRecord, store_number: int, replica: Replica, i: int
     ) -> Iterator[tuple]:
-        new = replica._replace(epoch=record.epoch, is_reconciled=False, lead=None, hw=0)
+        copy = record.number_of(NAMES[i])
+        new = replica._replace(epoch=record.epoch, is_reconciled=False, lead=None, hw=0, copy=copy)
+        if copy is None:
+            new = emptied(new)
         if not self.rules.is_master(record, NAMES[i], replica.epoch):
             step = Step(f"{{0}} learns of epoch {record.epoch}", i)
             yield step, store_number, self.replicas.number(new), None
@@ -290,7 +309,7 @@ class Model:
             versions = versions.branch(record.epoch, start, record.epoch)
         # A master that is elected again may still have what was acknowledged to it before.
         acks = replica.lead.acknowledged if replica.lead else (None,) * len(self.members)
-        lead = Lead(acks, record.isr, None, end)
+        lead = Lead(acks, record.isr, None, end, self.numbers(record))
         new = new._replace(
             log=replica.log[:end], synced=end, versions=versions, is_reconciled=True, lead=lead
         )
@@ -414,6 +433,8 @@ class Model:
             return
         if not self.rules.is_same_epoch(master.epoch, replica.epoch):
             return
+        if not self._moves.is_fed(master, replica, j):
+            return
         if not replica.is_reconciled:
             yield self._reconcile(master, master_number, replica, i, j)
             return
@@ -465,7 +486,8 @@ class Model:
         lead = None
         was_master = replica.lead is not None and replica.epoch == record.epoch
         if was_master and self.rules.is_master(record, NAMES[i], record.epoch):
-            lead = Lead((None,) * len(self.members), record.isr, None, replica.synced)
+            nobody = (None,) * len(self.members)
+            lead = Lead(nobody, record.isr, None, replica.synced, self.numbers(record))
         outcomes = []
         for kept in range(len(replica.log), replica.synced - 1, -1):
             new = Replica(
@@ -476,7 +498,9 @@ class Model:
                 hw=0,
                 is_reconciled=lead is not None,
                 lead=lead,
+                copy=record.number_of(NAMES[i]),
             )
+            new = emptied(new) if new.copy is None else new
             step = Step(f"power cut of {{0}}, which keeps {kept} records", i)
             outcomes.append((step, self.replicas.number(new)))
         return outcomes

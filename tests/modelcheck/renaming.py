@@ -34,7 +34,7 @@ class Renaming:
         seats = self._seats.get(record) or self._find_seats(record)
         look = self._look
         keys = [
-            (look[each] if each in look else self._find_look(each)) * 4 + seat
+            (look[each] if each in look else self._find_look(each)) * 256 + seat
             for each, seat in zip(state[1 : count + 1], seats, strict=True)
         ]
         order = tuple(sorted(range(count), key=keys.__getitem__))
@@ -60,14 +60,19 @@ class Renaming:
         if lead is not None:
             asked = -1 if lead.asked is None else len(lead.asked)
             acks = sorted((-1, -1) if each is None else each for each in lead.acknowledged)
-            seen = (tuple(acks), len(lead.confirmed), asked, lead.epoch_start)
-        self._look[number] = self.looks.number((*replica[:-1], seen))
+            copies = sorted(-1 if each is None else each for each in lead.numbers)
+            seen = (tuple(acks), len(lead.confirmed), asked, lead.epoch_start, tuple(copies))
+        self._look[number] = self.looks.number((*replica._replace(lead=None), seen))
         return self._look[number]
 
     def _find_seats(self, number: int) -> tuple[int, ...]:
         record = self._known_stores.values[number].record
         self._seats[number] = tuple(
-            (member in record.isr) * 2 + (member == record.master) for member in self._members
+            (-1 if (number := record.number_of(member)) is None else number) * 4
+            + (member in record.isr) * 2
+            + (member == record.master)
+            + 4
+            for member in self._members
         )
         return self._seats[number]
 
@@ -85,12 +90,15 @@ class Renaming:
 
     def _record(self, record: ReplicationRecord, names: dict[str, str]) -> ReplicationRecord:
         return ReplicationRecord(
-            copies=tuple(self._members),
+            copies=tuple(sorted(names[each] for each in record.copies)),
             isr=frozenset(names[each] for each in record.isr),
             epoch=record.epoch,
             master=None if record.master is None else names[record.master],
             handover=record.handover,
             branch=record.branch,
+            filling=frozenset(names[each] for each in record.filling),
+            added=frozenset((names[each], number) for each, number in record.added),
+            adds=record.adds,
         )
 
     def _replica(self, number: int, place: int) -> int:
@@ -103,6 +111,7 @@ class Renaming:
             asked = lead.asked
             new = lead._replace(
                 acknowledged=tuple(lead.acknowledged[old] for old in self._orders[place]),
+                numbers=tuple(lead.numbers[old] for old in self._orders[place]),
                 confirmed=frozenset(names[each] for each in lead.confirmed),
                 asked=None if asked is None else frozenset(names[each] for each in asked),
             )

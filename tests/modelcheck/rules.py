@@ -58,6 +58,7 @@ class Rules:
     ] = isr.high_watermark
     may_join: Callable[[isr.Candidate, int, int, int], bool] = isr.may_join
     is_same_epoch: Callable[[int, int], bool] = fencing.is_same_epoch
+    is_same_copy: Callable[[int | None, int | None], bool] = fencing.is_same_copy
     is_master: Callable[[ReplicationRecord, str, int], bool] = replication_record.is_master
     master_to_elect: Callable[..., str | None] = election.master_to_elect
     truncation: Callable[[History, History], int | None] = truncation

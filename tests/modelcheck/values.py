@@ -25,6 +25,8 @@ class Bounds(NamedTuple):
     """0: a majority."""
     branches: int = 0
     """1: an operator's branch may happen once."""
+    moves: int = 0
+    """How often the coordinator drops a copy or adds one."""
 
     def __str__(self) -> str:
         text = (
@@ -32,7 +34,8 @@ class Bounds(NamedTuple):
             f" {self.cuts} power cuts"
         )
         text += f", min in-sync {self.min_in_sync}" if self.min_in_sync else ""
-        return text + (", a branch" if self.branches else "")
+        text += ", a branch" if self.branches else ""
+        return text + (f", {self.moves} moves" if self.moves else "")
 
 
 class Store(NamedTuple):
@@ -42,6 +45,8 @@ class Store(NamedTuple):
     earlier: tuple[ReplicationRecord, ...] = ()
     undone: tuple[int, int] | None = None
     """A branch's epoch and seqno: records above it, of earlier epochs, must not come back."""
+    moves: int = 0
+    """How many copies were dropped or added."""
 
     def changed(self, record: ReplicationRecord) -> Store:
         """Return the store with a new record."""
@@ -63,6 +68,8 @@ class Lead(NamedTuple):
     asked: frozenset[str] | None
     epoch_start: int
     """Its end when it became master."""
+    numbers: tuple[int | None, ...]
+    """By replica, the number of its copy in the record that the master knows; None: no copy."""
 
 
 class Replica(NamedTuple):
@@ -75,6 +82,8 @@ class Replica(NamedTuple):
     hw: int
     is_reconciled: bool
     lead: Lead | None
+    copy: int | None = 0
+    """The number of its copy in the record that it knows; None: it holds none, and has nothing."""
 
     @property
     def history(self) -> History:
