@@ -34,8 +34,8 @@ TOGETHER = {"tests/spark": "Spark"}
 """Folders whose tests stay in one worker, because they share what is expensive to make."""
 FIRST = (
     "tests/spark", "tests/sim/test_cluster_bugs.py", "tests/system", "tests/cluster_processes",
-    "tests/cluster_nodes", "tests/benchmarks", "tests/backup", "tests/foreign", "tests/console",
-    "tests/test_site.py",
+    "tests/cluster_faults", "tests/cluster_nodes", "tests/benchmarks", "tests/backup",
+    "tests/foreign", "tests/console", "tests/test_site.py",
 )  # fmt: skip
 """What takes longest begins first, so that both workers end at about the same time."""
 LEFT_OUT = pytest.StashKey[int]()

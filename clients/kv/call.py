@@ -45,7 +45,6 @@ be repeated, they may change places.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Final
 
 from clients.errors import (
@@ -68,7 +67,7 @@ from clients.kv.routing import (
     PATIENCE_MAX_S,
     Action,
     FetchMap,
-    Held,
+    HeldOperations,
     Place,
     Result,
     Router,
@@ -129,10 +128,10 @@ class Call:
         """Operations without a result."""
         self._topology = router.topology
         """The map at the last step."""
-        self._held: list[Held] = []
+        self._held: list[HeldOperations] = []
         self._flights: list[Send] = []
         if direct is None:
-            self._held.append(Held(range(len(operations)), 0, now_s, awaits_map=False))
+            self._held.append(HeldOperations(range(len(operations)), 0, now_s, awaits_map=False))
         else:
             self._flights.append(direct)
             direct.begun_s = direct.asked_s = now_s
@@ -318,7 +317,7 @@ class Call:
         self, indexes: Sequence[int], attempt: int, due_s: float, *, awaits_map: bool
     ) -> None:
         if indexes:
-            self._held.append(Held(indexes, attempt + 1, due_s, awaits_map=awaits_map))
+            self._held.append(HeldOperations(indexes, attempt + 1, due_s, awaits_map=awaits_map))
 
     def _note(self, indexes: Iterable[int], error: DcpdError) -> None:
         for index in indexes:
@@ -343,7 +342,9 @@ class Call:
             elif not send.sent:
                 send.is_abandoned = True
                 self._flights.remove(send)
-                self._held.append(Held(send.indexes, send.attempt, now_s, awaits_map=True))
+                self._held.append(
+                    HeldOperations(send.indexes, send.attempt, now_s, awaits_map=True)
+                )
             else:
                 send.is_cut = True
                 waits = set(send.unanswered())
@@ -512,8 +513,7 @@ class Call:
         for index in indexes:
             error = self._last[index]
             if isinstance(error, NotMyVbucketError) and error.config:
-                with suppress(TopologyError):
-                    self._router.learn(error.config, node.host)
+                self._router.learn_from(error, node.host)
                 return  # A node sends the same one in all of its refusals.
 
     def _unanswered(self, send: Send, position: int) -> DcpdError:

@@ -406,6 +406,7 @@ class KvClient:
             outcome = send.outcomes[0]
             if isinstance(outcome, Document | NotFoundError):
                 return outcome
+            self._router.learn_from(outcome, send.node.host)
             raise TemporaryError(f"the replica does not answer: {outcome}")
 
         places = sorted(replicas, key=lambda _place: _jitter())

@@ -13,9 +13,10 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
-from clients.errors import DcpdError
+from clients.errors import DcpdError, NotMyVbucketError, TopologyError
 from clients.link.topology import ClusterNode, Topology, parse_topology
 from clients.operation import Operation, Outcome, partitions_of
 from dcp.wire.frame import Frame
@@ -104,7 +105,7 @@ class Send:
         ]
 
 
-class Held:
+class HeldOperations:
     """Operations that wait for the next attempt."""
 
     __slots__ = ("attempt", "awaits_map", "due_s", "indexes", "pause_s")
@@ -194,6 +195,12 @@ class Router:
         Raises TopologyError if it cannot be read.
         """
         return self.adopt(parse_topology(raw, host, is_tls=self._is_tls))
+
+    def learn_from(self, outcome: object, host: str) -> None:
+        """Adopt the configuration of a refusal, if it has one that can be read."""
+        if isinstance(outcome, NotMyVbucketError) and outcome.config:
+            with suppress(TopologyError):
+                self.learn(outcome.config, host)
 
     def nodes(self) -> dict[Place, ClusterNode]:
         """Return the nodes of the map, and those that the user named."""

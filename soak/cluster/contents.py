@@ -21,7 +21,7 @@ from vbucket.model.ids import vbucket_of
 
 SHOWN: Final = 5
 """Differences of a kind in a message."""
-FOLLOW_S: Final = 60.0
+FOLLOW_S: Final = 300.0
 """Longest time until a replica knows what is committed, or a consumer has it."""
 ASKED_AT_ONCE: Final = 500
 
@@ -80,7 +80,7 @@ async def _copies(
 
     A replica learns that the last changes are committed with its master's next message.
     """
-    link = await Link.connect(parse_address(cluster.address(name)))
+    link = await Link.connect(parse_address(cluster.address(name)), timeout_s=FOLLOW_S)
     give_up_s = time.monotonic() + FOLLOW_S
     held: dict[bytes, bytes] = {}
     left = list(stored)

@@ -39,7 +39,7 @@ HASTE: Final = 0.25
 """Share of faults after which the next one does not wait until all copies are in sync."""
 PROGRESS: Final = 60
 """Operations that are answered after a fault before the next one begins."""
-PROGRESS_S: Final = 60.0
+PROGRESS_S: Final = 300.0
 DISK_MEBIBYTES: Final = 96
 SETTLE_S: Final = 1.0
 """Load before the first fault."""
@@ -99,7 +99,6 @@ class Round:
             await asyncio.to_thread(self.cluster.until_in_sync)
             await self.load.stop()
         except BaseException:
-            await self._heal()
             await self.load.abandon()
             raise
         await self.check()

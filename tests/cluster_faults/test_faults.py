@@ -23,13 +23,12 @@ from soak.cluster.run import own_disks, run_round
 from support.waiting import until
 from vbucket.model.ids import vbucket_of
 
-pytestmark = pytest.mark.crash
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(900)]
 ORDER = (
     "kill node", "cut one way", "freeze node", "kill etcd", "cut from all", "drain",
 )  # fmt: skip
 
 
-@pytest.mark.timeout(400)
 async def test_faults_under_load_lose_nothing_and_answer_nothing_wrong(tmp_path: Path) -> None:
     report = await run_round(tmp_path, 4, ORDER)
     assert set(report.faults) >= set(ORDER)
@@ -189,7 +188,6 @@ async def test_a_store_process_that_stands_still_delays_no_answer(cluster, kv):
     assert cluster.masters("a")["b"] > 300, "nobody was elected"
 
 
-@pytest.mark.timeout(400)
 async def test_a_wiped_folder_is_a_new_member_and_nothing_is_lost(cluster, kv):
     """The last test of these: the old member is gone for good."""
     documents = {b"wiped-%d" % number: b"%d" % number for number in range(500)}

@@ -14,7 +14,7 @@ from support.etcd_members import IS_MISSING
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(900)]
 
 
 def test_dropped_packets_lose_nothing_and_no_answer_is_wrong(tmp_path: Path) -> None:
@@ -25,12 +25,12 @@ def test_dropped_packets_lose_nothing_and_no_answer_is_wrong(tmp_path: Path) -> 
     done = subprocess.run(
         [
             *IN_USER_NAMESPACE, sys.executable, "-m", "soak.cluster.packets", str(tmp_path), "1",
-            "cut pair", "cut one way", "cut from all",
+            "cut one way", "cut from all",
         ],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    for words in ("are cut off from each other", "nothing arrives from", "from everybody"):
+    for words in ("nothing arrives from", "from everybody"):
         assert words in done.stdout
     assert " answered, " in done.stdout

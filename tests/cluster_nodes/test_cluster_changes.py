@@ -225,6 +225,21 @@ async def test_unknown_nodes_and_partitions_are_refused(tmp_path: Path) -> None:
         assert "drain n2" in await done(cluster, "drain", address, "--dry-run")
 
 
+async def test_a_shell_completes_the_names_of_nodes(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await of_two(cluster)
+        port = cluster.nodes["n1"].ports.kv
+        shell = {
+            "_DCPCTL_COMPLETE": "bash_complete", "COMP_CWORD": "3", "DCPCTL_TIMEOUT": "30",
+            "DCPCTL_SERVER": f"127.0.0.1:{port}", "COMP_WORDS": "dcpctl cluster drain n",
+        }  # fmt: skip
+        ran = await ctl(port, environment=shell)
+        assert ran.out.splitlines() == ["plain,n1", "plain,n2"]
+        # A user without a password: a line that is being typed is no place to ask for it.
+        ran = await ctl(port, environment={**shell, "DCPCTL_USER": "ada"}, typed="secret\n")
+        assert (ran.out.strip(), ran.err) == ("", "")
+
+
 async def test_a_node_that_is_alone_refuses_them(tmp_path: Path) -> None:
     async with ClusterHere(tmp_path) as cluster:
         await cluster.start("n1")

@@ -11,6 +11,7 @@ from dcp.replication.loss_receipt import CutOff, ElectionLoss
 from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER, keep_cut_off
 from dcp.server.cluster.receipt_files import keep_election, receipts_in
 from dcp.server.operate.cluster_reports import ClusterReport
+from failover.history import FAILOVER_ENTRIES_MAX
 from support.cluster_here import ClusterHere
 from support.waiting import until_so
 from vbucket.model.entry import pack_mutation
@@ -144,6 +145,14 @@ def test_receipts_are_listed_from_the_files(tmp_path: Path) -> None:
     lost = found["unclean_election"]
     assert (lost.vb, lost.epoch, lost.at, lost.file) == (3, 6, 1000.5, str(election_path))
     assert (lost.end_seqno, lost.committed_seqno, lost.known_lost) == ("41", "44", 3)
+
+
+def test_a_receipt_with_the_longest_failover_log_is_read(tmp_path: Path) -> None:
+    versions = tuple((2**64 - 1 - number, 2**63) for number in range(FAILOVER_ENTRIES_MAX))
+    keep_cut_off(tmp_path, CUT._replace(versions=versions))
+    (receipt,) = receipts_in(tmp_path, "n1").receipts
+    assert receipt.problem == ""
+    assert len(receipt.versions) == FAILOVER_ENTRIES_MAX
 
 
 @pytest.mark.parametrize("damage", [b"", b"x", b"dcpd-cut\x00\x01\x00\x00\x00\x02{}"])

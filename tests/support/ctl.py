@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from clients.testing import DcpServer
@@ -26,7 +27,9 @@ class Ran(NamedTuple):
         return json.loads(line)
 
 
-async def ctl(port: int, *words: str, typed: str | None = None) -> Ran:
+async def ctl(
+    port: int, *words: str, typed: str | None = None, environment: Mapping[str, str] | None = None
+) -> Ran:
     """Run dcpctl against a node of this process. With `typed`, standard input is a terminal at
     which somebody types this.
     """
@@ -40,6 +43,7 @@ async def ctl(port: int, *words: str, typed: str | None = None) -> Ran:
             *words,
             stdin=fds[1] if fds else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            env=None if environment is None else {**os.environ, **environment},
         )  # fmt: skip
         out, err = await process.communicate()
     finally:

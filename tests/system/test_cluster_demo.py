@@ -48,7 +48,7 @@ def left_behind(folder: Path) -> list[str]:
 
 
 @needs_etcd
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_flights_through_a_cluster_whose_nodes_die_end_equal(tmp_path: Path) -> None:
     done = subprocess.run(
         command("--rows", str(ROWS), "--deaths", "1"),
@@ -83,7 +83,7 @@ def _plain(summary: dict[str, str]) -> str:
 
 
 @needs_etcd
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_everything_is_gone_when_it_is_interrupted(tmp_path: Path) -> None:
     with subprocess.Popen(
         command("--rows", "500"), env=environment(tmp_path),

@@ -16,16 +16,16 @@ typedef struct {
     Py_ssize_t documents;
 } Collection;
 
-/* The same for all of them, in the order in which they are met. vbucket/model/collection_counts.py
-   says what the seqnos mean. */
+/* The same for all of them, in the order in which they are met. The seqnos are those of
+   vbucket/model/collection_counts.py. */
 typedef struct {
     Collection items[COLLECTIONS_MAX];
     size_t count;
     uint64_t other_high_seqno, default_high_seqno;
 } Others;
 
-/* Returns the collection of a key, adding it if need be; NULL if there are too many, or the key does
-   not begin with a collection id. */
+/* Returns the collection of a key, adding it if need be; NULL if there are too many, or the key
+   does not begin with a collection id. */
 Collection *collection_of(Others *others, const uint8_t *key, uint32_t key_bytes);
 
 /* Returns (other high seqno, default high seqno, [(id, high seqno, documents)]). */

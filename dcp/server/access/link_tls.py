@@ -117,7 +117,7 @@ def link_trouble(error: OSError, where: str) -> LinkTrouble | None:
         return LinkTrouble(what.rstrip("."), advice)
     if not isinstance(error, ssl.SSLError):
         return None
-    reason = (error.reason or str(error)).replace("_", " ").lower()
+    reason = (getattr(error, "reason", "") or str(error)).replace("_", " ").lower()
     if "alert" in reason:
         return certificate_trouble(where, reason)
     return LinkTrouble(f"{where} does not speak TLS at that port: {reason}", _GIVE_ONE_MODE)
