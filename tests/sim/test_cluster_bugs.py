@@ -28,7 +28,7 @@ FOUND_BY = {
     "old-epoch-counts": (4, "in the in-sync set"),
     "shrink-counts-early": (0, "in the in-sync set"),
     "joins-early": (1, "in the in-sync set"),
-    "truncates-to-hw": (2, "in the in-sync set"),
+    "truncates-to-hw": (5, "in the in-sync set"),
     "no-version": (5, "has another change with seqno"),
     "handover-unchecked": (0, "has another change with seqno"),
     "streams-show-synced": (0, "was committed"),
@@ -40,7 +40,7 @@ FOUND_BY = {
     "drops-early": (3, "were dropped"),
     "added-is-full": (1, "in the in-sync set"),
     "not-emptied": (1, "without a copy"),
-    "old-copy-counts": (90, "in the in-sync set"),
+    "old-copy-counts": (102, "in the in-sync set"),
 }
 """Bug -> a seed that finds it, and how it is told. After a change of the simulator, look for others
 with `python -m tests.sim --nodes 3 --bug all`; MOVE_BUGS take 4 nodes.
