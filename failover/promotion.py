@@ -97,10 +97,16 @@ def kept_elsewhere_seqno(
     """Return up to which seqno the copies of a record have what a member has that it does not name.
 
     `reconciled_epoch` is the last epoch under which the member reconciled, or was master. Under the
-    record's epoch it has only what its master had on disk. Before, the others have what is
+    record's epoch it has only what its master had on disk; if that epoch began with a handover, the
+    same holds for the epoch before, up to where the handover was. Before, the others have what is
     committed, unless there was an unclean election: then nobody knows.
     """
     unclean = record.unclean_epoch
     if unclean is not None and reconciled_epoch < unclean:
         return 0
-    return high_seqno if reconciled_epoch == record.epoch else min(committed_seqno, high_seqno)
+    if reconciled_epoch == record.epoch:
+        return high_seqno
+    known_seqno = committed_seqno
+    if record.handover is not None and reconciled_epoch == record.epoch - 1:
+        known_seqno = max(committed_seqno, record.handover.seqno)
+    return min(known_seqno, high_seqno)

@@ -147,6 +147,7 @@ class Following:
             return None
         if link is not None:
             self._keep_confirmations(link)
+            self._has_gaps = True  # what it followed is followed on the new one
         self._dialled_ns[member] = self._now_ns
         identity = self._identity
         greeting = Greeting(FORMAT, identity.cluster, identity.member, identity.incarnation, member)

@@ -11,7 +11,14 @@ from dcp.cluster.metastore import Put, Txn
 from dcp.replication.loss_receipt import CutOff
 from dcp.replication.mastership import ReplicationSettings
 from failover.promotion import kept_elsewhere_seqno
-from failover.replication_record import add_copy, drop_copies, elect, shrink, unclean_elect
+from failover.replication_record import (
+    HandedOver,
+    add_copy,
+    drop_copies,
+    elect,
+    shrink,
+    unclean_elect,
+)
 from support.core_cluster import KEYS as STORE_KEYS
 from support.core_cluster import MS, VB, CoreCluster, CoreNode
 from vbucket.engine.partition import VbState
@@ -226,6 +233,16 @@ def test_what_other_copies_have(
 ) -> None:
     cluster = CoreCluster()
     record = replace(cluster.record, epoch=epoch, unclean_epoch=unclean_epoch)
+    assert kept_elsewhere_seqno(record, reconciled, 7, 10) == seqno
+
+
+@pytest.mark.parametrize(
+    ("reconciled", "handed_over_at", "seqno"), [(4, 12, 10), (4, 9, 9), (4, 6, 7), (3, 12, 7)]
+)
+def test_a_handover_says_what_the_epoch_before_had(
+    reconciled: int, handed_over_at: int, seqno: int
+) -> None:
+    record = replace(CoreCluster().record, epoch=5, handover=HandedOver(1, handed_over_at))
     assert kept_elsewhere_seqno(record, reconciled, 7, 10) == seqno
 
 

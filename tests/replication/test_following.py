@@ -331,3 +331,18 @@ def test_a_master_that_does_not_answer_a_dial_is_only_silent() -> None:
     cluster.b.core.following.links["a"].unreachable("no answer", is_refused=False)
     cluster.tick("b", ns=50 * MS)
     assert cluster.b.session.reported == ()
+
+
+def test_a_new_link_takes_over_all_that_the_lost_one_followed() -> None:
+    """Also if a record changes between the loss and the next tick, and asks for the new link."""
+    cluster = CoreCluster()
+    cluster.run(LONG)
+    core, part = cluster.b.core, VB + 1
+    core._records[part] = core._records[VB]
+    core.following.follow(part, cluster.record, cluster.now_ns)
+    cluster.run(2 * LONG)
+    cluster.wires.pop().cut()
+    core.following.follow(VB, cluster.record, cluster.now_ns)  # before a tick has seen the loss
+    assert not core.following.links["a"].follows(part)
+    cluster.tick("b")
+    assert core.following.links["a"].follows(part)
