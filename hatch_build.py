@@ -61,12 +61,14 @@ LOOPS_SOURCES: Final = (
     "vbucket/native/loops.c",
     "vbucket/native/blocks.c",
     "vbucket/native/compaction.c",
+    "vbucket/native/counts.c",
     "vbucket/native/crc32c.c",
     "vbucket/native/staging.c",
 )
 LOOPS_HEADERS: Final = (
     "vbucket/native/blocks.h",
     "vbucket/native/compaction.h",
+    "vbucket/native/counts.h",
     "vbucket/native/crc32c.h",
     "vbucket/native/staging.h",
 )

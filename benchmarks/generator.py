@@ -10,7 +10,8 @@ far below 1. Otherwise the generator is the bottleneck.
 
 With `--timeline` the document also has a row for each second: operations, p99, longest batch.
 
-With `--load` it writes the keys 0 to `--keys` - 1 once each, and stops.
+With `--load` it writes the keys 0 to `--keys` - 1 once each, and stops. With `--cluster` the
+connections go to the masters of a cluster in turn, and each uses keys of its own node only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from typing import Final
 
 from benchmarks import etcd, nats, workload
 from benchmarks.answers import AnswerError, BinaryCounter, Counter, RespCounter
+from benchmarks.cluster_map import read_masters
 from benchmarks.histogram import Histogram
+from vbucket.model.ids import vbucket_of
 
 RECEIVE_BYTES: Final = 256 * 1024
 SOCKET_BUFFER_BYTES: Final = 1024 * 1024
@@ -60,6 +63,7 @@ class Load:
     """Operations built before the clock starts, over all connections; they are sent in turn."""
     seed: int = 1
     load: bool = False
+    cluster: bool = False
     timeline: bool = False
 
 
@@ -111,8 +115,9 @@ class Timeline:
 class Connection:
     """One connection, with at most one batch in flight."""
 
-    def __init__(self, load: Load, batches: Iterator[tuple[bytes, int]]) -> None:
-        self.socket = socket.create_connection((load.host, load.port), timeout=STALL_SECONDS)
+    def __init__(self, load: Load, batches: Iterator[tuple[bytes, int]], port: int = 0) -> None:
+        address = load.host, port or load.port
+        self.socket = socket.create_connection(address, timeout=STALL_SECONDS)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         self.counter = COUNTER[load.protocol]()
@@ -191,11 +196,40 @@ def _read_exactly(connection: socket.socket, count: int) -> bytes:
     return parts
 
 
-def batches_of(load: Load, place: int) -> Iterator[tuple[bytes, int]]:
-    """The batches of connection number `place`, each with its number of operations."""
+def masters_of_cluster(load: Load) -> list[int]:
+    """Return the port of each partition's master, as the node at `load.port` tells it."""
+    with socket.create_connection((load.host, load.port), timeout=STALL_SECONDS) as connection:
+        open_session(connection)
+        return read_masters(connection)
+
+
+def connections_of(load: Load) -> list[Connection]:
+    """Connect, in a cluster to the masters in turn."""
+    if not load.cluster:
+        return [Connection(load, batches_of(load, place)) for place in range(load.connections)]
+    masters = masters_of_cluster(load)
+    ports = sorted(set(masters))
+    made = []
+    for place in range(load.connections):
+        port = ports[place % len(ports)]
+        share = len(range(place % len(ports), load.connections, len(ports))), place // len(ports)
+        own = {vb_id for vb_id, master in enumerate(masters) if master == port}
+        made.append(Connection(load, batches_of(load, place, own, share), port))
+    return made
+
+
+def batches_of(
+    load: Load, place: int, vb_ids: set[int] | None = None, share: tuple[int, int] = (1, 0)
+) -> Iterator[tuple[bytes, int]]:
+    """The batches of connection number `place`, each with its number of operations. `vb_ids`: it
+    uses keys of these partitions only, which it shares with others: how many, and its place.
+    """
     pool = workload.values(load.seed, load.value_bytes)
     if load.load:
         indexes: range | list[int] = range(place, load.keys, load.connections)
+        if vb_ids is not None:
+            found = (i for i in range(load.keys) if vbucket_of(workload.key_of(i)) in vb_ids)
+            indexes = list(itertools.islice(found, share[1], None, share[0]))
         sizes = itertools.chain(
             itertools.repeat(load.in_flight, len(indexes) // load.in_flight),
             [len(indexes) % load.in_flight],
@@ -204,7 +238,10 @@ def batches_of(load: Load, place: int) -> Iterator[tuple[bytes, int]]:
                    strict=False)  # fmt: skip
     rng = random.Random(load.seed * 1000 + place)
     count = max(1, load.prebuilt // (load.connections * load.in_flight)) * load.in_flight
-    indexes = [rng.randrange(load.keys) for _ in range(count)]
+    drawn = iter(lambda: rng.randrange(load.keys), None)
+    if vb_ids is not None:
+        drawn = (i for i in drawn if vbucket_of(workload.key_of(i)) in vb_ids)
+    indexes = list(itertools.islice(drawn, count))
     made = list(workload.batches(load.protocol, indexes, load.in_flight, pool))
     return itertools.cycle([(batch, load.in_flight) for batch in made])
 
@@ -238,9 +275,7 @@ def run(load: Load) -> Result:
     timeline = Timeline()
     operations = 0
     try:
-        connections.extend(
-            Connection(load, batches_of(load, place)) for place in range(load.connections)
-        )
+        connections.extend(connections_of(load))
         clock = Clock(load)
         for connection in connections:
             if connection.send_next():
@@ -319,6 +354,7 @@ def parse_arguments(arguments: list[str]) -> Load:
     parser.add_argument("--seed", type=int, default=Load.seed)
     parser.add_argument("--timeline", action="store_true", help="also a row for each second")
     parser.add_argument("--load", action="store_true", help="write every key once, then stop")
+    parser.add_argument("--cluster", action="store_true", help="send to the masters of a cluster")
     return Load(**vars(parser.parse_args(arguments)))
 
 

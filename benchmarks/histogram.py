@@ -15,6 +15,10 @@ class Histogram:
         shift = max(0, value.bit_length() - 7)
         self._counts[(value >> shift) << shift] += 1
 
+    def merge(self, other: Histogram) -> None:
+        """Add what another one has counted."""
+        self._counts.update(other._counts)
+
     def __len__(self) -> int:
         return self._counts.total()
 

@@ -328,6 +328,36 @@ MUTATIONS = (
         "        return Reaction.LOST\n",
         ("test_kv",),
     ),
+    Mutation(
+        "unsure-write-told-as-undone",
+        "is_unsure=is_unsure or index in self._unsure, note=note,",
+        "is_unsure=is_unsure, note=note,",
+        ("test_kv_call",),
+    ),
+    Mutation(
+        "read-waits-for-a-deposed-master",
+        "leave = [at for at in moved if at in waits and self._is_read(send, at)]",
+        "leave: list[int] = []",
+        ("test_kv_call",),
+    ),
+    Mutation(
+        "older-map-after-a-lost-connection",
+        "        if self._revision is not None and topology.revision < self._revision:\n",
+        "        if self._revision is not None and topology.revision < (0, 0):\n",
+        ("test_consumer_placement",),
+    ),
+    Mutation(
+        "replica-shows-uncommitted-versions",
+        "        while entry is not None and seqno_of(entry) > part.committed_seqno:\n",
+        "        while entry is not None and seqno_of(entry) > part.high_seqno:\n",
+        ("test_session_document_reads",),
+    ),
+    Mutation(
+        "replica-behind-a-token-answers",
+        "    if reached is None or reached < seqno:\n",
+        "    if reached is None:\n",
+        ("test_session_document_reads",),
+    ),
     # -- backup --------------------------------------------------------------------------------
     Mutation(
         "backup-checksum-missed",

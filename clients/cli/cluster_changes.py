@@ -6,9 +6,11 @@ moves copies or masters is a plan, which the cluster carries out by itself; --wa
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import click
@@ -61,12 +63,18 @@ def _with_choices(command: _F) -> _F:
 def _complete_node(
     ctx: click.Context, _parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Return the names of nodes for a shell; none if the server does not answer at once."""
+    """Return the names of nodes for a shell; none if the server does not answer at once. Nobody is
+    asked for a password in the middle of a line.
+    """
     target = (ctx.find_object(Target) or Target())._replace(timeout_s=COMPLETION_S)
+    before = sys.stdin
     try:
-        nodes = admin_of_named(target).request("GET", STATUS_PATH)["nodes"]
+        with Path(os.devnull).open() as sys.stdin:
+            nodes = admin_of_named(target).request("GET", STATUS_PATH)["nodes"]
     except (DcpdError, click.UsageError):
         return []
+    finally:
+        sys.stdin = before
     return [
         CompletionItem(node["name"], help=node["address"])
         for node in nodes
@@ -233,7 +241,7 @@ def _change(
     epochs = _epochs(admin) if preview["unclean_vbs"] else {}
     done = admin.request("POST", path, body)
     code = EXIT_OK
-    if target.waits and done["is_written"]:
+    if target.waits and (done["is_plan"] or done["unclean_vbs"]):
         code = _follow(admin, done, epochs)
     if is_json:
         write_json(done)
@@ -307,8 +315,6 @@ def _state_of(admin: AdminClient, done: dict[str, Any], epochs: dict[int, int]) 
     """Return how far a change is, or the exit code at its end. `epochs` are those before."""
     try:
         status = admin.request("GET", STATUS_PATH)
-        if not status["cluster"]:
-            return EXIT_OK  # this node was removed, and runs alone again
         if done["unclean_vbs"]:
             now = _epochs(admin)
             left = sum(
@@ -320,7 +326,7 @@ def _state_of(admin: AdminClient, done: dict[str, Any], epochs: dict[int, int]) 
     plan = status["plan"]
     if status["store"]["revision"] < done["revision"]:
         return "the node that was asked does not see it yet"
-    if plan is None or not done["is_plan"]:
+    if plan is None or plan["kind"] == "grow":  # which replaces no plan of an operator
         return EXIT_OK
     if plan["operation"] != done["operation"]:
         click.echo(f"dcpctl: another plan is under way now: {plan['what']}", err=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any, Final
 
-from clients.errors import TRANSIENT
+from clients.errors import DcpdError
 from clients.link.first_answer import Place
 from clients.link.pipelined_link import Link
 
@@ -67,7 +67,7 @@ class MapWatch:
             places = self._places
             try:
                 await self._watch(places[int(_draw() * len(places))])
-            except TRANSIENT:
+            except DcpdError:
                 await asyncio.sleep(PAUSE_S * (1 + _draw()))
 
     async def _watch(self, place: Place) -> None:

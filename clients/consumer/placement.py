@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from random import Random
 from typing import Final
 
@@ -30,13 +31,15 @@ from clients.errors import (
     TopologyError,
     none_answered,
 )
-from clients.link.first_answer import Place, first_answer
+from clients.link.first_answer import Place, first_answer, give_up
 from clients.link.handshake import PUSH_FEATURES
 from clients.link.pipelined_link import Link
 from clients.link.topology import Topology, parse_topology, single_node
 
+OPEN_PAUSE_S: Final = 0.2
 OPEN_PATIENCE_S: Final = 1.0
-"""While a consumer opens: how long nodes have before another one is asked for a newer map."""
+"""While a consumer opens: how long nodes have before another one is asked for a newer map, and the
+pause before that."""
 
 jitter: Final = Random().random  # noqa: S311 - not for secrets
 
@@ -229,27 +232,75 @@ class Placement:
         config = link.handshake.config
         if self._revision is None or not config:
             return False
-        topology = parse_topology(config, link.address.host, is_tls=self.address.is_tls)
+        try:
+            topology = parse_topology(config, link.address.host, is_tls=self.address.is_tls)
+        except TopologyError:
+            return True  # it cannot be read; another node's may
         return topology.revision < self._revision
 
     async def links_of(self, vb_ids: list[int]) -> list[tuple[Link, list[int]]]:
-        """Return a connection, not yet streaming, for each node of these partitions."""
-        assert self.topology is not None
-        groups: dict[Place, list[int]] = {}
-        for vb_id in vb_ids:
-            node = self.topology.node_of(vb_id)
-            groups.setdefault((node.host, node.kv_port), []).append(vb_id)
+        """Return a connection, not yet streaming, for each node of these partitions.
 
-        async def connect(place: Place) -> None:
-            self._keep_spare(place, await self._dial(place))
+        Follows newer configurations as `place` does.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._connect_timeout_s
+        patience_s = OPEN_PATIENCE_S
+        while True:
+            assert self.topology is not None
+            has_several = len(self.topology.nodes) > 1
+            failure: DcpdError | None = None
+            groups: dict[Place, list[int]] = {}
+            try:
+                for vb_id in vb_ids:
+                    node = self.topology.node_of(vb_id)
+                    groups.setdefault((node.host, node.kv_port), []).append(vb_id)
+            except TopologyError as error:
+                failure = error
+            limit_s = min(patience_s, self._connect_timeout_s) if has_several else None
+            failure = failure or await self._dial_spares(list(groups), limit_s)
+            if failure is None:
+                return [(self._spare[place], members) for place, members in groups.items()]
+            if loop.time() >= deadline_s or not has_several:
+                raise failure
+            patience_s *= 2
+            await self._look_again(deadline_s)
 
-        missing = [
-            place for place in groups if place not in self._spare or self._spare[place].is_closed
-        ]
-        for outcome in await asyncio.gather(*map(connect, missing), return_exceptions=True):
-            if outcome is not None:
-                raise outcome
-        return [(self._spare[place], members) for place, members in groups.items()]
+    async def _dial_spares(self, places: list[Place], limit_s: float | None) -> DcpdError | None:
+        """Keep a connection to each node; return why one has none. Raises what is not transient."""
+        tasks = {
+            asyncio.create_task(self._dial(place)): place
+            for place in places
+            if place not in self._spare or self._spare[place].is_closed
+        }
+        if not tasks:
+            return None
+        done, pending = await asyncio.wait(tasks, timeout=limit_s)
+        failure: DcpdError | None = None
+        errors = []
+        for task in done:
+            error = task.exception()
+            if error is None:
+                self._keep_spare(tasks[task], task.result())
+            elif isinstance(error, TRANSIENT):
+                failure = error
+            else:
+                errors.append(error)
+        await give_up(list(pending), Link.close)
+        if errors:
+            raise errors[0]
+        if pending:
+            names = ", ".join(f"{host}:{port}" for host, port in map(tasks.__getitem__, pending))
+            return OperationTimeoutError(f"no session within {limit_s:g} s", node=names)
+        return failure
+
+    async def _look_again(self, deadline_s: float) -> None:
+        """While the consumer opens: pause, and ask for a newer configuration."""
+        loop = asyncio.get_running_loop()
+        pause_s = OPEN_PAUSE_S * (1 - jitter() / 2)
+        await asyncio.sleep(min(pause_s, deadline_s - loop.time()))
+        with suppress(*TRANSIENT):  # then the known one is tried again
+            await self.refresh()
 
     def any_link(self) -> Link:
         """Return a connection that does not stream yet."""
@@ -265,7 +316,6 @@ class Placement:
         deadline_s = loop.time() + self._connect_timeout_s
         if self.topology is None:
             await self.refresh()
-        pause = Pause()
         while True:
             failure = self._assign(None)
             has_several = self.topology is not None and len(self.topology.nodes) > 1
@@ -279,9 +329,7 @@ class Placement:
                     f"{len(self.homeless)} partitions have no connection within"
                     f" {self._connect_timeout_s:g} s"
                 )
-            pause.begin(loop.time(), jitter())
-            await asyncio.sleep(min(pause.until_s, deadline_s) - loop.time())
-            await self.refresh()
+            await self._look_again(deadline_s)
 
     async def _settle(self, until_s: float) -> DcpdError | None:
         """Wait for all dials until a time; return the error of a failed one."""

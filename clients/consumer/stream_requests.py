@@ -25,7 +25,7 @@ from clients.consumer.partition_stream import (
     wanted_of,
 )
 from clients.consumer.stall import StallWatch
-from clients.errors import StatusError
+from clients.errors import TEMPORARY_STATUSES, StatusError, error_from_status
 from clients.event import Rollback, StreamEnded, StreamFailed, StreamOpened
 from clients.position import Position, rollback_reason
 from clients.streaming.outcome import (
@@ -425,7 +425,12 @@ class StreamRequests:
             if frame.status == Status.NOT_MY_VBUCKET:
                 self._give_up(stream, frame.value)
                 return
-            self.connection.requests.check(frame, "DCP_GET_FAILOVER_LOG")
+            what = "DCP_GET_FAILOVER_LOG"
+            if frame.status in TEMPORARY_STATUSES:
+                error = error_from_status(frame.status, what, body=frame.value, node=self.node)
+                self._postpone(stream, error)
+                return
+            self.connection.requests.check(frame, what)
             versions = tuple(parse_failover_log(frame.value))
             stream.place(Position(versions, seqno, seqno, seqno, base_seqno=seqno))
             self._batch.touch(stream)

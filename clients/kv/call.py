@@ -26,7 +26,7 @@ Rules
   others later. If a node cannot be reached, or a partition has no master, other nodes are asked.
 - If a connection or an answer takes longer than `patience_s`, another node is asked for a newer
   map, with growing pauses. What was not sent, and reads, do not wait any longer if that map moves
-  their partition. Sent writes wait ANSWER_GRACE_S more: a master that was deposed may still answer.
+  their partition. Sent writes wait a few seconds more: a master that was deposed may still answer.
   Then they are ambiguous. Those with a CAS are sent to the new master.
 - A read that meets with silence for READ_SILENCE_S is sent again, over a new connection: the old
   one may lead nowhere.
@@ -45,7 +45,6 @@ be repeated, they may change places.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Final
 
 from clients.errors import (
@@ -68,6 +67,7 @@ from clients.kv.routing import (
     PATIENCE_MAX_S,
     Action,
     FetchMap,
+    HeldOperations,
     Place,
     Result,
     Router,
@@ -84,29 +84,14 @@ IMMEDIATE_MAX: Final = 3
 """A newer map ends the pause only in the first attempts. A node that reports ever newer maps, and
 refuses all the same, does not get a request without pauses."""
 ANSWER_GRACE_S: Final = 2.0
-"""How long a sent write waits for its answer after a newer map has named another master. A master
-that hands its partitions over answers within milliseconds; one that stands still may never do."""
+ANSWER_GRACE_MAX_S: Final = 5.0
+"""How long a sent write waits for its answer after a newer map has named another master: a quarter
+of the call's time, within these. A master that hands its partitions over answers within
+milliseconds, on a busy machine within seconds. One that stands still may never answer."""
 READ_SILENCE_S: Final = 3.0
 """After how long without an answer a read is sent again to the same node. It doubles with each
 attempt, so a slow node gets few reads twice. A disk may stall for a second."""
 SILENCE_DOUBLINGS_MAX: Final = 6
-
-
-class _Held:
-    """Operations that wait for the next attempt."""
-
-    __slots__ = ("attempt", "awaits_map", "due_s", "indexes", "pause_s")
-
-    def __init__(
-        self, indexes: Sequence[int], attempt: int, due_s: float, *, awaits_map: bool
-    ) -> None:
-        self.indexes = indexes
-        self.attempt = attempt
-        self.pause_s = due_s
-        """When the pause ends."""
-        self.due_s = due_s
-        """When they are sent. A request for the map that is under way may put it off."""
-        self.awaits_map = awaits_map
 
 
 class Call:
@@ -143,10 +128,10 @@ class Call:
         """Operations without a result."""
         self._topology = router.topology
         """The map at the last step."""
-        self._held: list[_Held] = []
+        self._held: list[HeldOperations] = []
         self._flights: list[Send] = []
         if direct is None:
-            self._held.append(_Held(range(len(operations)), 0, now_s, awaits_map=False))
+            self._held.append(HeldOperations(range(len(operations)), 0, now_s, awaits_map=False))
         else:
             self._flights.append(direct)
             direct.begun_s = direct.asked_s = now_s
@@ -198,7 +183,7 @@ class Call:
         for send in self._flights:
             wake_s = min(wake_s, send.asked_s + send.patience_s)
             if send.moved_s is not None:
-                wake_s = min(wake_s, send.moved_s + ANSWER_GRACE_S)
+                wake_s = min(wake_s, send.moved_s + self._grace_s)
         return wake_s
 
     def finish(self, send: Send, now_s: float, jitter: float) -> None:
@@ -332,7 +317,7 @@ class Call:
         self, indexes: Sequence[int], attempt: int, due_s: float, *, awaits_map: bool
     ) -> None:
         if indexes:
-            self._held.append(_Held(indexes, attempt + 1, due_s, awaits_map=awaits_map))
+            self._held.append(HeldOperations(indexes, attempt + 1, due_s, awaits_map=awaits_map))
 
     def _note(self, indexes: Iterable[int], error: DcpdError) -> None:
         for index in indexes:
@@ -357,7 +342,9 @@ class Call:
             elif not send.sent:
                 send.is_abandoned = True
                 self._flights.remove(send)
-                self._held.append(_Held(send.indexes, send.attempt, now_s, awaits_map=True))
+                self._held.append(
+                    HeldOperations(send.indexes, send.attempt, now_s, awaits_map=True)
+                )
             else:
                 send.is_cut = True
                 waits = set(send.unanswered())
@@ -370,7 +357,7 @@ class Call:
     def _watch(self, now_s: float, jitter: float) -> None:
         """Ask for a newer map if a connection or an answer takes long; leave what is hopeless."""
         for send in list(self._flights):
-            if send.moved_s is not None and now_s >= send.moved_s + ANSWER_GRACE_S:
+            if send.moved_s is not None and now_s >= send.moved_s + self._grace_s:
                 self._end_grace(send, now_s, jitter)
             if now_s < send.asked_s + send.patience_s or send not in self._flights:
                 continue
@@ -418,6 +405,10 @@ class Call:
             send.is_abandoned = True
             self._flights.remove(send)
             self._take(send, now_s, jitter)
+
+    @property
+    def _grace_s(self) -> float:
+        return min(max(ANSWER_GRACE_S, self._timeout_s / 4), ANSWER_GRACE_MAX_S)
 
     def _is_read(self, send: Send, position: int) -> bool:
         return self._operations[send.indexes[position]][0] in READS
@@ -522,8 +513,7 @@ class Call:
         for index in indexes:
             error = self._last[index]
             if isinstance(error, NotMyVbucketError) and error.config:
-                with suppress(TopologyError):
-                    self._router.learn(error.config, node.host)
+                self._router.learn_from(error, node.host)
                 return  # A node sends the same one in all of its refusals.
 
     def _unanswered(self, send: Send, position: int) -> DcpdError:

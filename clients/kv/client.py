@@ -248,11 +248,14 @@ class KvClient:
 
     # -- batches -------------------------------------------------------------------------------
 
-    async def get_many(self, keys: Iterable[bytes | str]) -> dict[bytes, Document]:
+    async def get_many(
+        self, keys: Iterable[bytes | str], *, timeout_s: float | None = None
+    ) -> dict[bytes, Document]:
         """Return the existing documents by key. Raises the first error except NotFoundError."""
         operations = [get_operation(key) for key in keys]
         found: dict[bytes, Document] = {}
-        for operation, outcome in zip(operations, await self.execute(operations), strict=True):
+        outcomes = await self.execute(operations, timeout_s=timeout_s)
+        for operation, outcome in zip(operations, outcomes, strict=True):
             if not isinstance(outcome, NotFoundError):
                 found[operation[1]] = _expect(Document, outcome)
         return found
@@ -403,6 +406,7 @@ class KvClient:
             outcome = send.outcomes[0]
             if isinstance(outcome, Document | NotFoundError):
                 return outcome
+            self._router.learn_from(outcome, send.node.host)
             raise TemporaryError(f"the replica does not answer: {outcome}")
 
         places = sorted(replicas, key=lambda _place: _jitter())

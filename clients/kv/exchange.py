@@ -249,7 +249,7 @@ class Exchange:
         """Send a command that only reads; fill in its reply or the error that it means."""
         opcode, key, extras, _, _ = operation
         try:
-            link = await self._connections.link(place_of(send.node))
+            link = await self._connections.link(place_of(send.node), is_fresh=send.is_fresh)
             send.sent = 1
             if opcode == Opcode.STAT:
                 frames = await link.request_stat(key)

@@ -18,7 +18,7 @@ from clients.address import ServerAddress
 from clients.errors import DcpdError, OperationTimeoutError, TopologyError
 from clients.kv.routing import PATIENCE_S, FetchMap, Place, Router, place_of
 from clients.link.handshake import PUSH_FEATURES
-from clients.link.pipelined_link import Link
+from clients.link.pipelined_link import CONNECT_TIMEOUT_S, Link
 from clients.link.topology import ClusterNode, single_node
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -118,7 +118,9 @@ class NodeLinks:
     async def _dial(self, place: Place) -> Link:
         try:
             link = await Link.connect(
-                self.address.at(*place), timeout_s=self._timeout_s, features=PUSH_FEATURES
+                self.address.at(*place),
+                timeout_s=min(self._timeout_s, CONNECT_TIMEOUT_S),
+                features=PUSH_FEATURES,
             )
             self._keep(place, link)
             return link

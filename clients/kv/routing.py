@@ -13,9 +13,10 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
-from clients.errors import DcpdError
+from clients.errors import DcpdError, NotMyVbucketError, TopologyError
 from clients.link.topology import ClusterNode, Topology, parse_topology
 from clients.operation import Operation, Outcome, partitions_of
 from dcp.wire.frame import Frame
@@ -104,6 +105,23 @@ class Send:
         ]
 
 
+class HeldOperations:
+    """Operations that wait for the next attempt."""
+
+    __slots__ = ("attempt", "awaits_map", "due_s", "indexes", "pause_s")
+
+    def __init__(
+        self, indexes: Sequence[int], attempt: int, due_s: float, *, awaits_map: bool
+    ) -> None:
+        self.indexes = indexes
+        self.attempt = attempt
+        self.pause_s = due_s
+        """When the pause ends."""
+        self.due_s = due_s
+        """When they are sent. A request for the map that is under way may put it off."""
+        self.awaits_map = awaits_map
+
+
 class FetchMap(NamedTuple):
     """Ask a node for its configuration. Report an error if there is none until `until_s`."""
 
@@ -177,6 +195,12 @@ class Router:
         Raises TopologyError if it cannot be read.
         """
         return self.adopt(parse_topology(raw, host, is_tls=self._is_tls))
+
+    def learn_from(self, outcome: object, host: str) -> None:
+        """Adopt the configuration of a refusal, if it has one that can be read."""
+        if isinstance(outcome, NotMyVbucketError) and outcome.config:
+            with suppress(TopologyError):
+                self.learn(outcome.config, host)
 
     def nodes(self) -> dict[Place, ClusterNode]:
         """Return the nodes of the map, and those that the user named."""

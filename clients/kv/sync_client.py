@@ -174,6 +174,7 @@ class SyncKv:
                 return outcome
             if isinstance(outcome, NotFoundError):
                 raise outcome
+            self._router.learn_from(outcome, node.host)
         return self.get(key, timeout_s=max(deadline_s - time.monotonic(), TIMEOUT_MIN_S))
 
     def get_with_xattrs(self, key: bytes | str) -> tuple[Document, dict[str, bytes]]:

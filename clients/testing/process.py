@@ -96,6 +96,11 @@ class DcpServer:
         return f"http://127.0.0.1:{self.admin_port}"
 
     @property
+    def runs(self) -> bool:
+        """Whether there is a process."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         """The process id."""
         assert self._process is not None, "the server does not run"

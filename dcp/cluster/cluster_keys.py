@@ -7,6 +7,7 @@
     <root>leader                 the coordinator          under its member's lease
     <root>alive/<member>         a running process        under its member's lease
     <root>address/<host:port>    the process reached there   the same
+    <root>clock/<member>         its wall clock, at times  the same
     <root>member/<member>        a member of the cluster
     <root>name/<name>            the member that has a name
     <root>partition/<vb>         one partition's record
@@ -37,6 +38,7 @@ class KeyKind(StrEnum):
     PLAN = "plan"
     LEADER = "leader"
     ALIVE = "alive"
+    CLOCK = "clock"
     MEMBER = "member"
     PARTITION = "partition"
     SUSPECT = "suspect"

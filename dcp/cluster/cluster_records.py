@@ -104,6 +104,13 @@ class AliveRecord(_Record, frozen=True, kw_only=True):
     """The version of the replication messages that it speaks."""
 
 
+class ClockRecord(_Record, frozen=True, kw_only=True):
+    """The wall clock of a member when it wrote this."""
+
+    member: str
+    unix_ms: int
+
+
 class MemberRecord(_Record, frozen=True, kw_only=True):
     """A member of the cluster and where nodes and clients reach it."""
 

@@ -19,6 +19,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from dcp.cluster.cluster_keys import ClusterKeys, KeyKind, ParsedKey
 from dcp.cluster.cluster_records import (
     AliveRecord,
+    ClockRecord,
     ClusterRecord,
     LeaderRecord,
     ManifestRecord,
@@ -55,12 +56,15 @@ class ClusterView:
         self.partitions: dict[int, Stored[StoredPartition]] = {}
         self.members: dict[str, Stored[MemberRecord]] = {}
         self.alive: dict[str, Stored[AliveRecord]] = {}
+        self.clocks: dict[str, Stored[ClockRecord]] = {}
         self.reports: dict[str, Stored[MemberReport]] = {}
         self.commands: dict[int, Stored[OperatorCommand]] = {}
         self.cluster: Stored[ClusterRecord] | None = None
         self.manifest: Stored[ManifestRecord] | None = None
         self.users: Stored[UsersRecord] | None = None
         self.plan: Stored[PlanRecord] | None = None
+        self.wanted: dict[int, tuple[str, ...]] = {}
+        """The chains of the plan."""
         self.leader: Stored[LeaderRecord] | None = None
         self.leader_item: KeyValue | None = None
         """The leader's key, also where its record cannot be read."""
@@ -73,6 +77,7 @@ class ClusterView:
             KeyKind.USERS: self._change_users,
             KeyKind.PLAN: self._change_plan,
             KeyKind.LEADER: self._change_leader,
+            KeyKind.CLOCK: lambda name, item: _change(self.clocks, name.member, item, ClockRecord),
             KeyKind.ALIVE: lambda name, item: _change(self.alive, name.member, item, AliveRecord),
             KeyKind.MEMBER: lambda name, item: _change(
                 self.members, name.member, item, MemberRecord
@@ -186,12 +191,12 @@ class ClusterView:
 
     def _change_plan(self, name: ParsedKey, item: KeyValue | None) -> None:
         assert name.kind is KeyKind.PLAN
-        self.plan = None
+        self.plan, self.wanted = None, {}
         if item is not None:
             record = decode_record(item, PlanRecord)
             if problem := record.problem():
                 raise unreadable(item, problem)
-            self.plan = Stored(record, item)
+            self.plan, self.wanted = Stored(record, item), record.wanted()
 
     def _change_leader(self, name: ParsedKey, item: KeyValue | None) -> None:
         assert name.kind is KeyKind.LEADER

@@ -79,6 +79,9 @@ LEADER_GONE_NS: Final = 300_000_000
 that lives moves its own partitions within one transaction, a few milliseconds."""
 LEADER_LATE_NS: Final = 1_000_000_000
 """The same for any other election: a coordinator that stands still, or cannot reach the store."""
+LOOK_NS: Final = 200_000_000
+"""Time between looks at all partitions while nothing is reported and the view stays as it is: only
+wishes become due by time alone, and none of them is urgent."""
 BATCH_MIN: Final = 2
 """Compares left after transactions that failed: one record, and the lease that it relies on."""
 COORDINATOR: Final = "coordinator"
@@ -137,6 +140,8 @@ class Coordinator:
         """When a missing answer counts as none, or the end of a pause."""
         self._late_since: tuple[int, int] | None = None
         """The leader's create revision, and since when an election is due under it."""
+        self._look_ns = 0
+        """Until when nothing is to be written unless the view changes."""
 
     writer_core: Final = f"{COORDINATOR}-writes"
     """The name in the tags of its writes."""
@@ -150,6 +155,7 @@ class Coordinator:
         """Take one event; return what to do."""
         effects: list[CoordinatorEffect] = []
         if isinstance(event, ViewChanged):
+            self._look_ns = 0
             self._choices.take_view(now_ns, event.vb_ids)
         else:
             effects += self._take_outcomes(now_ns, self._writer.on_event(now_ns, event))
@@ -273,7 +279,7 @@ class Coordinator:
     # ---- Writes
 
     def _lead(self, now_ns: int) -> list[CoordinatorEffect]:
-        if not self._writer.is_idle:
+        if not self._writer.is_idle or now_ns < self._look_ns:
             return []
         batch: list[RecordChange] = []
         for change in self._in_turn(now_ns):
@@ -284,6 +290,8 @@ class Coordinator:
         if not batch:
             step = self._plans.due(self.term)
             if step is None:
+                if not self._choices.are_any_reported and self._view.plan is None:
+                    self._look_ns = now_ns + LOOK_NS
                 return []
             self._plan_text = step.text
             return [self._submit(now_ns, _Asked.PLAN, step.txn)]
@@ -306,6 +314,7 @@ class Coordinator:
                 continue
             passed.append(effect)
             if isinstance(effect, ViewChanged):
+                self._look_ns = 0
                 self._choices.take_view(now_ns, effect.vb_ids)
         if not outcomes:
             return passed

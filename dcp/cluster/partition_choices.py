@@ -22,7 +22,6 @@ from typing import Final, NamedTuple
 from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import MASTERS_RETURN_S, StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
-from dcp.cluster.copy_placement import Chain
 from dcp.cluster.plan_steps import plan_changes
 from dcp.cluster.record_writer import RecordChange
 from failover.election import (
@@ -70,8 +69,6 @@ class PartitionChoices:
         """Partition -> since when an unclean election is the only way."""
         self._first_in_sync: dict[int, tuple[str, int]] = {}
         """Partition -> its first copy, which is in sync and not the master, and since when."""
-        self._wanted: tuple[int, dict[int, Chain]] = (0, {})
-        """Mod revision of the plan, and the chains that it wants."""
         self._stepped_ns = -STEP_NS
         """When steps of the plan were looked for last."""
 
@@ -100,6 +97,11 @@ class PartitionChoices:
                 by_partition[told.vb_id].append(report)
         self._reports = dict(by_partition)
 
+    @property
+    def are_any_reported(self) -> bool:
+        """Whether any member misses a master: what is due then changes with the time."""
+        return bool(self._reports)
+
     def masters_due(self, now_ns: int) -> set[str | None]:
         """Return the masters of the partitions for which a clean election is due."""
         return {
@@ -120,7 +122,7 @@ class PartitionChoices:
                     yield self._change(vb_id, elect(record, member, gone), stored)
             elif (left := self._unclean_choice(now_ns, vb_id, record)) is not None:
                 yield self._change(vb_id, unclean_elect(record, left), stored)
-        wanted = self._plan()
+        wanted = self._view.wanted
         busy = set(self._reports)
         for change in self._wishes(now_ns):
             if change.vb_id not in wanted:
@@ -129,14 +131,6 @@ class PartitionChoices:
         if wanted and now_ns - self._stepped_ns >= STEP_NS:
             self._stepped_ns = now_ns
             yield from plan_changes(self._view, wanted, busy)
-
-    def _plan(self) -> dict[int, Chain]:
-        """Return the chains of the plan that is under way."""
-        stored = self._view.plan
-        mod_revision = 0 if stored is None else stored.item.mod_revision
-        if mod_revision != self._wanted[0]:
-            self._wanted = mod_revision, {} if stored is None else stored.content.wanted()
-        return self._wanted[1]
 
     def _reported(self) -> Iterator[tuple[int, Stored[StoredPartition]]]:
         """Yield the partitions with a report and a record that can be read."""

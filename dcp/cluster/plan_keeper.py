@@ -60,7 +60,7 @@ class PlanKeeper:
         if view.keys.plan in view.unreadable:
             return None
         plan = None if view.plan is None else view.plan.content
-        if plan is not None and is_plan_done(view, plan.wanted()):
+        if plan is not None and is_plan_done(view, view.wanted):
             return self._ended(plan, term)
         return self._grown(plan, term) if plan is None or plan.kind is PlanKind.GROW else None
 

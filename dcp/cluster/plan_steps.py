@@ -19,7 +19,7 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from dcp.cluster.cluster_records import PlanKind
@@ -36,10 +36,11 @@ from failover.replication_record import (
     want,
 )
 
-FILLING_MAX: Final = 64
-"""Copies that one member fills at a time. A filled copy protects at once, so fewer at a time
-protect earlier; but each joins with a write to the metadata store, which takes up to a second."""
-FILLING_IN_ALL_MAX: Final = 256
+FILLING_MAX: Final = 128
+"""Copies that one member fills at a time. A full copy protects at once, so fewer at a time protect
+earlier; but each joins with a write to the metadata store, and one of 127 records takes as long as
+one of a single record. The rate of bytes is bounded elsewhere (`dcp.replication.fill_pace`)."""
+FILLING_IN_ALL_MAX: Final = 512
 """Copies that all members fill at a time: what masters read beside their work."""
 
 
@@ -93,47 +94,52 @@ def plan_changes(
     """Yield the next change of each partition that can change now, but for `busy` ones."""
     filling = Counter[str]()
     for stored in view.partitions.values():
-        filling.update(stored.content.record.filling)
+        if stored.content.record.filling:
+            filling.update(stored.content.record.filling)
     in_all = filling.total()
+    able = {
+        member
+        for member in {member for chain in wanted.values() for member in chain}
+        if member in view.members and view.stays(member) and filling[member] < FILLING_MAX
+    }
     for vb_id, chain in wanted.items():
         found = view.partitions.get(vb_id)
-        if found is None or vb_id in busy:
+        if found is None or vb_id in busy or is_done(view, found.content.record, chain):
             continue
         record = found.content.record
-        able = [
-            member
-            for member in chain
-            if member not in record.copies
-            and filling[member] < FILLING_MAX
-            and in_all < FILLING_IN_ALL_MAX
-            and member in view.members
-            and view.stays(member)
-        ]
-        after = next_record(view, record, chain, able)
-        if after is None or after == record:
+        room = FILLING_IN_ALL_MAX - in_all
+        after = next_record(view, record, chain, able if room >= len(chain) else ())
+        if after is record or after is None:
             continue
-        filling.update(after.filling - record.filling)
-        in_all += len(after.filling) - len(record.filling)
+        added = after.filling - record.filling
+        filling.update(added)
+        able.difference_update(member for member in added if filling[member] >= FILLING_MAX)
+        in_all += len(added)
         yield RecordChange(vb_id, after, found)
 
 
 def next_record(
     view: ClusterView, record: ReplicationRecord, chain: Chain, able: Collection[str]
 ) -> ReplicationRecord | None:
-    """Return the record after the next step towards a chain; None: the partition has to wait.
-    `able` are the wanted members that can be filled now.
+    """Return the record after the next step towards a chain, the same if there is none now. None:
+    the partition has to wait. `able` are the members that can be filled now.
     """
     if record.master is None or record.branch is not None:
         return None  # an election or a branch comes first
-    after = drop_copies(record, record.filling.difference(chain), in_sync_min=len(chain))
-    for member in able:
-        if len(after.copies) < COPIES_MAX:
+    after = record
+    if given_up := record.filling.difference(chain):
+        after = drop_copies(after, given_up, in_sync_min=len(chain))
+    for member in chain:
+        if member not in after.copies and member in able and len(after.copies) < COPIES_MAX:
             after = add_copy(after, member)
-    if chain[0] in after.isr or set(after.copies) == set(chain):
-        outside = [member for member in after.copies if member not in chain]
-        after = reorder(after, [*(each for each in chain if each in after.copies), *outside])
-    after = want(after, _wanted_master(view, after, chain))
-    surplus = _surplus(view, after, chain)
+    outside = [member for member in after.copies if member not in chain]
+    if chain[0] in after.isr or not outside:
+        ordered = (*(member for member in chain if member in after.copies), *outside)
+        after = reorder(after, ordered) if ordered != after.copies else after
+    master = _wanted_master(view, after, chain)
+    if after.wanted_master != (None if master == after.master else master):
+        after = want(after, master)
+    surplus = _surplus(view, after, chain, outside) if outside else []
     return drop_copies(after, surplus, in_sync_min=len(chain)) if surplus else after
 
 
@@ -150,8 +156,10 @@ def _wanted_master(view: ClusterView, record: ReplicationRecord, chain: Chain) -
     return next(able, record.master)
 
 
-def _surplus(view: ClusterView, record: ReplicationRecord, chain: Chain) -> list[str]:
-    """Return the copies that are not wanted and can go now.
+def _surplus(
+    view: ClusterView, record: ReplicationRecord, chain: Chain, outside: Sequence[str]
+) -> list[str]:
+    """Return which of the copies that are not wanted can go now.
 
     Members count as in sync only while their processes run: the master takes dead ones out a moment
     later. Copies that are not in sync go last, because they may hold what others have lost.
@@ -159,8 +167,8 @@ def _surplus(view: ClusterView, record: ReplicationRecord, chain: Chain) -> list
     in_sync = [member for member in record.isr if view.stays(member)]
     outside = [
         member
-        for member in reversed(record.copies)
-        if member not in chain and member not in {record.master, record.wanted_master}
+        for member in reversed(outside)
+        if member not in {record.master, record.wanted_master}
     ]
     going = [member for member in outside if member in in_sync]
     going = going[: max(0, len(in_sync) - len(chain))]
@@ -202,7 +210,7 @@ def progress_of(view: ClusterView) -> Progress | None:
     plan = view.plan.content
     done = filling = handovers = 0
     waits_for = Counter[str]()
-    for vb_id, chain in plan.wanted().items():
+    for vb_id, chain in view.wanted.items():
         found = view.partitions.get(vb_id)
         if found is None:
             continue

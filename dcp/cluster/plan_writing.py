@@ -130,6 +130,7 @@ def planned(
 
 
 def moves_of(view: ClusterView, wanted: Mapping[int, Chain]) -> tuple[PlannedMove, ...]:
+    """Return what chains change, by partition."""
     return tuple(
         PlannedMove(vb_id, view.partitions[vb_id].content.record.copies, chain)
         for vb_id, chain in sorted(wanted.items())
@@ -145,6 +146,7 @@ def plan_put(
     about: str = "",
     copies_before: int = 0,
 ) -> Put:
+    """Return what writes a plan."""
     plan = plan_record(
         stamp.operation, kind, wanted, asked_at_ms=stamp.asked_at_ms, about=about,
         copies_before=copies_before,
@@ -193,6 +195,7 @@ def compares_of_all(view: ClusterView) -> tuple[Compare, ...]:
 
 
 def unchanged(view: ClusterView, key: bytes) -> Compare:
+    """Return the compare that holds while a key is as the view has it."""
     mod_revision = view.mod_revision(key)
     return if_unchanged(key, mod_revision) if mod_revision else if_absent(key)
 
@@ -204,6 +207,7 @@ def prepared_of(
     compares: Iterable[Compare],
     then: Iterable[Operation],
 ) -> Prepared:
+    """Return a request that one transaction writes. Its last operation shows that it happened."""
     operations = tuple(then)
     last = operations[-1]
     plan_key = next(compare.key for compare in compares)
@@ -213,14 +217,17 @@ def prepared_of(
 
 
 def member_key(view: ClusterView, member: str) -> bytes:
+    """Return the key of a member's record."""
     return view.keys.of_member(KeyKind.MEMBER, member)
 
 
 def member_put(view: ClusterView, record: MemberRecord) -> Put:
+    """Return what writes a member's record."""
     return Put(member_key(view, record.member), encode_record(record))
 
 
 def with_drained(view: ClusterView, member: str, *, is_drained: bool) -> MemberRecord:
+    """Return a member's record, drained or not."""
     return msgspec.structs.replace(view.members[member].content, is_drained=is_drained)
 
 

@@ -180,6 +180,7 @@ def _under_way_text(view: ClusterView, plan: PlanRecord) -> str:
 
 
 def done_text(view: ClusterView, plan: PlanRecord) -> str:
+    """Return in words how far a plan is."""
     found = progress_of(view)
     if found is None or found.operation != plan.operation:
         return f"{len(plan.chains)} partitions are to change"

@@ -76,6 +76,7 @@ class Following:
         record_of: Callable[[int], ReplicationRecord],
         raise_watermarks: Callable[[Iterable[int]], None],
         commit_many: Callable[[Mapping[int, int]], None],
+        was_welcomed: Callable[[], None],
         effects: list[ReplicationEffect],
         now_ns: int,
     ) -> None:
@@ -86,6 +87,7 @@ class Following:
         self._record_of = record_of
         self._raise_watermarks = raise_watermarks
         self._commit_many = commit_many
+        self._was_welcomed = was_welcomed
         self._effects = effects
         self._now_ns = self._started_ns = now_ns
         self.links: dict[str, ReplicaLink] = {}
@@ -116,7 +118,10 @@ class Following:
         for other, link in self.links.items():
             if other != master:
                 self._leave(link, vb_id)
-        self._heard_ns.setdefault(master, now_ns)
+        known = self.links.get(master)
+        if known is None or not known.follows_any:
+            # Nothing was to be heard of it until now: it has as much time as any other master.
+            self._heard_ns[master] = now_ns
         followed = self._link_to(master)
         if followed is not None:
             followed.follow(vb_id, record.epoch, now_ns, record.number_of(member) or 0)
@@ -196,6 +201,10 @@ class Following:
         for link in self.links.values():
             link.synced(group)
 
+    def is_followed(self, vb_id: int) -> bool:
+        """Whether the present master of a partition feeds this node."""
+        return any(link.is_open(vb_id) for link in self.links.values())
+
     def is_unheard(self, master: str | None) -> bool:
         """Whether this master was not heard for a while, or there is none."""
         if master is None or master == self._identity.member:
@@ -249,6 +258,7 @@ class Following:
         self._cap_told(part, part.high_seqno)
         self._note_told(vb_id, welcome.committed_seqno)
         self._raise_watermarks((vb_id,))
+        self._was_welcomed()
 
     def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
         """See ReplicaSide."""

@@ -7,19 +7,16 @@ ask and tell (`MasterSide`).
 Invariants
 - a replica is admitted only in the epoch that both sides are on, and after the version of that
   epoch is on disk here;
-- clients are served only while the in-sync set confirms this master. Who is not served any more has
-  its streams ended, so that a consumer that reaches only a deposed master notices;
 - from the moment when a branch is asked for, the history floor does not rise above its seqno;
 - a record is changed by one write at a time, and from the moment of a handover's write nobody is
   served until its outcome is known;
-- at rest nothing is done for each partition. As long as `_settled` holds, all partitions are
-  served, and a look at each in-sync set and each feed says the same as one at each mastership.
+- at rest nothing is done for each partition (`dcp.replication.serving`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
+from functools import partial
 
 from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
@@ -28,7 +25,8 @@ from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
 from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import Followed, window_of
 from dcp.replication.fill_pace import FillPace
-from dcp.replication.mastership import Mastership, ReplicationSettings, Service
+from dcp.replication.handovers import Handovers
+from dcp.replication.mastership import Mastership, ReplicationSettings
 from dcp.replication.messages import (
     FORMAT,
     Greeting,
@@ -39,7 +37,8 @@ from dcp.replication.messages import (
     versions_of,
 )
 from dcp.replication.replica_feed import ReplicaFeed
-from dcp.replication.shell_effects import BranchEnded, ReplicationEffect
+from dcp.replication.serving import Serving
+from dcp.replication.shell_effects import BranchEnded, ReplicationEffect, StepDue
 from dcp.replication.successors import Successors
 from dcp.replication.whole_groups import WholeGroup, WholeGroups
 from dcp.session.replication_port import FeedAnswer, ReplicationError
@@ -47,15 +46,9 @@ from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
 from dcp.wire.status import Status
 from failover.fencing import refusal
-from failover.isr import confirmed_until_ns, may_answer_reads, serves_from_ns
-from failover.promotion import first_step, is_branch_done, may_send_back
-from failover.replication_record import (
-    HandedOver,
-    ReplicationRecord,
-    finish_branch,
-    hand_over,
-    start_branch,
-)
+from failover.isr import serves_from_ns
+from failover.promotion import first_step, is_branch_done
+from failover.replication_record import ReplicationRecord, finish_branch, start_branch
 from failover.rollback import Question, decide
 from vbucket.engine.branch import BranchRefusedError, check_undo
 from vbucket.engine.engine import Engine
@@ -64,10 +57,6 @@ from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_of
 from vbucket.store.environment import StoreDamagedError
-
-HANDING_NS_MAX: Final = 2_000_000_000
-"""A handover that has not happened after so long is given up, and tried again later."""
-_SERVED: Final = frozenset({Service.SERVING, Service.HANDING})
 
 
 class Leading:
@@ -106,18 +95,21 @@ class Leading:
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
         self.branches = AskedBranches(engine, self.masterships, member)
-        self._settled: tuple[object, ...] | None = None
-        """What was so when all partitions were served and nothing was under way; None: not so."""
         self._level_ns: dict[str, int] = {}
         """When members had all that was synced here, in all partitions that they follow."""
         self._rested_ns: dict[str, int] = {}
         """The same when nothing was done for each partition: then members in sync follow all."""
         self._ticked_ns = now_ns
-        self._is_leaving = False
         self._successors = Successors(view, member)
         self._pace = FillPace(settings.fill_bytes_per_s)
-        self.fence_ns: int | None = None
-        """When the first partition is not confirmed any more; None: none is served so."""
+        self.serving = Serving(
+            engine, hub, view, member, self.masterships, self.feeds, self._wholes
+        )  # fmt: skip
+        self.handovers = Handovers(self.serving.fence)
+        self._may_hand_over = False
+        """Whether the handovers that are ready are to be written now."""
+        self.is_step_due = False
+        """Whether the shell was asked for a step."""
 
     # -- epochs ------------------------------------------------------------------------------------
 
@@ -154,9 +146,10 @@ class Leading:
                 confirmed_ns, was_handed_over=record.handover is not None or was_master
             ),
             known_seqno=max(told_seqno, first.committed_seqno),
-            changed=self._wholes.mastership_changed,
+            changed=partial(self._mastership_changed, vb_id),
         )  # fmt: skip
         part.guard = mastership
+        self.serving.began(vb_id)
         self._preparing.add(vb_id)
         self.masterships[vb_id] = mastership
 
@@ -201,8 +194,13 @@ class Leading:
     def step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""
         self._depose((vb_id,), why)
-        self.masterships.pop(vb_id).want_branch(None)
-        self._wholes.mastership_changed()
+        mastership = self.masterships.pop(vb_id)
+        mastership.want_branch(None)
+        self.handovers.ended(vb_id, self._now_ns, is_handed=mastership.has_handed)
+        self.serving.ended(vb_id)
+        if self.handovers.is_under_way:
+            self.step_due()
+        self._wholes.mastership_changed(vb_id)
         part = self._engine.partitions[vb_id]
         part.state = VbState.REPLICA
         part.may_send_back = False
@@ -211,6 +209,15 @@ class Leading:
         self._hub.fenced(vb_id)
         for feed in self.feeds.values():
             feed.end(vb_id)
+
+    def _mastership_changed(self, vb_id: int) -> None:
+        self._wholes.mastership_changed(vb_id)
+        self.serving.changed(vb_id)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is done for each partition: all are calm."""
+        return not self.serving.restless()
 
     def group_synced(self, group: CommitGroup) -> Iterable[int]:
         """A group is on disk: replicas get its changes, wholly where all of it is in step.
@@ -240,6 +247,12 @@ class Leading:
                 self._preparing.discard(vb_id)
                 if mastership is not None:
                     mastership.become_ready()
+                    self.decide_waiting(vb_id)
+
+    def decide_waiting(self, vb_id: int) -> None:
+        """A record or the beginning of an epoch is known here now: replicas may wait for that."""
+        for feed in self.feeds.values():
+            feed.decide_waiting(vb_id)
 
     def _changes_for_replicas(self, entries: Sequence[bytes]) -> dict[int, list[bytes]]:
         """Return partition -> what its replicas get of a group: changes, and floors. Versions come
@@ -286,6 +299,7 @@ class Leading:
         if older is not None:
             older.is_superseded = True
             older.close()
+            self.serving.all_changed()
         feed = ReplicaFeed(
             self._engine, told.member, self, schedule, now_ns=self._now_ns,
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
@@ -299,6 +313,7 @@ class Leading:
         """See MasterSide."""
         if self.feeds.get(feed.member) is feed:
             del self.feeds[feed.member]
+            self.serving.all_changed()
 
     def admit(
         self,
@@ -307,11 +322,13 @@ class Leading:
         asked: StreamRequest,
         told: ReplicaPosition,
         opaque: int,
-    ) -> FeedAnswer:
+    ) -> FeedAnswer | None:
         """See MasterSide."""
         part, mastership = self._engine.partitions[vb_id], self.masterships.get(vb_id)
         stored = self._view.partitions.get(vb_id)
         own_epoch = max(part.leader_epoch, 0 if stored is None else stored.content.record.epoch)
+        if told.epoch > own_epoch:
+            return None  # the replica has read the record first: it comes here, too
         why = refusal(own_epoch, told.epoch)
         if why is None and (mastership is None or mastership.epoch != told.epoch):
             why = f"vb {vb_id}: this node is not the master in epoch {told.epoch}"
@@ -324,13 +341,13 @@ class Leading:
                 f"vb {vb_id}: member {feed.member} asks for copy {told.copy_number}, the record of"
             )
             return FeedAnswer(Status.X_FENCED, f"{why} this master has {number}".encode())
-        if not mastership.is_ready:
-            return FeedAnswer(Status.ETMPFAIL, b"the version of this epoch is not on disk yet")
         try:
             versions = tuple(told.failover_log().pairs())
         except ValueError as error:
             raise ReplicationError(f"vb {vb_id}: {error}") from error
         window = window_of(vb_id, asked, told)
+        if not mastership.is_ready:
+            return None
         question = Question(
             asked.start_seqno, asked.vb_uuid, asked.snap_start_seqno, asked.snap_end_seqno,
             versions, client_purge_seqno=told.snapshot_purge,
@@ -376,58 +393,23 @@ class Leading:
         if found.one_by_one:
             self._raise_watermarks(found.one_by_one)
 
+    def confirmed(self, feed: ReplicaFeed) -> None:
+        """See MasterSide."""
+        if self.serving.has_unserved and self.feeds.get(feed.member) is feed:
+            self.step_due()
+
     def note_acknowledged(self, mastership: Mastership) -> None:
         """Tell a mastership what replicas have acknowledged in whole groups."""
         for feed in self.feeds.values():
             if given := feed.group_acknowledgement(mastership.part.vb_id):
                 mastership.acknowledged(feed.member, *given)
 
-    # -- what is served ----------------------------------------------------------------------------
+    # -- changes of records ------------------------------------------------------------------------
 
     def serve(self, now_ns: int) -> None:
         """Let each partition serve what it may, and find the next fence."""
         self._now_ns = now_ns
-        if self.is_settled and self._serve_on(now_ns):
-            return
-        alive, are_settled = self._view.alive, True
-        fence_ns: int | None = None
-        for mastership in self.masterships.values():
-            until_ns = mastership.confirmed_until_ns(self._confirmations(mastership))
-            service = mastership.service(now_ns, until_ns)
-            self._set_service(mastership, service)
-            if service in _SERVED and until_ns is not None:
-                fence_ns = until_ns if fence_ns is None else min(fence_ns, until_ns)
-            are_settled &= service is Service.SERVING and mastership.is_settled(alive)
-        self.fence_ns = fence_ns
-        self._settled = self._state() if are_settled and not self._is_leaving else None
-
-    def _state(self) -> tuple[object, ...]:
-        feeds = tuple((feed, feed.streams_revision) for feed in self.feeds.values())
-        return self._wholes.revision, feeds, frozenset(self._view.alive)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether all partitions were served when they were looked at last, and nothing has changed
-        that this depends on, but time and confirmations.
-        """
-        return self._settled is not None and self._settled == self._state()
-
-    def _serve_on(self, now_ns: int) -> bool:
-        """Find the next fence of partitions that are all served; False: some must not be."""
-        asked: dict[str, int] = {}
-        for member, feed in self.feeds.items():
-            asked_ns = feed.all_confirmed_ns()
-            if asked_ns is not None:
-                asked[member] = asked_ns
-        fences: list[int] = []
-        for in_sync in self._wholes.in_sync_sets():
-            until_ns = confirmed_until_ns(self._member, in_sync.members, asked)
-            if not may_answer_reads(now_ns, until_ns):
-                return False
-            if until_ns is not None:
-                fences.append(until_ns)
-        self.fence_ns = min(fences, default=None)
-        return True
+        self.serving.serve(now_ns)
 
     def _are_level(self) -> bool:
         """Whether no member of an in-sync set may have to leave it."""
@@ -439,41 +421,6 @@ class Leading:
         level.add(self._member)
         return all(in_sync.members <= level for in_sync in self._wholes.in_sync_sets())
 
-    def _confirmations(self, mastership: Mastership) -> dict[str, int]:
-        """Return member -> when it was asked the question that it confirmed last, of all copies."""
-        vb_id = mastership.part.vb_id
-        asked: dict[str, int] = {}
-        for member in mastership.record.copies:
-            feed = self.feeds.get(member)
-            asked_ns = None if feed is None else feed.confirmed_ns(vb_id)
-            if asked_ns is not None:
-                asked[member] = asked_ns
-        return asked
-
-    def _set_service(self, mastership: Mastership, service: Service | None) -> None:
-        part = mastership.part
-        was_active, may_serve = part.state == VbState.ACTIVE, service in _SERVED
-        part.may_send_back = may_send_back(
-            is_master=service is not Service.PREPARING, hw_seqno=part.committed_seqno,
-            epoch_start_seqno=mastership.epoch_start_seqno,
-        )  # fmt: skip
-        if may_serve and not was_active:
-            part.state = VbState.ACTIVE
-            self._engine.keyspace.tell_missing_events(part)
-        elif was_active and not may_serve:
-            self._fence(part)
-        why = mastership.why_writes_wait if may_serve else ""
-        if why:
-            part.hold_writes(Hold.REPLICATION, why)
-        else:
-            part.release_writes(Hold.REPLICATION)
-
-    def _fence(self, part: Partition) -> None:
-        part.state = VbState.FENCED
-        self._hub.fenced(part.vb_id)
-
-    # -- changes of records ------------------------------------------------------------------------
-
     def record_changes(
         self, records: Mapping[int, Stored[StoredPartition]], *, may_write: bool
     ) -> list[RecordChange]:
@@ -481,19 +428,22 @@ class Leading:
         takes. They must be written. Records that are not in `records` are left alone.
         """
         ticked_ns, self._ticked_ns = self._ticked_ns, self._now_ns
-        if self._are_level() and self.is_settled:
-            self._rested_ns = dict(self._level_ns)
-            return []
+        if not self._are_level():
+            self.serving.all_changed()
+        restless, left = self.serving.restless(), self.serving.take_left()
+        rested_ns, self._rested_ns = self._rested_ns, dict(self._level_ns)
         alive = self._view.alive
         heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
         changes: list[RecordChange] = []
-        for vb_id, mastership in self.masterships.items():
+        for vb_id in sorted(restless):
+            mastership = self.masterships[vb_id]
             if len(mastership.record.isr) < len(mastership.record.copies):
                 mastership.in_snapshot = frozenset(
                     member for member, feed in self.feeds.items() if feed.is_in_snapshot(vb_id)
                 )
             self.note_acknowledged(mastership)
-            mastership.rested(ticked_ns, self._rested_ns)
+            if vb_id in left:
+                mastership.rested(ticked_ns, rested_ns)
             record = mastership.changed_isr(self._now_ns, alive, heard_ns)
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
@@ -501,12 +451,13 @@ class Leading:
                 continue  # the rest comes with the next tick
             if vb_id not in records:
                 continue  # what the store has is not followed, so it is not written either
-            if record is None:
-                record = self._next_record(mastership)
+            record = record or self._next_record(mastership)
             if record is not None:
-                mastership.is_writing = True
-                mastership.ask(record.isr)
-                changes.append(RecordChange(vb_id, record, records[vb_id]))
+                changes.append(self._change(mastership, record, records[vb_id]))
+        if may_write and not changes and self.handovers.is_under_way:
+            changes = self.handover_changes(self._now_ns, records)
+        elif self.handovers.is_under_way:
+            self.step_due()
         return changes
 
     def _next_record(self, mastership: Mastership) -> ReplicationRecord | None:
@@ -525,23 +476,59 @@ class Leading:
                 self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
                 return None
             return start_branch(record, wanted_branch)
-        if self._is_leaving:
+        if self.serving.is_leaving:
             record = self._successors.wanted(record)
-        wanted = record.wanted_master
-        if wanted is None or wanted not in record.isr or part.state != VbState.ACTIVE:
-            mastership.handing_since_ns = 0
-            return None
-        if not mastership.handing_since_ns:
-            mastership.handing_since_ns = self._now_ns
-            part.hold_writes(Hold.REPLICATION, mastership.why_writes_wait)
-        elif self._now_ns - mastership.handing_since_ns > HANDING_NS_MAX:
-            mastership.handing_since_ns = 0
-            return None
-        if part.committed_seqno < part.high_seqno:
-            return None
-        mastership.has_handed = True
-        self._fence(part)
-        return hand_over(record, HandedOver(part.vb_uuid, part.high_seqno))
+        return self.handovers.next_record(
+            mastership, record, self._now_ns, may_write=self._may_hand_over
+        )
+
+    def handover_changes(
+        self, now_ns: int, records: Mapping[int, Stored[StoredPartition]]
+    ) -> list[RecordChange]:
+        """Return the handovers that are due now, before the next tick. They must be written."""
+        self._now_ns = now_ns
+        self._may_hand_over = False
+        self._next_handovers(records)
+        self._may_hand_over = self.handovers.may_write(now_ns, self.masterships)
+        changes = self._next_handovers(records)
+        self._may_hand_over = False
+        return changes
+
+    def _next_handovers(self, records: Mapping[int, Stored[StoredPartition]]) -> list[RecordChange]:
+        changes: list[RecordChange] = []
+        for vb_id in self.handovers.due():
+            mastership = self.masterships.get(vb_id)
+            if mastership is None or mastership.is_writing or vb_id not in records:
+                continue
+            if (record := self._next_record(mastership)) is not None:
+                changes.append(self._change(mastership, record, records[vb_id]))
+        return changes
+
+    def _change(
+        self, mastership: Mastership, record: ReplicationRecord, before: Stored[StoredPartition]
+    ) -> RecordChange:
+        mastership.is_writing = True
+        mastership.ask(record.isr)
+        return RecordChange(mastership.part.vb_id, record, before)
+
+    def step_due(self) -> None:
+        """Ask the shell for a step between ticks."""
+        if not self.is_step_due:
+            self.is_step_due = True
+            self._effects.append(StepDue())
+
+    def committed(self, vb_ids: Iterable[int]) -> None:
+        """High watermarks have risen."""
+        if self.handovers.is_under_way and self.handovers.any_held(vb_ids):
+            self.step_due()
+
+    def decided(self, mastership: Mastership, *, is_written: bool) -> None:
+        """A change of a record has its outcome."""
+        if mastership.has_handed and not is_written:
+            self.handovers.ended(mastership.part.vb_id, self._now_ns, is_handed=False)
+        mastership.decided(is_written=is_written)
+        if self.handovers.is_under_way:
+            self.step_due()
 
     def take_min_in_sync(self, setting: int | None) -> bool:
         """Take how many members must be in sync from now on; return whether that is another number
@@ -556,10 +543,9 @@ class Leading:
 
     def leave(self) -> None:
         """Hand over all partitions: this node is about to stop."""
-        self._is_leaving = True
-        self._settled = None
+        self.serving.is_leaving = True
 
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
         """See `AskedBranches.want`."""
-        self._settled = None
+        self.serving.changed(vb_id)
         return self.branches.want(vb_id, seqno, vb_uuid)

@@ -1,4 +1,4 @@
-"""What a feed asks and tells the core of its node (`dcp.replication.replica_feed`)."""
+"""What a replica's feed asks and tells the node core. `dcp.replication.leading` implements it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class MasterSide(Protocol):
-    """What the feed asks and tells the node core."""
+    """See the module."""
 
     def admit(
         self,
@@ -25,8 +25,10 @@ class MasterSide(Protocol):
         asked: StreamRequest,
         told: ReplicaPosition,
         opaque: int,
-    ) -> FeedAnswer:
-        """Decide about a replica's stream request; open the stream if it may continue."""
+    ) -> FeedAnswer | None:
+        """Decide about a replica's stream request; open the stream if it may continue. None: it is
+        decided when the epoch is known here, and its beginning on disk (`decide_waiting`).
+        """
 
     def acknowledged(self, member: str, followed: Sequence[Followed]) -> None:
         """A replica has synced these."""
@@ -35,6 +37,9 @@ class MasterSide(Protocol):
         """A replica has synced what it got of these whole groups, all of it on streams that are
         open since.
         """
+
+    def confirmed(self, feed: ReplicaFeed) -> None:
+        """A replica has confirmed that this node is the master of what it follows."""
 
     def feed_closed(self, feed: ReplicaFeed) -> None:
         """The link is gone."""

@@ -8,6 +8,7 @@ The shell (a server, or a simulated node) tells it what happens:
     records_changed(vb_ids)   the view of the metadata store has changed
     group_synced(group)       a commit group of this node is on disk
     tick()                    time passes, at least every 100 ms
+    step()                    the effect StepDue asked for it
     check_fence()             before every batch of requests
     outcome(...)              a change of a record that this node wrote was decided
 
@@ -104,7 +105,7 @@ class ReplicationCore:
             engine, self._changes,
             Identity(cluster, membership.member, membership.incarnation), settings,
             record_of=self._record_of, raise_watermarks=self._raise_watermarks,
-            commit_many=self._commit_many,
+            commit_many=self._commit_many, was_welcomed=self._welcomed,
             effects=self._effects, now_ns=now_ns,
         )  # fmt: skip
         self.leading = Leading(
@@ -212,6 +213,7 @@ class ReplicationCore:
         else:
             self.leading.take_record(vb_id, record)
             self._raise_watermarks((vb_id,))
+        self.leading.decide_waiting(vb_id)
         if (ended := self.leading.branches.ended(vb_id, record)) is not None:
             self._effects.append(ended)
 
@@ -231,7 +233,7 @@ class ReplicationCore:
         mastership = self.leading.masterships.get(vb_id)
         if mastership is None:
             return
-        mastership.decided(is_written=outcome.kind is OutcomeKind.WRITTEN)
+        self.leading.decided(mastership, is_written=outcome.kind is OutcomeKind.WRITTEN)
         stored = self._session.view.partitions.get(vb_id)
         if stored is not None:
             self._take_record(vb_id, stored)
@@ -284,6 +286,7 @@ class ReplicationCore:
                 self._engine.keyspace.watermarks[vb_id] = part.committed_seqno
         if rose:
             self._effects.append(self._groups.committed(rose))
+            self.leading.committed(rose)
             for feed in self.leading.feeds.values():
                 feed.hw_rose(rose)
 
@@ -297,6 +300,7 @@ class ReplicationCore:
             else:
                 watermarks.update((vb_id, partitions[vb_id].committed_seqno) for vb_id in rose)
             self._effects.append(self._groups.committed(rose))
+            self.leading.committed(rose)
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -304,7 +308,7 @@ class ReplicationCore:
         """Fence the partitions that are not confirmed any more, and mark those whose master is not
         heard. Call it before every batch: the process may have been stopped since the last tick.
         """
-        fence_ns = self.leading.fence_ns
+        fence_ns = self.leading.serving.fence_ns
         if fence_ns is not None and now_ns >= fence_ns:
             self.leading.serve(now_ns)
         if now_ns >= self._unheard_from_ns:
@@ -314,6 +318,7 @@ class ReplicationCore:
     def tick(self, now_ns: int) -> None:
         """Let time pass: links, services, in-sync sets, handovers, reports."""
         self._now_ns = now_ns
+        self.leading.is_step_due = False
         self.following.tick(now_ns)
         self._dropped.tick()
         masterships = self.leading.masterships
@@ -321,19 +326,46 @@ class ReplicationCore:
             for vb_id, stored in self._records.items():
                 if vb_id not in masterships:
                     self.following.follow(vb_id, stored.content.record, now_ns)
-        lagging = self._commits.lagging if self.leading.is_settled else masterships
-        self._raise_watermarks(tuple(lagging))
+        restless = self.leading.serving.restless()
+        self._raise_watermarks(self._commits.lagging.keys() | restless)
         self.leading.serve(now_ns)
         self._mark_unheard()
-        trusted = {
-            vb_id: stored
-            for vb_id, stored in self._records.items()
-            if vb_id not in self._distrusted
-        } if self._distrusted else self._records  # fmt: skip
-        changes = self.leading.record_changes(trusted, may_write=self._session.may_write)
+        self._note_followed()
+        changes = self.leading.record_changes(self._trusted(), may_write=self._session.may_write)
         if changes:
             self._carry_out(self._session.write(now_ns, changes))
         self._report()
+
+    def step(self, now_ns: int) -> None:
+        """Do what need not wait for the next tick (`StepDue`): serve partitions that may be served
+        now, and go on with handovers.
+        """
+        self._now_ns = now_ns
+        self.leading.is_step_due = False
+        self.leading.serving.serve_more(now_ns)
+        self._note_followed()
+        if self.leading.handovers.is_under_way and self._session.may_write:
+            changes = self.leading.handover_changes(now_ns, self._trusted())
+            if changes:
+                self._carry_out(self._session.write(now_ns, changes))
+
+    def _trusted(self) -> Mapping[int, Stored[StoredPartition]]:
+        """Return the records that are followed, and may be written."""
+        if not self._distrusted:
+            return self._records
+        return {
+            vb_id: stored
+            for vb_id, stored in self._records.items()
+            if vb_id not in self._distrusted
+        }  # fmt: skip
+
+    def _note_followed(self) -> None:
+        self.leading.handovers.note_followed(self._now_ns, self.following.is_followed)
+
+    def _welcomed(self) -> None:
+        """A master lets this node follow a partition."""
+        if self.leading.handovers.is_under_way:
+            self.leading.step_due()
 
     def _mark_unheard(self) -> None:
         """Mark the replicas whose master is not heard, and end their streams. Nothing is done for

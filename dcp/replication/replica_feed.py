@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from dcp.replication.fed_stream import (
     NEVER,
@@ -59,15 +59,12 @@ from dcp.replication.messages import (
     pack_group,
     unpack_ack,
 )
-from dcp.replication.whole_groups import WholeGroup
+from dcp.replication.sent_messages import Sent, SentWhole
+from dcp.replication.waiting_requests import WaitingRequests
+from dcp.replication.whole_groups import Changes, WholeGroup
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.wire.frame import Frame
-from dcp.wire.message import (
-    STREAM_REQ_EXTRAS,
-    EndReason,
-    pack_stream_end,
-    parse_stream_request,
-)
+from dcp.wire.message import STREAM_REQ_EXTRAS, EndReason, pack_stream_end, parse_stream_request
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
 from vbucket.model.control import SnapshotWindow
@@ -79,27 +76,9 @@ RECORD_BYTES: Final = 256
 QUESTIONS_MAX: Final = 64
 """With so many unanswered questions no heartbeat is sent: the replica reads nothing."""
 BEAT_NS: Final = 100_000_000
-"""Time between heartbeats, and the longest time between two questions."""
+"""Time between heartbeats, unless the setting says another one."""
 SILENCE_NS_MAX: Final = 3_000_000_000
 """A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
-
-
-class _SentWhole(NamedTuple):
-    """A whole group on its way."""
-
-    group: WholeGroup
-    seqnos: Mapping[int, int]
-    """What the replica got of it."""
-    streams_revision: int
-
-
-class _Sent(NamedTuple):
-    """A message that is not acknowledged."""
-
-    number: int
-    cost: int
-    followed: tuple[tuple[FedStream, Followed], ...] = ()
-    whole: _SentWhole | None = None
 
 
 class ReplicaFeed:
@@ -130,6 +109,7 @@ class ReplicaFeed:
         self._section_bytes = section_bytes
         self._streams: dict[int, FedStream] = {}
         self._out: list[bytes] = []
+        self._waiting = WaitingRequests(self._send_answer)
         self._behind: dict[int, None] = {}
         """Partitions to read from their cursors, in turn."""
         self._paced: dict[int, None] = {}
@@ -137,7 +117,7 @@ class ReplicaFeed:
         self._stale: dict[int, None] = {}
         """Partitions whose high watermark the replica does not know, in the order they rose."""
         self._number = 0
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[Sent] = deque()
         """Messages with entries or high watermarks that are not acknowledged."""
         self._acknowledged_number = 0
         self._sent_bytes = 0
@@ -145,8 +125,10 @@ class ReplicaFeed:
         self._in_step: set[int] = set()
         self._takes_all_of: frozenset[int] | None = None
         """Partitions that were all found to be in step; None: some have left since."""
-        self.streams_revision = 0
-        """Rises when a stream is opened, closed or ended."""
+        self._changes = Changes()
+        """Of streams that are opened, closed or ended."""
+        self._told_changes = 0
+        """The last revision of these that `take_changed` has told."""
         self._newest_opaque = 0
         """Of the stream requests that were answered OK."""
         self._group_seqnos: dict[int, int] = {}
@@ -163,8 +145,6 @@ class ReplicaFeed:
         self._asked: deque[tuple[int, int]] = deque()
         """Questions that are not confirmed: question, when it was asked."""
         self._confirmations = 0
-        self._opened_confirmations = 0
-        """How many there were when the newest stream was opened."""
         self._confirmed_ns = 0
         """When the question was asked that was confirmed last."""
         self._now_ns = self._heard_ns = now_ns
@@ -177,12 +157,11 @@ class ReplicaFeed:
 
     # -- streams -----------------------------------------------------------------------------------
 
-    def stream_request(self, request: Frame) -> FeedAnswer:
-        """Answer the request for a partition. Raises ReplicationError."""
+    def stream_request(self, request: Frame) -> FeedAnswer | None:
+        """Answer the request for a partition; None: later. Raises ReplicationError."""
         if len(request.extras) != STREAM_REQ_EXTRAS.size:
             raise ReplicationError(
-                f"a stream request has {STREAM_REQ_EXTRAS.size} bytes of extras, "
-                f"not {len(request.extras)}"
+                f"a stream request has {STREAM_REQ_EXTRAS.size} bytes of extras: {request.extras!r}"
             )
         if self._is_closed:
             raise ReplicationError(f"member {self.member} has a newer link")
@@ -190,7 +169,19 @@ class ReplicaFeed:
         told = decode(request.value, ReplicaPosition)
         if request.vb_id >= self._engine.num_vbuckets:
             raise ReplicationError(f"there is no vb {request.vb_id} here")
-        return self._side.admit(self, request.vb_id, asked, told, request.opaque)
+        self._waiting.refuse(request.vb_id)
+        answer = self._side.admit(self, request.vb_id, asked, told, request.opaque)
+        if answer is None:
+            self._waiting.keep(request)
+        return answer
+
+    def decide_waiting(self, vb_id: int) -> None:
+        """Answer a request that had to wait, as far as it can be decided now."""
+        self._waiting.decide(vb_id, self.stream_request)
+
+    def _send_answer(self, packet: bytes) -> None:
+        self._out.append(packet)
+        self._schedule()
 
     def open(
         self,
@@ -211,17 +202,17 @@ class ReplicaFeed:
         )
         stream.is_paced = is_filling
         self._newest_opaque = max(self._newest_opaque, opaque)
-        self._opened_confirmations = self._confirmations
         self._behind[vb_id] = None
         self._stale[vb_id] = None
         self._schedule()
 
     def close_stream(self, vb_id: int) -> None:
         """The replica does not follow a partition any more."""
+        self._waiting.refuse(vb_id)
         self._drop(vb_id)
 
     def _drop(self, vb_id: int) -> FedStream | None:
-        self.streams_revision += 1
+        self._changes.note(vb_id)
         self._in_step.discard(vb_id)
         self._takes_all_of = None
         self._group_seqnos.pop(vb_id, None)
@@ -229,10 +220,16 @@ class ReplicaFeed:
 
     def end(self, vb_id: int) -> None:
         """Tell the replica that this node is not the partition's master any more."""
+        self._waiting.refuse(vb_id)
         stream = self._drop(vb_id)
         if stream is not None:
             self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.STATE_CHANGED))
             self._schedule()
+
+    def take_changed(self) -> set[int]:
+        """Return the partitions whose stream was opened, closed or ended since the last call."""
+        told, self._told_changes = self._told_changes, self._changes.revision
+        return self._changes.since(told)
 
     def is_in_snapshot(self, vb_id: int) -> bool:
         """Whether the replica has only a part of a snapshot of a partition."""
@@ -248,12 +245,6 @@ class ReplicaFeed:
         """
         stream = self._streams.get(vb_id)
         if stream is None or stream.confirmations == self._confirmations:
-            return None
-        return self._confirmed_ns
-
-    def all_confirmed_ns(self) -> int | None:
-        """Return the same for all open streams together; None: some were not confirmed yet."""
-        if self._opened_confirmations == self._confirmations:
             return None
         return self._confirmed_ns
 
@@ -296,8 +287,8 @@ class ReplicaFeed:
         self._untold[group.number] = self._number
         if len(self._untold) > TOLD_GROUPS_MAX:
             self._given_up = self._untold.pop(next(iter(self._untold)))
-        whole = _SentWhole(group, seqnos, self.streams_revision)
-        self._sent.append(_Sent(self._number, cost, whole=whole))
+        whole = SentWhole(group, seqnos, self._changes.revision)
+        self._sent.append(Sent(self._number, cost, whole=whole))
         self._sent_bytes += cost
         return True
 
@@ -335,14 +326,12 @@ class ReplicaFeed:
         """Partitions of a whole group are committed; the replica is told with the next message."""
         seqnos = group.sent_to.get(self.member)
         number = self._untold.get(group.number)
-        is_all = (
-            seqnos is committed
-            or group.is_committed
-            or (
-                seqnos is not None  # another group may have brought less of the same partitions
-                and all(seqno <= committed.get(vb_id, -1) for vb_id, seqno in seqnos.items())
-            )
-        )
+        # Another group may have brought less of the same partitions. Of partitions that the replica
+        # does not follow any more, it commits nothing by number.
+        is_all = seqnos is committed or (group.is_committed and not group.left_out)
+        if not is_all and seqnos is not None:
+            followed = seqnos.keys() & self._streams.keys()
+            is_all = all(seqnos[vb_id] <= committed.get(vb_id, -1) for vb_id in followed)
         if number is None or not is_all:
             self.hw_rose(group.seqnos.keys() & committed.keys())
             return
@@ -403,7 +392,7 @@ class ReplicaFeed:
         self._out.append(message)
         if sections:
             cost = len(message) + RECORD_BYTES * (1 + len(sections))
-            self._sent.append(_Sent(self._number, cost, tuple(followed)))
+            self._sent.append(Sent(self._number, cost, tuple(followed)))
             self._sent_bytes += cost
         self._schedule()
 
@@ -553,12 +542,8 @@ class ReplicaFeed:
             sent = self._sent.popleft()
             self._sent_bytes -= sent.cost
             if sent.whole is not None:
-                if sent.whole.streams_revision == self.streams_revision:
-                    self._group_seqnos.update(sent.whole.seqnos)
-                    wholes.append(sent.whole.group)
-                else:
-                    del sent.whole.group.sent_to[self.member]  # it does not count as a whole
-                    newest |= self._still_followed(sent.number, sent.whole.seqnos)
+                newest |= self._take_whole(sent.number, sent.whole)
+                wholes.append(sent.whole.group)
             for stream, each in sent.followed:
                 # A stream that was closed and opened again may have left this message out.
                 if self._streams.get(each.vb_id) is stream:
@@ -570,13 +555,22 @@ class ReplicaFeed:
             self._side.acknowledged(self.member, tuple(newest.values()))
         if wholes:
             self._side.groups_acknowledged(self.member, wholes)
+        self._side.confirmed(self)
         if self.has_output:
             self._schedule()
 
-    def _still_followed(self, number: int, seqnos: Mapping[int, int]) -> dict[int, Followed]:
-        """Return what a message brought for streams that were open then and are now."""
+    def _take_whole(self, number: int, sent: SentWhole) -> dict[int, Followed]:
+        """Take note that a whole group is acknowledged; return what of it goes one by one."""
+        if sent.streams_revision == self._changes.revision:
+            self._group_seqnos.update(sent.seqnos)
+            return {}
+        changed = self._changes.since(sent.streams_revision)
+        sent.group.leave_out(changed)
         found: dict[int, Followed] = {}
-        for vb_id, seqno in seqnos.items():
+        for vb_id, seqno in sent.seqnos.items():
+            if vb_id not in changed:
+                self._group_seqnos[vb_id] = seqno
+                continue
             stream = self._streams.get(vb_id)
             if stream is not None and stream.opened_number < number:
                 found[vb_id] = Followed(vb_id, stream.epoch, seqno)
@@ -585,11 +579,13 @@ class ReplicaFeed:
     def close(self) -> None:
         """The connection is gone, or a newer link of the member has come."""
         self._is_closed = True
-        self.streams_revision += 1
+        for vb_id in self._streams:
+            self._changes.note(vb_id)
         for sent in self._sent:
             if sent.whole is not None:
                 del sent.whole.group.sent_to[self.member]
         self._sent.clear()
+        self._waiting.clear()
         self._streams.clear()
         self._in_step.clear()
         self._takes_all_of = None

@@ -246,6 +246,16 @@ class ReplicaLink:
         """
         return vb_id in self._streams
 
+    def is_open(self, vb_id: int) -> bool:
+        """Whether the master feeds a partition here."""
+        stream = self._streams.get(vb_id)
+        return stream is not None and stream.step is _FollowStep.OPEN
+
+    @property
+    def follows_any(self) -> bool:
+        """Whether any partition is followed here; on a closed link, whether one was."""
+        return bool(self._streams)
+
     def followed(self) -> tuple[int, ...]:
         """Return the partitions that are followed here."""
         return tuple(self._streams)

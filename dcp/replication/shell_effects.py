@@ -29,6 +29,12 @@ class BranchEnded(NamedTuple):
     """Why it is not known to be done; "": all copies in sync have rolled back."""
 
 
-ReplicationEffect = Published | Dial | MapChanged | CutOff | ElectionLoss | BranchEnded | Notice
+class StepDue(NamedTuple):
+    """Call `ReplicationCore.step` soon: something need not wait for the next tick."""
+
+
+ReplicationEffect = (
+    Published | Dial | MapChanged | CutOff | ElectionLoss | BranchEnded | StepDue | Notice
+)
 """CutOff: write the file, then answer with `Following.kept` or `Following.not_kept`.
 ElectionLoss: write the receipt."""

@@ -14,15 +14,16 @@ has synced a group wholly has each of its partitions up to the group's seqno the
 
 Invariants
 - group numbers stand for seqnos only where every member of the in-sync set got the partitions'
-  part of the group wholly, on streams that are open since, and where no mastership has changed
-  since the group was sent. Everything else goes partition by partition (`Acknowledged.one_by_one`);
+  part of the group wholly, on streams that are open since, and for partitions whose mastership has
+  not changed since the group was sent. Others are left out of the group (`WholeGroup.leave_out`),
+  and go partition by partition (`Acknowledged.one_by_one`);
 - a group is sent wholly only if it has no control entries of partitions that this node masters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -52,6 +53,7 @@ class WholeGroup:
         "_changes",
         "acknowledged",
         "is_committed",
+        "left_out",
         "mastered",
         "number",
         "revision",
@@ -86,7 +88,19 @@ class WholeGroup:
         self.acknowledged = {member: Acknowledgement(_EPOCH, number)}
         self.is_committed = False
         """Whether all of it was found to be committed, by number."""
+        self.left_out: set[int] = set()
+        """Partitions of the group that go one by one."""
         self._changes = changes
+
+    def leave_out(self, vb_ids: set[int]) -> None:
+        """These partitions go one by one from now on: something has changed for them."""
+        left_out = vb_ids & self.seqnos.keys()
+        if left_out:
+            self.left_out |= left_out
+            self.seqnos = _without(self.seqnos, left_out)
+            self.shares = tuple(
+                _Share(share.in_sync, _without(share.seqnos, left_out)) for share in self.shares
+            )
 
     def only(self, vb_ids: Iterable[int]) -> tuple[Mapping[int, int], SharedGroup]:
         """Return the part of the group that is about these partitions."""
@@ -96,10 +110,38 @@ class WholeGroup:
         )
 
 
+def _without(seqnos: Mapping[int, int], vb_ids: set[int]) -> Mapping[int, int]:
+    return {vb_id: seqno for vb_id, seqno in seqnos.items() if vb_id not in vb_ids}
+
+
 def _entries_of(changes: Sequence[bytes], vb_ids: Iterable[int]) -> list[bytes]:
     """Return the entries of these partitions."""
     wanted = {vb_id.to_bytes(2, "big") for vb_id in vb_ids}
     return [entry for entry in changes if entry[VB_ID] in wanted]
+
+
+class Changes:
+    """Which partitions have changed, and in which order."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        """Rises with every change."""
+        self._at: dict[int, int] = {}
+        """Partition -> the revision of its last change, in this order."""
+
+    def note(self, vb_id: int) -> int:
+        """Note a change of a partition; return its revision."""
+        self.revision += 1
+        self._at.pop(vb_id, None)
+        self._at[vb_id] = self.revision
+        return self.revision
+
+    def since(self, revision: int) -> set[int]:
+        """Return the partitions that have changed after a revision."""
+        return {
+            vb_id
+            for vb_id, _ in takewhile(lambda item: item[1] > revision, reversed(self._at.items()))
+        }
 
 
 class Acknowledged:
@@ -127,6 +169,7 @@ class WholeGroups:
         self._num_vbuckets = num_vbuckets
         self.revision = 0
         """Rises with every change of a mastership that matters here."""
+        self._changes = Changes()
         self._sets: dict[InSyncSet, set[int]] = {}
         """In-sync set -> the partitions of this master that have it, and are ready."""
         self._mastered: frozenset[int] = frozenset()
@@ -134,16 +177,16 @@ class WholeGroups:
         """The one that all partitions of the node have; None: there are several."""
         self._is_stale = True
 
-    def mastership_changed(self) -> None:
+    def mastership_changed(self, vb_id: int) -> None:
         """A mastership is new or over, or its in-sync set is another one."""
-        self.revision += 1
+        self.revision = self._changes.note(vb_id)
         self._is_stale = True
 
-    def in_sync_sets(self) -> Iterable[InSyncSet]:
-        """Return the in-sync sets that there are."""
+    def in_sync_sets(self) -> Mapping[InSyncSet, set[int]]:
+        """Return the in-sync sets that there are, each with its partitions."""
         if self._is_stale:
             self._group_by_set()
-        return self._sets.keys()
+        return self._sets
 
     def begin(self, group: CommitGroup) -> WholeGroup | None:
         """Return a synced group as replicas get it; None: it goes section by section, if any of it
@@ -205,11 +248,13 @@ class WholeGroups:
         found = Acknowledged()
         committed: list[Mapping[int, int]] = []
         for whole in groups:
-            if whole.is_committed:
-                continue
             whole.acknowledged[member] = Acknowledgement(_EPOCH, whole.number)
             if whole.revision != self.revision:
-                found.one_by_one.update(whole.seqnos.keys() & self._masterships.keys())
+                whole.leave_out(self._changes.since(whole.revision))
+                whole.revision = self.revision
+            if whole.left_out:
+                found.one_by_one.update(whole.left_out & self._masterships.keys())
+            if whole.is_committed:
                 continue
             commits = 0
             for each in whole.shares:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from typing import Final
 
@@ -53,8 +54,9 @@ class Listeners:
         self._tls_listener: TlsListener | None = None
         self._admins: list[AdminServer] = []
 
-    async def start(self) -> None:
-        """Take the ports. Raises OSError if one cannot be used.
+    async def start(self, admin_listener: socket.socket | None = None) -> None:
+        """Take the ports. Raises OSError if one cannot be used. `admin_listener` listens on the
+        admin port already.
 
         The key-value port accepts no connection before `serve`: a client that gets one may ask for
         the cluster configuration, which names all ports.
@@ -67,7 +69,9 @@ class Listeners:
         )  # fmt: skip
         self._servers.append(server)
         ports.kv = server.sockets[0].getsockname()[1]
-        ports.admin = await self._new_admin().start(plain_host, settings.admin_port)
+        ports.admin = await self._new_admin().start(
+            plain_host, settings.admin_port, listener=admin_listener
+        )
         if self._tls is None:
             return
         self._tls_listener = TlsListener(parts, self._log, self._tls, settings.handshake_timeout_s)

@@ -36,7 +36,7 @@ from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
 from dcp.server.access.users import Users
 from dcp.server.admin.node_view import AdminParts, ConsoleParts
 from dcp.server.config.settings import Settings
-from dcp.server.config.sources import is_loopback
+from dcp.server.config.sources import is_loopback, plain_host_of
 from dcp.server.listeners import Listeners, admin_crowd
 from dcp.server.net.after_commit import AfterCommit
 from dcp.server.net.cluster_config import ClusterConfig, Ports
@@ -85,6 +85,7 @@ from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import STORE_FORMAT_VERSION
 
 if TYPE_CHECKING:
+    from dcp.server.admin.probes_at_start import ProbesAtStart
     from dcp.server.cluster.becoming_member import NewMember
     from dcp.server.cluster.cluster_file import ClusterFile
     from dcp.server.cluster.cluster_operations import ClusterOperations
@@ -178,9 +179,23 @@ class Node:
         Raises FolderError, PortTakenError, LogDamagedError, UnknownFormatError,
         StoreDamagedError, FirstAdminError, OSError.
         """
-        self._storage = Storage(
-            self.about.data_dir, self._settings, accepts_log_loss=self._accepts_log_loss
+        open_storage = partial(
+            Storage, self.about.data_dir, self._settings, accepts_log_loss=self._accepts_log_loss
         )
+        if not self._is_of_cluster():
+            self._storage = open_storage()
+            await self._start(None)
+            return
+        from dcp.server.admin.probes_at_start import ProbesAtStart
+
+        # In a thread: recovery may take long, and orchestrators ask whether the process lives.
+        admin_host = plain_host_of(self._settings)
+        async with ProbesAtStart(admin_host, self._settings.admin_port) as probes:
+            self._storage = await asyncio.to_thread(open_storage)
+            await self._start(probes)
+
+    async def _start(self, probes: ProbesAtStart | None) -> None:
+        """Start on the recovered folder."""
         self._storage.tell(self._log)
         try:
             self._add_first_admin()
@@ -192,7 +207,8 @@ class Node:
         self._wire_ports()
         try:
             await self._begin_writing()
-            await self._listeners.start()
+            listener = None if probes is None else await probes.hand_over()
+            await self._listeners.start(listener)
             self._enter_cluster()
             await self._listeners.serve()
         except BaseException:
@@ -203,6 +219,10 @@ class Node:
         self._sampler.start()
         if self.health.read_only_why:
             self._tasks.begin(self._begin_when_there_is_room())
+
+    def _is_of_cluster(self) -> bool:
+        """Whether this is a member, or becomes one now by its settings."""
+        return self._settings.cluster != "none" or (self.about.data_dir / CLUSTER_FILE).exists()
 
     def _add_first_admin(self) -> None:
         """Add the first user if there is none, before the node becomes a member: then the users are
@@ -229,8 +249,7 @@ class Node:
         """Open the metadata store, if the folder is one of a cluster's node, or becomes it by the
         settings. Raises FolderError, PortTakenError.
         """
-        settings, data_dir = self._settings, self.about.data_dir
-        if settings.cluster == "none" and not (data_dir / CLUSTER_FILE).exists():
+        if not self._is_of_cluster():
             return
         from dcp.server.cluster.entering import entered
 

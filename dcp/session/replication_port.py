@@ -46,8 +46,10 @@ class StreamSender(Protocol):
 class ReplicaSender(StreamSender, Protocol):
     """The feed of one replica's node."""
 
-    def stream_request(self, request: Frame) -> FeedAnswer:
-        """Answer the request for a partition. Raises ReplicationError."""
+    def stream_request(self, request: Frame) -> FeedAnswer | None:
+        """Answer the request for a partition; None: the answer comes with what `pump` returns.
+        Raises ReplicationError.
+        """
 
     def close_stream(self, vb_id: int) -> None:
         """The replica does not follow a partition any more."""

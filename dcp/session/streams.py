@@ -249,9 +249,16 @@ class DcpCommands:
         try:
             self._open_stream(request, asked, producer)
         except RefusedError as error:
-            if error.status == Status.ETMPFAIL and not producer.terms.has_version_lists:
+            if error.status != Status.ETMPFAIL or producer.terms.has_version_lists:
+                raise
+            state = self._state
+            if state.engine.partitions[request.vb_id].state == VbState.REPLICA:
                 raise WrongVbucketError from error
-            raise
+            # Without the map: it names this node, and java-dcp-client asks five times a second.
+            state.note(
+                "refused", opcode=request.opcode, status=Status.NOT_MY_VBUCKET, reason=str(error)
+            )
+            state.answer(request, Status.NOT_MY_VBUCKET)
 
     def _open_stream(self, request: Frame, asked: StreamRequest, producer: Producer) -> None:
         """Answer a request that this connection allows. A partition that may be behind the client
@@ -334,7 +341,8 @@ class DcpCommands:
         except ReplicationError as error:
             state.close(str(error))
             return
-        state.answer(request, answer.status, value=answer.value)
+        if answer is not None:
+            state.answer(request, answer.status, value=answer.value)
 
     def _producer(self) -> Producer:
         producer = self._state.producer

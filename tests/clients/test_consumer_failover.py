@@ -15,6 +15,7 @@ from clients.address import parse_address
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.placement import Placement
 from clients.errors import ConnectError
+from clients.position import Position
 from dcp.wire.message import parse_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -84,7 +85,8 @@ async def test_a_consumer_of_several_hosts_begins_with_any_of_them(unused_tcp_po
         frozen.held.set()
 
 
-async def test_opening_follows_newer_maps_while_a_master_stands_still():
+@pytest.mark.parametrize("start", ["beginning", {VB: Position()}], ids=["beginning", "positions"])
+async def test_opening_follows_newer_maps_while_a_master_stands_still(start):
     async with node() as frozen, node() as live:
         peers = [frozen, live]
         live.config = owned(peers, 0, 1)
@@ -96,17 +98,20 @@ async def test_opening_follows_newer_maps_while_a_master_stands_still():
         asyncio.get_running_loop().call_later(0.3, fail_over)
         async with (
             asyncio.timeout(30),
-            Consumer(live.address, vbuckets=[VB], connect_timeout_s=3600.0) as consumer,
+            Consumer(
+                live.address, vbuckets=[VB], start=start, connect_timeout_s=3600.0
+            ) as consumer,
         ):
             await opened_events(aiter(consumer), 1)
         frozen.held.set()
 
 
-async def test_opening_fails_when_a_master_stays_away(unused_tcp_port):
+@pytest.mark.parametrize("start", ["beginning", {VB: Position()}], ids=["beginning", "positions"])
+async def test_opening_fails_when_a_master_stays_away(start, unused_tcp_port):
     async with node() as live:
         live.config = config_of([live.port, unused_tcp_port], [1] * 1024)
         with pytest.raises(ConnectError, match="refused"):
-            async with Consumer(live.address, vbuckets=[VB], connect_timeout_s=0.5):
+            async with Consumer(live.address, vbuckets=[VB], start=start, connect_timeout_s=0.5):
                 pass
 
 

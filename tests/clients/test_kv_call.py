@@ -34,7 +34,7 @@ from clients.errors import (
     TemporaryError,
     TopologyError,
 )
-from clients.kv.call import ANSWER_GRACE_S, READ_SILENCE_S, Call
+from clients.kv.call import ANSWER_GRACE_MAX_S, ANSWER_GRACE_S, READ_SILENCE_S, Call
 from clients.kv.routing import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
@@ -326,7 +326,7 @@ def test_a_read_that_meets_with_silence_is_sent_again_over_a_new_connection():
 
 
 def test_a_sent_write_waits_a_while_for_the_old_master_and_is_ambiguous_then():
-    call = Call(router_of(0), [SET], 0.0, 60.0)
+    call = Call(router_of(0), [SET], 0.0, 8.0)
     send = written(call, only(call, 0.0))
     call._router.learn(config(1, rev=2), "127.0.0.1")
     assert call.step(0.5, JITTER) == []
@@ -376,7 +376,7 @@ def test_a_write_with_a_cas_is_sent_again_and_only_its_success_is_certain(how, s
         answer(call, send, lost())
     else:
         call.step(now_s, JITTER)
-        now_s = ANSWER_GRACE_S
+        now_s = ANSWER_GRACE_MAX_S
     while not call.is_done:
         for action in call.step(now_s, JITTER):
             if isinstance(action, FetchMap):
@@ -409,6 +409,8 @@ def test_parts_of_a_batch_leave_a_node_that_stands_still_each_in_its_way():
     call.finish(again, 0.2, JITTER)
     assert not call.is_done
     call.step(0.1 + ANSWER_GRACE_S, JITTER)
+    assert not call.is_done, "who waits long waits a little longer for the old master"
+    call.step(0.1 + ANSWER_GRACE_MAX_S, JITTER)
     assert call.is_done
     assert (call.results[0], call.results[2]) == (FOUND, stored(2))
     assert type(call.results[1]) is AmbiguousWriteError

@@ -279,6 +279,20 @@ async def test_a_replica_that_is_behind_the_token_is_left_for_the_master(copies,
     assert all(frame.extras == told for frame in asked)
 
 
+async def test_the_map_of_a_replica_that_has_become_something_else_is_used(copies, shell):
+    """A node tells a connection each map once, so it must not be lost."""
+    master, *replicas = copies.peers
+    newer = config_of([peer.port for peer in copies.peers], [2] * 1024, rev=2)
+    for peer in replicas:
+        peer.handlers[Opcode.GET_REPLICA] = lambda frame: reply(
+            frame, Status.NOT_MY_VBUCKET, value=newer
+        )
+    copies.peers[2].documents[b"a"] = b"newest"
+    async with asyncio.timeout(30), shell(master.address) as kv:
+        assert (await kv.with_options("get", b"a", from_replica=True)).value == b"newest"
+    assert Opcode.GET not in master.opcodes()
+
+
 @pytest.mark.parametrize("how", ["frozen", "dead"])
 async def test_replicas_that_do_not_answer_cost_little(copies, shell, how):
     master, *replicas = copies.peers

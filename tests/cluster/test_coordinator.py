@@ -454,3 +454,21 @@ def test_without_the_store_nothing_changes_and_then_things_go_on():
     cluster.run_until(cluster.leaders, 5)
     cluster.run(2)
     assert cluster.record().epoch == before.epoch
+
+
+# ---- At rest
+
+
+def test_at_rest_a_leader_looks_at_its_partitions_five_times_a_second(monkeypatch):
+    """A look costs as much as there are partitions, and events come a hundred times a second."""
+    cluster = running(partitions=3, settings=CoordinatorSettings())
+    choices = cluster.nodes[cluster.leader()].session.coordinator._choices
+    looks = []
+    look = choices.changes
+    monkeypatch.setattr(choices, "changes", lambda now_ns: looks.append(now_ns) or look(now_ns))
+    cluster.run(10)
+    assert 40 <= len(looks) <= 51
+    cluster.put(0, want(cluster.record(0), None))
+    before = len(looks)
+    cluster.run(0.1)
+    assert len(looks) > before, "it looks at once when the view has changed"

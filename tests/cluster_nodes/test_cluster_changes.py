@@ -53,6 +53,15 @@ def records(cluster: ClusterHere, name: str = "n1") -> dict[int, Any]:
     }
 
 
+def numbers(cluster: ClusterHere, name: str = "n1") -> Any:
+    """Return what requests change at once: the cluster's numbers, and which members are drained."""
+    replicated = cluster.nodes[name].replicated
+    assert replicated is not None
+    view = replicated.session.view
+    drained = {each.content.name: each.content.is_drained for each in view.members.values()}
+    return view.cluster, drained, view.plan, view.commands
+
+
 async def of_two(cluster: ClusterHere, copies: int = 1) -> None:
     """Start two members, and let each have its share."""
     await cluster.start("n1")
@@ -173,7 +182,7 @@ async def test_the_numbers_of_a_living_cluster_change(tmp_path: Path) -> None:
         found = await done(cluster, "status")
         assert "! 3 copies are wanted, and there are 2 nodes" in found
         assert "try: Add a node with `dcpctl cluster join`" in found
-        before = revision(cluster)
+        before = numbers(cluster), records(cluster)
         for words, text in (
             (("--copies", "5"), "5 copies are not possible; 1 to 4 are"),
             (("--copies", "0"), "0 copies are not possible; 1 to 4 are"),
@@ -183,7 +192,7 @@ async def test_the_numbers_of_a_living_cluster_change(tmp_path: Path) -> None:
         ):
             assert text in await refused(cluster, "set", *words)
         assert "name a number" in (await run(cluster, "n1", "set", "--yes")).err
-        assert revision(cluster) == before
+        assert (numbers(cluster), records(cluster)) == before
 
 
 async def _set(cluster: ClusterHere, *words: str) -> str:
@@ -194,7 +203,7 @@ async def _set(cluster: ClusterHere, *words: str) -> str:
 async def test_unknown_nodes_and_partitions_are_refused(tmp_path: Path) -> None:
     async with ClusterHere(tmp_path) as cluster:
         await of_two(cluster)
-        before = revision(cluster)
+        before = numbers(cluster), records(cluster)
         unknown = "there is no node 'n9' in this cluster; its nodes are n1, n2"
         for words in (
             ("move", "7", "--to", "n9"), ("drain", "n9"), ("undrain", "n9"), ("remove", "n9"),
@@ -210,10 +219,25 @@ async def test_unknown_nodes_and_partitions_are_refused(tmp_path: Path) -> None:
             assert "Partitions are 0 to 1023" in error
         for words in (("failover",), ("failover", "n1", "--vb", "3")):
             assert (await run(cluster, "n1", *words, "--yes")).code == 2
-        assert revision(cluster) == before
+        assert (numbers(cluster), records(cluster)) == before
         # HOST:PORT names a node, too.
         address = f"127.0.0.1:{cluster.nodes['n2'].ports.kv}"
         assert "drain n2" in await done(cluster, "drain", address, "--dry-run")
+
+
+async def test_a_shell_completes_the_names_of_nodes(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await of_two(cluster)
+        port = cluster.nodes["n1"].ports.kv
+        shell = {
+            "_DCPCTL_COMPLETE": "bash_complete", "COMP_CWORD": "3", "DCPCTL_TIMEOUT": "30",
+            "DCPCTL_SERVER": f"127.0.0.1:{port}", "COMP_WORDS": "dcpctl cluster drain n",
+        }  # fmt: skip
+        ran = await ctl(port, environment=shell)
+        assert ran.out.splitlines() == ["plain,n1", "plain,n2"]
+        # A user without a password: a line that is being typed is no place to ask for it.
+        ran = await ctl(port, environment={**shell, "DCPCTL_USER": "ada"}, typed="secret\n")
+        assert (ran.out.strip(), ran.err) == ("", "")
 
 
 async def test_a_node_that_is_alone_refuses_them(tmp_path: Path) -> None:

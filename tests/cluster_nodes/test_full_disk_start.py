@@ -43,7 +43,9 @@ async def test_a_member_starts_on_a_full_disk(tmp_path: Path) -> None:
                 frame = await client.ask(pack_request(Opcode.GET, vb_id=1, key=b"k"))
                 assert frame.status == Status.NOT_MY_VBUCKET
                 assert json.loads(frame.value)["rev"] > 1
-            problems = "\n".join(map(str, node._cluster_operations().status().problems))
+            problems = "\n".join(
+                f"{each.what}. {each.try_}" for each in node._cluster_operations().status().problems
+            )
             assert "No space left" in problems
             assert "takes no part" in problems
             filler.unlink()

@@ -17,7 +17,7 @@ import pytest
 from clients.errors import DcpdError
 from clients.kv.client import KvClient
 from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import AliveRecord, encode_record
+from dcp.cluster.cluster_records import AliveRecord, ClockRecord, encode_record
 from dcp.cluster.metastore import Put, Txn, TxnResult
 from dcp.server.access.users import CLUSTER_USER
 from dcp.server.access.users_file import UsersFileError
@@ -26,6 +26,8 @@ from dcp.server.cluster.cluster_file import read_cluster_file, write_cluster_fil
 from dcp.server.cluster.enrolment import EnrolmentError, ask
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.replicated_node import MembershipOverError
+from dcp.server.node import Node
+from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
@@ -396,3 +398,33 @@ async def test_users_that_could_not_be_written_are_written_later(
         await asyncio.to_thread(one.add, "ada", "lovelace")
         await until_so(lambda: two.names() == ["ada"])
         assert failures >= 3
+
+
+async def test_a_wall_clock_that_is_off_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        await cluster.become_member("n1", copies=1)
+        await cluster.start("n2")
+        n2 = await cluster.become_member("n2")
+        assert n2.replicated is not None
+        clocks = n2.replicated.session.view.clocks
+        await until_so(lambda: len(clocks) == 2)
+        assert not any("clock" in problem.what for problem in status_of(n2).problems)
+        own = n2.replicated.session.membership.member
+        other = next(member for member in clocks if member != own)
+        ahead = ClockRecord(member=other, unix_ms=clocks[other].content.unix_ms + 60_000)
+        put = Put(
+            n2.replicated.session.view.keys.of_member(KeyKind.CLOCK, other), encode_record(ahead)
+        )
+        assert isinstance(await ask(cluster.clients["n1"], Txn((), (put,))), TxnResult)
+        await until_so(lambda: any("clock" in each.what for each in status_of(n2).problems))
+        (told,) = [each for each in status_of(n2).problems if "clock" in each.what]
+        assert "the clock of node n1 is" in told.what
+        assert "ahead of this node's" in told.what
+        assert "NTP" in told.try_
+
+
+def status_of(node: Node) -> ClusterReport:
+    return node._cluster_operations().status()

@@ -76,7 +76,9 @@ def login(mechanism: bytes, value: bytes = b"") -> bytes:
 
 
 def problems(node: Node) -> str:
-    return "\n".join(map(str, node._cluster_operations().status().problems))
+    return "\n".join(
+        f"{each.what}. {each.try_}" for each in node._cluster_operations().status().problems
+    )
 
 
 async def test_nodes_replicate_over_tls_with_the_secret(tmp_path: Path, ca: TestCa) -> None:

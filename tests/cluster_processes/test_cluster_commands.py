@@ -17,31 +17,9 @@ from clients.errors import AuthenticationError
 from clients.kv.sync_client import SyncKv
 from clients.testing import DcpServer
 from dcp.server.cluster.cluster_file import ClusterToken
+from support.ctl import STATUS, done, refused
 from support.etcd_members import IS_MISSING, EtcdMembers
 from support.waiting import until
-
-STATUS = "/api/v1/cluster/status"
-
-
-def dcpctl(node: DcpServer, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "clients.cli", "--server", node.address, "--timeout", "30",
-         "cluster", *arguments],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
-def done(node: DcpServer, *arguments: str) -> str:
-    run = dcpctl(node, *arguments)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
-def refused(node: DcpServer, *arguments: str) -> str:
-    run = dcpctl(node, *arguments)
-    assert run.returncode != 0, run.stdout
-    assert "Traceback" not in run.stderr
-    return run.stderr
 
 
 def test_commands_make_a_cluster_and_refuse_what_cannot_be(tmp_path: Path) -> None:

@@ -286,6 +286,26 @@ def test_a_master_that_is_not_heard_is_reported() -> None:
     assert cluster.a.part.state == VbState.ACTIVE
 
 
+def test_a_node_that_becomes_master_again_has_time_to_be_heard() -> None:
+    """It restarted, or was a replica for long: that it said nothing is no sign of trouble."""
+    cluster = CoreCluster("abc")
+    cluster.run(LONG)
+    cluster.write(elect(cluster.record, "b"))
+    cluster.run(2 * LONG)
+    assert not cluster.a.core.following.links["b"].problem
+    cluster.write(elect(cluster.record, "c"))
+    cluster.run(2 * LONG)  # nobody follows b
+    for wire in [wire for wire in cluster.wires if wire.master is cluster.b]:
+        wire.cut()
+    cluster.run(2 * LONG)
+    cluster.write(elect(cluster.record, "b"), "a", "c")
+    cluster.tick("a", "c", ns=1)
+    assert cluster.a.session.reported == () == cluster.nodes["c"].session.reported
+    for _ in range(UNHEARD_NS // (50 * MS) + 1):  # b is never heard
+        cluster.tick("a", "c")
+    assert [item.vb_id for item in cluster.a.session.reported] == [VB]
+
+
 def test_a_master_whose_connections_are_refused_is_reported_at_once() -> None:
     cluster = CoreCluster("abc")
     cluster.run(LONG)

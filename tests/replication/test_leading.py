@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import pytest
 
 from dcp.cluster.effects import Notice
 from dcp.cluster.metastore import OutcomeUnknown
-from dcp.replication.leading import HANDING_NS_MAX
+from dcp.replication.handovers import (
+    DRAINED_NS_MAX,
+    FOLLOWED_NS_MAX,
+    GROUP_MAX,
+    HANDING_NS_MAX,
+)
 from dcp.replication.mastership import Service
 from dcp.replication.messages import FORMAT, Greeting, encode
-from dcp.replication.shell_effects import BranchEnded
+from dcp.replication.shell_effects import BranchEnded, StepDue
 from dcp.session.replication_port import ReplicationError
 from dcp.stream.pins import allowed
 from failover.isr import CONFIRMATION_NS, PROMOTED_WAIT_NS
@@ -67,7 +73,7 @@ def test_a_promoted_replica_waits_until_its_own_confirmation_has_lapsed() -> Non
 def test_a_stopped_process_answers_nothing_stale() -> None:
     cluster = serving()
     a = cluster.a
-    fence_ns = a.core.leading.fence_ns
+    fence_ns = a.core.leading.serving.fence_ns
     assert fence_ns is not None
     a.core.check_fence(fence_ns - 1)
     assert a.part.state == VbState.ACTIVE
@@ -144,7 +150,7 @@ def test_writers_are_held_back_and_it_is_given_up_in_the_end() -> None:
     cluster.a.commit()
     cluster.write(want(cluster.record, "b"))
     fresh_ns = {"b": cluster.now_ns + 10 * S}
-    cluster.a.core.leading._confirmations = lambda mastership: fresh_ns  # type: ignore[method-assign]
+    cluster.a.core.leading.serving.confirmations = lambda mastership: fresh_ns  # type: ignore[method-assign]
     heard = cluster.a.core.leading.feeds["b"]
     cluster.tick("a")
     assert cluster.a.mastership.service(cluster.now_ns, None) is Service.HANDING
@@ -347,7 +353,7 @@ def test_at_rest_a_master_is_fenced_when_a_confirmation_lapses() -> None:
     cluster = serving("abc")
     cluster.run(5 * S)
     assert cluster.a.core.leading.is_settled
-    fence_ns = cluster.a.core.leading.fence_ns
+    fence_ns = cluster.a.core.leading.serving.fence_ns
     assert fence_ns is not None
     assert cluster.now_ns < fence_ns <= cluster.now_ns + CONFIRMATION_NS
     cluster.a.core.check_fence(fence_ns)
@@ -364,6 +370,7 @@ def test_at_rest_a_master_is_fenced_when_a_confirmation_lapses() -> None:
         ({"cluster": "other"}, "belongs to cluster 'other'"),
         ({"member": "stranger"}, "stranger is no member"),
         ({"master": "c"}, "wants to reach member c; here is a"),
+        ({"incarnation": 0}, "runs as incarnation 1; this is 0, an older process"),
     ],
 )
 def test_who_is_refused(change: dict[str, object], words: str) -> None:
@@ -379,3 +386,74 @@ def test_both_sides_are_on_one_epoch() -> None:
     cluster.run(300 * MS, answers=False)
     assert cluster.b.part.leader_epoch == 2, "nothing was taken over"
     assert not cluster.a.core.leading.feeds["b"].confirmed_ns(VB)
+
+
+def test_handovers_go_in_groups_and_hold_the_writers_of_no_other_partition() -> None:
+    cluster = serving()
+    leading = cluster.a.core.leading
+    one = leading.masterships[VB]
+    handovers, record = leading.handovers, want(one.record, "b")
+    others = {}
+    for vb_id in range(GROUP_MAX + 3):
+        part = copy(one.part)
+        part.vb_id, part.holds = vb_id, {}
+        other = others[vb_id] = copy(one)
+        other.part = part
+        part.committed_seqno = part.high_seqno - 1
+        assert handovers.next_record(other, record, cluster.now_ns, may_write=True) is None
+    assert [vb for vb, each in others.items() if each.part.holds] == list(range(GROUP_MAX))
+    assert handovers.due() == list(range(GROUP_MAX)), "the rest waits for room"
+    others[0].part.committed_seqno += 1
+    assert not handovers.may_write(cluster.now_ns, others), "they share a transaction"
+    assert handovers.may_write(cluster.now_ns + DRAINED_NS_MAX, others)
+    assert handovers.next_record(others[0], record, cluster.now_ns, may_write=True) is not None
+    handovers.ended(0, cluster.now_ns, is_handed=True)
+    assert GROUP_MAX not in handovers.due(), "its new master does not serve yet"
+    handovers.note_followed(cluster.now_ns, lambda vb_id: vb_id == 0)
+    assert GROUP_MAX in handovers.due()
+    handovers.ended(1, cluster.now_ns, is_handed=True)
+    handovers.note_followed(cluster.now_ns + FOLLOWED_NS_MAX, lambda vb_id: False)
+    assert GROUP_MAX + 1 in handovers.due(), "a new master that does nothing holds up nobody"
+
+
+def test_a_handover_waits_for_no_tick() -> None:
+    """Writers wait: each step follows as soon as the one before is done."""
+    cluster = serving("abc")
+    cluster.write(want(cluster.record, "b"))
+    cluster.tick("a")  # the only one
+    for _ in range(5):
+        cluster.settle()
+        for node in cluster.nodes.values():
+            while node.submits:
+                node.answer()
+        for node in cluster.nodes.values():
+            cluster.show(node)
+        for node in cluster.nodes.values():
+            if node.told(StepDue):
+                node.effects = [item for item in node.effects if not isinstance(item, StepDue)]
+                node.core.step(cluster.now_ns)
+    assert cluster.record.master == "b"
+    assert cluster.b.part.state == VbState.ACTIVE
+
+
+def test_a_replica_that_read_the_record_first_waits_for_its_master() -> None:
+    cluster = serving("abc")
+    cluster.write(elect(cluster.record, "b", gone="a"), "c")
+    cluster.tick("c")
+    cluster.settle()
+    assert VB not in cluster.b.core.leading.masterships
+    cluster.show(cluster.b)
+    cluster.settle()  # no time passes, so nothing is asked again
+    assert cluster.nodes["c"].core.following.is_followed(VB)
+
+
+def test_a_request_that_waits_is_refused_when_somebody_else_is_the_master() -> None:
+    cluster = serving("abc")
+    after = elect(cluster.record, "b", gone="a")
+    cluster.write(after, "c")
+    cluster.settle()
+    cluster.write(elect(after, "c"), "b")
+    cluster.settle()
+    link = cluster.nodes["c"].core.following.links["b"]
+    assert not link._asked, "it is answered"
+    assert not link.is_open(VB)

@@ -321,3 +321,20 @@ def test_where_no_copy_is_no_master_is_missed() -> None:
     cut(cluster)
     cluster.tick(ns=2 * UNHEARD_NS)
     assert [node.part.is_unheard for node in cluster.nodes.values()] == [False, True, False]
+
+
+def test_a_read_waits_for_a_change_that_was_merged_before_it_is_committed() -> None:
+    cluster = serving()
+    wire, (node, part) = cluster.wires[0], (cluster.a, cluster.a.part)
+    wire.is_up = False
+    node.put()
+    node.commit()
+    node.groups.begin_merge()
+    node.commit()
+    node.end_merge()
+    assert (part.merged_seqno, part.committed_seqno) == (2, 1)
+    assert node.engine.keyspace.group_of_version(part, b"\0k") > 0, "nobody may see it yet"
+    wire.is_up = True
+    cluster.settle()
+    assert part.committed_seqno == 2
+    assert node.engine.keyspace.group_of_version(part, b"\0k") == 0

@@ -69,6 +69,36 @@ def level() -> Copies:
     return copies
 
 
+def test_what_changes_for_one_partition_leaves_the_others_of_a_group_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While partitions are handed over, hundreds of others are written in the same groups."""
+    copies = level()
+    leading = copies.a.core.leading
+    one_by_one: list[int] = []
+    raise_watermarks = leading._raise_watermarks
+    monkeypatch.setattr(
+        leading,
+        "_raise_watermarks",
+        lambda vb_ids: one_by_one.extend(vb_ids) or raise_watermarks(vb_ids),
+    )
+    for vb_id in (0, 1, 3):
+        put(copies, vb_id)
+    copies.a.commit()
+    leading.masterships[1].ask(frozenset("abc"))  # a record changes here
+    copies.move()
+    copies.nodes["c"].core.following.links["a"].leave(3)  # a stream is opened again there
+    copies.nodes["c"].core.following.links["a"].follow(3, copies.records[3].epoch, copies.now_ns)
+    for member in "bc":
+        copies.nodes[member].commit()
+    copies.move()
+    assert [committed(copies.a, vb_id) for vb_id in (0, 1)] == [1, 1]
+    assert 0 not in one_by_one
+    assert {1, 3} <= set(one_by_one)
+    copies.rest()
+    assert [committed(node, 3) for node in copies.nodes.values()] == [1, 1, 1]
+
+
 def test_a_group_goes_to_all_replicas_as_one_message_of_the_same_bytes() -> None:
     copies = level()
     for vb_id in (0, 1, 3):

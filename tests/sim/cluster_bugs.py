@@ -238,10 +238,12 @@ def _keep_streams(_hub: StreamHub, _vb_id: int) -> None:
 # -- moves -----------------------------------------------------------------------------------------
 
 
-def _outside_chain(_view: ClusterView, record: ReplicationRecord, chain: Chain) -> list[str]:
+def _outside_chain(
+    _view: ClusterView, record: ReplicationRecord, chain: Chain, outside: Sequence[str]
+) -> list[str]:
     """What is not wanted goes as soon as all that is wanted was added, filled or not."""
-    stays = {record.master, record.wanted_master, *chain}
-    return [copy for copy in record.copies if copy not in stays and set(chain) <= {*record.copies}]
+    stays = {record.master, record.wanted_master}
+    return [copy for copy in outside if copy not in stays and set(chain) <= {*record.copies}]
 
 
 def _dropped_unchecked(

@@ -22,7 +22,7 @@ from dcp.replication.loss_receipt import CutOff, ElectionLoss
 from dcp.replication.mastership import ReplicationSettings, Service
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.replica_link import LinkState, ReplicaLink
-from dcp.replication.shell_effects import Dial
+from dcp.replication.shell_effects import Dial, ReplicationEffect, StepDue
 from dcp.session.held_answers import HeldAnswers
 from dcp.stream.producer import Producer
 from failover.replication_record import ReplicationRecord
@@ -226,19 +226,25 @@ class ClusterNode(SingleNode):
             connection.release()
 
     def _carry_out_core(self) -> None:
-        for effect in self.core.take_effects():
-            if isinstance(effect, Published):
-                self.published(effect)
-            elif isinstance(effect, Dial):
-                self._dial(effect.member)
-            elif isinstance(effect, CutOff):
-                self._keep(effect)
-            elif isinstance(effect, ElectionLoss):
-                self._record.lost.append(LostFact(self._world.now_ns, self.name, effect))
+        while self.core.has_effects:
+            for effect in self.core.take_effects():
+                self._carry_out_one(effect)
         self._handlers = [item for item in self._handlers if not self._flushed(item)]
         self._note_masterships()
         if self.engine.keyspace.has_pending:
             self.kick()
+
+    def _carry_out_one(self, effect: ReplicationEffect) -> None:
+        if isinstance(effect, Published):
+            self.published(effect)
+        elif isinstance(effect, StepDue):
+            self.core.step(self.clock.monotonic_ns())
+        elif isinstance(effect, Dial):
+            self._dial(effect.member)
+        elif isinstance(effect, CutOff):
+            self._keep(effect)
+        elif isinstance(effect, ElectionLoss):
+            self._record.lost.append(LostFact(self._world.now_ns, self.name, effect))
 
     def _keep(self, cut: CutOff) -> None:
         """Write a quarantine file."""
@@ -340,7 +346,7 @@ class ClusterNode(SingleNode):
         mastership = leading.masterships.get(vb_id)
         if mastership is None or self.engine.partitions[vb_id].state != VbState.ACTIVE:
             return False
-        until_ns = mastership.confirmed_until_ns(leading._confirmations(mastership))
+        until_ns = mastership.confirmed_until_ns(leading.serving.confirmations(mastership))
         return mastership.service(now_ns, until_ns) in {Service.SERVING, Service.HANDING}
 
     def open_streams(self) -> list[tuple[int, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from clients.testing import DcpServer
+from clients.testing import DcpServer, ServerRefusedError
 from support.waiting import until
 
 
@@ -18,13 +18,11 @@ class ClusterProcesses:
 
     def __init__(self, folder: Path, names: str = "abc", *arguments: str) -> None:
         self.token = folder / "token"
-        self.nodes = {
-            name: DcpServer(
-                folder / name, "--cluster", "join" if number else "init", "--node-name", name,
-                "--cluster-token-file", str(self.token), *arguments,
-            )
-            for number, name in enumerate(names)
-        }  # fmt: skip
+        self._folder = folder
+        self._arguments = arguments
+        self.nodes: dict[str, DcpServer] = {}
+        for name in names:
+            self._add(name)
         self._frozen: set[str] = set()
 
     def __enter__(self) -> ClusterProcesses:
@@ -47,6 +45,37 @@ class ClusterProcesses:
         for node in self.nodes.values():
             if node._process is not None:
                 node.kill()
+
+    def _add(self, name: str) -> DcpServer:
+        node = self.nodes[name] = DcpServer(
+            self._folder / name, "--cluster", "join" if self.nodes else "init", "--node-name", name,
+            "--cluster-token-file", str(self.token), *self._arguments,
+        )  # fmt: skip
+        return node
+
+    def join(self, name: str) -> None:
+        """Start one more node, and return once it is a member that runs."""
+        self._add(name).start()
+        until(lambda: name in self.alive())
+
+    def rebalance(self, name: str = "a") -> None:
+        """Spread copies and masters evenly, and return once that is done."""
+        until(lambda: self._has_plan(name))
+        until(lambda: self.status(name)["plan"] is None)
+        self.until_even(name)
+
+    def _has_plan(self, name: str) -> bool:
+        """Ask for a rebalance. False: it is refused, because the cluster has just changed."""
+        try:
+            asked = self.nodes[name].ask("POST", "/api/v1/cluster/rebalance", {})
+        except ServerRefusedError:
+            return False
+        assert asked["is_plan"], asked
+        return True
+
+    def alive(self, name: str = "a") -> set[str]:
+        """Return the members that run, as a node sees them."""
+        return {node["name"] for node in self.status(name)["nodes"] if node["is_alive"]}
 
     def status(self, name: str = "a") -> dict[str, Any]:
         found: dict[str, Any] = self.nodes[name].ask("GET", "/api/v1/cluster/status")

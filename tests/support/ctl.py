@@ -1,4 +1,4 @@
-"""dcpctl as a process beside an event loop that runs the nodes."""
+"""dcpctl as a process: for nodes that are processes, and beside an event loop that runs nodes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from clients.testing import DcpServer
 
 
 class Ran(NamedTuple):
@@ -23,7 +27,9 @@ class Ran(NamedTuple):
         return json.loads(line)
 
 
-async def ctl(port: int, *words: str, typed: str | None = None) -> Ran:
+async def ctl(
+    port: int, *words: str, typed: str | None = None, environment: Mapping[str, str] | None = None
+) -> Ran:
     """Run dcpctl against a node of this process. With `typed`, standard input is a terminal at
     which somebody types this.
     """
@@ -37,6 +43,7 @@ async def ctl(port: int, *words: str, typed: str | None = None) -> Ran:
             *words,
             stdin=fds[1] if fds else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            env=None if environment is None else {**os.environ, **environment},
         )  # fmt: skip
         out, err = await process.communicate()
     finally:
@@ -46,3 +53,27 @@ async def ctl(port: int, *words: str, typed: str | None = None) -> Ran:
     assert b"Traceback" not in err, err.decode()
     assert process.returncode is not None
     return Ran(process.returncode, out.decode(), err.decode())
+
+
+STATUS = "/api/v1/cluster/status"
+
+
+def dcpctl(node: DcpServer, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "clients.cli", "--server", node.address, "--timeout", "30",
+         "cluster", *arguments],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def done(node: DcpServer, *arguments: str) -> str:
+    run = dcpctl(node, *arguments)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def refused(node: DcpServer, *arguments: str) -> str:
+    run = dcpctl(node, *arguments)
+    assert run.returncode != 0, run.stdout
+    assert "Traceback" not in run.stderr
+    return run.stderr

@@ -59,6 +59,9 @@ class Master(MemoryNode):
         assert member == "r"
         self.acknowledged_ += followed
 
+    def confirmed(self, feed: ReplicaFeed) -> None:
+        assert feed is self.feed
+
     def feed_closed(self, feed: ReplicaFeed) -> None:
         self.closed.append(feed)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-GIVE_UP_S: Final = 60.0
+GIVE_UP_S: Final = 120.0
 """Limit of a wait, so that a failure does not hang. Waits usually take a second at most."""
 PAUSE_S: Final = 0.01
 

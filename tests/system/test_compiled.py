@@ -336,6 +336,41 @@ def test_the_loops_are_compiled_in_place_and_again_after_a_change(tmp_path: Path
     assert form_text(source) == "plain Python", "the old library is not used with new sources"
 
 
+def test_scripts_install_compiles_or_says_in_one_line_why_not(tmp_path: Path) -> None:
+    """In an environment that counts as installed, and sees the packages that are here."""
+    if why := no_compiler():
+        pytest.skip(why)
+    source = copied_sources(tmp_path)
+    shutil.copytree(ROOT / "scripts", source / "scripts")
+    venv.create(source / ".venv", with_pip=False)
+    (packages,) = source.glob(".venv/lib/python*/site-packages")
+    (packages / "here.pth").write_text(sysconfig.get_path("purelib"))
+    project = (source / "pyproject.toml").read_bytes()
+    for name in ("run", "test"):
+        lock = (source / "requirements" / f"{name}.txt").read_bytes()
+        stamp = f"{hashlib.sha256(lock + project).hexdigest()} {source}\n"
+        (source / ".venv" / f".locked-{name}").write_text(stamp)
+
+    def install(name: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "scripts/install", name], cwd=source, env=plain_environment() | more,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    assert install("test").stdout == "compiled the loops in C beside the sources\n"
+    assert form_text(source) == "plain Python, loops in C"
+    assert install("test").stdout == "", "nothing has changed"
+    asked = install("run", DCPD_COMPILE="1", **WITHOUT_COMPILER)
+    why = "nothing can be compiled: there is no C compiler (no-such-compiler)"
+    assert (asked.returncode, asked.stderr) == (1, f"{why}\n")
+    done = install("run", **WITHOUT_COMPILER)
+    assert done.returncode == 0
+    assert done.stdout == f"dcpd runs as plain Python: {why} (DCPD_COMPILE=1 tells more)\n"
+    assert form_text(source) == "plain Python"
+    assert install("test").stdout == "compiled the loops in C beside the sources\n", "copied"
+    assert "removed 2 files" in install("run", DCPD_COMPILE="0").stdout
+
+
 def test_what_compiling_needs_is_locked_to_versions(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "hatch_build.py"):
         shutil.copyfile(ROOT / name, tmp_path / name)

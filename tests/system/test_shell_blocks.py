@@ -103,6 +103,13 @@ def test_the_how_to_installs_as_the_readme_does() -> None:
     assert len({block.text for block in first}) == 1
 
 
+def test_the_readme_makes_a_cluster_in_five_commands() -> None:
+    text = (ROOT / "README.md").read_text().partition("## The cluster in five commands\n")[2]
+    (block,) = [block for block in PASTED if block.page == "README.md" and "init" in block.text]
+    assert block.text in text
+    assert len(block.text.strip().splitlines()) == 5
+
+
 def test_commands_are_in_fenced_blocks() -> None:
     """An indented block is not found by the test above, and cannot be copied with one click."""
     words = ("dcpd ", "dcpctl ", "scripts/", "python", ".venv/", "curl ", "pip ", "export ", "$ ")

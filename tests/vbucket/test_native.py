@@ -110,10 +110,9 @@ class TwinMachine(RuleBasedStateMachine):
         self.pager = Pager(self.node.engine, self.node.store)
         self.has_collections = False
 
-    @initialize(kind=st.integers(0, 3))
-    def begin(self, kind: int) -> None:
-        """A partition that ever had a collection is left to Python."""
-        self.has_collections = kind == 0
+    @initialize(has_collections=st.booleans())
+    def begin(self, *, has_collections: bool) -> None:
+        self.has_collections = has_collections
 
     @rule(
         vb_id=st.sampled_from(VB_IDS),
@@ -190,12 +189,16 @@ class TwinMachine(RuleBasedStateMachine):
 
     @rule(
         rounds=st.lists(
-            st.lists(st.tuples(st.sampled_from(KEYS), VALUES), min_size=1, max_size=9), max_size=4
+            st.lists(
+                st.tuples(st.sampled_from(COLLECTIONS), st.sampled_from(KEYS), VALUES),
+                min_size=1, max_size=9,
+            ),
+            max_size=4,
         )
-    )
-    def store_and_merge(self, rounds: list[list[tuple[bytes, int]]]) -> None:
+    )  # fmt: skip
+    def store_and_merge(self, rounds: list[list[tuple[bytes, bytes, int]]]) -> None:
         for writes in rounds:
-            self.store(0, [(b"", key, size, 0, 0) for key, size in writes], is_default=True)
+            self.store(0, [(*write, 0, 0) for write in writes], is_default=False)
             self.node.merge()
 
     @rule(slices=st.none() | st.integers(1, 3))
@@ -250,21 +253,41 @@ def test_changes_of_the_default_collection_are_merged_natively() -> None:
         entry(9, b"\0e", expiry=77),
     )  # fmt: skip
     assert staged.newest(VB) == [b"\0\1\0b"], "the other keys had no version before"
-    merged = staged.merge(VB, [], None, 0, TARGET)
+    merged = staged.merge(VB, [], None, 0, TARGET, 0, 0)
     assert merged is not None
-    items, blocks, expiries, more_keys, documents, last_seqno, max_cas, versions = merged
+    items, blocks, expiries, more_keys, documents, last_seqno, max_cas, versions, others = merged
     assert [key for key, _ in items] == [b"\0\1\0a", b"\0\1\0b", b"\0\1\0e"]
     assert expiries == [(b"\0\1\0a", 0, 9), (b"\0\1\0e", 0, 77)]
     assert (more_keys, documents, last_seqno, versions) == (3, 2, 9, 4)
     assert max_cas == 9 << 16
     assert b"".join(each.checked_body() for each in (Block(*block) for block in blocks))
     assert staged.entries == 4
+    assert others == (0, 0, [])
+
+
+def test_changes_of_collections_are_counted() -> None:
+    long_id = b"\x80\x02"  # 256, unsigned LEB128
+    staged = staged_with(
+        entry(5, b"\x08b"), entry(6), entry(7, long_id + b"a"), entry(8, b"\x08b"),
+        entry(9, b"\x09c")[:13] + b"\x58" + entry(9, b"\x09c")[14:],
+    )  # fmt: skip
+    assert staged.newest(VB) == []
+    merged = staged.merge(VB, [], None, 0, TARGET, 3, 2)
+    assert merged is not None
+    assert merged[4] == 1, "documents of the default collection"
+    assert merged[-1] == (9, 6, [(8, 8, 1), (256, 7, 1), (9, 9, 0)])
+
+
+def test_too_many_collections_stay_for_python() -> None:
+    for count, is_merged in ((64, True), (65, False)):
+        staged = staged_with(*(entry(at, bytes([at]) + b"k") for at in range(1, count + 1)))
+        assert staged.newest(VB) == []
+        assert (staged.merge(VB, [], None, 0, TARGET, 0, 0) is not None) == is_merged
 
 
 @pytest.mark.parametrize(
     ("name", "entries"),
     {
-        "another collection": [entry(1, b"\x08a")],
         "two epochs": [entry(1), entry(2, epoch=1)],
         "no ascent": [entry(2), entry(2)],
         "no key": [entry(1, b"")],
@@ -290,7 +313,7 @@ def test_a_payload_is_taken_up_to_what_is_not_plain() -> None:
     with pytest.raises(ValueError, match="vb 1 is not open"):
         staged.close(VB)
     with pytest.raises(ValueError, match="after newest"):
-        staged_with(first).merge(VB, [], None, 0, TARGET)
+        staged_with(first).merge(VB, [], None, 0, TARGET, 0, 0)
 
 
 def merged_twice(
@@ -416,7 +439,7 @@ def test_entries_of_any_bytes_do_no_harm(data: st.DataObject) -> None:
         )
     staged = staged_with(*entries)
     if staged.newest(VB) is not None:
-        staged.merge(VB, [], None, 0, TARGET)
+        staged.merge(VB, [], None, 0, TARGET, 0, 0)
     assert staged.close(VB) == entries
 
 

@@ -245,8 +245,10 @@ class Keyspace:
         entry = part.newest.get(key)
         if entry is None and part.frozen is not None:
             entry = part.frozen.newest.get(key)
-        if entry and seqno_of(entry) > part.committed_seqno:
-            group = max(group, self.commits.group_of(part.vb_id, seqno_of(entry)) or self.group)
+        # A merge may bring changes into the store before they are committed.
+        seqno = part.merged_seqno if entry is None else seqno_of(entry) if entry else 0
+        if seqno > part.committed_seqno:
+            group = max(group, self.commits.group_of(part.vb_id, seqno) or self.group)
         return 0 if self.commits.is_committed(part.vb_id, group) else group
 
     # -- versions and states -----------------------------------------------------------------

@@ -54,6 +54,23 @@ class CollectionCounts:
         """Add to the number of live documents; a negative number subtracts."""
         self.collections.setdefault(collection_id, [0, 0])[1] += documents
 
+    def take(
+        self,
+        other_high_seqno: int,
+        default_high_seqno: int,
+        changes: Iterable[tuple[int, int, int]],
+        known: Container[int],
+    ) -> None:
+        """Take the seqnos after many changes, and for each collection that has some (id, high
+        seqno, more documents).
+        """
+        self.other_high_seqno, self.default_high_seqno = other_high_seqno, default_high_seqno
+        for collection_id, high_seqno, documents in changes:
+            if collection_id in known:
+                numbers = self.collections.setdefault(collection_id, [0, 0])
+                numbers[0] = high_seqno
+                numbers[1] += documents
+
     def forget(self, known: Container[int]) -> int:
         """Forget collections that no longer exist; return how many documents they had."""
         gone = [key for key in self.collections if key not in known]

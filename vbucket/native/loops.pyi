@@ -61,11 +61,14 @@ class Staged:
         tail: tuple[bytes, bytes] | None,
         last_seqno: int,
         body_bytes_target: int,
+        other_high_seqno: int,
+        default_high_seqno: int,
         /,
     ) -> Merged | None:
         """Return what a merge writes. `found` are the records of the keys of `newest` that exist,
-        in the same order; `tail` is the partition's last block, which ends at `last_seqno`. None:
-        Python should merge this partition.
+        in the same order; `tail` is the partition's last block, which ends at `last_seqno`. The
+        other two seqnos are those of `vbucket.model.collection_counts`. None: Python should merge
+        this partition.
         """
 
 Merged = tuple[
@@ -77,6 +80,8 @@ Merged = tuple[
     int,
     int,
     int,
+    tuple[int, int, list[tuple[int, int, int]]],
 ]
 """by_key records; blocks; (full key, old expiry, new expiry) where it changes; more keys; more
-documents; the last seqno; the highest CAS of the entries; how many entries."""
+documents in the default collection; the last seqno; the highest CAS of the entries; how many
+entries; and for `CollectionCounts.take`: both seqnos, (id, high seqno, more documents)."""

@@ -10,6 +10,7 @@
 #include "staging.h"
 
 #include "blocks.h"
+#include "counts.h"
 #include "crc32c.h"
 
 #include <string.h>
@@ -194,8 +195,8 @@ static PyObject *staged_close(Staged *self, PyObject *number)
     return list;
 }
 
-/* Whether `newest` and `merge` know what to do with an entry: a change of a document in the default
-   collection that follows the seqno before and has the epoch of the others. */
+/* Whether `newest` and `merge` know what to do with an entry: a change of a document that follows
+   the seqno before and has the epoch of the others. */
 static int is_plain(const Entry *entry, uint64_t seqno_before, uint32_t epoch)
 {
     const uint8_t *data = entry->data;
@@ -206,7 +207,7 @@ static int is_plain(const Entry *entry, uint64_t seqno_before, uint32_t epoch)
         return 0;
     return key_bytes > 0 && key_bytes + 2 <= FULL_KEY_BYTES_MAX &&
            key_at >= (is_mutation ? MUTATION_HEAD_BYTES : REMOVAL_HEAD_BYTES) &&
-           key_at + key_bytes <= entry->bytes && data[key_at] == 0 &&
+           key_at + key_bytes <= entry->bytes &&
            be64(data + SEQNO_AT) > seqno_before && be32(data + 8) == epoch;
 }
 
@@ -358,10 +359,31 @@ static uint32_t expiry_of(const uint8_t *record)
     return record != NULL && record[0] == MUTATION ? be32(record + RECORD_EXPIRY_AT) : 0;
 }
 
+/* Notes the changes outside of the default collection. Returns 0 for what Python should do. */
+static int note_others(const Stage *stage, uint64_t seqno_before, Others *others)
+{
+    for (size_t i = 0; i < stage->count; i++) {
+        const uint8_t *data = stage->entries[i].data;
+        const uint8_t *key = data + HEAD_BYTES + data[EXTRAS_LENGTH_AT];
+        uint64_t seqno = be64(data + SEQNO_AT);
+        if (key[0]) {
+            Collection *collection = collection_of(others, key, be16(data + KEY_LENGTH_AT));
+            if (collection == NULL)
+                return 0;
+            if (others->other_high_seqno != seqno_before)
+                others->default_high_seqno = seqno_before;
+            others->other_high_seqno = collection->high_seqno = seqno;
+        }
+        seqno_before = seqno;
+    }
+    return 1;
+}
+
 /* Appends (key, record) of each line to `items`, and to `expiries` (key, old expiry, new expiry)
-   where it changes. Counts keys and documents. */
+   where it changes. Counts keys, and documents: those of the default collection, and in `others`.
+   Returns 1, 0 with an exception, or -1 for what Python should do. */
 static int add_records(Staged *self, const Stage *stage, PyObject *items, PyObject *expiries,
-                       Py_ssize_t *more_keys, Py_ssize_t *documents)
+                       Py_ssize_t *more_keys, Py_ssize_t *documents, Others *others)
 {
     for (size_t i = 0; i < self->lines_count; i++) {
         const Line *line = &self->lines[i];
@@ -373,7 +395,17 @@ static int add_records(Staged *self, const Stage *stage, PyObject *items, PyObje
         fill_record(record, stage->entries[line->entry].data, key);
         uint32_t before = expiry_of(line->old), after = expiry_of(record);
         *more_keys += line->old == NULL;
-        *documents += (record[0] == MUTATION) - (line->old != NULL && line->old[0] == MUTATION);
+        int more = (record[0] == MUTATION) - (line->old != NULL && line->old[0] == MUTATION);
+        Py_ssize_t *count = documents;
+        if (more && line->key[0]) {
+            Collection *collection = collection_of(others, line->key, line->key_bytes);
+            count = collection == NULL ? NULL : &collection->documents;
+        }
+        if (count == NULL) {
+            Py_DECREF(value);
+            return -1;
+        }
+        *count += more;
         PyObject *pair = PyTuple_Pack(2, key, value);
         Py_DECREF(value);
         if (pair == NULL)
@@ -444,9 +476,9 @@ static int is_pair_of_bytes(PyObject *pair)
 static PyObject *staged_merge(Staged *self, PyObject *args)
 {
     PyObject *number, *found, *tail;
-    unsigned long long last_seqno, target;
-    if (!PyArg_ParseTuple(args, "OO!OKK", &number, &PyList_Type, &found, &tail, &last_seqno,
-                          &target))
+    unsigned long long last_seqno, target, other_high, default_high;
+    if (!PyArg_ParseTuple(args, "OO!OKKKK", &number, &PyList_Type, &found, &tail, &last_seqno,
+                          &target, &other_high, &default_high))
         return NULL;
     long vb_id;
     Stage *stage = open_stage(self, number, &vb_id);
@@ -458,21 +490,25 @@ static PyObject *staged_merge(Staged *self, PyObject *args)
     }
     Py_ssize_t more_keys = 0, documents = 0;
     uint64_t max_cas = 0;
+    Others others = {.other_high_seqno = other_high, .default_high_seqno = default_high};
     if (!take_old(self, found))
         Py_RETURN_NONE;
     PyObject *items = PyList_New((Py_ssize_t)self->lines_count);
     PyObject *blocks = PyList_New(0), *expiries = PyList_New(0);
-    int outcome = items != NULL && blocks != NULL && expiries != NULL &&
-                  add_records(self, stage, items, expiries, &more_keys, &documents);
+    int outcome = items != NULL && blocks != NULL && expiries != NULL;
+    if (outcome == 1)
+        outcome = add_records(self, stage, items, expiries, &more_keys, &documents, &others);
+    if (outcome == 1 && !note_others(stage, last_seqno, &others))
+        outcome = -1;
     if (outcome == 1)
         outcome = add_blocks(stage, blocks, (uint32_t)vb_id, tail, last_seqno, target, &max_cas);
     self->lines_vb = -1; /* they point into `found` */
-    PyObject *result = NULL;
-    if (outcome == 1)
-        result = Py_BuildValue("OOOnnKKn", items, blocks, expiries, more_keys, documents,
+    PyObject *result = NULL, *rows = outcome == 1 ? others_tuple(&others) : NULL;
+    if (rows != NULL)
+        result = Py_BuildValue("OOOnnKKnN", items, blocks, expiries, more_keys, documents,
                                (unsigned long long)be64(stage->entries[stage->count - 1].data +
                                                         SEQNO_AT),
-                               (unsigned long long)max_cas, (Py_ssize_t)stage->count);
+                               (unsigned long long)max_cas, (Py_ssize_t)stage->count, rows);
     else if (outcome == -1)
         result = Py_NewRef(Py_None);
     Py_XDECREF(items);

@@ -161,7 +161,9 @@ def _merge_without(
                 staged = staging.staged(vb_id)
                 record = None
                 if staged is not None:
-                    record = _merge_plain(write, stage, staged, rows, body_bytes_target)
+                    record = _merge_plain(
+                        write, stage, staged, staging.manifest, rows, body_bytes_target
+                    )
                 if record is None:
                     staging.list_entries(stage)
                     record = _merge_partition(
@@ -280,13 +282,14 @@ def _merge_partition(
 
 
 def _merge_plain(
-    write: KvWrite, stage: Stage, staged: Staged, rows: ExpiryRows, body_bytes_target: int
-) -> PartitionRecord | None:
+    write: KvWrite, stage: Stage, staged: Staged, manifest: Manifest, rows: ExpiryRows,
+    body_bytes_target: int,
+) -> PartitionRecord | None:  # fmt: skip
     """Do what `_merge_partition` does, by the native loops. None: nothing was written, because the
-    stage has more than changes of documents in the default collection, or data is damaged.
+    stage has more than changes of documents, or data is damaged.
     """
     vb_id, record = stage.vb_id, stage.record
-    asked = None if record.tally else staged.newest(vb_id)
+    asked = staged.newest(vb_id)
     if asked is None:
         return None
     assert stage.trim_to is None, "a partition that is rolled back is listed"
@@ -295,10 +298,19 @@ def _merge_plain(
     tail = None
     if before is not None and int.from_bytes(before[0][:2], "big") == vb_id:
         tail = before[0], bytes(before[1])
-    merged = staged.merge(vb_id, found, tail, record.last_seqno, body_bytes_target)
+    tally = CollectionCounts(record.tally)
+    merged = staged.merge(
+        vb_id, found, tail, record.last_seqno, body_bytes_target,
+        tally.other_high_seqno, tally.default_high_seqno,
+    )  # fmt: skip
     if merged is None:
         return None
-    items, blocks, expiries, more_keys, more_documents, last_seqno, max_cas, versions = merged
+    items, blocks, expiries, more_keys, more_documents, last_seqno, max_cas, versions, others = (
+        merged
+    )
+    default_documents = record.item_count - tally.documents + more_documents
+    tally.take(*others, manifest.collections)
+    tally.forget(manifest.collections)
     for full_key, expiry_before, expiry in expiries:
         rows.change(full_key, expiry_before, expiry)
     write.put_sorted(BY_KEY_TABLE, items)
@@ -307,8 +319,8 @@ def _merge_plain(
         high_seqno=max(stage.high_seqno, last_seqno),
         last_seqno=last_seqno,
         max_cas=max(record.max_cas, max_cas),
-        item_count=record.item_count + more_documents,
-        tally=None,
+        item_count=default_documents + tally.documents,
+        tally=tally.to_document(),
         versions=record.versions + versions,
         keys=record.keys + more_keys,
     )

@@ -24,6 +24,7 @@ from dcp.server.access.certificates import Stamp, TlsError, reason_of, stamp_of
 from dcp.server.config.settings import Settings
 
 OFF: Final = "off"
+ON: Final = "on"
 MUTUAL: Final = "mutual"
 EXTERNAL: Final = "EXTERNAL"
 _NO_PASSWORD: Final = ""
@@ -31,6 +32,18 @@ _EXPIRED: Final = 10
 """OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED."""
 _WRONG_NAME: Final = frozenset({62, 64})
 """X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
+
+
+class LinkTrouble(NamedTuple):
+    """Why a node has no link to another one, and what to try. `str` has both."""
+
+    what: str
+    try_this: str
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.try_this}"
+
+
 _GIVE_ONE_MODE: Final = "Give all nodes the same --cluster-tls"
 
 
@@ -90,34 +103,22 @@ class LinkTls:
         return context
 
 
-class LinkTrouble(NamedTuple):
-    """Why there is no link to a node, and what an operator has to do."""
-
-    what: str
-    try_this: str
-
-    def __str__(self) -> str:
-        return f"{self.what}. {self.try_this}"
-
-
 def link_trouble(error: OSError, where: str) -> LinkTrouble | None:
     """Return why no TLS connection to a node could be made; None for errors that are not TLS's.
     `where` names the node and its address.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
-        why = f"the certificate of {where} is not accepted: {error.verify_message}"
-        if error.verify_code == _EXPIRED:
-            return LinkTrouble(why, "Renew it on that node (--tls-cert)")
-        if error.verify_code in _WRONG_NAME:
-            return LinkTrouble(
-                why, "Issue it for the host that the node advertises (--advertise-host)"
-            )
         advice = "Let --cluster-ca of this node be the CA of that node's --tls-cert"
-        return LinkTrouble(why, advice)
+        if error.verify_code == _EXPIRED:
+            advice = "Renew it on that node (--tls-cert)"
+        elif error.verify_code in _WRONG_NAME:
+            advice = "Issue it for the host that the node advertises (--advertise-host)"
+        what = f"the certificate of {where} is not accepted: {error.verify_message}"
+        return LinkTrouble(what.rstrip("."), advice)
     if not isinstance(error, ssl.SSLError):
         return None
-    reason = (error.reason or str(error)).replace("_", " ").lower()
-    if "ALERT" in (error.reason or "") or "alert" in str(error):
+    reason = (getattr(error, "reason", "") or str(error)).replace("_", " ").lower()
+    if "alert" in reason:
         return certificate_trouble(where, reason)
     return LinkTrouble(f"{where} does not speak TLS at that port: {reason}", _GIVE_ONE_MODE)
 
@@ -152,7 +153,7 @@ class NodeDoor:
                 "nodes of this cluster log in with certificates (--cluster-tls mutual here). "
                 f"{_GIVE_ONE_MODE}"
             )
-        if self._mode != OFF and not is_tls:
+        if self._mode == ON and not is_tls:
             return (
                 f"nodes of this cluster connect with TLS (--cluster-tls on here). {_GIVE_ONE_MODE}"
             )

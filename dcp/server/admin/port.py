@@ -62,11 +62,19 @@ class AdminServer:
         self.port = 0
         """The listening port; 0 before `start`."""
 
-    async def start(self, host: str, port: int, tls: SSLContext | None = None) -> int:
-        """Listen, and return the port (0 picks a free one). Raises OSError if it cannot."""
+    async def start(
+        self,
+        host: str,
+        port: int,
+        tls: SSLContext | None = None,
+        listener: socket.socket | None = None,
+    ) -> int:
+        """Listen, and return the port (0 picks a free one). Raises OSError if it cannot. With
+        `listener` that socket is used.
+        """
         from uvicorn import Config, Server
 
-        listener = _listen(host, port)
+        listener = listener or listen(host, port)
         self._tls = tls
         self.port = listener.getsockname()[1]
         config = Config(
@@ -197,7 +205,8 @@ class AdminServer:
         )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

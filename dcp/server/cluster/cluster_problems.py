@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from dcp.cluster.cluster_view import ClusterView
 from dcp.server.access.link_tls import LinkTrouble
+from dcp.server.cluster.own_clock import CLOCK_ADVICE
 from dcp.server.operate.cluster_reports import NodeReport, ProblemReport, StoreReport
 
 
@@ -25,6 +26,8 @@ class OwnTroubles(NamedTuple):
     why_idle: str
     """Why the node takes no part in the cluster; "": it does."""
     links: tuple[LinkTrouble, ...]
+    clocks: tuple[str, ...]
+    """Whose wall clock is off."""
 
 
 def problems_of(
@@ -43,6 +46,8 @@ def problems_of(
 def _own_problems(own: OwnTroubles) -> Iterator[_Problem]:
     for trouble in own.links:
         yield _Problem(*trouble)
+    for what in own.clocks:
+        yield _Problem(what, CLOCK_ADVICE)
     if own.why_idle:
         yield _Problem(
             f"this node takes no part in the cluster, because it cannot write: {own.why_idle}",

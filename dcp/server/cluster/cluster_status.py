@@ -72,7 +72,9 @@ def cluster_report(replicated: ReplicatedNode) -> ClusterReport:
 
 def _own_troubles(replicated: ReplicatedNode) -> OwnTroubles:
     links = tuple(replicated.troubles.values())
-    return OwnTroubles(replicated.wrong_store, replicated.why_idle, links)
+    return OwnTroubles(
+        replicated.wrong_store, replicated.why_idle, links, replicated.clock_problems()
+    )
 
 
 def _nodes(view: ClusterView) -> list[NodeReport]:

@@ -38,6 +38,7 @@ from dcp.cluster.metastore import (
     Put,
     Range,
     RangeResult,
+    StoreRefused,
     StoreRequest,
     StoreResult,
     StoreUnavailable,
@@ -96,6 +97,10 @@ async def ask_again(meta: MetaStore, request: StoreRequest) -> StoreResult:
     give_up_s = loop.time() + ANSWER_S
     while True:
         result = await ask(meta, request)
+        if isinstance(result, StoreRefused):
+            raise EnrolmentError(
+                f"the metadata store refuses this: {result.text}", "Then try again"
+            )
         if not isinstance(result, OutcomeUnknown | StoreUnavailable):
             return result
         if isinstance(result, StoreUnavailable) and result.is_denied:

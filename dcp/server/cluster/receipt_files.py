@@ -29,7 +29,7 @@ from dcp.server.operate.cluster_reports import ReceiptReport, ReceiptsReport
 RECEIPTS_MAX: Final = 2000
 """Receipts in one list, the newest ones: an unclean election of every partition fits."""
 HEAD_BYTES: Final = 16 * 1024
-"""Of a quarantine file, for its list entry. A failover log has 25 versions at most, in 1.5 KiB."""
+"""Of a quarantine file, for its list entry. A failover log has at most 200 versions, in 10 KiB."""
 RECEIPT_BYTES_MAX: Final = 64 * 1024
 _ELECTION_SUFFIX: Final = "-election.receipt.json"
 _CUT_NAME: Final = re.compile(r"vb(\d+)-version\d+-epoch\d+-(\d+)-(\d+)\.cut")

@@ -41,7 +41,7 @@ from dcp.core.groups import GroupCycle, Published
 from dcp.replication.loss_receipt import CutOff, ElectionLoss, cut_off_receipt, election_receipt
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
-from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged
+from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged, StepDue
 from dcp.server.access.link_tls import LinkTls, LinkTrouble
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
@@ -51,6 +51,7 @@ from dcp.server.cluster.enrolment_state import Enrolment, Happening, Standing
 from dcp.server.cluster.map_shown import MapShown, tls_address_of
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
+from dcp.server.cluster.own_clock import OwnClock
 from dcp.server.cluster.own_record import OwnRecord
 from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.quarantine_files import keep_cut_off
@@ -79,8 +80,8 @@ USERS_TURNS: Final = 100
 """Ticks between attempts to write users that could not be written."""
 LEAVE_S: Final = 20.0
 """How long a stop may take to hand over."""
-LEAVE_TICK_S: Final = 0.02
-"""Time between ticks meanwhile: writes of a partition wait for its handover."""
+LEAVE_TICK_S: Final = 0.05
+"""Time between looks whether that is done."""
 OWNER_RETRY_S: Final = 0.5
 """Time between attempts to ask the metadata store whose it is."""
 MAP_S: Final = 0.01
@@ -95,10 +96,6 @@ _REMOVED_ADVICE: Final = (
 
 class MembershipOverError(RuntimeError):
     """Another process is the member, or has its address, or the versions differ."""
-
-
-class RemovedError(RuntimeError):
-    """The node was removed from its cluster."""
 
 
 class ServerParts(NamedTuple):
@@ -182,6 +179,7 @@ class ReplicatedNode:
         self._map: MapShown
         self.manifest = SharedManifest(session.view, parts.engine, access.meta, self.core.settle)
         self._users = SharedUsers(session.view, parts.users, access.meta, parts.tasks, parts.log)
+        self._clock = OwnClock(session, access.meta, parts.log)
         self._elections = ElectionLog(session.view)
         self._links: list[MemberLink] = []
         self._loop = asyncio.get_running_loop()
@@ -203,6 +201,7 @@ class ReplicatedNode:
             CutOff: self._cut_off,
             ElectionLoss: self._election_loss,
             BranchEnded: self._branch_ended,
+            StepDue: self._step,
             Notice: self._notice,
         }
 
@@ -247,6 +246,10 @@ class ReplicatedNode:
         """Return the hosts at which the members are reached."""
         addresses = (stored.content.address for stored in self.session.view.members.values())
         return frozenset(address.rpartition(":")[0].strip("[]") for address in addresses)
+
+    def clock_problems(self) -> tuple[str, ...]:
+        """Return whose wall clock is off."""
+        return tuple(self._clock.problems())
 
     @property
     def why_idle(self) -> str:
@@ -316,18 +319,13 @@ class ReplicatedNode:
         await self._until(until_ns, lambda: not self._is_in_sync())
 
     async def _until(self, until_ns: int, is_so: Callable[[], bool]) -> None:
-        """Let time pass fast until something is so, and while there is somebody to take over."""
+        """Wait until something is so, while there is somebody to take over."""
         view = self.session.view
         while not self._is_stopped and not is_so() and elapsed_ns() < until_ns:
             others = [name for name in view.members if name != self.member]
             if self.access.trouble or not any(map(view.stays, others)):
                 return
-            self._guarded(self._hurry)
             await asyncio.sleep(LEAVE_TICK_S)
-
-    def _hurry(self) -> None:
-        self.core.tick(elapsed_ns())
-        self._carry_out()
 
     def _is_in_sync(self) -> bool:
         """Whether a master waits for this node."""
@@ -382,23 +380,13 @@ class ReplicatedNode:
             self.core.records_changed(elapsed_ns(), tuple(self.session.view.partitions))
         return self._has_registered
 
-    def _check_not_removed(self) -> None:
-        """Raise RemovedError: this node is no member any more, and gets nothing from the others."""
-        view = self.session.view
-        key = view.keys.of_member(KeyKind.MEMBER, self.member)
-        if view.is_loaded and not view.mod_revision(key):
-            raise RemovedError(
-                f"node {self.identity.name} was removed from the cluster. Start it with an empty "
-                "--data folder and join again if the cluster is to have it; this folder is not "
-                "needed any more"
-            )
-
     def _pass_time(self) -> None:
         now_ns = elapsed_ns()
         self._driver.tick()
         if not self._check_membership():
             return
         self._own.tick(now_ns)
+        self._clock.tick(now_ns)
         for feed in tuple(self.core.leading.feeds.values()):
             feed.tick(now_ns)
         if self._turns % CORE_TURNS == 0:
@@ -416,9 +404,9 @@ class ReplicatedNode:
         now_ns = elapsed_ns()
         may_act = self._check_membership()
         if isinstance(effect, ViewChanged):
-            self._check_not_removed()
             self.manifest.adopt()
             self._users.adopt()
+            self._clock.view_changed()
             if may_act:
                 self.core.records_changed(now_ns, effect.vb_ids)
             else:
@@ -543,6 +531,9 @@ class ReplicatedNode:
 
     def _branch_ended(self, ended: BranchEnded) -> None:
         self._log.info("branch decided", **ended._asdict())
+
+    def _step(self, _effect: StepDue) -> None:
+        self.core.step(elapsed_ns())
 
     def _notice(self, notice: Notice) -> None:
         self._log.info(notice.text)

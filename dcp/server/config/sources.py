@@ -15,6 +15,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_type_hints
 
+from dcp.server.config.server_settings import BUFFERED_VALUES_MIN
 from dcp.server.config.setting_values import (
     AUTO,
     NONE,
@@ -26,7 +27,7 @@ from dcp.server.config.setting_values import (
     read_size_or_auto,
     size_text,
 )
-from dcp.server.config.settings import BUFFERED_VALUES_MIN, Settings
+from dcp.server.config.settings import Settings
 
 ENV_PREFIX: Final = "DCPD_"
 ENV_CONFIG: Final = "DCPD_CONFIG"

@@ -24,7 +24,7 @@ from enum import Enum
 from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import Final, NamedTuple
 
-from dcp.server.config.settings import ADMIN_CONNECTIONS_MIN
+from dcp.server.config.server_settings import ADMIN_CONNECTIONS_MIN
 
 
 class Phase(Enum):

@@ -12,7 +12,8 @@ from typing import Final
 
 import msgspec
 
-from dcp.server.config.settings import ADMIN_CONNECTIONS_MIN, Settings
+from dcp.server.config.server_settings import ADMIN_CONNECTIONS_MIN
+from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
 
 KEPT_FILES: Final = 64

@@ -1,0 +1,362 @@
+"""The figures of a cluster in docs/performance.md: three nodes as processes of this machine.
+
+    python -m benchmarks.cluster                              everything but `busy`, some minutes
+    python -m benchmarks.cluster --only handover --runs 5
+    python -m benchmarks.cluster --only kill --rounds 100
+    python -m benchmarks.cluster --only busy --seconds 600
+
+The nodes and the load share the machine's cores, so its other work is in every figure: the table
+has the machine's load. The cluster has 3 copies and the embedded metadata store, which the first
+node owns. `dcpd` in the table is the cluster.
+
+Parts
+- set       durable SETs at 1 x 1 and 8 x 64, and the same on one node, in turn
+- idle      processor time and written bytes of three nodes that nobody uses
+- handover  a node stops (SIGTERM) under `--rate` writes a second: what writes wait
+- kill      SIGKILL of a master's node under `--gap-rate` writes a second: the time to the first
+            answered write of each of its partitions
+- freeze    the same by SIGSTOP
+- sdk       the longest upsert of the official Couchbase SDK around a SIGKILL
+- slow      each sync of one replica takes 50 ms, then 500 ms (by `strace`, which needs ptrace)
+- join      a node joins a loaded cluster of two: MB a second, and what writes wait meanwhile
+- busy      full load for `--seconds`: failovers, of which there must be none
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.cluster_nodes import POLL_SECONDS, Nodes, loaded, processor_ns
+from benchmarks.cluster_sdk import longest_upsert_ms
+from benchmarks.histogram import Histogram
+from benchmarks.peers import Dcpd, descendants
+from benchmarks.report import Report
+from benchmarks.run import MIB, add_output_options, check_names, generate, names_of, reported, say
+
+SHAPES: Final = ((1, 1), (8, 64))
+BEFORE_SECONDS: Final = 3.0
+"""How long a load runs before something happens to it."""
+AFTER_SECONDS: Final = 3.0
+DOCUMENT_BYTES: Final = 1024
+SLOW_SYNCS_MS: Final = (50, 500)
+VICTIMS: Final = "bc"
+"""Nodes that die. The first one owns the metadata store, without which nobody is elected."""
+ONE_NODE: Final = "one node"
+CLUSTER: Final = "dcpd"
+WHILE_JOINING_SECONDS: Final = 600.0
+
+
+def seconds_of(result: dict[str, Any], first: int, last: int) -> tuple[float, float]:
+    """Return the worst p99 and the longest latency of some seconds of a load, in milliseconds."""
+    rows = [row for second, row in result["each_second"].items() if first <= int(second) < last]
+    p99_us = max((row[2] for row in rows), default=0)
+    return p99_us / 1000, max((row[3] for row in rows), default=0) / 1000
+
+
+def measure_set(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """Durable SETs on one node and on three, each run on empty folders."""
+    for run in range(options.runs):
+        for name in (ONE_NODE, CLUSTER):
+            if name == ONE_NODE:
+                peer = Dcpd(folder / f"one-{run}")
+                try:
+                    peer.start()
+                    record_sets(report, name, peer.port, options)
+                finally:
+                    peer.discard()
+            else:
+                with Nodes(folder / f"set-{run}") as nodes:
+                    record_sets(report, name, nodes.ports[0], options, "--cluster")
+
+
+def record_sets(
+    report: Report, name: str, port: int, options: argparse.Namespace, *arguments: str
+) -> None:
+    for shape in SHAPES:
+        result = generate(
+            "binary", port, shape, "--seconds", options.seconds_of_set, "--keys", options.keys,
+            *arguments,
+        )  # fmt: skip
+        what, rate = f"SET {shape[0]} x {shape[1]}", result["operations_per_second"]
+        say(f"  {name:9} {what}: {rate:,.0f} op/s, p50 {result['p50_us'] / 1000:.2f} ms")
+        report.add(name, what, rate, unit="op/s", more_is_better=True)
+        for percentile in ("p50", "p99"):
+            report.add(name, f"{what}, {percentile}", result[f"{percentile}_us"] / 1000, unit="ms",
+                       more_is_better=False)  # fmt: skip
+
+
+def written_bytes(nodes: Nodes) -> int:
+    """Return how many bytes the nodes' processes have written, most of them to each other."""
+    total = 0
+    for node in nodes.nodes.values():
+        for pid in descendants(node.pid):
+            fields = dict(line.split(": ") for line in _lines(f"/proc/{pid}/io"))
+            total += int(fields["wchar"])
+    return total
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
+
+
+def measure_idle(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """Three nodes at rest."""
+    with Nodes(folder / "idle") as nodes:
+        time.sleep(options.rest_seconds)
+        for _ in range(options.runs):
+            began, cpu, written = time.monotonic(), nodes.processor_ns(), written_bytes(nodes)
+            parts = {name: processor_ns(node.pid) for name, node in nodes.nodes.items()}
+            time.sleep(options.rest_seconds)
+            seconds = time.monotonic() - began
+            share = (nodes.processor_ns() - cpu) / 1e9 / seconds
+            rate = (written_bytes(nodes) - written) / seconds
+            each = {
+                name: f"{(processor_ns(node.pid) - parts[name]) / 1e7 / seconds:.2f} %"
+                for name, node in nodes.nodes.items()
+            }
+            say(f"  idle: {100 * share:.2f} % of a core ({each}), {rate / 1000:.1f} KB/s")
+            report.add(CLUSTER, "three idle nodes", 100 * share, unit="% of a core",
+                       more_is_better=False)  # fmt: skip
+            report.add(CLUSTER, "three idle nodes, written", rate / 1000, unit="KB/s",
+                       more_is_better=False)  # fmt: skip
+
+
+def measure_handover(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """Nodes stop under load, one after the other, and come back."""
+    with Nodes(folder / "handover") as nodes:
+        for run in range(options.runs):
+            name = VICTIMS[run % len(VICTIMS)]
+            count, epochs = nodes.masters()[name], nodes.epochs()
+            with loaded(nodes, options.rate) as load:
+                time.sleep(BEFORE_SECONDS)
+                began = time.monotonic()
+                nodes.nodes[name].stop()
+                seconds = time.monotonic() - began
+                time.sleep(1)
+                result = load.stop()
+            before_ms, _ = seconds_of(result, 1, int(BEFORE_SECONDS))
+            risen = sum(epoch - epochs[vb_id] for vb_id, epoch in nodes.epochs().items())
+            say(f"  handover of {count} in {seconds:.2f} s: longest wait of a refused write "
+                f"{result['longest_refused_ms']} ms, of any {result['max_us'] / 1000:.0f} ms; "
+                f"{risen} epochs; refusals {result['refusals']}")  # fmt: skip
+            for what, value in (
+                ("before, p99", before_ms),
+                ("longest wait of a refused write", result["longest_refused_ms"]),
+                ("longest wait of any write", result["max_us"] / 1000),
+            ):
+                report.add(CLUSTER, f"handover at {options.rate:,.0f}/s, {what}", value,
+                           unit="ms", more_is_better=False)  # fmt: skip
+            nodes.nodes[name].start()
+            nodes.settle(3, is_even=False)
+
+
+def measure_gaps(report: Report, options: argparse.Namespace, folder: Path, how: str) -> None:
+    """Nodes die under load; each comes back, and then another one dies."""
+    gaps: list[float] = []
+    with Nodes(folder / how) as nodes:
+        nodes.masters_return_soon()
+        for _ in range(options.rounds):
+            name = max(VICTIMS, key=lambda name: nodes.masters()[name])
+            node = nodes.nodes[name]
+            with loaded(nodes, options.gap_rate) as load:
+                time.sleep(BEFORE_SECONDS)
+                load.begin_mark(node.port)
+                if how == "kill":
+                    node.kill()
+                else:
+                    nodes.freeze(name)
+                found = load.end_mark()
+                time.sleep(1)
+                result = load.stop()
+            say(f"  {how} {name}: {len(found)} partitions, {found[0]:.0f} to {found[-1]:.0f} ms; "
+                f"longest wait of any write {result['max_us'] / 1000:.0f} ms")  # fmt: skip
+            gaps += found
+            if how == "kill":
+                node.start()
+            else:
+                nodes.thaw(name)
+            nodes.settle(3)
+    seen = Histogram()
+    for gap in gaps:
+        seen.add(int(1000 * gap))
+    for percent in (50, 99, 100):
+        report.add(CLUSTER, f"{how} to the first write, p{percent} of {len(gaps):,} partitions",
+                   seen.percentile(percent) / 1e6, unit="s", more_is_better=False)  # fmt: skip
+
+
+def measure_kill(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """SIGKILL."""
+    measure_gaps(report, options, folder, "kill")
+
+
+def measure_freeze(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """SIGSTOP."""
+    measure_gaps(report, options, folder, "freeze")
+
+
+def measure_sdk(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """SIGKILL, as users of the official SDK see it."""
+    with Nodes(folder / "sdk") as nodes:
+        nodes.masters_return_soon()
+        for _ in range(options.rounds):
+            name = max(VICTIMS, key=lambda name: nodes.masters()[name])
+            timer = threading.Timer(BEFORE_SECONDS, nodes.nodes[name].kill)
+            timer.start()
+            longest_ms = longest_upsert_ms(nodes.nodes["a"].address, 3 * BEFORE_SECONDS)
+            timer.join()
+            say(f"  sdk: longest upsert {longest_ms:.0f} ms")
+            report.add(CLUSTER, "kill, longest upsert of the SDK", longest_ms / 1000, unit="s",
+                       more_is_better=False)  # fmt: skip
+            nodes.nodes[name].start()
+            nodes.settle(3)
+
+
+def measure_slow(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """One replica syncs slowly, for some seconds."""
+    for delay_ms in SLOW_SYNCS_MS:
+        with Nodes(folder / f"slow-{delay_ms}") as nodes, loaded(nodes, options.gap_rate) as load:
+            time.sleep(BEFORE_SECONDS)
+            slow = slow_syncs(nodes.nodes["c"].pid, delay_ms)
+            until = time.monotonic() + 4 * AFTER_SECONDS
+            while time.monotonic() < until and nodes.status()["in_sync_sizes"].get("3"):
+                time.sleep(POLL_SECONDS)
+            left_s = time.monotonic() - until + 4 * AFTER_SECONDS
+            time.sleep(AFTER_SECONDS)
+            sizes = nodes.status()["in_sync_sizes"]
+            slow.terminate()
+            slow.wait()
+            result = load.stop()
+        begin = int(BEFORE_SECONDS)
+        rows = {int(second): row for second, row in result["each_second"].items()}
+        say(f"  sync of {delay_ms} ms: in sync {sizes} after {left_s:.1f} s; p99 in ms by second: "
+            + " ".join(f"{rows[second][2] / 1000:.0f}" for second in sorted(rows)))  # fmt: skip
+        for what, value in (
+            ("before", seconds_of(result, 1, begin)[0]),
+            ("worst second", seconds_of(result, begin, 1000)[0]),
+        ):
+            report.add(CLUSTER, f"a replica's sync takes {delay_ms} ms: p99, {what}", value,
+                       unit="ms", more_is_better=False)  # fmt: skip
+        if not sizes.get("3"):
+            report.add(CLUSTER, f"a replica's sync takes {delay_ms} ms: it is out after", left_s,
+                       unit="s", more_is_better=False)  # fmt: skip
+
+
+def slow_syncs(pid: int, delay_ms: int) -> subprocess.Popen[bytes]:
+    """Let each fdatasync of a process take so much longer, until `terminate`."""
+    return subprocess.Popen(
+        ["strace", "-f", "-qq", "-o", os.devnull, "-p", str(pid), "-e", "trace=fdatasync",
+         "-e", f"inject=fdatasync:delay_enter={1000 * delay_ms}"]
+    )  # fmt: skip
+
+
+def measure_join(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """A node joins a cluster of two that holds data; copies of all of it go there."""
+    keys = options.join_mib * MIB // DOCUMENT_BYTES
+    with Nodes(folder / "join", "ab") as nodes:
+        generate("binary", nodes.ports[0], (2, 64), "--load", "--keys", keys, "--value-bytes",
+                 DOCUMENT_BYTES, "--cluster")  # fmt: skip
+        with loaded(nodes, options.join_rate) as load:
+            time.sleep(2 * BEFORE_SECONDS)
+            joining = nodes.add("c")
+            joining.start()
+            seconds = nodes.until(
+                lambda: nodes.status()["in_sync_sizes"] == {"3": 1024}, WHILE_JOINING_SECONDS
+            )
+            result = load.stop()
+    before_ms, _ = seconds_of(result, 1, int(2 * BEFORE_SECONDS))
+    during_ms, _ = seconds_of(result, int(2 * BEFORE_SECONDS), 100_000)
+    rate = options.join_mib * MIB / 1e6 / seconds
+    say(f"  join: {options.join_mib} MiB in {seconds:.1f} s, {rate:.1f} MB/s; p99 before "
+        f"{before_ms:.0f} ms, worst second {during_ms:.0f} ms")  # fmt: skip
+    report.add(CLUSTER, f"a node joins, {options.join_mib} MiB", rate, unit="MB/s",
+               more_is_better=True)  # fmt: skip
+    for what, value in (("before", before_ms), ("worst second meanwhile", during_ms)):
+        report.add(CLUSTER, f"a node joins, writes' p99, {what}", value, unit="ms",
+                   more_is_better=False)  # fmt: skip
+
+
+def measure_busy(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """Full load: a node that is only slow must not be deposed."""
+    with Nodes(folder / "busy") as nodes:
+        epochs = nodes.epochs()
+        result = generate(
+            "binary", nodes.ports[0], (8, 64), "--seconds", options.seconds, "--keys",
+            options.keys, "--cluster",
+        )  # fmt: skip
+        risen = sum(epoch > epochs[vb_id] for vb_id, epoch in nodes.epochs().items())
+        lost = 1024 - nodes.status()["in_sync_sizes"].get("3", 0)
+        say(f"  busy for {options.seconds:.0f} s: {risen} partitions failed over, {lost} are not "
+            f"in sync, {result['operations_per_second']:,.0f} op/s")  # fmt: skip
+        for node in nodes.nodes.values():
+            for line in _lines(str(node.log_path)):
+                if '"masters elected"' in line or "lease" in line:
+                    say(f"    {node.data.name}: {line[:200]}")
+    report.add(CLUSTER, f"failovers in {options.seconds:.0f} s of full load", risen, unit="",
+               more_is_better=False)  # fmt: skip
+    report.add(CLUSTER, "SET 8 x 64 meanwhile", result["operations_per_second"], unit="op/s",
+               more_is_better=True)  # fmt: skip
+    report.add(CLUSTER, "SET 8 x 64 meanwhile, longest", result["max_us"] / 1000, unit="ms",
+               more_is_better=False)  # fmt: skip
+
+
+PARTS: Final[dict[str, Callable[[Report, argparse.Namespace, Path], None]]] = {
+    "set": measure_set,
+    "idle": measure_idle,
+    "handover": measure_handover,
+    "kill": measure_kill,
+    "freeze": measure_freeze,
+    "sdk": measure_sdk,
+    "slow": measure_slow,
+    "join": measure_join,
+    "busy": measure_busy,
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.cluster", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--only", type=names_of, metavar="PART,...",
+                        default=[name for name in PARTS if name != "busy"])  # fmt: skip
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="of kill, freeze and sdk")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of busy")
+    parser.add_argument("--seconds-of-set", type=float, default=5.0)
+    parser.add_argument("--rest-seconds", type=float, default=10.0, help="of idle")
+    parser.add_argument("--keys", type=int, default=200_000)
+    parser.add_argument("--rate", type=float, default=20_000, help="writes a second, handover")
+    parser.add_argument("--gap-rate", type=float, default=2_000, help="the same, kill and slow")
+    parser.add_argument("--join-rate", type=float, default=2_000, help="the same, join")
+    parser.add_argument("--join-mib", type=int, default=1024, help="documents when a node joins")
+    add_output_options(parser)
+    options = parser.parse_args()
+    check_names(parser, options.only, PARTS)
+    options.peers = ["dcpd"]
+    return options
+
+
+def main() -> int:
+    options = parse_arguments()
+    began = os.getloadavg()
+    with reported(options) as (report, folder):
+        for name in options.only:
+            say(f"{name}:")
+            PARTS[name](report, options, folder)
+        loads = " and ".join(f"{load[0]:.1f}" for load in (began, os.getloadavg()))
+        report.about["load of the machine"] = f"{loads} at the beginning and at the end"
+        report.about["documents"] = f"{options.keys:,} keys, 128-byte values; dcpd is three nodes"
+        report.about["runs"] = f"{options.runs}; kill, freeze and sdk {options.rounds}"
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Handovers to wanted masters, a few partitions at a time. Sans-IO.
+
+    waiting ── there is room ──> HELD ── all is committed ──> written ──> FOLLOWED
+                                  └── not within HANDING_NS_MAX ──> given up, and tried again later
+
+Writers of a partition wait from HELD on, until its new master serves. A node may have to hand over
+a thousand partitions, and each costs work on every node. So only GROUP_MAX of them are on their way
+at a time: held, or handed over and not yet followed here. The others are served meanwhile.
+
+Who calls it: `dcp.replication.leading`.
+
+Invariants
+- at most GROUP_MAX partitions are on their way;
+- a partition whose new master is not followed here within FOLLOWED_NS_MAX holds up nobody;
+- a record is handed over only with all of the partition's changes committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from dcp.replication.mastership import Mastership
+from failover.replication_record import HandedOver, ReplicationRecord, hand_over
+from vbucket.engine.partition import Hold, Partition, VbState
+
+GROUP_MAX: Final = 16
+"""Partitions on their way. A group takes some tens of milliseconds on two busy cores, most of it
+work for each partition; 1,024 partitions are handed over within some seconds."""
+HANDING_NS_MAX: Final = 2_000_000_000
+"""A handover that has not happened after so long is given up, and tried again later."""
+DRAINED_NS_MAX: Final = 30_000_000
+"""How long the held partitions wait for each other's changes to be committed: they share a
+transaction, and who misses it waits for the next one."""
+FOLLOWED_NS_MAX: Final = 200_000_000
+"""How long the next partitions wait for one that is handed over: its new master may be slow."""
+
+
+class Handovers:
+    """See the module. `fence` lets a partition serve nobody."""
+
+    def __init__(self, fence: Callable[[Partition], None]) -> None:
+        self._fence = fence
+        self._waiting: dict[int, None] = {}
+        """Partitions to hand over, in turn."""
+        self._held: set[int] = set()
+        """Writers of these wait, and this node is still the master."""
+        self._handed: dict[int, int] = {}
+        """Partition -> when its record was written, until its new master is followed here."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether any partition waits, is held, or is not followed yet."""
+        return bool(self._waiting or self._held or self._handed)
+
+    def due(self) -> list[int]:
+        """Return the partitions to look at: those that are held, and those that come next."""
+        room = max(0, GROUP_MAX - len(self._held) - len(self._handed))
+        return [*self._held, *list(self._waiting)[:room]]
+
+    def may_write(self, now_ns: int, masterships: Mapping[int, Mastership]) -> bool:
+        """Whether those that can be handed over now should be: all are drained, or time is up."""
+        held = [masterships[vb_id] for vb_id in self._held if vb_id in masterships]
+        return all(
+            each.part.committed_seqno == each.part.high_seqno
+            or now_ns - each.handing_since_ns >= DRAINED_NS_MAX
+            for each in held
+        )
+
+    def next_record(
+        self, mastership: Mastership, record: ReplicationRecord, now_ns: int, *, may_write: bool
+    ) -> ReplicationRecord | None:
+        """Return the record after the handover to the wanted master; None: not yet, or not wanted.
+
+        The record must be written: the partition is fenced. With `may_write` False writers are held
+        back, and that is all.
+        """
+        part, wanted = mastership.part, record.wanted_master
+        if wanted is None or wanted not in record.isr or part.state != VbState.ACTIVE:
+            self._release(mastership)
+            self._waiting.pop(part.vb_id, None)
+            return None
+        if part.vb_id not in self._held:
+            if len(self._held) + len(self._handed) >= GROUP_MAX:
+                self._waiting[part.vb_id] = None
+                return None
+            self._waiting.pop(part.vb_id, None)
+            self._held.add(part.vb_id)
+        if not mastership.handing_since_ns:
+            mastership.handing_since_ns = now_ns
+            part.hold_writes(Hold.REPLICATION, mastership.why_writes_wait)
+        elif now_ns - mastership.handing_since_ns > HANDING_NS_MAX:
+            self._release(mastership)
+            return None
+        if part.committed_seqno < part.high_seqno or not may_write:
+            return None
+        mastership.has_handed = True
+        self._fence(part)
+        return hand_over(record, HandedOver(part.vb_uuid, part.high_seqno))
+
+    def _release(self, mastership: Mastership) -> None:
+        mastership.handing_since_ns = 0
+        self._held.discard(mastership.part.vb_id)
+
+    def ended(self, vb_id: int, now_ns: int, *, is_handed: bool) -> None:
+        """A partition has another master, or the handover was not written."""
+        self._waiting.pop(vb_id, None)
+        if vb_id in self._held:
+            self._held.discard(vb_id)
+            if is_handed:
+                self._handed[vb_id] = now_ns
+
+    def note_followed(self, now_ns: int, is_followed: Callable[[int], bool]) -> None:
+        """Forget the partitions whose new master is followed here, or was not for too long."""
+        for vb_id, since_ns in tuple(self._handed.items()):
+            if is_followed(vb_id) or now_ns - since_ns >= FOLLOWED_NS_MAX:
+                del self._handed[vb_id]
+
+    def any_held(self, vb_ids: Iterable[int]) -> bool:
+        """Whether writers of any of these partitions wait."""
+        return not self._held.isdisjoint(vb_ids)

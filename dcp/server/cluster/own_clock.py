@@ -1,0 +1,63 @@
+"""Tells the other members the wall clock of this node, and finds out whose clock is far from it."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from dcp.cluster.clock_watch import ClockWatch
+from dcp.cluster.cluster_keys import KeyKind
+from dcp.cluster.cluster_records import ClockRecord, encode_record
+from dcp.cluster.cluster_session import ClusterSession
+from dcp.cluster.metastore import MetaStore, Put, StoreResult, Txn
+from dcp.server.observe.event_log import EventLog
+
+TELL_NS: Final = 20_000_000_000
+"""Time between two records: a clock that was set is noticed within a minute."""
+CLOCK_ADVICE: Final = "Let NTP set the clocks of all nodes: CAS and expiry follow them"
+
+
+class OwnClock:
+    """See the module."""
+
+    def __init__(self, session: ClusterSession, meta: MetaStore, log: EventLog) -> None:
+        self._session = session
+        self._meta = meta
+        self._log = log
+        self._watch = ClockWatch(session.membership.member)
+        self._told: frozenset[str] = frozenset()
+        """Members whose clock was logged as off."""
+        self._next_ns = 0
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass: write the clock if that is due. A record that gets lost is no loss."""
+        membership = self._session.membership
+        if now_ns < self._next_ns or not membership.is_alive:
+            return
+        self._next_ns = now_ns + TELL_NS
+        record = ClockRecord(member=membership.member, unix_ms=time.time_ns() // 1_000_000)
+        key = self._session.view.keys.of_member(KeyKind.CLOCK, membership.member)
+        put = Put(key, encode_record(record), membership.lease_id)
+        self._meta.submit(Txn((), (put,)), _written)
+
+    def view_changed(self) -> None:
+        """Look at the clocks of the view."""
+        self._watch.see(self._session.view.clocks, time.time_ns() // 1_000_000)
+        off = frozenset(self._watch.offsets_ms)
+        if off - self._told:
+            for what in self.problems():
+                self._log.warning("a wall clock is off", reason=f"{what}. {CLOCK_ADVICE}")
+        self._told = off
+
+    def problems(self) -> list[str]:
+        """Return whose clock is off."""
+        members = self._session.view.members
+        return [
+            f"the clock of node {members[member].content.name if member in members else member} is "
+            f"{abs(offset_ms) / 1000:.0f} s {'ahead of' if offset_ms > 0 else 'behind'} this node's"
+            for member, offset_ms in sorted(self._watch.offsets_ms.items())
+        ]
+
+
+def _written(_result: StoreResult) -> None:
+    """Do nothing: the next record says the same."""

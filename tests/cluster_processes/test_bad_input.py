@@ -1,0 +1,157 @@
+"""What cannot be: each is refused in one line with what to try, and changes nothing."""
+
+from __future__ import annotations
+
+import base64
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from clients.testing import DcpServer
+from dcp.server.cluster.cluster_file import ClusterToken
+from support.certificates import TestCa
+from support.ctl import STATUS, dcpctl, done, refused
+from support.etcd_members import EtcdMembers
+from support.waiting import until
+
+
+def is_alone(node: DcpServer) -> bool:
+    """Whether a node is in no cluster, and takes writes."""
+    with node.connect() as kv:
+        kv.set(b"probe", b"v")
+        kv.delete(b"probe")
+    return node.ask("GET", STATUS)["cluster"] == "" and not (node.data / "cluster.json").exists()
+
+
+def gateway(endpoint: str, path: str, **body: Any) -> Any:
+    """Call etcd's HTTP gateway."""
+    url = f"http://{endpoint}/v3/{path}"
+    with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=30) as answer:
+        return json.load(answer)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DcpServer]:
+    with DcpServer(tmp_path_factory.mktemp("alone") / "data") as node:
+        yield node
+
+
+class Stores(NamedTuple):
+    """Several etcds."""
+
+    plain: EtcdMembers
+    tls: EtcdMembers
+    other_ca: Path
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
+    folder = tmp_path_factory.mktemp("stores")
+    ca, other_ca = TestCa(folder), TestCa(folder, "other")
+    pem = str(ca.issue())
+    quota = ("--quota-backend-bytes", str(4 << 20))
+    for name in ("plain", "tls"):
+        (folder / name).mkdir()
+    plain = EtcdMembers(folder / "plain", 1, quota)
+    try:
+        tls = EtcdMembers(folder / "tls", 1, ("--cert-file", pem, "--key-file", pem))
+        try:
+            yield Stores(plain, tls, other_ca.path)
+        finally:
+            tls.close()
+    finally:
+        plain.close()
+
+
+def no_init(node: DcpServer, url: str) -> str:
+    """Try to make a cluster; return what is said."""
+    text = refused(node, "init", "--meta", url)
+    assert text.startswith("dcpctl: the cluster was not made: "), text
+    assert len(text.splitlines()) <= 2, "what and why in one line, what to try in another"
+    assert is_alone(node)
+    return text
+
+
+def test_an_etcd_that_is_down_or_unknown(alone: DcpServer) -> None:
+    text = no_init(alone, "etcd://127.0.0.1:1")
+    assert "nothing listens there. Start etcd, or correct the endpoint" in text
+    text = no_init(alone, "etcd://no-such-host.invalid:2379")
+    assert "no-such-host.invalid:2379" in text
+    assert "try: Check that it runs" in text
+
+
+def test_an_etcd_that_does_not_let_the_node_in(alone: DcpServer, stores: Stores) -> None:
+    plain, tls = stores.plain.endpoints[0], stores.tls.endpoints[0]
+    for url, words in (
+        (f"etcd://{tls}?ca={stores.other_ca}", "not signed by the CA that was given"),
+        (f"etcd://{plain}?ca={stores.other_ca}", "it speaks no TLS"),
+        (f"etcd://someone:secret@{plain}", "etcd knows no users. Leave the user out"),
+    ):
+        text = no_init(alone, url)
+        assert "does not let this node in" in text
+        assert words in text
+        assert "try: Correct the token, or the URL of --meta" in text
+
+
+def test_a_url_that_is_none(alone: DcpServer, tmp_path: Path) -> None:
+    missing = tmp_path / "missing.pem"
+    for url, words in (
+        ("http://127.0.0.1:2379", "is not possible: no such kind"),
+        ("etcd://", "is not possible"),
+        (f"etcd://127.0.0.1:2379?ca={missing}", f"{missing}: cannot be read: No such file"),
+        ("etcd://127.0.0.1:2379?co=x", "option 'co'"),
+    ):
+        assert words in no_init(alone, url)
+
+
+def fill(endpoint: str) -> None:
+    """Write until etcd refuses it."""
+    value = base64.b64encode(bytes(100_000)).decode()
+    for number in range(200):
+        key = base64.b64encode(b"/other/%d" % number).decode()
+        gateway(endpoint, "kv/put", key=key, value=value)
+
+
+def test_an_etcd_that_is_full(alone: DcpServer, stores: Stores) -> None:
+    endpoint = stores.plain.endpoints[0]
+    with pytest.raises(urllib.error.HTTPError):
+        fill(endpoint)
+    text = no_init(alone, f"etcd://{endpoint}")
+    assert "the metadata store refuses this" in text
+    assert "etcdctl alarm disarm" in text
+    below, above = (base64.b64encode(key).decode() for key in (b"/dcpd/", b"/dcpd0"))
+    found = gateway(endpoint, "kv/range", key=below, range_end=above)
+    assert "kvs" not in found, "nothing was written"
+
+
+def test_tokens_and_folders_that_do_not_fit(tmp_path: Path) -> None:
+    with DcpServer(tmp_path / "a") as a, DcpServer(tmp_path / "b") as b:
+        token = done(a, "init", "--copies", "3", "--name", "a").strip()
+        until(lambda: a.ask("GET", STATUS)["served_here"] == 1024)
+        # More copies than nodes: it runs with what there is, and says so.
+        assert "3 copies are wanted, and there are 1 nodes" in done(a, "status")
+        with a.connect() as kv:
+            kv.set(b"k", b"v")
+
+        gone = msgspec.structs.replace(ClusterToken.from_text(token), cluster="0" * 32)
+        text = refused(b, "join", "--token", gone.to_text())
+        assert "the metadata store has no such cluster" in text
+        assert "try: Get a new token with `dcpctl cluster token` on a member" in text
+        text = refused(b, "join", "--token", token, "--rack", "r1")
+        assert "node a names none" in text
+        assert is_alone(b)
+
+        # A member stays what it is.
+        text = refused(a, "join", "--token", token)
+        assert "this node is a member already: 'a' of cluster" in text
+        assert "try: To make it a member of another one" in text
+        before = a.ask("GET", STATUS)["cluster"]
+        assert "member already" in refused(a, "init")
+        assert a.ask("GET", STATUS)["cluster"] == before
+        assert dcpctl(b, "join").returncode == 2
