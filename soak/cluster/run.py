@@ -225,7 +225,11 @@ def soak(
     while (rounds is None or state["seed"] < rounds) and (
         until_s is None or time.monotonic() < until_s
     ):
-        report = run_seed(state["seed"], keep)
+        try:
+            report = run_seed(state["seed"], keep)
+        except KeyboardInterrupt:
+            print(f"\nstopped in seed {state['seed']}; the same command begins it again")
+            return 130
         state["seed"] += 1
         state["answered"] += report.answered
         state["ambiguous"] = state.get("ambiguous", 0) + report.ambiguous
@@ -254,6 +258,8 @@ def run_seed(seed: int, keep: Path | None = None) -> RoundReport:
         disks = own_disks(stack)
         try:
             return asyncio.run(run_round(folder, seed, disks=disks))
+        except KeyboardInterrupt:
+            raise
         except BaseException:
             print(f"seed {seed} failed; repeat it with: scripts/soak cluster --round {seed}")
             raise
