@@ -218,11 +218,12 @@ def cancel(view: ClusterView, stamp: Stamp) -> Answer:
         put = member_put(view, with_drained(view, plan.about, is_drained=False))
         puts.append(put)
         compares.append(unchanged(view, put.key))
+    # All partitions of the plan, also those that are as they shall be: the coordinator may have
+    # added a copy that this view does not show yet.
     wanted = {
-        vb_id: chain
+        vb_id: _kept_chain(found.content.record, cluster.copies)
         for vb_id in plan.chains
         if (found := view.partitions.get(vb_id)) is not None
-        and (chain := _kept_chain(found.content.record, cluster.copies))
     }
     put = plan_put(view, stamp, PlanKind.CANCEL, wanted)
     return prepared_of(
@@ -274,11 +275,9 @@ def _set_words(before: ClusterRecord, after: ClusterRecord) -> str:
     return " ".join(words)
 
 
-def _kept_chain(record: ReplicationRecord, count: int) -> Chain | None:
-    """Return the copies that a cancelled move leaves; None: the partition is as it shall be."""
+def _kept_chain(record: ReplicationRecord, count: int) -> Chain:
+    """Return the copies that a cancelled move leaves."""
     full = [member for member in record.copies if member not in record.filling]
     ranked = sorted(full, key=lambda member: (member != record.master, member not in record.isr))
     kept = set(ranked[: max(count, 1)])
-    chain = tuple(member for member in record.copies if member in kept)
-    is_so = chain == record.copies and record.wanted_master in {None, record.master}
-    return None if is_so else chain
+    return tuple(member for member in record.copies if member in kept)

@@ -134,6 +134,7 @@ def moves_of(view: ClusterView, wanted: Mapping[int, Chain]) -> tuple[PlannedMov
     return tuple(
         PlannedMove(vb_id, view.partitions[vb_id].content.record.copies, chain)
         for vb_id, chain in sorted(wanted.items())
+        if chain != view.partitions[vb_id].content.record.copies
     )
 
 

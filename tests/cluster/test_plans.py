@@ -338,6 +338,19 @@ def test_a_cancelled_plan_leaves_as_many_copies_as_there_were(what: str, after_s
     cluster.check_history(3)
 
 
+def test_a_copy_that_was_added_after_the_view_of_a_cancellation_goes_too() -> None:
+    cluster = Cluster()
+    cluster.ask(set_cluster(cluster.view, cluster.stamp(), copies=4))
+    asked = cancel(cluster.view, cluster.stamp())
+    cluster.run(0.5)
+    assert any(len(record.copies) > 3 for record in cluster.records().values())
+    cluster.ask(asked)
+    cluster.until_done()
+    cluster.run(10)
+    assert {len(record.copies) for record in cluster.records().values()} == {3}
+    cluster.check_history(3)
+
+
 # ---- Members that go
 
 
