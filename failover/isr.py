@@ -33,6 +33,10 @@ REPLICA_LAG_MAX_NS: Final = 1_000_000_000
 """Default of `replica_lag_max`: ten heartbeats. A replica that is not level for this time leaves
 the ISR, so one slow replica delays answers for no longer."""
 
+ELECTION_NS: Final = 10_000_000_000
+"""How long a master waits for its own successor before it leaves silent members out: ten times as
+long as a coordinator may be late. The lease of a dead member (3 s by default) is over before."""
+
 
 class Acknowledgement(NamedTuple):
     """What a member has acknowledged: all changes up to a seqno are on its disk, under an epoch.
@@ -169,6 +173,17 @@ def must_leave(
     if is_node_gone:
         return LeaveReason.NODE_GONE
     return LeaveReason.LAGGING if now_ns - level_at_ns > lag_max_ns else None
+
+
+def may_be_deposed(isr_size: int, silent: int) -> bool:
+    """Return whether the silent members of an ISR are enough to depose their master.
+
+    `silent` counts members other than the master that it does not hear although their nodes live.
+    The master is then probably the one that is cut off. It must not take them out of the ISR at
+    once: they would no longer be electable, and the partition would stay with a master that nobody
+    follows. So it waits for the election, for `ELECTION_NS` at most. It serves nobody meanwhile.
+    """
+    return silent >= majority(isr_size)
 
 
 def confirmed_until_ns(master: str, isr: Iterable[str], asked_ns: Mapping[str, int]) -> int | None:

@@ -28,12 +28,14 @@ from dcp.replication.fed_stream import SECTION_BYTES, WINDOW_BYTES
 from failover.fencing import is_same_copy
 from failover.isr import (
     CONFIRMATION_NS,
+    ELECTION_NS,
     Acknowledgement,
     Candidate,
     confirmed_until_ns,
     effective_isr,
     high_watermark,
     may_answer_reads,
+    may_be_deposed,
     may_join,
     min_in_sync_of,
     must_leave,
@@ -335,6 +337,7 @@ class Mastership:
         if self.is_writing or not self.is_ready or self.record.master != self._member:
             return None
         record = self.record
+        lag_max_ns = self._lag_max_ns(now_ns, alive, heard_ns)
         leaving = [
             member
             for member in record.isr
@@ -342,7 +345,7 @@ class Mastership:
             and must_leave(
                 self._level_ns.get(member, now_ns), now_ns, is_node_gone=member not in alive,
                 has_failed_sync=member in self._failed_sync,
-                lag_max_ns=self._settings.replica_lag_max_ns,
+                lag_max_ns=lag_max_ns,
             )
         ]  # fmt: skip
         if leaving:
@@ -356,6 +359,26 @@ class Mastership:
             and self._may_join(member, heard_ns.get(member))
         ]  # fmt: skip
         return expand(record, joining) if joining else None
+
+    def _lag_max_ns(
+        self, now_ns: int, alive: Mapping[str, object], heard_ns: Mapping[str, int]
+    ) -> int:
+        """Return how long a member may not be level before it leaves.
+
+        Members fall silent some heartbeats apart, so half of the time counts as silence. Otherwise
+        the first one would leave alone, and the second one could elect nobody.
+        """
+        settings = self._settings
+        silent_from_ns = now_ns - settings.replica_lag_max_ns // 2
+        silent = [
+            member
+            for member in self.record.isr
+            if member != self._member and member in alive
+            and heard_ns.get(member, 0) < silent_from_ns
+        ]  # fmt: skip
+        if may_be_deposed(len(self.record.isr), len(silent)):
+            return max(settings.replica_lag_max_ns, settings.unheard_ns) + ELECTION_NS
+        return settings.replica_lag_max_ns
 
     def rested(self, until_ns: int, level_ns: Mapping[str, int]) -> None:
         """Up to then, `changed_isr` was not called because nothing had to change. `level_ns` has

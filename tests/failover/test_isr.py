@@ -19,6 +19,7 @@ from failover.isr import (
     effective_isr,
     high_watermark,
     may_answer_reads,
+    may_be_deposed,
     may_join,
     min_in_sync_of,
     must_leave,
@@ -140,6 +141,14 @@ def test_who_may_join(why, candidate, hw, start, joins):
 def test_who_must_leave(idle_ns, gone, failed, reason):
     left = must_leave(1000, 1000 + idle_ns, is_node_gone=gone, has_failed_sync=failed)
     assert left is reason
+
+
+@pytest.mark.parametrize(
+    ("isr_size", "silent", "is_possible"),
+    [(1, 0, False), (2, 1, False), (3, 1, False), (3, 2, True), (4, 2, False), (4, 3, True)],
+)
+def test_a_majority_that_is_silent_may_depose_its_master(isr_size, silent, is_possible):
+    assert may_be_deposed(isr_size, silent) is is_possible
 
 
 def test_a_lag_may_be_set():

@@ -20,7 +20,7 @@ from dcp.replication.messages import FORMAT, Greeting, encode
 from dcp.replication.shell_effects import BranchEnded, StepDue
 from dcp.session.replication_port import ReplicationError
 from dcp.stream.pins import allowed
-from failover.isr import CONFIRMATION_NS, PROMOTED_WAIT_NS
+from failover.isr import CONFIRMATION_NS, ELECTION_NS, PROMOTED_WAIT_NS
 from failover.replication_record import HandedOver, elect, hand_over, shrink, want
 from support.core_cluster import CLUSTER, MS, VB, CoreCluster
 from vbucket.engine.partition import VbState
@@ -337,6 +337,62 @@ def test_after_a_rest_a_replica_that_is_cut_off_leaves_as_soon_as_otherwise() ->
             cluster.show(cluster.a)
     assert cluster.now_ns >= cut_ns + cluster.settings.replica_lag_max_ns - 200 * MS
     assert cluster.record.isr == {"a", "c"}
+
+
+def cut_off(cluster: CoreCluster, *members: str) -> None:
+    """Cut these members off from the master, which still reaches the store."""
+    for wire in tuple(cluster.wires):
+        if wire.node.member in members:
+            wire.cut()
+            cluster.wires.remove(wire)
+
+
+def run_master(cluster: CoreCluster, ns: int) -> None:
+    """Let time pass for the master alone; the store answers."""
+    for _ in range(ns // (50 * MS)):
+        cluster.tick("a")
+        while cluster.a.submits:
+            cluster.a.answer()
+            cluster.show(cluster.a)
+
+
+def test_a_master_that_hears_nobody_leaves_its_followers_electable() -> None:
+    cluster = serving("abc")
+    cut_off(cluster, "b")
+    run_master(cluster, 200 * MS)
+    cut_off(cluster, "c")  # a little later, as always
+    run_master(cluster, ELECTION_NS)
+    assert cluster.record.isr == {"a", "b", "c"}, "else nobody could be elected"
+    assert cluster.a.part.state == VbState.FENCED
+    cluster.write(elect(cluster.record, "b", gone="a"))
+    assert cluster.a.part.state == VbState.REPLICA
+
+
+def test_a_master_that_nobody_followed_in_time_goes_on_alone() -> None:
+    """Its followers live, and cannot elect."""
+    cluster = serving("abc")
+    cut_off(cluster, "b", "c")
+    run_master(cluster, ELECTION_NS + cluster.settings.replica_lag_max_ns + 200 * MS)
+    assert cluster.record.isr == {"a"}
+    assert cluster.a.part.state == VbState.ACTIVE
+
+
+def test_a_master_of_two_copies_waits_for_nobody() -> None:
+    """The other one alone cannot depose it."""
+    cluster = serving("ab")
+    cut_off(cluster, "b")
+    run_master(cluster, cluster.settings.replica_lag_max_ns + 200 * MS)
+    assert cluster.record.isr == {"a"}
+
+
+def test_nodes_that_are_gone_leave_at_once() -> None:
+    cluster = serving("abc")
+    cut_off(cluster, "b", "c")
+    for member in "bc":
+        del cluster.a.session.view.alive[member]
+    cluster.tick("a")
+    cluster.a.answer()
+    assert cluster.record.isr == {"a"}
 
 
 def test_nobody_leaves_because_the_master_stood_still_at_rest() -> None:
