@@ -68,7 +68,7 @@ class Renaming:
     def _find_seats(self, number: int) -> tuple[int, ...]:
         record = self._known_stores.values[number].record
         self._seats[number] = tuple(
-            (-1 if (number := record.number_of(member)) is None else number) * 4
+            (-1 if (copy := record.number_of(member)) is None else copy) * 4
             + (member in record.isr) * 2
             + (member == record.master)
             + 4
