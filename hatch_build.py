@@ -13,6 +13,7 @@ and a stream, and what the store process does.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import re
@@ -21,6 +22,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,13 +80,16 @@ PACKAGES: Final = ("dcp", "vbucket", "failover")
 GROUP: Final = "dcpd"
 """The build makes one library, dcpd__mypyc, and for each module a stub that loads it."""
 SOURCES: Final = "dcp/compiled_sources.txt"
-"""The compiled sources with their checksums, so that changed sources are noticed."""
+"""The sources with their checksums, so that changed ones are noticed. Lines with ` *` are modules
+that stay plain, and are imported by compiled ones: constants of theirs are compiled in."""
 PLAIN_BECAUSE: Final = "dcp/plain_because.txt"
 """Why a wheel has no extensions."""
 KEPT_FOLDER: Final = "compiled"
 """Below the environment: what was compiled in place last, of each form. It is copied from there, so
 that scripts that want another form need not compile again."""
 LIBRARY_PATTERNS: Final = ("*.so", "*.pyd")
+NEW: Final = ".new"
+"""After the name of a file that is being written: nobody loads half of a library."""
 LOCK: Final = "requirements/compile.txt"
 """What a compiled build needs in addition to hatchling; written by scripts/lock."""
 _PIN: Final = re.compile(r"^([A-Za-z0-9_.-]+==[^\\\n]+?)\s*\\?$", re.MULTILINE)
@@ -112,9 +118,37 @@ class CompileError(Exception):
 
 def sources_text(root: Path, *, loops_only: bool = False) -> str:
     """Return a line with checksum and path for each source."""
-    names = (*LOOPS_SOURCES, *LOOPS_HEADERS, *(() if loops_only else COMPILED))
-    sums = (hashlib.sha256((root / name).read_bytes()).hexdigest() for name in names)
-    return "".join(f"{digest}  {name}\n" for digest, name in zip(sums, names, strict=True))
+    names = [(name, "  ") for name in (*LOOPS_SOURCES, *LOOPS_HEADERS)]
+    if not loops_only:
+        names += [(name, "  ") for name in COMPILED]
+        names += [(name, " *") for name in imported_by_compiled(root)]
+    return "".join(
+        f"{hashlib.sha256((root / name).read_bytes()).hexdigest()}{mark}{name}\n"
+        for name, mark in names
+    )
+
+
+def imported_by_compiled(root: Path) -> list[str]:
+    """Return the other modules that the compiled ones import, directly or not."""
+    found = set(COMPILED)
+    todo = list(COMPILED)
+    while todo:
+        modules: set[str] = set()
+        for node in ast.walk(ast.parse((root / todo.pop()).read_text())):
+            if isinstance(node, ast.Import):
+                modules.update(each.name for each in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                modules.update(
+                    (node.module, *(f"{node.module}.{each.name}" for each in node.names))
+                )
+        for module in modules:
+            path = module.replace(".", "/")
+            for name in (f"{path}.py", f"{path}/__init__.py", f"{path}.pyi"):
+                is_ours = name.split("/")[0].removesuffix(".py") in PACKAGES
+                if is_ours and name not in found and (root / name).exists():
+                    found.add(name)
+                    todo.append(name)
+    return sorted(found - set(COMPILED))
 
 
 def cannot_compile() -> str:
@@ -146,10 +180,17 @@ def locked_packages(root: Path) -> list[str]:
 def compile_into(root: Path, target: Path, *, loops_only: bool = False) -> list[Path]:
     """Compile the sources in `root`; put the libraries, and what they were made of, under `target`.
 
-    Return their paths below it. Raises CompileError.
+    Return their paths below it, in the order for `put_in_place`. Raises CompileError.
     """
     if why := cannot_compile():
         raise CompileError(f"nothing can be compiled: {why}")
+    try:
+        return _compile_into(root, target, loops_only=loops_only)
+    except OSError as error:
+        raise CompileError(f"the build could not read or write a file: {error}") from error
+
+
+def _compile_into(root: Path, target: Path, *, loops_only: bool) -> list[Path]:
     with tempfile.TemporaryDirectory(prefix="dcpd-compile-") as folder:
         work = Path(folder)
         for package in PACKAGES:
@@ -163,15 +204,17 @@ def compile_into(root: Path, target: Path, *, loops_only: bool = False) -> list[
         if not loops_only:
             _run_setup(work, COMPILED)
         built = work / "built"
-        found = sorted(path for pattern in LIBRARY_PATTERNS for path in built.rglob(pattern))
+        found = [path for pattern in LIBRARY_PATTERNS for path in built.rglob(pattern)]
+        found.sort(key=lambda path: (path.parent != built, path))
         names = [path.relative_to(built) for path in found]
+        made_of = sources_text(work, loops_only=loops_only)  # the others may have changed since
         for path, name in zip(found, names, strict=True):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.move(path, target / name)
     listing = Path(SOURCES)
     (target / listing).parent.mkdir(parents=True, exist_ok=True)
-    (target / listing).write_text(sources_text(root, loops_only=loops_only))
-    return [*names, listing]
+    (target / listing).write_text(made_of)
+    return [listing, *names]
 
 
 def _run_setup(work: Path, sources: tuple[str, ...]) -> None:
@@ -191,18 +234,34 @@ def _run_setup(work: Path, sources: tuple[str, ...]) -> None:
 
 
 def remove_from(root: Path) -> int:
-    """Remove what was compiled in place; return how many files that were."""
-    found = [path for pattern in LIBRARY_PATTERNS for path in root.glob(pattern)]
-    found += [
+    """Remove what was compiled in place; return how many files that were.
+
+    First the modules, then what they load, then the list: while that is there, an interruption is
+    noticed (dcp.compiled).
+    """
+    patterns = [pattern + end for pattern in LIBRARY_PATTERNS for end in ("", NEW)]
+    found = [
         path
         for package in PACKAGES
-        for pattern in LIBRARY_PATTERNS
+        for pattern in patterns
         for path in (root / package).rglob(pattern)
     ]
-    found += [path for path in [root / SOURCES] if path.exists()]
+    found += [path for pattern in patterns for path in root.glob(pattern)]
+    found += [path for path in [root / (SOURCES + NEW), root / SOURCES] if path.exists()]
     for path in found:
         path.unlink()
     return len(found)
+
+
+def put_in_place(kept: Path, root: Path, names: list[Path]) -> None:
+    """Copy what was compiled beside the sources: the list, what modules load, then the modules.
+
+    Each file appears as a whole.
+    """
+    for name in names:
+        new = root / f"{name}{NEW}"
+        shutil.copy2(kept / name, new)
+        new.replace(root / name)
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
@@ -267,7 +326,7 @@ def is_in_place(root: Path, *, loops_only: bool) -> bool:
     if listing.read_text() != sources_text(root, loops_only=loops_only):
         return False
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    names = (LOOPS_SOURCES[0], *(() if loops_only else COMPILED))
+    names = (LOOPS_SOURCES[0], *(() if loops_only else (f"{GROUP}__mypyc.py", *COMPILED)))
     return all((root / name).with_suffix(suffix).exists() for name in names)
 
 
@@ -280,24 +339,47 @@ def compile_in_place(root: Path, *, loops_only: bool) -> str:
     what = "the loops in C" if loops_only else f"the loops in C and {len(COMPILED)} modules"
     level = os.environ.get("DCPD_COMPILE_LEVEL", "3")
     lock = (root / LOCK).read_bytes() if (root / LOCK).exists() else b""
-    made_of = [
-        path.read_bytes()
-        for package in PACKAGES
-        for path in sorted((root / package).rglob("*.py*"))
-        if path.suffix in {".py", ".pyi"} and not loops_only
-    ]
-    facts = f"{sys.version} {level} {sources_text(root, loops_only=loops_only)}".encode()
-    digest = hashlib.sha256(b"".join([facts, lock, Path(__file__).read_bytes(), *made_of]))
+    made_of = sources_text(root, loops_only=loops_only)
+    facts = f"{sys.version} {level} {made_of}".encode()
+    digest = hashlib.sha256(b"".join([facts, lock, Path(__file__).read_bytes()]))
     kept = Path(sys.prefix) / KEPT_FOLDER / ("loops" if loops_only else "all")
     stamp = kept / digest.hexdigest()
     remove_from(root)
-    if not stamp.exists():
+    names = kept_names(stamp)
+    if not names:
         shutil.rmtree(kept, ignore_errors=True)
         names = compile_into(root, kept, loops_only=loops_only)
-        stamp.write_text("".join(f"{name}\n" for name in names))
-    for name in stamp.read_text().splitlines():
-        shutil.copy2(kept / name, root / name)
+        if (kept / SOURCES).read_text() == made_of:
+            stamp.write_text("".join(f"{_checksum(kept / name)}  {name}\n" for name in names))
+    put_in_place(kept, root, names)
     return f"compiled {what} beside the sources"
+
+
+def kept_names(stamp: Path) -> list[Path]:
+    """Return the names of what is kept, none if it is not there, or is not what was compiled."""
+    if not stamp.exists():
+        return []
+    rows = [line.split("  ", 1) for line in stamp.read_text().splitlines()]
+    for digest, name in rows:
+        path = stamp.parent / name
+        if not path.exists() or _checksum(path) != digest:
+            return []
+    return [Path(name) for _, name in rows]
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextmanager
+def alone(root: Path) -> Iterator[None]:
+    """Wait until no other process compiles in place here."""
+    with (root / "hatch_build.py").open("rb") as file:
+        with suppress(ImportError, OSError):  # where there is no such lock, go on without it
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 USAGE: Final = """usage: scripts/compile [--loops | --remove]
@@ -313,15 +395,18 @@ def main(arguments: list[str]) -> int:
         print(USAGE, end="", file=sys.stderr)
         return 2
     try:
-        if arguments == ["--remove"] or _wish() == "0":
-            removed = remove_from(root)
-            if removed or arguments:
-                print(f"removed {removed} files: dcpd runs as plain Python")
-            return 0
-        if done := compile_in_place(root, loops_only=bool(arguments)):
-            print(done)
+        with alone(root):
+            if arguments == ["--remove"] or _wish() == "0":
+                removed = remove_from(root)
+                if removed or arguments:
+                    print(f"removed {removed} files: dcpd runs as plain Python")
+            elif done := compile_in_place(root, loops_only=bool(arguments)):
+                print(done)
     except CompileError as error:
         print(error, file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"the compiled modules cannot be read or written here: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -123,13 +123,13 @@ async def test_no_connection_is_accepted_before_the_ports_are_known(tmp_path, mo
     refused = []
     start = listeners.AdminServer.start
 
-    async def start_and_look(self, *arguments):
+    async def start_and_look(self, *arguments, **named):
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.close()
         except ConnectionRefusedError as error:
             refused.append(error)
-        return await start(self, *arguments)
+        return await start(self, *arguments, **named)
 
     monkeypatch.setattr(listeners.AdminServer, "start", start_and_look)
     async with node_here(tmp_path, {}, port=port):

@@ -13,10 +13,12 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import hatch_build
 from dcp.compiled import compiled_modules, form_text, problem, version_and_form, version_text
 from support.registry import no_registry
 
@@ -37,6 +39,7 @@ COMPILING = {"DCPD_COMPILE_LEVEL": "0"}
 """The C compiler's quickest level."""
 COMPILED_OR_FAILED = {"DCPD_COMPILE": "1", **COMPILING}
 WITHOUT_COMPILER = {"CC": "no-such-compiler"}
+LOOPS_SAID = "compiled the loops in C beside the sources\n"
 CORE = (
     "vbucket/test_damaged_pages.py",
     "vbucket/test_engine.py",
@@ -334,6 +337,128 @@ def test_the_loops_are_compiled_in_place_and_again_after_a_change(tmp_path: Path
     assert failed.returncode == 1
     assert failed.stderr == ("nothing can be compiled: there is no C compiler (no-such-compiler)\n")
     assert form_text(source) == "plain Python", "the old library is not used with new sources"
+
+
+def test_two_builds_at_once_wait_for_each_other(tmp_path: Path) -> None:
+    """Both wrote to the same folder: one failed, and then removed what the other one had made."""
+    if why := no_compiler():
+        pytest.skip(why)
+    source = copied_sources(tmp_path)
+    with ThreadPoolExecutor() as threads:
+        builds = [threads.submit(in_place, source, "--loops") for _ in range(2)]
+        done = [build.result() for build in builds]
+    assert [build.returncode for build in done] == [0, 0], done
+    assert sorted(build.stdout for build in done) == ["", LOOPS_SAID], "one finds it done"
+    assert form_text(source) == "plain Python, loops in C"
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    """As in a tree that is read-only, which it is not for root: other things are in the way."""
+    if why := no_compiler():
+        pytest.skip(why)
+    source = copied_sources(tmp_path)
+    (tmp_path / "env").touch()
+    failed = in_place(source, "--loops")
+    assert failed.returncode == 1
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith("the build could not read or write a file: ")
+    assert form_text(source) == "plain Python"
+    (tmp_path / "env").unlink()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    in_the_way = source / "vbucket" / "native" / f"loops{suffix}.new"
+    in_the_way.mkdir()
+    failed = in_place(source, "--loops")
+    assert failed.returncode == 1
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith("the compiled modules cannot be read or written here: ")
+    assert str(in_the_way) in line
+    in_the_way.rmdir()
+    assert in_place(source, "--loops").stdout == LOOPS_SAID
+
+
+def test_a_library_cut_short_is_not_used_again(tmp_path: Path) -> None:
+    """What is kept is compared with what was compiled; a server that finds it broken says so."""
+    if why := no_compiler():
+        pytest.skip(why)
+    source = copied_sources(tmp_path)
+    assert in_place(source, "--loops").stdout == LOOPS_SAID
+    (library,) = source.glob("vbucket/native/*.so")
+    whole = library.read_bytes()
+    replace_file(library, whole[:100])
+    started = run("-m", "dcp.server.main", "--data", str(tmp_path / "data"), "--port", "0",
+                  cwd=source, PYTHONPATH=str(source))  # fmt: skip
+    assert started.returncode == 1
+    (line,) = started.stderr.splitlines()
+    assert "the loops in C cannot be loaded" in line
+    assert "scripts/compile --remove" in line
+    (kept,) = (tmp_path / "env").rglob("*.so")
+    replace_file(kept, whole[:100])
+    assert in_place(source, DCPD_COMPILE="0").returncode == 0
+    assert in_place(source, "--loops").stdout == LOOPS_SAID
+    assert kept.stat().st_size > 100
+    (library,) = source.glob("vbucket/native/*.so")
+    assert library.stat().st_size > 100
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    path.unlink()
+    path.write_bytes(data)
+
+
+def test_sources_that_change_during_a_build_are_noticed(tmp_path: Path) -> None:
+    """As by `git pull`: what was compiled is that of before, and so is its list."""
+    if why := no_compiler():
+        pytest.skip(why)
+    source = copied_sources(tmp_path)
+    real = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    compiler = tmp_path / "compiler"
+    header = source / "vbucket" / "native" / "counts.h"
+    compiler.write_text(f'#!/bin/sh\necho "/* changed */" >> {header}\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    assert in_place(source, "--loops", CC=str(compiler)).stdout == LOOPS_SAID
+    assert "1 modules were changed after they were compiled (vbucket/native/counts.h)" in problem(
+        source
+    )
+    assert in_place(source, "--loops").stdout == LOOPS_SAID
+    assert problem(source) == ""
+
+
+def test_an_interrupted_build_and_one_for_another_python_are_told_apart(tmp_path: Path) -> None:
+    names = ("dcp/one.py", "dcp/two.py", "vbucket/native/loops.c")
+    imported = "dcp/three.py"
+    listing = tmp_path / "dcp" / "compiled_sources.txt"
+    for name in (*names, imported):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    lines = [f"{hashlib.sha256(name.encode()).hexdigest()}  {name}\n" for name in names]
+    lines.append(f"{hashlib.sha256(imported.encode()).hexdigest()} *{imported}\n")
+    listing.write_text("".join(lines))
+    for name in names:
+        (tmp_path / name).with_suffix(".cpython-39-other.so").touch()
+    (tmp_path / "dcp" / "one.py").write_text("changed")
+    assert problem(tmp_path) == "", "this Python loads none of them"
+    assert form_text(tmp_path) == "plain Python"
+    (tmp_path / "dcp" / "one.py").write_text("dcp/one.py")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    (tmp_path / "dcp" / "one.py").with_suffix(suffix).touch()
+    assert "2 of 3 compiled modules are missing (dcp/two.py, vbucket/native/loops.c)" in problem(
+        tmp_path
+    )
+    for name in names:
+        (tmp_path / name).with_suffix(suffix).touch()
+    assert problem(tmp_path) == ""
+    assert compiled_modules(tmp_path) == ["dcp/one.py", "dcp/two.py"]
+    (tmp_path / imported).write_text("changed")
+    assert "1 modules were changed after they were compiled (dcp/three.py)" in problem(tmp_path)
+
+
+def test_what_compiled_modules_import_counts_as_source() -> None:
+    """The compiler replaces constants by their values, also those of modules that stay plain."""
+    rows = hatch_build.sources_text(ROOT).splitlines()
+    imported = {row[66:] for row in rows if row[64:66] == " *"}
+    assert {"vbucket/model/datatype.py", "dcp/wire/opcode.py", "dcp/wire/xattrs.py"} <= imported
+    assert not imported & set(hatch_build.COMPILED)
+    assert "dcp/server/main.py" not in imported
 
 
 def test_scripts_install_compiles_or_says_in_one_line_why_not(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from vbucket.engine.expiry import Pager
 from vbucket.engine.mending import Mending
 from vbucket.model.entry import pack_control, pack_mutation
 from vbucket.native import compaction_loops, new_staged
-from vbucket.store.block import Block, build_blocks, repack_blocks
+from vbucket.store.block import Block, block_key, build_blocks, repack_blocks
 from vbucket.store.environment import KvEnv
 from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, TABLES
@@ -415,6 +415,85 @@ def test_bytes_that_are_no_block_are_refused(data: st.DataObject) -> None:
     assert loops.repack(VB, [(key, value, None)], 0, TARGET) is None
     with pytest.raises(ValueError, match="not a block"):
         loops.superseded().mark(key, value, 9)
+
+
+def with_first_seqno(block: tuple[bytes, bytes], seqno: int) -> tuple[bytes, bytes]:
+    """Let a dense block begin with another seqno. All checksums are right: only its writer is not.
+
+    Its last seqno stays.
+    """
+    key, value = block_key(VB, seqno), bytearray(block[1])
+    assert not value[1] & 1, "it has no column of seqnos"
+    value[20:28] = seqno.to_bytes(8, "little")
+    value[44:48] = b""
+    head = len(value) - int.from_bytes(value[36:40], "little")
+    crc = google_crc32c.value(key + value[:head])
+    value[44:44] = crc.to_bytes(4, "little")
+    return key, bytes(value)
+
+
+@pytest.mark.parametrize("first", [0, 2, 2**64 - 1])
+def test_a_block_whose_seqnos_cannot_be_right_is_damaged(first: int) -> None:
+    """Seqno 0 marks a free place in the set of superseded seqnos. Taking it out spoilt the count;
+    then adding more looked for a free place for ever.
+    """
+    loops = compaction_loops()
+    assert loops is not None
+    (block,) = build_blocks(VB, [entry(1), entry(2), entry(3)], seqno_before=0)
+    key, value = with_first_seqno(block, first)
+    assert Block(key, value).seqnos[0] == first, "the checksum is right"
+    assert loops.repack(VB, [(key, value, None)], 0, TARGET) is None
+    with pytest.raises(ValueError, match="not a block"):
+        loops.superseded().mark(key, value, 2**64 - 1)
+
+
+def test_a_compaction_names_a_block_that_the_loops_refuse() -> None:
+    """It is damage of this partition. A ValueError would end the compaction of all others."""
+    env = MemoryEnv(TABLES)
+    create_store(env, [VB, 2])
+    writer = SegmentWriter()
+    writer.add(entry(1), entry(2, prev_seqno=1), entry(3, vb_id=2), entry(4, vb_id=2, prev_seqno=3))
+    writer.seal()
+    merge(env, writer.sealed())
+    rows = env.tables[BY_SEQNO_TABLE]
+    (stored,) = [key for key in rows if key < NEXT]
+    key, value = with_first_seqno((stored, bytes(rows.pop(stored))), 0)
+    rows[key] = value
+    floors = {VB: Floors(2, 0), 2: Floors(4, 0)}
+    report = Compactor().run(env, [VB, 2], lambda: False, floors=floors)
+    assert report.finished == [VB, 2]
+    assert report.versions == 1
+    ((vb_id, why),) = report.damages
+    assert vb_id == VB
+    assert "has lengths or seqnos that do not ascend" in why
+
+
+def test_a_merge_ends_what_newest_has_found() -> None:
+    """`merge` let the lines point into `found`, also if it returned None; entries that are added
+    after `newest` were not checked.
+    """
+    staged = staged_with(entry(4, prev_seqno=1), entry(5, b"\0b", prev_seqno=2))
+    asked = staged.newest(VB)
+    assert asked == [b"\0\1\0a", b"\0\1\0b"]
+    key, fields = asked[0], entry(1)[13:14] + bytes(33)
+    record = fields + google_crc32c.value(key + fields).to_bytes(4, "big")
+    found = [(key, record), (asked[1], bytes(38))]  # the second one is damaged
+    assert staged.merge(VB, found, None, 0, TARGET, 0, 0) is None
+    with pytest.raises(ValueError, match="after newest"):
+        staged.merge(VB, [], None, 0, TARGET, 0, 0)
+    assert staged.newest(VB) == asked
+    tiny = entry(6)[:20] + bytes(4) + entry(6)[24:36]
+    assert staged.add(tiny, 0) == 36
+    with pytest.raises(ValueError, match="after newest"):
+        staged.merge(VB, [], None, 0, TARGET, 0, 0)
+
+
+@pytest.mark.parametrize("key", [b"\x80\0k", b"\x88\x80\0k", b"\xff\xff\xff\xff\x1fk", b"\xff"])
+def test_what_is_no_collection_id_stays_for_python(key: bytes) -> None:
+    """Padded, above 32 bits, or truncated."""
+    staged = staged_with(entry(1, key))
+    assert staged.newest(VB) == []
+    assert staged.merge(VB, [], None, 0, TARGET, 0, 0) is None
 
 
 @given(st.data())

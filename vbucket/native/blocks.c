@@ -18,6 +18,22 @@
 #define DATATYPE_SNAPPY 0x02
 #define DATATYPE_XATTR 0x04
 
+/* Whether they do, from `first_seqno` to `last_seqno`, and do not begin with 0. */
+static int seqnos_ascend(const Block *block)
+{
+    uint64_t before = 0;
+    if (block_seqno(block, 0) != block->first_seqno ||
+        block_seqno(block, block->count - 1) != block->last_seqno)
+        return 0;
+    for (uint32_t i = 0; i < block->count; i++) {
+        uint64_t seqno = block_seqno(block, i);
+        if (seqno <= before)
+            return 0;
+        before = seqno;
+    }
+    return 1;
+}
+
 int block_open(Block *block, const uint8_t *key, size_t key_bytes, const uint8_t *value,
                size_t bytes)
 {
@@ -25,10 +41,12 @@ int block_open(Block *block, const uint8_t *key, size_t key_bytes, const uint8_t
         return 0;
     int has_seqnos = value[1] & HAS_SEQNOS;
     uint32_t count = (uint32_t)le(value + 4, 4);
-    size_t columns_bytes = (size_t)count * (has_seqnos ? 24 : 16);
-    block->body_bytes = le(value + 36, 4);
-    if (!count || HEADER_BYTES + columns_bytes + block->body_bytes != bytes)
+    /* In 64 bits, because on a machine of 32 bits these numbers could overflow. */
+    uint64_t columns = (uint64_t)count * (has_seqnos ? 24 : 16), body_bytes = le(value + 36, 4);
+    if (!count || HEADER_BYTES + columns + body_bytes != bytes)
         return 0;
+    size_t columns_bytes = (size_t)columns;
+    block->body_bytes = (size_t)body_bytes;
     uint32_t crc = crc32c(0, key, key_bytes);
     crc = crc32c(crc, value, CRC_AT);
     crc = crc32c(crc, value + HEADER_BYTES, columns_bytes);
@@ -55,7 +73,7 @@ int block_open(Block *block, const uint8_t *key, size_t key_bytes, const uint8_t
             return 0;
         end = next;
     }
-    return end == block->body_bytes;
+    return end == block->body_bytes && seqnos_ascend(block);
 }
 
 int block_body_is_sound(const Block *block)
@@ -69,7 +87,9 @@ int versions_reserve(Versions *versions, size_t more)
     if (needed <= versions->room)
         return 1;
     size_t room = needed > 2 * versions->room ? needed : 2 * versions->room;
-    Version *items = PyMem_Realloc(versions->items, room * sizeof(Version));
+    Version *items = NULL;
+    if (room <= PY_SSIZE_T_MAX / sizeof(Version))
+        items = PyMem_Realloc(versions->items, room * sizeof(Version));
     if (items == NULL) {
         PyErr_NoMemory();
         return 0;

@@ -72,7 +72,8 @@ typedef struct {
     size_t count, room;
 } Versions;
 
-/* Opens a block. Returns 0 if anything is wrong with its header or columns. */
+/* Opens a block. Returns 0 if anything is wrong with its header or columns: also if its checksum is
+   right, but a frame is too short, or the seqnos do not ascend from 1 or more. */
 int block_open(Block *block, const uint8_t *key, size_t key_bytes, const uint8_t *value,
                size_t bytes);
 
@@ -81,7 +82,7 @@ int block_body_is_sound(const Block *block);
 
 static inline uint64_t block_seqno(const Block *block, uint32_t index)
 {
-    return block->seqnos ? le(block->seqnos + 8 * index, 8) : block->first_seqno + index;
+    return block->seqnos ? le(block->seqnos + 8 * (size_t)index, 8) : block->first_seqno + index;
 }
 
 /* Makes room for `more` versions. Returns 0 with MemoryError set. */

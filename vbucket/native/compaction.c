@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-/* A set of seqnos: open addressing, at most half full; 0 marks a free place. */
+/* A set of seqnos: open addressing, at most half full; 0 marks a free place, so it is no member. */
 typedef struct {
     PyObject_HEAD
     uint64_t *places;

@@ -11,6 +11,8 @@ Collection *collection_of(Others *others, const uint8_t *key, uint32_t key_bytes
             return NULL;
         id |= (uint64_t)(key[at] & 0x7F) << 7 * at;
     } while (key[at++] & 0x80);
+    if (at > 1 && !key[at - 1])
+        return NULL; /* padded: Python refuses it */
     for (size_t i = 0; i < others->count; i++)
         if (others->items[i].id == id)
             return &others->items[i];

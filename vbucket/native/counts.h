@@ -25,7 +25,7 @@ typedef struct {
 } Others;
 
 /* Returns the collection of a key, adding it if need be; NULL if there are too many, or the key
-   does not begin with a collection id. */
+   does not begin with a collection id in its shortest form. */
 Collection *collection_of(Others *others, const uint8_t *key, uint32_t key_bytes);
 
 /* Returns (other high seqno, default high seqno, [(id, high seqno, documents)]). */

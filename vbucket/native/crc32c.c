@@ -6,7 +6,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define DCPD_CRC_SSE 1
-#elif defined(__aarch64__) && defined(__GNUC__) && (defined(__linux__) || defined(__APPLE__))
+#elif defined(__AARCH64EL__) && defined(__GNUC__) && (defined(__linux__) || defined(__APPLE__))
 #define DCPD_CRC_ARM 1
 #include <arm_acle.h>
 #ifdef __linux__

@@ -3,7 +3,8 @@
    Invariants
    - every staged entry lies within one of `payloads`, which are held until the object goes;
    - `lines` are the newest entries of the keys of partition `lines_vb`, ascending by key. They hold
-     from `newest` to the next call of `newest` or `close`;
+     from `newest` to the next call of any method: `merge` makes them point into its arguments, and
+     an entry that is added later was not checked;
    - `newest` and `merge` change nothing outside. Whatever they do not know, or find damaged, makes
      them return None; then Python does the work, and names what is wrong. */
 
@@ -150,6 +151,7 @@ static PyObject *staged_add(Staged *self, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "the position is not within the payload");
         return NULL;
     }
+    self->lines_vb = -1;
     Py_ssize_t held = PyList_GET_SIZE(self->payloads);
     if ((!held || PyList_GET_ITEM(self->payloads, held - 1) != payload) &&
         PyList_Append(self->payloads, payload) < 0)
@@ -488,6 +490,7 @@ static PyObject *staged_merge(Staged *self, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "merge() comes after newest(); a tail is key and value");
         return NULL;
     }
+    self->lines_vb = -1; /* they will point into `found` */
     Py_ssize_t more_keys = 0, documents = 0;
     uint64_t max_cas = 0;
     Others others = {.other_high_seqno = other_high, .default_high_seqno = default_high};
@@ -502,7 +505,6 @@ static PyObject *staged_merge(Staged *self, PyObject *args)
         outcome = -1;
     if (outcome == 1)
         outcome = add_blocks(stage, blocks, (uint32_t)vb_id, tail, last_seqno, target, &max_cas);
-    self->lines_vb = -1; /* they point into `found` */
     PyObject *result = NULL, *rows = outcome == 1 ? others_tuple(&others) : NULL;
     if (rows != NULL)
         result = Py_BuildValue("OOOnnKKnN", items, blocks, expiries, more_keys, documents,

@@ -210,7 +210,10 @@ class PartitionCompaction:
         Set operations handle all versions of a block in one call, because there are many.
         """
         if self._superseded_natively is not None:
-            kept = self._superseded_natively.mark(block.key, bytes(block.value), self.floor)
+            try:
+                kept = self._superseded_natively.mark(block.key, bytes(block.value), self.floor)
+            except ValueError:
+                raise block.damaged("has lengths or seqnos that do not ascend") from None
             if kept is not None:
                 self._marked[block.first_seqno] = kept
             return
