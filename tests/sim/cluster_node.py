@@ -253,7 +253,10 @@ class ClusterNode(SingleNode):
         except OSError:
             self.core.following.not_kept(cut)
             return
-        self._record.cut_off.append(CutOffFact(self._world.now_ns, self.name, cut))
+        stored = self.session.view.partitions.get(cut.vb_id)
+        is_dropped = stored is not None and self.member not in stored.content.record.copies
+        epoch = self.engine.partitions[cut.vb_id].leader_epoch if is_dropped else None
+        self._record.cut_off.append(CutOffFact(self._world.now_ns, self.name, cut, epoch))
         self.core.following.kept(cut)
 
     def _flushed(self, handler: LinkHandler) -> bool:

@@ -231,6 +231,9 @@ class CutOffFact(NamedTuple):
     at_ns: int
     node: str
     cut: CutOff
+    dropped_in: int | None = None
+    """The epoch of a copy that was dropped, which is emptied without asking the master; None: the
+    master of `cut.epoch` has sent the replica back."""
 
 
 class LostFact(NamedTuple):

@@ -100,6 +100,11 @@ def test_what_the_rules_find() -> None:
     assert "seqno 4 of vb 0" in problem
     other = still._replace(entries={4: fingerprint(78, 1)})
     assert receipts.still_there([fact], [other]) == []
+    dropped = fact._replace(dropped_in=2)
+    assert receipts.still_there([dropped], [still]) == [], "it asks nobody after an election"
+    assert receipts.still_there([dropped], [still], {(0, 3)}), "a handover tells what is kept"
+    assert receipts.still_there([fact._replace(dropped_in=3)], [still]), "its master had it"
+    assert receipts.still_there([fact._replace(dropped_in=1)], [still], {(0, 3)}) == []
     assert receipts.readable([fact], [], {"n1": [fact.cut]}) == []
     assert receipts.readable([fact], [LostFolder(6, "n1")], {"n1": []}) == []
     (problem,) = receipts.readable([fact], [LostFolder(4, "n1")], {"n1": []})

@@ -3,13 +3,14 @@
 - an answered write that an unclean election lost is in a quarantine file, unless a folder that may
   have held it is lost;
 - the election's receipt has an end below each write that it lost;
-- nothing is in a quarantine file that the master still has;
+- nothing is in a quarantine file that the master still has. A dropped copy asks nobody, so it keeps
+  what it cannot know to be elsewhere: after an election what it did not know to be committed;
 - a quarantine file is readable from its disk after any power cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from dcp.replication.loss_receipt import CutOff
 from sim.checkers.histories import is_excused_by, missing
@@ -66,11 +67,17 @@ def named(
     return problems
 
 
-def still_there(cut_off: Iterable[CutOffFact], final: Iterable[History]) -> list[str]:
-    """What a quarantine file holds must be gone."""
+def still_there(
+    cut_off: Iterable[CutOffFact],
+    final: Iterable[History],
+    handed: Container[tuple[int, int]] = frozenset(),
+) -> list[str]:
+    """What a quarantine file holds must be gone. `handed`: partition and epoch of each handover."""
     by_vb = {history.vb_id: history for history in final}
     problems = []
     for fact in cut_off:
+        if _knows_too_little(fact, handed):
+            continue
         history = by_vb.get(fact.cut.vb_id)
         for entry in fact.cut.entries:
             change = None if history is None else history.entries.get(seqno_of(entry))
@@ -81,6 +88,16 @@ def still_there(cut_off: Iterable[CutOffFact], final: Iterable[History]) -> list
                 )
                 break
     return problems
+
+
+def _knows_too_little(fact: CutOffFact, handed: Container[tuple[int, int]]) -> bool:
+    """Whether a dropped copy cannot know what others have: it was not led since an election, or
+    missed more than one epoch.
+    """
+    epoch, known = fact.cut.epoch, fact.dropped_in
+    if known is None or known == epoch:
+        return False
+    return known < epoch - 1 or (fact.cut.vb_id, epoch) not in handed
 
 
 def readable(
