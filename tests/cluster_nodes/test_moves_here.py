@@ -13,7 +13,7 @@ from dcp.cluster.metastore import TxnResult
 from dcp.cluster.plan_requests import drain, rebalance, remove, set_cluster
 from dcp.cluster.request_answers import Answer, Prepared, Stamp
 from dcp.server.cluster.enrolment import ask
-from dcp.server.cluster.replicated_node import RemovedError
+from dcp.server.cluster.replicated_node import MembershipOverError
 from dcp.server.node import Node
 from support.cluster_here import ClusterHere
 from support.waiting import until_so
@@ -106,7 +106,7 @@ async def test_partitions_move_under_load_and_a_drained_node_is_removed(tmp_path
 
         await written(cluster, remove(view_of(n2), "n1", next(stamps)))
         for _ in range(2):
-            with pytest.raises(RemovedError, match="n1 was removed from the cluster"):
+            with pytest.raises(MembershipOverError, match="n1 was removed from its cluster"):
                 async with asyncio.timeout(60):
                     await n1.run_until_stopped()
             await n1.stop()
