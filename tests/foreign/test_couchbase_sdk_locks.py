@@ -10,7 +10,7 @@ import pytest
 from couchbase.auth import PasswordAuthenticator
 from couchbase.cluster import Cluster
 from couchbase.collection import Collection
-from couchbase.durability import DurabilityChoice, ServerDurability
+from couchbase.durability import Durability, ServerDurability
 from couchbase.exceptions import (
     AmbiguousTimeoutException,
     CasMismatchException,
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.foreign
 
 SHORT = timedelta(seconds=1)
 LEVELS = [
-    DurabilityChoice.MAJORITY,
-    DurabilityChoice.MAJORITY_AND_PERSIST_TO_ACTIVE,
-    DurabilityChoice.PERSIST_TO_MAJORITY,
+    Durability.MAJORITY,
+    Durability.MAJORITY_AND_PERSIST_TO_ACTIVE,
+    Durability.PERSIST_TO_MAJORITY,
 ]
 
 
@@ -87,9 +87,7 @@ def test_a_lock_ends_by_itself(collection: Collection) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_level_of_durability_is_granted(
-    collection: Collection, level: DurabilityChoice
-) -> None:
+def test_every_level_of_durability_is_granted(collection: Collection, level: Durability) -> None:
     durable = ServerDurability(level=level)
     key = f"durable:{level.value}"
     stored = collection.upsert(key, {"n": 1}, UpsertOptions(durability=durable))
