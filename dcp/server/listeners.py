@@ -63,10 +63,15 @@ class Listeners:
         """
         settings, ports, parts = self._settings, self._ports, self._connection_parts
         plain_host = plain_host_of(settings)
-        server = await asyncio.get_running_loop().create_server(
-            lambda: ClientConnection(parts), plain_host, settings.port, backlog=BACKLOG,
-            start_serving=False,
-        )  # fmt: skip
+        try:
+            server = await asyncio.get_running_loop().create_server(
+                lambda: ClientConnection(parts), plain_host, settings.port, backlog=BACKLOG,
+                start_serving=False,
+            )  # fmt: skip
+        except OSError:
+            if admin_listener is not None:
+                admin_listener.close()
+            raise
         self._servers.append(server)
         ports.kv = server.sockets[0].getsockname()[1]
         ports.admin = await self._new_admin().start(

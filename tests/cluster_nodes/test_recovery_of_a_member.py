@@ -96,6 +96,19 @@ async def test_a_start_that_fails_gives_the_port_up(
             taken.bind(("127.0.0.1", cluster._ports["n1"][1]))
 
 
+async def test_a_start_without_its_key_value_port_gives_the_admin_port_up(tmp_path: Path) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        node = await cluster.become_member("n1", copies=1)
+        await node.stop()
+        port, admin_port = cluster._ports["n1"]
+        with socket.create_server(("127.0.0.1", port)):
+            with pytest.raises(OSError, match="in use"):
+                await cluster.start("n1")
+            socket.create_server(("127.0.0.1", admin_port)).close()
+        await cluster.start("n1")
+
+
 async def test_bad_requests_and_crowds_do_not_stop_the_probes() -> None:
     async with ProbesAtStart("127.0.0.1", 0) as probes:
         assert probes._listener is not None

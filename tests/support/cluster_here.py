@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from pathlib import Path
+from random import SystemRandom
+from typing import Final
 
 import msgspec
 
@@ -16,6 +18,7 @@ from dcp.server.cluster.cluster_file import ClusterFile, write_cluster_file
 from dcp.server.cluster.enrolment import NewCluster, found_cluster, join_cluster
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.config.settings import Settings
+from dcp.server.net.fixed_port import free_port
 from dcp.server.node import Node
 from dcp.server.observe.event_log import EventLog
 from support.loop_metastore import LoopClient, LoopMetaStore
@@ -23,6 +26,8 @@ from support.waiting import until_so
 from vbucket.engine.partition import VbState
 
 CLUSTER = "ab" * 16
+
+HOST: Final = "127.0.0.1"
 
 
 class ClusterHere:
@@ -49,7 +54,10 @@ class ClusterHere:
 
     def _new(self, name: str) -> Node:
         data = self._folder / name
-        port, admin_port = self._ports.get(name, (0, 0))
+        if name not in self._ports:  # kept over restarts, so none of the ephemeral range
+            drawn = SystemRandom()
+            self._ports[name] = free_port(HOST, drawn) or 0, free_port(HOST, drawn) or 0
+        port, admin_port = self._ports[name]
         settings = msgspec.structs.replace(
             Settings(), data=data, port=port, admin_port=admin_port, **self._settings
         )
@@ -68,7 +76,6 @@ class ClusterHere:
         """Start a node on the folder that it has."""
         node = self.nodes[name] = self._new(name)
         await node.start()
-        self._ports[name] = node.ports.kv, node.ports.admin
         return node
 
     async def become_member(self, name: str, *, copies: int = 0) -> Node:
