@@ -68,7 +68,7 @@ class Shell:
                 env=self.environment,
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=400,
                 check=False,
             )
             self.output[line] = done.stdout + done.stderr
