@@ -143,7 +143,7 @@ def behind(network: BadNetwork, **options: object) -> Consumer:
         buffer_bytes=512 * 1024, **options,
     )  # fmt: skip
     # The server's configuration names its own port, so ignore it.
-    consumer._placement.adopt = lambda _config, _host: setattr(  # type: ignore[method-assign]
+    consumer._placement.adopt = lambda *_config, **_named: setattr(  # type: ignore[method-assign]
         consumer._placement, "topology", None
     )
     return consumer
