@@ -174,9 +174,18 @@ class Intake:
             feed.state = FeedState.ASKED
         self._connection.ask_high_seqnos(self._on_seqnos)
 
-    def _on_seqnos(self, high: dict[int, int]) -> None:
-        """The high seqnos are known: request the streams up to there."""
-        feeds, self._awaiting = self._awaiting or [], None
+    def _on_seqnos(self, high: dict[int, int], *, is_all: bool = False) -> None:
+        """The high seqnos are known: request the streams up to there.
+
+        A partition that is not active here may be a replica: that is backed up, too.
+        """
+        feeds = self._awaiting or []
+        if not is_all and any(feed.vb_id not in high for feed in feeds):
+            self._connection.ask_high_seqnos(
+                lambda others: self._on_seqnos(others | high, is_all=True), of_replicas_too=True
+            )
+            return
+        self._awaiting = None
         for feed in feeds:
             seqno = high.get(feed.vb_id)
             if seqno is None:

@@ -204,8 +204,11 @@ class StreamConnection(Generic[S]):
         self,
         on_seqnos: Callable[[dict[int, int]], None],
         on_postponed: Callable[[StatusError], None] | None = None,
+        *,
+        of_replicas_too: bool = False,
     ) -> None:
-        """Ask for the high seqnos of the partitions that are active on the node.
+        """Ask for the high seqnos of the partitions that are active on the node, or of all that it
+        serves.
 
         A temporary refusal goes to `on_postponed`. Without it, and for other refusals, it raises.
         """
@@ -221,11 +224,10 @@ class StreamConnection(Generic[S]):
             self.requests.check(frame, "GET_ALL_VB_SEQNOS")
             on_seqnos(parse_vb_seqnos(frame.value))
 
-        # Replicas do not matter here, and one that hears no master would make the node refuse all.
+        # A replica that hears no master would make the node refuse all.
+        extras = b"" if of_replicas_too else _ACTIVE_ONLY
         self.requests.send(
-            lambda opaque: pack_request(
-                Opcode.GET_ALL_VB_SEQNOS, opaque=opaque, extras=_ACTIVE_ONLY
-            ),
+            lambda opaque: pack_request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque, extras=extras),
             on_reply,
         )
 
