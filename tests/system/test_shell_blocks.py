@@ -43,6 +43,10 @@ NOT_PASTED = {
     ("docs/replication.md", "dcpctl quarantine show"): "needs a file that a cluster's node wrote",
     ("docs/replication.md", "python -m tests.modelcheck"): LONG,
     ("docs/replication.md", "python -m tests.sim --nodes 3 --bug all"): LONG,
+    (
+        "docs/security.md",
+        "dcpd --host 10.0.0.1",
+    ): "needs an address of its own",
     ("docs/spark.md", "pip install"): NETWORK,
     ("docs/spark.md", "spark-submit"): "needs a Spark cluster",
     ("docs/testing-consumers.md", "dcpd --port 0"): "tests/system/test_testing_page.py",
