@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clients.errors import DcpdError
-from dcp.cluster.metastore import OutcomeUnknown, StoreRequest, Txn
+from dcp.cluster.metastore import OutcomeUnknown, StoreRequest, Txn, if_created_at
 from dcp.server.cluster.replicated_node import MembershipOverError
 from support.cluster_here import ClusterHere
 from support.ctl import Ran, ctl
@@ -287,6 +287,33 @@ async def test_an_answer_that_is_lost_is_looked_up(
                 submit(request, answered)
 
         monkeypatch.setattr(client, "submit", lose)
+        await done(cluster, "rebalance", "--yes", "--wait")
+        assert left == 0
+        copies = [chain for (chain,) in records(cluster).values()]
+        assert (copies.count("n1"), copies.count("n2")) == (512, 512)
+
+
+async def test_a_request_is_made_anew_when_the_cluster_changes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await of_two(cluster)
+        client = cluster.clients["n1"]
+        submit, left = client.submit, 2
+
+        def come_late(request: StoreRequest, answered: Any) -> None:
+            nonlocal left
+            if (
+                left
+                and isinstance(request, Txn)
+                and any(b"plan" in put.key for put in request.then)
+            ):
+                left -= 1
+                changed = if_created_at(request.then[-1].key, 1 << 40)
+                request = request._replace(compares=(*request.compares, changed))
+            submit(request, answered)
+
+        monkeypatch.setattr(client, "submit", come_late)
         await done(cluster, "rebalance", "--yes", "--wait")
         assert left == 0
         copies = [chain for (chain,) in records(cluster).values()]

@@ -11,6 +11,7 @@ Invariant: a request whose outcome is not known is not reported as written, and 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -68,9 +69,17 @@ from vbucket.model.ids import NUM_VBUCKETS
 if TYPE_CHECKING:
     from dcp.server.cluster.replicated_node import ReplicatedNode
 
+TRIES_MAX: Final = 5
+"""How often a request is made anew."""
+AGAIN_S: Final = 0.2
+"""The pause before that: a view follows the store within milliseconds."""
 UNKNOWN_MAX: Final = 3
 """Attempts of a transaction whose answers are lost, before the outcome is told as unknown."""
 _LOOK: Final = "Look at `dcpctl cluster status`, and try again"
+
+
+class ChangedMeanwhileError(ClusterRefusedError):
+    """Something that a request relies on changed before it was written; nothing was."""
 
 
 class ClusterChanges:
@@ -181,16 +190,27 @@ class ClusterChanges:
     async def _change(
         self, prepare: Callable[[ClusterView, Stamp], Answer], *, is_dry: bool
     ) -> ChangeReport:
-        self._check_view()
-        operation = f"{self._replicated.member}.{uuid4().hex}"
-        prepared = prepare(self._view, Stamp(operation, time.time_ns() // 1_000_000))
-        if isinstance(prepared, RequestRefused):
-            raise ClusterRefusedError(prepared.text)
-        report = self._report(prepared, operation)
-        if is_dry or not prepared.txns:
-            return report
-        revision = await self._write(prepared)
-        return replace(report, is_written=True, revision=revision)
+        """Write a request. What it relies on may change meanwhile, for example because a node has
+        just joined: then it is made anew from a newer view.
+        """
+        for tries_left in reversed(range(TRIES_MAX)):
+            self._check_view()
+            operation = f"{self._replicated.member}.{uuid4().hex}"
+            prepared = prepare(self._view, Stamp(operation, time.time_ns() // 1_000_000))
+            if isinstance(prepared, RequestRefused):
+                raise ClusterRefusedError(prepared.text)
+            report = self._report(prepared, operation)
+            if is_dry or not prepared.txns:
+                return report
+            try:
+                revision = await self._write(prepared)
+            except ChangedMeanwhileError:
+                if not tries_left:
+                    raise
+                await asyncio.sleep(AGAIN_S)
+                continue
+            return replace(report, is_written=True, revision=revision)
+        raise AssertionError("the last try returns or raises")
 
     def _report(self, prepared: Prepared, operation: str) -> ChangeReport:
         """Return what a request would do."""
@@ -243,7 +263,9 @@ class ClusterChanges:
                 if was_written(prepared, found.items):
                     return found.revision
             if isinstance(result, TxnResult):
-                raise ClusterRefusedError(why_not_written(self._view, result))
+                why = why_not_written(self._view, result)
+                is_other_plan = bool(result.ranges and result.ranges[0].items)
+                raise (ClusterRefusedError if is_other_plan else ChangedMeanwhileError)(why)
             if isinstance(result, OutcomeUnknown):
                 was_unknown = True
                 continue
