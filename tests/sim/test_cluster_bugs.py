@@ -19,9 +19,9 @@ from sim.world import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = 3
-SEEDS = 750
+SEEDS = 250
 CHUNK = 25
-MOVE_SEEDS = 100
+MOVE_SEEDS = 50
 ACT_SEEDS = 20
 FOUND_BY = {
     "hw-counts-received": (0, "in the in-sync set"),
