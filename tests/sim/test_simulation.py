@@ -20,7 +20,7 @@ from sim.run import Options, Simulation, replay_command, run_seed
 from sim.world import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEDS = 750
+SEEDS = 300
 CHUNK = 75
 FOUND_BY = {
     "answers_before_sync": (6, "an answered write is lost"),
