@@ -28,20 +28,20 @@ _REMEDY: Final = (
 )
 
 
-class _Source(NamedTuple):
+class _CompiledFrom(NamedTuple):
     digest: str
     name: str
     is_module: bool
     """Whether there is a library for it. Others were compiled into one."""
 
 
-def _listed(root: Path) -> list[_Source]:
+def _listed(root: Path) -> list[_CompiledFrom]:
     try:
         lines = (root / _SOURCES).read_text().splitlines()
     except FileNotFoundError:
         return []
     return [
-        _Source(
+        _CompiledFrom(
             line[:64],
             line[66:],
             line[66:] == _LOOPS or (line[64:66] == "  " and line.endswith(".py")),
