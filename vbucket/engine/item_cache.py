@@ -137,7 +137,7 @@ class ItemCache:
     def begin_absorbing(self) -> None:
         """Judge the merges since the last judgement; a merge is about to bring in its entries."""
         used = self.hits + self.taken - self._used_before
-        if self._skips_left:
+        if self.is_skipping:
             self._skips_left -= 1
         elif self._has_dropped and used < self._absorbed * USED_SHARE_MIN:
             self.skip_merges()
@@ -165,7 +165,7 @@ class ItemCache:
         for key in [*(part.recent.keys() & newest.keys()), *(part.older.keys() & newest.keys())]:
             self.take(part, key)
         self.taken = taken
-        if self._skips_left:
+        if self.is_skipping:
             return
         size = len(newest) * ITEM_OVERHEAD_BYTES + sum(map(len, newest))
         size += sum(map(len, newest.values()))
