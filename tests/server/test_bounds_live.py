@@ -128,7 +128,8 @@ def test_half_sent_packets_of_all_connections_are_bounded(tmp_path: Path, has_as
             held[0] += piece
             until(lambda expected=expected: metric(server, RECEIVED) == expected + piece)
         kept = len(held) - 1
-        assert resident_bytes(server.pid) - before < bound + 96 * MIB
+        # Without a bound, it were 800 MiB. Freed memory goes back to the system only in part.
+        assert resident_bytes(server.pid) - before < bound + 192 * MIB
         assert metric(server, "dcpd_connections_pushed_out_total") == HALF_SENT - kept
         assert [is_closed(sender) for sender in senders] == (
             [True] * (HALF_SENT - kept) + [False] * kept

@@ -337,6 +337,20 @@ def test_a_damaged_list_of_tables_or_of_free_pages_is_named(tmp_path: Path, stor
         path.write_bytes(data)
 
 
+@pytest.mark.parametrize("slot", [0, 1])
+def test_flags_that_the_list_of_tables_does_not_have_are_named(store: Path, slot: int) -> None:
+    """LMDB opens no table of a list that has flags."""
+    path = store / "data.mdb"
+    data = path.read_bytes()
+    at = slot * PAGE_BYTES + 16 + 24 + 48 + 4
+    for bit in range(16):
+        damaged = bytearray(data)
+        damaged[at + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(StoreDamagedError, match=f"meta page {slot} is not a valid one"):
+            opened(store)
+
+
 def test_flags_that_a_table_does_not_have_are_named(store: Path) -> None:
     """LMDB opens no table under other flags than it was made with."""
     path = store / "data.mdb"

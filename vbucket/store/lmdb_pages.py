@@ -483,6 +483,7 @@ def read_meta(data: bytes, slot: int) -> Meta | None:
         and _PAGE_BYTES_MIN <= page_bytes <= _PAGE_BYTES_MAX
         and not page_bytes & (page_bytes - 1)
         and last_page >= METAS - 1
+        and not _TREE.unpack(main)[1]  # LMDB opens no table if the list of tables has flags
     )
     return Meta(transaction, last_page, page_bytes, _tree(free), _tree(main)) if is_sound else None
 
