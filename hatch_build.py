@@ -63,6 +63,7 @@ LOOPS: Final = "vbucket.native.loops"
 LOOPS_SOURCES: Final = (
     "vbucket/native/loops.c",
     "vbucket/native/blocks.c",
+    "vbucket/native/changes.c",
     "vbucket/native/compaction.c",
     "vbucket/native/counts.c",
     "vbucket/native/crc32c.c",
@@ -70,6 +71,7 @@ LOOPS_SOURCES: Final = (
 )
 LOOPS_HEADERS: Final = (
     "vbucket/native/blocks.h",
+    "vbucket/native/changes.h",
     "vbucket/native/compaction.h",
     "vbucket/native/counts.h",
     "vbucket/native/crc32c.h",

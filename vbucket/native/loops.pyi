@@ -20,6 +20,32 @@ def repack(
     what is kept of it. None: Python should do it.
     """
 
+def mutations_run(
+    data: bytes, at: int, end: int, seqno: int, limit: int, /
+) -> tuple[int, int, int]:
+    """See `clients.streaming.change_runs.mutations_run`, and the same below."""
+
+def stored_run(data: bytes, at: int, end: int, seqno: int, limit: int, /) -> tuple[int, int, int]:
+    """See there."""
+
+def change_places(data: bytes, at: int, end: int, /) -> tuple[bytes, int]:
+    """See there."""
+
+def mutation_rows(data: bytes, at: int, count: int, skipped: int, /) -> list[Row]:
+    """See there."""
+
+def mutation_keys(data: bytes, at: int, count: int, skipped: int, /) -> list[bytes]:
+    """See there."""
+
+def mutation_values(data: bytes, at: int, count: int, /) -> list[bytes]:
+    """See there."""
+
+def mutation_numbers(data: bytes, at: int, count: int, offset: int, width: int, /) -> list[int]:
+    """See there."""
+
+Row = tuple[int, bytes, bytes, int, int, int, int, int, int]
+"""Partition, key, value, seqno, rev_seqno, CAS, flags, expiry, datatype."""
+
 class Superseded:
     """The seqnos of superseded versions that were not met yet."""
 
