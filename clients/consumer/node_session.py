@@ -228,7 +228,7 @@ class ConsumerSession:
         batch = self.core.receive(data, time.monotonic_ns())
         self.queued_bytes += batch.wire_bytes
         self._owner.metrics.wire_bytes += batch.wire_bytes
-        if batch.events or batch.positions or batch.wire_bytes or self.core.streams.homeless:
+        if batch.items or batch.positions or batch.wire_bytes or self.core.streams.homeless:
             self._owner.take_batch(self, batch)
         config, self.core.streams.pushed_config = self.core.streams.pushed_config, b""
         if config:

@@ -54,9 +54,7 @@ _LENGTHS: Final = Struct(">2xH4xI")
 """Key length, body length."""
 
 
-def mutations_run(
-    data: bytes, at: int, end: int, seqno: int, limit: int
-) -> tuple[int, int, int]:
+def mutations_run(data: bytes, at: int, end: int, seqno: int, limit: int) -> tuple[int, int, int]:
     """Find the mutations from `at` on that belong together: one stream and partition, no XATTRs,
     seqnos that rise from above `seqno` up to `limit`. Return where they stop, how many there are,
     and the last seqno.
