@@ -234,7 +234,8 @@ def conversations(draw):
         vb_id = rng.choice(VB_IDS)
         if not ends[vb_id]:
             ends[vb_id] = seqnos[vb_id] + rng.randint(1, 12)
-            parts.append((vb_id, "marker", seqnos[vb_id] + 1, ends[vb_id]))
+            begin = seqnos[vb_id] + rng.choice((1, 1, 1, 3))
+            parts.append((vb_id, "marker", begin, ends[vb_id]))
         for _ in range(rng.randint(1, 9)):
             if not ends[vb_id]:
                 break
