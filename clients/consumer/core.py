@@ -289,7 +289,7 @@ class ConsumerCore:
             magic, key_len, extras_len, datatype, vb_id, body, opaque, cas,
             seqno, rev_seqno, flags, expiry_s,
         ) = MUTATION_HEAD.unpack_from(buffer, at)  # fmt: skip
-        stop = at + HEADER_BYTES + body
+        stop: int = at + HEADER_BYTES + body
         key_at = at + MUTATION_BYTES_MIN
         value_at = key_at + key_len
         if magic != MUTATION_MAGIC or extras_len != MUTATION_EXTRAS_BYTES or value_at > stop:

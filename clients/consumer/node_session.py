@@ -16,8 +16,9 @@ import time
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from clients.consumer.core import Batch, ConsumerCore
+from clients.consumer.core import ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.event_batch import Batch
 from clients.consumer.partition_stream import Wanted
 from clients.errors import DcpdError, StatusError, StreamViolationError
 from clients.link.pipelined_link import Link

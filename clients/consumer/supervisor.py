@@ -18,8 +18,8 @@ import asyncio
 from collections.abc import Iterable
 
 from clients.consumer.batch_reader import BatchReader
-from clients.consumer.core import Batch
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.event_batch import Batch
 from clients.consumer.node_session import LOG, ConsumerSession
 from clients.consumer.partition_stream import Wanted
 from clients.consumer.placement import Placement

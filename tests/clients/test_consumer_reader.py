@@ -8,8 +8,8 @@ import pytest
 from test_consumer_steering import until
 
 from clients.consumer.batch_reader import BatchReader
-from clients.consumer.core import Batch
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.event_batch import Batch
 from clients.consumer.saving import Saver
 from clients.errors import DcpdError, StreamViolationError
 from clients.event import Mutation, Rollback, SnapshotEnd, SnapshotStart, StreamOpened

@@ -6,6 +6,7 @@
 #include "changes.h"
 #include "compaction.h"
 #include "crc32c.h"
+#include "frames.h"
 #include "staging.h"
 
 static PyObject *checksum(PyObject *args, uint32_t (*way)(uint32_t, const uint8_t *, size_t))
@@ -32,6 +33,7 @@ static PyMethodDef functions[] = {
     {"crc32c", loops_crc32c, METH_VARARGS, NULL},
     {"crc32c_by_tables", loops_crc32c_by_tables, METH_VARARGS, NULL},
     {"repack", loops_repack, METH_VARARGS, NULL},
+    {"cut_frames", loops_cut_frames, METH_VARARGS, NULL},
     {"mutations_run", loops_mutations_run, METH_VARARGS, NULL},
     {"stored_run", loops_stored_run, METH_VARARGS, NULL},
     {"change_places", loops_change_places, METH_VARARGS, NULL},

@@ -1,5 +1,7 @@
 """The interface of the C sources here."""
 
+from array import array
+
 CRC32C_WAY: str
 """How checksums are computed: "sse4.2", "arm" or "tables"."""
 
@@ -18,6 +20,21 @@ def repack(
 ) -> list[tuple[bytes, bytes]] | None:
     """Do what `vbucket.store.block.repack_blocks` does; the parts are key and value of a block, and
     what is kept of it. None: Python should do it.
+    """
+
+def cut_frames(
+    frames: bytes,
+    ends: array[int],
+    low: int,
+    high: int,
+    opaque: int,
+    is_unprefixed: bool,
+    is_stripped: bool,
+    /,
+) -> bytearray | None:
+    """Return the frames with indexes low to high - 1 in the form that `vbucket.store.runs` makes:
+    with an opaque, without the collection's byte and without XATTRs. `ends` are 32-bit numbers.
+    None: a frame is not a sound mutation, and Python should do it.
     """
 
 def mutations_run(
