@@ -114,6 +114,35 @@ def test_messages_that_are_cut_short(opcode):
     assert "7 bytes of extras" in str(peer.core.failure)
 
 
+@pytest.mark.parametrize(
+    ("opcode", "extras_len", "key_len", "body_len"),
+    [
+        (Opcode.DCP_MUTATION, 30, 3, 40),
+        (Opcode.DCP_MUTATION, 31, 10, 40),
+        (Opcode.DCP_MUTATION, 31, 0, 0),
+        (Opcode.DCP_DELETION, 20, 3, 40),
+        (Opcode.DCP_EXPIRATION, 21, 3, 40),
+        (Opcode.DCP_EXPIRATION, 20, 21, 40),
+    ],
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_malformed_changes_are_refused_in_words(opcode, extras_len, key_len, body_len, is_last):
+    peer = Peer()
+    peer.reply(Status.OK, (V2, 2), (V1, 0))
+    bad = bytearray(
+        pack_request(opcode, vb_id=VB, opaque=peer.stream.opaque, value=bytes(body_len))
+    )
+    bad[2:5] = key_len.to_bytes(2, "big") + bytes([extras_len])
+    arrived = peer.core.receive(
+        peer.change(3, b"3") + bytes(bad) + (b"" if is_last else peer.change(4, b"4"))
+    )
+    assert arrived.changes is not None, "what came before is handed out"
+    assert arrived.changes.values.to_pylist() == [b"3"]
+    assert isinstance(peer.core.failure, ConnectError)
+    assert "malformed data" in str(peer.core.failure)
+    assert f"extras of {extras_len} bytes" in str(peer.core.failure)
+
+
 def test_streams_of_two_connections_go_on_together_in_another_order():
     """Opaques of before mean nothing: 2 and 3 had those that 4 and 2 get now."""
     steps = {vb_id: PlanStep(vb_id, 0, (), 5, ((V1, 0),), None) for vb_id in (2, 3, 4)}
