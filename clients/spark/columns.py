@@ -119,7 +119,8 @@ def changes_of(
 ) -> Changes:
     """Return the changes with these heads. `versions_of`: versions by opaque, newest first.
 
-    With `has_prefix` each key begins with its collection id.
+    With `has_prefix` each key begins with its collection id. Raises DcpdError if one does not, or
+    if XATTRs are malformed.
     """
     places = heads.places
     octets = np.frombuffer(data, np.uint8)
@@ -133,6 +134,12 @@ def changes_of(
     if has_prefix:
         collection_ids, prefix_len = _collection_ids(octets, key_at)
         key_at = key_at + prefix_len
+        if (key_at > value_at).any():  # Arrow would read outside the buffer
+            index = int(np.argmax(key_at > value_at))
+            raise DcpdError(
+                f"the change with seqno {heads.seqnos[index]} has a key without a collection id",
+                vb_id=int(heads.vb_ids[index]),
+            )
     end_at = places + HEADER_BYTES + body_len
     ops = _OP_OF[opcodes]
     is_set = ops == 0
