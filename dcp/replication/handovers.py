@@ -7,6 +7,9 @@ Writers of a partition wait from HELD on, until its new master serves. A node ma
 a thousand partitions, and each costs work on every node. So only GROUP_MAX of them are on their way
 at a time: held, or handed over and not yet followed here. The others are served meanwhile.
 
+Partitions of which nothing waits for a commit come first: they are written in the step in which
+they are held, so their writers do not wait for a commit. Others are held once hardly any are left.
+
 Who calls it: `dcp.replication.leading`.
 
 Invariants
@@ -27,6 +30,11 @@ from vbucket.engine.partition import Hold, Partition, VbState
 GROUP_MAX: Final = 16
 """Partitions on their way. A group takes some tens of milliseconds on two busy cores, most of it
 work for each partition; 1,024 partitions are handed over within some seconds."""
+ROOM_MIN: Final = GROUP_MAX // 2
+"""No group begins with less room: each one costs a transaction and a map for every client."""
+DRAINED_MIN: Final = 4
+"""With fewer partitions that can be handed over at once, others are held: a partition that is
+written all the time has never committed all of its changes."""
 HANDING_NS_MAX: Final = 2_000_000_000
 """A handover that has not happened after so long is given up, and tried again later."""
 DRAINED_NS_MAX: Final = 30_000_000
@@ -43,6 +51,8 @@ class Handovers:
         self._fence = fence
         self._waiting: dict[int, None] = {}
         """Partitions to hand over, in turn."""
+        self._next: frozenset[int] = frozenset()
+        """Those of them that may be held now."""
         self._held: set[int] = set()
         """Writers of these wait, and this node is still the master."""
         self._handed: dict[int, int] = {}
@@ -53,17 +63,31 @@ class Handovers:
         """Whether any partition waits, is held, or is not followed yet."""
         return bool(self._waiting or self._held or self._handed)
 
-    def due(self) -> list[int]:
-        """Return the partitions to look at: those that are held, and those that come next."""
-        room = max(0, GROUP_MAX - len(self._held) - len(self._handed))
-        return [*self._held, *list(self._waiting)[:room]]
+    def due(self, masterships: Mapping[int, Mastership]) -> list[int]:
+        """Return the partitions to look at: those that are held, or else those that come next."""
+        if self._held:
+            return list(self._held)
+        room = GROUP_MAX - len(self._handed)
+        if room < ROOM_MIN:
+            return []
+        drained: list[int] = []
+        others: list[int] = []
+        for vb_id in self._waiting:
+            mastership = masterships.get(vb_id)
+            is_drained = mastership is None or _is_drained(mastership.part)
+            (drained if is_drained else others).append(vb_id)
+        chosen = drained if len(drained) >= DRAINED_MIN or not others else others
+        del chosen[room:]
+        for vb_id in chosen:  # who cannot be handed over now lets others pass
+            self._waiting[vb_id] = self._waiting.pop(vb_id)
+        self._next = frozenset(chosen)
+        return chosen
 
     def may_write(self, now_ns: int, masterships: Mapping[int, Mastership]) -> bool:
         """Whether those that can be handed over now should be: all are drained, or time is up."""
         held = [masterships[vb_id] for vb_id in self._held if vb_id in masterships]
         return all(
-            each.part.committed_seqno == each.part.high_seqno
-            or now_ns - each.handing_since_ns >= DRAINED_NS_MAX
+            _is_drained(each.part) or now_ns - each.handing_since_ns >= DRAINED_NS_MAX
             for each in held
         )
 
@@ -81,7 +105,7 @@ class Handovers:
             self._waiting.pop(part.vb_id, None)
             return None
         if part.vb_id not in self._held:
-            if len(self._held) + len(self._handed) >= GROUP_MAX:
+            if part.vb_id not in self._next:
                 self._waiting[part.vb_id] = None
                 return None
             self._waiting.pop(part.vb_id, None)
@@ -92,7 +116,7 @@ class Handovers:
         elif now_ns - mastership.handing_since_ns > HANDING_NS_MAX:
             self._release(mastership)
             return None
-        if part.committed_seqno < part.high_seqno or not may_write:
+        if not may_write or not _is_drained(part):
             return None
         mastership.has_handed = True
         self._fence(part)
@@ -119,3 +143,8 @@ class Handovers:
     def any_held(self, vb_ids: Iterable[int]) -> bool:
         """Whether writers of any of these partitions wait."""
         return not self._held.isdisjoint(vb_ids)
+
+
+def _is_drained(part: Partition) -> bool:
+    """Whether all of a partition's changes are committed."""
+    return part.committed_seqno == part.high_seqno

@@ -488,15 +488,18 @@ class Leading:
         """Return the handovers that are due now, before the next tick. They must be written."""
         self._now_ns = now_ns
         self._may_hand_over = False
-        self._next_handovers(records)
+        due = self.handovers.due(self.masterships)
+        self._next_handovers(due, records)
         self._may_hand_over = self.handovers.may_write(now_ns, self.masterships)
-        changes = self._next_handovers(records)
+        changes = self._next_handovers(due, records)
         self._may_hand_over = False
         return changes
 
-    def _next_handovers(self, records: Mapping[int, Stored[StoredPartition]]) -> list[RecordChange]:
+    def _next_handovers(
+        self, vb_ids: Iterable[int], records: Mapping[int, Stored[StoredPartition]]
+    ) -> list[RecordChange]:
         changes: list[RecordChange] = []
-        for vb_id in self.handovers.due():
+        for vb_id in vb_ids:
             mastership = self.masterships.get(vb_id)
             if mastership is None or mastership.is_writing or vb_id not in records:
                 continue
