@@ -1,7 +1,7 @@
 """Handovers to wanted masters, a few partitions at a time. Sans-IO.
 
     waiting ── there is room ──> HELD ── all is committed ──> written ──> FOLLOWED
-                                  └── not within HANDING_NS_MAX ──> given up, and tried again later
+                                  └── not within HANDING_NS_MAX ──> given up, waits again later
 
 Writers of a partition wait from HELD on, until its new master serves. A node may have to hand over
 a thousand partitions, and each costs work on every node. So only GROUP_MAX of them are on their way
@@ -36,7 +36,9 @@ DRAINED_MIN: Final = 4
 """With fewer partitions that can be handed over at once, others are held: a partition that is
 written all the time has never committed all of its changes."""
 HANDING_NS_MAX: Final = 2_000_000_000
-"""A handover that has not happened after so long is given up, and tried again later."""
+"""A handover that has not happened after so long is given up, and tried again after REST_NS."""
+REST_NS: Final = 500_000_000
+"""How long writers go on in between."""
 DRAINED_NS_MAX: Final = 30_000_000
 """How long the held partitions wait for each other's changes to be committed: they share a
 transaction, and who misses it waits for the next one."""
@@ -53,6 +55,8 @@ class Handovers:
         """Partitions to hand over, in turn."""
         self._next: frozenset[int] = frozenset()
         """Those of them that may be held now."""
+        self._resting: dict[int, int] = {}
+        """Partition -> when it may be held again, because its handover was given up."""
         self._held: set[int] = set()
         """Writers of these wait, and this node is still the master."""
         self._handed: dict[int, int] = {}
@@ -63,7 +67,13 @@ class Handovers:
         """Whether any partition waits, is held, or is not followed yet."""
         return bool(self._waiting or self._held or self._handed)
 
-    def due(self, masterships: Mapping[int, Mastership]) -> list[int]:
+    def wait(self, vb_ids: Iterable[int]) -> None:
+        """These are to be handed over, as soon as there is room."""
+        for vb_id in vb_ids:
+            if vb_id not in self._held and vb_id not in self._handed:
+                self._waiting.setdefault(vb_id)
+
+    def due(self, now_ns: int, masterships: Mapping[int, Mastership]) -> list[int]:
         """Return the partitions to look at: those that are held, or else those that come next."""
         if self._held:
             return list(self._held)
@@ -73,6 +83,8 @@ class Handovers:
         drained: list[int] = []
         others: list[int] = []
         for vb_id in self._waiting:
+            if self._resting.get(vb_id, 0) > now_ns:
+                continue
             mastership = masterships.get(vb_id)
             is_drained = mastership is None or _is_drained(mastership.part)
             (drained if is_drained else others).append(vb_id)
@@ -114,6 +126,7 @@ class Handovers:
             mastership.handing_since_ns = now_ns
             part.hold_writes(Hold.REPLICATION, mastership.why_writes_wait)
         elif now_ns - mastership.handing_since_ns > HANDING_NS_MAX:
+            self._resting[part.vb_id] = now_ns + REST_NS
             self._release(mastership)
             return None
         if not may_write or not _is_drained(part):
@@ -129,6 +142,7 @@ class Handovers:
     def ended(self, vb_id: int, now_ns: int, *, is_handed: bool) -> None:
         """A partition has another master, or the handover was not written."""
         self._waiting.pop(vb_id, None)
+        self._resting.pop(vb_id, None)
         if vb_id in self._held:
             self._held.discard(vb_id)
             if is_handed:

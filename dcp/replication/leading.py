@@ -106,6 +106,8 @@ class Leading:
             engine, hub, view, member, self.masterships, self.feeds, self._wholes
         )  # fmt: skip
         self.handovers = Handovers(self.serving.fence)
+        self._is_leaving = False
+        """Whether this node hands over all that it has."""
         self._may_hand_over = False
         """Whether the handovers that are ready are to be written now."""
         self.is_step_due = False
@@ -454,6 +456,8 @@ class Leading:
             record = record or self._next_record(mastership)
             if record is not None:
                 changes.append(self._change(mastership, record, records[vb_id]))
+        if self._is_leaving:
+            self.handovers.wait(self.masterships)
         if may_write and not changes and self.handovers.is_under_way:
             changes = self.handover_changes(self._now_ns, records)
         elif self.handovers.is_under_way:
@@ -476,7 +480,7 @@ class Leading:
                 self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
                 return None
             return start_branch(record, wanted_branch)
-        if self.serving.is_leaving:
+        if self._is_leaving:
             record = self._successors.wanted(record)
         return self.handovers.next_record(
             mastership, record, self._now_ns, may_write=self._may_hand_over
@@ -488,7 +492,7 @@ class Leading:
         """Return the handovers that are due now, before the next tick. They must be written."""
         self._now_ns = now_ns
         self._may_hand_over = False
-        due = self.handovers.due(self.masterships)
+        due = self.handovers.due(now_ns, self.masterships)
         self._next_handovers(due, records)
         self._may_hand_over = self.handovers.may_write(now_ns, self.masterships)
         changes = self._next_handovers(due, records)
@@ -503,6 +507,7 @@ class Leading:
             mastership = self.masterships.get(vb_id)
             if mastership is None or mastership.is_writing or vb_id not in records:
                 continue
+            self.serving.changed(vb_id)
             if (record := self._next_record(mastership)) is not None:
                 changes.append(self._change(mastership, record, records[vb_id]))
         return changes
@@ -546,7 +551,8 @@ class Leading:
 
     def leave(self) -> None:
         """Hand over all partitions: this node is about to stop."""
-        self.serving.is_leaving = True
+        self._is_leaving = True
+        self.handovers.wait(self.masterships)
 
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
         """See `AskedBranches.want`."""
