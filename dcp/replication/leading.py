@@ -26,6 +26,7 @@ from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import Followed, window_of
 from dcp.replication.fill_pace import FillPace
 from dcp.replication.handovers import Handovers
+from dcp.replication.late_members import LateMembers
 from dcp.replication.mastership import Mastership, ReplicationSettings
 from dcp.replication.messages import (
     FORMAT,
@@ -46,7 +47,7 @@ from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
 from dcp.wire.status import Status
 from failover.fencing import is_same_copy, refusal
-from failover.isr import serves_from_ns
+from failover.isr import Lateness, serves_from_ns
 from failover.promotion import first_step, is_branch_done
 from failover.replication_record import ReplicationRecord, finish_branch, start_branch
 from failover.rollback import Question, decide
@@ -100,6 +101,7 @@ class Leading:
         self._rested_ns: dict[str, int] = {}
         """The same when nothing was done for each partition: then members in sync follow all."""
         self._ticked_ns = now_ns
+        self._late_members = LateMembers(settings.replica_lag_max_ns, now_ns)
         self._successors = Successors(view, member)
         self._pace = FillPace(settings.fill_bytes_per_s)
         self.serving = Serving(
@@ -413,6 +415,20 @@ class Leading:
         self._now_ns = now_ns
         self.serving.serve(now_ns)
 
+    def _look_for_late(self) -> Lateness:
+        """Return who acknowledges late. A member that is filled is not judged meanwhile."""
+        delays = {}
+        for member, feed in self.feeds.items():
+            if feed.delays.has_news and feed.is_filling:
+                feed.delays.take(self._now_ns)
+            else:
+                delays[member] = feed.delays
+        lateness = self._late_members.look(self._now_ns, delays)
+        sets = self._wholes.in_sync_sets()
+        if any(not lateness.slow.isdisjoint(in_sync.members) for in_sync in sets):
+            self.serving.all_changed()
+        return lateness
+
     def _are_level(self) -> bool:
         """Whether no member of an in-sync set may have to leave it."""
         for member, feed in self.feeds.items():
@@ -432,6 +448,7 @@ class Leading:
         ticked_ns, self._ticked_ns = self._ticked_ns, self._now_ns
         if not self._are_level():
             self.serving.all_changed()
+        lateness = self._look_for_late()
         restless, left = self.serving.restless(), self.serving.take_left()
         rested_ns, self._rested_ns = self._rested_ns, dict(self._level_ns)
         alive = self._view.alive
@@ -446,7 +463,7 @@ class Leading:
             self.note_acknowledged(mastership)
             if vb_id in left:
                 mastership.rested(ticked_ns, rested_ns)
-            record = mastership.changed_isr(self._now_ns, alive, heard_ns)
+            record = mastership.changed_isr(self._now_ns, alive, heard_ns, lateness)
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
             if len(changes) == COMPARES_MAX:

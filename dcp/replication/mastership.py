@@ -29,8 +29,10 @@ from failover.fencing import is_same_copy
 from failover.isr import (
     CONFIRMATION_NS,
     ELECTION_NS,
+    NOBODY_LATE,
     Acknowledgement,
     Candidate,
+    Lateness,
     confirmed_until_ns,
     effective_isr,
     high_watermark,
@@ -39,6 +41,7 @@ from failover.isr import (
     may_join,
     min_in_sync_of,
     must_leave,
+    slow_to_leave,
 )
 from failover.replication_record import BranchUnderWay, ReplicationRecord, expand, shrink
 from failover.write_answer import Durability, WriteState
@@ -326,12 +329,17 @@ class Mastership:
         return ""
 
     def changed_isr(
-        self, now_ns: int, alive: Mapping[str, object], heard_ns: Mapping[str, int]
+        self,
+        now_ns: int,
+        alive: Mapping[str, object],
+        heard_ns: Mapping[str, int],
+        lateness: Lateness = NOBODY_LATE,
     ) -> ReplicationRecord | None:
         """Return the record with another in-sync set, if it has to change; None: it need not.
 
         Call it at every tick. `alive` are the members whose nodes are not known to be gone,
-        `heard_ns` has when each was asked the question that it confirmed last.
+        `heard_ns` has when each was asked the question that it confirmed last, `lateness` who
+        acknowledges late, all partitions taken together.
         """
         self._note_levels(now_ns, heard_ns)
         if self.is_writing or not self.is_ready or self.record.master != self._member:
@@ -348,6 +356,13 @@ class Mastership:
                 lag_max_ns=lag_max_ns,
             )
         ]  # fmt: skip
+        if not leaving and lateness.slow:
+            leaving = sorted(
+                slow_to_leave(
+                    record.isr, self._member, lateness,
+                    min_in_sync=self._min_in_sync, counted_copies=record.counted_copies,
+                )
+            )  # fmt: skip
         if leaving:
             return shrink(record, leaving)
         if len(record.isr) == len(record.copies):
@@ -355,7 +370,7 @@ class Mastership:
         joining = [
             member
             for member in record.copies
-            if member not in record.isr and member in alive
+            if member not in record.isr and member in alive and member not in lateness.slow
             and self._may_join(member, heard_ns.get(member))
         ]  # fmt: skip
         return expand(record, joining) if joining else None

@@ -59,7 +59,7 @@ from dcp.replication.messages import (
     pack_group,
     unpack_ack,
 )
-from dcp.replication.sent_messages import Sent, SentWhole
+from dcp.replication.sent_messages import AckDelays, Sent, SentWhole
 from dcp.replication.waiting_requests import WaitingRequests
 from dcp.replication.whole_groups import StreamChanges, WholeGroup
 from dcp.session.replication_port import FeedAnswer, ReplicationError
@@ -119,6 +119,7 @@ class ReplicaFeed:
         self._number = 0
         self._sent: deque[Sent] = deque()
         """Messages with entries or high watermarks that are not acknowledged."""
+        self.delays = AckDelays(self._sent)
         self._acknowledged_number = 0
         self._sent_bytes = 0
         """Their cost: their bytes and RECORD_BYTES for each part."""
@@ -248,9 +249,10 @@ class ReplicaFeed:
             return None
         return self._confirmed_ns
 
-    def follows(self, vb_id: int) -> bool:
-        """Whether the replica gets a partition on this link."""
-        return vb_id in self._streams
+    @property
+    def is_filling(self) -> bool:
+        """Whether the replica gets a copy for the first time: that delays what it acknowledges."""
+        return any(stream.is_paced for stream in self._streams.values())
 
     def is_level(self) -> bool:
         """Return whether the replica has synced all that was sent when this was asked last."""
@@ -288,7 +290,7 @@ class ReplicaFeed:
         if len(self._untold) > TOLD_GROUPS_MAX:
             self._given_up = self._untold.pop(next(iter(self._untold)))
         whole = SentWhole(group, seqnos, self._changes.revision)
-        self._sent.append(Sent(self._number, cost, whole=whole))
+        self._sent.append(Sent(self._number, cost, self._now_ns, whole=whole))
         self._sent_bytes += cost
         return True
 
@@ -392,7 +394,7 @@ class ReplicaFeed:
         self._out.append(message)
         if sections:
             cost = len(message) + RECORD_BYTES * (1 + len(sections))
-            self._sent.append(Sent(self._number, cost, tuple(followed)))
+            self._sent.append(Sent(self._number, cost, self._now_ns, tuple(followed)))
             self._sent_bytes += cost
         self._schedule()
 
@@ -541,6 +543,7 @@ class ReplicaFeed:
         while self._sent and self._sent[0].number <= number:
             sent = self._sent.popleft()
             self._sent_bytes -= sent.cost
+            self.delays.acknowledged(sent.sent_ns, self._now_ns)
             if sent.whole is not None:
                 newest |= self._take_whole(sent.number, sent.whole)
                 wholes.append(sent.whole.group)

@@ -463,7 +463,8 @@ def test_handovers_go_in_groups_and_hold_the_writers_of_no_other_partition() -> 
     for vb_id in handovers.due(cluster.now_ns, others):
         assert handovers.next_record(others[vb_id], record, cluster.now_ns, may_write=True) is None
     assert [vb for vb, each in others.items() if each.part.holds] == list(range(GROUP_MAX))
-    assert handovers.due(cluster.now_ns, others) == list(range(GROUP_MAX)), "the rest waits for room"
+    due = handovers.due(cluster.now_ns, others)
+    assert due == list(range(GROUP_MAX)), "the rest waits for room"
     others[0].part.committed_seqno += 1
     assert not handovers.may_write(cluster.now_ns, others), "they share a transaction"
     assert handovers.may_write(cluster.now_ns + DRAINED_NS_MAX, others)
@@ -501,7 +502,8 @@ def test_partitions_without_a_change_under_way_are_handed_over_first() -> None:
         handovers.ended(vb_id, cluster.now_ns, is_handed=True)
     assert not any(others[vb_id].part.holds for vb_id in range(1, GROUP_MAX, 2)), "they are served"
     handovers.note_followed(cluster.now_ns, lambda vb_id: True)
-    assert handovers.due(cluster.now_ns, others) == list(range(1, GROUP_MAX, 2)), "no other is left: they are held"
+    due = handovers.due(cluster.now_ns, others)
+    assert due == list(range(1, GROUP_MAX, 2)), "no other is left: they are held"
 
 
 def test_a_node_that_leaves_disturbs_only_what_it_hands_over() -> None:
