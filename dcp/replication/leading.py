@@ -230,17 +230,31 @@ class Leading:
         where something else may be committed now.
         """
         self._note_ready()
-        whole = self._wholes.begin(group) if self.feeds else None
-        sectioned = [
-            feed for feed in self.feeds.values() if whole is None or not feed.send_whole(whole)
-        ]
-        if sectioned and (changes := self._changes_for_replicas(group.changes)):
-            for feed in sectioned:
-                feed.group_synced(changes)
+        whole = self._begin_whole(group)
+        apart = set() if whole is None else whole.sections
+        taken = {member for member, feed in self.feeds.items() if whole and feed.send_whole(whole)}
+        if (apart or len(taken) < len(self.feeds)) and (
+            changes := self._changes_for_replicas(group.changes)
+        ):
+            few = {vb_id: changes[vb_id] for vb_id in apart & changes.keys()}
+            for member, feed in self.feeds.items():
+                feed.group_synced(few if member in taken else changes)
         if whole is None:
             return group.high_seqnos.keys() & self.masterships.keys()
         self.groups_acknowledged(self._member, (whole,))
         return ()
+
+    def _begin_whole(self, group: CommitGroup) -> WholeGroup | None:
+        """Return what of a synced group all replicas can get as a whole; None: nothing."""
+        whole = self._wholes.begin(group) if self.feeds else None
+        if whole is None:
+            return None
+        apart = set().union(*(feed.out_of_step(whole) for feed in self.feeds.values()))
+        if apart:
+            if apart >= whole.seqnos.keys():
+                return None
+            whole.put_apart(apart)
+        return whole
 
     def _note_ready(self) -> None:
         """Note which masterships are ready, because the beginning of their epoch is on disk."""

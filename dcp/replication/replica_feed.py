@@ -59,7 +59,7 @@ from dcp.replication.messages import (
     pack_group,
     unpack_ack,
 )
-from dcp.replication.sent_messages import AckDelays, Sent, SentWhole
+from dcp.replication.sent_messages import RECORD_BYTES, AckDelays, Sent, SentWhole, first_run
 from dcp.replication.waiting_requests import WaitingRequests
 from dcp.replication.whole_groups import StreamChanges, WholeGroup
 from dcp.session.replication_port import FeedAnswer, ReplicationError
@@ -71,8 +71,6 @@ from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
 from vbucket.store.environment import StoreDamagedError
 
-RECORD_BYTES: Final = 256
-"""What this node remembers of a message, and of each of its sections, until it is acknowledged."""
 QUESTIONS_MAX: Final = 64
 """With so many unanswered questions no heartbeat is sent: the replica reads nothing."""
 BEAT_NS: Final = 100_000_000
@@ -294,6 +292,13 @@ class ReplicaFeed:
         self._sent_bytes += cost
         return True
 
+    def out_of_step(self, group: WholeGroup) -> set[int]:
+        """Return the partitions of a group that the replica cannot get with the whole group."""
+        if self._takes_all(group.mastered) or group.seqnos.keys() <= self._in_step:
+            return set()
+        behind = (group.seqnos.keys() & self._streams.keys()) - self._in_step
+        return behind | group.out_of_step(self.member, self._in_step)
+
     def _takes_all(self, mastered: frozenset[int]) -> bool:
         """Whether all partitions that this node masters are in step."""
         if self._takes_all_of is not mastered and mastered <= self._in_step:
@@ -311,17 +316,10 @@ class ReplicaFeed:
 
     def _take_committed(self) -> tuple[int, int]:
         """Return the first committed messages that no other one separates: from, to."""
-        numbers = self._committed
-        if not numbers:
+        if not self._committed:
             return 0, 0
-        numbers.sort()
-        first, last = numbers[0], numbers[-1]
-        between = [number for number in self._untold.values() if first < number < last]
-        if first < self._given_up:
-            last = first
-        elif between:
-            last = max(number for number in numbers if number < min(between))
-        self._committed = [number for number in numbers if number > last]
+        first, last = first_run(self._committed, self._untold.values(), self._given_up)
+        self._committed = [number for number in self._committed if number > last]
         return first, last
 
     def group_committed(self, group: WholeGroup, committed: Mapping[int, int]) -> None:

@@ -5,11 +5,14 @@ Who calls it: `dcp.replication.replica_feed`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from dcp.replication.fed_stream import FedStream, Followed
 from dcp.replication.whole_groups import WholeGroup
+
+RECORD_BYTES: Final = 256
+"""What this node remembers of a message, and of each of its sections, until it is acknowledged."""
 
 
 class SentWhole(NamedTuple):
@@ -56,3 +59,16 @@ class AckDelays:
         """
         worst_ns, self._worst_ns = self._worst_ns, None
         return worst_ns, now_ns - self._sent[0].sent_ns if self._sent else 0
+
+
+def first_run(committed: Collection[int], others: Iterable[int], given_up: int) -> tuple[int, int]:
+    """Return the first committed messages between which none of the others is: from, to. Up to
+    `given_up` it is not known which others there were.
+    """
+    first, last = min(committed), max(committed)
+    between = [number for number in others if first < number < last]
+    if first < given_up:
+        last = first
+    elif between:
+        last = max(number for number in committed if number < min(between))
+    return first, last

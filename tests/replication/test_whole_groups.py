@@ -26,7 +26,7 @@ from dcp.wire.opcode import Opcode
 from failover.replication_record import shrink
 from support.copies import Copies, CopyNode, holdings
 from vbucket.engine.engine import SET
-from vbucket.engine.leadership import begin_snapshot
+from vbucket.engine.leadership import begin_snapshot, set_leader_epoch
 from vbucket.log.record import split_entries
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import pack_deletion, pack_mutation, prev_seqno_of, vb_id_of
@@ -97,6 +97,41 @@ def test_what_changes_for_one_partition_leaves_the_others_of_a_group_together(
     assert {1, 3} <= set(one_by_one)
     copies.rest()
     assert [committed(node, 3) for node in copies.nodes.values()] == [1, 1, 1]
+
+
+def test_what_is_not_in_step_everywhere_leaves_the_others_together() -> None:
+    """A partition that has just come here is in the same groups as hundreds of others."""
+    copies = level()
+    link = copies.nodes["c"].core.following.links["a"]
+    link.leave(1)  # c is in sync, and does not follow it at present
+    copies.move()
+    set_leader_epoch(copies.a.engine, 3, 2)  # control entries
+    for vb_id in (0, 1, 2):
+        put(copies, vb_id)
+    copies.a.commit()
+    (to_b,), (to_c,) = (messages_to(copies, "b")[:1], messages_to(copies, "c"))
+    assert isinstance(to_b, GroupMessage)
+    assert isinstance(to_c, GroupMessage)
+    assert to_b.entries == to_c.entries
+    assert {vb_id_of(entry) for entry in split_entries(to_b.entries)} == {0, 2}
+    (section,) = [each for each in messages_to(copies, "b") if isinstance(each, Message)]
+    assert [each.vb_id for each in section.sections] == [1], "b has it in step"
+    copies.move()
+    for member in "bc":
+        copies.nodes[member].commit()
+    copies.move()
+    assert [committed(copies.a, vb_id) for vb_id in (0, 1, 2)] == [1, 0, 1]
+    for member in "bc":
+        (told,) = messages_to(copies, member)
+        assert isinstance(told, GroupMessage), "the others are told by number"
+        assert told.committed != (0, 0)
+    link.follow(1, copies.records[1].epoch, copies.now_ns)
+    copies.rest()
+    assert copies.problems == []
+    assert [committed(node, 1) for node in copies.nodes.values()] == [1, 1, 1]
+    for vb_id in (0, 1, 2):
+        assert holdings(copies.b, vb_id) == holdings(copies.a, vb_id)
+        assert holdings(copies.nodes["c"], vb_id) == holdings(copies.a, vb_id)
 
 
 def test_a_group_goes_to_all_replicas_as_one_message_of_the_same_bytes() -> None:
@@ -265,7 +300,8 @@ def test_a_full_window_puts_partitions_behind_and_they_catch_up() -> None:
     put(copies, 1, b"\0more")
     put(copies, 2)
     copies.a.commit()
-    assert groups_to(copies, "b") == [], "vb 1 is behind"
+    (group,) = groups_to(copies, "b")
+    assert (b"\0more" in group, b"\0k" in group) == (False, True), "vb 1 is behind, vb 2 is not"
     copies.rest()
     assert copies.problems == [], "nothing was sent twice or left out"
     for vb_id in (1, 2):
