@@ -199,8 +199,16 @@ def slow_to_leave(
     """
     leaving = (isr & lateness.slow) - {master}
     staying = isr - leaving
-    is_enough = len(staying) >= max(min_in_sync, majority(counted_copies))
-    return leaving if is_enough and not (staying - {master}) & lateness.late else frozenset()
+    if (staying - {master}) & lateness.late or not is_enough(staying, min_in_sync, counted_copies):
+        return frozenset()
+    return leaving
+
+
+def is_enough(isr: frozenset[str], min_in_sync: int, counted_copies: int) -> bool:
+    """Return whether an ISR takes every write, also one with a durability frame. A slow member may
+    join one that does not.
+    """
+    return len(isr) >= max(min_in_sync, majority(counted_copies))
 
 
 def may_be_deposed(isr_size: int, silent: int) -> bool:

@@ -36,6 +36,7 @@ from failover.isr import (
     confirmed_until_ns,
     effective_isr,
     high_watermark,
+    is_enough,
     may_answer_reads,
     may_be_deposed,
     may_join,
@@ -367,10 +368,12 @@ class Mastership:
             return shrink(record, leaving)
         if len(record.isr) == len(record.copies):
             return None
+        can_wait = is_enough(record.isr, self._min_in_sync, record.counted_copies)
         joining = [
             member
             for member in record.copies
-            if member not in record.isr and member in alive and member not in lateness.slow
+            if member not in record.isr and member in alive
+            and not (can_wait and member in lateness.slow)
             and self._may_join(member, heard_ns.get(member))
         ]  # fmt: skip
         return expand(record, joining) if joining else None

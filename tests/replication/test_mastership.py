@@ -214,3 +214,12 @@ def test_a_slow_member_leaves_and_does_not_join() -> None:
     acknowledge(master, "b", "c", seqno=0)
     assert master.changed_isr(NOW, ALIVE, heard, slow) is None
     assert master.changed_isr(NOW, ALIVE, heard) == RECORD
+
+
+def test_a_slow_member_joins_where_the_others_are_too_few() -> None:
+    alone = shrink(RECORD, "bc")
+    master = mastership(record=alone, min_in_sync=2)
+    acknowledge(master, "c", seqno=0)
+    slow = Lateness(frozenset("c"), frozenset("c"))
+    master._level_ns["c"] = NOW
+    assert master.changed_isr(NOW, ALIVE, {"c": NOW}, slow) == expand(alone, "c")
