@@ -413,9 +413,10 @@ class FileLogDevice:
             self._write_all(fd, header, 0)
             if prepared_bytes:
                 room_bytes = prepared_bytes - len(header)
+                self._disk.sync_data(fd)  # its length is on disk
             else:
                 room_bytes = self._write_first_zeros(fd, len(header))
-            self._disk.sync(fd)
+                self._disk.sync(fd)
             self._disk.rename(_NEW_NAME, segment_name(segment))
         except OSError as error:
             if fd >= 0:
