@@ -56,8 +56,11 @@ AHEAD_BYTES: Final = 256 << 10
 """Zeros written ahead at once. Writing and syncing them takes a millisecond, once for the 1,000
 small groups that then take a third less time each (docs/lab-notes.md)."""
 PREPARE_BYTES: Final = 1 << 20
-"""Zeros written at once for the next segment: few enough that a sync of the log beside them takes
-no milliseconds more."""
+"""Zeros synced at once for the next segment: few enough that a sync of the log beside them takes no
+milliseconds more."""
+PIECE_BYTES: Final = 32 << 10
+"""Zeros of the next segment that one call writes. The page cache (Linux 6) keeps them in a piece as
+large as the call, and handles the whole piece when a group overwrites a part of it."""
 
 
 class LogWriteError(Exception):

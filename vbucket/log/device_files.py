@@ -24,6 +24,7 @@ from vbucket.log.device import (
     MARK_BYTES_MAX,
     MARK_SLOT_BYTES,
     MARK_SLOTS,
+    PIECE_BYTES,
     PREPARE_BYTES,
     SEGMENT_HEADER_BYTES,
     LogFullError,
@@ -221,7 +222,9 @@ class FileLogDevice:
             try:
                 if self._next_fd < 0:
                     self._next_fd = self._disk.create(_NEW_NAME)
-                self._write_all(self._next_fd, bytes(PREPARE_BYTES), self._prepared_bytes)
+                begin, piece = self._prepared_bytes, bytes(PIECE_BYTES)
+                for at in range(begin, begin + PREPARE_BYTES, PIECE_BYTES):
+                    self._write_all(self._next_fd, piece, at)
                 self._disk.sync_data(self._next_fd)
             except OSError:
                 self._drop_prepared()  # nothing needs it: `rotate` finds out what is wrong
