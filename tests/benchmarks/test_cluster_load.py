@@ -116,6 +116,8 @@ def test_a_cluster_is_measured(tmp_path: Path) -> None:
         assert (result.operations, result.errors) == (999, 0), "each key went to its master"
         load, count = Load(nodes.ports, rate=500), nodes.masters()["b"]
         try:
+            load.begin_mark(0)  # no master's port
+            assert load.end_mark() == [], "it has begun, and knows the map"
             load.begin_mark(nodes.nodes["b"].port)
             nodes.nodes["b"].kill()
             gaps = load.end_mark()
