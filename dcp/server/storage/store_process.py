@@ -150,9 +150,11 @@ class StoreProcess:
             self.merge_s = time.monotonic() - began_s
         return report
 
-    async def set_failover(self, vb_id: int, log: list[list[int]]) -> None:
-        """Write a partition's failover log, after earlier requests. Raises as `merge` does."""
-        await self._request({"op": "failover", "vb": vb_id, "log": log})
+    async def set_failovers(self, logs: dict[int, list[list[int]]]) -> None:
+        """Write the failover logs of partitions, after earlier requests: all or none. Raises as
+        `merge` does.
+        """
+        await self._request({"op": "failover", "logs": logs})
 
     async def plan(
         self, vb_ids: list[int], windows: Windows, now_ns: int, inflow_bytes: int, is_forced: bool
@@ -297,10 +299,11 @@ class StoreWork:
         segments = _SealedSegments(self._log_folder, request["segments"])
         return merge(self._env, segments, before_commit=self._before_commit)
 
-    def set_failover(self, request: dict[str, Any]) -> None:
-        """Write a partition's failover log."""
+    def set_failovers(self, request: dict[str, Any]) -> None:
+        """Write the failover logs of partitions."""
         with self._env.write() as write:
-            put_failover(write, request["vb"], request["log"])
+            for vb_id, log in request["logs"].items():
+                put_failover(write, vb_id, log)
             self._before_commit()
 
     def plan(self, request: dict[str, Any]) -> PlanReport:
@@ -341,7 +344,7 @@ class StoreWork:
 
 OPERATIONS: Final[dict[str, Callable[[StoreWork, dict[str, Any]], Any]]] = {
     "merge": StoreWork.merge,
-    "failover": StoreWork.set_failover,
+    "failover": StoreWork.set_failovers,
     "plan": StoreWork.plan,
     "compact": StoreWork.compact,
     "used_bytes": StoreWork.used_bytes,
