@@ -27,6 +27,7 @@ from dcp.wire.status import (
 )
 from failover.write_answer import Durability
 from vbucket.engine.engine import Engine
+from vbucket.engine.loads import Ticket
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_modify_write import Flush
 from vbucket.model.manifest import decode_leb128
@@ -133,6 +134,7 @@ class SessionState:
         "is_closing",
         "is_full",
         "limits",
+        "loads",
         "login",
         "login_failures",
         "login_question",
@@ -245,6 +247,7 @@ class SessionState:
     def _begin_answers(self, has_replicas: bool, acknowledges_as_master: bool) -> None:
         """Begin with no answers, and nothing that they wait for."""
         self.answers: list[bytes] = []
+        self.loads: list[tuple[int, Ticket]] = []  # places in `answers`, and what these wait for
         """Responses in order. `dcp.session.held_answers` says when they may leave: it has the rules
         of the next three."""
         self.wait_group, self.first_change = 0, -1

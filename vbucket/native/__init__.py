@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         [int, list[tuple[bytes, bytes, bytes | None]], int, int],
         list[tuple[bytes, bytes]] | None,
     ]
+    EntriesOf = Callable[[bytes, int, int, int, int, int], bytes | None]
 
 
 def new_staged() -> Staged | None:
@@ -29,6 +30,15 @@ def new_staged() -> Staged | None:
     except ModuleNotFoundError:
         return None
     return Staged()
+
+
+def entries_loop() -> EntriesOf | None:
+    """Return the loop that makes entries of a packet of frames, None if the loops are not built."""
+    try:
+        from vbucket.native.loops import entries_of
+    except ModuleNotFoundError:
+        return None
+    return entries_of
 
 
 class CompactionLoops(NamedTuple):

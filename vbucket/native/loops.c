@@ -5,6 +5,7 @@
 
 #include "compaction.h"
 #include "crc32c.h"
+#include "frames.h"
 #include "staging.h"
 
 static PyObject *checksum(PyObject *args, uint32_t (*way)(uint32_t, const uint8_t *, size_t))
@@ -30,6 +31,7 @@ static PyObject *loops_crc32c_by_tables(PyObject *Py_UNUSED(module), PyObject *a
 static PyMethodDef functions[] = {
     {"crc32c", loops_crc32c, METH_VARARGS, NULL},
     {"crc32c_by_tables", loops_crc32c_by_tables, METH_VARARGS, NULL},
+    {"entries_of", loops_entries_of, METH_VARARGS, NULL},
     {"repack", loops_repack, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

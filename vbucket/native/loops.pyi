@@ -9,6 +9,13 @@ def crc32c(data: bytes, /) -> int:
 def crc32c_by_tables(data: bytes, /) -> int:
     """Return the same, without the processor's instruction."""
 
+def entries_of(
+    packet: bytes, count: int, vb_id: int, first_seqno: int, epoch: int, cas_max: int, /
+) -> bytes | None:
+    """Return the frames of a packet (`vbucket.engine.bulk`) as entries of new keys, joined, with
+    consecutive seqnos. None: Python should do it, or say what is wrong.
+    """
+
 def repack(
     vb_id: int,
     parts: list[tuple[bytes, bytes, bytes | None]],

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 import cbor2
 
 from dcp.server.storage.folder import log_path, store_path
+from vbucket.engine.store_load import LoadReport, LoadRequest, load
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.device_files import read_segment
 from vbucket.log.record import LogDamagedError
@@ -199,6 +200,13 @@ class StoreProcess:
                     break
         return total
 
+    async def load(
+        self, requests: list[LoadRequest], cas_max: int, manifest_uid: int
+    ) -> list[LoadReport]:
+        """Load documents of a restore (`vbucket.engine.store_load`); durable on return."""
+        request = {"op": "load", "loads": requests, "cas_max": cas_max, "manifest": manifest_uid}
+        return [LoadReport(*report) for report in await self._request(request)]
+
     async def used_bytes(self) -> int:
         """Return the size of the store's tables, without free pages."""
         used_bytes: int = await self._request({"op": "used_bytes"})
@@ -353,6 +361,14 @@ class StoreWork:
             before_commit=self._before_commit,
         )
 
+    def load(self, request: dict[str, Any]) -> list[LoadReport]:
+        """Load documents of a restore."""
+        return load(
+            self._env, [LoadRequest(*item) for item in request["loads"]],
+            cas_max=request["cas_max"], manifest_uid=request["manifest"],
+            before_commit=self._before_commit,
+        )  # fmt: skip
+
     def used_bytes(self, _request: dict[str, Any]) -> int:
         """Return the size of the tables."""
         return self._env.used_bytes()
@@ -363,6 +379,7 @@ OPERATIONS: Final[dict[str, Callable[[StoreWork, dict[str, Any]], Any]]] = {
     "failover": StoreWork.set_failover,
     "plan": StoreWork.plan,
     "compact": StoreWork.compact,
+    "load": StoreWork.load,
     "used_bytes": StoreWork.used_bytes,
 }
 

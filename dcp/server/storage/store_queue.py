@@ -2,6 +2,7 @@
 
     FAILOVER_LOG   the versions of a partition that has branched    (storage.failover_logs)
     MERGE          sealed log segments into the store               (storage.merging)
+    LOAD           documents of a restore into the store            (storage.loading)
     PLAN           which floors are worth raising                   (storage.compaction_schedule)
     COMPACTION     drops what the floors allow                      (storage.compaction_schedule)
 
@@ -64,8 +65,9 @@ class Work(IntEnum):
 
     FAILOVER_LOG = 0
     MERGE = 1
-    PLAN = 2
-    COMPACTION = 3
+    LOAD = 2
+    PLAN = 3
+    COMPACTION = 4
 
 
 class StoreQueue:
