@@ -207,6 +207,8 @@ class _Loads:
         try:
             self._check_new(stage.record, [prefix + key for key in keys])
             tail = self._view.last_block(vb_id)
+            if tail is not None:
+                tail.checked_body()  # it may be packed again, after records were written
         except StoreDamagedError as error:
             raise _NotLoadedError(str(error)) from error
         if (tail.last_seqno if tail else 0) != stage.record.last_seqno:
