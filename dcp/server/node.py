@@ -376,7 +376,7 @@ class Node:
         self._loading = Loading(
             engine, merging, self._store_queue, self._hub, self.meter, log,
             begin=self._tasks.begin, kick=self._kick, refresh_store=storage.store.refresh,
-            release=self._loaded,
+            release=self.connections.loaded,
         )  # fmt: skip
         failover_logs = FailoverLogs(engine, self._store_queue, self._tasks, log)
         after_commit = AfterCommit(
@@ -484,11 +484,6 @@ class Node:
     def _has_room(self) -> None:
         """A merge has made room; `Merging` is created before `Backpressure`."""
         self._backpressure.update()
-
-    def _loaded(self) -> None:
-        """Documents of a restore are in the store."""
-        self.connections.release()
-        self.connections.writers_may_go_on()
 
     def _log_rotated(self, _segment: int) -> None:
         """Merge what the log has just sealed."""

@@ -94,9 +94,7 @@ class PutFramesCommand:
         extras = PUT_FRAMES_ANSWER.pack(count, 0)
         if options & FIT_META:
             extras = PUT_FRAMES_FITTED_ANSWER.pack(count, 0, 0)
-        answer = pack_response(
-            request.opcode, Status.OK, opaque=request.opaque, extras=extras
-        )
+        answer = pack_response(request.opcode, Status.OK, opaque=request.opaque, extras=extras)
         apply = partial(self._apply_later, request, options, count)
         ticket = Ticket(count, request.value, answer, apply)
         state.loads.append((len(state.answers), ticket))

@@ -83,14 +83,14 @@ class Pair:
 
     def put(self, vb_id: int, frames: list[bytes], options: int) -> None:
         for peer, answers in zip(self.peers, self.answers, strict=True):
-            answers += peer.put(vb_id, frames, options)
+            answers.extend(peer.put(vb_id, frames, options))
 
     def settle(self) -> None:
         """Answer everything. Answers are equal."""
         self.loading.load()
         for node, peer, answers in zip(self.nodes, self.peers, self.answers, strict=True):
             node.commit()
-            answers += peer.answers()
+            answers.extend(peer.answers())
         assert self.answers[0] == self.answers[1]
 
     def move(self, seconds: int) -> None:
@@ -111,9 +111,7 @@ def left_in_memory(node: LoadingNode) -> list[Any]:
     found: list[Any] = []
     for part in node.engine.partitions:
         entries = node.engine.versions.entries(part, 1, part.high_seqno, 1 << 30)
-        newest = {
-            key: node.engine.versions.newest_entry(part, key) for key in map(key_of, entries)
-        }
+        newest = {key: node.engine.versions.newest_entry(part, key) for key in map(key_of, entries)}
         found.append((
             part.high_seqno, part.committed_seqno, part.synced_seqno, part.max_cas,
             part.item_count, part.tally.to_document(), part.state, part.holds, part.vb_uuid,
@@ -129,7 +127,7 @@ def left_in_store(node: LoadingNode) -> list[Any]:
         [(key, bytes(value)) for key, value in snapshot.range(table, b"\0")]
         for table in (BY_KEY_TABLE, EXPIRY_TABLE)
     ]
-    found.append({vb_id: record for vb_id, record in view.partitions().items()})
+    found.append(view.partitions())
     snapshot.close()
     return found
 
@@ -161,6 +159,24 @@ steps = st.one_of(
 )
 
 
+def change(node: LoadingNode, step: str, argument: Any = None) -> None:
+    """Do one step that is not about restores."""
+    engine = node.engine
+    engine.begin_batch(node.now_ns)
+    part, manifest = engine.partitions[VB], engine.keyspace.manifest
+    if step == "set":
+        assert engine.store(SET, VB, argument, argument + b"set", 0, 0, 0, 0)[0] == Status.OK
+    elif step == "branch":
+        if argument == 0 or part.history_floor <= argument <= part.high_seqno:
+            lifecycle.branch(engine, VB, argument)
+    elif step == "manifest" and 9 in manifest.collections:
+        engine.keyspace.set_manifest(manifest.drop_collection("_default", "more"))
+    elif step == "manifest" and manifest.uid == 1:
+        engine.keyspace.set_manifest(manifest.create_collection("_default", "more"))
+    elif step == "floor" and part.committed_seqno > 1:
+        engine.keyspace.raise_floor(VB, part.committed_seqno - 1, 0)
+
+
 @settings(max_examples=120, deadline=None)
 @given(story=st.lists(steps, min_size=1, max_size=12), native=st.booleans())
 def test_it_leaves_what_the_ordinary_way_leaves(
@@ -174,25 +190,7 @@ def test_it_leaves_what_the_ordinary_way_leaves(
         pair.settle()
         pair.move(1)
         for node in pair.nodes:
-            engine = node.engine
-            engine.begin_batch(node.now_ns)
-            part = engine.partitions[VB]
-            if step == "set":
-                (key,) = arguments
-                assert engine.store(SET, VB, key, key + b"set", 0, 0, 0, 0)[0] == Status.OK
-            elif step == "branch":
-                at_seqno = arguments[0]
-                if at_seqno == 0 or part.history_floor <= at_seqno <= part.high_seqno:
-                    lifecycle.branch(engine, VB, at_seqno)
-            elif step == "manifest":
-                manifest = engine.keyspace.manifest
-                if 9 in manifest.collections:
-                    manifest = manifest.drop_collection("_default", "more")
-                elif manifest.uid == 1:
-                    manifest = manifest.create_collection("_default", "more")
-                engine.keyspace.set_manifest(manifest)
-            elif step == "floor" and part.committed_seqno > 1:
-                engine.keyspace.raise_floor(VB, part.committed_seqno - 1, 0)
+            change(node, step, *arguments)
             node.commit()
             if step == "merge":
                 node.merge()
@@ -287,6 +285,26 @@ def test_while_a_load_waits_nothing_else_changes_the_partition() -> None:
     assert [answer.status for answer in peer.answers()] == [Status.OK] * 2
     lifecycle.branch(engine, VB, 5)
     assert engine.partitions[VB].item_count == 5
+
+
+def test_partitions_with_replicas_load_nothing() -> None:
+    """Their replicas get changes from the log."""
+    node = LoadingNode(partitions=8)
+    node.engine.partitions[VB].has_copies = True
+    assert not node.engine.loads.takes(VB, START_NS)
+    assert node.engine.loads.takes(4, START_NS)
+
+
+def test_sessions_wait_while_too_much_is_kept() -> None:
+    node = LoadingNode(partitions=8)
+    peer = RestoringPeer(node)
+    frames = many(200, value=bytes(1200))
+    for at in range(140):
+        peer.put(VB, [*many(1, b"\0%d" % at), *frames])
+    assert node.engine.loads.is_full
+    assert peer.peer.state.waits_for_room
+    node.load()
+    assert not node.engine.loads.is_full
 
 
 def test_control_entries_in_flight_do_not_end_below_a_load() -> None:
@@ -397,7 +415,7 @@ def test_tables_of_lengths_that_lie_are_refused(*, native: bool) -> None:
         (body[:2], 1), (struct.pack(">II", len(one) - 24, 2**32 - 30) + one, 2),
     ]:  # fmt: skip
         for peer, answers in zip(pair.peers, pair.answers, strict=True):
-            answers += peer.put_value(VB, value, count)
+            answers.extend(peer.put_value(VB, value, count))
         pair.settle()
         assert pair.answers[0][-1].status == Status.EINVAL
     assert loaded(pair.loading) == 0

@@ -1,4 +1,4 @@
-"""Loads: which packets of a restore go straight into the store, and what that changes here. Sans-IO.
+"""Loads: which packets of a restore go straight into the store, and what that changes. Sans-IO.
 
     takes(vb_id), add(...)   a session asks, and hands over a packet
     begin() -> requests      the shell sends them to the store process (`vbucket.engine.store_load`)

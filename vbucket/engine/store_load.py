@@ -185,7 +185,8 @@ class _Loads:
         known = self._manifest.collections
         if len(items) != versions or not all(found in known for found, _, _ in collections):
             return None
-        self._check_new(stage.record, [full_key for full_key, _ in items])
+        if stage.record.keys:
+            self._check_new(stage.record, [full_key for full_key, _ in items])
         return put_plain(self._write, stage, merged, self._manifest, self._rows)
 
     def _load(self, request: LoadRequest, stage: Stage) -> PartitionRecord:

@@ -5,7 +5,8 @@ no database, and have no effect but their result. Whatever they do not know, or 
 leave to Python, which does it, or says what is wrong. So both forms give the same tables, byte by
 byte, and only Python has error texts.
 
-Who calls it: `vbucket.upkeep`. `loops` is built by hatch_build.py from the C sources here.
+Who calls it: `vbucket.upkeep`, loads, and readers of archives. `loops` is built by hatch_build.py
+from the C sources here.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
         [int, list[tuple[bytes, bytes, bytes | None]], int, int],
         list[tuple[bytes, bytes]] | None,
     ]
+    FrameColumns = tuple[list[int], list[int], list[int], bytes, bytes, bytes, bytes]
+    SplitFrames = Callable[[bytes, int, int], FrameColumns | None]
+    FrameKeys = Callable[[bytes, int, int], list[bytes] | None]
     EntriesOf = Callable[[bytes, int, int, int, int, int], bytes | None]
 
 
@@ -39,6 +43,22 @@ def entries_loop() -> EntriesOf | None:
     except ModuleNotFoundError:
         return None
     return entries_of
+
+
+class FrameLoops(NamedTuple):
+    """What readers of archives take from the loops."""
+
+    split: SplitFrames
+    keys: FrameKeys
+
+
+def frame_loops() -> FrameLoops | None:
+    """Return the loops over frames, None if they are not built."""
+    try:
+        from vbucket.native.loops import frame_keys, split_frames
+    except ModuleNotFoundError:
+        return None
+    return FrameLoops(split_frames, frame_keys)
 
 
 class CompactionLoops(NamedTuple):

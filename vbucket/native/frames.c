@@ -1,4 +1,5 @@
-/* See frames.h. Who calls it: vbucket/upkeep/load.py. vbucket/native/loops.pyi has the interface.
+/* See frames.h. Who calls it: vbucket/engine/store_load.py and clients/backup.
+   vbucket/native/loops.pyi has the interface.
 
    Nothing is believed of the frames: every byte that is read lies within the packet, and every
    field is checked as `vbucket.engine.bulk.Frames` checks it. A packet with anything but sound
@@ -76,4 +77,117 @@ PyObject *loops_entries_of(PyObject *Py_UNUSED(module), PyObject *args)
         Py_RETURN_NONE;
     }
     return entries;
+}
+
+typedef struct {
+    const uint8_t *data;
+    size_t at, end;
+} Section;
+
+/* Reads the arguments (bytes, start, end). Returns 0 with an exception. */
+static int open_section(Section *section, PyObject *args)
+{
+    PyObject *data;
+    Py_ssize_t at, end;
+    if (!PyArg_ParseTuple(args, "Snn", &data, &at, &end))
+        return 0;
+    if (at < 0 || end < at || end > PyBytes_GET_SIZE(data)) {
+        PyErr_SetString(PyExc_ValueError, "the section is not within the data");
+        return 0;
+    }
+    *section = (Section){(const uint8_t *)PyBytes_AS_STRING(data), (size_t)at, (size_t)end};
+    return 1;
+}
+
+/* Returns the length of the frame at the beginning, 0 if it is cut short, or its extras and key are
+   longer than its body. */
+static size_t frame_bytes(const Section *section)
+{
+    const uint8_t *frame = section->data + section->at;
+    size_t left = section->end - section->at;
+    if (left < HEADER_BYTES)
+        return 0;
+    size_t body_bytes = be32(frame + 8);
+    if (body_bytes > left - HEADER_BYTES || (size_t)frame[4] + be16(frame + 2) > body_bytes)
+        return 0;
+    return HEADER_BYTES + body_bytes;
+}
+
+/* Counts the frames. Returns -1 if one is not sound, or its key longer than a byte tells. */
+static Py_ssize_t count_frames(Section section)
+{
+    Py_ssize_t count = 0;
+    for (size_t size; section.at < section.end; section.at += size, count++) {
+        size = frame_bytes(&section);
+        if (!size || section.data[section.at + 2])
+            return -1;
+    }
+    return count;
+}
+
+static int set_number(PyObject *list, Py_ssize_t index, size_t number)
+{
+    PyObject *item = PyLong_FromSize_t(number);
+    if (item != NULL)
+        PyList_SET_ITEM(list, index, item);
+    return item != NULL;
+}
+
+PyObject *loops_split_frames(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Section section;
+    if (!open_section(&section, args))
+        return NULL;
+    Py_ssize_t count = count_frames(section);
+    if (count < 0)
+        Py_RETURN_NONE;
+    PyObject *starts = PyList_New(count), *ends = PyList_New(count), *bodies = PyList_New(count);
+    PyObject *columns[4];
+    for (int i = 0; i < 4; i++)
+        columns[i] = PyBytes_FromStringAndSize(NULL, count);
+    int is_done = starts && ends && bodies && columns[0] && columns[1] && columns[2] && columns[3];
+    for (Py_ssize_t i = 0; is_done && i < count; i++) {
+        const uint8_t *frame = section.data + section.at;
+        size_t size = frame_bytes(&section);
+        is_done = set_number(starts, i, section.at) && set_number(ends, i, section.at + size) &&
+                  set_number(bodies, i, size - HEADER_BYTES);
+        const uint8_t bytes[4] = {
+            frame[1], frame[3], frame[4], frame[3] ? frame[HEADER_BYTES + frame[4]] : 0,
+        };
+        for (int column = 0; column < 4; column++)
+            PyBytes_AS_STRING(columns[column])[i] = (char)bytes[column];
+        section.at += size;
+    }
+    PyObject *result = NULL;
+    if (is_done)
+        result = PyTuple_Pack(7, starts, ends, bodies, columns[0], columns[1], columns[2],
+                              columns[3]);
+    Py_XDECREF(starts);
+    Py_XDECREF(ends);
+    Py_XDECREF(bodies);
+    for (int i = 0; i < 4; i++)
+        Py_XDECREF(columns[i]);
+    return result;
+}
+
+PyObject *loops_frame_keys(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Section section;
+    if (!open_section(&section, args))
+        return NULL;
+    Py_ssize_t count = count_frames(section);
+    if (count < 0)
+        Py_RETURN_NONE;
+    PyObject *keys = PyList_New(count);
+    for (Py_ssize_t i = 0; keys != NULL && i < count; i++) {
+        const uint8_t *frame = section.data + section.at;
+        PyObject *key = PyBytes_FromStringAndSize((const char *)frame + HEADER_BYTES + frame[4],
+                                                  frame[3]);
+        if (key == NULL)
+            Py_CLEAR(keys);
+        else
+            PyList_SET_ITEM(keys, i, key);
+        section.at += frame_bytes(&section);
+    }
+    return keys;
 }

@@ -1,4 +1,5 @@
-/* Frames that come from elsewhere, as entries (vbucket/engine/bulk.py says what they hold). */
+/* Frames that come from elsewhere (vbucket/engine/bulk.py), and those of archives
+   (clients/backup/strip.py). */
 
 #ifndef DCPD_FRAMES_H
 #define DCPD_FRAMES_H
@@ -7,5 +8,7 @@
 #include <Python.h>
 
 PyObject *loops_entries_of(PyObject *module, PyObject *args);
+PyObject *loops_split_frames(PyObject *module, PyObject *args);
+PyObject *loops_frame_keys(PyObject *module, PyObject *args);
 
 #endif

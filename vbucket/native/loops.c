@@ -32,7 +32,9 @@ static PyMethodDef functions[] = {
     {"crc32c", loops_crc32c, METH_VARARGS, NULL},
     {"crc32c_by_tables", loops_crc32c_by_tables, METH_VARARGS, NULL},
     {"entries_of", loops_entries_of, METH_VARARGS, NULL},
+    {"frame_keys", loops_frame_keys, METH_VARARGS, NULL},
     {"repack", loops_repack, METH_VARARGS, NULL},
+    {"split_frames", loops_split_frames, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -34,6 +34,11 @@ class OpenConnection(GuardedConnection, Holder, Protocol):
     def depose(self, vb_ids: tuple[int, ...]) -> None:
         """Replace the answers that wait for a commit in partitions with another master now."""
 
+    def loaded(self) -> None:
+        """Documents of a restore are in the store: send their answers, and take more."""
+        self.release()
+        self.writers_may_go_on()
+
     def tell_map(self) -> None:
         """Push the newest map to a client that asked for that."""
 

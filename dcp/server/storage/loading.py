@@ -1,6 +1,7 @@
 """Loads: documents of a restore go to the store process in large transactions.
 
-    a session hands a packet over -> `_run` sends what waits -> the partitions show it, answers leave
+    a session hands a packet over -> `_run` sends what waits -> the partitions show it, and the
+    answers leave
 
 One load is under way at a time, and packets that come meanwhile are the next one. So loads grow
 with what arrives, like commit groups. `vbucket.engine.loads` has the rules and invariants.
@@ -21,7 +22,7 @@ from typing import Any, Final
 
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
-from dcp.server.storage.merging import Merging, MergeTroubleError
+from dcp.server.storage.merging import MergeTroubleError, Merging
 from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.storage.store_queue import FAILURES, PAUSE_MAX_S, PAUSE_S, StoreQueue, Work
 from dcp.stream.hub import StreamHub
