@@ -52,6 +52,13 @@ class LoadingNode(MemoryNode):
         """Take note of the reports."""
         self.store.refresh()
         self.hub.committed(self.engine.loads.done(reports))
+        self.apply()
+
+    def apply(self) -> None:
+        """Apply what is not loaded."""
+        self.engine.begin_batch(self.now_ns)
+        while self.engine.loads.apply_next():
+            pass
 
     def load(self) -> None:
         """Load everything that waits."""
@@ -59,6 +66,7 @@ class LoadingNode(MemoryNode):
             requests = self.begin_load()
             if requests:
                 self.end_load(self.load_into_store(requests))
+            self.apply()
         self.commit()
 
 

@@ -155,7 +155,7 @@ steps = st.one_of(
     st.tuples(st.just("put"), st.lists(frames_of, min_size=1, max_size=6), st.just(FIT_META)),
     st.tuples(st.just("set"), st.sampled_from([b"\0a", b"\0n3"])),
     st.tuples(st.just("branch"), st.integers(0, 9)),
-    st.sampled_from([("load",), ("merge",), ("crash",), ("manifest",), ("floor",)]),
+    st.sampled_from([("load",), ("merge",), ("crash",), ("manifest",), ("floor",), ("compact",)]),
 )
 
 
@@ -194,6 +194,9 @@ def test_it_leaves_what_the_ordinary_way_leaves(
             node.commit()
             if step == "merge":
                 node.merge()
+            elif step == "compact":
+                node.merge()
+                node.compact([VB])
             elif step == "crash":
                 node.crash()
         if step == "crash":
@@ -475,5 +478,6 @@ def test_what_the_store_does_not_take_is_applied(error: Exception) -> None:
     assert pair.loading.begin_load()
     pair.put(VB, many(10, b"\0y"), FIT_META)
     pair.loading.engine.loads.refuse_all()
+    pair.loading.apply()
     pair.check()
     assert loaded(pair.loading) == 0, error

@@ -3,9 +3,10 @@
     takes(vb_id), add(...)   a session asks, and hands over a packet
     begin() -> requests      the shell sends them to the store process (`vbucket.engine.store_load`)
     done(reports)            the store has them: the partitions show their new documents
+    apply_next()             applies a packet that cannot be loaded after all
 
-A packet that cannot be loaded after all is applied in the ordinary way, by the function that came
-with it: the store says that a key exists, for example, or the disk is full.
+Such a packet is applied in the ordinary way, by the function that came with it: the store says that
+a key exists, for example, or the disk is full.
 
 Invariants
 - a partition that has packets here takes no other writes (`Hold.LOADING`), so its seqnos after the
@@ -28,9 +29,10 @@ from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.engine.store_load import LoadReport, LoadRequest
 from vbucket.model.collection_counts import CollectionCounts
 
-LOAD_BYTES_MAX: Final = 8 << 20
-"""Bytes of packets in one transaction of the store. It takes some 50 ms, and other work of the
-store process waits that long. With fewer, each transaction has less to share its syncs."""
+LOAD_BYTES_MAX: Final = 4 << 20
+"""Bytes of packets in one transaction of the store. It takes some 30 ms, other work of the store
+process waits that long, and passing them on takes the loop 3 ms. With fewer, each transaction has
+less to share its syncs."""
 WAITING_BYTES_MAX: Final = 32 << 20
 """Bytes of packets that are kept. Sessions wait with more. One restore has half as much under
 way."""
@@ -78,6 +80,8 @@ class Loads:
         """Called with the first packet that waits. None: nothing is loaded here."""
         self._waiting: dict[int, list[Ticket]] = {}
         self._under_way: dict[int, list[Ticket]] = {}
+        self._ordinary: dict[int, list[Ticket]] = {}
+        """Packets to apply in the ordinary way, before anything else of their partition."""
         self._waiting_bytes = 0
         self._has_merged = False
         """Whether everything is merged that the log had at the start."""
@@ -92,15 +96,18 @@ class Loads:
 
     @property
     def has_work(self) -> bool:
-        """Whether packets wait."""
-        return bool(self._waiting)
+        """Whether packets wait, or are being loaded."""
+        return bool(self._waiting or self._under_way or self._ordinary)
+
+    def _has(self, vb_id: int) -> bool:
+        return vb_id in self._waiting or vb_id in self._under_way or vb_id in self._ordinary
 
     def takes(self, vb_id: int, now_ns: int) -> bool:
         """Whether a packet of a partition may be loaded; `now_ns` is Unix time."""
         self._now_ns = now_ns
         if self.on_work is None:
             return False
-        if vb_id in self._waiting or vb_id in self._under_way:
+        if self._has(vb_id):
             return True
         part = self._partitions[vb_id]
         return (
@@ -117,7 +124,7 @@ class Loads:
     def add(self, vb_id: int, ticket: Ticket) -> None:
         """Take a packet. `takes` has just said that it may be loaded."""
         self._partitions[vb_id].hold_writes(Hold.LOADING, _HELD)
-        begins = not self._waiting
+        begins = not self.has_work
         self._waiting.setdefault(vb_id, []).append(ticket)
         self._waiting_bytes += len(ticket.packet)
         if begins and self.on_work is not None:
@@ -127,9 +134,7 @@ class Loads:
         """Return why a partition (None: any) cannot get another history or manifest now, "" if it
         can. Loads pause then, so that somebody who tries again succeeds.
         """
-        is_busy = vb_id in self._under_way or vb_id in self._waiting
-        if vb_id is None:
-            is_busy = bool(self._under_way)
+        is_busy = bool(self._under_way) if vb_id is None else self._has(vb_id)
         if is_busy:
             self._paused_until_ns = self._now_ns + PAUSE_NS
         return _BUSY if is_busy else ""
@@ -148,14 +153,16 @@ class Loads:
         self._has_merged = True
 
     def begin(self) -> list[LoadRequest]:
-        """Return what to load next, perhaps nothing. Packets of other partitions were applied."""
-        assert not self._under_way, "one load is under way at a time"
+        """Return what to load next, perhaps nothing. Packets of partitions that cannot be loaded
+        are left to `apply_next`.
+        """
+        assert not (self._under_way or self._ordinary), "one load is under way at a time"
         requests: list[LoadRequest] = []
         size = 0
         for vb_id in list(self._waiting):
             part = self._partitions[vb_id]
             if part.state != VbState.ACTIVE or not (self._has_merged and self._is_merged(part)):
-                self._apply(vb_id, self._waiting.pop(vb_id))
+                self._ordinary[vb_id] = self._waiting.pop(vb_id)
                 continue
             tickets = self._waiting[vb_id]
             chosen: list[Ticket] = []
@@ -187,21 +194,33 @@ class Loads:
             frames = sum(ticket.count for ticket in tickets)
             self._show(self._partitions[report.vb_id], report, frames)
             self._settle(report.vb_id, tickets)
-        for vb_id, tickets in under_way.items():
-            self._apply(vb_id, tickets)
+        self._ordinary.update(under_way)
         if loaded:
             self._keyspace.due.generation += 1  # the store has other rows of due documents
         return [report.vb_id for report in loaded]
 
     def refuse_all(self) -> None:
-        """Apply everything in the ordinary way: nothing can be loaded now."""
-        under_way, self._under_way = self._under_way, {}
+        """Leave everything to `apply_next`: nothing can be loaded now."""
+        for chosen in (self._under_way, self._waiting):
+            for vb_id, tickets in chosen.items():
+                self._ordinary.setdefault(vb_id, []).extend(tickets)
+            chosen.clear()
         self._keyspace.loading.clear()
-        waiting, self._waiting = self._waiting, {}
-        for vb_id, tickets in under_way.items():
-            self._apply(vb_id, tickets + waiting.pop(vb_id, []))
-        for vb_id, tickets in waiting.items():
-            self._apply(vb_id, tickets)
+
+    def apply_next(self) -> bool:
+        """Apply one packet in the ordinary way, which takes up to 2 ms; False: there is none."""
+        if not self._ordinary:
+            return False
+        vb_id, tickets = next(iter(self._ordinary.items()))
+        part, ticket = self._partitions[vb_id], tickets.pop(0)
+        if not tickets:
+            del self._ordinary[vb_id]
+        self._waiting_bytes -= len(ticket.packet)
+        part.release_writes(Hold.LOADING)
+        ticket.apply_now()
+        if self._has(vb_id):
+            part.hold_writes(Hold.LOADING, _HELD)
+        return True
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -233,14 +252,5 @@ class Loads:
         self._waiting_bytes -= sum(len(ticket.packet) for ticket in tickets)
         for ticket in tickets:
             ticket.finish()
-        if vb_id not in self._waiting:
+        if not self._has(vb_id):
             self._partitions[vb_id].release_writes(Hold.LOADING)
-
-    def _apply(self, vb_id: int, tickets: Sequence[Ticket]) -> None:
-        part = self._partitions[vb_id]
-        part.release_writes(Hold.LOADING)
-        self._waiting_bytes -= sum(len(ticket.packet) for ticket in tickets)
-        for ticket in tickets:
-            ticket.apply_now()
-        if vb_id in self._waiting:
-            part.hold_writes(Hold.LOADING, _HELD)

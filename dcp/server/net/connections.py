@@ -34,11 +34,6 @@ class OpenConnection(GuardedConnection, Holder, Protocol):
     def depose(self, vb_ids: tuple[int, ...]) -> None:
         """Replace the answers that wait for a commit in partitions with another master now."""
 
-    def loaded(self) -> None:
-        """Documents of a restore are in the store: send their answers, and take more."""
-        self.release()
-        self.writers_may_go_on()
-
     def tell_map(self) -> None:
         """Push the newest map to a client that asked for that."""
 
@@ -115,6 +110,11 @@ class Connections:
             self.waiting = {connection for connection in waiting if connection.release()} | (
                 self.waiting - waiting
             )
+
+    def loaded(self) -> None:
+        """Documents of a restore are in the store: send their answers, and take more."""
+        self.release()
+        self.writers_may_go_on()
 
     def tell_map(self) -> None:
         """Push the newest map to all clients that asked for that."""

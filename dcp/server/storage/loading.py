@@ -86,9 +86,8 @@ class Loading:
             requests = loads.begin()
             if requests:
                 await self._load(requests)
-            if self._engine.keyspace.has_pending:
-                self._kick()
             self._release()
+            await self._apply()
         self._is_running = False
 
     async def _merge_before(self) -> bool:
@@ -104,7 +103,6 @@ class Loading:
 
     async def _load(self, requests: list[LoadRequest]) -> None:
         reports = await self._ask(requests)
-        self._engine.begin_batch(time.time_ns())
         if reports is None:
             self._loads.refuse_all()
             return
@@ -112,6 +110,15 @@ class Loading:
         before = self._loads.documents
         self._hub.committed(self._loads.done(reports))
         self._meter.changes += self._loads.documents - before
+
+    async def _apply(self) -> None:
+        """Apply what is not loaded, in turns with everything else on the loop."""
+        self._engine.begin_batch(time.time_ns())
+        while self._loads.apply_next():
+            self._kick()
+            self._release()
+            await asyncio.sleep(0)
+            self._engine.begin_batch(time.time_ns())
 
     async def _ask(self, requests: list[LoadRequest]) -> list[LoadReport] | None:
         """Return what became of the requests; None: nothing was loaded, and the log says why."""
