@@ -66,7 +66,7 @@ LOOPS_SOURCES: Final = (
     "vbucket/native/compaction.c",
     "vbucket/native/counts.c",
     "vbucket/native/crc32c.c",
-    "vbucket/native/frames.c",
+    "vbucket/native/packets.c",
     "vbucket/native/staging.c",
 )
 LOOPS_HEADERS: Final = (
@@ -74,7 +74,7 @@ LOOPS_HEADERS: Final = (
     "vbucket/native/compaction.h",
     "vbucket/native/counts.h",
     "vbucket/native/crc32c.h",
-    "vbucket/native/frames.h",
+    "vbucket/native/packets.h",
     "vbucket/native/staging.h",
 )
 PACKAGES: Final = ("dcp", "vbucket", "failover")

@@ -21,13 +21,13 @@ from dcp.wire.message import MUTATION_EXTRAS, SYSTEM_EVENT_EXTRAS
 from dcp.wire.opcode import Opcode
 from vbucket.model.ids import time_ns_from_cas
 from vbucket.model.manifest import SystemEventKind, collection_of, parse_system_event
-from vbucket.native import FrameLoops, frame_loops
+from vbucket.native import ArchiveLoops, archive_loops
 
 _BODY: Final = Struct(">8xI")
 _KIND: Final = Struct(">xBHB")
 """Opcode, key length, extras length."""
 _CAS_SEQNO: Final = Struct(">16xQQ")
-_LOOPS: Final = frame_loops()
+_LOOPS: Final = archive_loops()
 """The same in C, where it is built."""
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
@@ -96,7 +96,7 @@ class Strip:
             self._opcodes = bytes(opcodes)
             self._first_bytes = bytes([key[0] if key else 0 for key in self._keys(data)])
 
-    def _split(self, loops: FrameLoops, data: bytes, section: Section) -> bool:
+    def _split(self, loops: ArchiveLoops, data: bytes, section: Section) -> bool:
         """Do the same in C; False: nothing was done."""
         found = loops.split(data, section.offset, section.offset + section.size_bytes)
         if found is None:

@@ -16,7 +16,7 @@ from dcp.wire.frame import pack_request
 from dcp.wire.message import DELETION_EXTRAS, MUTATION_EXTRAS, SYSTEM_EVENT_EXTRAS
 from dcp.wire.opcode import Opcode
 from vbucket.model.ids import time_ns_from_cas
-from vbucket.native import frame_loops
+from vbucket.native import archive_loops
 
 VB = 9
 BEGIN_NS = 1_800_000_000 << 30
@@ -52,7 +52,7 @@ def frame(kind, key, value, seqno):
 def test_columns_say_what_the_frames_say(
     told, before, after, only_mutations, is_dense, low, high, late, data, native
 ):
-    with patch.object(strip_module, "_LOOPS", frame_loops() if native else None):
+    with patch.object(strip_module, "_LOOPS", archive_loops() if native else None):
         check_columns(told, before, after, only_mutations, is_dense, low, high, late, data)
 
 
@@ -112,7 +112,7 @@ def cut(stretch):
     ]
 
 
-@pytest.mark.skipif(frame_loops() is None, reason="the C loops are not built (scripts/compile)")
+@pytest.mark.skipif(archive_loops() is None, reason="the C loops are not built (scripts/compile)")
 @given(
     told=st.lists(changes, min_size=1, max_size=4), at=st.integers(0, 200),
     put=st.binary(min_size=1, max_size=4), cut_bytes=st.integers(0, 30),
@@ -123,7 +123,7 @@ def test_loops_take_sound_frames_only(told, at, put, cut_bytes):
     data = bytearray(b"".join(frames))
     data[at : at + len(put)] = put
     chunk = bytes(data[: max(0, len(data) - cut_bytes)])
-    loops = frame_loops()
+    loops = archive_loops()
     found, keys = loops.split(chunk, 0, len(chunk)), loops.keys(chunk, 0, len(chunk))
     assert (found is None) == (keys is None)
     if found is None:
@@ -139,10 +139,10 @@ def test_loops_take_sound_frames_only(told, at, put, cut_bytes):
         assert first == (key[0] if key else 0)
 
 
-@pytest.mark.skipif(frame_loops() is None, reason="the C loops are not built (scripts/compile)")
+@pytest.mark.skipif(archive_loops() is None, reason="the C loops are not built (scripts/compile)")
 @pytest.mark.parametrize(("start", "end"), [(-1, 2), (2, 1), (0, 4)])
 def test_loops_refuse_sections_outside_the_data(start, end):
     with pytest.raises(ValueError, match="not within"):
-        frame_loops().split(b"abc", start, end)
+        archive_loops().split(b"abc", start, end)
     with pytest.raises(ValueError, match="not within"):
-        frame_loops().keys(b"abc", start, end)
+        archive_loops().keys(b"abc", start, end)

@@ -29,6 +29,7 @@ from support.memory_node import START_NS, LmdbNode
 from vbucket.engine import lifecycle
 from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.engine import SET
+from vbucket.engine.expiry import Pager
 from vbucket.engine.partition import Hold
 from vbucket.engine.store_load import LoadRequest
 from vbucket.model.entry import key_of
@@ -326,6 +327,55 @@ def test_control_entries_in_flight_do_not_end_below_a_load() -> None:
     node.merge()
     node.crash()
     assert node.engine.partitions[VB].item_count == 10
+
+
+def test_a_merge_whose_report_comes_late_does_not_end_below_a_load() -> None:
+    node = LoadingNode(partitions=8)
+    peer = RestoringPeer(node)
+    peer.put(VB, many(10))
+    requests = node.begin_load()
+    part = node.engine.partitions[VB]
+    node.engine.keyspace.add_control(part, {"kind": "floor", "seqno": 0, "purge": 0})
+    node.begin_merge()
+    sealed = [(at, node.device.read(at)) for at in node.merges.begin(node.device.segments())]
+    report = node.merge_segments(sealed)
+    node.end_load(node.load_into_store(requests))
+    node.merges.merged(report)
+    assert part.merged_seqno == 10
+    assert node.engine.versions.newest_entry(part, b"\0k3") is not None
+
+
+def test_a_branch_is_merged_before_a_load_comes_after_it() -> None:
+    """Otherwise the log would undo the load at the next start."""
+    node = LoadingNode(partitions=8)
+    peer = RestoringPeer(node)
+    peer.put(VB, many(10))
+    node.load()
+    lifecycle.branch(node.engine, VB, 0)
+    node.commit()
+    peer.put(VB, many(10, b"\0more"))
+    assert node.engine.loads.wants_merge
+    node.load()
+    assert node.engine.loads.documents == 20
+    node.crash()
+    assert node.engine.partitions[VB].high_seqno == 10
+
+
+def test_loaded_documents_expire() -> None:
+    """Also before those that the pager has looked at already."""
+    node = LoadingNode(partitions=8)
+    node.engine.store(SET, 4, b"\0a", b"\0av", 0, START_S + 20, 0, 0)
+    node.merge()
+    pager = Pager(node.engine, node.store)
+    node.now_ns += 30 * 10**9
+    assert pager.step(node.now_ns)
+    peer = RestoringPeer(node)
+    peer.put(VB, many(10, expiry=START_S + 10))
+    node.load()
+    assert node.engine.partitions[VB].item_count == 10
+    assert pager.step(node.now_ns)
+    assert pager.expired == 11
+    assert node.engine.partitions[VB].item_count == 0
 
 
 class _DiedError(Exception):

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
         [int, list[tuple[bytes, bytes, bytes | None]], int, int],
         list[tuple[bytes, bytes]] | None,
     ]
-    FrameColumns = tuple[list[int], list[int], list[int], bytes, bytes, bytes, bytes]
-    SplitFrames = Callable[[bytes, int, int], FrameColumns | None]
+    SectionColumns = tuple[list[int], list[int], list[int], bytes, bytes, bytes, bytes]
+    SplitFrames = Callable[[bytes, int, int], SectionColumns | None]
     FrameKeys = Callable[[bytes, int, int], list[bytes] | None]
     EntriesOf = Callable[[bytes, int, int, int, int, int], bytes | None]
 
@@ -45,20 +45,20 @@ def entries_loop() -> EntriesOf | None:
     return entries_of
 
 
-class FrameLoops(NamedTuple):
+class ArchiveLoops(NamedTuple):
     """What readers of archives take from the loops."""
 
     split: SplitFrames
     keys: FrameKeys
 
 
-def frame_loops() -> FrameLoops | None:
-    """Return the loops over frames, None if they are not built."""
+def archive_loops() -> ArchiveLoops | None:
+    """Return the loops over sections of archives, None if they are not built."""
     try:
         from vbucket.native.loops import frame_keys, split_frames
     except ModuleNotFoundError:
         return None
-    return FrameLoops(split_frames, frame_keys)
+    return ArchiveLoops(split_frames, frame_keys)
 
 
 class CompactionLoops(NamedTuple):

@@ -5,7 +5,7 @@
 
 #include "compaction.h"
 #include "crc32c.h"
-#include "frames.h"
+#include "packets.h"
 #include "staging.h"
 
 static PyObject *checksum(PyObject *args, uint32_t (*way)(uint32_t, const uint8_t *, size_t))

@@ -1,8 +1,8 @@
 /* Frames that come from elsewhere (vbucket/engine/bulk.py), and those of archives
    (clients/backup/strip.py). */
 
-#ifndef DCPD_FRAMES_H
-#define DCPD_FRAMES_H
+#ifndef DCPD_PACKETS_H
+#define DCPD_PACKETS_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
