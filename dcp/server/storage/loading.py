@@ -20,11 +20,12 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+from dcp.core.store_turns import Work
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.merging import MergeTroubleError, Merging
 from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError
-from dcp.server.storage.store_queue import FAILURES, PAUSE_MAX_S, PAUSE_S, StoreQueue, Work
+from dcp.server.storage.store_queue import FAILURES, PAUSE_MAX_S, PAUSE_S, StoreQueue
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
 from vbucket.engine.store_load import LoadReport, LoadRequest
