@@ -45,7 +45,7 @@ from dcp.session.answer_marks import MARK_BYTES, HeldAnswer, Mark, MarkedAnswers
 from dcp.session.state import SessionState
 from failover.write_answer import Durability, is_done
 from vbucket.engine.engine import Engine
-from vbucket.engine.loads import Ticket
+from vbucket.engine.loads import LoadTicket
 from vbucket.model.entry import vb_id_of
 
 COMMIT_TIMEOUT_NS: Final = 10_000_000_000
@@ -92,12 +92,12 @@ class HeldBatch:
         """When the requests were read, monotonic."""
         self.marked = marked
         """The answers, if some of them have marks."""
-        self.loads: Sequence[tuple[int, Ticket]] = ()
+        self.loads: Sequence[tuple[int, LoadTicket]] = ()
         """Packets that are loaded, and the places of their answers in `pieces`."""
         self.pieces: list[bytes] = []
         """The answers one by one, if some of them wait for loads."""
 
-    def wait_for(self, loads: Sequence[tuple[int, Ticket]], answers: Sequence[bytes]) -> None:
+    def wait_for(self, loads: Sequence[tuple[int, LoadTicket]], answers: Sequence[bytes]) -> None:
         """Wait for loads, whose answers may change meanwhile."""
         self.loads, self.pieces = loads, list(answers)
 

@@ -41,7 +41,7 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, WrongVbucketError
 from vbucket.engine.bulk import Frames, MalformedFramesError
-from vbucket.engine.loads import Ticket
+from vbucket.engine.loads import LoadTicket
 from vbucket.model.manifest import collection_of
 from vbucket.store.environment import StoreDamagedError
 
@@ -96,7 +96,7 @@ class PutFramesCommand:
             extras = PUT_FRAMES_FITTED_ANSWER.pack(count, 0, 0)
         answer = pack_response(request.opcode, Status.OK, opaque=request.opaque, extras=extras)
         apply = partial(self._apply_later, request, options, count)
-        ticket = Ticket(count, request.value, answer, apply)
+        ticket = LoadTicket(count, request.value, answer, apply)
         state.loads.append((len(state.answers), ticket))
         state.send(answer)
         state.engine.loads.add(request.vb_id, ticket)

@@ -27,7 +27,7 @@ from dcp.wire.status import (
 )
 from failover.write_answer import Durability
 from vbucket.engine.engine import Engine
-from vbucket.engine.loads import Ticket
+from vbucket.engine.loads import LoadTicket
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_modify_write import Flush
 from vbucket.model.manifest import decode_leb128
@@ -247,9 +247,9 @@ class SessionState:
     def _begin_answers(self, has_replicas: bool, acknowledges_as_master: bool) -> None:
         """Begin with no answers, and nothing that they wait for."""
         self.answers: list[bytes] = []
-        self.loads: list[tuple[int, Ticket]] = []  # places in `answers`, and what these wait for
         """Responses in order. `dcp.session.held_answers` says when they may leave: it has the rules
         of the next three."""
+        self.loads: list[tuple[int, LoadTicket]] = []  # places of answers, and what these await
         self.wait_group, self.first_change = 0, -1
         self.awaited: dict[int, int] = {}
         self.marks: list[Mark] | None = [] if has_replicas else None

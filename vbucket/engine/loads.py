@@ -46,7 +46,7 @@ Apply = Callable[[], tuple[bytes, int]]
 """Applies a packet in the ordinary way; returns its answer and the commit group it waits for."""
 
 
-class Ticket:
+class LoadTicket:
     """A packet that is loaded, until its answer may leave."""
 
     __slots__ = ("answer", "apply", "count", "group", "is_done", "packet")
@@ -78,9 +78,9 @@ class Loads:
         self._partitions = keyspace.partitions
         self.on_work: Callable[[], None] | None = None
         """Called with the first packet that waits. None: nothing is loaded here."""
-        self._waiting: dict[int, list[Ticket]] = {}
-        self._under_way: dict[int, list[Ticket]] = {}
-        self._ordinary: dict[int, list[Ticket]] = {}
+        self._waiting: dict[int, list[LoadTicket]] = {}
+        self._under_way: dict[int, list[LoadTicket]] = {}
+        self._ordinary: dict[int, list[LoadTicket]] = {}
         """Packets to apply in the ordinary way, before anything else of their partition."""
         self._waiting_bytes = 0
         self._has_merged = False
@@ -121,7 +121,7 @@ class Loads:
             and not self._paused_until_ns - PAUSE_NS <= now_ns < self._paused_until_ns
         )
 
-    def add(self, vb_id: int, ticket: Ticket) -> None:
+    def add(self, vb_id: int, ticket: LoadTicket) -> None:
         """Take a packet. `takes` has just said that it may be loaded."""
         self._partitions[vb_id].hold_writes(Hold.LOADING, _HELD)
         begins = not self.has_work
@@ -166,7 +166,7 @@ class Loads:
                 self._ordinary[vb_id] = self._waiting.pop(vb_id)
                 continue
             tickets = self._waiting[vb_id]
-            chosen: list[Ticket] = []
+            chosen: list[LoadTicket] = []
             while tickets and (size < LOAD_BYTES_MAX or not (chosen or requests)):
                 chosen.append(tickets.pop(0))
                 size += len(chosen[-1].packet)
@@ -249,7 +249,7 @@ class Loads:
         part.tally = CollectionCounts(report.tally)
         self.documents += frames
 
-    def _settle(self, vb_id: int, tickets: Sequence[Ticket]) -> None:
+    def _settle(self, vb_id: int, tickets: Sequence[LoadTicket]) -> None:
         self._waiting_bytes -= sum(len(ticket.packet) for ticket in tickets)
         for ticket in tickets:
             ticket.finish()
