@@ -68,6 +68,7 @@ LOOPS_SOURCES: Final = (
     "vbucket/native/counts.c",
     "vbucket/native/crc32c.c",
     "vbucket/native/frames.c",
+    "vbucket/native/packets.c",
     "vbucket/native/staging.c",
 )
 LOOPS_HEADERS: Final = (
@@ -77,6 +78,7 @@ LOOPS_HEADERS: Final = (
     "vbucket/native/counts.h",
     "vbucket/native/crc32c.h",
     "vbucket/native/frames.h",
+    "vbucket/native/packets.h",
     "vbucket/native/staging.h",
 )
 PACKAGES: Final = ("dcp", "vbucket", "failover")

@@ -274,7 +274,7 @@ class Session:
             return (position, missing_bytes) if missing_bytes else (min(body_end, end), 0)
         if body_end > end:
             return position, body_end - end
-        if opcode in _WRITES and self._must_wait():
+        if opcode in _WRITES and self._must_wait(opcode):
             return position, 0
         if self._gate.is_open or not self._gate.stops(buffer, position, now_ns):
             self._take(buffer, position, body_end)
@@ -356,9 +356,11 @@ class Session:
 
         return counting
 
-    def _must_wait(self) -> bool:
+    def _must_wait(self, opcode: int) -> bool:
         """Return whether a command that writes has to wait; the session is full then."""
         state, engine = self.state, self.state.engine
+        if opcode == Opcode.X_PUT_FRAMES and engine.loads.is_full and self.is_logged_in:
+            state.is_full = state.waits_for_room = True
         if engine.writers_wait and not engine.write_refusal and self.is_logged_in:
             state.is_full = state.waits_for_room = True
         return state.waits_for_room

@@ -25,6 +25,7 @@ from vbucket.engine.bulk import REV_SEQNO_MAX, Frames
 from vbucket.engine.conflicts import are_new, winners
 from vbucket.engine.kept_xattrs import KeptXattrs, with_xattrs
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
+from vbucket.engine.loads import Loads
 from vbucket.engine.locks import Locks
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.model.entry import (
@@ -104,6 +105,7 @@ class Engine:
         self.due = keyspace.due
         self.versions = keyspace.versions
         self.locks = Locks()
+        self.loads = Loads(keyspace)
         self._store = store
         self.write_refusal = ""
         """Why no partition takes writes now, "" if they do."""

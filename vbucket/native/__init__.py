@@ -7,8 +7,9 @@ database, and have no effect but their result. Whatever they do not know, or fin
 leave to Python, which does it, or says what is wrong. So both forms give the same results, byte by
 byte, and only Python has error texts.
 
-Who calls it: `vbucket.upkeep`, `vbucket.store.runs`, `clients.streaming.change_runs`. `loops` is
-built by hatch_build.py from the C sources here.
+Who calls it: `vbucket.upkeep`, `vbucket.engine.store_load`, `vbucket.store.runs`,
+`clients.backup.strip`, `clients.streaming.change_runs`. `loops` is built by hatch_build.py from the
+C sources here.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
         [int, list[tuple[bytes, bytes, bytes | None]], int, int],
         list[tuple[bytes, bytes]] | None,
     ]
+    SectionColumns = tuple[list[int], list[int], list[int], bytes, bytes, bytes, bytes]
+    SplitFrames = Callable[[bytes, int, int], SectionColumns | None]
+    FrameKeys = Callable[[bytes, int, int], list[bytes] | None]
+    EntriesOf = Callable[[bytes, int, int, int, int, int], bytes | None]
 
 
 Row = tuple[int, bytes, bytes, int, int, int, int, int, int]
@@ -85,6 +90,31 @@ def new_staged() -> Staged | None:
     except ModuleNotFoundError:
         return None
     return Staged()
+
+
+def entries_loop() -> EntriesOf | None:
+    """Return the loop that makes entries of a packet of frames, None if the loops are not built."""
+    try:
+        from vbucket.native.loops import entries_of
+    except ModuleNotFoundError:
+        return None
+    return entries_of
+
+
+class ArchiveLoops(NamedTuple):
+    """What readers of archives take from the loops."""
+
+    split: SplitFrames
+    keys: FrameKeys
+
+
+def archive_loops() -> ArchiveLoops | None:
+    """Return the loops over sections of archives, None if they are not built."""
+    try:
+        from vbucket.native.loops import frame_keys, split_frames
+    except ModuleNotFoundError:
+        return None
+    return ArchiveLoops(split_frames, frame_keys)
 
 
 class CompactionLoops(NamedTuple):

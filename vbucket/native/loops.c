@@ -7,6 +7,7 @@
 #include "compaction.h"
 #include "crc32c.h"
 #include "frames.h"
+#include "packets.h"
 #include "staging.h"
 
 static PyObject *checksum(PyObject *args, uint32_t (*way)(uint32_t, const uint8_t *, size_t))
@@ -32,6 +33,8 @@ static PyObject *loops_crc32c_by_tables(PyObject *Py_UNUSED(module), PyObject *a
 static PyMethodDef functions[] = {
     {"crc32c", loops_crc32c, METH_VARARGS, NULL},
     {"crc32c_by_tables", loops_crc32c_by_tables, METH_VARARGS, NULL},
+    {"entries_of", loops_entries_of, METH_VARARGS, NULL},
+    {"frame_keys", loops_frame_keys, METH_VARARGS, NULL},
     {"repack", loops_repack, METH_VARARGS, NULL},
     {"cut_frames", loops_cut_frames, METH_VARARGS, NULL},
     {"mutations_run", loops_mutations_run, METH_VARARGS, NULL},
@@ -41,6 +44,7 @@ static PyMethodDef functions[] = {
     {"mutation_keys", loops_mutation_keys, METH_VARARGS, NULL},
     {"mutation_values", loops_mutation_values, METH_VARARGS, NULL},
     {"mutation_numbers", loops_mutation_numbers, METH_VARARGS, NULL},
+    {"split_frames", loops_split_frames, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -11,6 +11,24 @@ def crc32c(data: bytes, /) -> int:
 def crc32c_by_tables(data: bytes, /) -> int:
     """Return the same, without the processor's instruction."""
 
+def entries_of(
+    packet: bytes, count: int, vb_id: int, first_seqno: int, epoch: int, cas_max: int, /
+) -> bytes | None:
+    """Return the frames of a packet (`vbucket.engine.bulk`) as entries of new keys, joined, with
+    consecutive seqnos. None: Python should do it, or say what is wrong.
+    """
+
+def split_frames(
+    data: bytes, start: int, end: int, /
+) -> tuple[list[int], list[int], list[int], bytes, bytes, bytes, bytes] | None:
+    """Return the columns of the frames in a part of `data`: starts, ends, body lengths; and of
+    each a byte: opcode, key length, extras length, first byte of the key (0: it has none). None if
+    a frame is not sound, or its key is longer than 255 bytes.
+    """
+
+def frame_keys(data: bytes, start: int, end: int, /) -> list[bytes] | None:
+    """Return the keys of the same frames; None as above."""
+
 def repack(
     vb_id: int,
     parts: list[tuple[bytes, bytes, bytes | None]],

@@ -111,6 +111,11 @@ class Connections:
                 self.waiting - waiting
             )
 
+    def loaded(self) -> None:
+        """Documents of a restore are in the store: send their answers, and take more."""
+        self.release()
+        self.writers_may_go_on()
+
     def tell_map(self) -> None:
         """Push the newest map to all clients that asked for that."""
         for connection in self:
