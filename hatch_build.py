@@ -62,17 +62,21 @@ COMPILED: Final = (
 LOOPS: Final = "vbucket.native.loops"
 LOOPS_SOURCES: Final = (
     "vbucket/native/loops.c",
+    "vbucket/native/attributes.c",
     "vbucket/native/blocks.c",
     "vbucket/native/compaction.c",
     "vbucket/native/counts.c",
     "vbucket/native/crc32c.c",
+    "vbucket/native/set_run.c",
     "vbucket/native/staging.c",
 )
 LOOPS_HEADERS: Final = (
+    "vbucket/native/attributes.h",
     "vbucket/native/blocks.h",
     "vbucket/native/compaction.h",
     "vbucket/native/counts.h",
     "vbucket/native/crc32c.h",
+    "vbucket/native/set_run.h",
     "vbucket/native/staging.h",
 )
 PACKAGES: Final = ("dcp", "vbucket", "failover")

@@ -11,11 +11,14 @@ Who calls it: `vbucket.upkeep`. `loops` is built by hatch_build.py from the C so
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from vbucket.native.loops import Staged, Superseded
+    from vbucket.native.loops import SetRun, Staged, Superseded
 
+    Partitions = list[Any]
+    MetaBelow = Callable[[Any, bytes, bytes | None], tuple[int, int, int, int, int, int, int]]
+    Find = Callable[[bytes], bytes | memoryview | None]
     Repack = Callable[
         [int, list[tuple[bytes, bytes, bytes | None]], int, int],
         list[tuple[bytes, bytes]] | None,
@@ -29,6 +32,21 @@ def new_staged() -> Staged | None:
     except ModuleNotFoundError:
         return None
     return Staged()
+
+
+def set_run(
+    partitions: Partitions, meta_below: MetaBelow, find: Find, damaged: type[Exception]
+) -> SetRun | None:
+    """Return what applies plain SETs to these partitions, None if the loops are not built.
+
+    `meta_below` is that of `Versions`, `find` looks up a record of the store. If they raise
+    `damaged`, the run ends, and Python tries again.
+    """
+    try:
+        from vbucket.native.loops import SetRun
+    except ModuleNotFoundError:
+        return None
+    return SetRun(partitions, meta_below, find, damaged)
 
 
 class CompactionLoops(NamedTuple):

@@ -1,5 +1,8 @@
 """The interface of the C sources here."""
 
+from collections.abc import Callable
+from typing import Any
+
 CRC32C_WAY: str
 """How checksums are computed: "sse4.2", "arm" or "tables"."""
 
@@ -28,6 +31,35 @@ class Superseded:
         """Add what the versions of a block up to the floor supersede. Return a byte for each of its
         versions, 0 if it is superseded itself; None if none is. Raises ValueError if this is not a
         sound block.
+        """
+
+class SetRun:
+    """Applies plain SETs."""
+
+    def __init__(
+        self,
+        partitions: list[Any],
+        meta_below: Callable[..., tuple[int, ...]],
+        find: Callable[[bytes], object],
+        damaged: type[Exception],
+        /,
+    ) -> None: ...
+    def apply(
+        self,
+        received: bytes,
+        position: int,
+        end: int,
+        answers: list[bytes],
+        pending: list[bytes],
+        touched: list[Any],
+        group: int,
+        cas_floor: int,
+        json: int,
+        value_bytes_max: int,
+        /,
+    ) -> int:
+        """Apply the plain SETs from `position` on, and append their answers and entries. Return the
+        position of the first request that is for Python.
         """
 
 class Staged:

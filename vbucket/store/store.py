@@ -111,6 +111,10 @@ class StoreView(RecordView):
         value = self._reader.get(BY_KEY_TABLE, full_key)
         return None if value is None else checked_fields(full_key, bytes(value))
 
+    def find_record(self, full_key: bytes) -> Buffer | None:
+        """Return the record of a key with its partition, unchecked; None is not reliable either."""
+        return self._reader.get(BY_KEY_TABLE, full_key)
+
     def check_absent(self, vb_id: int, key: bytes) -> None:
         """Raise StoreDamagedError if a key that was not found may exist.
 

@@ -1,0 +1,482 @@
+/* See set_run.h. Who calls it: dcp/session/documents.py. vbucket/native/loops.pyi has the
+   interface. dcp/session/documents.py and vbucket/engine/engine.py have the rules, and its twin in
+   Python.
+
+   Invariants
+   - no byte outside of [position, end) of the received bytes is read;
+   - a request either is applied wholly, or has changed nothing but the item cache, whose entry of
+     a key that is about to change is taken. What the loop does not know, or finds damaged, ends
+     the run before it; then Python handles the request, and names what is wrong;
+   - objects are made before anything is changed. The order of changes is that of Keyspace.apply,
+     so `broken_invariant` finds one that memory was missing for. */
+
+#include "set_run.h"
+
+#include "attributes.h"
+#include "blocks.h"
+#include "crc32c.h"
+
+#include <string.h>
+
+#define REQUEST_HEAD_BYTES 32 /* of a SET: header, flags and expiry */
+#define HEADER_BYTES 24
+#define SET 0x01
+#define KEY_BYTES_MAX 251 /* the longest key, and the id of the default collection */
+#define DATATYPE_JSON 0x01
+#define DATATYPE_PLAIN_MAX 3 /* JSON and Snappy; all above have XATTRs */
+#define ANSWER_BYTES 40 /* a header and a mutation token */
+#define ENTRY_HEAD_BYTES 67
+#define MUTATION_EXTRAS_BYTES 31
+#define OPCODE_AT 13
+#define DATATYPE_AT 17
+#define SEQNO_AT 36
+#define REV_SEQNO_AT 44
+#define NUMBERS_END 52
+#define RECORD_BYTES 38 /* of by_key: vbucket/store/key_record.py */
+#define RECORD_CRC_AT 34
+#define REV_SEQNO_MAX (((uint64_t)1 << 48) - 1)
+#define VB_ACTIVE 1
+
+enum { /* of a partition */
+    STATE, IS_BACKED_UP, NEWEST, APPEND_ENTRY, FROZEN, MERGED_SEQNO, RECENT, OLDER, HIGH_SEQNO,
+    MAX_CAS, LEADER_EPOCH, VB_UUID, LAST_GROUP, ITEM_COUNT, ATTRIBUTES
+};
+
+static const char *const names[ATTRIBUTES] = {
+    "state", "is_backed_up", "newest", "append_entry", "frozen", "merged_seqno", "recent", "older",
+    "high_seqno", "max_cas", "leader_epoch", "vb_uuid", "last_group", "item_count",
+};
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *partitions; /* a list */
+    PyObject *meta_below, *find, *damaged;
+    PyTypeObject *partition, *layer; /* their classes */
+    Attribute of[ATTRIBUTES];
+    Attribute layer_newest;
+} SetRun;
+
+typedef struct {
+    const uint8_t *at;
+    uint32_t vb_id, key_bytes, value_bytes;
+    uint8_t datatype;
+} Request;
+
+/* What a change needs from the version that it replaces. */
+typedef struct {
+    uint64_t seqno, rev_seqno;
+    uint8_t opcode, datatype;
+} Old;
+
+/* What all requests of a run share. */
+typedef struct {
+    PyObject *answers, *pending, *touched, *group;
+    uint64_t group_number, cas_floor, value_bytes_max;
+    uint8_t json;
+} Run;
+
+/* Reads a request. Returns 0 if it is no plain SET, or not there wholly. */
+static int request_read(Request *request, const uint8_t *at, size_t bytes, const Run *run)
+{
+    if (bytes < REQUEST_HEAD_BYTES || at[0] != 0x80 || at[1] != SET || at[4] != 8 ||
+        at[5] & ~DATATYPE_JSON)
+        return 0;
+    uint32_t key_bytes = be16(at + 2), body_bytes = be32(at + 8);
+    if (body_bytes > bytes - HEADER_BYTES || body_bytes < 8 + key_bytes)
+        return 0;
+    if (key_bytes < 2 || key_bytes > KEY_BYTES_MAX || at[REQUEST_HEAD_BYTES])
+        return 0;
+    uint32_t value_bytes = body_bytes - 8 - key_bytes;
+    if (be64(at + 16) || be32(at + 28) || value_bytes > run->value_bytes_max)
+        return 0;
+    *request = (Request){at, be16(at + 6), key_bytes, value_bytes, at[5] & run->json};
+    return 1;
+}
+
+/* The functions below return 1, 0 with an exception, or -1 for what Python should do. */
+
+static int refused(const SetRun *self)
+{
+    if (!PyErr_ExceptionMatches(self->damaged))
+        return 0;
+    PyErr_Clear();
+    return -1;
+}
+
+static int old_of_entry(Old *old, PyObject *entry)
+{
+    if (!PyBytes_CheckExact(entry) || PyBytes_GET_SIZE(entry) < NUMBERS_END)
+        return -1;
+    const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(entry);
+    *old = (Old){be64(at + SEQNO_AT), be64(at + REV_SEQNO_AT), at[OPCODE_AT], at[DATATYPE_AT]};
+    return 1;
+}
+
+/* Looks up a record in the store. */
+static int old_of_store(const SetRun *self, Old *old, const Request *request)
+{
+    PyObject *key = PyBytes_FromStringAndSize(NULL, 2 + request->key_bytes);
+    if (key == NULL)
+        return 0;
+    uint8_t *full_key = (uint8_t *)PyBytes_AS_STRING(key);
+    put_be(full_key, request->vb_id, 2);
+    memcpy(full_key + 2, request->at + REQUEST_HEAD_BYTES, request->key_bytes);
+    PyObject *value = PyObject_CallOneArg(self->find, key);
+    int outcome = 1;
+    Py_buffer record;
+    if (value == NULL)
+        outcome = refused(self);
+    else if (value != Py_None && PyObject_GetBuffer(value, &record, PyBUF_SIMPLE))
+        outcome = 0;
+    else if (value != Py_None) {
+        const uint8_t *at = record.buf;
+        if (record.len == RECORD_BYTES &&
+            crc32c(crc32c(0, full_key, 2 + (size_t)request->key_bytes), at, RECORD_CRC_AT) ==
+                be32(at + RECORD_CRC_AT))
+            *old = (Old){be64(at + 10), be64(at + 18), at[0], at[1]};
+        else
+            outcome = -1;
+        PyBuffer_Release(&record);
+    }
+    Py_XDECREF(value);
+    Py_DECREF(key);
+    return outcome;
+}
+
+/* Asks Versions.meta_below. */
+static int old_of_python(const SetRun *self, Old *old, PyObject *part, PyObject *key)
+{
+    PyObject *args[] = {part, key, Py_None};
+    PyObject *meta = PyObject_Vectorcall(self->meta_below, args, 3, NULL);
+    if (meta == NULL)
+        return refused(self);
+    unsigned long long others[3];
+    unsigned int opcode = 0, datatype = 0;
+    int is_meta = PyTuple_Check(meta) &&
+                  PyArg_ParseTuple(meta, "IKIKKKK", &opcode, &others[0], &datatype, &others[1],
+                                   &others[2], &old->seqno, &old->rev_seqno);
+    Py_DECREF(meta);
+    old->opcode = (uint8_t)opcode;
+    old->datatype = (uint8_t)datatype;
+    return is_meta;
+}
+
+/* Looks in the frozen layer. Returns 2 if the key is not there. */
+static int old_of_frozen(SetRun *self, Old *old, PyObject *frozen, PyObject *key)
+{
+    if (frozen == Py_None)
+        return 2;
+    if (!Py_IS_TYPE(frozen, self->layer)) {
+        if (!attributes_resolve(&self->layer_newest, 1, Py_TYPE(frozen)))
+            return 0;
+        Py_XSETREF(self->layer, (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(frozen)));
+    }
+    PyObject *newest = attribute_get(&self->layer_newest, frozen);
+    if (newest == NULL)
+        return 0;
+    int outcome = -1;
+    if (PyDict_CheckExact(newest)) {
+        PyObject *entry = PyDict_GetItemWithError(newest, key);
+        if (entry == NULL)
+            outcome = PyErr_Occurred() ? 0 : 2;
+        else if (PyBytes_CheckExact(entry) && !PyBytes_GET_SIZE(entry))
+            outcome = 1;
+        else
+            outcome = old_of_entry(old, entry);
+    }
+    Py_DECREF(newest);
+    return outcome;
+}
+
+/* Whether the item cache has the key. */
+static int is_cached(const SetRun *self, PyObject *part, PyObject *key)
+{
+    for (int which = RECENT; which <= OLDER; which++) {
+        PyObject *cached = attribute_get(&self->of[which], part);
+        if (cached == NULL)
+            return 0;
+        int has = PyDict_CheckExact(cached) && !PyDict_GET_SIZE(cached)
+                      ? 0
+                      : PySequence_Contains(cached, key);
+        Py_DECREF(cached);
+        if (has)
+            return has < 0 ? 0 : 1;
+    }
+    return 2;
+}
+
+/* Does what Versions.meta_below does for a key that the active layer does not have. */
+static int old_below(SetRun *self, Old *old, PyObject *part, const Request *request, PyObject *key)
+{
+    PyObject *frozen = attribute_get(&self->of[FROZEN], part);
+    if (frozen == NULL)
+        return 0;
+    int outcome = old_of_frozen(self, old, frozen, key);
+    Py_DECREF(frozen);
+    if (outcome != 2)
+        return outcome;
+    uint64_t merged_seqno;
+    if (!attribute_get_number(&self->of[MERGED_SEQNO], part, &merged_seqno))
+        return 0;
+    if (!merged_seqno)
+        return 1;
+    outcome = is_cached(self, part, key);
+    if (outcome != 2)
+        return outcome ? old_of_python(self, old, part, key) : 0;
+    return old_of_store(self, old, request);
+}
+
+static int old_version(SetRun *self, Old *old, PyObject *part, const Request *request,
+                       PyObject *newest, PyObject *key)
+{
+    *old = (Old){0, 0, DELETION, 0};
+    PyObject *entry = PyDict_GetItemWithError(newest, key);
+    if (entry == NULL)
+        return PyErr_Occurred() ? 0 : old_below(self, old, part, request, key);
+    if (PyBytes_CheckExact(entry) && !PyBytes_GET_SIZE(entry))
+        return 1; /* it does not exist, whatever lower layers have */
+    return old_of_entry(old, entry);
+}
+
+static PyObject *entry_made(const Request *request, const Old *old, uint64_t epoch, uint64_t cas,
+                            uint64_t seqno)
+{
+    uint32_t body_bytes = request->key_bytes + request->value_bytes;
+    PyObject *entry = PyBytes_FromStringAndSize(NULL, ENTRY_HEAD_BYTES + (Py_ssize_t)body_bytes);
+    if (entry == NULL)
+        return NULL;
+    uint8_t *at = (uint8_t *)PyBytes_AS_STRING(entry);
+    put_be(at, old->seqno, 8);
+    put_be(at + 8, epoch, 4);
+    at[12] = 0x80;
+    at[OPCODE_AT] = MUTATION;
+    put_be(at + 14, request->key_bytes, 2);
+    at[16] = MUTATION_EXTRAS_BYTES;
+    at[DATATYPE_AT] = request->datatype;
+    put_be(at + 18, request->vb_id, 2);
+    put_be(at + 20, MUTATION_EXTRAS_BYTES + body_bytes, 4);
+    memset(at + 24, 0, 4);
+    put_be(at + 28, cas, 8);
+    put_be(at + SEQNO_AT, seqno, 8);
+    put_be(at + REV_SEQNO_AT, old->rev_seqno + (old->rev_seqno < REV_SEQNO_MAX), 8);
+    memcpy(at + NUMBERS_END, request->at + HEADER_BYTES, 4); /* flags */
+    memset(at + 56, 0, ENTRY_HEAD_BYTES - 56);
+    memcpy(at + ENTRY_HEAD_BYTES, request->at + REQUEST_HEAD_BYTES, body_bytes);
+    return entry;
+}
+
+static PyObject *answer_made(const Request *request, uint64_t cas, uint64_t vb_uuid,
+                             uint64_t seqno)
+{
+    PyObject *answer = PyBytes_FromStringAndSize(NULL, ANSWER_BYTES);
+    if (answer == NULL)
+        return NULL;
+    uint8_t *at = (uint8_t *)PyBytes_AS_STRING(answer);
+    memset(at, 0, 12);
+    at[0] = 0x81;
+    at[1] = SET;
+    at[4] = at[11] = 16;
+    memcpy(at + 12, request->at + 12, 4); /* opaque */
+    put_be(at + 16, cas, 8);
+    put_be(at + 24, vb_uuid, 8);
+    put_be(at + 32, seqno, 8);
+    return answer;
+}
+
+/* Sets the numbers of a partition after a change. */
+static int numbers_changed(SetRun *self, PyObject *part, const Run *run, uint64_t seqno,
+                           uint64_t cas, int is_new)
+{
+    uint64_t last_group, item_count;
+    if (!attribute_set_number(&self->of[HIGH_SEQNO], part, seqno) ||
+        !attribute_get_number(&self->of[LAST_GROUP], part, &last_group))
+        return 0;
+    if (last_group != run->group_number &&
+        (!attribute_set(&self->of[LAST_GROUP], part, run->group) ||
+         PyList_Append(run->touched, part)))
+        return 0;
+    if (is_new && (!attribute_get_number(&self->of[ITEM_COUNT], part, &item_count) ||
+                   !attribute_set_number(&self->of[ITEM_COUNT], part, item_count + 1)))
+        return 0;
+    return attribute_set_number(&self->of[MAX_CAS], part, cas);
+}
+
+/* Applies a request whose partition takes writes. */
+static int apply(SetRun *self, const Run *run, PyObject *part, const Request *request,
+                 PyObject *newest, PyObject *key)
+{
+    Old old;
+    uint64_t high_seqno, max_cas, epoch, vb_uuid;
+    int outcome = old_version(self, &old, part, request, newest, key);
+    if (outcome != 1)
+        return outcome;
+    if (old.opcode == MUTATION && old.datatype > DATATYPE_PLAIN_MAX)
+        return -1; /* its XATTRs stay */
+    if (!attribute_get_number(&self->of[HIGH_SEQNO], part, &high_seqno) ||
+        !attribute_get_number(&self->of[MAX_CAS], part, &max_cas) ||
+        !attribute_get_number(&self->of[LEADER_EPOCH], part, &epoch) ||
+        !attribute_get_number(&self->of[VB_UUID], part, &vb_uuid))
+        return 0;
+    if (high_seqno == UINT64_MAX || max_cas == UINT64_MAX || epoch > UINT32_MAX)
+        return -1;
+    uint64_t seqno = high_seqno + 1, cas = run->cas_floor;
+    if (cas <= max_cas)
+        cas = max_cas + 1;
+    PyObject *append = attribute_get(&self->of[APPEND_ENTRY], part);
+    PyObject *entry = entry_made(request, &old, epoch, cas, seqno);
+    PyObject *answer = answer_made(request, cas, vb_uuid, seqno);
+    PyObject *done = NULL;
+    outcome = append != NULL && entry != NULL && answer != NULL &&
+              !PyList_Append(run->pending, entry) &&
+              (done = PyObject_CallOneArg(append, entry)) != NULL &&
+              !PyDict_SetItem(newest, key, entry) &&
+              numbers_changed(self, part, run, seqno, cas, old.opcode != MUTATION) &&
+              !PyList_Append(run->answers, answer);
+    Py_XDECREF(append);
+    Py_XDECREF(entry);
+    Py_XDECREF(answer);
+    Py_XDECREF(done);
+    return outcome;
+}
+
+/* Applies a request if its partition takes writes. */
+static int request_apply(SetRun *self, const Run *run, const Request *request)
+{
+    if ((Py_ssize_t)request->vb_id >= PyList_GET_SIZE(self->partitions))
+        return -1;
+    PyObject *part = PyList_GET_ITEM(self->partitions, request->vb_id);
+    if (!Py_IS_TYPE(part, self->partition))
+        return -1;
+    uint64_t state;
+    if (!attribute_get_number(&self->of[STATE], part, &state))
+        return 0;
+    PyObject *is_backed_up = attribute_get(&self->of[IS_BACKED_UP], part);
+    Py_XDECREF(is_backed_up); /* True and False stay */
+    if (is_backed_up == NULL)
+        return 0;
+    if (state != VB_ACTIVE || is_backed_up != Py_False)
+        return -1;
+    Py_INCREF(part);
+    PyObject *newest = attribute_get(&self->of[NEWEST], part);
+    PyObject *key = PyBytes_FromStringAndSize((const char *)request->at + REQUEST_HEAD_BYTES,
+                                              request->key_bytes);
+    int outcome = newest != NULL && key != NULL;
+    if (outcome)
+        outcome = PyDict_CheckExact(newest) ? apply(self, run, part, request, newest, key) : -1;
+    Py_XDECREF(newest);
+    Py_XDECREF(key);
+    Py_DECREF(part);
+    return outcome;
+}
+
+static PyObject *set_run_apply(SetRun *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 10 || !PyBytes_CheckExact(args[0]) || !PyList_CheckExact(args[3]) ||
+        !PyList_CheckExact(args[4]) || !PyList_CheckExact(args[5])) {
+        PyErr_SetString(PyExc_TypeError, "a run takes bytes, two positions, three lists, and four "
+                                         "numbers");
+        return NULL;
+    }
+    Py_ssize_t position = PyLong_AsSsize_t(args[1]), end = PyLong_AsSsize_t(args[2]);
+    Run run = {args[3], args[4], args[5], args[6], 0, 0, 0, 0};
+    run.group_number = PyLong_AsUnsignedLongLong(args[6]);
+    run.cas_floor = PyLong_AsUnsignedLongLong(args[7]);
+    run.json = (uint8_t)PyLong_AsUnsignedLong(args[8]) & DATATYPE_JSON;
+    run.value_bytes_max = PyLong_AsUnsignedLongLong(args[9]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (position < 0 || position > end || end > PyBytes_GET_SIZE(args[0])) {
+        PyErr_SetString(PyExc_ValueError, "the run is not within the received bytes");
+        return NULL;
+    }
+    const uint8_t *data = (const uint8_t *)PyBytes_AS_STRING(args[0]);
+    Request request;
+    while (request_read(&request, data + position, (size_t)(end - position), &run)) {
+        int outcome = request_apply(self, &run, &request);
+        if (!outcome)
+            return NULL;
+        if (outcome == -1)
+            break;
+        position += REQUEST_HEAD_BYTES + (Py_ssize_t)request.key_bytes + request.value_bytes;
+    }
+    return PyLong_FromSsize_t(position);
+}
+
+static PyObject *set_run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *partitions, *meta_below, *find, *damaged;
+    if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
+        PyErr_SetString(PyExc_TypeError, "SetRun() takes no keyword arguments");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "O!OOO", &PyList_Type, &partitions, &meta_below, &find,
+                          &damaged))
+        return NULL;
+    if (!PyList_GET_SIZE(partitions)) {
+        PyErr_SetString(PyExc_ValueError, "there is no partition");
+        return NULL;
+    }
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    SetRun *self = (SetRun *)allocate(type, 0); /* all zero */
+    if (self == NULL)
+        return NULL;
+    self->partitions = Py_NewRef(partitions);
+    self->meta_below = Py_NewRef(meta_below);
+    self->find = Py_NewRef(find);
+    self->damaged = Py_NewRef(damaged);
+    PyTypeObject *partition = Py_TYPE(PyList_GET_ITEM(partitions, 0));
+    self->partition = (PyTypeObject *)Py_NewRef((PyObject *)partition);
+    self->layer_newest.name = names[NEWEST];
+    for (int i = 0; i < ATTRIBUTES; i++)
+        self->of[i].name = names[i];
+    if (!attributes_resolve(self->of, ATTRIBUTES, partition))
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static int set_run_traverse(SetRun *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->partitions);
+    Py_VISIT(self->meta_below);
+    Py_VISIT(self->find);
+    Py_VISIT(self->damaged);
+    Py_VISIT(self->partition);
+    Py_VISIT(self->layer);
+    return 0;
+}
+
+static void set_run_dealloc(SetRun *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->partitions);
+    Py_XDECREF(self->meta_below);
+    Py_XDECREF(self->find);
+    Py_XDECREF(self->damaged);
+    Py_XDECREF(self->partition);
+    Py_XDECREF(self->layer);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"apply", (PyCFunction)(void (*)(void))set_run_apply, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, set_run_new},
+    {Py_tp_dealloc, set_run_dealloc},
+    {Py_tp_traverse, set_run_traverse},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+PyType_Spec set_run_spec = {
+    .name = "vbucket.native.loops.SetRun",
+    .basicsize = sizeof(SetRun),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
