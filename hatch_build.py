@@ -67,6 +67,7 @@ LOOPS_SOURCES: Final = (
     "vbucket/native/compaction.c",
     "vbucket/native/counts.c",
     "vbucket/native/crc32c.c",
+    "vbucket/native/key_tree.c",
     "vbucket/native/set_run.c",
     "vbucket/native/staging.c",
 )
@@ -76,6 +77,7 @@ LOOPS_HEADERS: Final = (
     "vbucket/native/compaction.h",
     "vbucket/native/counts.h",
     "vbucket/native/crc32c.h",
+    "vbucket/native/key_tree.h",
     "vbucket/native/set_run.h",
     "vbucket/native/staging.h",
 )

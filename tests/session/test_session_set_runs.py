@@ -323,21 +323,26 @@ def test_borders_outside_of_the_bytes_are_refused(begin: int, end: int) -> None:
     assert node.engine.partitions[0].high_seqno == 0
 
 
-def test_an_error_that_is_not_damage_is_raised() -> None:
+@pytest.mark.parametrize("error", [MemoryError, StoreDamagedError])
+def test_errors_of_the_store_that_are_not_damage_are_raised(error: type[Exception]) -> None:
     node = MemoryNode(partitions=1)
     node.engine.partitions[0].merged_seqno = 1
 
-    def find(_: bytes) -> bytes:
-        raise MemoryError
+    def tree() -> None:
+        raise error("a test")
 
-    run = set_run(node.engine.partitions, node.engine.versions.meta_below, find, StoreDamagedError)
+    run = set_run(node.engine.partitions, node.engine.versions.meta_below, tree, StoreDamagedError)
     assert run is not None
     request = plain(KEYS[0], vb_id=0)
-    with pytest.raises(MemoryError):
-        run.apply(request, 0, len(request), [], [], [], 1, 0, 0, 100)
-    assert node.engine.partitions[0].high_seqno == 0
+    arguments = (request, 0, len(request), [], [], [], 1, 0, 0, 100)
+    if error is StoreDamagedError:
+        assert run.apply(*arguments) == len(request), "Python has looked the key up"
+    else:
+        with pytest.raises(MemoryError):
+            run.apply(*arguments)
+    assert node.engine.partitions[0].high_seqno == (error is StoreDamagedError)
 
 
 def test_a_class_without_slots_is_refused() -> None:
     with pytest.raises((TypeError, AttributeError)):
-        set_run([object()], lambda *_: (0,) * 7, lambda _: None, StoreDamagedError)
+        set_run([object()], lambda *_: (0,) * 7, lambda: None, StoreDamagedError)

@@ -108,7 +108,7 @@ class Engine:
         self.locks = Locks()
         self._store = store
         self.set_run = set_run(
-            keyspace.partitions, keyspace.versions.meta_below, store.find_record, StoreDamagedError
+            keyspace.partitions, keyspace.versions.meta_below, store.key_tree, StoreDamagedError
         )
         """Applies plain SETs in C, as `put` would; None: the loops are not built."""
         self.write_refusal = ""

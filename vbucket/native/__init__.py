@@ -1,11 +1,13 @@
-"""The inner loops of merge and compaction in C: optional, and equal to their twins in Python.
+"""The inner loops of SETs, merge and compaction in C: optional, and equal to their twins in Python.
 
-They take bytes and return bytes: entries of the log become records and blocks. They read and write
-no database, and have no effect but their result. Whatever they do not know, or find damaged, they
-leave to Python, which does it, or says what is wrong. So both forms give the same tables, byte by
-byte, and only Python has error texts.
+Those of merge and compaction take bytes and return bytes: entries of the log become records and
+blocks. They read and write no database, and have no effect but their result. That of SETs reads
+requests, looks up keys in LMDB's pages, and changes partitions as `Engine.put` does. Whatever the
+loops do not know, or find damaged, they leave to Python, which does it, or says what is wrong. So
+both forms give the same bytes, and only Python has error texts.
 
-Who calls it: `vbucket.upkeep`. `loops` is built by hatch_build.py from the C sources here.
+Who calls it: `vbucket.upkeep`, `vbucket.engine`, `vbucket.store`. `loops` is built by
+hatch_build.py from the C sources here.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from vbucket.native.loops import SetRun, Staged, Superseded
+    from vbucket.native.loops import KeyTree, SetRun, Staged, Superseded
 
     Partitions = list[Any]
     MetaBelow = Callable[[Any, bytes, bytes | None], tuple[int, int, int, int, int, int, int]]
-    Find = Callable[[bytes], bytes | memoryview | None]
+    TreeOf = Callable[[], KeyTree | None]
     Repack = Callable[
         [int, list[tuple[bytes, bytes, bytes | None]], int, int],
         list[tuple[bytes, bytes]] | None,
@@ -35,18 +37,34 @@ def new_staged() -> Staged | None:
 
 
 def set_run(
-    partitions: Partitions, meta_below: MetaBelow, find: Find, damaged: type[Exception]
+    partitions: Partitions, meta_below: MetaBelow, tree: TreeOf, damaged: type[Exception]
 ) -> SetRun | None:
     """Return what applies plain SETs to these partitions, None if the loops are not built.
 
-    `meta_below` is that of `Versions`, `find` looks up a record of the store. If they raise
-    `damaged`, the run ends, and Python tries again.
+    `meta_below` is that of `Versions`. `tree` returns the tree of `by_key`, or None, and then
+    `meta_below` looks up every key. If one of them raises `damaged`, Python handles the request.
     """
     try:
         from vbucket.native.loops import SetRun
     except ModuleNotFoundError:
         return None
-    return SetRun(partitions, meta_below, find, damaged)
+    return SetRun(partitions, meta_below, tree, damaged)
+
+
+def key_tree(
+    file: memoryview, page_bytes: int, last_page: int, depth: int, root: int
+) -> KeyTree | None:
+    """Return what looks up keys in a tree of LMDB's pages. None: the loops are not built, or this
+    is no tree.
+    """
+    try:
+        from vbucket.native.loops import KeyTree
+    except ModuleNotFoundError:
+        return None
+    try:
+        return KeyTree(file, page_bytes, last_page, depth, root)
+    except ValueError:
+        return None
 
 
 class CompactionLoops(NamedTuple):

@@ -40,7 +40,7 @@ class SetRun:
         self,
         partitions: list[Any],
         meta_below: Callable[..., tuple[int, ...]],
-        find: Callable[[bytes], object],
+        tree: Callable[[], KeyTree | None],
         damaged: type[Exception],
         /,
     ) -> None: ...
@@ -61,6 +61,17 @@ class SetRun:
         """Apply the plain SETs from `position` on, and append their answers and entries. Return the
         position of the first request that is for Python.
         """
+
+class KeyTree:
+    """Looks up keys in a table of LMDB's file, in one committed state that does not change."""
+
+    def __init__(
+        self, file: memoryview, page_bytes: int, last_page: int, depth: int, root: int, /
+    ) -> None:
+        """Raises ValueError if this is no tree."""
+
+    def get(self, key: bytes, /) -> bytes | bool | None:
+        """Return the value of a key; None: it is not there; False: a page is damaged."""
 
 class Staged:
     """Entries of the log, by partition. Partitions must be open."""

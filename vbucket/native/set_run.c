@@ -7,6 +7,8 @@
    - a request either is applied wholly, or has changed nothing but the item cache, whose entry of
      a key that is about to change is taken. What the loop does not know, or finds damaged, ends
      the run before it; then Python handles the request, and names what is wrong;
+   - requests are planned SEARCHES_MAX at once, which reads only, and then applied in order. What a
+     plan says of another key than those that were applied since holds until then;
    - objects are made before anything is changed. The order of changes is that of Keyspace.apply,
      so `broken_invariant` finds one that memory was missing for. */
 
@@ -15,6 +17,7 @@
 #include "attributes.h"
 #include "blocks.h"
 #include "crc32c.h"
+#include "key_tree.h"
 
 #include <string.h>
 
@@ -50,7 +53,7 @@ static const char *const names[ATTRIBUTES] = {
 typedef struct {
     PyObject_HEAD
     PyObject *partitions; /* a list */
-    PyObject *meta_below, *find, *damaged;
+    PyObject *meta_below, *tree, *damaged;
     PyTypeObject *partition, *layer; /* their classes */
     Attribute of[ATTRIBUTES];
     Attribute layer_newest;
@@ -67,6 +70,16 @@ typedef struct {
     uint64_t seqno, rev_seqno;
     uint8_t opcode, datatype;
 } Old;
+
+/* A request, and what it replaces. The references are its own. */
+typedef struct {
+    Request request;
+    PyObject *part, *newest, *key;
+    uint64_t high_seqno;
+    Old old;
+    int outcome; /* of `old_version` */
+    uint8_t full_key[2 + KEY_BYTES_MAX];
+} Planned;
 
 /* What all requests of a run share. */
 typedef struct {
@@ -93,7 +106,9 @@ static int request_read(Request *request, const uint8_t *at, size_t bytes, const
     return 1;
 }
 
-/* The functions below return 1, 0 with an exception, or -1 for what Python should do. */
+/* The functions below return 1, 0 with an exception, or -1 for what Python should do. Those that
+   look for an old version may also return these. */
+enum { NOT_IN_MEMORY = 2, CACHED /* Versions.meta_below knows it */ };
 
 static int refused(const SetRun *self)
 {
@@ -103,44 +118,19 @@ static int refused(const SetRun *self)
     return -1;
 }
 
+/* Of an entry of a layer; an empty one says that the key does not exist, whatever lower layers
+   have. */
 static int old_of_entry(Old *old, PyObject *entry)
 {
-    if (!PyBytes_CheckExact(entry) || PyBytes_GET_SIZE(entry) < NUMBERS_END)
+    if (!PyBytes_CheckExact(entry))
+        return -1;
+    if (!PyBytes_GET_SIZE(entry))
+        return 1;
+    if (PyBytes_GET_SIZE(entry) < NUMBERS_END)
         return -1;
     const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(entry);
     *old = (Old){be64(at + SEQNO_AT), be64(at + REV_SEQNO_AT), at[OPCODE_AT], at[DATATYPE_AT]};
     return 1;
-}
-
-/* Looks up a record in the store. */
-static int old_of_store(const SetRun *self, Old *old, const Request *request)
-{
-    PyObject *key = PyBytes_FromStringAndSize(NULL, 2 + request->key_bytes);
-    if (key == NULL)
-        return 0;
-    uint8_t *full_key = (uint8_t *)PyBytes_AS_STRING(key);
-    put_be(full_key, request->vb_id, 2);
-    memcpy(full_key + 2, request->at + REQUEST_HEAD_BYTES, request->key_bytes);
-    PyObject *value = PyObject_CallOneArg(self->find, key);
-    int outcome = 1;
-    Py_buffer record;
-    if (value == NULL)
-        outcome = refused(self);
-    else if (value != Py_None && PyObject_GetBuffer(value, &record, PyBUF_SIMPLE))
-        outcome = 0;
-    else if (value != Py_None) {
-        const uint8_t *at = record.buf;
-        if (record.len == RECORD_BYTES &&
-            crc32c(crc32c(0, full_key, 2 + (size_t)request->key_bytes), at, RECORD_CRC_AT) ==
-                be32(at + RECORD_CRC_AT))
-            *old = (Old){be64(at + 10), be64(at + 18), at[0], at[1]};
-        else
-            outcome = -1;
-        PyBuffer_Release(&record);
-    }
-    Py_XDECREF(value);
-    Py_DECREF(key);
-    return outcome;
 }
 
 /* Asks Versions.meta_below. */
@@ -161,11 +151,11 @@ static int old_of_python(const SetRun *self, Old *old, PyObject *part, PyObject 
     return is_meta;
 }
 
-/* Looks in the frozen layer. Returns 2 if the key is not there. */
+/* Looks in the frozen layer. Returns NOT_IN_MEMORY if the key is not there. */
 static int old_of_frozen(SetRun *self, Old *old, PyObject *frozen, PyObject *key)
 {
     if (frozen == Py_None)
-        return 2;
+        return NOT_IN_MEMORY;
     if (!Py_IS_TYPE(frozen, self->layer)) {
         if (!attributes_resolve(&self->layer_newest, 1, Py_TYPE(frozen)))
             return 0;
@@ -177,65 +167,97 @@ static int old_of_frozen(SetRun *self, Old *old, PyObject *frozen, PyObject *key
     int outcome = -1;
     if (PyDict_CheckExact(newest)) {
         PyObject *entry = PyDict_GetItemWithError(newest, key);
-        if (entry == NULL)
-            outcome = PyErr_Occurred() ? 0 : 2;
-        else if (PyBytes_CheckExact(entry) && !PyBytes_GET_SIZE(entry))
-            outcome = 1;
-        else
+        if (entry != NULL)
             outcome = old_of_entry(old, entry);
+        else
+            outcome = PyErr_Occurred() ? 0 : NOT_IN_MEMORY;
     }
     Py_DECREF(newest);
     return outcome;
 }
 
-/* Whether the item cache has the key. */
-static int is_cached(const SetRun *self, PyObject *part, PyObject *key)
+/* Returns CACHED if the item cache has the key, else NOT_IN_MEMORY. */
+static int old_of_cache(const SetRun *self, PyObject *part, PyObject *key)
 {
-    for (int which = RECENT; which <= OLDER; which++) {
+    int has = 0;
+    for (int which = RECENT; which <= OLDER && !has; which++) {
         PyObject *cached = attribute_get(&self->of[which], part);
         if (cached == NULL)
             return 0;
-        int has = PyDict_CheckExact(cached) && !PyDict_GET_SIZE(cached)
-                      ? 0
-                      : PySequence_Contains(cached, key);
+        if (!PyDict_CheckExact(cached) || PyDict_GET_SIZE(cached))
+            has = PySequence_Contains(cached, key);
         Py_DECREF(cached);
-        if (has)
-            return has < 0 ? 0 : 1;
     }
-    return 2;
+    return has < 0 ? 0 : has ? CACHED : NOT_IN_MEMORY;
 }
 
 /* Does what Versions.meta_below does for a key that the active layer does not have. */
-static int old_below(SetRun *self, Old *old, PyObject *part, const Request *request, PyObject *key)
+static int old_below(SetRun *self, Old *old, PyObject *part, PyObject *key)
 {
     PyObject *frozen = attribute_get(&self->of[FROZEN], part);
     if (frozen == NULL)
         return 0;
     int outcome = old_of_frozen(self, old, frozen, key);
     Py_DECREF(frozen);
-    if (outcome != 2)
+    if (outcome != NOT_IN_MEMORY)
         return outcome;
     uint64_t merged_seqno;
     if (!attribute_get_number(&self->of[MERGED_SEQNO], part, &merged_seqno))
         return 0;
-    if (!merged_seqno)
-        return 1;
-    outcome = is_cached(self, part, key);
-    if (outcome != 2)
-        return outcome ? old_of_python(self, old, part, key) : 0;
-    return old_of_store(self, old, request);
+    return merged_seqno ? old_of_cache(self, part, key) : 1;
 }
 
-static int old_version(SetRun *self, Old *old, PyObject *part, const Request *request,
-                       PyObject *newest, PyObject *key)
+static int old_version(SetRun *self, Old *old, PyObject *part, PyObject *newest, PyObject *key)
 {
     *old = (Old){0, 0, DELETION, 0};
     PyObject *entry = PyDict_GetItemWithError(newest, key);
-    if (entry == NULL)
-        return PyErr_Occurred() ? 0 : old_below(self, old, part, request, key);
-    if (PyBytes_CheckExact(entry) && !PyBytes_GET_SIZE(entry))
-        return 1; /* it does not exist, whatever lower layers have */
-    return old_of_entry(old, entry);
+    if (entry != NULL)
+        return old_of_entry(old, entry);
+    return PyErr_Occurred() ? 0 : old_below(self, old, part, key);
+}
+
+/* Takes what the store has of a key. Returns CACHED for what only Python can tell. */
+static int old_of_search(Old *old, const Search *search)
+{
+    const uint8_t *at = search->value;
+    if (search->outcome == ABSENT)
+        return 1;
+    if (search->outcome == UNKNOWN || search->value_bytes != RECORD_BYTES ||
+        crc32c(crc32c(0, search->key, search->key_bytes), at, RECORD_CRC_AT) !=
+            be32(at + RECORD_CRC_AT))
+        return CACHED;
+    *old = (Old){be64(at + 10), be64(at + 18), at[0], at[1]};
+    return 1;
+}
+
+/* Looks up in the store what is not in memory. Returns 0 with an exception. */
+static int search_store(const SetRun *self, Planned *planned, size_t count)
+{
+    Search searches[SEARCHES_MAX];
+    Planned *of[SEARCHES_MAX];
+    size_t searched = 0;
+    for (size_t i = 0; i < count; i++)
+        if (planned[i].outcome == NOT_IN_MEMORY) {
+            Request *request = &planned[i].request;
+            put_be(planned[i].full_key, request->vb_id, 2);
+            memcpy(planned[i].full_key + 2, request->at + REQUEST_HEAD_BYTES, request->key_bytes);
+            searches[searched] = (Search){.key = planned[i].full_key};
+            searches[searched].key_bytes = 2 + (size_t)request->key_bytes;
+            of[searched++] = &planned[i];
+        }
+    if (!searched)
+        return 1;
+    PyObject *tree = PyObject_CallNoArgs(self->tree);
+    if (tree == NULL && refused(self) == -1)
+        tree = Py_NewRef(Py_None);
+    if (tree == NULL)
+        return 0;
+    if (is_key_tree(tree))
+        key_tree_search((KeyTree *)tree, searches, searched);
+    for (size_t i = 0; i < searched; i++)
+        of[i]->outcome = is_key_tree(tree) ? old_of_search(&of[i]->old, &searches[i]) : CACHED;
+    Py_DECREF(tree);
+    return 1;
 }
 
 static PyObject *entry_made(const Request *request, const Old *old, uint64_t epoch, uint64_t cas,
@@ -301,19 +323,35 @@ static int numbers_changed(SetRun *self, PyObject *part, const Run *run, uint64_
     return attribute_set_number(&self->of[MAX_CAS], part, cas);
 }
 
-/* Applies a request whose partition takes writes. */
-static int apply(SetRun *self, const Run *run, PyObject *part, const Request *request,
-                 PyObject *newest, PyObject *key)
+/* Completes the plan of a request: others may have changed its partition since. */
+static int settle(SetRun *self, Planned *planned, uint64_t high_seqno)
 {
-    Old old;
+    if (planned->high_seqno != high_seqno) {
+        PyObject *entry = PyDict_GetItemWithError(planned->newest, planned->key);
+        if (entry != NULL)
+            return old_of_entry(&planned->old, entry);
+        if (PyErr_Occurred())
+            return 0;
+    }
+    if (planned->outcome == CACHED)
+        return old_of_python(self, &planned->old, planned->part, planned->key);
+    return planned->outcome;
+}
+
+static int apply(SetRun *self, const Run *run, Planned *planned)
+{
+    PyObject *part = planned->part;
+    const Request *request = &planned->request;
     uint64_t high_seqno, max_cas, epoch, vb_uuid;
-    int outcome = old_version(self, &old, part, request, newest, key);
+    if (!attribute_get_number(&self->of[HIGH_SEQNO], part, &high_seqno))
+        return 0;
+    int outcome = settle(self, planned, high_seqno);
     if (outcome != 1)
         return outcome;
-    if (old.opcode == MUTATION && old.datatype > DATATYPE_PLAIN_MAX)
+    const Old *old = &planned->old;
+    if (old->opcode == MUTATION && old->datatype > DATATYPE_PLAIN_MAX)
         return -1; /* its XATTRs stay */
-    if (!attribute_get_number(&self->of[HIGH_SEQNO], part, &high_seqno) ||
-        !attribute_get_number(&self->of[MAX_CAS], part, &max_cas) ||
+    if (!attribute_get_number(&self->of[MAX_CAS], part, &max_cas) ||
         !attribute_get_number(&self->of[LEADER_EPOCH], part, &epoch) ||
         !attribute_get_number(&self->of[VB_UUID], part, &vb_uuid))
         return 0;
@@ -323,14 +361,14 @@ static int apply(SetRun *self, const Run *run, PyObject *part, const Request *re
     if (cas <= max_cas)
         cas = max_cas + 1;
     PyObject *append = attribute_get(&self->of[APPEND_ENTRY], part);
-    PyObject *entry = entry_made(request, &old, epoch, cas, seqno);
+    PyObject *entry = entry_made(request, old, epoch, cas, seqno);
     PyObject *answer = answer_made(request, cas, vb_uuid, seqno);
     PyObject *done = NULL;
     outcome = append != NULL && entry != NULL && answer != NULL &&
               !PyList_Append(run->pending, entry) &&
               (done = PyObject_CallOneArg(append, entry)) != NULL &&
-              !PyDict_SetItem(newest, key, entry) &&
-              numbers_changed(self, part, run, seqno, cas, old.opcode != MUTATION) &&
+              !PyDict_SetItem(planned->newest, planned->key, entry) &&
+              numbers_changed(self, part, run, seqno, cas, old->opcode != MUTATION) &&
               !PyList_Append(run->answers, answer);
     Py_XDECREF(append);
     Py_XDECREF(entry);
@@ -339,14 +377,11 @@ static int apply(SetRun *self, const Run *run, PyObject *part, const Request *re
     return outcome;
 }
 
-/* Applies a request if its partition takes writes. */
-static int request_apply(SetRun *self, const Run *run, const Request *request)
+/* Plans a request if its partition takes writes. */
+static int plan(SetRun *self, Planned *planned)
 {
-    if ((Py_ssize_t)request->vb_id >= PyList_GET_SIZE(self->partitions))
-        return -1;
+    const Request *request = &planned->request;
     PyObject *part = PyList_GET_ITEM(self->partitions, request->vb_id);
-    if (!Py_IS_TYPE(part, self->partition))
-        return -1;
     uint64_t state;
     if (!attribute_get_number(&self->of[STATE], part, &state))
         return 0;
@@ -356,16 +391,69 @@ static int request_apply(SetRun *self, const Run *run, const Request *request)
         return 0;
     if (state != VB_ACTIVE || is_backed_up != Py_False)
         return -1;
-    Py_INCREF(part);
-    PyObject *newest = attribute_get(&self->of[NEWEST], part);
-    PyObject *key = PyBytes_FromStringAndSize((const char *)request->at + REQUEST_HEAD_BYTES,
-                                              request->key_bytes);
-    int outcome = newest != NULL && key != NULL;
-    if (outcome)
-        outcome = PyDict_CheckExact(newest) ? apply(self, run, part, request, newest, key) : -1;
-    Py_XDECREF(newest);
-    Py_XDECREF(key);
-    Py_DECREF(part);
+    planned->part = Py_NewRef(part);
+    planned->newest = attribute_get(&self->of[NEWEST], part);
+    planned->key = PyBytes_FromStringAndSize((const char *)request->at + REQUEST_HEAD_BYTES,
+                                             request->key_bytes);
+    if (planned->newest == NULL || planned->key == NULL ||
+        !attribute_get_number(&self->of[HIGH_SEQNO], part, &planned->high_seqno))
+        return 0;
+    if (!PyDict_CheckExact(planned->newest))
+        return -1;
+    planned->outcome = old_version(self, &planned->old, part, planned->newest, planned->key);
+    return planned->outcome > 0 ? 1 : planned->outcome;
+}
+
+/* Reads requests from `*position` on, and loads what they need. Returns how many there are. */
+static size_t read_ahead(const SetRun *self, const Run *run, Planned *planned,
+                         const uint8_t *data, size_t bytes)
+{
+    size_t count = 0, lines = (size_t)self->partition->tp_basicsize / 64;
+    for (size_t at = 0; count < SEARCHES_MAX; count++) {
+        Request *request = &planned[count].request;
+        if (!request_read(request, data + at, bytes - at, run) ||
+            (Py_ssize_t)request->vb_id >= PyList_GET_SIZE(self->partitions))
+            break;
+        PyObject *part = PyList_GET_ITEM(self->partitions, request->vb_id);
+        if (!Py_IS_TYPE(part, self->partition))
+            break;
+        for (size_t line = 0; line <= lines; line++)
+            PREFETCH((const char *)part + 64 * line);
+        at += REQUEST_HEAD_BYTES + (size_t)request->key_bytes + request->value_bytes;
+    }
+    return count;
+}
+
+/* Applies up to SEARCHES_MAX requests. Sets how many bytes they have. Returns 1 if more may follow,
+   -1 if not, 0 with an exception. */
+static int apply_some(SetRun *self, const Run *run, const uint8_t *data, size_t bytes,
+                      Py_ssize_t *taken)
+{
+    Planned planned[SEARCHES_MAX];
+    size_t count = read_ahead(self, run, planned, data, bytes), ready = 0;
+    int outcome = count == SEARCHES_MAX ? 1 : -1, each = 1;
+    for (size_t i = 0; i < count; i++)
+        planned[i].part = planned[i].newest = planned[i].key = NULL;
+    while (ready < count && (each = plan(self, &planned[ready])) == 1)
+        ready++;
+    if (each != 1)
+        outcome = each;
+    if (outcome && !search_store(self, planned, ready))
+        outcome = 0;
+    for (size_t i = 0; i < ready && outcome && each; i++) {
+        const Request *request = &planned[i].request;
+        if ((each = apply(self, run, &planned[i])) == 1)
+            *taken += REQUEST_HEAD_BYTES + (Py_ssize_t)request->key_bytes + request->value_bytes;
+        else {
+            outcome = each;
+            break;
+        }
+    }
+    for (size_t i = 0; i < count; i++) {
+        Py_XDECREF(planned[i].part);
+        Py_XDECREF(planned[i].newest);
+        Py_XDECREF(planned[i].key);
+    }
     return outcome;
 }
 
@@ -390,26 +478,22 @@ static PyObject *set_run_apply(SetRun *self, PyObject *const *args, Py_ssize_t c
         return NULL;
     }
     const uint8_t *data = (const uint8_t *)PyBytes_AS_STRING(args[0]);
-    Request request;
-    while (request_read(&request, data + position, (size_t)(end - position), &run)) {
-        int outcome = request_apply(self, &run, &request);
-        if (!outcome)
-            return NULL;
-        if (outcome == -1)
-            break;
-        position += REQUEST_HEAD_BYTES + (Py_ssize_t)request.key_bytes + request.value_bytes;
-    }
+    int outcome = 1;
+    while (outcome == 1)
+        outcome = apply_some(self, &run, data + position, (size_t)(end - position), &position);
+    if (!outcome)
+        return NULL;
     return PyLong_FromSsize_t(position);
 }
 
 static PyObject *set_run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *partitions, *meta_below, *find, *damaged;
+    PyObject *partitions, *meta_below, *tree, *damaged;
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "SetRun() takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "O!OOO", &PyList_Type, &partitions, &meta_below, &find,
+    if (!PyArg_ParseTuple(args, "O!OOO", &PyList_Type, &partitions, &meta_below, &tree,
                           &damaged))
         return NULL;
     if (!PyList_GET_SIZE(partitions)) {
@@ -422,7 +506,7 @@ static PyObject *set_run_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         return NULL;
     self->partitions = Py_NewRef(partitions);
     self->meta_below = Py_NewRef(meta_below);
-    self->find = Py_NewRef(find);
+    self->tree = Py_NewRef(tree);
     self->damaged = Py_NewRef(damaged);
     PyTypeObject *partition = Py_TYPE(PyList_GET_ITEM(partitions, 0));
     self->partition = (PyTypeObject *)Py_NewRef((PyObject *)partition);
@@ -439,7 +523,7 @@ static int set_run_traverse(SetRun *self, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->partitions);
     Py_VISIT(self->meta_below);
-    Py_VISIT(self->find);
+    Py_VISIT(self->tree);
     Py_VISIT(self->damaged);
     Py_VISIT(self->partition);
     Py_VISIT(self->layer);
@@ -453,7 +537,7 @@ static void set_run_dealloc(SetRun *self)
     PyObject_GC_UnTrack(self);
     Py_XDECREF(self->partitions);
     Py_XDECREF(self->meta_below);
-    Py_XDECREF(self->find);
+    Py_XDECREF(self->tree);
     Py_XDECREF(self->damaged);
     Py_XDECREF(self->partition);
     Py_XDECREF(self->layer);
