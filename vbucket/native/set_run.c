@@ -404,6 +404,26 @@ static int plan(SetRun *self, Planned *planned)
     return planned->outcome > 0 ? 1 : planned->outcome;
 }
 
+/* Loads what the attributes of partitions refer to. Those of compiled classes are left out: their
+   numbers are within the object, and its fields cannot be reached. */
+static void load_attributes(const SetRun *self, const Planned *planned, size_t count)
+{
+    static const int needed[] = {NEWEST, APPEND_ENTRY, HIGH_SEQNO, MAX_CAS, VB_UUID};
+    if (self->of[NEWEST].getset != NULL)
+        return;
+    for (size_t i = 0; i < count; i++) {
+        PyObject *part = PyList_GET_ITEM(self->partitions, planned[i].request.vb_id);
+        for (size_t at = 0; at < sizeof needed / sizeof needed[0]; at++)
+            PREFETCH(*(PyObject **)((char *)part + self->of[needed[at]].offset));
+    }
+    for (size_t i = 0; i < count; i++) {
+        PyObject *part = PyList_GET_ITEM(self->partitions, planned[i].request.vb_id);
+        PyObject *newest = *(PyObject **)((char *)part + self->of[NEWEST].offset);
+        if (newest != NULL && PyDict_CheckExact(newest))
+            PREFETCH(((PyDictObject *)newest)->ma_keys);
+    }
+}
+
 /* Reads requests from `*position` on, and loads what they need. Returns how many there are. */
 static size_t read_ahead(const SetRun *self, const Run *run, Planned *planned,
                          const uint8_t *data, size_t bytes)
@@ -421,6 +441,7 @@ static size_t read_ahead(const SetRun *self, const Run *run, Planned *planned,
             PREFETCH((const char *)part + 64 * line);
         at += REQUEST_HEAD_BYTES + (size_t)request->key_bytes + request->value_bytes;
     }
+    load_attributes(self, planned, count);
     return count;
 }
 
