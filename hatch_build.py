@@ -68,6 +68,7 @@ LOOPS_SOURCES: Final = (
     "vbucket/native/counts.c",
     "vbucket/native/crc32c.c",
     "vbucket/native/key_tree.c",
+    "vbucket/native/set_request.c",
     "vbucket/native/set_run.c",
     "vbucket/native/staging.c",
 )
@@ -78,6 +79,7 @@ LOOPS_HEADERS: Final = (
     "vbucket/native/counts.h",
     "vbucket/native/crc32c.h",
     "vbucket/native/key_tree.h",
+    "vbucket/native/set_request.h",
     "vbucket/native/set_run.h",
     "vbucket/native/staging.h",
 )

@@ -237,8 +237,8 @@ class DocumentCommands:
             state.answers.append(answer)
 
     def runs(self) -> dict[int, Run]:
-        """Return opcode -> a function that handles the plain requests of this opcode that follow
-        one. Which opcodes have one depends on what the client negotiated.
+        """Return opcode -> a function that handles plain requests of this opcode which come
+        together. Which opcodes have one depends on what the client negotiated.
         """
         state = self._state
         if not state.has_collections or self._engine.locks.held:

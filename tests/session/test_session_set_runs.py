@@ -275,7 +275,7 @@ def test_a_run_is_applied_without_the_handlers(monkeypatch: pytest.MonkeyPatch) 
         Engine, "put", lambda *args, **more: puts.append(args[2]) or put(*args, **more)
     )
     pair.send(b"".join(plain(key) for key in KEYS))
-    assert puts == [KEYS[0], *KEYS], "C leaves the first one to the handler, Python none of them"
+    assert puts == [*KEYS], "only the twin in Python puts them one by one"
 
 
 def test_a_damaged_record_fails_only_its_request() -> None:
@@ -331,7 +331,13 @@ def test_errors_of_the_store_that_are_not_damage_are_raised(error: type[Exceptio
     def tree() -> None:
         raise error("a test")
 
-    run = set_run(node.engine.partitions, node.engine.versions.meta_below, tree, StoreDamagedError)
+    run = set_run(
+        node.engine.partitions,
+        node.engine.versions.meta_below,
+        tree,
+        node.engine.item_cache,
+        StoreDamagedError,
+    )
     assert run is not None
     request = plain(KEYS[0], vb_id=0)
     arguments = (request, 0, len(request), [], [], [], 1, 0, 0, 100)
@@ -345,4 +351,4 @@ def test_errors_of_the_store_that_are_not_damage_are_raised(error: type[Exceptio
 
 def test_a_class_without_slots_is_refused() -> None:
     with pytest.raises((TypeError, AttributeError)):
-        set_run([object()], lambda *_: (0,) * 7, lambda: None, StoreDamagedError)
+        set_run([object()], lambda *_: (0,) * 7, lambda: None, None, StoreDamagedError)

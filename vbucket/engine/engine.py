@@ -108,8 +108,9 @@ class Engine:
         self.locks = Locks()
         self._store = store
         self.set_run = set_run(
-            keyspace.partitions, keyspace.versions.meta_below, store.key_tree, StoreDamagedError
-        )
+            keyspace.partitions, keyspace.versions.meta_below, store.key_tree,
+            keyspace.item_cache, StoreDamagedError,
+        )  # fmt: skip
         """Applies plain SETs in C, as `put` would; None: the loops are not built."""
         self.write_refusal = ""
         """Why no partition takes writes now, "" if they do."""

@@ -37,7 +37,11 @@ def new_staged() -> Staged | None:
 
 
 def set_run(
-    partitions: Partitions, meta_below: MetaBelow, tree: TreeOf, damaged: type[Exception]
+    partitions: Partitions,
+    meta_below: MetaBelow,
+    tree: TreeOf,
+    item_cache: object,
+    damaged: type[Exception],
 ) -> SetRun | None:
     """Return what applies plain SETs to these partitions, None if the loops are not built.
 
@@ -48,7 +52,7 @@ def set_run(
         from vbucket.native.loops import SetRun
     except ModuleNotFoundError:
         return None
-    return SetRun(partitions, meta_below, tree, damaged)
+    return SetRun(partitions, meta_below, tree, item_cache, damaged)
 
 
 def key_tree(

@@ -41,6 +41,7 @@ class SetRun:
         partitions: list[Any],
         meta_below: Callable[..., tuple[int, ...]],
         tree: Callable[[], KeyTree | None],
+        item_cache: object,
         damaged: type[Exception],
         /,
     ) -> None: ...

@@ -18,58 +18,35 @@
 #include "blocks.h"
 #include "crc32c.h"
 #include "key_tree.h"
+#include "set_request.h"
 
 #include <string.h>
 
-#define REQUEST_HEAD_BYTES 32 /* of a SET: header, flags and expiry */
-#define HEADER_BYTES 24
-#define SET 0x01
-#define KEY_BYTES_MAX 251 /* the longest key, and the id of the default collection */
-#define DATATYPE_JSON 0x01
 #define DATATYPE_PLAIN_MAX 3 /* JSON and Snappy; all above have XATTRs */
-#define ANSWER_BYTES 40 /* a header and a mutation token */
-#define ENTRY_HEAD_BYTES 67
-#define MUTATION_EXTRAS_BYTES 31
-#define OPCODE_AT 13
-#define DATATYPE_AT 17
-#define SEQNO_AT 36
-#define REV_SEQNO_AT 44
-#define NUMBERS_END 52
 #define RECORD_BYTES 38 /* of by_key: vbucket/store/key_record.py */
 #define RECORD_CRC_AT 34
-#define REV_SEQNO_MAX (((uint64_t)1 << 48) - 1)
+#define ITEM_OVERHEAD_BYTES 140 /* vbucket/engine/item_cache.py */
 #define VB_ACTIVE 1
 
 enum { /* of a partition */
-    STATE, IS_BACKED_UP, NEWEST, APPEND_ENTRY, FROZEN, MERGED_SEQNO, RECENT, OLDER, HIGH_SEQNO,
-    MAX_CAS, LEADER_EPOCH, VB_UUID, LAST_GROUP, ITEM_COUNT, ATTRIBUTES
+    STATE, IS_BACKED_UP, NEWEST, APPEND_ENTRY, FROZEN, MERGED_SEQNO, RECENT, OLDER,
+    RECENT_BYTES, OLDER_BYTES, HIGH_SEQNO, MAX_CAS, LEADER_EPOCH, VB_UUID, LAST_GROUP, ITEM_COUNT,
+    ATTRIBUTES
 };
 
 static const char *const names[ATTRIBUTES] = {
     "state", "is_backed_up", "newest", "append_entry", "frozen", "merged_seqno", "recent", "older",
-    "high_seqno", "max_cas", "leader_epoch", "vb_uuid", "last_group", "item_count",
+    "recent_bytes", "older_bytes", "high_seqno", "max_cas", "leader_epoch", "vb_uuid", "last_group", "item_count",
 };
 
 typedef struct {
     PyObject_HEAD
     PyObject *partitions; /* a list */
-    PyObject *meta_below, *tree, *damaged;
+    PyObject *meta_below, *tree, *item_cache, *damaged;
     PyTypeObject *partition, *layer; /* their classes */
     Attribute of[ATTRIBUTES];
     Attribute layer_newest;
 } SetRun;
-
-typedef struct {
-    const uint8_t *at;
-    uint32_t vb_id, key_bytes, value_bytes;
-    uint8_t datatype;
-} Request;
-
-/* What a change needs from the version that it replaces. */
-typedef struct {
-    uint64_t seqno, rev_seqno;
-    uint8_t opcode, datatype;
-} Old;
 
 /* A request, and what it replaces. The references are its own. */
 typedef struct {
@@ -86,25 +63,8 @@ typedef struct {
     PyObject *answers, *pending, *touched, *group;
     uint64_t group_number, cas_floor, value_bytes_max;
     uint8_t json;
+    Py_ssize_t taken, taken_bytes; /* from the item cache */
 } Run;
-
-/* Reads a request. Returns 0 if it is no plain SET, or not there wholly. */
-static int request_read(Request *request, const uint8_t *at, size_t bytes, const Run *run)
-{
-    if (bytes < REQUEST_HEAD_BYTES || at[0] != 0x80 || at[1] != SET || at[4] != 8 ||
-        at[5] & ~DATATYPE_JSON)
-        return 0;
-    uint32_t key_bytes = be16(at + 2), body_bytes = be32(at + 8);
-    if (body_bytes > bytes - HEADER_BYTES || body_bytes < 8 + key_bytes)
-        return 0;
-    if (key_bytes < 2 || key_bytes > KEY_BYTES_MAX || at[REQUEST_HEAD_BYTES])
-        return 0;
-    uint32_t value_bytes = body_bytes - 8 - key_bytes;
-    if (be64(at + 16) || be32(at + 28) || value_bytes > run->value_bytes_max)
-        return 0;
-    *request = (Request){at, be16(at + 6), key_bytes, value_bytes, at[5] & run->json};
-    return 1;
-}
 
 /* The functions below return 1, 0 with an exception, or -1 for what Python should do. Those that
    look for an old version may also return these. */
@@ -191,6 +151,50 @@ static int old_of_cache(const SetRun *self, PyObject *part, PyObject *key)
     return has < 0 ? 0 : has ? CACHED : NOT_IN_MEMORY;
 }
 
+/* Takes a document from the item cache, as its `take` does. Returns CACHED if it is none. */
+static int take_cached(const SetRun *self, Run *run, Planned *planned)
+{
+    for (int which = RECENT; which <= OLDER; which++) {
+        PyObject *cached = attribute_get(&self->of[which], planned->part);
+        if (cached == NULL)
+            return 0;
+        PyObject *entry = NULL;
+        if (PyDict_CheckExact(cached) && PyDict_GET_SIZE(cached))
+            entry = PyDict_GetItemWithError(cached, planned->key);
+        int outcome = entry != NULL ? CACHED : PyErr_Occurred() ? 0 : NOT_IN_MEMORY;
+        uint64_t held, bytes = 0;
+        if (entry != NULL && PyBytes_CheckExact(entry) && PyBytes_GET_SIZE(entry) >= NUMBERS_END &&
+            PyBytes_AS_STRING(entry)[OPCODE_AT] == MUTATION) {
+            const Attribute *of = &self->of[which + RECENT_BYTES - RECENT];
+            bytes = (uint64_t)PyBytes_GET_SIZE(entry) + planned->request.key_bytes;
+            bytes += ITEM_OVERHEAD_BYTES;
+            outcome = old_of_entry(&planned->old, entry) == 1 &&
+                      attribute_get_number(of, planned->part, &held) &&
+                      !PyDict_DelItem(cached, planned->key) &&
+                      attribute_set_number(of, planned->part, held - bytes);
+            run->taken += outcome;
+            run->taken_bytes += outcome ? (Py_ssize_t)bytes : 0;
+        }
+        Py_DECREF(cached);
+        if (outcome != NOT_IN_MEMORY)
+            return outcome;
+    }
+    return CACHED;
+}
+
+/* Adds to a number of the item cache. Returns 0 with an exception. */
+static int add_to_cache(const SetRun *self, const char *name, Py_ssize_t more)
+{
+    PyObject *before = PyObject_GetAttrString(self->item_cache, name);
+    PyObject *number = PyLong_FromSsize_t(more);
+    PyObject *after = before != NULL && number != NULL ? PyNumber_Add(before, number) : NULL;
+    int is_set = after != NULL && !PyObject_SetAttrString(self->item_cache, name, after);
+    Py_XDECREF(before);
+    Py_XDECREF(number);
+    Py_XDECREF(after);
+    return is_set;
+}
+
 /* Does what Versions.meta_below does for a key that the active layer does not have. */
 static int old_below(SetRun *self, Old *old, PyObject *part, PyObject *key)
 {
@@ -260,51 +264,6 @@ static int search_store(const SetRun *self, Planned *planned, size_t count)
     return 1;
 }
 
-static PyObject *entry_made(const Request *request, const Old *old, uint64_t epoch, uint64_t cas,
-                            uint64_t seqno)
-{
-    uint32_t body_bytes = request->key_bytes + request->value_bytes;
-    PyObject *entry = PyBytes_FromStringAndSize(NULL, ENTRY_HEAD_BYTES + (Py_ssize_t)body_bytes);
-    if (entry == NULL)
-        return NULL;
-    uint8_t *at = (uint8_t *)PyBytes_AS_STRING(entry);
-    put_be(at, old->seqno, 8);
-    put_be(at + 8, epoch, 4);
-    at[12] = 0x80;
-    at[OPCODE_AT] = MUTATION;
-    put_be(at + 14, request->key_bytes, 2);
-    at[16] = MUTATION_EXTRAS_BYTES;
-    at[DATATYPE_AT] = request->datatype;
-    put_be(at + 18, request->vb_id, 2);
-    put_be(at + 20, MUTATION_EXTRAS_BYTES + body_bytes, 4);
-    memset(at + 24, 0, 4);
-    put_be(at + 28, cas, 8);
-    put_be(at + SEQNO_AT, seqno, 8);
-    put_be(at + REV_SEQNO_AT, old->rev_seqno + (old->rev_seqno < REV_SEQNO_MAX), 8);
-    memcpy(at + NUMBERS_END, request->at + HEADER_BYTES, 4); /* flags */
-    memset(at + 56, 0, ENTRY_HEAD_BYTES - 56);
-    memcpy(at + ENTRY_HEAD_BYTES, request->at + REQUEST_HEAD_BYTES, body_bytes);
-    return entry;
-}
-
-static PyObject *answer_made(const Request *request, uint64_t cas, uint64_t vb_uuid,
-                             uint64_t seqno)
-{
-    PyObject *answer = PyBytes_FromStringAndSize(NULL, ANSWER_BYTES);
-    if (answer == NULL)
-        return NULL;
-    uint8_t *at = (uint8_t *)PyBytes_AS_STRING(answer);
-    memset(at, 0, 12);
-    at[0] = 0x81;
-    at[1] = SET;
-    at[4] = at[11] = 16;
-    memcpy(at + 12, request->at + 12, 4); /* opaque */
-    put_be(at + 16, cas, 8);
-    put_be(at + 24, vb_uuid, 8);
-    put_be(at + 32, seqno, 8);
-    return answer;
-}
-
 /* Sets the numbers of a partition after a change. */
 static int numbers_changed(SetRun *self, PyObject *part, const Run *run, uint64_t seqno,
                            uint64_t cas, int is_new)
@@ -324,7 +283,7 @@ static int numbers_changed(SetRun *self, PyObject *part, const Run *run, uint64_
 }
 
 /* Completes the plan of a request: others may have changed its partition since. */
-static int settle(SetRun *self, Planned *planned, uint64_t high_seqno)
+static int settle(SetRun *self, Run *run, Planned *planned, uint64_t high_seqno)
 {
     if (planned->high_seqno != high_seqno) {
         PyObject *entry = PyDict_GetItemWithError(planned->newest, planned->key);
@@ -334,18 +293,20 @@ static int settle(SetRun *self, Planned *planned, uint64_t high_seqno)
             return 0;
     }
     if (planned->outcome == CACHED)
+        planned->outcome = take_cached(self, run, planned);
+    if (planned->outcome == CACHED)
         return old_of_python(self, &planned->old, planned->part, planned->key);
     return planned->outcome;
 }
 
-static int apply(SetRun *self, const Run *run, Planned *planned)
+static int apply(SetRun *self, Run *run, Planned *planned)
 {
     PyObject *part = planned->part;
     const Request *request = &planned->request;
     uint64_t high_seqno, max_cas, epoch, vb_uuid;
     if (!attribute_get_number(&self->of[HIGH_SEQNO], part, &high_seqno))
         return 0;
-    int outcome = settle(self, planned, high_seqno);
+    int outcome = settle(self, run, planned, high_seqno);
     if (outcome != 1)
         return outcome;
     const Old *old = &planned->old;
@@ -431,7 +392,7 @@ static size_t read_ahead(const SetRun *self, const Run *run, Planned *planned,
     size_t count = 0, lines = (size_t)self->partition->tp_basicsize / 64;
     for (size_t at = 0; count < SEARCHES_MAX; count++) {
         Request *request = &planned[count].request;
-        if (!request_read(request, data + at, bytes - at, run) ||
+        if (!request_read(request, data + at, bytes - at, run->value_bytes_max, run->json) ||
             (Py_ssize_t)request->vb_id >= PyList_GET_SIZE(self->partitions))
             break;
         PyObject *part = PyList_GET_ITEM(self->partitions, request->vb_id);
@@ -439,7 +400,7 @@ static size_t read_ahead(const SetRun *self, const Run *run, Planned *planned,
             break;
         for (size_t line = 0; line <= lines; line++)
             PREFETCH((const char *)part + 64 * line);
-        at += REQUEST_HEAD_BYTES + (size_t)request->key_bytes + request->value_bytes;
+        at += request_bytes(request);
     }
     load_attributes(self, planned, count);
     return count;
@@ -447,7 +408,7 @@ static size_t read_ahead(const SetRun *self, const Run *run, Planned *planned,
 
 /* Applies up to SEARCHES_MAX requests. Sets how many bytes they have. Returns 1 if more may follow,
    -1 if not, 0 with an exception. */
-static int apply_some(SetRun *self, const Run *run, const uint8_t *data, size_t bytes,
+static int apply_some(SetRun *self, Run *run, const uint8_t *data, size_t bytes,
                       Py_ssize_t *taken)
 {
     Planned planned[SEARCHES_MAX];
@@ -464,7 +425,7 @@ static int apply_some(SetRun *self, const Run *run, const uint8_t *data, size_t 
     for (size_t i = 0; i < ready && outcome && each; i++) {
         const Request *request = &planned[i].request;
         if ((each = apply(self, run, &planned[i])) == 1)
-            *taken += REQUEST_HEAD_BYTES + (Py_ssize_t)request->key_bytes + request->value_bytes;
+            *taken += (Py_ssize_t)request_bytes(request);
         else {
             outcome = each;
             break;
@@ -487,7 +448,7 @@ static PyObject *set_run_apply(SetRun *self, PyObject *const *args, Py_ssize_t c
         return NULL;
     }
     Py_ssize_t position = PyLong_AsSsize_t(args[1]), end = PyLong_AsSsize_t(args[2]);
-    Run run = {args[3], args[4], args[5], args[6], 0, 0, 0, 0};
+    Run run = {args[3], args[4], args[5], args[6], 0, 0, 0, 0, 0, 0};
     run.group_number = PyLong_AsUnsignedLongLong(args[6]);
     run.cas_floor = PyLong_AsUnsignedLongLong(args[7]);
     run.json = (uint8_t)PyLong_AsUnsignedLong(args[8]) & DATATYPE_JSON;
@@ -502,20 +463,28 @@ static PyObject *set_run_apply(SetRun *self, PyObject *const *args, Py_ssize_t c
     int outcome = 1;
     while (outcome == 1)
         outcome = apply_some(self, &run, data + position, (size_t)(end - position), &position);
-    if (!outcome)
-        return NULL;
-    return PyLong_FromSsize_t(position);
+    if (run.taken) {
+        PyObject *error, *value, *trace; /* what is taken counts, also if there is an exception */
+        PyErr_Fetch(&error, &value, &trace);
+        outcome = add_to_cache(self, "held_bytes", -run.taken_bytes) &&
+                          add_to_cache(self, "taken", run.taken)
+                      ? outcome
+                      : 0;
+        if (error != NULL)
+            PyErr_Restore(error, value, trace);
+    }
+    return outcome ? PyLong_FromSsize_t(position) : NULL;
 }
 
 static PyObject *set_run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *partitions, *meta_below, *tree, *damaged;
+    PyObject *partitions, *meta_below, *tree, *item_cache, *damaged;
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "SetRun() takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "O!OOO", &PyList_Type, &partitions, &meta_below, &tree,
-                          &damaged))
+    if (!PyArg_ParseTuple(args, "O!OOOO", &PyList_Type, &partitions, &meta_below, &tree,
+                          &item_cache, &damaged))
         return NULL;
     if (!PyList_GET_SIZE(partitions)) {
         PyErr_SetString(PyExc_ValueError, "there is no partition");
@@ -528,6 +497,7 @@ static PyObject *set_run_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->partitions = Py_NewRef(partitions);
     self->meta_below = Py_NewRef(meta_below);
     self->tree = Py_NewRef(tree);
+    self->item_cache = Py_NewRef(item_cache);
     self->damaged = Py_NewRef(damaged);
     PyTypeObject *partition = Py_TYPE(PyList_GET_ITEM(partitions, 0));
     self->partition = (PyTypeObject *)Py_NewRef((PyObject *)partition);
@@ -545,6 +515,7 @@ static int set_run_traverse(SetRun *self, visitproc visit, void *arg)
     Py_VISIT(self->partitions);
     Py_VISIT(self->meta_below);
     Py_VISIT(self->tree);
+    Py_VISIT(self->item_cache);
     Py_VISIT(self->damaged);
     Py_VISIT(self->partition);
     Py_VISIT(self->layer);
@@ -559,6 +530,7 @@ static void set_run_dealloc(SetRun *self)
     Py_XDECREF(self->partitions);
     Py_XDECREF(self->meta_below);
     Py_XDECREF(self->tree);
+    Py_XDECREF(self->item_cache);
     Py_XDECREF(self->damaged);
     Py_XDECREF(self->partition);
     Py_XDECREF(self->layer);
