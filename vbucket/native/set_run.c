@@ -36,7 +36,8 @@ enum { /* of a partition */
 
 static const char *const names[ATTRIBUTES] = {
     "state", "is_backed_up", "newest", "append_entry", "frozen", "merged_seqno", "recent", "older",
-    "recent_bytes", "older_bytes", "high_seqno", "max_cas", "leader_epoch", "vb_uuid", "last_group", "item_count",
+    "recent_bytes", "older_bytes", "high_seqno", "max_cas", "leader_epoch", "vb_uuid", "last_group",
+    "item_count",
 };
 
 typedef struct {
@@ -139,16 +140,21 @@ static int old_of_frozen(SetRun *self, Old *old, PyObject *frozen, PyObject *key
 /* Returns CACHED if the item cache has the key, else NOT_IN_MEMORY. */
 static int old_of_cache(const SetRun *self, PyObject *part, PyObject *key)
 {
-    int has = 0;
-    for (int which = RECENT; which <= OLDER && !has; which++) {
-        PyObject *cached = attribute_get(&self->of[which], part);
+    for (int which = RECENT; which <= OLDER; which++) {
+        PyObject *cached = attribute_get(&self->of[which], part), *entry = NULL;
         if (cached == NULL)
             return 0;
-        if (!PyDict_CheckExact(cached) || PyDict_GET_SIZE(cached))
-            has = PySequence_Contains(cached, key);
+        if (PyDict_CheckExact(cached) && PyDict_GET_SIZE(cached))
+            entry = PyDict_GetItemWithError(cached, key);
+        if (entry != NULL) {
+            PREFETCH(entry);
+            PREFETCH((const char *)entry + 64);
+        }
         Py_DECREF(cached);
+        if (entry != NULL || PyErr_Occurred())
+            return entry != NULL ? CACHED : 0;
     }
-    return has < 0 ? 0 : has ? CACHED : NOT_IN_MEMORY;
+    return NOT_IN_MEMORY;
 }
 
 /* Takes a document from the item cache, as its `take` does. Returns CACHED if it is none. */
@@ -353,10 +359,9 @@ static int plan(SetRun *self, Planned *planned)
     if (state != VB_ACTIVE || is_backed_up != Py_False)
         return -1;
     planned->part = Py_NewRef(part);
-    planned->newest = attribute_get(&self->of[NEWEST], part);
     planned->key = PyBytes_FromStringAndSize((const char *)request->at + REQUEST_HEAD_BYTES,
                                              request->key_bytes);
-    if (planned->newest == NULL || planned->key == NULL ||
+    if (planned->key == NULL ||
         !attribute_get_number(&self->of[HIGH_SEQNO], part, &planned->high_seqno))
         return 0;
     if (!PyDict_CheckExact(planned->newest))
@@ -365,24 +370,24 @@ static int plan(SetRun *self, Planned *planned)
     return planned->outcome > 0 ? 1 : planned->outcome;
 }
 
-/* Loads what the attributes of partitions refer to. Those of compiled classes are left out: their
-   numbers are within the object, and its fields cannot be reached. */
-static void load_attributes(const SetRun *self, const Planned *planned, size_t count)
+/* Loads the memtables of all requests. Of a class with slots, the numbers are objects, too. Returns
+   0 with an exception. */
+static int load(const SetRun *self, Planned *planned, size_t count)
 {
-    static const int needed[] = {NEWEST, APPEND_ENTRY, HIGH_SEQNO, MAX_CAS, VB_UUID};
-    if (self->of[NEWEST].getset != NULL)
-        return;
+    static const int numbers[] = {APPEND_ENTRY, HIGH_SEQNO, MAX_CAS, VB_UUID};
     for (size_t i = 0; i < count; i++) {
         PyObject *part = PyList_GET_ITEM(self->partitions, planned[i].request.vb_id);
-        for (size_t at = 0; at < sizeof needed / sizeof needed[0]; at++)
-            PREFETCH(*(PyObject **)((char *)part + self->of[needed[at]].offset));
+        planned[i].newest = attribute_get(&self->of[NEWEST], part);
+        if (planned[i].newest == NULL)
+            return 0;
+        for (size_t at = 0; at < sizeof numbers / sizeof numbers[0]; at++)
+            if (self->of[numbers[at]].getset == NULL)
+                PREFETCH(*(PyObject **)((char *)part + self->of[numbers[at]].offset));
     }
-    for (size_t i = 0; i < count; i++) {
-        PyObject *part = PyList_GET_ITEM(self->partitions, planned[i].request.vb_id);
-        PyObject *newest = *(PyObject **)((char *)part + self->of[NEWEST].offset);
-        if (newest != NULL && PyDict_CheckExact(newest))
-            PREFETCH(((PyDictObject *)newest)->ma_keys);
-    }
+    for (size_t i = 0; i < count; i++)
+        if (PyDict_CheckExact(planned[i].newest))
+            PREFETCH(((PyDictObject *)planned[i].newest)->ma_keys);
+    return 1;
 }
 
 /* Reads requests from `*position` on, and loads what they need. Returns how many there are. */
@@ -402,7 +407,6 @@ static size_t read_ahead(const SetRun *self, const Run *run, Planned *planned,
             PREFETCH((const char *)part + 64 * line);
         at += request_bytes(request);
     }
-    load_attributes(self, planned, count);
     return count;
 }
 
@@ -413,10 +417,11 @@ static int apply_some(SetRun *self, Run *run, const uint8_t *data, size_t bytes,
 {
     Planned planned[SEARCHES_MAX];
     size_t count = read_ahead(self, run, planned, data, bytes), ready = 0;
-    int outcome = count == SEARCHES_MAX ? 1 : -1, each = 1;
+    int outcome = count == SEARCHES_MAX ? 1 : -1, each;
     for (size_t i = 0; i < count; i++)
         planned[i].part = planned[i].newest = planned[i].key = NULL;
-    while (ready < count && (each = plan(self, &planned[ready])) == 1)
+    each = load(self, planned, count);
+    while (each == 1 && ready < count && (each = plan(self, &planned[ready])) == 1)
         ready++;
     if (each != 1)
         outcome = each;
