@@ -6,6 +6,9 @@ Everything that a SET touches must be equal: answers, log, memtables, item cache
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from vbucket.engine.partition import Hold, VbState
 from vbucket.native import new_staged, set_run
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import BY_KEY_TABLE
+from vbucket.store.store import Store
 
 pytestmark = pytest.mark.skipif(
     new_staged() is None, reason="the loops in C are not built (scripts/compile --loops)"
@@ -267,6 +271,60 @@ def plain(key: bytes, opaque: int = 0, vb_id: int = 1) -> bytes:
     return a_request("set", vb_id, key, 3, opaque)
 
 
+@pytest.mark.parametrize("kind", [MemoryNode, LmdbNode])
+@pytest.mark.parametrize("item_cache_bytes", [0, 1 << 20])
+def test_each_place_of_an_old_version(kind: type[MemoryNode], item_cache_bytes: int) -> None:
+    """Documents and deletions in the store, in the cache, in both layers, and nowhere; each key
+    twice in a run.
+    """
+    pair = Pair(kind, item_cache_bytes=item_cache_bytes)
+
+    def send(kind: str, keys: Iterable[bytes], vb_ids: Iterable[int] = (1, 2)) -> None:
+        requests = [a_request(kind, vb_id, key, 5, 0) for key in keys for vb_id in vb_ids]
+        pair.send(b"".join(requests))
+
+    for _ in range(2):
+        send("set", KEYS[:8])
+        send("delete", KEYS[:2])
+        for node in pair.nodes:
+            node.merge()
+        send("get", KEYS[2:5])
+        send("set", KEYS[4:6])
+        send("delete", KEYS[6:7])
+        for node in pair.nodes:
+            node.begin_merge()
+        send("set", KEYS[7:9])
+        send("delete", KEYS[4:5])
+        before = pair.nodes[0].engine.item_cache.taken
+        send("set", KEYS * 2, (1, 3))
+        taken = pair.nodes[0].engine.item_cache.taken - before
+        assert (taken > 0) == bool(item_cache_bytes)
+        for node in pair.nodes:
+            node.end_merge()
+        pair.check()
+    pair.close()
+
+
+def test_old_records_are_found_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python looks up none of them."""
+    pair = Pair(LmdbNode)
+    keys = [b"\0key %d" % number for number in range(300)]
+    packets = b"".join(plain(key) for key in keys)
+    pair.send(packets)
+    for node in pair.nodes:
+        node.merge()
+    asked: list[bytes] = []
+    meta_fields = Store.meta_fields
+    monkeypatch.setattr(
+        Store, "meta_fields",
+        lambda store, vb_id, key: asked.append(key) or meta_fields(store, vb_id, key),
+    )  # fmt: skip
+    pair.send(packets + plain(b"\0new"))
+    assert asked == [*keys, b"\0new"], "the twin asked once for each"
+    assert pair.nodes[0].engine.partitions[1].item_count == 301
+    pair.close()
+
+
 def test_a_run_is_applied_without_the_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(MemoryNode)
     puts: list[bytes] = []
@@ -278,15 +336,31 @@ def test_a_run_is_applied_without_the_handlers(monkeypatch: pytest.MonkeyPatch) 
     assert puts == [*KEYS], "only the twin in Python puts them one by one"
 
 
-def test_a_damaged_record_fails_only_its_request() -> None:
-    pair = Pair(MemoryNode)
+def damage(node: MemoryNode, full_key: bytes) -> None:
+    """Flip a bit of a record of by_key, wherever its page was written."""
+    if not isinstance(node, LmdbNode):
+        node.env.flip(BY_KEY_TABLE, full_key, 12)  # type: ignore[attr-defined]
+    else:
+        with (Path(node._folder.name) / "store" / "data.mdb").open("r+b") as file:
+            data = file.read()
+            found = [match.end() for match in re.finditer(re.escape(full_key + b"W"), data)]
+            assert found
+            for at in found:
+                file.seek(at + 11)
+                file.write(bytes([data[at + 11] ^ 1]))
+    node.store.refresh()
+
+
+@pytest.mark.parametrize("kind", [MemoryNode, LmdbNode])
+def test_a_damaged_record_fails_only_its_request(kind: type[MemoryNode]) -> None:
+    pair = Pair(kind)
     pair.send(b"".join(plain(key) for key in KEYS))
     for node in pair.nodes:
         node.merge()
-        node.env.flip(BY_KEY_TABLE, b"\0\1" + KEYS[3], 12)  # type: ignore[attr-defined]
-        node.store.refresh()
+        damage(node, b"\0\1" + KEYS[3])
     answers, *_ = pair.send(b"".join(plain(key, n) for n, key in enumerate(KEYS)))
     assert [answer[6:8] != b"\0\0" for answer in answers] == [key == KEYS[3] for key in KEYS]
+    pair.close()
 
 
 @settings(max_examples=100)
