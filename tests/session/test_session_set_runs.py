@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -22,12 +22,14 @@ from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.xattrs import DATATYPE_XATTR, pack_xattrs
 from support.memory_node import LmdbNode, MemoryNode, Peer
-from vbucket.engine.engine import Engine
-from vbucket.engine.partition import Hold, VbState
+from vbucket.engine.partition import Hold, Partition, VbState
+from vbucket.engine.versions import Meta
 from vbucket.native import new_staged, set_run
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import BY_KEY_TABLE
-from vbucket.store.store import Store
+
+if TYPE_CHECKING:
+    from vbucket.native.loops import SetRun
 
 pytestmark = pytest.mark.skipif(
     new_staged() is None, reason="the loops in C are not built (scripts/compile --loops)"
@@ -305,7 +307,7 @@ def test_each_place_of_an_old_version(kind: type[MemoryNode], item_cache_bytes: 
     pair.close()
 
 
-def test_old_records_are_found_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_records_are_found_in_pages() -> None:
     """Python looks up none of them."""
     pair = Pair(LmdbNode)
     keys = [b"\0key %d" % number for number in range(300)]
@@ -313,27 +315,45 @@ def test_old_records_are_found_in_pages(monkeypatch: pytest.MonkeyPatch) -> None
     pair.send(packets)
     for node in pair.nodes:
         node.merge()
-    asked: list[bytes] = []
-    meta_fields = Store.meta_fields
-    monkeypatch.setattr(
-        Store, "meta_fields",
-        lambda store, vb_id, key: asked.append(key) or meta_fields(store, vb_id, key),
+    engine, asked = pair.nodes[0].engine, list[bytes]()
+
+    def meta_below(part: Partition, key: bytes, entry: bytes | None) -> Meta:
+        asked.append(key)
+        return engine.versions.meta_below(part, key, entry)
+
+    engine.set_run = set_run(
+        engine.partitions, meta_below, pair.nodes[0].store.key_tree, engine.item_cache,
+        StoreDamagedError,
     )  # fmt: skip
     pair.send(packets + plain(b"\0new"))
-    assert asked == [*keys, b"\0new"], "the twin asked once for each"
-    assert pair.nodes[0].engine.partitions[1].item_count == 301
+    assert asked == []
+    assert engine.partitions[1].item_count == 301
     pair.close()
 
 
-def test_a_run_is_applied_without_the_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_takes_all_that_it_may() -> None:
+    """Up to the first request that is for Python, and then up to the next one."""
     pair = Pair(MemoryNode)
-    puts: list[bytes] = []
-    put = Engine.put
-    monkeypatch.setattr(
-        Engine, "put", lambda *args, **more: puts.append(args[2]) or put(*args, **more)
-    )
-    pair.send(b"".join(plain(key) for key in KEYS))
-    assert puts == [*KEYS], "only the twin in Python puts them one by one"
+    engine, taken = pair.nodes[0].engine, list[tuple[int, int]]()
+
+    class Recorded:
+        def __init__(self, run: SetRun) -> None:
+            self.run = run
+
+        def apply(self, received: bytes, position: int, *rest: Any) -> int:
+            after = self.run.apply(received, position, *rest)
+            taken.append((position, after))
+            return after
+
+    assert engine.set_run is not None
+    engine.set_run = cast("SetRun", Recorded(engine.set_run))
+    sets = b"".join(plain(key) for key in KEYS * 20)
+    other = a_request("expiry", 1, KEYS[0], 3, 0)
+    pair.send(sets + other + sets)
+    again = len(sets) + len(other)
+    assert taken == [
+        (0, len(sets)), (len(sets), len(sets)), (again, again + len(sets)),
+    ]  # fmt: skip
 
 
 def damage(node: MemoryNode, full_key: bytes) -> None:
