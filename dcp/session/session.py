@@ -192,6 +192,10 @@ class Session:
             )
             body_end = position + HEADER_BYTES + body_len
             if magic == 0x80 and body_end <= end and body_len <= body_bytes_max:
+                run = runs.get(opcode)
+                if run is not None and (after := run(position, end)) > position:
+                    position = after
+                    continue
                 handler = hot.get(opcode)
                 if handler is not None:
                     try:
@@ -202,9 +206,6 @@ class Session:
                     except (RefusedError, StoreDamagedError) as error:
                         state.answer_error(opcode, opaque, vb_id, error)
                     position = body_end
-                    run = runs.get(opcode)
-                    if run is not None and not state.is_full:
-                        position = run(position, end)
                     continue
             after, missing_bytes = self._handle_other(buffer, position, end, now_ns)
             if after == position:

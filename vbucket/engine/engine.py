@@ -44,6 +44,8 @@ from vbucket.model.entry import (
     seqno_of,
 )
 from vbucket.model.ids import CAS_DRIFT_NS
+from vbucket.native import set_run
+from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import StoredMeta
 from vbucket.store.plain_value import plain
 from vbucket.store.store import Store
@@ -107,6 +109,11 @@ class Engine:
         self.locks = Locks()
         self.loads = Loads(keyspace)
         self._store = store
+        self.set_run = set_run(
+            keyspace.partitions, keyspace.versions.meta_below, store.key_tree,
+            keyspace.item_cache, StoreDamagedError,
+        )  # fmt: skip
+        """Applies plain SETs in C, as `put` would; None: the loops are not built."""
         self.write_refusal = ""
         """Why no partition takes writes now, "" if they do."""
         self.writers_wait = False

@@ -7,7 +7,9 @@
 #include "compaction.h"
 #include "crc32c.h"
 #include "frames.h"
+#include "key_tree.h"
 #include "packets.h"
+#include "set_run.h"
 #include "staging.h"
 
 static PyObject *checksum(PyObject *args, uint32_t (*way)(uint32_t, const uint8_t *, size_t))
@@ -66,6 +68,8 @@ PyMODINIT_FUNC PyInit_loops(void)
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && add_type(module, "Staged", &staged_spec) &&
         add_type(module, "Superseded", &superseded_spec) &&
+        add_type(module, "SetRun", &set_run_spec) &&
+        add_type(module, "KeyTree", &key_tree_spec) &&
         PyModule_AddStringConstant(module, "CRC32C_WAY", crc32c_way()) == 0)
         return module;
     Py_XDECREF(module);

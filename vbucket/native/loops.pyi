@@ -1,6 +1,8 @@
 """The interface of the C sources here."""
 
 from array import array
+from collections.abc import Callable
+from typing import Any
 
 CRC32C_WAY: str
 """How checksums are computed: "sse4.2", "arm" or "tables"."""
@@ -90,6 +92,47 @@ class Superseded:
         versions, 0 if it is superseded itself; None if none is. Raises ValueError if this is not a
         sound block.
         """
+
+class SetRun:
+    """Applies plain SETs."""
+
+    def __init__(
+        self,
+        partitions: list[Any],
+        meta_below: Callable[..., tuple[int, ...]],
+        tree: Callable[[], KeyTree | None],
+        item_cache: object,
+        damaged: type[Exception],
+        /,
+    ) -> None: ...
+    def apply(
+        self,
+        received: bytes,
+        position: int,
+        end: int,
+        answers: list[bytes],
+        pending: list[bytes],
+        touched: list[Any],
+        group: int,
+        cas_floor: int,
+        json: int,
+        value_bytes_max: int,
+        /,
+    ) -> int:
+        """Apply the plain SETs from `position` on, and append their answers and entries. Return the
+        position of the first request that is for Python.
+        """
+
+class KeyTree:
+    """Looks up keys in a table of LMDB's file, in one committed state that does not change."""
+
+    def __init__(
+        self, file: memoryview, page_bytes: int, last_page: int, depth: int, root: int, /
+    ) -> None:
+        """Raises ValueError if this is no tree."""
+
+    def get(self, key: bytes, /) -> bytes | bool | None:
+        """Return the value of a key; None: it is not there; False: a page is damaged."""
 
 class Staged:
     """Entries of the log, by partition. Partitions must be open."""
