@@ -59,7 +59,7 @@ from dcp.replication.messages import (
     pack_group,
     unpack_ack,
 )
-from dcp.replication.sent_messages import Sent, SentWhole
+from dcp.replication.sent_messages import RECORD_BYTES, Sent, SentWhole
 from dcp.replication.waiting_requests import WaitingRequests
 from dcp.replication.whole_groups import StreamChanges, WholeGroup
 from dcp.session.replication_port import FeedAnswer, ReplicationError
@@ -71,8 +71,6 @@ from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
 from vbucket.store.environment import StoreDamagedError
 
-RECORD_BYTES: Final = 256
-"""What this node remembers of a message, and of each of its sections, until it is acknowledged."""
 QUESTIONS_MAX: Final = 64
 """With so many unanswered questions no heartbeat is sent: the replica reads nothing."""
 BEAT_NS: Final = 100_000_000
@@ -403,6 +401,11 @@ class ReplicaFeed:
         """Whether `pump` would return anything now."""
         waits = self._stale or self._behind or self._committed
         return bool(self._out or (waits and self._has_room))
+
+    @property
+    def can_wait(self) -> bool:
+        """See StreamSender: the next group tells what is committed as well."""
+        return not (self._out or self._stale or self._behind)
 
     @property
     def _has_room(self) -> bool:

@@ -6,10 +6,13 @@ Who calls it: `dcp.replication.replica_feed`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from dcp.replication.fed_stream import FedStream, Followed
 from dcp.replication.whole_groups import WholeGroup
+
+RECORD_BYTES: Final = 256
+"""What this node remembers of a message, and of each of its sections, until it is acknowledged."""
 
 
 class SentWhole(NamedTuple):

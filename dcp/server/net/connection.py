@@ -32,6 +32,7 @@ from dcp.server.observe.slow_operations import (
 from dcp.server.storage.committer import Committer
 from dcp.session.auth import AuthStep
 from dcp.session.held_answers import HeldAnswers
+from dcp.session.replication_port import NEWS_WAIT_NS
 from dcp.session.session import Session
 from dcp.session.text import TextSession, begins_text
 from dcp.stream.snapshots import Message
@@ -130,6 +131,8 @@ class ClientConnection(asyncio.Protocol):
         self._is_write_paused = False
         self._is_read_paused = False
         self._is_pump_scheduled = False
+        self._next_news: asyncio.TimerHandle | None = None
+        """Set while stream messages wait that can."""
         self._is_aborted = self._owes_map = False
         self._has_begun = False
         self._is_new = True
@@ -175,6 +178,8 @@ class ClientConnection(asyncio.Protocol):
         sender = self.session.state.sender
         if sender is not None:
             sender.close()
+        if self._next_news is not None:
+            self._next_news.cancel()
         if self._engine.keyspace.has_pending:
             # A takeover that was given up gave its partition back, or a failed command left changes
             # of commands before it. They must not wait for the next writer.
@@ -308,10 +313,15 @@ class ClientConnection(asyncio.Protocol):
             self.abort("the user was removed or may not stream any more")
 
     def schedule_pump(self) -> None:
-        """Send stream messages in the next turn of the loop."""
-        if not self._is_pump_scheduled and self.session.state.sender is not None:
+        """Send stream messages in the next turn of the loop, or a little later if they can wait."""
+        sender = self.session.state.sender
+        if self._is_pump_scheduled or sender is None:
+            return
+        if not sender.can_wait:
             self._is_pump_scheduled = True
             self._loop.call_soon(self._pump)
+        elif self._next_news is None and sender.has_output:
+            self._next_news = self._loop.call_later(NEWS_WAIT_NS / 1e9, self._pump)
 
     def abort(self, reason: str) -> None:
         """Close now; unsent data is lost."""
@@ -464,6 +474,9 @@ class ClientConnection(asyncio.Protocol):
     @_supervised
     def _pump(self) -> None:
         self._is_pump_scheduled = False
+        if self._next_news is not None:
+            self._next_news.cancel()  # what waits leaves now
+            self._next_news = None
         sender = self.session.state.sender
         if sender is None or self._transport.is_closing():
             return
