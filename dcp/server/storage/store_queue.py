@@ -149,13 +149,18 @@ class StoreQueue:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                del self._waiting[work]
+                self._waiting.pop(work, None)  # unless a job that ended first has skipped it
             else:
                 self._hand_over()  # the turn came at the same time
             raise
 
     def _hand_over(self) -> None:
-        """Give the turn to the most urgent waiting job."""
-        self._is_busy = bool(self._waiting)
-        if self._waiting:
-            self._waiting.pop(min(self._waiting)).set_result(None)
+        """Give the turn to the most urgent waiting job. One that was cancelled in this turn of the
+        loop does not know it yet, and is skipped: a server that stops cancels all at once.
+        """
+        self._is_busy = False
+        while self._waiting and not self._is_busy:
+            turn = self._waiting.pop(min(self._waiting))
+            if not turn.cancelled():
+                turn.set_result(None)
+                self._is_busy = True
