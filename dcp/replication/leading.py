@@ -226,6 +226,8 @@ class Leading:
         where something else may be committed now.
         """
         self._note_ready()
+        if not group.has_control and group.high_seqnos.keys().isdisjoint(self.masterships.keys()):
+            return ()  # all of it came from other masters
         whole = self._wholes.begin(group) if self.feeds else None
         sectioned = [
             feed for feed in self.feeds.values() if whole is None or not feed.send_whole(whole)

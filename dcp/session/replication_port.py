@@ -9,11 +9,19 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from dcp.stream.snapshots import Message
-from dcp.wire.frame import Frame
+from dcp.wire.frame import HEADER, HEADER_BYTES, Frame
+from dcp.wire.opcode import Magic, Opcode
 
 NEWS_WAIT_NS: Final = 10_000_000
 """How long output may wait that `can_wait`. Only GET_REPLICA shows the difference, and the next
 commit group brings it earlier. A message of its own costs each replica as much as a small group."""
+
+ACK_EXTRAS_BYTES: Final = 16
+ACK_HEAD: Final = HEADER.pack(
+    Magic.REQUEST, Opcode.X_REPLICA_ACK, 0, ACK_EXTRAS_BYTES, 0, 0, ACK_EXTRAS_BYTES, 0, 0
+)
+"""With what the packet of an acknowledgement begins. The extras follow."""
+ACK_BYTES: Final = HEADER_BYTES + ACK_EXTRAS_BYTES
 
 
 class FeedAnswer(NamedTuple):
