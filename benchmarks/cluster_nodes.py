@@ -146,10 +146,12 @@ class Nodes:
 class Load:
     """The process of `benchmarks.cluster_load`."""
 
-    def __init__(self, ports: list[int], *, rate: float, seconds: float = 3600.0) -> None:
+    def __init__(
+        self, ports: list[int], *, rate: float, seconds: float = 3600.0, without: int = 0
+    ) -> None:
         command = [
             sys.executable, "-m", "benchmarks.cluster_load", "--ports", ",".join(map(str, ports)),
-            "--rate", str(rate), "--seconds", str(seconds),
+            "--rate", str(rate), "--seconds", str(seconds), "--without", str(without),
         ]  # fmt: skip
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -191,9 +193,10 @@ class Load:
 
 
 @contextmanager
-def loaded(nodes: Nodes, rate: float) -> Iterator[Load]:
-    """Run a load while something happens."""
-    load = Load(nodes.ports, rate=rate)
+def loaded(nodes: Nodes, rate: float, without: str = "") -> Iterator[Load]:
+    """Run a load while something happens. `without`: a node whose partitions are told apart."""
+    port = nodes.nodes[without].port if without else 0
+    load = Load(nodes.ports, rate=rate, without=port)
     try:
         yield load
     finally:
