@@ -230,6 +230,8 @@ class Leading:
         where something else may be committed now.
         """
         self._note_ready()
+        if not group.has_control and group.high_seqnos.keys().isdisjoint(self.masterships.keys()):
+            return ()  # all of it came from other masters
         whole = self._begin_whole(group)
         apart = set() if whole is None else whole.sections
         taken = {member for member, feed in self.feeds.items() if whole and feed.send_whole(whole)}

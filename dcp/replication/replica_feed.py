@@ -34,11 +34,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
 
 from dcp.replication.fed_stream import (
+    BEAT_NS,
     NEVER,
+    QUESTIONS_MAX,
     SECTION_BYTES,
+    SILENCE_NS_MAX,
     WINDOW_BYTES,
     FedStream,
     FeedPace,
@@ -70,13 +72,6 @@ from vbucket.engine.partition import Partition
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
 from vbucket.store.environment import StoreDamagedError
-
-QUESTIONS_MAX: Final = 64
-"""With so many unanswered questions no heartbeat is sent: the replica reads nothing."""
-BEAT_NS: Final = 100_000_000
-"""Time between heartbeats, unless the setting says another one."""
-SILENCE_NS_MAX: Final = 3_000_000_000
-"""A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
 
 
 class ReplicaFeed:
@@ -403,6 +398,11 @@ class ReplicaFeed:
         """Whether `pump` would return anything now."""
         waits = self._stale or self._behind or self._committed
         return bool(self._out or (waits and self._has_room))
+
+    @property
+    def can_wait(self) -> bool:
+        """See StreamSender: the next group tells what is committed as well."""
+        return not (self._out or self._stale or self._behind)
 
     @property
     def _has_room(self) -> bool:

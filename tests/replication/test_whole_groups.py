@@ -205,6 +205,28 @@ def test_replicas_are_told_by_the_number_of_the_message_that_a_group_is_committe
     assert committed(copies.b, 1) == committed(copies.b, 2) == 1
 
 
+def test_only_what_tells_of_commits_can_wait_and_the_next_group_takes_it_with_it() -> None:
+    copies = level()
+    feed = copies.a.core.leading.feeds["b"]
+    assert (feed.has_output, feed.can_wait) == (False, True)
+    put(copies, 1)
+    copies.a.commit()
+    assert (feed.has_output, feed.can_wait) == (True, False)
+    copies.move()
+    for member in "bc":
+        copies.nodes[member].commit()
+    copies.move()
+    assert committed(copies.a, 1) == 1
+    assert (feed.has_output, feed.can_wait) == (True, True)
+    put(copies, 2)
+    copies.a.commit()
+    assert not feed.can_wait
+    [message] = messages_to(copies, "b")
+    assert isinstance(message, GroupMessage)
+    assert (bool(message.entries), message.committed) == (True, (message.number - 1,) * 2)
+    assert not feed.has_output
+
+
 def test_a_group_that_was_sent_before_the_in_sync_set_changed_commits_one_by_one() -> None:
     copies = level()
     put(copies, 1)
