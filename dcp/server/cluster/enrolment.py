@@ -103,6 +103,11 @@ async def ask_again(meta: MetaStore, request: StoreRequest) -> StoreResult:
             )
         if not isinstance(result, OutcomeUnknown | StoreUnavailable):
             return result
+        if isinstance(result, StoreUnavailable) and result.is_unfit:
+            raise EnrolmentError(
+                f"this metadata store cannot be used: {result.text}",
+                "Do that, or name another etcd with --meta; then try again",
+            )
         if isinstance(result, StoreUnavailable) and result.is_denied:
             raise EnrolmentError(
                 f"the metadata store does not let this node in: {result.text}",
