@@ -161,6 +161,10 @@ def test_tokens_and_folders_that_do_not_fit(tmp_path: Path) -> None:
         with a.connect() as kv:
             kv.set(b"k", b"v")
 
+        wrong = msgspec.structs.replace(ClusterToken.from_text(token), secret="w" * 43)
+        text = refused(b, "join", "--token", wrong.to_text())
+        assert "does not let this node in" in text
+        assert "try: Correct the token" in text
         gone = msgspec.structs.replace(ClusterToken.from_text(token), cluster="0" * 32)
         text = refused(b, "join", "--token", gone.to_text())
         assert "the metadata store has no such cluster" in text
