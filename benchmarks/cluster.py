@@ -234,7 +234,7 @@ def measure_join(report: Report, options: argparse.Namespace, folder: Path) -> N
             seconds = nodes.rebalance()
             during = load.split()
             load.stop()
-        copied = sum("d" in row["in_sync"] for row in nodes.partition_map())
+        copied = sum("d" in row["copies"] for row in nodes.partition_map())
     mib = options.join_mib * copied / 1024
     rate, worse = mib * MIB / 1e6 / seconds, during["p99_us"] / max(before["p99_us"], 1)
     say(f"  join: {copied} copies, {mib:.0f} MiB in {seconds:.1f} s, {rate:.1f} MB/s; p99 before "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -49,7 +50,9 @@ class FakeNode:
     def _serve(self) -> None:
         with self._listener:
             connection, _ = self._listener.accept()
-        with connection, connection.makefile("rb") as stream:
+        # The load is killed at the end, and its connections break.
+        ended = contextlib.suppress(ConnectionError)
+        with ended, connection, connection.makefile("rb") as stream:
             while head := stream.read(24):
                 stream.read(int.from_bytes(head[8:12], "big"))
                 connection.sendall(self._answer(head[1]))
@@ -101,7 +104,8 @@ def test_a_refused_write_goes_to_the_new_master_and_keeps_its_time(
 
 
 def test_a_cluster_is_measured(tmp_path: Path) -> None:
-    with Nodes(tmp_path / "nodes") as nodes:
+    with Nodes(tmp_path / "nodes", "ab") as nodes:
+        nodes.ask_to("set", min_in_sync=1)
         assert sum(nodes.masters().values()) == len(nodes.epochs()) == 1024
         assert nodes.processor_ns() > processor_ns(nodes.nodes["a"].pid) > 0
         everything = GeneratorLoad(
@@ -118,6 +122,24 @@ def test_a_cluster_is_measured(tmp_path: Path) -> None:
             assert min(gaps) > 0
         finally:
             load.kill()
+
+
+def test_the_command_cuts_cables_lets_a_node_join_and_keeps_nodes_busy(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cluster", "--quick", "--only", "cut,join,busy",
+         "--rounds", "1", "--isr", "2", "--folder", str(tmp_path), "--json", str(figures)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = {row["what"]: row["samples"]["dcpd"] for row in json.loads(figures.read_text())["rows"]}
+    cuts = [what for what in rows if what.startswith("cut to the first write, 2 in sync")]
+    assert len(cuts) == 3
+    assert min(rows[what][0] for what in cuts) > 0
+    assert rows["a fourth node joins, 4 MiB"][0] > 0
+    assert "join: 768 copies, 3 MiB" in done.stderr
+    assert rows["a fourth node joins, 4 MiB, writes' p99 meanwhile"][0] > 0
+    assert {"elections in 2 s of full load", "new versions in 2 s of full load"} <= rows.keys()
 
 
 def test_the_command_says_what_it_knows() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from clients.link.pipelined_link import Link
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from soak.cluster.nodes import FaultyCluster
-from soak.cluster.run import own_disks, run_round
+from soak.cluster.run import own_disks, run_faults
 from support.waiting import until
 from vbucket.model.ids import vbucket_of
 
@@ -33,18 +32,19 @@ ORDER = (
 )  # fmt: skip
 
 
-async def test_faults_under_load_lose_nothing_and_answer_nothing_wrong(tmp_path: Path) -> None:
-    report = await run_round(tmp_path, 4, ORDER)
-    assert set(report.faults) >= set(ORDER)
-    assert report.answered > 1000
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     with contextlib.ExitStack() as stack:
         disks = own_disks(stack)
         folder = tmp_path_factory.mktemp("faults")
         yield stack.enter_context(FaultyCluster(folder, disks))
+
+
+async def test_faults_under_load_lose_nothing_and_answer_nothing_wrong(cluster) -> None:
+    """The first test of these: its consumers know all documents that there are."""
+    report = await run_faults(cluster, 4, ORDER)
+    assert set(report.faults) >= set(ORDER)
+    assert report.answered > 1000
 
 
 @pytest.fixture

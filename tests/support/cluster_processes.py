@@ -18,6 +18,12 @@ class ClusterProcesses(EmbeddedMembers):
     def __init__(self, folder: Path, names: str = "abc", *arguments: str) -> None:
         super().__init__(folder, names, *arguments)
 
+    def start_all(self) -> None:
+        """Start all nodes that do not run."""
+        for node in self.nodes.values():
+            if not node.runs:
+                node.start()
+
     def join(self, name: str) -> None:
         """Start one more node, and return once it is a member that runs."""
         self.add(name).start()
