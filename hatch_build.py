@@ -63,16 +63,20 @@ LOOPS: Final = "vbucket.native.loops"
 LOOPS_SOURCES: Final = (
     "vbucket/native/loops.c",
     "vbucket/native/blocks.c",
+    "vbucket/native/changes.c",
     "vbucket/native/compaction.c",
     "vbucket/native/counts.c",
     "vbucket/native/crc32c.c",
+    "vbucket/native/frames.c",
     "vbucket/native/staging.c",
 )
 LOOPS_HEADERS: Final = (
     "vbucket/native/blocks.h",
+    "vbucket/native/changes.h",
     "vbucket/native/compaction.h",
     "vbucket/native/counts.h",
     "vbucket/native/crc32c.h",
+    "vbucket/native/frames.h",
     "vbucket/native/staging.h",
 )
 PACKAGES: Final = ("dcp", "vbucket", "failover")

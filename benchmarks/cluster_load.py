@@ -167,6 +167,9 @@ class ClusterLoad:
         """Second of the run -> latencies in microseconds of what was answered in it."""
         self._window = Histogram()
         """The same since the last split."""
+        self._others: dict[int, Histogram] = defaultdict(Histogram)
+        """The same without the partitions of the master at `--without`."""
+        self._without: int = options.without
         self._worst: dict[int, float] = {}
         """Partition -> the longest latency of a write."""
         self._worst_refused_s = 0.0
@@ -306,8 +309,11 @@ class ClusterLoad:
             self._tell_mark(op.mark, took_s)
             return
         self._in_flight -= 1
-        self._seconds[int(now_s - self._began_s)].add(int(took_s * 1e6))
-        self._window.add(int(took_s * 1e6))
+        second, took_us = int(now_s - self._began_s), int(took_s * 1e6)
+        self._seconds[second].add(took_us)
+        if self._masters[op.vb_id] != self._without:
+            self._others[second].add(took_us)
+        self._window.add(took_us)
         if took_s > self._worst.get(op.vb_id, 0):
             self._worst[op.vb_id] = took_s
         if op.refusals and took_s > self._worst_refused_s:
@@ -360,10 +366,8 @@ class ClusterLoad:
             "partitions_over_100_ms": sum(worst > 0.1 for worst in self._worst.values()),
             "refusals": dict(self._refusals),
             "maps": self._maps,
-            "each_second": {
-                second: [len(each), each.percentile(50), each.percentile(99), each.percentile(100)]
-                for second, each in sorted(self._seconds.items())
-            },
+            "each_second": _by_second(self._seconds),
+            "each_second_of_others": _by_second(self._others),
         }
 
 
@@ -373,6 +377,14 @@ def latencies(found: Histogram) -> dict[str, int]:
         "operations": len(found),
         **{f"p{percent}_us": found.percentile(percent) for percent in (50, 99)},
         "max_us": found.percentile(100),
+    }
+
+
+def _by_second(found: dict[int, Histogram]) -> dict[int, list[int]]:
+    """Return second -> how many, p50, p99, the longest."""
+    return {
+        second: [len(each), each.percentile(50), each.percentile(99), each.percentile(100)]
+        for second, each in sorted(found.items())
     }
 
 
@@ -407,6 +419,8 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=20_000)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--value-bytes", type=int, default=128)
+    parser.add_argument("--without", type=int, default=0, metavar="PORT",
+                        help="tell the latencies without this master's, too")  # fmt: skip
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     load = ClusterLoad(options)

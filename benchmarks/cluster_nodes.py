@@ -179,14 +179,26 @@ class Load:
     """The process of `benchmarks.cluster_load`."""
 
     def __init__(
-        self, ports: list[int], *, rate: float, seconds: float = 36_000.0, host: str = BEHIND
+        self,
+        ports: list[int],
+        *,
+        rate: float,
+        seconds: float = 36_000.0,
+        host: str = BEHIND,
+        without: int = 0,
     ) -> None:
         command = [
             sys.executable, "-m", "benchmarks.cluster_load", "--ports", ",".join(map(str, ports)),
             "--host", host, "--rate", str(rate), "--seconds", str(seconds),
+            "--without", str(without),
         ]  # fmt: skip
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._read_so_far = b""
+
+    def until_begun(self) -> None:
+        """Return once it knows the map, and writes."""
+        self.begin_mark(0)  # no master's port
+        assert self.end_mark() == []
 
     def begin_mark(self, port: int, since_s: float | None = None) -> None:
         """Send a write to each partition of a node, whose time counts from `since_s` on (in
@@ -240,10 +252,12 @@ class Load:
 
 
 @contextmanager
-def loaded(nodes: Nodes, rate: float) -> Iterator[Load]:
-    """Run a load while something happens."""
-    load = Load(nodes.ports, rate=rate, host=nodes.host)
+def loaded(nodes: Nodes, rate: float, without: str = "") -> Iterator[Load]:
+    """Run a load while something happens. `without`: a node whose partitions are told apart."""
+    port = nodes.nodes[without].port if without else 0
+    load = Load(nodes.ports, rate=rate, host=nodes.host, without=port)
     try:
+        load.until_begun()
         yield load
     finally:
         load.kill()

@@ -90,6 +90,7 @@ if TYPE_CHECKING:
         vbucket_of,
     )
     from clients.position import Position
+    from clients.streaming.mutations import Mutations
     from clients.sync import SyncConsumer, SyncMirror
 
 __getattr__ = lazy_names(
@@ -123,6 +124,7 @@ __getattr__ = lazy_names(
         "mirror.mirror": "Mirror",
         "operation": "CounterResult Document DurabilityLevel MutationResult Outcome vbucket_of",
         "position": "Position",
+        "streaming.mutations": "Mutations",
         "sync": "SyncConsumer SyncMirror",
     },
 )
@@ -161,6 +163,7 @@ __all__ = [
     "Mirror",
     "Mutation",
     "MutationResult",
+    "Mutations",
     "NoAccessError",
     "NotFoundError",
     "NotMyVbucketError",

@@ -29,6 +29,7 @@ from clients.consumer.consumer import Consumer
 from clients.consumer.counters import ConsumerMetrics
 from clients.event import Event
 from clients.mirror.mirror import Mirror
+from clients.streaming.mutations import Mutations
 
 _T = TypeVar("_T")
 _Held = TypeVar("_Held", Consumer, Mirror)
@@ -181,6 +182,11 @@ class SyncConsumer(_Looped[Consumer]):
         """Yield events in batches."""
         self._running()
         return self._iterate(self.consumer.batches())
+
+    def lazy_batches(self) -> Iterator[list[Event | Mutations]]:
+        """See Consumer.lazy_batches."""
+        self._running()
+        return self._iterate(self.consumer.lazy_batches())
 
     def deliveries(self) -> Iterator[Delivery]:
         """Yield batches with the positions to store together with their effects."""

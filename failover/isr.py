@@ -175,6 +175,42 @@ def must_leave(
     return LeaveReason.LAGGING if now_ns - level_at_ns > lag_max_ns else None
 
 
+class Lateness(NamedTuple):
+    """Which members acknowledge late, all partitions taken together."""
+
+    late: frozenset[str]
+    """They are late at present."""
+    slow: frozenset[str]
+    """They were late for too long: they leave the ISR where the others can go on without them, and
+    do not join."""
+
+
+NOBODY_LATE: Final = Lateness(frozenset(), frozenset())
+
+
+def slow_to_leave(
+    isr: frozenset[str], master: str, lateness: Lateness, *, min_in_sync: int, counted_copies: int
+) -> frozenset[str]:
+    """Return who leaves the ISR because every answer waits for it.
+
+    Nobody leaves if that would not help, because another member is late, too: then the machine or
+    the master may be the slow part. Nobody leaves if the others were too few for a write, with a
+    durability frame or without: a slow answer is better than none.
+    """
+    leaving = (isr & lateness.slow) - {master}
+    staying = isr - leaving
+    if (staying - {master}) & lateness.late or not is_enough(staying, min_in_sync, counted_copies):
+        return frozenset()
+    return leaving
+
+
+def is_enough(isr: frozenset[str], min_in_sync: int, counted_copies: int) -> bool:
+    """Return whether an ISR takes every write, also one with a durability frame. A slow member may
+    join one that does not.
+    """
+    return len(isr) >= max(min_in_sync, majority(counted_copies))
+
+
 def may_be_deposed(isr_size: int, silent: int) -> bool:
     """Return whether the silent members of an ISR are enough to depose their master.
 

@@ -7,9 +7,9 @@
     pieces = intake.take_pieces()             # runs of frames, one slice each; after an error too
     send(intake.take_output())
 
-A backup stores frames as they arrive and needs no events. So the loop only reads length, opaque and
-seqno of each frame, checks the order, and cuts whole runs of a stream out of the buffer.
-`clients.streaming` handles the rest of the protocol.
+A backup stores frames as they arrive and needs no events. So it only finds the runs of each stream
+(`clients.streaming.change_runs`), which checks lengths and the order of seqnos, and cuts them out
+of the buffer. `clients.streaming` handles the rest of the protocol.
 
 Invariants
 - seqnos of a stream rise and are inside the announced snapshot, or StreamViolationError is raised;
@@ -32,6 +32,7 @@ from clients.backup.archive_errors import BackupError
 from clients.backup.feed import Feed, FeedState, Piece
 from clients.errors import DcpdError, StreamViolationError
 from clients.link.frame_buffer import FrameBuffer
+from clients.streaming.change_runs import LOOPS, STORED
 from clients.streaming.outcome import (
     Ended,
     Moved,
@@ -42,9 +43,9 @@ from clients.streaming.outcome import (
 )
 from clients.streaming.stream_connection import BUFFER_BYTES, VERSION_LOG, Setup, StreamConnection
 from clients.streaming.verdict import Verdict, reason_name
-from dcp.wire.frame import HEADER_BYTES, Frame
+from dcp.wire.frame import HEADER_BYTES, Frame, RemoteProtocolError
 from dcp.wire.message import OpenFlag, parse_advanced, parse_marker
-from dcp.wire.opcode import Magic, Opcode
+from dcp.wire.opcode import Opcode
 
 RETRY_NS: Final = 200_000_000
 """Pause before a stream is requested again."""
@@ -52,15 +53,11 @@ DAMAGES_MAX: Final = 3
 """How often a partition's stream may end because its store is damaged. The cause may be temporary.
 """
 
-STORED: Final = {
-    Magic.REQUEST << 8 | opcode: True
-    for opcode in (
-        Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION, Opcode.DCP_SYSTEM_EVENT,
-    )
-}  # fmt: skip
-"""First two bytes of the frames that are stored. Their seqno follows the header."""
-_HEAD: Final = Struct(">H6xII8xQ")
-"""Magic and opcode, body length, opaque, seqno."""
+_HEAD: Final = Struct(">H6xII")
+"""Magic and opcode, body length, opaque."""
+SEQNO: Final = Struct(">Q")
+SEQNO_BYTES: Final = SEQNO.size
+"""The first field after the header."""
 CHANGE_STREAMS: Final = b"change_streams"
 """Control: the server sends every version of a document, not only the newest."""
 
@@ -274,50 +271,36 @@ class Intake:
 
     def _decode(self, buffer: bytes) -> None:
         """Process all complete frames of `buffer`."""
-        unpack, stored, streams = _HEAD.unpack_from, STORED, self._connection.open
-        at, end, head_bytes = 0, len(buffer), _HEAD.size
-        begin = first = last = count = limit = 0
-        opaque_now, feed = -1, None
-        while end - at >= head_bytes:
-            word, body, opaque, seqno = unpack(buffer, at)
-            stop = at + HEADER_BYTES + body
-            if word in stored and opaque == opaque_now and feed is not None:
-                if stop > end:
-                    break
-                if not last < seqno <= limit:
-                    raise _misplaced(feed, last, seqno)
-                last = seqno
-                count += 1
-                at = stop
-                continue
-            if count and feed is not None:
-                self._take_run(feed, buffer[begin:at], first, last, count)
-                count = 0
-            opaque_now = -1
-            if word not in stored:
+        unpack, streams, find_run = _HEAD.unpack_from, self._connection.open, LOOPS.stored_run
+        at, end = 0, len(buffer)
+        while end - at >= HEADER_BYTES:
+            kind, body, opaque = unpack(buffer, at)
+            if kind not in STORED:
                 stop = self._take_frame(buffer, at, end)
                 if not stop:
                     break
                 at = stop
                 continue
+            feed = streams.get(opaque)
+            if feed is not None:
+                stop, count, last = find_run(buffer, at, end, feed.seqno, feed.marker_end)
+                if count:
+                    self._take_run(feed, buffer[at:stop], last, count)
+                    at = stop
+                    continue
+            stop = at + HEADER_BYTES + body
+            if body < SEQNO_BYTES:
+                raise RemoteProtocolError(f"a change with a body of {body} bytes")
             if stop > end:
                 break
-            feed = streams.get(opaque)
-            if feed is None:  # of a stream that ended
-                self.wire_bytes += stop - at
-                at = stop
-                continue
-            opaque_now, begin, first, last, limit = opaque, at, seqno, feed.seqno, feed.marker_end
-        if count and feed is not None:
-            self._take_run(feed, buffer[begin:at], first, last, count)
-        while HEADER_BYTES <= end - at < head_bytes:
-            stop = self._take_frame(buffer, at, end)
-            if not stop:
-                break
+            if feed is not None:
+                raise _misplaced(feed, feed.seqno, SEQNO.unpack_from(buffer, at + HEADER_BYTES)[0])
+            self.wire_bytes += stop - at  # of a stream that ended
             at = stop
         self._buffer.keep(buffer, at)
 
-    def _take_run(self, feed: Feed, data: bytes, first: int, last: int, count: int) -> None:
+    def _take_run(self, feed: Feed, data: bytes, last: int, count: int) -> None:
+        first = SEQNO.unpack_from(data, HEADER_BYTES)[0]
         self.wire_bytes += len(data)
         if last - feed.seqno == count:
             feed.advance(first, last, count)
@@ -336,7 +319,8 @@ def _advance_over_gap(feed: Feed, data: bytes, last: int, count: int) -> None:
     """Advance a feed over frames with a gap: first up to the gap, then over the rest."""
     dense, at, seqno = 0, 0, feed.seqno
     while True:  # there is a gap, so this ends
-        _, body, _, next_seqno = _HEAD.unpack_from(data, at)
+        _, body, _ = _HEAD.unpack_from(data, at)
+        next_seqno = SEQNO.unpack_from(data, at + HEADER_BYTES)[0]
         if next_seqno != seqno + 1:
             break
         dense, at, seqno = dense + 1, at + HEADER_BYTES + body, next_seqno

@@ -7,7 +7,8 @@ Called by `clients.consumer` for its user, and by `clients.consumer.supervisor` 
 Invariants
 - events are returned in the order of arrival, each once. If an iteration stops in the middle of a
   batch, the next iteration gets the rest;
-- piece_start <= count <= len(batch): events up to `_piece_start` are processed, events up to
+- mutations are decoded (`Batch.decode`) before they are returned, or not at all (`lazy_batches`);
+- piece_start <= count <= len(batch.items): items up to `_piece_start` are processed, items up to
   `_count` are returned. No position is ahead of `_count`;
 - a batch is acknowledged to its session, and so to flow control, when the user asks for the next;
 - only the newest iteration may continue. With two, each would treat the other's batch as processed;
@@ -19,17 +20,20 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, cast
 
 from clients.checkpoint.checkpoint import Checkpoint
-from clients.consumer.core import Batch
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.event_batch import Batch, Item
 from clients.consumer.node_session import ConsumerSession
 from clients.consumer.pace import Pace
 from clients.consumer.partition_stream import advance
 from clients.consumer.saving import Saver
 from clients.event import Deletion, Event, Mutation, Rollback
+from clients.streaming.mutations import Mutations
 from clients.validator import StreamValidator
+
+_CHANGES: Final = (Mutation, Deletion, Mutations)
 
 
 class Delivery(NamedTuple):
@@ -102,7 +106,7 @@ class BatchReader:
         """Drop the queued events of partitions. They will be streamed again."""
         gone = frozenset(vb_ids)
         for _, batch in self._queue:
-            batch.events[:] = [event for event in batch.events if event.vb_id not in gone]
+            batch.items[:] = [item for item in batch.items if item.vb_id not in gone]
             for vb_id in gone:
                 batch.positions.pop(vb_id, None)
                 batch.markers.pop(vb_id, None)
@@ -114,33 +118,45 @@ class BatchReader:
 
     # -- what goes out -------------------------------------------------------------------------
 
-    async def batches(self, source: Source) -> AsyncIterator[list[Event]]:
+    def batches(self, source: Source) -> AsyncIterator[list[Event]]:
         """Yield events in batches, split into pieces if necessary.
 
         Raises RuntimeError if another iteration has begun.
         """
+        return cast("AsyncIterator[list[Event]]", self._pieces(source, is_lazy=False))
+
+    def lazy_batches(self, source: Source) -> AsyncIterator[list[Item]]:
+        """Yield the same, with mutations that are not decoded. If there is a rate limit or a
+        validator, they are.
+        """
+        is_lazy = self._validator is None and not self.pace.is_limited
+        return self._pieces(source, is_lazy=is_lazy)
+
+    async def _pieces(self, source: Source, *, is_lazy: bool) -> AsyncIterator[list[Item]]:
         self._is_single = False
         iteration = self._iteration = object()
         self.wake.set()  # wakes an older iteration, which then fails
         while True:
             self._check_newest(iteration)
             self._piece_start = self._count
-            if self._current is None or self._count >= len(self._current[1].events):
+            if self._current is None or self._count >= len(self._current[1].items):
                 self._finish_current()
                 self._current = await self._next_batch(source, iteration)
                 if self._current is None:
                     return
             batch = self._current[1]
-            for stop in self._piece_ends(batch.events, asks=source.asks):
+            if not is_lazy:
+                self._decode_rest(batch)
+            for stop in self._piece_ends(batch.items, asks=source.asks):
                 if stop > self._piece_start:
                     await self.pace.wait(stop - self._piece_start)
                     self._check_newest(iteration)
-                    self._look_at(batch.events, stop)
+                    self._look_at(batch.items, stop)
                     self._count = stop
-                    yield batch.events[self._piece_start : stop]
+                    yield batch.items[self._piece_start : stop]
                     self._check_newest(iteration)
                     self._piece_start = stop
-                if source.asks and stop == self._piece_start and stop < len(batch.events):
+                if source.asks and stop == self._piece_start and stop < len(batch.items):
                     await self._settle(source, batch, stop)
                     self._check_newest(iteration)
 
@@ -175,7 +191,7 @@ class BatchReader:
         """Return the last piece with the positions after it."""
         assert self._current is not None
         batch = self._current[1]
-        if self._count == len(batch.events) and not self._piece_start:
+        if self._count == len(batch.items) and not self._piece_start:
             return Delivery(events, batch.positions)
         after = self.checkpoint()
         return Delivery(events, {vb_id: after[vb_id] for vb_id in {e.vb_id for e in events}})
@@ -185,11 +201,11 @@ class BatchReader:
         positions = dict(self.delivered)
         if self._current is not None:
             batch = self._current[1]
-            if count is None or count >= len(batch.events):
+            if count is None or count >= len(batch.items):
                 positions.update(batch.positions)
             elif count > 0:
-                events = batch.events[:count]
-                advance(positions, events, batch.markers, batch.collections, batch.filter)
+                items = batch.items[:count]
+                advance(positions, items, batch.markers, batch.collections, batch.filter)
         return positions
 
     # -- inside --------------------------------------------------------------------------------
@@ -203,35 +219,42 @@ class BatchReader:
 
     async def _settle(self, source: Source, batch: Batch, at: int) -> None:
         """Let the source decide a rollback. Earlier events are processed, and the stream waits."""
-        event = batch.events[at]
+        event = batch.items[at]
         if isinstance(event, Rollback) and event is not self._settled:
             await source.settle(batch, at)
-            settled = batch.events[at]
+            settled = batch.items[at]
             assert isinstance(settled, Rollback)
             self._settled = settled
 
-    def _piece_ends(self, events: list[Event], *, asks: bool) -> list[int]:
+    def _decode_rest(self, batch: Batch) -> None:
+        """Decode what was not returned yet."""
+        before = batch.items[self._count : self._looked_at]
+        self._looked_at += _events_in(before) - len(before)
+        batch.decode(self._count)
+
+    def _piece_ends(self, items: list[Item], *, asks: bool) -> list[int]:
         """Return where to split a batch: for the rate limit, and before rollbacks to decide."""
-        ends = {len(events), *self.pace.cuts(len(events))}
+        ends = {len(items), *self.pace.cuts(len(items))}
         if asks:
-            ends.update(at for at, event in enumerate(events) if isinstance(event, Rollback))
+            ends.update(at for at, item in enumerate(items) if isinstance(item, Rollback))
         return sorted(ends)
 
-    def _look_at(self, batch_events: list[Event], stop: int) -> None:
+    def _look_at(self, batch_items: list[Item], stop: int) -> None:
         """Check and count events that are returned for the first time.
 
         Raises StreamViolationError, again if the user continues after it.
         """
-        events = batch_events[self._looked_at : stop]
+        items = batch_items[self._looked_at : stop]
         if self._validator is not None:
-            for event in events:
-                self._validator.observe(event)
+            for item in items:
+                assert not isinstance(item, Mutations), "with a validator, all is decoded"
+                self._validator.observe(item)
                 self._looked_at += 1
         self._looked_at = max(stop, self._looked_at)
-        self._metrics.events += len(events)
-        self._metrics.changes += sum(
-            type(event) is Mutation or type(event) is Deletion for event in events
-        )
+        kinds = [type(item) for item in items]
+        events = _events_in(items)
+        self._metrics.events += events
+        self._metrics.changes += events - len(items) + sum(kinds.count(kind) for kind in _CHANGES)
 
     def _finish_current(self) -> None:
         """The user asked for more, so all returned events are processed."""
@@ -241,7 +264,7 @@ class BatchReader:
         self._current = None
         self._settled = None
         self._piece_start = self._count = self._looked_at = 0
-        self._saver.moved(batch.events, self.delivered, batch.positions)
+        self._saver.moved(batch.items, self.delivered, batch.positions)
         self.delivered.update(batch.positions)
         session.done_with(batch)
 
@@ -266,3 +289,7 @@ class BatchReader:
         await self._saver.save_when_due(self.delivered)
         self._check_newest(iteration)
         return self._queue.popleft()
+
+
+def _events_in(items: list[Item]) -> int:
+    return len(items) + sum(len(item) - 1 for item in items if type(item) is Mutations)

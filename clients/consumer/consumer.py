@@ -59,6 +59,7 @@ from clients.event import Event
 from clients.link.pipelined_link import Link
 from clients.link.topology import Topology
 from clients.position import Filter, Position
+from clients.streaming.mutations import Mutations
 from clients.streaming.stream_connection import BUFFER_BYTES, NOOP_INTERVAL_S
 from clients.validator import StreamValidator
 
@@ -289,10 +290,20 @@ class Consumer:
     # -- reading -------------------------------------------------------------------------------
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """Yield events in batches, one per read. This is the fastest way."""
+        """Yield events in batches, one per read. This is faster than events one by one."""
         await self.open()
         async for events in self._reader.batches(self._supervisor):
             yield events
+
+    async def lazy_batches(self) -> AsyncIterator[list[Event | Mutations]]:
+        """Yield the same events, but consecutive mutations of a partition as one `Mutations`.
+
+        This is the fastest way: keys, values and numbers are decoded when you ask for them. If
+        `events_per_s` or `validate` is set, every mutation comes as an event.
+        """
+        await self.open()
+        async for items in self._reader.lazy_batches(self._supervisor):
+            yield items
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Yield events one by one."""

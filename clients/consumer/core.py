@@ -3,9 +3,9 @@
     core = ConsumerCore(b"name", has_collections=True)
     core.add(17, Wanted(Position()))          # partitions to stream
     send(core.begin(now_ns))
-    batch = core.receive(data, now_ns)        # -> batch.events, batch.positions; then core.failure
+    batch = core.receive(data, now_ns)        # -> batch.items, batch.positions; then core.failure
     send(core.take_output())                  # NOOP replies, stream requests
-    ... the user processes batch.events ...
+    ... the user processes batch.items, or batch.events ...
     core.processed(batch); send(core.take_output())   # BUFFER_ACK at half the window
 
     stream:  NEW -> ASKED -> OPEN -> DONE | FAILED | GONE
@@ -31,10 +31,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from struct import Struct
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 from clients.consumer.change_filter import left_in
-from clients.consumer.event_batch import OpenBatch
+from clients.consumer.event_batch import Batch, OpenBatch
 from clients.consumer.extensions import DEFAULT_ONLY, Extensions
 from clients.consumer.partition_stream import (
     PartitionStream,
@@ -55,6 +55,8 @@ from clients.event import (
 )
 from clients.link.frame_buffer import FrameBuffer
 from clients.position import Filter, Position
+from clients.streaming.change_runs import LOOPS, MUTATION_BYTES_MIN, MUTATION_EXTRAS_BYTES
+from clients.streaming.mutations import Mutations, decoded
 from clients.streaming.stream_connection import BUFFER_BYTES, NOOP_INTERVAL_S, Setup
 from dcp.wire.frame import (
     HEADER_BYTES,
@@ -79,27 +81,16 @@ MUTATION_HEAD: Final = Struct(">HHBBHIIQQQII")
 """Magic and opcode, key length, extras length, datatype, vbucket, body length, opaque, CAS;
 by_seqno, rev_seqno, flags, expiration. One unpack gets all numbers of a mutation event."""
 MUTATION_MAGIC: Final = Magic.REQUEST << 8 | Opcode.DCP_MUTATION
-MUTATION_BYTES_MIN: Final = 55
-"""Header and the 31 bytes of a mutation's extras."""
-
+RUN_MIN: Final = 2
+"""Single mutations are decoded at once: a `Mutations` of its own would cost more."""
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
+_OPAQUE: Final = Struct(">12xI")
+RUN_HEAD: Final = Struct(">6xH16xQ")
+"""Partition and seqno of a mutation."""
 
 _WITH_XATTRS: Final = (
     OpenFlag.PRODUCER | OpenFlag.INCLUDE_XATTRS | OpenFlag.INCLUDE_DELETED_USER_XATTRS
 )
-
-
-class Batch(NamedTuple):
-    """The result of one read: events in order, and the positions of their partitions after them."""
-
-    events: list[Event]
-    positions: dict[int, Position]
-    wire_bytes: int
-    """Its bytes as flow control counts them; `ConsumerCore.processed` acknowledges them."""
-    markers: dict[int, tuple[int, int]]
-    """Snapshots (start, end) that were open when it began, for `partition_stream.advance`."""
-    collections: tuple[int, ...] | None = None
-    filter: Filter | None = None
-    """Collections and filter of the streams that it opens, for the same function."""
 
 
 class ConsumerCore:
@@ -158,6 +149,7 @@ class ConsumerCore:
         self._prefix_bytes = int(has_collections and not self._has_many)
         """Length of the collection id at the beginning of every key, if all have the same."""
         self._buffer = FrameBuffer()
+        self._find_run = LOOPS.mutations_run
         self.failure: ProtocolError | DcpdError | None = None
         """Why the connection is over. After that, `receive` must not be called."""
         self._previous: tuple[int, int, bytes] | None = None
@@ -186,27 +178,29 @@ class ConsumerCore:
         batch.begin()
         buffer = self._buffer.take(data)
         if buffer is None:
-            return Batch(batch.events, {}, 0, {})
+            return Batch(batch.items, {}, 0, {})
         try:
             wire_bytes = self._decode(buffer)
         except (ProtocolError, DcpdError) as error:
             self.failure, wire_bytes = error, 0  # the connection ends, so nothing is acknowledged
-        events = batch.events
-        if self._has_many:
-            try:
-                _split_keys(events)
-            except RemoteProtocolError as error:
-                # Positions in the middle of a read are unknown, so the whole read is dropped.
-                self.failure = error
-                return Batch([], {}, 0, {})
+        items = batch.items
         opened = self._extensions
-        if opened.leaves_out_here or self._hidden or self._older_than:
-            prefixes = opened.key_prefixes if opened.leaves_out_here else ()
-            events = left_in(events, prefixes, self._hidden, self._older_than)
+        is_filtered = opened.leaves_out_here or self._hidden or self._older_than
+        if self._has_many or is_filtered:
+            events = decoded(items)
+            if self._has_many:
+                try:
+                    _split_keys(events)
+                except RemoteProtocolError as error:
+                    # Positions in the middle of a read are unknown, so the whole read is dropped.
+                    self.failure = error
+                    return Batch([], {}, 0, {})
+            if is_filtered:
+                prefixes = opened.key_prefixes if opened.leaves_out_here else ()
+                events = left_in(events, prefixes, self._hidden, self._older_than)
+            items = [*events]
         positions = {stream.vb_id: stream.position() for stream in batch.touched}
-        return Batch(
-            events, positions, wire_bytes, batch.markers, opened.collections, opened.filter
-        )
+        return Batch(items, positions, wire_bytes, batch.markers, opened.collections, opened.filter)
 
     def processed(self, batch: Batch) -> None:
         """The user has processed a batch. Acknowledge at half the window."""
@@ -243,59 +237,80 @@ class ConsumerCore:
 
     def _decode(self, buffer: bytes) -> int:
         """Decode complete frames of `buffer`; return their bytes as flow control counts them."""
-        append = self._batch.events.append
-        streams = self._connection.open
-        unpack = MUTATION_HEAD.unpack_from
+        streams, opaque_of = self._connection.open, _OPAQUE.unpack_from
         take_frame = self._connection.take_frame
-        prefix_bytes = self._prefix_bytes
         at, end, uncounted = 0, len(buffer), 0
-        opaque_now, stream = -1, None
-        previous = self._previous
         while end - at >= HEADER_BYTES:
-            if end - at < MUTATION_BYTES_MIN or buffer[at + 1] != Opcode.DCP_MUTATION:
+            if end - at < MUTATION_BYTES_MIN or buffer[at + 1] != _MUTATION:
                 stop, wire_bytes = take_frame(buffer, at, end)
                 if not stop:
                     break
                 uncounted += stop - at - wire_bytes
-                at, opaque_now, previous = stop, -1, self._previous
-                continue
-            (
-                magic, key_len, extras_len, datatype, vb_id, body, opaque, cas,
-                seqno, rev_seqno, flags, expiry_s,
-            ) = unpack(buffer, at)  # fmt: skip
-            stop = at + HEADER_BYTES + body
-            key_at = at + MUTATION_BYTES_MIN
-            value_at = key_at + key_len
-            if magic != MUTATION_MAGIC or extras_len != 31 or value_at > stop:
-                raise RemoteProtocolError(f"a DCP_MUTATION with extras of {extras_len} bytes")
-            if stop > end:
-                break
-            if opaque != opaque_now:
-                opaque_now, stream = opaque, streams.get(opaque)
-                if stream is not None:
-                    self._batch.touch(stream)
-            if stream is not None:
-                if not stream.seqno < seqno <= stream.marker_end:
-                    raise misplaced(stream, seqno)
-                change = Mutation(
-                    vb_id, buffer[key_at + prefix_bytes : value_at], buffer[value_at:stop],
-                    seqno, rev_seqno, cas, flags, expiry_s, datatype,
-                )  # fmt: skip
-                if previous is not None or datatype & DATATYPE_XATTR:
-                    self._complete(change, stream, opaque)
-                    previous = None
-                if stream.is_marker_new:
-                    stream.enter_snapshot(seqno)
-                if seqno == stream.range_end + 1:
-                    stream.range_end = seqno
-                stream.seqno = seqno
-                append(change)
-                if seqno == stream.marker_end:
-                    stream.complete_snapshot()
-                    append(SnapshotEnd(vb_id, seqno))
+            else:
+                stream = streams.get(opaque_of(buffer, at)[0])
+                stop = 0
+                if stream is not None and self._previous is None:
+                    stop = self._take_run(stream, buffer, at, end)
+                if not stop:
+                    stop = self._take_mutation(stream, buffer, at, end)
+                if not stop:
+                    break
             at = stop
         self._buffer.keep(buffer, at)
         return at - uncounted
+
+    def _take_run(self, stream: PartitionStream, buffer: bytes, at: int, end: int) -> int:
+        """Take consecutive mutations as one item. Return where they stop, 0 if it is not worth it.
+
+        They are decoded when somebody asks (`Mutations`); order and lengths are checked here.
+        """
+        stop, count, last = self._find_run(buffer, at, end, stream.seqno, stream.marker_end)
+        if count < RUN_MIN:
+            return 0
+        vb_id, first = RUN_HEAD.unpack_from(buffer, at)
+        mutations = Mutations(vb_id, first, last, count, (buffer, at, self._prefix_bytes))
+        self._batch.touch(stream)
+        stream.move_over(mutations)
+        items = self._batch.items
+        items.append(mutations)
+        if last == stream.marker_end:
+            stream.complete_snapshot()
+            items.append(SnapshotEnd(vb_id, last))
+        return stop
+
+    def _take_mutation(
+        self, stream: PartitionStream | None, buffer: bytes, at: int, end: int
+    ) -> int:
+        """Take one mutation, None: of a stream that ended. Return its end, 0 if it is incomplete.
+
+        Raises RemoteProtocolError, StreamViolationError.
+        """
+        (
+            magic, key_len, extras_len, datatype, vb_id, body, opaque, cas,
+            seqno, rev_seqno, flags, expiry_s,
+        ) = MUTATION_HEAD.unpack_from(buffer, at)  # fmt: skip
+        stop: int = at + HEADER_BYTES + body
+        key_at = at + MUTATION_BYTES_MIN
+        value_at = key_at + key_len
+        if magic != MUTATION_MAGIC or extras_len != MUTATION_EXTRAS_BYTES or value_at > stop:
+            raise RemoteProtocolError(f"a DCP_MUTATION with extras of {extras_len} bytes")
+        if stop > end:
+            return 0
+        if stream is None:
+            return stop
+        self._batch.touch(stream)
+        if not stream.seqno < seqno <= stream.marker_end:
+            raise misplaced(stream, seqno)
+        change = Mutation(
+            vb_id, buffer[key_at + self._prefix_bytes : value_at], buffer[value_at:stop],
+            seqno, rev_seqno, cas, flags, expiry_s, datatype,
+        )  # fmt: skip
+        if self._previous is not None or datatype & DATATYPE_XATTR:
+            self._complete(change, stream, opaque)
+        stream.move(seqno)
+        self._batch.items.append(change)
+        self._complete_at(stream, seqno)
+        return stop
 
     def _complete(self, change: Mutation, stream: PartitionStream, opaque: int) -> None:
         """Give a change the value that it replaced, and its XATTRs."""
@@ -329,7 +344,7 @@ class ConsumerCore:
                 vb_id=stream.vb_id, node=self.node,
             )  # fmt: skip
         stream.begin_snapshot(marker.start_seqno, marker.end_seqno)
-        self._batch.events.append(SnapshotStart(stream.vb_id, *marker))
+        self._batch.items.append(SnapshotStart(stream.vb_id, *marker))
 
     def on_deletion(self, stream: PartitionStream, frame: Frame) -> None:
         """A document was deleted or expired."""
@@ -343,7 +358,7 @@ class ConsumerCore:
         )
         if frame.datatype & DATATYPE_XATTR:
             deletion.xattrs, _ = split_xattrs(frame.value)
-        self._batch.events.append(deletion)
+        self._batch.items.append(deletion)
         self._complete_at(stream, seqno)
 
     def on_advanced(self, stream: PartitionStream, frame: Frame) -> None:
@@ -352,7 +367,7 @@ class ConsumerCore:
 
     def _pass(self, stream: PartitionStream, seqno: int) -> None:
         self._move(stream, seqno)
-        self._batch.events.append(SeqnoAdvanced(stream.vb_id, seqno))
+        self._batch.items.append(SeqnoAdvanced(stream.vb_id, seqno))
         self._complete_at(stream, seqno)
 
     def on_system_event(self, stream: PartitionStream, frame: Frame) -> None:
@@ -366,7 +381,7 @@ class ConsumerCore:
             self._pass(stream, seqno)
             return
         self._move(stream, seqno)
-        self._batch.events.append(
+        self._batch.items.append(
             SystemEvent(
                 stream.vb_id, seqno, kind, event.manifest_uid, event.scope_id, event.collection_id,
                 event.name, event.max_ttl_s,
@@ -411,7 +426,7 @@ class ConsumerCore:
     def _complete_at(self, stream: PartitionStream, seqno: int) -> None:
         if seqno == stream.marker_end:
             stream.complete_snapshot()
-            self._batch.events.append(SnapshotEnd(stream.vb_id, seqno))
+            self._batch.items.append(SnapshotEnd(stream.vb_id, seqno))
 
 
 def _split_keys(events: list[Event]) -> None:

@@ -16,8 +16,9 @@ import time
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from clients.consumer.core import Batch, ConsumerCore
+from clients.consumer.core import ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.event_batch import Batch
 from clients.consumer.partition_stream import Wanted
 from clients.errors import DcpdError, StatusError, StreamViolationError
 from clients.link.pipelined_link import Link
@@ -228,7 +229,7 @@ class ConsumerSession:
         batch = self.core.receive(data, time.monotonic_ns())
         self.queued_bytes += batch.wire_bytes
         self._owner.metrics.wire_bytes += batch.wire_bytes
-        if batch.events or batch.positions or batch.wire_bytes or self.core.streams.homeless:
+        if batch.items or batch.positions or batch.wire_bytes or self.core.streams.homeless:
             self._owner.take_batch(self, batch)
         config, self.core.streams.pushed_config = self.core.streams.pushed_config, b""
         if config:

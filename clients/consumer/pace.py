@@ -20,6 +20,11 @@ class Pace:
         self._events_per_s = events_per_s
         self._next_s = 0.0
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a limit."""
+        return self._events_per_s is not None
+
     def cuts(self, count: int) -> range:
         """Return the indexes at which to split `count` events into pieces."""
         if self._events_per_s is None:

@@ -30,6 +30,7 @@ from clients.event import (
     SystemEvent,
 )
 from clients.position import RANGES_MAX, Filter, Position, Versions, clipped, thinned
+from clients.streaming.mutations import Mutations
 
 
 class PartitionStreamState(Enum):
@@ -125,6 +126,11 @@ class PartitionStream:
         self.has_position = True
         self.leave_snapshot()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it needs nothing more from this node: finished, refused for good, or moved."""
+        return self.state in FINAL_STATES or self.state is PartitionStreamState.GONE
+
     def position(self) -> Position:
         """Return the position after all received events."""
         assert self.snap_start <= self.seqno <= self.snap_end
@@ -152,12 +158,27 @@ class PartitionStream:
         self.is_marker_new = True
 
     def move(self, seqno: int) -> None:
-        """Advance to an item. (The core's decoding loop has this inlined.)"""
+        """Advance to an item."""
         if self.is_marker_new:
             self.enter_snapshot(seqno)
         if seqno == self.range_end + 1:
             self.range_end = seqno
         self.seqno = seqno
+
+    def move_over(self, mutations: Mutations) -> None:
+        """Advance to the last of consecutive mutations, as `move` to each of them."""
+        first, last = mutations.first_seqno, mutations.last_seqno
+        if self.is_marker_new:
+            self.enter_snapshot(first)
+        if first == self.range_end + 1:
+            if last - first < len(mutations):
+                self.range_end = last
+            else:
+                for seqno in mutations.seqnos():
+                    if seqno != self.range_end + 1:
+                        break
+                    self.range_end = seqno
+        self.seqno = last
 
     def enter_snapshot(self, first_seqno: int) -> None:
         """The first item of a snapshot came. An interrupted snapshot keeps its start."""
@@ -204,7 +225,7 @@ def misplaced(stream: PartitionStream, seqno: int) -> StreamViolationError:
 
 def advance(
     positions: dict[int, Position],
-    events: Iterable[Event],
+    events: Iterable[Event | Mutations],
     markers: Mapping[int, tuple[int, int]],
     collections: tuple[int, ...] | None,
     filter: Filter | None = None,  # noqa: A002 - the word that positions have for it
@@ -226,6 +247,8 @@ def advance(
         match event:
             case Mutation() | Deletion() | SystemEvent() | SeqnoAdvanced():
                 stream.move(event.seqno)
+            case Mutations():
+                stream.move_over(event)
             case SnapshotStart():
                 stream.begin_snapshot(event.start_seqno, event.end_seqno)
             case SnapshotEnd():

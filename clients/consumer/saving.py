@@ -23,9 +23,10 @@ from clients.consumer.node_session import LOG
 from clients.errors import CheckpointError, DcpdError
 from clients.event import Deletion, Event, Mutation, Rollback, StreamOpened, SystemEvent
 from clients.position import Filter, Position, Versions
+from clients.streaming.mutations import Mutations
 
 _NOTHING: Final = Position()
-_REAL: Final = (Mutation, Deletion, SystemEvent, Rollback)
+_REAL: Final = (Mutation, Mutations, Deletion, SystemEvent, Rollback)
 
 
 class Saver:
@@ -56,7 +57,9 @@ class Saver:
         self._saved = await self._call(self._store.load)
         return dict(self._saved)
 
-    def moved(self, events: Iterable[Event], before: Checkpoint, after: Checkpoint) -> None:
+    def moved(
+        self, events: Iterable[Event | Mutations], before: Checkpoint, after: Checkpoint
+    ) -> None:
         """Note that events were processed, with the positions before and after them."""
         if not self.hidden_keys:
             return

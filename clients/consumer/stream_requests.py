@@ -99,6 +99,8 @@ class StreamRequests:
         """This node refuses for long. The caller asks another one for a map, and resets it."""
         self.pushed_config = b""
         """The newest cluster configuration that the server pushed. The caller resets it."""
+        self._known_unfinished: PartitionStream | None = None
+        """A stream that was not finished when somebody asked."""
         self.by_vb: dict[int, PartitionStream] = {}
         """Partition -> stream, finished ones included."""
         self._asks_on_rollback = asks_on_rollback
@@ -152,10 +154,13 @@ class StreamRequests:
     @property
     def is_finished(self) -> bool:
         """Whether every partition is finished (with `until_now`), refused for good, or moved."""
-        return all(
-            stream.state in FINAL_STATES or stream.state is PartitionStreamState.GONE
-            for stream in self.by_vb.values()
+        known = self._known_unfinished
+        if known is not None and not known.is_over and self.by_vb.get(known.vb_id) is known:
+            return False  # this is asked after every read: do not look at all of them each time
+        self._known_unfinished = next(
+            (stream for stream in self.by_vb.values() if not stream.is_over), None
         )
+        return self._known_unfinished is None
 
     def go_on(self, vb_id: int, position: Position | None) -> None:
         """Request a held partition again, from `position` or from the rollback's position."""
@@ -303,7 +308,7 @@ class StreamRequests:
         stream.open(outcome.versions)
         stream.collections = self._extensions.collections
         stream.filter = self._extensions.filter
-        self._batch.events.append(
+        self._batch.items.append(
             StreamOpened(stream.vb_id, stream.versions, stream.seqno, stream.snap_start)
         )
 
@@ -341,7 +346,7 @@ class StreamRequests:
             reason = why or rollback_reason(before, asked.seqno, position.seqno)
             text = f"from seqno {before.seqno} to {position.seqno}: {reason}"
             self.notes.append(Note("rollback", stream.vb_id, text))
-            self._batch.events.append(
+            self._batch.items.append(
                 Rollback(
                     stream.vb_id, position.seqno, asked.seqno, before.seqno, reason, asked.versions
                 )
@@ -360,7 +365,7 @@ class StreamRequests:
         is_whole = ended.verdict is Verdict.DONE and stream.target is not None
         will_resume = not is_whole and ended.verdict is not Verdict.EMPTY
         event = StreamEnded(stream.vb_id, ended.reason, will_resume)
-        self._batch.events.append(event)
+        self._batch.items.append(event)
         if not is_whole:
             then = "requesting again" if will_resume else "for good"
             text = f"{event.reason_text} at seqno {stream.seqno}: {then}"
@@ -377,7 +382,7 @@ class StreamRequests:
     def _fail(self, stream: PartitionStream, status: int, what: str, hint: str) -> None:
         stream.state = PartitionStreamState.FAILED
         self._batch.touch(stream)
-        self._batch.events.append(StreamFailed(stream.vb_id, status, what, hint))
+        self._batch.items.append(StreamFailed(stream.vb_id, status, what, hint))
         self.notes.append(
             Note("stream_failed", stream.vb_id, "; ".join(filter(None, (what, hint))))
         )

@@ -18,8 +18,8 @@ import asyncio
 from collections.abc import Iterable
 
 from clients.consumer.batch_reader import BatchReader
-from clients.consumer.core import Batch
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.event_batch import Batch
 from clients.consumer.node_session import LOG, ConsumerSession
 from clients.consumer.partition_stream import Wanted
 from clients.consumer.placement import Placement
@@ -150,11 +150,11 @@ class Supervisor:
 
     async def settle(self, batch: Batch, at: int) -> None:
         """Decide a rollback, and let the partition continue."""
-        event = batch.events[at]
+        event = batch.items[at]
         assert isinstance(event, Rollback)
         vb_id = event.vb_id
         decided = await decide_rollback(self._on_rollback, event, batch.positions[vb_id])
-        batch.events[at], batch.positions[vb_id] = decided
+        batch.items[at], batch.positions[vb_id] = decided
         self._go_on(vb_id, decided.position)
 
     # -- called by sessions --------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Supervisor:
     def take_batch(self, session: ConsumerSession, batch: Batch) -> None:
         """Queue a batch that a session received."""
         self._reader.put(session, batch)
-        if batch.events:
+        if batch.items:
             self._placement.progress(session)
         if session.core.streams.homeless:
             self._take_homeless(session)

@@ -40,6 +40,7 @@ from clients.link.frame_buffer import FrameBuffer
 from clients.position import Position, Versions
 from clients.spark.columns import Changes, Chunk, changes_of, heads_of, last_seqnos, without
 from clients.spark.plan import PlanStep
+from clients.streaming.change_runs import EXTRAS_BYTES, LOOPS
 from clients.streaming.outcome import (
     Ahead,
     Ended,
@@ -60,14 +61,10 @@ from dcp.wire.message import (
     parse_advanced,
     parse_marker,
 )
-from dcp.wire.opcode import Magic, Opcode
+from dcp.wire.opcode import Opcode
 
-HEAD: Final = Struct(">HHBBHI")
-"""Magic and opcode, key length, extras length, datatype, vbucket, body length."""
-CHANGES: Final = frozenset(
-    Magic.REQUEST << 8 | opcode
-    for opcode in (Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION)
-)
+HEAD: Final = Struct(">HHBxxxI")
+"""Magic and opcode, key length, extras length, body length."""
 _IS_OVER: Final = frozenset({Verdict.DONE, Verdict.EMPTY})
 """Verdicts after which a stream sends nothing more."""
 
@@ -242,34 +239,39 @@ class FetchCore:
         changes = None
         buffer = self._buffer.take(data)
         if buffer is not None:
-            places: list[int] = []
+            places: list[bytes] = []
             try:
                 self._buffer.keep(buffer, self._walk(buffer, places))
             except RemoteProtocolError as error:
                 self.failure = ConnectError(f"malformed data arrived: {error}", node=self.node)
             except DcpdError as error:
                 self.failure = error
-            changes = self._taken(Chunk(buffer, places)) if places else None
+            changes = self._taken(Chunk(buffer, b"".join(places))) if places else None
         rollbacks, self._rollbacks = self._rollbacks, []
         return Arrived(rollbacks, changes)
 
     # -- packets -------------------------------------------------------------------------------
 
-    def _walk(self, data: bytes, places: list[int]) -> int:
+    def _walk(self, data: bytes, places: list[bytes]) -> int:
         """Collect the offsets of changes; return the offset of the first incomplete packet."""
-        add, unpack, is_change = places.append, HEAD.unpack_from, CHANGES.__contains__
         position, end = 0, len(data)
-        while end - position >= HEADER_BYTES:
-            kind, _, _, _, _, body_bytes = unpack(data, position)
-            following = position + HEADER_BYTES + body_bytes
-            if is_change(kind):
-                if following > end:
-                    break
-                add(position)
-            else:
-                following, _ = self._connection.take_frame(data, position, end)
-                if not following:
-                    break
+        while True:
+            found, position = LOOPS.change_places(data, position, end)
+            if found:
+                places.append(found)
+            if end - position < HEADER_BYTES:
+                break
+            kind, key_len, extras_len, body_bytes = HEAD.unpack_from(data, position)
+            if kind in EXTRAS_BYTES:  # incomplete, or malformed
+                if extras_len not in EXTRAS_BYTES[kind] or body_bytes < extras_len + key_len:
+                    raise RemoteProtocolError(
+                        f"a change with extras of {extras_len} bytes, a key of {key_len} and a body"
+                        f" of {body_bytes}"
+                    )
+                break
+            following, _ = self._connection.take_frame(data, position, end)
+            if not following:
+                break
             position = following
         return position
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from dcp.cluster.cluster_view import ClusterView
+from failover.replication_record import ReplicationRecord
 from vbucket.model.partition_map import NO_NODE, MapNode, PartitionMap
 
 CHAIN_LENGTH_MAX: Final = 4
@@ -32,19 +33,27 @@ def bucket_map(
     index = {name: number for number, name in enumerate(members)}
     width = max((len(record.copies) for record in records.values()), default=1)
     width = min(width, CHAIN_LENGTH_MAX)
+    nobody = (NO_NODE,) * width
+    found: dict[tuple[object, ...], tuple[int, ...]] = {}  # hundreds of partitions share a chain
     chains = []
     for vb_id in range(num_vbuckets):
         record = records.get(vb_id)
-        chain: list[int] = []
-        if record is not None:
-            chain = [NO_NODE if record.master is None else index.get(record.master, NO_NODE)]
-            chain += [
-                index.get(copy, NO_NODE)
-                for copy in record.copies
-                if copy in record.isr and copy != record.master
-            ]
-        chains.append(tuple((chain + [NO_NODE] * width)[:width]))
+        if record is None:
+            chains.append(nobody)
+            continue
+        kind = record.master, record.copies, record.isr
+        chain = found.get(kind)
+        if chain is None:
+            chain = found[kind] = (*_chain(record, index), *nobody)[:width]
+        chains.append(chain)
     return PartitionMap(
         tuple(nodes[name] for name in members), tuple(chains), rev=rev, rev_epoch=rev_epoch,
         this_node=index.get(member, NO_NODE),
     ).checked()  # fmt: skip
+
+
+def _chain(record: ReplicationRecord, index: Mapping[str, int]) -> list[int]:
+    """Return the nodes of a partition: its master, and its replicas in sync."""
+    master = NO_NODE if record.master is None else index.get(record.master, NO_NODE)
+    replicas = [copy for copy in record.copies if copy in record.isr and copy != record.master]
+    return [master, *(index.get(copy, NO_NODE) for copy in replicas)]

@@ -1,11 +1,14 @@
 """Handovers to wanted masters, a few partitions at a time. Sans-IO.
 
     waiting ── there is room ──> HELD ── all is committed ──> written ──> FOLLOWED
-                                  └── not within HANDING_NS_MAX ──> given up, and tried again later
+                                  └── not within HANDING_NS_MAX ──> given up, waits again later
 
 Writers of a partition wait from HELD on, until its new master serves. A node may have to hand over
 a thousand partitions, and each costs work on every node. So only GROUP_MAX of them are on their way
 at a time: held, or handed over and not yet followed here. The others are served meanwhile.
+
+Partitions of which nothing waits for a commit come first: they are written in the step in which
+they are held, so their writers do not wait for a commit. Others are held once hardly any are left.
 
 Who calls it: `dcp.replication.leading`.
 
@@ -27,8 +30,15 @@ from vbucket.engine.partition import Hold, Partition, VbState
 GROUP_MAX: Final = 16
 """Partitions on their way. A group takes some tens of milliseconds on two busy cores, most of it
 work for each partition; 1,024 partitions are handed over within some seconds."""
+ROOM_MIN: Final = GROUP_MAX // 2
+"""No group begins with less room: each one costs a transaction and a map for every client."""
+DRAINED_MIN: Final = 4
+"""With fewer partitions that can be handed over at once, others are held: a partition that is
+written all the time has never committed all of its changes."""
 HANDING_NS_MAX: Final = 2_000_000_000
-"""A handover that has not happened after so long is given up, and tried again later."""
+"""A handover that has not happened after so long is given up, and tried again after REST_NS."""
+REST_NS: Final = 500_000_000
+"""How long writers go on in between."""
 DRAINED_NS_MAX: Final = 30_000_000
 """How long the held partitions wait for each other's changes to be committed: they share a
 transaction, and who misses it waits for the next one."""
@@ -43,6 +53,10 @@ class Handovers:
         self._fence = fence
         self._waiting: dict[int, None] = {}
         """Partitions to hand over, in turn."""
+        self._next: frozenset[int] = frozenset()
+        """Those of them that may be held now."""
+        self._resting: dict[int, int] = {}
+        """Partition -> when it may be held again, because its handover was given up."""
         self._held: set[int] = set()
         """Writers of these wait, and this node is still the master."""
         self._handed: dict[int, int] = {}
@@ -53,17 +67,39 @@ class Handovers:
         """Whether any partition waits, is held, or is not followed yet."""
         return bool(self._waiting or self._held or self._handed)
 
-    def due(self) -> list[int]:
-        """Return the partitions to look at: those that are held, and those that come next."""
-        room = max(0, GROUP_MAX - len(self._held) - len(self._handed))
-        return [*self._held, *list(self._waiting)[:room]]
+    def wait(self, vb_ids: Iterable[int]) -> None:
+        """These are to be handed over, as soon as there is room."""
+        for vb_id in vb_ids:
+            if vb_id not in self._held and vb_id not in self._handed:
+                self._waiting.setdefault(vb_id)
+
+    def due(self, now_ns: int, masterships: Mapping[int, Mastership]) -> list[int]:
+        """Return the partitions to look at: those that are held, or else those that come next."""
+        if self._held:
+            return list(self._held)
+        room = GROUP_MAX - len(self._handed)
+        if room < ROOM_MIN:
+            return []
+        drained: list[int] = []
+        others: list[int] = []
+        for vb_id in self._waiting:
+            if self._resting.get(vb_id, 0) > now_ns:
+                continue
+            mastership = masterships.get(vb_id)
+            is_drained = mastership is None or _is_drained(mastership.part)
+            (drained if is_drained else others).append(vb_id)
+        chosen = drained if len(drained) >= DRAINED_MIN or not others else others
+        del chosen[room:]
+        for vb_id in chosen:  # who cannot be handed over now lets others pass
+            self._waiting[vb_id] = self._waiting.pop(vb_id)
+        self._next = frozenset(chosen)
+        return chosen
 
     def may_write(self, now_ns: int, masterships: Mapping[int, Mastership]) -> bool:
         """Whether those that can be handed over now should be: all are drained, or time is up."""
         held = [masterships[vb_id] for vb_id in self._held if vb_id in masterships]
         return all(
-            each.part.committed_seqno == each.part.high_seqno
-            or now_ns - each.handing_since_ns >= DRAINED_NS_MAX
+            _is_drained(each.part) or now_ns - each.handing_since_ns >= DRAINED_NS_MAX
             for each in held
         )
 
@@ -81,7 +117,7 @@ class Handovers:
             self._waiting.pop(part.vb_id, None)
             return None
         if part.vb_id not in self._held:
-            if len(self._held) + len(self._handed) >= GROUP_MAX:
+            if part.vb_id not in self._next:
                 self._waiting[part.vb_id] = None
                 return None
             self._waiting.pop(part.vb_id, None)
@@ -90,9 +126,10 @@ class Handovers:
             mastership.handing_since_ns = now_ns
             part.hold_writes(Hold.REPLICATION, mastership.why_writes_wait)
         elif now_ns - mastership.handing_since_ns > HANDING_NS_MAX:
+            self._resting[part.vb_id] = now_ns + REST_NS
             self._release(mastership)
             return None
-        if part.committed_seqno < part.high_seqno or not may_write:
+        if not may_write or not _is_drained(part):
             return None
         mastership.has_handed = True
         self._fence(part)
@@ -105,6 +142,7 @@ class Handovers:
     def ended(self, vb_id: int, now_ns: int, *, is_handed: bool) -> None:
         """A partition has another master, or the handover was not written."""
         self._waiting.pop(vb_id, None)
+        self._resting.pop(vb_id, None)
         if vb_id in self._held:
             self._held.discard(vb_id)
             if is_handed:
@@ -119,3 +157,8 @@ class Handovers:
     def any_held(self, vb_ids: Iterable[int]) -> bool:
         """Whether writers of any of these partitions wait."""
         return not self._held.isdisjoint(vb_ids)
+
+
+def _is_drained(part: Partition) -> bool:
+    """Whether all of a partition's changes are committed."""
+    return part.committed_seqno == part.high_seqno

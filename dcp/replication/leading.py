@@ -26,6 +26,7 @@ from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import Followed, window_of
 from dcp.replication.fill_pace import FillPace
 from dcp.replication.handovers import Handovers
+from dcp.replication.late_members import LateMembers
 from dcp.replication.mastership import Mastership, ReplicationSettings
 from dcp.replication.messages import (
     FORMAT,
@@ -46,7 +47,7 @@ from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
 from dcp.wire.status import Status
 from failover.fencing import is_same_copy, refusal
-from failover.isr import serves_from_ns
+from failover.isr import Lateness, serves_from_ns
 from failover.promotion import first_step, is_branch_done
 from failover.replication_record import ReplicationRecord, finish_branch, start_branch
 from failover.rollback import Question, decide
@@ -100,12 +101,15 @@ class Leading:
         self._rested_ns: dict[str, int] = {}
         """The same when nothing was done for each partition: then members in sync follow all."""
         self._ticked_ns = now_ns
+        self._late_members = LateMembers(settings.replica_lag_max_ns, now_ns)
         self._successors = Successors(view, member)
         self._pace = FillPace(settings.fill_bytes_per_s)
         self.serving = Serving(
             engine, hub, view, member, self.masterships, self.feeds, self._wholes
         )  # fmt: skip
         self.handovers = Handovers(self.serving.fence)
+        self._is_leaving = False
+        """Whether this node hands over all that it has."""
         self._may_hand_over = False
         """Whether the handovers that are ready are to be written now."""
         self.is_step_due = False
@@ -226,17 +230,31 @@ class Leading:
         where something else may be committed now.
         """
         self._note_ready()
-        whole = self._wholes.begin(group) if self.feeds else None
-        sectioned = [
-            feed for feed in self.feeds.values() if whole is None or not feed.send_whole(whole)
-        ]
-        if sectioned and (changes := self._changes_for_replicas(group.changes)):
-            for feed in sectioned:
-                feed.group_synced(changes)
+        whole = self._begin_whole(group)
+        apart = set() if whole is None else whole.sections
+        taken = {member for member, feed in self.feeds.items() if whole and feed.send_whole(whole)}
+        if (apart or len(taken) < len(self.feeds)) and (
+            changes := self._changes_for_replicas(group.changes)
+        ):
+            few = {vb_id: changes[vb_id] for vb_id in apart & changes.keys()}
+            for member, feed in self.feeds.items():
+                feed.group_synced(few if member in taken else changes)
         if whole is None:
             return group.high_seqnos.keys() & self.masterships.keys()
         self.groups_acknowledged(self._member, (whole,))
         return ()
+
+    def _begin_whole(self, group: CommitGroup) -> WholeGroup | None:
+        """Return what of a synced group all replicas can get as a whole; None: nothing."""
+        whole = self._wholes.begin(group) if self.feeds else None
+        if whole is None:
+            return None
+        apart = set().union(*(feed.out_of_step(whole) for feed in self.feeds.values()))
+        if apart:
+            if apart >= whole.seqnos.keys():
+                return None
+            whole.put_apart(apart)
+        return whole
 
     def _note_ready(self) -> None:
         """Note which masterships are ready, because the beginning of their epoch is on disk."""
@@ -411,6 +429,20 @@ class Leading:
         self._now_ns = now_ns
         self.serving.serve(now_ns)
 
+    def _look_for_late(self) -> Lateness:
+        """Return who acknowledges late. A member that is filled is not judged meanwhile."""
+        delays = {}
+        for member, feed in self.feeds.items():
+            if feed.delays.has_news and feed.is_filling:
+                feed.delays.take(self._now_ns)
+            else:
+                delays[member] = feed.delays
+        lateness = self._late_members.look(self._now_ns, delays)
+        sets = self._wholes.in_sync_sets()
+        if any(not lateness.slow.isdisjoint(in_sync.members) for in_sync in sets):
+            self.serving.all_changed()
+        return lateness
+
     def _are_level(self) -> bool:
         """Whether no member of an in-sync set may have to leave it."""
         for member, feed in self.feeds.items():
@@ -430,6 +462,7 @@ class Leading:
         ticked_ns, self._ticked_ns = self._ticked_ns, self._now_ns
         if not self._are_level():
             self.serving.all_changed()
+        lateness = self._look_for_late()
         restless, left = self.serving.restless(), self.serving.take_left()
         rested_ns, self._rested_ns = self._rested_ns, dict(self._level_ns)
         alive = self._view.alive
@@ -444,7 +477,7 @@ class Leading:
             self.note_acknowledged(mastership)
             if vb_id in left:
                 mastership.rested(ticked_ns, rested_ns)
-            record = mastership.changed_isr(self._now_ns, alive, heard_ns)
+            record = mastership.changed_isr(self._now_ns, alive, heard_ns, lateness)
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
             if len(changes) == COMPARES_MAX:
@@ -454,6 +487,8 @@ class Leading:
             record = record or self._next_record(mastership)
             if record is not None:
                 changes.append(self._change(mastership, record, records[vb_id]))
+        if self._is_leaving:
+            self.handovers.wait(self.masterships)
         if may_write and not changes and self.handovers.is_under_way:
             changes = self.handover_changes(self._now_ns, records)
         elif self.handovers.is_under_way:
@@ -476,7 +511,7 @@ class Leading:
                 self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
                 return None
             return start_branch(record, wanted_branch)
-        if self.serving.is_leaving:
+        if self._is_leaving:
             record = self._successors.wanted(record)
         return self.handovers.next_record(
             mastership, record, self._now_ns, may_write=self._may_hand_over
@@ -488,18 +523,22 @@ class Leading:
         """Return the handovers that are due now, before the next tick. They must be written."""
         self._now_ns = now_ns
         self._may_hand_over = False
-        self._next_handovers(records)
+        due = self.handovers.due(now_ns, self.masterships)
+        self._next_handovers(due, records)
         self._may_hand_over = self.handovers.may_write(now_ns, self.masterships)
-        changes = self._next_handovers(records)
+        changes = self._next_handovers(due, records)
         self._may_hand_over = False
         return changes
 
-    def _next_handovers(self, records: Mapping[int, Stored[StoredPartition]]) -> list[RecordChange]:
+    def _next_handovers(
+        self, vb_ids: Iterable[int], records: Mapping[int, Stored[StoredPartition]]
+    ) -> list[RecordChange]:
         changes: list[RecordChange] = []
-        for vb_id in self.handovers.due():
+        for vb_id in vb_ids:
             mastership = self.masterships.get(vb_id)
             if mastership is None or mastership.is_writing or vb_id not in records:
                 continue
+            self.serving.changed(vb_id)
             if (record := self._next_record(mastership)) is not None:
                 changes.append(self._change(mastership, record, records[vb_id]))
         return changes
@@ -543,7 +582,8 @@ class Leading:
 
     def leave(self) -> None:
         """Hand over all partitions: this node is about to stop."""
-        self.serving.is_leaving = True
+        self._is_leaving = True
+        self.handovers.wait(self.masterships)
 
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
         """See `AskedBranches.want`."""

@@ -29,16 +29,20 @@ from failover.fencing import is_same_copy
 from failover.isr import (
     CONFIRMATION_NS,
     ELECTION_NS,
+    NOBODY_LATE,
     Acknowledgement,
     Candidate,
+    Lateness,
     confirmed_until_ns,
     effective_isr,
     high_watermark,
+    is_enough,
     may_answer_reads,
     may_be_deposed,
     may_join,
     min_in_sync_of,
     must_leave,
+    slow_to_leave,
 )
 from failover.replication_record import BranchUnderWay, ReplicationRecord, expand, shrink
 from failover.write_answer import Durability, WriteState
@@ -326,12 +330,17 @@ class Mastership:
         return ""
 
     def changed_isr(
-        self, now_ns: int, alive: Mapping[str, object], heard_ns: Mapping[str, int]
+        self,
+        now_ns: int,
+        alive: Mapping[str, object],
+        heard_ns: Mapping[str, int],
+        lateness: Lateness = NOBODY_LATE,
     ) -> ReplicationRecord | None:
         """Return the record with another in-sync set, if it has to change; None: it need not.
 
         Call it at every tick. `alive` are the members whose nodes are not known to be gone,
-        `heard_ns` has when each was asked the question that it confirmed last.
+        `heard_ns` has when each was asked the question that it confirmed last, `lateness` who
+        acknowledges late, all partitions taken together.
         """
         self._note_levels(now_ns, heard_ns)
         if self.is_writing or not self.is_ready or self.record.master != self._member:
@@ -348,14 +357,23 @@ class Mastership:
                 lag_max_ns=lag_max_ns,
             )
         ]  # fmt: skip
+        if not leaving and lateness.slow:
+            leaving = sorted(
+                slow_to_leave(
+                    record.isr, self._member, lateness,
+                    min_in_sync=self._min_in_sync, counted_copies=record.counted_copies,
+                )
+            )  # fmt: skip
         if leaving:
             return shrink(record, leaving)
         if len(record.isr) == len(record.copies):
             return None
+        can_wait = is_enough(record.isr, self._min_in_sync, record.counted_copies)
         joining = [
             member
             for member in record.copies
             if member not in record.isr and member in alive
+            and not (can_wait and member in lateness.slow)
             and self._may_join(member, heard_ns.get(member))
         ]  # fmt: skip
         return expand(record, joining) if joining else None

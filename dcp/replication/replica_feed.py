@@ -59,7 +59,7 @@ from dcp.replication.messages import (
     pack_group,
     unpack_ack,
 )
-from dcp.replication.sent_messages import Sent, SentWhole
+from dcp.replication.sent_messages import RECORD_BYTES, AckDelays, Sent, SentWhole, first_run
 from dcp.replication.waiting_requests import WaitingRequests
 from dcp.replication.whole_groups import StreamChanges, WholeGroup
 from dcp.session.replication_port import FeedAnswer, ReplicationError
@@ -71,8 +71,6 @@ from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
 from vbucket.store.environment import StoreDamagedError
 
-RECORD_BYTES: Final = 256
-"""What this node remembers of a message, and of each of its sections, until it is acknowledged."""
 QUESTIONS_MAX: Final = 64
 """With so many unanswered questions no heartbeat is sent: the replica reads nothing."""
 BEAT_NS: Final = 100_000_000
@@ -119,6 +117,7 @@ class ReplicaFeed:
         self._number = 0
         self._sent: deque[Sent] = deque()
         """Messages with entries or high watermarks that are not acknowledged."""
+        self.delays = AckDelays(self._sent)
         self._acknowledged_number = 0
         self._sent_bytes = 0
         """Their cost: their bytes and RECORD_BYTES for each part."""
@@ -248,9 +247,10 @@ class ReplicaFeed:
             return None
         return self._confirmed_ns
 
-    def follows(self, vb_id: int) -> bool:
-        """Whether the replica gets a partition on this link."""
-        return vb_id in self._streams
+    @property
+    def is_filling(self) -> bool:
+        """Whether the replica gets a copy for the first time: that delays what it acknowledges."""
+        return any(stream.is_paced for stream in self._streams.values())
 
     def is_level(self) -> bool:
         """Return whether the replica has synced all that was sent when this was asked last."""
@@ -288,9 +288,16 @@ class ReplicaFeed:
         if len(self._untold) > TOLD_GROUPS_MAX:
             self._given_up = self._untold.pop(next(iter(self._untold)))
         whole = SentWhole(group, seqnos, self._changes.revision)
-        self._sent.append(Sent(self._number, cost, whole=whole))
+        self._sent.append(Sent(self._number, cost, self._now_ns, whole=whole))
         self._sent_bytes += cost
         return True
+
+    def out_of_step(self, group: WholeGroup) -> set[int]:
+        """Return the partitions of a group that the replica cannot get with the whole group."""
+        if self._takes_all(group.mastered) or group.seqnos.keys() <= self._in_step:
+            return set()
+        behind = (group.seqnos.keys() & self._streams.keys()) - self._in_step
+        return behind | group.out_of_step(self.member, self._in_step)
 
     def _takes_all(self, mastered: frozenset[int]) -> bool:
         """Whether all partitions that this node masters are in step."""
@@ -309,17 +316,10 @@ class ReplicaFeed:
 
     def _take_committed(self) -> tuple[int, int]:
         """Return the first committed messages that no other one separates: from, to."""
-        numbers = self._committed
-        if not numbers:
+        if not self._committed:
             return 0, 0
-        numbers.sort()
-        first, last = numbers[0], numbers[-1]
-        between = [number for number in self._untold.values() if first < number < last]
-        if first < self._given_up:
-            last = first
-        elif between:
-            last = max(number for number in numbers if number < min(between))
-        self._committed = [number for number in numbers if number > last]
+        first, last = first_run(self._committed, self._untold.values(), self._given_up)
+        self._committed = [number for number in self._committed if number > last]
         return first, last
 
     def group_committed(self, group: WholeGroup, committed: Mapping[int, int]) -> None:
@@ -392,7 +392,7 @@ class ReplicaFeed:
         self._out.append(message)
         if sections:
             cost = len(message) + RECORD_BYTES * (1 + len(sections))
-            self._sent.append(Sent(self._number, cost, tuple(followed)))
+            self._sent.append(Sent(self._number, cost, self._now_ns, tuple(followed)))
             self._sent_bytes += cost
         self._schedule()
 
@@ -541,6 +541,7 @@ class ReplicaFeed:
         while self._sent and self._sent[0].number <= number:
             sent = self._sent.popleft()
             self._sent_bytes -= sent.cost
+            self.delays.acknowledged(sent.sent_ns, self._now_ns)
             if sent.whole is not None:
                 newest |= self._take_whole(sent.number, sent.whole)
                 wholes.append(sent.whole.group)

@@ -5,11 +5,14 @@ Who calls it: `dcp.replication.replica_feed`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from dcp.replication.fed_stream import FedStream, Followed
 from dcp.replication.whole_groups import WholeGroup
+
+RECORD_BYTES: Final = 256
+"""What this node remembers of a message, and of each of its sections, until it is acknowledged."""
 
 
 class SentWhole(NamedTuple):
@@ -27,5 +30,45 @@ class Sent(NamedTuple):
 
     number: int
     cost: int
+    sent_ns: int
+    """When it was made, to a tick."""
     followed: tuple[tuple[FedStream, Followed], ...] = ()
     whole: SentWhole | None = None
+
+
+class AckDelays:
+    """How long one replica's acknowledgements of changes take."""
+
+    def __init__(self, sent: Sequence[Sent]) -> None:
+        """`sent` are the messages that are not acknowledged, the oldest first."""
+        self._sent = sent
+        self._worst_ns: int | None = None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything to judge the replica by."""
+        return bool(self._sent) or self._worst_ns is not None
+
+    def acknowledged(self, sent_ns: int, now_ns: int) -> None:
+        """A message is acknowledged that was sent at `sent_ns`."""
+        self._worst_ns = max(self._worst_ns or 0, now_ns - sent_ns)
+
+    def take(self, now_ns: int) -> tuple[int | None, int]:
+        """Return how long it took at most since the last call (None: nothing was acknowledged), and
+        how long the oldest message waits now.
+        """
+        worst_ns, self._worst_ns = self._worst_ns, None
+        return worst_ns, now_ns - self._sent[0].sent_ns if self._sent else 0
+
+
+def first_run(committed: Collection[int], others: Iterable[int], given_up: int) -> tuple[int, int]:
+    """Return the first committed messages between which none of the others is: from, to. Up to
+    `given_up` it is not known which others there were.
+    """
+    first, last = min(committed), max(committed)
+    between = [number for number in others if first < number < last]
+    if first < given_up:
+        last = first
+    elif between:
+        last = max(number for number in committed if number < min(between))
+    return first, last

@@ -59,8 +59,6 @@ class Serving:
         self._wholes = wholes
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
-        self.is_leaving = False
-        """Whether this node hands over all that it has: nothing is calm."""
         self._calm: set[int] = set()
         self._left: set[int] = set()
         """Partitions that were calm since their in-sync sets were looked at last."""
@@ -98,7 +96,7 @@ class Serving:
             for vb_id in feed.take_changed():
                 self.changed(vb_id)
         alive = dict.fromkeys(self._view.alive)
-        if alive != self._alive or self.is_leaving:
+        if alive != self._alive:
             self._alive = alive
             self.all_changed()
 

@@ -17,14 +17,15 @@ Invariants
   part of the group wholly, on streams that are open since, and for partitions whose mastership has
   not changed since the group was sent. Others are left out of the group (`WholeGroup.leave_out`),
   and go partition by partition (`Acknowledged.one_by_one`);
-- a group is sent wholly only if it has no control entries of partitions that this node masters.
+- a partition that has control entries in the group, whose mastership is not ready, or that is not
+  in step for a member is left out of the group from the beginning: `sections` says so. It goes
+  section by section, and the others stay together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import chain, takewhile
-from operator import itemgetter
 from typing import Final, NamedTuple
 
 from dcp.replication.mastership import InSyncSet, Mastership
@@ -34,7 +35,6 @@ from vbucket.log.commit_group import CommitGroup
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, VB_ID, vb_id_of
 from vbucket.upkeep.merge import NODE_VB_ID
 
-_opcode_of: Final = itemgetter(OPCODE_AT)
 _EPOCH: Final = 0
 """All acknowledgements of a group are of one epoch: the masterships have not changed since."""
 
@@ -57,6 +57,7 @@ class WholeGroup:
         "mastered",
         "number",
         "revision",
+        "sections",
         "sent_to",
         "seqnos",
         "shared",
@@ -73,6 +74,7 @@ class WholeGroup:
         shares: tuple[_Share, ...],
         mastered: frozenset[int],
         member: str,
+        sections: set[int],
     ) -> None:
         self.number = number
         self.seqnos = seqnos
@@ -88,8 +90,11 @@ class WholeGroup:
         self.acknowledged = {member: Acknowledgement(_EPOCH, number)}
         self.is_committed = False
         """Whether all of it was found to be committed, by number."""
-        self.left_out: set[int] = set()
-        """Partitions of the group that go one by one."""
+        self.sections = sections
+        """Partitions of the group that are sent section by section."""
+        self.left_out: set[int] = set(sections)
+        """Partitions of the group that go one by one: these, and those of which that is known since
+        the group was sent."""
         self._changes = changes
 
     def leave_out(self, vb_ids: set[int]) -> None:
@@ -101,6 +106,22 @@ class WholeGroup:
             self.shares = tuple(
                 _Share(share.in_sync, _without(share.seqnos, left_out)) for share in self.shares
             )
+
+    def out_of_step(self, member: str, in_step: Set[int]) -> set[int]:
+        """Return the partitions that must reach a member in sync, and are not in step there."""
+        found: set[int] = set()
+        for part in self.shares:
+            if member in part.in_sync.members:
+                found |= part.seqnos.keys() - in_step
+        return found
+
+    def put_apart(self, vb_ids: set[int]) -> None:
+        """Send these section by section. The group must not be sent yet."""
+        assert not self.sent_to
+        self.leave_out(vb_ids)
+        self.sections |= vb_ids
+        self._changes = _entries_of(self._changes, self.seqnos)
+        self.shared = share(b"".join(self._changes))
 
     def only(self, vb_ids: Iterable[int]) -> tuple[Mapping[int, int], SharedGroup]:
         """Return the part of the group that is about these partitions."""
@@ -198,19 +219,21 @@ class WholeGroups:
             payload = payload[: -len(changes[-1])]
             changes = changes[:-1]
         shares = self._shares(seqnos)
-        if shares is None:  # a part is of partitions that this node does not master
-            mastered = seqnos.keys() & self._masterships.keys()
-            seqnos = {vb_id: seqnos[vb_id] for vb_id in mastered}
+        sections: set[int] = set()
+        if group.has_control:
+            sections = {vb_id_of(entry) for entry in changes if entry[OPCODE_AT] == LOG_CONTROL}
+        if shares is None or sections:  # others are masters of a part, or these are not ready
+            whole = (seqnos.keys() & self._mastered) - sections
+            sections = (seqnos.keys() & self._masterships.keys()) - whole
+            seqnos = {vb_id: seqnos[vb_id] for vb_id in whole}
             shares = self._shares(seqnos)
-            if not mastered or shares is None:
-                return None
-            changes = _entries_of(changes, mastered)
+            changes = _entries_of(changes, whole)
             payload = b"".join(changes)
-        if not changes or (group.has_control and LOG_CONTROL in map(_opcode_of, changes)):
+        if not changes or shares is None:
             return None
         return WholeGroup(
             group.number, seqnos, changes, payload, self.revision, shares, self._mastered,
-            self._member,
+            self._member, sections,
         )  # fmt: skip
 
     def _shares(self, seqnos: Mapping[int, int]) -> tuple[_Share, ...] | None:

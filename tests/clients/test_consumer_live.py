@@ -14,6 +14,7 @@ from clients.consumer.consumer import Consumer
 from clients.errors import AuthenticationError, ConnectError
 from clients.event import Deletion, Mutation, Rollback
 from clients.kv.client import KvClient
+from clients.streaming.mutations import Mutations
 from support.server import DcpdProcess
 from vbucket.model.ids import vbucket_of
 
@@ -51,6 +52,35 @@ async def test_until_now_sees_everything_and_resumes_without_gap_or_duplicate(se
         assert sum(isinstance(change, Deletion) for change in changes) == 1
         await second.save()
         assert await consume(Consumer(server.address, until_now=True, store=store)) == []
+
+
+async def test_lazy_batches_have_the_same_as_events_and_resume_without_gap(server, tmp_path):
+    store = CheckpointFile(tmp_path / "state")
+    async with KvClient.connect(server.address) as kv:
+        await kv.set_many((f"k{n}", b"%d" % n * (n % 7)) for n in range(20_000))
+        await kv.delete("k77")
+    changes = await consume(Consumer(server.address, until_now=True))
+    wanted = {change.key: getattr(change, "value", None) for change in changes}
+    held, runs, seen, is_done = {}, 0, 0, False
+    while not is_done:  # each round takes some batches, saves, and closes
+        async with Consumer(server.address, until_now=True, store=store) as consumer:
+            before, is_done = seen, True
+            async for items in consumer.lazy_batches():
+                for item in items:
+                    match item:
+                        case Mutations():
+                            held.update(item.items())
+                            runs, seen = runs + 1, seen + len(item)
+                        case Mutation() | Deletion():
+                            held[item.key] = getattr(item, "value", None)
+                            seen += 1
+                if seen > before + 4000:
+                    is_done = False
+                    break
+            await consumer.save()
+    assert held == wanted
+    assert seen == len(changes), "each change once"
+    assert runs > 500
 
 
 async def test_checkpoint_covers_the_event_in_hand(server):

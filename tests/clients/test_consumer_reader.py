@@ -8,13 +8,17 @@ import pytest
 from test_consumer_steering import until
 
 from clients.consumer.batch_reader import BatchReader
-from clients.consumer.core import Batch
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.event_batch import Batch
 from clients.consumer.saving import Saver
 from clients.errors import DcpdError, StreamViolationError
-from clients.event import Mutation, Rollback
+from clients.event import Mutation, Rollback, SnapshotEnd, SnapshotStart, StreamOpened
 from clients.position import Position
+from clients.streaming.mutations import Mutations
 from clients.validator import StreamValidator
+from dcp.wire.frame import pack_request
+from dcp.wire.message import MUTATION_EXTRAS
+from dcp.wire.opcode import Opcode
 
 
 class Streams:
@@ -30,18 +34,31 @@ class Streams:
         self.given_back.append(batch)
 
     async def settle(self, batch, at):
-        self.settled.append(batch.events[at].to_seqno)
+        self.settled.append(batch.items[at].to_seqno)
         await self.decided.wait()
-        batch.events[at] = Rollback(1, 0, 5, 9, "decided")
+        batch.items[at] = Rollback(1, 0, 5, 9, "decided")
 
 
 def mutation(seqno):
     return Mutation(1, b"k", b"v", seqno, 1, 1, 0, 0)
 
 
+def mutations(*seqnos):
+    """Mutations that are not decoded, with the content of `mutation`."""
+    data = b"".join(
+        pack_request(
+            Opcode.DCP_MUTATION, vb_id=1, key=b"k", value=b"v", cas=1,
+            extras=MUTATION_EXTRAS.pack(seqno, 1, 0, 0, 0, 0, 0),
+        )
+        for seqno in seqnos
+    )  # fmt: skip
+    return Mutations(1, seqnos[0], seqnos[-1], len(seqnos), (data, 0, 0))
+
+
 def batch_of(*events):
     last = events[-1]
-    seqno = last.to_seqno if isinstance(last, Rollback) else last.seqno
+    names = ("to_seqno", "seqno", "last_seqno", "end_seqno")
+    seqno = next(getattr(last, name) for name in names if hasattr(last, name))
     return Batch(list(events), {1: Position(((7, 0),), seqno, 0, 99)}, 10, {1: (0, 99)})
 
 
@@ -151,3 +168,70 @@ async def test_what_breaks_the_rules_is_not_handed_out_whoever_asks_again():
         with pytest.raises(StreamViolationError):
             await anext(reader.batches(streams))
         assert (reader.checkpoint(), reader.processed(), streams.given_back) == ({}, {}, [])
+
+
+async def test_lazy_batches_have_mutations_that_are_not_decoded():
+    streams = Streams()
+    held = mutations(1, 2, 4)
+    reader = reader_of(streams, batch_of(held, mutation(6)), batch_of(mutations(7, 8)))
+    reading = reader.lazy_batches(streams)
+    assert await anext(reading) == [held, mutation(6)]
+    assert (reader._metrics.events, reader._metrics.changes) == (4, 4)
+    assert reader.checkpoint()[1].seqno == 6
+    assert reader.processed() == {}
+    (rest,) = await anext(reading)
+    assert reader.processed()[1].seqno == 6
+    assert list(rest) == [mutation(7), mutation(8)]
+    assert (reader._metrics.events, reader._metrics.changes) == (6, 6)
+
+
+async def test_batches_have_the_same_decoded():
+    streams = Streams()
+    reader = reader_of(streams, batch_of(mutations(1, 2, 4), mutation(6)))
+    piece = await anext(reader.batches(streams))
+    assert piece == [mutation(seqno) for seqno in (1, 2, 4, 6)]
+    for event in reader.one_by_one(piece):
+        assert reader.checkpoint()[1].seqno == event.seqno
+    assert (reader._metrics.events, reader._metrics.changes) == (4, 4)
+
+
+async def test_an_iteration_of_another_kind_gets_the_rest_of_a_batch():
+    """Mutations that were returned and mutations that were not, around a rollback to decide."""
+    streams = Streams(asks=True)
+    batch = batch_of(mutations(1, 2, 3), Rollback(1, 2, 2, 3, "asked"), mutations(3, 4, 5))
+    reader = reader_of(streams, batch)
+    (held,) = await anext(reader.lazy_batches(streams))
+    assert [event.seqno for event in held] == [1, 2, 3]
+    assert reader.checkpoint()[1].seqno == 3
+    rest = await anext(reader.batches(streams))
+    assert rest[0].reason == "decided"
+    assert rest[1:] == [mutation(3), mutation(4), mutation(5)]
+    assert reader._metrics.changes == 6
+    assert reader.checkpoint()[1].seqno == 5
+
+
+async def test_mutations_that_are_taken_back_are_returned_again_decoded():
+    streams = Streams()
+    reader = reader_of(streams, batch_of(mutation(1), mutations(2, 3), mutation(4)))
+    await anext(reader.lazy_batches(streams))
+    reader.handed_out(1)
+    assert reader.checkpoint()[1].seqno == 1
+    assert [event.seqno for event in await anext(reader.batches(streams))] == [2, 3, 4]
+    assert reader._metrics.changes == 4, "each counts once"
+
+
+@pytest.mark.parametrize("limit", ["rate", "validator"])
+async def test_what_needs_each_event_gets_events(limit):
+    streams = Streams()
+    validator = StreamValidator() if limit == "validator" else None
+    if validator is not None:
+        validator.begin({1: Position(((7, 0),), 0, 0, 0)})
+    batch = batch_of(
+        StreamOpened(1, ((7, 0),)), SnapshotStart(1, 1, 1, 1), mutations(1), SnapshotEnd(1, 1)
+    )
+    rate = 1e6 if limit == "rate" else None
+    reader = reader_of(streams, batch, events_per_s=rate, validator=validator)
+    told = await anext(reader.lazy_batches(streams))
+    assert told[2:3] == [mutation(1)]
+    if validator is not None:
+        assert validator.seqnos() == {1: 1}

@@ -13,6 +13,7 @@ from failover.isr import (
     REPLICA_LAG_MAX_NS,
     Acknowledgement,
     Candidate,
+    Lateness,
     LeaveReason,
     acknowledgeable_seqno,
     confirmed_until_ns,
@@ -25,6 +26,7 @@ from failover.isr import (
     must_leave,
     sendable_seqno,
     serves_from_ns,
+    slow_to_leave,
 )
 
 EPOCH = 3
@@ -200,3 +202,26 @@ def test_both_sides_are_on_one_epoch_or_nothing_happens():
     assert newer is not None
     assert "epoch 3, and this node is on 4: the peer has an old" in older
     assert "epoch 4, and this node is on 3: this node has an old" in newer
+
+
+@pytest.mark.parametrize(
+    ("isr", "late", "slow", "min_in_sync", "leaving"),
+    [
+        ("abc", "c", "c", 2, "c"),
+        ("abc", "", "c", 2, "c"),
+        ("abc", "bc", "c", 2, ""),  # the other one is late, too
+        ("abc", "bc", "bc", 2, ""),  # too few would stay
+        ("abc", "bc", "bc", 1, ""),  # too few for a durability frame
+        ("abc", "c", "c", 3, ""),
+        ("ab", "b", "b", 1, ""),  # of three copies
+        ("abc", "c", "", 2, ""),  # not for long
+        ("abc", "a", "a", 2, ""),  # the master
+        ("ab", "c", "c", 2, ""),  # it has left
+    ],
+)
+def test_a_slow_member_leaves_where_the_others_can_go_on(isr, late, slow, min_in_sync, leaving):
+    found = slow_to_leave(
+        frozenset(isr), "a", Lateness(frozenset(late), frozenset(slow)),
+        min_in_sync=min_in_sync, counted_copies=3,
+    )  # fmt: skip
+    assert found == frozenset(leaving)

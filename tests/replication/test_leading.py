@@ -14,6 +14,8 @@ from dcp.replication.handovers import (
     FOLLOWED_NS_MAX,
     GROUP_MAX,
     HANDING_NS_MAX,
+    REST_NS,
+    ROOM_MIN,
 )
 from dcp.replication.mastership import Service
 from dcp.replication.messages import FORMAT, Greeting, encode
@@ -450,26 +452,85 @@ def test_handovers_go_in_groups_and_hold_the_writers_of_no_other_partition() -> 
     one = leading.masterships[VB]
     handovers, record = leading.handovers, want(one.record, "b")
     others = {}
-    for vb_id in range(GROUP_MAX + 3):
+    for vb_id in range(2 * GROUP_MAX):
         part = copy(one.part)
         part.vb_id, part.holds = vb_id, {}
         other = others[vb_id] = copy(one)
         other.part = part
         part.committed_seqno = part.high_seqno - 1
         assert handovers.next_record(other, record, cluster.now_ns, may_write=True) is None
+    assert not any(each.part.holds for each in others.values())
+    for vb_id in handovers.due(cluster.now_ns, others):
+        assert handovers.next_record(others[vb_id], record, cluster.now_ns, may_write=True) is None
     assert [vb for vb, each in others.items() if each.part.holds] == list(range(GROUP_MAX))
-    assert handovers.due() == list(range(GROUP_MAX)), "the rest waits for room"
+    due = handovers.due(cluster.now_ns, others)
+    assert due == list(range(GROUP_MAX)), "the rest waits for room"
     others[0].part.committed_seqno += 1
     assert not handovers.may_write(cluster.now_ns, others), "they share a transaction"
     assert handovers.may_write(cluster.now_ns + DRAINED_NS_MAX, others)
     assert handovers.next_record(others[0], record, cluster.now_ns, may_write=True) is not None
-    handovers.ended(0, cluster.now_ns, is_handed=True)
-    assert GROUP_MAX not in handovers.due(), "its new master does not serve yet"
-    handovers.note_followed(cluster.now_ns, lambda vb_id: vb_id == 0)
-    assert GROUP_MAX in handovers.due()
-    handovers.ended(1, cluster.now_ns, is_handed=True)
+    for vb_id in range(GROUP_MAX):
+        handovers.ended(vb_id, cluster.now_ns, is_handed=True)
+    assert not handovers.due(cluster.now_ns, others), "their new masters do not serve yet"
+    handovers.note_followed(cluster.now_ns, lambda vb_id: vb_id < ROOM_MIN)
+    assert handovers.due(cluster.now_ns, others) == list(range(GROUP_MAX, GROUP_MAX + ROOM_MIN))
     handovers.note_followed(cluster.now_ns + FOLLOWED_NS_MAX, lambda vb_id: False)
-    assert GROUP_MAX + 1 in handovers.due(), "a new master that does nothing holds up nobody"
+    due = [*range(GROUP_MAX + ROOM_MIN, 2 * GROUP_MAX), *range(GROUP_MAX, GROUP_MAX + ROOM_MIN)]
+    assert handovers.due(cluster.now_ns, others) == due, "neither of them holds up others"
+
+
+def test_partitions_without_a_change_under_way_are_handed_over_first() -> None:
+    """Their writers wait for no commit."""
+    cluster = serving()
+    leading = cluster.a.core.leading
+    one = leading.masterships[VB]
+    handovers, record = leading.handovers, want(one.record, "b")
+    others = {}
+    for vb_id in range(GROUP_MAX):
+        part = copy(one.part)
+        part.vb_id, part.holds = vb_id, {}
+        others[vb_id] = copy(one)
+        others[vb_id].part = part
+        if vb_id % 2:
+            part.committed_seqno = part.high_seqno - 1
+        handovers.next_record(others[vb_id], record, cluster.now_ns, may_write=False)
+    assert handovers.due(cluster.now_ns, others) == list(range(0, GROUP_MAX, 2))
+    assert handovers.may_write(cluster.now_ns, others)
+    for vb_id in handovers.due(cluster.now_ns, others):
+        other = others[vb_id]
+        assert handovers.next_record(other, record, cluster.now_ns, may_write=True) is not None
+        handovers.ended(vb_id, cluster.now_ns, is_handed=True)
+    assert not any(others[vb_id].part.holds for vb_id in range(1, GROUP_MAX, 2)), "they are served"
+    handovers.note_followed(cluster.now_ns, lambda vb_id: True)
+    due = handovers.due(cluster.now_ns, others)
+    assert due == list(range(1, GROUP_MAX, 2)), "no other is left: they are held"
+
+
+def test_a_node_that_leaves_disturbs_only_what_it_hands_over() -> None:
+    cluster = serving()
+    cluster.run(300 * MS)
+    leading = cluster.a.core.leading
+    assert leading.is_settled
+    for wire in cluster.wires:
+        wire.is_up = False  # no acknowledgement comes
+    cluster.a.put()
+    cluster.a.commit()
+    leading.leave()
+    assert leading.is_settled, "waiting costs nothing"
+    cluster.tick("a")
+    assert cluster.a.part.holds, "writers wait until the change is committed"
+    heard, began_ns = leading.feeds["b"], cluster.now_ns
+    while cluster.now_ns - began_ns <= HANDING_NS_MAX:
+        heard._confirmed_ns = cluster.now_ns
+        cluster.a.mastership._level_ns["b"] = cluster.now_ns
+        cluster.tick("a")
+    assert not cluster.a.mastership.handing_since_ns, "it is given up"
+    leading.serve(cluster.now_ns)
+    assert not cluster.a.part.holds, "writers go on"
+    for wire in cluster.wires:
+        wire.is_up = True
+    cluster.run(REST_NS + 500 * MS)
+    assert (cluster.record.master, cluster.a.part.state) == ("b", VbState.REPLICA)
 
 
 def test_a_handover_waits_for_no_tick() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
-from failover.isr import CONFIRMATION_NS
+from failover.isr import CONFIRMATION_NS, Lateness
 from failover.replication_record import ReplicationRecord, create, elect, expand, shrink, want
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
@@ -199,3 +199,27 @@ def test_too_few_in_sync_hold_writes() -> None:
     assert master.min_in_sync == 2
     assert master.why_writes_wait == "1 of 3 copies are in sync; 2 must be"
     assert mastership(record=want(RECORD, "b")).why_writes_wait == ""
+
+
+# -- late members ----------------------------------------------------------------------------------
+
+
+def test_a_slow_member_leaves_and_does_not_join() -> None:
+    master = mastership()
+    slow = Lateness(frozenset("c"), frozenset("c"))
+    heard = {"b": NOW, "c": NOW}
+    assert master.changed_isr(NOW, ALIVE, heard) is None
+    assert master.changed_isr(NOW, ALIVE, heard, slow) == shrink(RECORD, "c")
+    master.take_record(shrink(RECORD, "c"))
+    acknowledge(master, "b", "c", seqno=0)
+    assert master.changed_isr(NOW, ALIVE, heard, slow) is None
+    assert master.changed_isr(NOW, ALIVE, heard) == RECORD
+
+
+def test_a_slow_member_joins_where_the_others_are_too_few() -> None:
+    alone = shrink(RECORD, "bc")
+    master = mastership(record=alone, min_in_sync=2)
+    acknowledge(master, "c", seqno=0)
+    slow = Lateness(frozenset("c"), frozenset("c"))
+    master._level_ns["c"] = NOW
+    assert master.changed_isr(NOW, ALIVE, {"c": NOW}, slow) == expand(alone, "c")

@@ -11,9 +11,7 @@ from dcp.replication.messages import (
     EntriesSection,
     unpack_entries,
 )
-from dcp.replication.replica_feed import (
-    RECORD_BYTES,
-)
+from dcp.replication.sent_messages import RECORD_BYTES
 from dcp.wire.frame import Frame
 from support.feeding_node import EPOCH, Master
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, seqno_of

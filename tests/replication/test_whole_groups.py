@@ -99,6 +99,41 @@ def test_what_changes_for_one_partition_leaves_the_others_of_a_group_together(
     assert [committed(node, 3) for node in copies.nodes.values()] == [1, 1, 1]
 
 
+def test_what_is_not_in_step_everywhere_leaves_the_others_together() -> None:
+    """A partition that has just come here is in the same groups as hundreds of others."""
+    copies = level()
+    put(copies, 3)
+    copies.rest()
+    link = copies.nodes["c"].core.following.links["a"]
+    link.leave(1)  # c is in sync, and does not follow it at present
+    copies.move()
+    for vb_id in (0, 1, 2):
+        put(copies, vb_id)
+    assert copies.a.engine.keyspace.raise_floor(3, 1, 0) == (1, 0)  # control entries
+    copies.a.commit()
+    (to_b,), (to_c,) = (groups_to(copies, member) for member in "bc")
+    assert to_b == to_c
+    assert {vb_id_of(entry) for entry in split_entries(to_b)} == {0, 2}
+    (section,) = [each for each in messages_to(copies, "b") if isinstance(each, Message)]
+    assert [each.vb_id for each in section.sections] == [1, 3], "b has them in step"
+    copies.move()
+    for member in "bc":
+        copies.nodes[member].commit()
+    copies.move()
+    assert [committed(copies.a, vb_id) for vb_id in (0, 1, 2)] == [1, 0, 1]
+    for member in "bc":
+        told = messages_to(copies, member)
+        assert [each.committed for each in told if isinstance(each, GroupMessage)] != [(0, 0)]
+        assert not [each for each in told if isinstance(each, Message)], "they know it by number"
+    link.follow(1, copies.records[1].epoch, copies.now_ns)
+    copies.rest()
+    assert copies.problems == []
+    assert [committed(node, 1) for node in copies.nodes.values()] == [1, 1, 1]
+    for vb_id in (0, 1, 2):
+        assert holdings(copies.b, vb_id) == holdings(copies.a, vb_id)
+        assert holdings(copies.nodes["c"], vb_id) == holdings(copies.a, vb_id)
+
+
 def test_a_group_goes_to_all_replicas_as_one_message_of_the_same_bytes() -> None:
     copies = level()
     for vb_id in (0, 1, 3):
@@ -265,7 +300,8 @@ def test_a_full_window_puts_partitions_behind_and_they_catch_up() -> None:
     put(copies, 1, b"\0more")
     put(copies, 2)
     copies.a.commit()
-    assert groups_to(copies, "b") == [], "vb 1 is behind"
+    (group,) = groups_to(copies, "b")
+    assert (b"\0more" in group, b"\0k" in group) == (False, True), "vb 1 is behind, vb 2 is not"
     copies.rest()
     assert copies.problems == [], "nothing was sent twice or left out"
     for vb_id in (1, 2):

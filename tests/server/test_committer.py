@@ -194,6 +194,63 @@ async def test_what_the_system_refuses_the_thread_is_told(server: Server) -> Non
     assert server.committed == [1]
 
 
+async def test_the_next_segment_is_prepared_as_fast_as_this_one_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PREPARED_FROM_BYTES", 10_000)
+    monkeypatch.setattr(module, "PREPARE_BYTES", MEMORY_AHEAD_BYTES)
+    server = Server(memtable_bytes=40_000)
+    device = server.device
+    count = 0
+
+    async def write(size: int) -> None:
+        nonlocal count
+        count += 1
+        server.set(b"%d" % count, size)
+        await server.until(lambda: len(server.committed) >= count)
+        await server.until(lambda: server.committer._preparing is None)
+
+    while device.current_bytes < 10_000:
+        assert device.prepared_bytes == 0
+        await write(200)
+    behind_bytes = 0
+    while not server.rotated:
+        behind_bytes = max(behind_bytes, device.current_bytes - device.prepared_bytes)
+        await write(200)
+    first_bytes = len(device.read(server.rotated[0] - 1))
+    assert behind_bytes < 11_000, "it begins late, and is done before the segment is full"
+    assert device.room_bytes > first_bytes - 2 * MEMORY_AHEAD_BYTES
+    server.node.merge()
+    most_bytes = 0
+    while len(server.rotated) < 2:
+        most_bytes = max(most_bytes, device.prepared_bytes)
+        await write(200)
+    assert most_bytes <= first_bytes + 2 * MEMORY_AHEAD_BYTES, "no more than the last one had"
+    assert server.failures == []
+    server.committer.stop()
+
+
+async def test_a_disk_that_takes_no_zeros_is_asked_once_per_segment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PREPARED_FROM_BYTES", 0)
+    server = Server()
+    asked: list[int] = []
+    server.device.prepare = lambda: asked.append(1)  # type: ignore[method-assign]
+    for number in range(3):
+        server.set(b"%d" % number)
+        await server.until(lambda: len(server.committed) > number)  # noqa: B023
+        await server.until(lambda: server.committer._preparing is None)
+    assert len(asked) == 1
+    server.cycle.begin_merge()
+    server.set(b"more")
+    await server.until(lambda: server.rotated)
+    server.set(b"after")
+    await server.until(lambda: len(asked) == 2)
+    await server.until(lambda: server.committer._preparing is None)
+    server.committer.stop()
+
+
 async def test_small_groups_find_room_ahead(server: Server) -> None:
     rooms = []
     for number in range(60):

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from dcp.core.merges import DROP_SLICE_VBUCKETS
+from dcp.core.store_turns import Work
 from dcp.server.config.settings import Settings
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.backpressure import Backpressure, Pressure
 from dcp.server.storage.compaction_schedule import Compaction, CompactionError
 from dcp.server.storage.merging import MergeTroubleError, Merging
 from dcp.server.storage.store_process import StoreProcessDiedError
-from dcp.server.storage.store_queue import StoreQueue, Work
+from dcp.server.storage.store_queue import StoreQueue
 from dcp.server.storage.store_supervisor import StoreSupervisor
 from support.memory_node import MemoryNode
 from support.node_here import until

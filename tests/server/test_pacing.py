@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from dcp.core.groups import GroupCycle, Published
-from dcp.core.pacing import PAUSE_MAX_S, Pacing
+from dcp.core.pacing import PACED_FROM, PAUSE_MAX_S, Pacing, left_of_merge_s
 from dcp.server.observe.meter import Histogram
 from dcp.server.storage.committer import Committer
 from support.memory_node import MemoryNode
@@ -105,9 +105,16 @@ def test_nothing_stops_no_pause_is_long_and_the_rate_is_the_same(
 def test_with_room_nothing_waits(keyspace: Keyspace) -> None:
     pacing = Pacing(keyspace)
     keyspace.frozen_bytes = MEMTABLE
-    keyspace.active_bytes = MEMTABLE // 2 - 1
+    keyspace.active_bytes = int((PACED_FROM - 1) * MEMTABLE) - 1
     pacing.taken(1.0, GROUP_BYTES, 5.0)
     assert pacing.pause_s(1.0) == 0.0
+
+
+def test_a_merge_is_expected_to_take_somewhat_longer_than_the_last_one() -> None:
+    assert left_of_merge_s(2.0, 0.0) == pytest.approx(2.5)
+    assert left_of_merge_s(2.0, 1.5) == pytest.approx(1.0)
+    assert left_of_merge_s(2.0, 20.0) == pytest.approx(5.0), "it is late, and may take longer"
+    assert left_of_merge_s(0.0, 0.0) > 0, "the first one"
 
 
 def test_without_a_merge_nothing_waits(keyspace: Keyspace) -> None:

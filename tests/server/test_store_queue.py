@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from dcp.core.store_turns import Work
 from dcp.server.config.settings import Settings
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.tasks import Tasks
 from dcp.server.storage.compaction_schedule import Compaction
 from dcp.server.storage.failover_logs import FailoverLogs
 from dcp.server.storage.store_process import StoreProcessDiedError
-from dcp.server.storage.store_queue import PAUSE_MAX_S, StoreQueue, Work
+from dcp.server.storage.store_queue import PAUSE_MAX_S, StoreQueue
 from dcp.server.storage.store_supervisor import StoreSupervisor
 from dcp.server.storage.waiters import CommitWaiters
 from support.memory_node import MemoryNode
@@ -141,6 +142,52 @@ async def test_a_job_that_has_begun_is_not_interrupted(bench: Bench) -> None:
     bench.may_end.set()
     await asyncio.gather(running, urgent)
     assert bench.done == [Work.COMPACTION, Work.FAILOVER_LOG]
+
+
+async def test_a_merge_goes_between_the_slices_of_a_compaction(bench: Bench) -> None:
+    left = [3]
+
+    async def slice_of(_: Any) -> bool:
+        left[0] -= 1
+        await bench.job("slice")(bench.processes[-1])
+        return left[0] > 0
+
+    compacting = asyncio.create_task(bench.queue.do_in_slices(Work.COMPACTION, slice_of))
+    await turns()
+    merge = bench.begin(Work.MERGE)
+    await turns()
+    bench.may_end.set()
+    await asyncio.gather(compacting, merge)
+    assert bench.done == ["slice", Work.MERGE, "slice", "slice"]
+
+
+async def test_a_job_that_fails_or_gives_up_between_its_slices_keeps_nobody_waiting(
+    bench: Bench,
+) -> None:
+    async def fails(_: Any) -> bool:
+        raise DIED
+
+    with pytest.raises(StoreProcessDiedError):
+        await bench.queue.do_in_slices(Work.COMPACTION, fails)
+
+    async def endless(_: Any) -> bool:
+        await bench.job("slice")(bench.processes[-1])
+        return True
+
+    compacting = asyncio.create_task(bench.queue.do_in_slices(Work.COMPACTION, endless))
+    await turns()
+    bench.may_end.set()
+    bench.may_end = asyncio.Event()
+    merge = bench.begin(Work.MERGE)  # its turn comes after the first slice
+    await turns()
+    assert bench.done == ["slice"]
+    compacting.cancel()
+    await turns()
+    bench.may_end.set()
+    await merge
+    assert compacting.cancelled()
+    assert bench.done == ["slice", Work.MERGE]
+    assert await bench.do() == 1
 
 
 async def test_who_gives_up_keeps_nobody_waiting(bench: Bench) -> None:

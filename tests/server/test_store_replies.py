@@ -16,11 +16,6 @@ from vbucket.upkeep.compaction import Floors, SliceReport
 from vbucket.upkeep.merge import MergeReport
 
 
-def never(_seconds: float) -> bool:
-    """A turn of compaction that goes on until all is done."""
-    return False
-
-
 class Pipes:
     """A child that answers when the test says so."""
 
@@ -81,8 +76,8 @@ async def test_a_request_may_be_cancelled_in_the_middle_of_its_reply(arrived_byt
 async def test_times_are_those_of_the_work_and_not_of_the_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A merge that waits for compaction's turn takes no longer for it, and the other way around:
-    compaction gets its share by what a merge takes.
+    """A merge that waits for a slice of a compaction takes no longer for it, and the other way
+    around: writers are paced by what a merge takes.
     """
     now_s = 1_000.0
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
@@ -99,13 +94,13 @@ async def test_times_are_those_of_the_work_and_not_of_the_wait_for_it(
 
     done = SliceReport([5], 1, 0, [])
     first, merged, second = (
-        asyncio.create_task(process.compact({5: Floors(1, 0)}, never, lambda: None)),
+        asyncio.create_task(process.compact({5: Floors(1, 0)})),
         asyncio.create_task(process.merge([1])),
-        asyncio.create_task(process.compact({5: Floors(1, 0)}, never, lambda: None)),
+        asyncio.create_task(process.compact({5: Floors(1, 0)})),
     )
-    await answer("compact", done, 16.0)
+    await answer("compact", done, 0.25)
     assert await first == done
-    assert process.compact_s == 16.0
+    assert process.compact_s == 0.25
     await answer("merge", MergeReport(1, {}, 0, {}, []), 3.0)
     assert await merged == MergeReport(1, {}, 0, {}, [])
     assert process.merge_s == 3.0

@@ -40,6 +40,8 @@ class Machine:
         self.name = name
         self.host = Host(world, name, drift_ppm)
         self.host.is_up = False
+        self.slow_sync_ns = 0
+        """How much longer each sync of the log takes."""
         self.clock = Clock(self.host)
         self._boot = boot
         self.node: SimNode | None = None

@@ -267,7 +267,8 @@ class SingleNode:
             return
         self.engine.refuse_writes("", Hold.LOG_FULL)
         plan, world = self._plan, self._world
-        self.host.after(world.between(plan.sync_min_ns, plan.sync_max_ns), self._sync, job)
+        sync_ns = world.between(plan.sync_min_ns, plan.sync_max_ns) + self._machine.slow_sync_ns
+        self.host.after(sync_ns, self._sync, job)
 
     def _sync(self, job: WriteGroup) -> None:
         try:

@@ -130,6 +130,41 @@ def test_a_slow_replica_leaves_the_in_sync_set_and_comes_back(cluster: Scenario)
     cluster.passes()
 
 
+@pytest.mark.parametrize("write_every_s", [0.05, 0.7])
+def test_a_replica_whose_syncs_are_slow_leaves_for_a_while(write_every_s: float) -> None:
+    """With rare writes it is level again and again, and each write waits for it."""
+    cluster = Scenario(think_ns=1000 * SECOND)
+    slow = cluster.machine(cluster.replicas()[0])
+    slow.slow_sync_ns = SECOND // 2
+    began_ns = cluster.now_ns
+    while slow.name in cluster.in_sync():
+        cluster.begin_write()
+        cluster.run_for(write_every_s)
+    assert cluster.now_ns - began_ns < 3 * SECOND
+    assert len(cluster.in_sync()) == 2
+    slow.slow_sync_ns = 0
+    quick_ns = cluster.now_ns
+    while slow.name not in cluster.in_sync():
+        assert cluster.write().outcome is Outcome.OK
+        cluster.run_for(0.05)
+    assert 4 * SECOND < cluster.now_ns - quick_ns < 8 * SECOND
+    cluster.passes()
+
+
+def test_slow_syncs_of_both_replicas_leave_nobody_out() -> None:
+    """Slow answers are better than none."""
+    cluster = Scenario(think_ns=1000 * SECOND)
+    for name in cluster.replicas():
+        cluster.machine(name).slow_sync_ns = SECOND // 2
+    for _ in range(6):
+        assert cluster.write().outcome is Outcome.OK
+        cluster.run_for(0.2)
+        assert len(cluster.in_sync()) == 3
+    for name in cluster.replicas():
+        cluster.machine(name).slow_sync_ns = 0
+    cluster.passes()
+
+
 @pytest.mark.parametrize("direction", ["to the replica", "from the replica", "both"])
 def test_a_replica_that_is_cut_off_from_its_master_leaves(
     cluster: Scenario, direction: str

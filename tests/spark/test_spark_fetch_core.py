@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clients.errors import ConnectError, TemporaryError
+from clients.errors import ConnectError, DcpdError, TemporaryError
 from clients.spark.fetch_core import Arrived, FetchCore, Stream, StreamGoneError, StreamState
 from clients.spark.plan import PlanStep
 from dcp.wire.frame import FrameDecoder, pack_request, pack_response
@@ -19,10 +19,10 @@ NOTHING = Arrived([], None)
 class Peer:
     """A core with one stream, and the packets that a server may send to it."""
 
-    def __init__(self, *, rollback_to: int | None = None) -> None:
+    def __init__(self, *, rollback_to: int | None = None, has_collections: bool = False) -> None:
         step = PlanStep(VB, 2, ((V1, 0),), 5, ((V2, 2), (V1, 0)), rollback_to)
         self.stream = Stream(step)
-        self.core = FetchCore([self.stream], b"name", has_collections=False)
+        self.core = FetchCore([self.stream], b"name", has_collections=has_collections)
         self.core.begin()
 
     def reply(self, status: Status, *versions: tuple[int, int], to_seqno: int | None = None):
@@ -40,10 +40,10 @@ class Peer:
             Opcode.DCP_SEQNO_ADVANCED, vb_id=VB, opaque=self.stream.opaque, extras=U64.pack(seqno)
         )
 
-    def change(self, seqno: int, value: bytes) -> bytes:
+    def change(self, seqno: int, value: bytes, key: bytes = b"key") -> bytes:
         extras = U64.pack(seqno) + U64.pack(1) + bytes(15)
         return pack_request(
-            Opcode.DCP_MUTATION, vb_id=VB, opaque=self.stream.opaque, extras=extras, key=b"key",
+            Opcode.DCP_MUTATION, vb_id=VB, opaque=self.stream.opaque, extras=extras, key=key,
             value=value,
         )  # fmt: skip
 
@@ -112,6 +112,44 @@ def test_messages_that_are_cut_short(opcode):
     peer.core.receive(pack_request(opcode, vb_id=VB, opaque=peer.stream.opaque, extras=bytes(7)))
     assert isinstance(peer.core.failure, ConnectError)
     assert "7 bytes of extras" in str(peer.core.failure)
+
+
+@pytest.mark.parametrize(
+    ("opcode", "extras_len", "key_len", "body_len"),
+    [
+        (Opcode.DCP_MUTATION, 30, 3, 40),
+        (Opcode.DCP_MUTATION, 31, 10, 40),
+        (Opcode.DCP_MUTATION, 31, 0, 0),
+        (Opcode.DCP_DELETION, 20, 3, 40),
+        (Opcode.DCP_EXPIRATION, 21, 3, 40),
+        (Opcode.DCP_EXPIRATION, 20, 21, 40),
+    ],
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_malformed_changes_are_refused_in_words(opcode, extras_len, key_len, body_len, is_last):
+    peer = Peer()
+    peer.reply(Status.OK, (V2, 2), (V1, 0))
+    bad = bytearray(
+        pack_request(opcode, vb_id=VB, opaque=peer.stream.opaque, value=bytes(body_len))
+    )
+    bad[2:5] = key_len.to_bytes(2, "big") + bytes([extras_len])
+    arrived = peer.core.receive(
+        peer.change(3, b"3") + bytes(bad) + (b"" if is_last else peer.change(4, b"4"))
+    )
+    assert arrived.changes is not None, "what came before is handed out"
+    assert arrived.changes.values.to_pylist() == [b"3"]
+    assert isinstance(peer.core.failure, ConnectError)
+    assert "malformed data" in str(peer.core.failure)
+    assert f"extras of {extras_len} bytes" in str(peer.core.failure)
+
+
+@pytest.mark.parametrize("key", [b"", b"\x80", b"\xff\xff\xff\xff"])
+def test_a_key_without_a_collection_id_is_refused_in_words(key):
+    peer = Peer(has_collections=True)
+    peer.reply(Status.OK, (V2, 2), (V1, 0))
+    with pytest.raises(DcpdError, match="seqno 4 has a key without a collection id") as caught:
+        peer.core.receive(peer.change(3, b"3", b"\0key") + peer.change(4, b"", key))
+    assert caught.value.vb_id == VB
 
 
 def test_streams_of_two_connections_go_on_together_in_another_order():

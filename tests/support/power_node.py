@@ -209,6 +209,9 @@ class Story:
     def reserve(self) -> None:
         self.node.device.reserve()
 
+    def prepare(self) -> None:
+        self.node.device.prepare()
+
     def sync_mark(self) -> None:
         """Sync the end mark, as the server does from time to time; then a cut cannot lose it."""
         self.node.writer.sync_mark()
@@ -360,8 +363,8 @@ def summary(frames: bytes) -> list[tuple[int, int, int, int]]:
 
 
 STEPS: dict[str, float] = {
-    "commit": 6, "branch": 1, "reserve": 1, "begin_merge": 1.5, "end_merge": 2, "stop": 0.3,
-    "kill": 0.5, "sync": 1, "lose_power": 0.7, "sync_mark": 1,
+    "commit": 6, "branch": 1, "reserve": 1, "prepare": 1, "begin_merge": 1.5, "end_merge": 2,
+    "stop": 0.3, "kill": 0.5, "sync": 1, "lose_power": 0.7, "sync_mark": 1,
 }  # fmt: skip
 """What happens in a random life, and how often."""
 SHARES = (0, 0.3, 0.7, 1)

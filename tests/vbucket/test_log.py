@@ -103,6 +103,14 @@ def test_every_cut_of_the_newest_segment_is_a_clean_end_or_a_torn_tail() -> None
                 list(scan_segment(data[:size], 1))
 
 
+@pytest.mark.parametrize("zeros", [0, 1, (64 << 10) - 1, 64 << 10, (64 << 10) + 1, 200_000])
+@pytest.mark.parametrize("written", [b"", b"x", b"x\0y", b"x" * (64 << 10), bytes(70_000) + b"x"])
+def test_zeros_at_the_end_are_not_counted_however_many_there_are(
+    written: bytes, zeros: int
+) -> None:
+    assert written_bytes(written + bytes(zeros)) == len(written)
+
+
 def test_zeros_after_the_last_group_are_a_clean_end_of_the_newest_segment_alone() -> None:
     data = segment_of(PAYLOADS)
     assert written_bytes(data + bytes(300)) == len(data)

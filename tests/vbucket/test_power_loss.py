@@ -23,10 +23,10 @@ from vbucket.log.recovery import recover
 from vbucket.log.writer import LogWriter
 
 FIXED_LIFE = (
-    "commit", "commit", "branch", "commit", "reserve", "commit", "begin_merge", "commit", "branch",
-    "commit", "end_merge", "commit", "kill", "commit", "begin_merge", "end_merge", "stop", "commit",
-    "sync", "commit", "kill", "begin_merge", "kill", "begin_merge", "end_merge", "branch", "commit",
-    "stop", "sync",
+    "commit", "commit", "branch", "commit", "reserve", "prepare", "commit", "begin_merge", "commit",
+    "branch", "commit", "end_merge", "commit", "kill", "commit", "begin_merge", "end_merge", "stop",
+    "commit", "sync", "commit", "kill", "begin_merge", "kill", "begin_merge", "end_merge", "branch",
+    "commit", "stop", "sync",
 )  # fmt: skip
 DURABILITIES = ("commit", "interval", "none")
 POINTS = {

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.stream.codec import without_collection, without_xattrs
+from dcp.wire.frame import pack_request
+from dcp.wire.message import MUTATION_EXTRAS
+from dcp.wire.opcode import Opcode
 from dcp.wire.xattrs import pack_xattrs
 from support.memory_node import START_NS, MemoryNode
 from vbucket.engine.engine import SET, Engine
+from vbucket.native import frame_cutter
+from vbucket.store import runs
 from vbucket.store.block import (
     ONLY_MUTATIONS,
     ONLY_RAW,
@@ -118,6 +126,17 @@ def all_runs(
         assert seqno < next_seqno <= end + 1
         seqno = next_seqno
     return sent
+
+
+@pytest.fixture(params=["plain", "native"], scope="module", autouse=True)
+def _both_forms(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs each test with both forms of what cuts frames."""
+    form = frame_cutter() if request.param == "native" else None
+    if request.param == "native" and form is None:
+        pytest.skip("the C loops are not built")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "_cut_frames", form)
+        yield
 
 
 @settings(max_examples=60)
@@ -291,3 +310,31 @@ def test_documents_are_found_in_blocks_with_gaps():
         found = engine.get(VB, b"\0key%d" % number)
         assert not isinstance(found, int)
         assert found.value == b"v%d" % number
+
+
+@pytest.mark.skipif(frame_cutter() is None, reason="the C loops are not built")
+def test_frames_that_are_not_sound_are_left_to_python() -> None:
+    """Each damage is in the first of two frames."""
+    cutter = frame_cutter()
+    assert cutter is not None
+    key, section = b"\0key", pack_xattrs([(b"_a", b"1")])
+    extras = MUTATION_EXTRAS.pack(1, 1, 0, 0, 0, 0, 0)
+    frame = pack_request(
+        Opcode.DCP_MUTATION, vb_id=VB, key=key, value=section + b"v", extras=extras, datatype=4
+    )
+    both, ends = frame * 2, array("I", (len(frame), 2 * len(frame)))
+    assert cutter(both, ends, 0, 2, 0, True, True) == converted(
+        [frame, frame], UNPREFIXED | STRIPPED
+    )
+    assert cutter(both, ends, 1, 2, 0, False, False) == frame
+    section_at = 55 + len(key)
+    for at, byte in ((1, 0x58), (4, 30), (11, 3), (2, 1), (section_at, 1), (section_at + 3, 99)):
+        damaged = bytearray(both)
+        damaged[at] = byte
+        assert cutter(bytes(damaged), ends, 0, 2, 0, True, True) is None, at
+        assert cutter(bytes(damaged), ends, 1, 2, 0, False, False) == frame
+    for wrong in ((len(frame), 2 * len(frame) + 1), (len(frame), 9), (0, len(frame))):
+        assert cutter(both, array("I", wrong), 0, 2, 0, True, True) is None
+    for low, high in ((0, 3), (1, 1), (-1, 1)):
+        with pytest.raises(ValueError, match="no frames"):
+            cutter(both, ends, low, high, 0, True, True)

@@ -55,6 +55,12 @@ MARK_BYTES_MAX: Final = 64
 AHEAD_BYTES: Final = 256 << 10
 """Zeros written ahead at once. Writing and syncing them takes a millisecond, once for the 1,000
 small groups that then take a third less time each (docs/lab-notes.md)."""
+PREPARE_BYTES: Final = 1 << 20
+"""Zeros synced at once for the next segment: few enough that a sync of the log beside them takes no
+milliseconds more."""
+PIECE_BYTES: Final = 32 << 10
+"""Zeros of the next segment that one call writes. The page cache (Linux 6) keeps them in a piece as
+large as the call, and handles the whole piece when a group overwrites a part of it."""
 
 
 class LogWriteError(Exception):
@@ -77,8 +83,8 @@ class UnknownFormatError(Exception):
 
 
 class LogDevice(Protocol):
-    """Segments of the log. Not thread-safe, except that `sync`, `reserve` and `delete` may run
-    beside the others, each on one thread at a time.
+    """Segments of the log. Not thread-safe, except that `sync`, `reserve`, `prepare` and `delete`
+    may run beside the others, each on one thread at a time.
     """
 
     @property
@@ -95,6 +101,10 @@ class LogDevice(Protocol):
 
         Only valid if this device began the segment; nothing is written into others.
         """
+
+    @property
+    def prepared_bytes(self) -> int:
+        """How many bytes of zeros are written for the next segment."""
 
     def segments(self) -> list[int]:
         """Return the ids of all segments, ascending; empty on a new device."""
@@ -113,6 +123,13 @@ class LogDevice(Protocol):
 
         A full disk or a file that cannot be opened is no error; then nothing is added. Raises
         SyncFailedError.
+        """
+
+    def prepare(self) -> None:
+        """Write PREPARE_BYTES more zeros for the next segment, durably. It begins with them ahead.
+
+        If the disk refuses, that is no error: then none are written any more, and `rotate` works
+        without them. A full disk in `append` gives up what was prepared, to make room.
         """
 
     def sync(self) -> None:

@@ -5,7 +5,8 @@ Who calls it: the shell opens it; the engine appends and syncs. The store proces
 the device takes no more appends, and the next start cuts it as a torn tail.
 
 A new segment is written under a temporary name, synced and renamed, so it appears as a whole. It
-begins with zeros ahead of its end. `reserve` writes more of them.
+begins with zeros ahead of its end. `reserve` writes more of them, `prepare` those of the next
+segment: its file has its temporary name until `rotate` needs it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from vbucket.log.device import (
     MARK_BYTES_MAX,
     MARK_SLOT_BYTES,
     MARK_SLOTS,
+    PIECE_BYTES,
+    PREPARE_BYTES,
     SEGMENT_HEADER_BYTES,
     LogFullError,
     LogWriteError,
@@ -95,7 +98,9 @@ class FileLogDevice:
       `_end` <= `_ahead_end` <= the file's length;
     - the bytes between `_end` and `_ahead_end` are zeros on disk. Bytes after them are zeros, too,
       except after a failed append that could not be cut (then `_refusal` is set);
-    - the file grows and shrinks only under `_growing`, so `reserve` never overwrites an append.
+    - the file grows and shrinks only under `_growing`, so `reserve` never overwrites an append;
+    - the file with the temporary name is used only under `_preparing`. Its first `_prepared_bytes`
+      are zeros on disk.
     """
 
     def __init__(
@@ -109,6 +114,11 @@ class FileLogDevice:
         self._fd = -1
         self._end = self._ahead_end = 0
         self._growing = threading.RLock()
+        self._next_fd = -1
+        """The file that `prepare` writes."""
+        self._prepared_bytes = 0
+        self._closing = threading.Event()
+        self._preparing = threading.Lock()
         self._mark_fd = -1
         self._is_mark_name_doubtful = True
         """Whether a power cut could take the marks' file; the last process may not have synced its
@@ -132,6 +142,11 @@ class FileLogDevice:
     def room_bytes(self) -> int:
         """See LogDevice."""
         return self._ahead_end - self._end
+
+    @property
+    def prepared_bytes(self) -> int:
+        """See LogDevice."""
+        return self._prepared_bytes
 
     @property
     def salt(self) -> int:
@@ -199,6 +214,25 @@ class FileLogDevice:
             finally:
                 self._disk.close(fd)
 
+    def prepare(self) -> None:
+        """See LogDevice."""
+        with self._preparing:
+            if self._closing.is_set() or self._refusal is not None:
+                return
+            try:
+                if self._next_fd < 0:
+                    self._next_fd = self._disk.create(_NEW_NAME)
+                begin, piece = self._prepared_bytes, bytes(PIECE_BYTES)
+                for at in range(begin, begin + PREPARE_BYTES, PIECE_BYTES):
+                    self._write_all(self._next_fd, piece, at)
+                self._disk.sync_data(self._next_fd)
+            except OSError:
+                self._drop_prepared()  # nothing needs it: `rotate` finds out what is wrong
+            else:
+                self._prepared_bytes += PREPARE_BYTES
+            if self._closing.is_set():
+                self._drop_prepared()
+
     def rotate(self, at_least: int = 1) -> int:
         """See LogDevice."""
         self.sync()
@@ -208,7 +242,8 @@ class FileLogDevice:
                 self._seal()
             salt = self._draw_salt()
             # It stays open, because later there may be no free descriptor.
-            fd, room_bytes = self._create(segment, salt)
+            with self._preparing:
+                fd, room_bytes = self._create(segment, salt)
             try:
                 self._sync_folder()
             except SyncFailedError:
@@ -314,6 +349,10 @@ class FileLogDevice:
         if self._fd >= 0 and self._refusal is None and self._ahead_end > self._end:
             with contextlib.suppress(OSError):  # the next start cuts it
                 self._disk.cut(self._fd, self._end)
+        self._closing.set()
+        if self._preparing.acquire(blocking=False):  # or else `prepare` removes it
+            self._drop_prepared()
+            self._preparing.release()
         self._close_newest()
         if self._mark_fd >= 0:
             self._disk.close(self._mark_fd)
@@ -369,12 +408,18 @@ class FileLogDevice:
         lie ahead in it.
         """
         header = pack_segment_header(segment, self._end, salt)
-        fd = -1
+        fd, prepared_bytes = self._next_fd, self._prepared_bytes
+        self._next_fd, self._prepared_bytes = -1, 0
         try:
-            fd = self._disk.create(_NEW_NAME)
+            if fd < 0:
+                fd = self._disk.create(_NEW_NAME)
             self._write_all(fd, header, 0)
-            room_bytes = self._write_first_zeros(fd, len(header))
-            self._disk.sync(fd)
+            if prepared_bytes:
+                room_bytes = prepared_bytes - len(header)
+                self._disk.sync_data(fd)  # its length is on disk
+            else:
+                room_bytes = self._write_first_zeros(fd, len(header))
+                self._disk.sync(fd)
             self._disk.rename(_NEW_NAME, segment_name(segment))
         except OSError as error:
             if fd >= 0:
@@ -398,6 +443,14 @@ class FileLogDevice:
             self._disk.cut(fd, at)
             return 0
         return AHEAD_BYTES
+
+    def _drop_prepared(self) -> None:
+        """Remove the file for the next segment. The caller holds `_preparing`."""
+        if self._next_fd >= 0:
+            self._disk.close(self._next_fd)
+            self._next_fd, self._prepared_bytes = -1, 0
+            with contextlib.suppress(OSError):  # the next start removes it
+                self._disk.remove(_NEW_NAME)
 
     def _close_newest(self) -> None:
         if self._fd >= 0:
@@ -434,6 +487,8 @@ class FileLogDevice:
                 self._refusal = LogWriteError(text)
                 return LogWriteError(text)
             self._ahead_end = self._end
+        with self._preparing:
+            self._drop_prepared()
         return _write_error(text, cause)
 
 

@@ -39,6 +39,7 @@ class MemoryLogDevice:
         self._marks: list[bytes] = []
         self._synced = 0
         self._ahead_end = 0
+        self._prepared_bytes = 0
         self._refusal: Exception | None = None
         self._append_countdown = 0
         self._append_keeps_bytes = 0
@@ -57,6 +58,11 @@ class MemoryLogDevice:
     def room_bytes(self) -> int:
         """See LogDevice."""
         return max(0, self._ahead_end - self.current_bytes)
+
+    @property
+    def prepared_bytes(self) -> int:
+        """See LogDevice."""
+        return self._prepared_bytes
 
     @property
     def unsynced_bytes(self) -> int:
@@ -107,6 +113,11 @@ class MemoryLogDevice:
         if self._refusal is None and self._data:
             self._ahead_end = max(self._ahead_end, self.current_bytes) + MEMORY_AHEAD_BYTES
 
+    def prepare(self) -> None:
+        """See LogDevice."""
+        if self._refusal is None:
+            self._prepared_bytes += MEMORY_AHEAD_BYTES
+
     def rotate(self, at_least: int = 1) -> int:
         """See LogDevice."""
         self.sync()
@@ -115,7 +126,8 @@ class MemoryLogDevice:
         header = pack_segment_header(newest + 1, self.current_bytes, salt)
         self._data[newest + 1] = bytearray(header)
         self._synced = len(header)
-        self._ahead_end = self._synced + MEMORY_AHEAD_BYTES
+        self._ahead_end = max(self._prepared_bytes, self._synced + MEMORY_AHEAD_BYTES)
+        self._prepared_bytes = 0
         return newest + 1
 
     def rewrite(self, at: int, data: bytes | memoryview) -> None:
@@ -259,6 +271,7 @@ class MemoryLogDevice:
     def _fail_this_append(self, data: bytes) -> None:
         if self._append_is_cut:
             self._ahead_end = self.current_bytes
+            self._prepared_bytes = 0
             raise LogFullError("memory log: the armed append fault")
         self._newest().extend(data[: self._append_keeps_bytes])
         self._refusal = LogWriteError("memory log: the armed append fault, which was not cut")

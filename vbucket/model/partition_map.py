@@ -89,12 +89,12 @@ class PartitionMap(NamedTuple):
             raise ValueError(f"{count} chains; the number of partitions must be a power of two")
         if len({len(chain) for chain in self.chains}) != 1 or not self.chains[0]:
             raise ValueError("all chains must have the same length, at least 1")
-        for vb_id, chain in enumerate(self.chains):
+        for chain in set(self.chains):  # hundreds of partitions share one
             held = [index for index in chain if index != NO_NODE]
             if len(set(held)) != len(held) or any(not 0 <= i < len(self.nodes) for i in held):
                 raise ValueError(
-                    f"vb {vb_id}: chain {list(chain)} names a node twice, or one that is not among "
-                    f"the {len(self.nodes)} nodes"
+                    f"vb {self.chains.index(chain)}: chain {list(chain)} names a node twice, or "
+                    f"one that is not among the {len(self.nodes)} nodes"
                 )
         unnamed = [i for i, node in enumerate(self.nodes) if node.host is None]
         if unnamed not in ([], [self.this_node], [*range(len(self.nodes))]):

@@ -1,11 +1,14 @@
-"""The inner loops of merge and compaction in C: optional, and equal to their twins in Python.
+"""Inner loops in C: of merge, compaction, backlogs, and the clients of streams. They are optional,
+and equal to their twins in Python.
 
-They take bytes and return bytes: entries of the log become records and blocks. They read and write
-no database, and have no effect but their result. Whatever they do not know, or find damaged, they
-leave to Python, which does it, or says what is wrong. So both forms give the same tables, byte by
+They take bytes and return bytes: entries of the log become records and blocks, stored frames become
+what a client gets, received frames become runs of changes and their columns. They read and write no
+database, and have no effect but their result. Whatever they do not know, or find damaged, they
+leave to Python, which does it, or says what is wrong. So both forms give the same results, byte by
 byte, and only Python has error texts.
 
-Who calls it: `vbucket.upkeep`. `loops` is built by hatch_build.py from the C sources here.
+Who calls it: `vbucket.upkeep`, `vbucket.store.runs`, `clients.streaming.change_runs`. `loops` is
+built by hatch_build.py from the C sources here.
 """
 
 from __future__ import annotations
@@ -14,12 +17,65 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from array import array
+
     from vbucket.native.loops import Staged, Superseded
 
+    CutFrames = Callable[[bytes, array[int], int, int, int, bool, bool], bytearray | None]
     Repack = Callable[
         [int, list[tuple[bytes, bytes, bytes | None]], int, int],
         list[tuple[bytes, bytes]] | None,
     ]
+
+
+Row = tuple[int, bytes, bytes, int, int, int, int, int, int]
+"""Partition, key, value, seqno, rev_seqno, CAS, flags, expiry and datatype of a mutation."""
+
+
+class ChangeLoops(NamedTuple):
+    """What clients of streams take from the loops; `clients.streaming.change_runs` explains it."""
+
+    mutations_run: Callable[[bytes, int, int, int, int], tuple[int, int, int]]
+    stored_run: Callable[[bytes, int, int, int, int], tuple[int, int, int]]
+    change_places: Callable[[bytes, int, int], tuple[bytes, int]]
+    mutation_rows: Callable[[bytes, int, int, int], list[Row]]
+    mutation_keys: Callable[[bytes, int, int, int], list[bytes]]
+    mutation_values: Callable[[bytes, int, int], list[bytes]]
+    mutation_numbers: Callable[[bytes, int, int, int, int], list[int]]
+
+
+def change_loops() -> ChangeLoops | None:
+    """Return the loops of clients, None if they are not built."""
+    try:
+        from vbucket.native.loops import (
+            change_places,
+            mutation_keys,
+            mutation_numbers,
+            mutation_rows,
+            mutation_values,
+            mutations_run,
+            stored_run,
+        )
+    except ModuleNotFoundError:
+        return None
+    return ChangeLoops(
+        mutations_run,
+        stored_run,
+        change_places,
+        mutation_rows,
+        mutation_keys,
+        mutation_values,
+        mutation_numbers,
+    )
+
+
+def frame_cutter() -> CutFrames | None:
+    """Return what cuts frames of a backlog, None if the loops are not built."""
+    try:
+        from vbucket.native.loops import cut_frames
+    except ModuleNotFoundError:
+        return None
+    return cut_frames
 
 
 def new_staged() -> Staged | None:

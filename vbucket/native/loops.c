@@ -3,8 +3,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "changes.h"
 #include "compaction.h"
 #include "crc32c.h"
+#include "frames.h"
 #include "staging.h"
 
 static PyObject *checksum(PyObject *args, uint32_t (*way)(uint32_t, const uint8_t *, size_t))
@@ -31,6 +33,14 @@ static PyMethodDef functions[] = {
     {"crc32c", loops_crc32c, METH_VARARGS, NULL},
     {"crc32c_by_tables", loops_crc32c_by_tables, METH_VARARGS, NULL},
     {"repack", loops_repack, METH_VARARGS, NULL},
+    {"cut_frames", loops_cut_frames, METH_VARARGS, NULL},
+    {"mutations_run", loops_mutations_run, METH_VARARGS, NULL},
+    {"stored_run", loops_stored_run, METH_VARARGS, NULL},
+    {"change_places", loops_change_places, METH_VARARGS, NULL},
+    {"mutation_rows", loops_mutation_rows, METH_VARARGS, NULL},
+    {"mutation_keys", loops_mutation_keys, METH_VARARGS, NULL},
+    {"mutation_values", loops_mutation_values, METH_VARARGS, NULL},
+    {"mutation_numbers", loops_mutation_numbers, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,5 +1,7 @@
 """The interface of the C sources here."""
 
+from array import array
+
 CRC32C_WAY: str
 """How checksums are computed: "sse4.2", "arm" or "tables"."""
 
@@ -19,6 +21,47 @@ def repack(
     """Do what `vbucket.store.block.repack_blocks` does; the parts are key and value of a block, and
     what is kept of it. None: Python should do it.
     """
+
+def cut_frames(
+    frames: bytes,
+    ends: array[int],
+    low: int,
+    high: int,
+    opaque: int,
+    is_unprefixed: bool,
+    is_stripped: bool,
+    /,
+) -> bytearray | None:
+    """Return the frames with indexes low to high - 1 in the form that `vbucket.store.runs` makes:
+    with an opaque, without the collection's byte and without XATTRs. `ends` are 32-bit numbers.
+    None: a frame is not a sound mutation, and Python should do it.
+    """
+
+def mutations_run(
+    data: bytes, at: int, end: int, seqno: int, limit: int, /
+) -> tuple[int, int, int]:
+    """See `clients.streaming.change_runs.mutations_run`, and the same below."""
+
+def stored_run(data: bytes, at: int, end: int, seqno: int, limit: int, /) -> tuple[int, int, int]:
+    """See there."""
+
+def change_places(data: bytes, at: int, end: int, /) -> tuple[bytes, int]:
+    """See there."""
+
+def mutation_rows(data: bytes, at: int, count: int, skipped: int, /) -> list[Row]:
+    """See there."""
+
+def mutation_keys(data: bytes, at: int, count: int, skipped: int, /) -> list[bytes]:
+    """See there."""
+
+def mutation_values(data: bytes, at: int, count: int, /) -> list[bytes]:
+    """See there."""
+
+def mutation_numbers(data: bytes, at: int, count: int, offset: int, width: int, /) -> list[int]:
+    """See there."""
+
+Row = tuple[int, bytes, bytes, int, int, int, int, int, int]
+"""Partition, key, value, seqno, rev_seqno, CAS, flags, expiry, datatype."""
 
 class Superseded:
     """The seqnos of superseded versions that were not met yet."""

@@ -7,9 +7,9 @@ that must look at each frame (filter, other form, previous values) takes them on
 The flags of `vbucket.store.block` tell which frames can be sent unchanged: all flags that the
 caller asks for must hold for each frame of a run. `ALL_PLAIN` asks for none.
 
-Runs make two changes, the `CUTS`. `STRIPPED` cuts out XATTRs: 0.5 us per frame that has some, one
-by one it takes 2. `UNPREFIXED` cuts out the byte of the default collection: 0.04 us per frame if
-all frames of a block have one length, else 0.5; one by one it takes 1.5.
+Runs make two changes, the `CUTS`. `STRIPPED` cuts out XATTRs, and `UNPREFIXED` the byte of the
+default collection. A loop in C (vbucket/native/frames.c) does both, for 0.04 us per frame. Without
+it, frames of one length take as much, others 0.5. One by one it takes 1.5 to 2.
 
 Who calls it: store and versions. A run has the same bytes as its single frames.
 """
@@ -37,6 +37,7 @@ from vbucket.model.entry import (
     OPCODE_AT,
     PREFIX_BYTES,
 )
+from vbucket.native import frame_cutter
 from vbucket.store.block import (
     BODY_BYTES_TARGET,
     ONLY_MUTATIONS,
@@ -71,6 +72,7 @@ _BODY_LENGTH_AT: Final = 8
 _COLLECTION_AT: Final = HEADER_BYTES + MUTATION_EXTRAS_BYTES
 """The first byte of a mutation's key, in its frame."""
 _ONE_LESS: Final = bytes((byte - 1) % 256 for byte in range(256))
+_cut_frames: Final = frame_cutter()
 _put_opaque: Final = Struct(">I").pack_into
 _opcode_of: Final = itemgetter(OPCODE_AT)
 _datatype_of: Final = itemgetter(DATATYPE_AT)
@@ -146,6 +148,12 @@ def cut_run_of_block(
         _set_opaques_evenly(joined, frame_bytes, opaque)
         _cut_collections_evenly(joined, frame_bytes)
         return [joined]
+    if _cut_frames is not None and not skip:
+        found = _cut_frames(
+            body, ends, low, high, opaque, bool(cuts & UNPREFIXED), bool(cuts & STRIPPED)
+        )
+        if found is not None:
+            return [found]
     pieces: list[bytes] = []
     for at in range(low, high):
         end = ends[at]
@@ -163,6 +171,14 @@ def cut_run_of_entries(entries: list[bytes], opaque: int, cuts: int) -> list[byt
         _set_opaques_evenly(joined, frame_bytes, opaque)
         _cut_collections_evenly(joined, frame_bytes)
         return [joined]
+    if _cut_frames is not None and len(entries) > _FEW:
+        ends = array("I", accumulate([len(entry) - PREFIX_BYTES for entry in entries]))
+        found = _cut_frames(
+            b"".join(map(_frame_of, entries)), ends, 0, len(ends), opaque,
+            bool(cuts & UNPREFIXED), bool(cuts & STRIPPED),
+        )  # fmt: skip
+        if found is not None:
+            return [found]
     pieces: list[bytes] = []
     for entry in entries:
         pieces += _cut(entry, PREFIX_BYTES, len(entry), opaque, cuts)

@@ -85,7 +85,8 @@ LEAVE_TICK_S: Final = 0.05
 OWNER_RETRY_S: Final = 0.5
 """Time between attempts to ask the metadata store whose it is."""
 MAP_S: Final = 0.01
-"""How long changes of the map are gathered: an election changes hundreds of records."""
+"""Time between two maps: an election changes hundreds of records, and a handover one after the
+other. The first change is told at once, because writers wait for it."""
 
 
 _REMOVED_ADVICE: Final = (
@@ -185,6 +186,8 @@ class ReplicatedNode:
         self._loop = asyncio.get_running_loop()
         self._next_tick: asyncio.TimerHandle | None = None
         self._next_map: asyncio.TimerHandle | None = None
+        self._map_due_s = 0.0
+        """When the next map may be told, by the loop's clock."""
         self._is_scheduled = self._is_carrying = False
         self._is_stopped = False
         self._has_started = self._has_registered = False
@@ -490,11 +493,12 @@ class ReplicatedNode:
     def _map_changed(self, _effect: MapChanged | None = None) -> None:
         self._parts.connections.release()  # a larger in-sync set may be what an answer waits for
         if self._next_map is None:
-            self._next_map = self._loop.call_later(MAP_S, self._guarded, self._show_map)
+            self._next_map = self._loop.call_at(self._map_due_s, self._guarded, self._show_map)
 
     def _show_map(self) -> None:
         self._next_map = None
         if self._map.update():
+            self._map_due_s = self._loop.time() + MAP_S
             self._parts.connections.tell_map()
         self._elections.tell(self._log)
 

@@ -87,12 +87,12 @@ class Meter:
         """Attempts that failed, or for which the store had no room."""
         self.merge_seconds = Histogram((0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0))
         self.last_merge_s = 0.0
-        """Duration of the last merge in the store process, without the wait for its turn. The
-        length of compaction's turns depends on it."""
+        """Duration of the last merge in the store process, without the wait for its turn.
+        Writers are paced by it."""
         self.paced_s = 0.0
         """How long commit groups were held back while a merge ran (dcp.core.pacing)."""
         self.compaction_seconds = Histogram()
-        """One turn; merges run between turns."""
+        """One slice; merges run between slices."""
         self.dropped_versions = 0
         """Versions dropped by compaction, tombstones included."""
         self.dropped_tombstones = 0

@@ -329,8 +329,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_compaction_seconds", "histogram", "seconds", (),
-        "Duration of one turn of compaction in the store process. Merges run between turns.",
-        "as long as dcpd_merge_seconds: merges wait for it",
+        "Duration of one slice of a compaction in the store process. Merges run between slices.",
+        "above 1 s: the store's disk is slow, and merges wait for each slice",
         lambda of: of.meter.compaction_seconds,
     ),
     MetricSpec(

@@ -4,7 +4,9 @@
 Everything that arrives while a group is written forms the next group. The loop itself writes small
 groups, because a hand-over to a thread would take longer than the disk. The committer's own thread
 writes larger ones, so the loop can decode the next batches meanwhile. While groups are small, the
-thread also writes zeros ahead of the log's end: overwriting them takes a third less time.
+thread also writes zeros ahead of the log's end: overwriting them takes a third less time. While the
+log grows fast, another thread writes the zeros of its next segment, as fast as this one grows. A
+sync that extends the file waits for the file system's journal, which waits for the store's commits.
 
 Invariants
 - jobs are done one at a time, in the order in which the cycle gives them;
@@ -31,7 +33,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from dcp.core.groups import GroupCycle, Job, LogTask, Published, WriteGroup
 from dcp.server.observe.meter import Histogram
-from vbucket.log.device import AHEAD_BYTES, LogFullError, SyncFailedError
+from vbucket.log.device import AHEAD_BYTES, PREPARE_BYTES, LogFullError, SyncFailedError
 from vbucket.log.record import RECORD_BYTES
 from vbucket.log.writer import LogWriter
 
@@ -39,6 +41,12 @@ INLINE_BYTES_MAX: Final = 8 * 1024
 """Groups up to this size are written by the loop itself (docs/lab-notes.md)."""
 ROOM_BYTES_MIN: Final = AHEAD_BYTES // 2
 """Room below which more zeros are written: some hundred small groups fill it meanwhile."""
+PREPARED_FROM_BYTES: Final = 4 << 20
+"""Length of a segment from which the next one is prepared: a server with few changes need not write
+twice as much."""
+PREPARED_SHARE: Final = 1.25
+"""How much is prepared, in lengths of the newest segment so far: then it is done before that one is
+full, even if a sync takes long."""
 RETRY_FIRST_S: Final = 0.25
 RETRY_MAX_S: Final = 5.0
 """Pauses between attempts on a full disk: short at first, and no burden if it stays full."""
@@ -113,6 +121,11 @@ class Committer:
         self._reserves = finds_room
         self._finds_room = finds_room
         """Whether zeros can be written ahead in this segment."""
+        self._preparing: asyncio.Future[None] | None = None
+        self._may_prepare = finds_room
+        """Whether the disk takes zeros for the next segment."""
+        self._last_segment_bytes = 0
+        """Length of the last sealed segment, about that of the next one; 0: not known."""
         self._drains = 0
         """Callers that wait until everything is written: groups do not wait meanwhile."""
         self._has_started = False
@@ -240,6 +253,7 @@ class Committer:
         if isinstance(job, WriteGroup):
             work = _Work(partial(self._write, job), partial(self._written, job), job)
         elif job is LogTask.ROTATE:
+            self._last_segment_bytes = self._device.current_bytes
             work = _Work(self._writer.rotate, self._rotated, job)
         else:
             work = _Work(self._sync, partial(self._written, job), job)
@@ -252,6 +266,7 @@ class Committer:
 
     def _rotated(self, segment: int) -> None:
         self._has_room()
+        self._may_prepare = self._reserves
         self._publish(LogTask.ROTATE)
         self._finds_room = self._reserves
         self._on_rotated(segment)
@@ -279,6 +294,23 @@ class Committer:
         self._is_reserving = False
         self._finds_room = self._device.room_bytes >= self._room_bytes_min
 
+    def _prepare(self) -> None:
+        """Have more of the next segment prepared, if it is time."""
+        now_bytes = self._device.current_bytes
+        wanted_bytes = PREPARED_SHARE * now_bytes
+        if self._last_segment_bytes:
+            wanted_bytes = min(wanted_bytes, self._last_segment_bytes + PREPARE_BYTES)
+        is_enough = self._device.prepared_bytes >= wanted_bytes
+        if self._may_prepare and not is_enough and now_bytes >= PREPARED_FROM_BYTES:
+            prepared = partial(self._guarded, self._prepared, self._device.prepared_bytes)
+            self._preparing = self._loop.run_in_executor(None, self._device.prepare)
+            self._preparing.add_done_callback(prepared)
+
+    def _prepared(self, before_bytes: int, done: asyncio.Future[None]) -> None:
+        self._preparing = None
+        done.result()
+        self._may_prepare = self._device.prepared_bytes > before_bytes
+
     def _wait_for_room(self, job: Job, error: LogFullError) -> None:
         """Retry a job later: the disk is full, and the log is as it was before."""
         self._retry = self._loop.call_later(self._pause_s, self._guarded, self._give, job)
@@ -291,6 +323,8 @@ class Committer:
     def _publish(self, job: Job) -> None:
         published = self._cycle.done(job)
         if published.group is not None:
+            if self._preparing is None:
+                self._prepare()
             self._on_publish(published)
             if self._next_mark is None:
                 self._next_mark = self._loop.call_later(MARK_S, self._sync_mark)

@@ -6,9 +6,8 @@
     compact   the store process drops what they allow, in slices         (vbucket.upkeep.compaction)
 
 Invariants
-- one compaction at a time; merges and turns of compaction alternate in the store process
-  (dcp.server.storage.store_queue). A turn ends early for a merge that is urgent;
-- the floors of a turn are looked up when it begins, so no merge can have brought a later branch
+- one compaction at a time; merges go between its slices (dcp.core.store_turns);
+- the floors of a slice are looked up when it begins, so no merge can have brought a later branch
   (`dcp.core.floors` says which floors). The next merge finds them in the store's records;
 - a stream that holds a floor back and makes no progress for PIN_LIMIT_S ends (reason 4).
 """
@@ -25,13 +24,14 @@ import msgspec
 from msgspec import Meta
 
 from dcp.core.floors import FloorCycle
+from dcp.core.store_turns import Work
 from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.health import Health
-from dcp.server.storage.merging import TURN_SHARE_MIN, MergeTroubleError, Merging
+from dcp.server.storage.merging import MergeTroubleError, Merging
 from dcp.server.storage.store_process import StoreProcess
-from dcp.server.storage.store_queue import FAILURES, Ask, StoreQueue, Work
+from dcp.server.storage.store_queue import FAILURES, Ask, StoreQueue
 from dcp.server.storage.waiters import CommitWaiters
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.hub import StreamHub
@@ -48,12 +48,6 @@ PLAN_CHANGES_MIN: Final = 10_000
 """Fewer changes since the last plan free hardly anything, so the next plan waits. It waits for
 PLAN_REST_S at most, because windows also move with time."""
 PLAN_REST_S: Final = 60.0
-MERGE_SHARE: Final = 2.0
-"""Length of a turn of compaction, in durations of the last merge. If merges follow each other
-without a pause, a turn of fixed length could fall behind for ever, and the store's file would grow.
-Dropping a version takes half as long as merging one."""
-SECONDS_MIN, SECONDS_MAX = 0.2, 16.0
-"""Limits of a turn. Writes go to the memtable meanwhile."""
 MERGES_BETWEEN: Final = 3
 """Merges that may add versions to the store before a planned compaction is done: one during the
 plan, one while floors are committed, one between two turns."""
@@ -125,6 +119,8 @@ class Compaction:
         """The last merged group at the last plan."""
         self._followed: dict[int, tuple[int, int, int]] = {}
         """Partition of another master -> version and floors that it was compacted to."""
+        self._dropped = SliceReport([], 0, 0, [])
+        """What the last compaction has dropped so far."""
         self._damaged: set[int] = set()
         """Unreadable partitions that were logged."""
 
@@ -241,49 +237,43 @@ class Compaction:
                 self._hub.end(stream, EndReason.TOO_SLOW)
 
     async def _compact(self) -> tuple[int, int]:
-        """Compact the partitions whose floors were raised, in turns; return how many versions and
+        """Compact the partitions whose floors were raised, in slices; return how many versions and
         tombstones were dropped.
         """
-        versions = tombstones = vbuckets = 0
+        self._dropped = SliceReport([], 0, 0, [])
         while self._floors.last_group:
             await self._commits.until_synced(self._floors.last_group)
-            report = await self._asked(Work.COMPACTION, self._take_turn)
-            if report is None:
+            try:
+                await self._queue.do_in_slices(Work.COMPACTION, self._compact_slice)
+            except FAILURES as error:
+                raise CompactionError(str(error)) from error
+            if not self._floors.committed():
                 break
-            self._meter.dropped_versions += report.versions
-            self._meter.dropped_tombstones += report.tombstones
-            versions += report.versions
-            tombstones += report.tombstones
-            self._tell(report.damages)
-            vbuckets += len(report.finished)
-            for vb_id in report.finished:
-                self._floors.compacted(vb_id)
-        if vbuckets:
+        dropped = self._dropped
+        if dropped.finished:
             self._log.debug(
-                "compacted", vbuckets=vbuckets, versions=versions, tombstones=tombstones
-            )
-        return versions, tombstones
+                "compacted", vbuckets=len(dropped.finished), versions=dropped.versions,
+                tombstones=dropped.tombstones,
+            )  # fmt: skip
+        return dropped.versions, dropped.tombstones
 
-    async def _take_turn(self, process: StoreProcess) -> SliceReport | None:
-        """Compact for one turn; None: there is nothing to compact. It uses the floors of now,
-        because a merge that came first may have brought a branch.
+    async def _compact_slice(self, process: StoreProcess) -> bool:
+        """Compact for one slice; return whether there is more to compact. It uses the floors of
+        now, because a merge that came first may have brought a branch.
         """
         floors = self._floors.committed()
         if not floors:
-            return None
-        report = await process.compact(floors, self._is_turn_over, self._refresh_store)
+            return False
+        report = await process.compact(floors)
+        self._refresh_store()
         self._meter.compaction_seconds.observe(process.compact_s)
-        return report
-
-    def _is_turn_over(self, seconds: float) -> bool:
-        """Whether a turn that has lasted so long must end. It ends early for a merge that waits
-        while the memtables get full.
-        """
-        last_merge_s = self._meter.last_merge_s
-        if seconds >= max(SECONDS_MIN, min(SECONDS_MAX, MERGE_SHARE * last_merge_s)):
-            return True
-        is_urgent = self._queue.is_wanted(Work.MERGE) and not self._engine.keyspace.has_room
-        return is_urgent and seconds >= TURN_SHARE_MIN * last_merge_s
+        self._meter.dropped_versions += report.versions
+        self._meter.dropped_tombstones += report.tombstones
+        self._tell(report.damages)
+        for vb_id in report.finished:
+            self._floors.compacted(vb_id)
+        self._dropped = self._dropped.plus(report)
+        return len(report.finished) < len(floors)
 
     async def _asked(self, work: Work, ask: Ask[_T]) -> _T:
         """Send the store process a request. Raises CompactionError."""

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from dcp.core.store_turns import Work
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
 from dcp.server.storage.store_process import StoreProcess
-from dcp.server.storage.store_queue import FAILURES, StoreQueue, Work
+from dcp.server.storage.store_queue import FAILURES, StoreQueue
 from vbucket.engine.engine import Engine
 
 

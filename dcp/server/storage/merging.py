@@ -16,25 +16,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from dcp.core.merges import MergeCycle
+from dcp.core.pacing import left_of_merge_s
+from dcp.core.store_turns import Work
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.store_process import StoreProcess
-from dcp.server.storage.store_queue import StoreQueue, Work
+from dcp.server.storage.store_queue import StoreQueue
 from vbucket.engine.engine import Engine
 from vbucket.log.device import LogDevice
 from vbucket.upkeep.merge import MergeReport
-
-TURN_SHARE_MIN: Final = 0.6
-"""How long a turn of compaction lasts at least, in durations of the last merge, while a merge waits
-for it (dcp.server.storage.compaction_schedule). Dropping a version takes half as long as merging
-one, so compaction keeps up even if merges follow each other without a pause."""
-USUAL_S_MIN: Final = 0.1
-"""What a merge is expected to take at least: the first one has none before it."""
-LATE_SHARE: Final = 0.25
-"""A merge that takes longer than usual is expected to need this share of its time once more."""
 
 
 class MergeTroubleError(Exception):
@@ -91,11 +83,12 @@ class Merging:
         """
         if not self._began_s:
             return 0.0
-        usual_s = max(USUAL_S_MIN, self._meter.last_merge_s)
-        if not self._turn_began_s:
-            return usual_s * (1 + TURN_SHARE_MIN)
-        under_way_s = time.monotonic() - self._turn_began_s
-        return max(usual_s - under_way_s, LATE_SHARE * max(usual_s, under_way_s))
+        ahead_s = under_way_s = 0.0
+        if self._turn_began_s:
+            under_way_s = time.monotonic() - self._turn_began_s
+        else:
+            ahead_s = self._queue.ahead_s(Work.MERGE)
+        return ahead_s + left_of_merge_s(self._meter.last_merge_s, under_way_s)
 
     def why_behind(self) -> str:
         """Return why the store is behind."""

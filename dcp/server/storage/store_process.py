@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import cbor2
 
+from dcp.core.store_turns import SLICE_S
 from dcp.server.storage.folder import log_path, store_path
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.device_files import read_segment
@@ -66,10 +67,6 @@ if TYPE_CHECKING:
 
 DEFAULT_NICE: Final = 5
 MESSAGE_BYTES_MAX: Final = 16 << 20
-SLICE_S: Final = 0.15
-"""Duration of one transaction of a compaction, unless SLICE_BYTES are written first."""
-PLAN_S: Final = 1.0
-"""Duration of a plan request. The rest of the plan needs another request."""
 BEAT_S: Final = 1.0
 SILENCE_S: Final = 30.0
 """How long a child may be silent while it handles a request. These are many beats, because a
@@ -108,7 +105,7 @@ class StoreProcess:
         """Length of the reply that is being read; 0 if not known yet."""
         self.merge_s = 0.0
         self.compact_s = 0.0
-        """Durations of the last merge and of the last turn of compaction, without the wait for
+        """Durations of the last merge and of the last slice of a compaction, without the wait for
         earlier requests."""
 
     @classmethod
@@ -170,34 +167,18 @@ class StoreProcess:
         report = PlanReport(*await self._request(request))
         return report._replace(steps=[FloorStep(*step) for step in report.steps])
 
-    async def compact(
-        self,
-        floors: dict[int, Floors],
-        is_over: Callable[[float], bool],
-        after_slice: Callable[[], None],
-    ) -> SliceReport:
-        """Compact these partitions until all are done, or `is_over` says so, which is asked after
-        each transaction with the seconds that the turn has lasted. The result is durable.
+    async def compact(self, floors: dict[int, Floors]) -> SliceReport:
+        """Compact these partitions for one slice, which is one transaction; durable on return.
 
-        The floors must be in the log. Other requests wait. `after_slice` is called after each
-        transaction, so that readers of the store move to its newest state: pages that a transaction
-        has freed can be reused two transactions later only if nobody reads them. Raises as `merge`
-        does.
+        The floors must be in the log. Afterwards the caller moves readers of the store to its
+        newest state: pages that a transaction has freed can be reused two transactions later only
+        if nobody reads them. Raises as `merge` does.
         """
-        todo = dict(floors)
-        total = SliceReport([], 0, 0, [])
         async with self._turn:
             began_s = time.monotonic()
-            while todo:
-                report = SliceReport(*await self._ask({"op": "compact", "floors": todo}))
-                after_slice()
-                total = total.plus(report)
-                for vb_id in report.finished:
-                    del todo[vb_id]
-                self.compact_s = time.monotonic() - began_s
-                if is_over(self.compact_s):
-                    break
-        return total
+            report = SliceReport(*await self._ask({"op": "compact", "floors": floors}))
+            self.compact_s = time.monotonic() - began_s
+        return report
 
     async def used_bytes(self) -> int:
         """Return the size of the store's tables, without free pages."""
@@ -324,7 +305,7 @@ class StoreWork:
 
     def plan(self, request: dict[str, Any]) -> PlanReport:
         """Find floors worth raising."""
-        end_s = time.monotonic() + PLAN_S
+        end_s = time.monotonic() + SLICE_S
         blocks_bytes = self._env.used_bytes([BY_SEQNO_TABLE])
         other_bytes = self._env.used_bytes() - blocks_bytes
         snapshot = self._env.snapshot()

@@ -1,12 +1,9 @@
-"""The queue of the store process: one job at a time, the most urgent first, with one retry rule.
+"""The queue of the store process: one turn at a time, with one retry rule.
 
-    FAILOVER_LOG   the versions of a partition that has branched    (storage.failover_logs)
-    MERGE          sealed log segments into the store               (storage.merging)
-    PLAN           which floors are worth raising                   (storage.compaction_schedule)
-    COMPACTION     drops what the floors allow                      (storage.compaction_schedule)
-
-A running job is not interrupted. A job sends requests to the store process. Data that must match
-the state of the store (floors) is looked up when the job begins, not when it is queued.
+`dcp.core.store_turns` has the kinds of work, and decides which is next. A turn is one request to
+the store process. It is not interrupted. Long jobs take several turns (`do_in_slices`), and more
+urgent work goes between these. Data that must match the state of the store (floors) is looked up
+when a turn begins, not when it is queued.
 
 How failures are handled:
 - after one of FAILURES, the process is replaced before the next job. A dead process answers
@@ -23,18 +20,18 @@ How failures are handled:
 - anything else is a bug. The caller's task fails, and the server ends.
 
 Invariants
-- one job runs at a time, and at most one of each kind waits;
+- one turn at a time, and at most one job of each kind waits;
 - no process is started after `stop`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from enum import IntEnum
+import time
+from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
+from dcp.core.store_turns import StoreTurns, Work
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.storage.store_supervisor import StoreSupervisor
@@ -54,18 +51,9 @@ FAILURES: Final = (
 _T = TypeVar("_T")
 
 Ask = Callable[[StoreProcess], Awaitable[_T]]
-"""A job: what it does with the store process."""
+"""What a job does with the store process in one turn."""
 PutOff = Callable[[Exception, float], Awaitable[None]]
 """Called with a failure and the pause in seconds before the retry."""
-
-
-class Work(IntEnum):
-    """Kinds of jobs, the most urgent first."""
-
-    FAILOVER_LOG = 0
-    MERGE = 1
-    PLAN = 2
-    COMPACTION = 3
 
 
 class StoreQueue:
@@ -77,14 +65,14 @@ class StoreQueue:
         self._supervisor = supervisor
         self._log = log
         self._pause_s = pause_s
-        self._is_busy = False
+        self._turns = StoreTurns()
         self._waiting: dict[Work, asyncio.Future[None]] = {}
         self._failed: StoreProcess | None = None
         """The process to replace before the next job."""
 
-    def is_wanted(self, work: Work) -> bool:
-        """Whether a job of this kind waits for its turn."""
-        return work in self._waiting
+    def ahead_s(self, work: Work) -> float:
+        """Estimate how long a waiting job of this kind waits for its turn."""
+        return self._turns.ahead_s(work, time.monotonic())
 
     async def start(self) -> None:
         """Start the store process. Raises OSError."""
@@ -95,16 +83,39 @@ class StoreQueue:
         return await self._supervisor.stop()
 
     async def do(self, work: Work, ask: Ask[_T]) -> _T:
-        """Do a job when its turn comes; one attempt. Raises one of FAILURES."""
-        return await self._attempt(work, ask, keeps_process=(StoreDamagedError,))
+        """Do a job of one turn when its turn comes; one attempt. Raises one of FAILURES."""
+        await self._begin(work)
+        try:
+            return await self._attempt(ask, keeps_process=(StoreDamagedError,))
+        finally:
+            self._end()
+
+    async def do_in_slices(self, work: Work, ask: Ask[bool]) -> None:
+        """Do a job in turns until `ask` returns False; one attempt. Raises one of FAILURES."""
+        await self._begin(work)
+        while True:
+            goes_on = False
+            try:
+                goes_on = await self._attempt(ask, keeps_process=(StoreDamagedError,))
+            finally:
+                # The job waits again before the next turn is given, or it would never come first.
+                turn = self._wait_for(work) if goes_on else None
+                self._end(goes_on=goes_on)
+            if turn is None:
+                return
+            await self._wait(work, turn)
 
     async def do_until_done(self, work: Work, ask: Ask[_T], put_off: PutOff) -> _T:
-        """Do a job until it succeeds. Each attempt waits for its turn."""
+        """Do a job of one turn until it succeeds. Each attempt waits for its turn."""
         pause_s = self._pause_s
         deaths = 0
         while True:
             try:
-                return await self._attempt(work, ask, keeps_process=())
+                await self._begin(work)
+                try:
+                    return await self._attempt(ask, keeps_process=())
+                finally:
+                    self._end()
             except StoreProcessDiedError as error:
                 deaths += 1
                 self._log.warning("store process died", reason=str(error), deaths=deaths)
@@ -116,46 +127,49 @@ class StoreQueue:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
-    async def _attempt(
-        self, work: Work, ask: Ask[_T], *, keeps_process: tuple[type[Exception], ...]
-    ) -> _T:
-        async with self._turn(work):
-            if self._failed is not None:
-                await self._supervisor.renew(self._failed)
-                self._failed = None
-            process = self._supervisor.process
-            try:
-                return await ask(process)
-            except FAILURES as error:
-                if not isinstance(error, keeps_process):
-                    self._failed = process
-                raise
-
-    @asynccontextmanager
-    async def _turn(self, work: Work) -> AsyncIterator[None]:
-        """Wait until no other job runs and no more urgent one waits."""
-        if self._is_busy:
-            await self._wait(work)
-        self._is_busy = True
+    async def _attempt(self, ask: Ask[_T], *, keeps_process: tuple[type[Exception], ...]) -> _T:
+        if self._failed is not None:
+            await self._supervisor.renew(self._failed)
+            self._failed = None
+        process = self._supervisor.process
         try:
-            yield
-        finally:
-            self._hand_over()
+            return await ask(process)
+        except FAILURES as error:
+            if not isinstance(error, keeps_process):
+                self._failed = process
+            raise
 
-    async def _wait(self, work: Work) -> None:
-        assert work not in self._waiting, "one task at a time asks for each kind of job"
+    async def _begin(self, work: Work) -> None:
+        """Return when a job's turn has come."""
+        turn = self._wait_for(work)
+        self._turns.wants(work, time.monotonic())
+        self._give_turn()
+        await self._wait(work, turn)
+
+    def _wait_for(self, work: Work) -> asyncio.Future[None]:
+        """Return what ends when the turn of this kind of work comes."""
+        assert work not in self._waiting, "one task at a time asks for each kind of work"
         turn = self._waiting[work] = asyncio.get_running_loop().create_future()
+        return turn
+
+    async def _wait(self, work: Work, turn: asyncio.Future[None]) -> None:
         try:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
                 del self._waiting[work]
+                self._turns.gives_up(work)
             else:
-                self._hand_over()  # the turn came at the same time
+                self._end()  # the turn came at the same time
             raise
 
-    def _hand_over(self) -> None:
-        """Give the turn to the most urgent waiting job."""
-        self._is_busy = bool(self._waiting)
-        if self._waiting:
-            self._waiting.pop(min(self._waiting)).set_result(None)
+    def _end(self, *, goes_on: bool = False) -> None:
+        """End the turn, and give the next one."""
+        self._turns.end(time.monotonic(), goes_on=goes_on)
+        self._give_turn()
+
+    def _give_turn(self) -> None:
+        if self._turns.running is None:
+            work = self._turns.begin(time.monotonic())
+            if work is not None:
+                self._waiting.pop(work).set_result(None)
