@@ -52,7 +52,7 @@ def measure_gaps(report: Report, options: argparse.Namespace, folder: Path, how:
     with fault.nodes(folder / f"{how}-{options.isr}", names) as nodes:
         nodes.masters_return_soon()
         if options.isr < 3:
-            nodes.ask_to("set", copies=options.isr, min_in_sync=1)
+            nodes.change("set", copies=options.isr, min_in_sync=1)
         nodes.settle(options.isr)
         with loaded(nodes, options.gap_rate) as load:
             time.sleep(BEFORE_SECONDS)

@@ -77,16 +77,27 @@ class Nodes(EmbeddedMembers):
         with suppress(ServerRefusedError):  # an older version waits for a minute
             self.ask_to("set", masters_return_s=1)
 
+    def change(self, what: str, **body: Any) -> dict[str, Any]:
+        """Change the cluster, and try again while it is refused: the cluster has just changed."""
+        asked: dict[str, Any] = {}
+
+        def is_taken() -> bool:
+            with suppress(ServerRefusedError):
+                asked.update(self.ask_to(what, **body))
+            return bool(asked)
+
+        self.until(is_taken)
+        return asked
+
     def rebalance(self) -> float:
         """Spread copies and masters over all nodes; return how many seconds that took."""
         asked: dict[str, Any] = {}
 
-        def is_taken() -> bool:
-            with suppress(ServerRefusedError):  # the cluster has just changed
-                asked.update(self.ask_to("rebalance"))
-            return bool(asked) and asked["is_plan"]
+        def is_planned() -> bool:
+            asked.update(self.change("rebalance"))
+            return bool(asked["is_plan"])
 
-        self.until(is_taken)
+        self.until(is_planned)
         return self.until(lambda: self.have_moved(asked), WHILE_MOVING_SECONDS)
 
     def settle(self, copies: int, name: str = "a", *, is_even: bool = True) -> None:

@@ -107,7 +107,7 @@ def test_a_refused_write_goes_to_the_new_master_and_keeps_its_time(
 
 def test_a_cluster_is_measured(tmp_path: Path) -> None:
     with Nodes(tmp_path / "nodes", "ab") as nodes:
-        nodes.ask_to("set", min_in_sync=1)
+        nodes.change("set", min_in_sync=1)
         assert sum(nodes.masters().values()) == len(nodes.epochs()) == 1024
         assert nodes.processor_ns() > processor_ns(nodes.nodes["a"].pid) > 0
         everything = GeneratorLoad(

@@ -22,7 +22,7 @@ from clients.mirror.mirror import Mirror
 from clients.operation import vbucket_of
 from support.cluster_load import ClusterLoad
 from support.cluster_processes import ClusterProcesses
-from support.waiting import until, until_so
+from support.waiting import until_so
 
 pytestmark = pytest.mark.crash
 
@@ -39,7 +39,7 @@ def several(cluster: ClusterProcesses, names: str) -> str:
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterProcesses]:
     with ClusterProcesses(tmp_path_factory.mktemp("three"), "abc", *TIMERS) as cluster:
-        until(lambda: cluster.ask_to("set", masters_return_s=1))
+        cluster.insist("set", masters_return_s=1)
         yield cluster
 
 

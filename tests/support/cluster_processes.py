@@ -31,18 +31,22 @@ class ClusterProcesses(EmbeddedMembers):
 
     def rebalance(self, name: str = "a") -> None:
         """Spread copies and masters evenly, and return once that is done."""
-        asked: dict[str, Any] = {}
-
-        def is_taken() -> bool:
-            """False: it is refused, because the cluster has just changed."""
-            with contextlib.suppress(ServerRefusedError):
-                asked.update(self.ask_to("rebalance"))
-            return bool(asked)
-
-        until(is_taken)
+        asked = self.insist("rebalance")
         assert asked["is_plan"], asked
         until(lambda: self.have_moved(asked))
         self.until_even(name)
+
+    def insist(self, change: str, **body: Any) -> dict[str, Any]:
+        """Ask for a change, and ask again while it is refused: the cluster has just changed."""
+        asked: dict[str, Any] = {}
+
+        def is_taken() -> bool:
+            with contextlib.suppress(ServerRefusedError):
+                asked.update(self.ask_to(change, **body))
+            return bool(asked)
+
+        until(is_taken)
+        return asked
 
     def until_in_sync(self, copies: int, name: str = "a") -> None:
         """Return once each partition has so many copies in sync."""
