@@ -39,7 +39,6 @@ def test_each_flow_is_held_in_its_direction_only_and_passes_again() -> None:
 def test_dropped_packets_lose_nothing_and_no_answer_is_wrong(tmp_path: Path) -> None:
     if IS_MISSING:
         pytest.skip("the command etcd is missing (sudo apt-get install etcd-server)")
-    said = in_namespaces("soak.cluster.packets", str(tmp_path), "1", "cut one way", "cut from all")
-    for words in ("nothing arrives from", "from everybody"):
-        assert words in said
+    said = in_namespaces("soak.cluster.packets", str(tmp_path), "1", "cut from all")
+    assert "is cut off from everybody" in said
     assert " answered, " in said
