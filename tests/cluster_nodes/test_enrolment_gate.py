@@ -17,7 +17,7 @@ from dcp.cluster.metastore import StoreRequest, StoreResult
 from dcp.cluster.revision_store import RevisionStore
 from dcp.server.access.users_file import UsersHeldError
 from dcp.server.cluster import becoming_member, enrolment
-from dcp.server.cluster.cluster_file import ClusterFile, ClusterToken
+from dcp.server.cluster.cluster_file import ClusterFile, ClusterToken, proof_of
 from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_cluster
 from dcp.server.cluster.enrolment_gate import REFUSAL
 from dcp.server.cluster.meta_access import MetaAccess
@@ -158,7 +158,8 @@ async def test_changes_are_refused_until_the_restart_of_a_new_member(
             store.go_on()
             founder, wanted = MemoryNode().engine, NewCluster(1, None)
             root = f"/dcpd/{TOKEN.cluster}/".encode()
-            await found_cluster(store, root, founder, MEMBER, wanted, b"{}")
+            proof = proof_of(TOKEN.cluster, TOKEN.secret)
+            await found_cluster(store, root, founder, MEMBER, wanted, b"{}", proof=proof)
             store.stand_still()
         restarts = asyncio.Event()
         monkeypatch.setattr(node, "_restart_soon", restarts.set)
