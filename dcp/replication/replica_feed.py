@@ -262,15 +262,16 @@ class ReplicaFeed:
     # -- what the node core tells ------------------------------------------------------------------
 
     def send_whole(self, group: WholeGroup) -> bool:
-        """Send what the replica follows of a synced group as one message; False: some of it is
-        behind, or the window is full, and nothing was done.
+        """Send what is in step of a synced group as one message; False: the window is full. What is
+        behind is read from its cursor.
         """
         seqnos, shared = group.seqnos, group.shared
         if not self._takes_all(group.mastered) and not seqnos.keys() <= self._in_step:
             followed = seqnos.keys() & self._streams.keys()
-            if not followed <= self._in_step:
-                return False
-            if not followed:
+            if behind := followed - self._in_step:
+                self._behind.update(dict.fromkeys(behind))
+                self._schedule()
+            if not (followed := followed & self._in_step):
                 return True
             seqnos, shared = group.only(followed)
         size = len(shared.entries)
@@ -288,11 +289,10 @@ class ReplicaFeed:
         return True
 
     def out_of_step(self, group: WholeGroup) -> set[int]:
-        """Return the partitions of a group that the replica cannot get with the whole group."""
+        """Return the partitions for which the replica is in sync, and not in step."""
         if self._takes_all(group.mastered) or group.seqnos.keys() <= self._in_step:
             return set()
-        behind = (group.seqnos.keys() & self._streams.keys()) - self._in_step
-        return behind | group.out_of_step(self.member, self._in_step)
+        return group.out_of_step(self.member, self._in_step)
 
     def _takes_all(self, mastered: frozenset[int]) -> bool:
         """Whether all partitions that this node masters are in step."""

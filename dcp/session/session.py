@@ -213,6 +213,10 @@ class Session:
             )
             body_end = position + HEADER_BYTES + body_len
             if magic == 0x80 and body_end <= end and body_len <= body_bytes_max:
+                run = runs.get(opcode)
+                if run is not None and (after := run(position, end)) > position:
+                    position = after
+                    continue
                 handler = hot.get(opcode)
                 if handler is not None:
                     try:
@@ -223,9 +227,6 @@ class Session:
                     except (RefusedError, StoreDamagedError) as error:
                         state.answer_error(opcode, opaque, vb_id, error)
                     position = body_end
-                    run = runs.get(opcode)
-                    if run is not None and not state.is_full:
-                        position = run(position, end)
                     continue
             after, missing_bytes = self._handle_other(buffer, position, end, now_ns)
             if after == position:
@@ -295,7 +296,7 @@ class Session:
             return (position, missing_bytes) if missing_bytes else (min(body_end, end), 0)
         if body_end > end:
             return position, body_end - end
-        if opcode in _WRITES and self._must_wait():
+        if opcode in _WRITES and self._must_wait(opcode):
             return position, 0
         if self._gate.is_open or not self._gate.stops(buffer, position, now_ns):
             self._take(buffer, position, body_end)
@@ -377,9 +378,11 @@ class Session:
 
         return counting
 
-    def _must_wait(self) -> bool:
+    def _must_wait(self, opcode: int) -> bool:
         """Return whether a command that writes has to wait; the session is full then."""
         state, engine = self.state, self.state.engine
+        if opcode == Opcode.X_PUT_FRAMES and engine.loads.is_full and self.is_logged_in:
+            state.is_full = state.waits_for_room = True
         if engine.writers_wait and not engine.write_refusal and self.is_logged_in:
             state.is_full = state.waits_for_room = True
         return state.waits_for_room

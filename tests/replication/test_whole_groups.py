@@ -134,6 +134,28 @@ def test_what_is_not_in_step_everywhere_leaves_the_others_together() -> None:
         assert holdings(copies.nodes["c"], vb_id) == holdings(copies.a, vb_id)
 
 
+def test_a_copy_that_is_filled_costs_the_others_nothing() -> None:
+    copies = level()
+    copies.write(1, shrink(copies.records[1], ["c"]))
+    copies.rest()
+    feed = copies.a.core.leading.feeds["c"]
+    feed._window_bytes = 1
+    put(copies, 1)
+    copies.rest()
+    feed._window_bytes = 1 << 20
+    feed._leave_behind(feed._streams[1], copies.a.engine.partitions[1], ())
+    put(copies, 1, b"\0more")
+    put(copies, 2)
+    copies.a.commit()
+    (to_b,), (to_c,) = (groups_to(copies, member) for member in "bc")
+    assert {vb_id_of(entry) for entry in split_entries(to_b)} == {1, 2}
+    assert {vb_id_of(entry) for entry in split_entries(to_c)} == {2}
+    copies.rest()
+    assert copies.problems == []
+    for vb_id in (1, 2):
+        assert holdings(copies.nodes["c"], vb_id) == holdings(copies.a, vb_id)
+
+
 def test_a_group_goes_to_all_replicas_as_one_message_of_the_same_bytes() -> None:
     copies = level()
     for vb_id in (0, 1, 3):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dcp.core.merges import DROP_SLICE_VBUCKETS
-from dcp.core.store_turns import Work
+from dcp.core.pacing import left_of_merge_s
+from dcp.core.store_turns import SLICE_S, Work
 from dcp.server.config.settings import Settings
 from dcp.server.observe.meter import Meter
+from dcp.server.storage import store_queue
 from dcp.server.storage.backpressure import Backpressure, Pressure
 from dcp.server.storage.compaction_schedule import Compaction, CompactionError
 from dcp.server.storage.merging import MergeTroubleError, Merging
@@ -107,6 +110,33 @@ class Shell:
         self.node.engine.store(SET, 5, key, key + b"v", 0, 0, 0, 0)
         self.kick()
         await self.task
+
+
+async def test_what_a_merge_still_takes_includes_the_wait_for_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_queue, "time", SimpleNamespace(monotonic=lambda: 1_000.0))
+    shell = Shell(None)
+    assert shell.merging.left_s() == 0.0
+    await shell.merge_one()
+    assert shell.merging.left_s() == 0.0
+    usual_s = left_of_merge_s(shell.meter.last_merge_s, 0.0)
+    may_end = asyncio.Event()
+
+    async def slice_of(_: Any) -> bool:
+        await may_end.wait()
+        return False
+
+    compacting = asyncio.create_task(shell.queue.do_in_slices(Work.COMPACTION, slice_of))
+    await asyncio.sleep(0)
+    shell.node.engine.store(SET, 5, b"\0again", b"\0againv", 0, 0, 0, 0)
+    shell.kick()
+    await asyncio.sleep(0)
+    assert shell.merging.left_s() == usual_s + SLICE_S
+    may_end.set()
+    await compacting
+    await shell.task
+    assert shell.merging.left_s() == 0.0
 
 
 @pytest.mark.parametrize("first", [DIED, FULL])

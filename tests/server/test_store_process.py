@@ -110,7 +110,7 @@ async def test_requests_are_done_in_order(server: Server, process: StoreProcess)
     segments = [server.seal_one() for _ in range(3)]
     reports = await asyncio.gather(
         process.merge(segments[:1]),
-        process.set_failover(VB, [[77, 1, 6], [1, 0, 0]]),
+        process.set_failovers({VB: [[77, 1, 6], [1, 0, 0]]}),
         process.merge(segments[1:]),
     )
     assert [report.high_seqnos if report else None for report in reports] == [
@@ -168,7 +168,7 @@ async def test_errors_come_back_and_the_process_lives_on(
     with pytest.raises(MergeRefusedError, match="log segment 2 cannot be merged"):
         await process.merge([2])
     with pytest.raises(StoreFailedError, match="vb 3: the store has no such partition"):
-        await process.set_failover(3, [[1, 0, 0]])
+        await process.set_failovers({VB: [[9, 0, 0]], 3: [[1, 0, 0]]})
     path = segment_path(server.folder.log_path, segment)
     good = path.read_bytes()
     path.write_bytes(good[:-1] + b"?")
@@ -262,7 +262,7 @@ async def test_it_dies_with_its_server(tmp_path: Path) -> None:
         "    folder = open_folder(pathlib.Path(sys.argv[1]))\n"
         "    folder.store_path.mkdir()\n"
         "    process = await StoreProcess.start(folder.path, folder.lock_fd)\n"
-        "    try: await process.set_failover(1, [])\n"
+        "    try: await process.set_failovers({1: []})\n"
         "    except Exception: print(process.pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
@@ -295,7 +295,7 @@ def test_a_request_of_a_lost_server_commits_nothing(tmp_path: Path) -> None:
     device.close()
     for request in (
         {"id": 1, "op": "merge", "segments": [1]},
-        {"id": 2, "op": "failover", "vb": VB, "log": [[9, 0, 1]]},
+        {"id": 2, "op": "failover", "logs": {VB: [[9, 0, 1]]}},
     ):
         with pytest.raises(SystemExit):
             StoreWork(env, tmp_path, lost).handle(request)

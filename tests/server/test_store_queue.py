@@ -13,6 +13,7 @@ from dcp.core.store_turns import Work
 from dcp.server.config.settings import Settings
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.tasks import Tasks
+from dcp.server.storage import failover_logs
 from dcp.server.storage.compaction_schedule import Compaction
 from dcp.server.storage.failover_logs import FailoverLogs
 from dcp.server.storage.store_process import StoreProcessDiedError
@@ -48,11 +49,12 @@ class Process:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.saved: list[tuple[int, list[list[int]]]] = []
+        self.saved: list[dict[int, list[list[int]]]] = []
+        """What each request has written."""
         self.has_stopped = False
 
-    async def set_failover(self, vb_id: int, log: list[list[int]]) -> None:
-        self.saved.append((vb_id, log))
+    async def set_failovers(self, logs: dict[int, list[list[int]]]) -> None:
+        self.saved.append(logs)
 
     async def compact(self, *_: object) -> Any:
         raise AssertionError("nothing may be compacted")
@@ -360,7 +362,7 @@ async def test_only_versions_that_are_committed_reach_the_store(
     node.commit()
     logs.save_soon(VB)
     await turns()
-    assert process.saved == [(VB, node.engine.partitions[VB].failover.to_document())]
+    assert process.saved == [{VB: node.engine.partitions[VB].failover.to_document()}]
 
 
 async def test_a_partition_that_branches_again_and_again_is_written_once(
@@ -379,24 +381,41 @@ async def test_a_partition_that_branches_again_and_again_is_written_once(
     await running
     await turns()
     (process,) = bench.processes
-    assert [vb_id for vb_id, _ in process.saved] == [1, VB]
-    assert process.saved[1][1] == node.engine.partitions[VB].failover.to_document()
+    (saved,) = process.saved
+    assert saved.keys() == {1, VB}, "in one request"
+    assert saved[VB] == node.engine.partitions[VB].failover.to_document()
 
 
-async def test_a_failover_log_that_cannot_be_written_is_left_to_the_next_merge(
+async def test_a_request_has_a_limited_number_of_failover_logs(
     bench: Bench, node: MemoryNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failover_logs, "SAVED_AT_ONCE", 3)
+    logs = FailoverLogs(node.engine, bench.queue, Tasks(fail), bench.log)
+    for vb_id in range(8):
+        logs.save_soon(vb_id)
+    await turns(30)
+    assert [list(saved) for saved in bench.processes[0].saved] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("is_renewed", [True, False])
+async def test_failover_logs_that_cannot_be_written_are_left_to_the_next_merge(
+    bench: Bench, node: MemoryNode, monkeypatch: pytest.MonkeyPatch, *, is_renewed: bool
 ) -> None:
     logs = FailoverLogs(node.engine, bench.queue, Tasks(fail), bench.log)
 
-    async def set_failover(*_: object) -> None:
+    async def set_failovers(*_: object) -> None:
         raise FULL
 
-    monkeypatch.setattr(bench.processes[0], "set_failover", set_failover)
+    monkeypatch.setattr(bench.processes[0], "set_failovers", set_failovers)
+    monkeypatch.setattr(failover_logs, "SAVED_AT_ONCE", 1)
+    if not is_renewed:
+        bench.start_error = OSError(errno.EMFILE, "Too many open files")
     for vb_id in (1, 2):
         logs.save_soon(vb_id)
     await turns(30)
-    assert bench.log.said == ["failover log not yet in LMDB"]
-    assert [vb_id for vb_id, _ in bench.processes[1].saved] == [2], "by another process"
+    assert bench.log.said == ["failover logs not yet in LMDB"] * (1 if is_renewed else 2)
+    if is_renewed:
+        assert [list(saved) for saved in bench.processes[1].saved] == [[2]], "by another process"
 
 
 async def test_floors_are_those_of_the_moment_in_which_a_compaction_begins(

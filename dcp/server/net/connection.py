@@ -476,9 +476,8 @@ class ClientConnection(asyncio.Protocol):
     def _must_wait(self) -> bool:
         """Whether the session's next command writes, and writers still wait."""
         engine = self._engine
-        return (
-            self.session.state.waits_for_room and engine.writers_wait and not engine.write_refusal
-        )
+        store_is_behind = engine.writers_wait and not engine.write_refusal
+        return self.session.state.waits_for_room and (store_is_behind or engine.loads.is_full)
 
     def _update_reading(self) -> None:
         pause = (

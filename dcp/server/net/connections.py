@@ -117,6 +117,11 @@ class Connections:
                 self.waiting - waiting
             )
 
+    def loaded(self) -> None:
+        """Documents of a restore are in the store: send their answers, and take more."""
+        self.release()
+        self.writers_may_go_on()
+
     def feed(self) -> None:
         """Send what is scheduled for replicas, without waiting for the next turn of the loop."""
         for connection in tuple(self.feeding):

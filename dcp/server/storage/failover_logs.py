@@ -1,4 +1,4 @@
-"""Writes the failover log of a branched partition into LMDB at once.
+"""Writes the failover logs of branched partitions into LMDB at once.
 
 The log segment already has it, and the merge of that segment writes it again. Writing it now lets
 the store know the present version before that merge, so plans for the partition are useful. A merge
@@ -7,12 +7,15 @@ of older segments may bring an older failover log back; plans that name an old v
 
 Invariants
 - LMDB only gets committed versions, because it must not know one that the log can lose;
-- one task writes one partition after another, each with its newest failover log.
+- one task writes, up to SAVED_AT_ONCE partitions in a transaction, each with its newest failover
+  log. A node that becomes master of hundreds of partitions does not sync the store for each.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
+from typing import Final
 
 from dcp.core.store_turns import Work
 from dcp.server.observe.event_log import EventLog
@@ -20,6 +23,9 @@ from dcp.server.observe.tasks import Tasks
 from dcp.server.storage.store_process import StoreProcess
 from dcp.server.storage.store_queue import FAILURES, StoreQueue
 from vbucket.engine.engine import Engine
+
+SAVED_AT_ONCE: Final = 64
+"""Partitions in one transaction: at most 256 KB, some milliseconds."""
 
 
 class FailoverLogs:
@@ -43,18 +49,31 @@ class FailoverLogs:
 
     async def _save_all(self) -> None:
         while self._to_save:
-            vb_id = next(iter(self._to_save))
-            del self._to_save[vb_id]
-            save = partial(self._save, vb_id=vb_id)
+            taken: list[int] = []
             try:
-                await self._queue.do(Work.FAILOVER_LOG, save)
+                await self._queue.do(Work.FAILOVER_LOG, partial(self._save, taken=taken))
             except FAILURES as error:
-                # The next merge writes it; recovery reads it from the log.
-                self._log.warning("failover log not yet in LMDB", vb_id=vb_id, reason=str(error))
+                # The next merge writes them; recovery reads them from the log.
+                vb_ids = taken or self._take()
+                self._log.warning("failover logs not yet in LMDB", vb_ids=vb_ids, reason=str(error))
         self._is_saving = False
 
-    async def _save(self, process: StoreProcess, vb_id: int) -> None:
-        part = self._engine.partitions[vb_id]
-        if self._engine.commits.is_committed(vb_id, part.branch_group):
-            await process.set_failover(vb_id, part.failover.to_document())
-        # Otherwise it has branched again, and is saved when that is committed.
+    def _take(self) -> list[int]:
+        """Return the next partitions, which wait no more."""
+        taken = list(islice(self._to_save, SAVED_AT_ONCE))
+        for vb_id in taken:
+            del self._to_save[vb_id]
+        return taken
+
+    async def _save(self, process: StoreProcess, taken: list[int]) -> None:
+        """Write the next failover logs; put their partitions into `taken`."""
+        taken += self._take()
+        parts, is_committed = self._engine.partitions, self._engine.commits.is_committed
+        logs = {
+            vb_id: parts[vb_id].failover.to_document()
+            for vb_id in taken
+            # Otherwise it has branched again, and is saved when that is committed.
+            if is_committed(vb_id, parts[vb_id].branch_group)
+        }
+        if logs:
+            await process.set_failovers(logs)

@@ -41,6 +41,7 @@ import cbor2
 
 from dcp.core.store_turns import SLICE_S
 from dcp.server.storage.folder import log_path, store_path
+from vbucket.engine.store_load import LoadReport, LoadRequest, load
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.device_files import read_segment
 from vbucket.log.record import LogDamagedError
@@ -150,9 +151,11 @@ class StoreProcess:
             self.merge_s = time.monotonic() - began_s
         return report
 
-    async def set_failover(self, vb_id: int, log: list[list[int]]) -> None:
-        """Write a partition's failover log, after earlier requests. Raises as `merge` does."""
-        await self._request({"op": "failover", "vb": vb_id, "log": log})
+    async def set_failovers(self, logs: dict[int, list[list[int]]]) -> None:
+        """Write the failover logs of partitions, after earlier requests: all or none. Raises as
+        `merge` does.
+        """
+        await self._request({"op": "failover", "logs": logs})
 
     async def plan(
         self, vb_ids: list[int], windows: Windows, now_ns: int, inflow_bytes: int, is_forced: bool
@@ -179,6 +182,13 @@ class StoreProcess:
             report = SliceReport(*await self._ask({"op": "compact", "floors": floors}))
             self.compact_s = time.monotonic() - began_s
         return report
+
+    async def load(
+        self, requests: list[LoadRequest], cas_max: int, manifest_uid: int
+    ) -> list[LoadReport]:
+        """Load documents of a restore (`vbucket.engine.store_load`); durable on return."""
+        request = {"op": "load", "loads": requests, "cas_max": cas_max, "manifest": manifest_uid}
+        return [LoadReport(*report) for report in await self._request(request)]
 
     async def used_bytes(self) -> int:
         """Return the size of the store's tables, without free pages."""
@@ -297,10 +307,11 @@ class StoreWork:
         segments = _SealedSegments(self._log_folder, request["segments"])
         return merge(self._env, segments, before_commit=self._before_commit)
 
-    def set_failover(self, request: dict[str, Any]) -> None:
-        """Write a partition's failover log."""
+    def set_failovers(self, request: dict[str, Any]) -> None:
+        """Write the failover logs of partitions."""
         with self._env.write() as write:
-            put_failover(write, request["vb"], request["log"])
+            for vb_id, log in request["logs"].items():
+                put_failover(write, vb_id, log)
             self._before_commit()
 
     def plan(self, request: dict[str, Any]) -> PlanReport:
@@ -334,6 +345,14 @@ class StoreWork:
             before_commit=self._before_commit,
         )
 
+    def load(self, request: dict[str, Any]) -> list[LoadReport]:
+        """Load documents of a restore."""
+        return load(
+            self._env, [LoadRequest(*item) for item in request["loads"]],
+            cas_max=request["cas_max"], manifest_uid=request["manifest"],
+            before_commit=self._before_commit,
+        )  # fmt: skip
+
     def used_bytes(self, _request: dict[str, Any]) -> int:
         """Return the size of the tables."""
         return self._env.used_bytes()
@@ -341,9 +360,10 @@ class StoreWork:
 
 OPERATIONS: Final[dict[str, Callable[[StoreWork, dict[str, Any]], Any]]] = {
     "merge": StoreWork.merge,
-    "failover": StoreWork.set_failover,
+    "failover": StoreWork.set_failovers,
     "plan": StoreWork.plan,
     "compact": StoreWork.compact,
+    "load": StoreWork.load,
     "used_bytes": StoreWork.used_bytes,
 }
 

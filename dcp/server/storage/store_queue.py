@@ -178,6 +178,6 @@ class StoreQueue:
                 del self._waiting[work]
                 self._turns.gives_up(work)
         if self._turns.running is None:
-            work = self._turns.begin(time.monotonic())
-            if work is not None:
-                self._waiting.pop(work).set_result(None)
+            chosen = self._turns.begin(time.monotonic())
+            if chosen is not None:
+                self._waiting.pop(chosen).set_result(None)
