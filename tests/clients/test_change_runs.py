@@ -182,6 +182,22 @@ def test_the_loops_read_nothing_outside_the_bytes():
             call()
 
 
+@pytest.mark.skipif(NATIVE is None, reason="the C loops are not built")
+@pytest.mark.parametrize("rest_bytes", [0, 1, 3, 4, 23, 54])
+def test_a_frame_that_is_cut_is_refused(rest_bytes):
+    """The first one is long enough for two, so the bytes seem to be enough for both."""
+    assert NATIVE is not None
+    data = mutation(1, value=b"v" * 100) + mutation(2)[:rest_bytes]
+    for call in (
+        lambda: NATIVE.mutation_rows(data, 0, 2, 0),
+        lambda: NATIVE.mutation_keys(data, 0, 2, 0),
+        lambda: NATIVE.mutation_values(data, 0, 2),
+        lambda: NATIVE.mutation_numbers(data, 0, 2, *change_runs.SEQNO_AT),
+    ):
+        with pytest.raises(ValueError, match="not a mutation"):
+            call()
+
+
 # -- consumers -------------------------------------------------------------------------------------
 
 

@@ -131,7 +131,7 @@ static PyObject *column(PyObject *data, Py_ssize_t at, Py_ssize_t count, Py_ssiz
     for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
         PyObject *item = NULL;
         Py_ssize_t stop = range.end - at >= least ? stop_of(&range, at) : 0;
-        if (stop >= at + least + (Py_ssize_t)be16(range.bytes + at + 2))
+        if (stop && stop >= at + least + (Py_ssize_t)be16(range.bytes + at + 2))
             item = make(range.bytes + at, range.bytes + stop, detail, width);
         else
             PyErr_SetString(PyExc_ValueError, "a frame here is not a mutation");
