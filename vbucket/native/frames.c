@@ -27,11 +27,9 @@ static size_t cut(uint8_t *to, const uint8_t *frame, size_t length, uint32_t opa
     if (length - 24 != be32(frame + BODY_AT) || value_at > length || key < unprefixed)
         return 0;
     if (stripped && frame[DATATYPE_AT] & XATTRS) {
-        if (length - value_at < 4)
+        if (length - value_at < 4 || be32(frame + value_at) > length - value_at - 4)
             return 0;
         section = 4 + (size_t)be32(frame + value_at);
-        if (section > length - value_at)
-            return 0;
     }
     memcpy(to, frame, KEY_AT);
     put_be(to + 2, key - unprefixed, 2);
