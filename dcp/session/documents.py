@@ -74,6 +74,8 @@ _STORE_FORMS: Final = {
     Opcode.REPLACE: REPLACE,
     Opcode.REPLACEQ: REPLACE,
 }
+_PYTHON_RUN_MAX: Final = 16
+"""SETs that Python handles when the loop in C met one that it cannot; more of them often follow."""
 _COME_BACK: Final = "the partition takes no writes now; try again soon"
 _SET_FORM: Final = 0x80 << 8 | Opcode.SET
 _SET_EXTRAS: Final = STORE_EXTRAS.size << 8
@@ -260,25 +262,28 @@ class DocumentCommands:
         if run is None:
             after = self._store_run(position, end)
         else:
+            planned = run.planned
             after = run.apply(
                 state.buffer, position, end, answers, keyspace.pending, keyspace.touched,
                 keyspace.group, engine.now_ns, state.has_json, state.limits.value_bytes_max,
             )  # fmt: skip
+            if after == position and run.planned > planned:  # it replaces XATTRs, most likely
+                after = self._store_run(position, end, _PYTHON_RUN_MAX)
         if after > position:
             state.wait_group = keyspace.group
             if state.marks is not None:
                 state.mark_run(Opcode.SET, first_answer)
         return after
 
-    def _store_run(self, position: int, end: int) -> int:
-        """Do what `SetRun.apply` does in C: apply the plain SETs, and answer them."""
-        state = self._state
-        buffer, answers = state.buffer, state.answers
+    def _store_run(self, position: int, end: int, count_max: int = 0) -> int:
+        """Do what `SetRun.apply` does in C: apply the plain SETs, and answer them. 0: all."""
+        state, engine = self._state, self._engine
+        buffer, answers, partitions = state.buffer, state.answers, engine.partitions
         has_json, value_bytes_max = state.has_json, state.limits.value_bytes_max
-        engine = self._engine
-        partitions, num_vbuckets = engine.partitions, self._num_vbuckets
-        head_bytes = SET_REQUEST.size
-        while end - position >= head_bytes:
+        num_vbuckets, head_bytes = self._num_vbuckets, SET_REQUEST.size
+        for _ in range(count_max or end):
+            if end - position < head_bytes:
+                break
             form, key_len, extras, vb_id, body_len, opaque, cas, flags, expiry = _unpack_set(
                 buffer, position
             )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -340,6 +342,10 @@ def test_a_run_takes_all_that_it_may() -> None:
         def __init__(self, run: SetRun) -> None:
             self.run = run
 
+        @property
+        def planned(self) -> int:
+            return self.run.planned
+
         def apply(self, received: bytes, position: int, *rest: Any) -> int:
             after = self.run.apply(received, position, *rest)
             taken.append((position, after))
@@ -354,6 +360,93 @@ def test_a_run_takes_all_that_it_may() -> None:
     assert taken == [
         (0, len(sets)), (len(sets), len(sets)), (again, again + len(sets)),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("xattr_every", [1, 2, 20])
+def test_few_plans_are_lost_behind_documents_with_xattrs(xattr_every: int) -> None:
+    """A SET of one is for Python, and what was planned behind it is planned again."""
+    pair, count = Pair(MemoryNode), 400
+    keys = [b"\0key %d" % number for number in range(count)]
+    value = pack_xattrs([(b"_sync", b"{}")]) + b"body"
+    for node in pair.nodes:
+        for key in keys[::xattr_every]:
+            part = node.engine.partitions[1]
+            node.engine.put(part, key, key + value, 0, 0, DATATYPE_XATTR, keeps_xattrs=False)
+        node.merge()
+    run = pair.nodes[0].engine.set_run
+    assert run is not None
+    pair.send(b"".join(plain(key) for key in keys))
+    assert 0 < run.planned < 2 * count
+    before = run.planned
+    pair.send(b"".join(plain(b"\0new %d" % number) for number in range(count)))
+    assert run.planned - before == count, "without XATTRs none is lost"
+
+
+NO_MEMORY = """
+import _testcapi, struct, sys
+from dcp.session.state import Limits
+from dcp.wire.feature import Feature
+from dcp.wire.frame import pack_request
+from dcp.wire.opcode import Opcode
+from support.memory_node import MemoryNode
+
+keys = [b"\\0key%06d" % number for number in range(6)]
+sets = [
+    pack_request(Opcode.SET, vb_id=1 + n % 2, key=key, value=b"v" * 700, extras=bytes(8))
+    for n, key in enumerate(keys)
+]
+data = b"".join(sets)
+
+def attempt(cache_bytes, fail_at):
+    node = MemoryNode(partitions=4, item_cache_bytes=cache_bytes)
+    peer = node.connect(limits=Limits(value_bytes_max=1 << 20))
+    peer.hello(Feature.COLLECTIONS, Feature.XERROR, Feature.MUTATION_SEQNO)
+    peer.session.receive(b"".join(sets[:3]), node.now_ns)
+    node.merge()
+    engine, keyspace, answers = node.engine, node.engine.keyspace, []
+    before = [part.high_seqno for part in engine.partitions]
+    apply, failed = engine.set_run.apply, False
+    arguments = (
+        data, 0, len(data), answers, keyspace.pending, keyspace.touched, keyspace.group,
+        engine.now_ns, 0, 1 << 20,
+    )
+    _testcapi.set_nomemory(fail_at, fail_at + 1)
+    try:
+        apply(*arguments)
+    except MemoryError:
+        failed = True
+    finally:
+        _testcapi.remove_mem_hooks()
+    parts = engine.partitions
+    held = sum(part.recent_bytes + part.older_bytes for part in parts)
+    assert engine.item_cache.held_bytes == held, (fail_at, "held_bytes")
+    if keyspace.broken_invariant():
+        return failed
+    for part, high_seqno in zip(parts, before):
+        if part.high_seqno != high_seqno:
+            cas = struct.unpack_from(">Q", part.active.entries[-1], 28)[0]
+            assert part.max_cas >= cas, (fail_at, "max_cas")
+            assert part in keyspace.touched, (fail_at, "touched")
+    present = {(part.vb_id, key) for part in parts for key in part.newest}
+    present |= {(1 + n % 2, key) for n, key in enumerate(keys[:3])}
+    assert sum(part.item_count for part in parts) == len(present), (fail_at, "item_count")
+    return failed
+
+for cache_bytes in (0, 1 << 20):
+    assert sum(attempt(cache_bytes, fail_at) for fail_at in range(90)) > 20
+"""
+
+
+def test_a_change_that_memory_runs_out_for_is_noticed_or_has_not_happened() -> None:
+    """One allocation after the other fails. In a process of its own, whose memory it is."""
+    pytest.importorskip("_testcapi")
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join((str(root), str(root / "tests")))
+    done = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY], env=os.environ | {"PYTHONPATH": path},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def damage(node: MemoryNode, full_key: bytes) -> None:

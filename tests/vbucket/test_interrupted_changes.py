@@ -7,6 +7,7 @@ class, so these tests have meaning for the plain modules only; they are not in t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import pytest
 
@@ -14,6 +15,7 @@ from dcp.wire.status import Status
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET, Engine
 from vbucket.engine.keyspace import DELETION, MUTATION
+from vbucket.engine.partition import Partition
 
 VB = 7
 KEY = b"\0k"
@@ -65,3 +67,19 @@ def test_a_change_that_is_cut_short_is_noticed_or_has_not_happened(
         assert engine.keyspace.broken_invariant() == ""
     else:
         assert f"vb {VB}: seqno 2 was not applied wholly" in engine.keyspace.broken_invariant()
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_group_that_cannot_note_a_partition_does_not_count_as_its_last(
+    node: MemoryNode, index: int
+) -> None:
+    """Else the group's changes there would never be published."""
+    engine = node.engine
+    put(engine, b"1")
+    node.commit()
+    part, keyspace = engine.partitions[VB], engine.keyspace
+    keyspace.touched = cast("list[Partition]", NoMemory())
+    with pytest.raises(MemoryError):
+        list(change_all(engine))[index]()
+    assert part.last_group < keyspace.group
+    assert f"vb {VB}: seqno 2 was not applied wholly" in keyspace.broken_invariant()

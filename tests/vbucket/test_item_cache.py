@@ -332,3 +332,15 @@ def test_a_merge_that_is_skipped_leaves_no_older_version_in_the_cache() -> None:
     put(node, b"\0a", b"second")
     node.merge()
     assert value_of(node, b"\0a") == b"second"
+
+
+def test_bytes_that_nothing_holds_do_not_stay_counted() -> None:
+    """Turns cannot drop them: the rounds end all the same."""
+    node = merged(b"\0a")
+    assert value_of(node, b"\0a") == b"first"
+    cache = node.engine.item_cache
+    cache.held_bytes += 2 * cache.bytes_max
+    cache.resize(cache.bytes_max)
+    assert cache.held_bytes == 0
+    assert not any(part.recent or part.older for part in node.engine.partitions)
+    assert read_twice(node, b"\0a") == (1, 1)

@@ -54,6 +54,11 @@ SKIPPED_MERGES: Final = 7
 class ItemCache:
     """See the module. `bytes_max` 0: nothing is cached."""
 
+    __slots__ = (
+        "_absorbed", "_generation_bytes_max", "_hand", "_has_dropped", "_partitions",
+        "_skips_left", "_used_before", "bytes_max", "held_bytes", "hits", "misses", "taken",
+    )  # fmt: skip  # SetRun finds numbers in slots without a look-up
+
     def __init__(self, partitions: Sequence[Partition], bytes_max: int) -> None:
         self._partitions = partitions
         self._hand = 0
@@ -196,8 +201,12 @@ class ItemCache:
         part.recent, part.recent_bytes = {}, 0
 
     def _shrink(self) -> None:
-        # Two rounds drop everything, so this ends.
-        while self.held_bytes > self.bytes_max:
+        for _ in range(2 * len(self._partitions)):
+            if self.held_bytes <= self.bytes_max:
+                break
             self._turn(self._partitions[self._hand])
             self._hand = (self._hand + 1) % len(self._partitions)
+        else:
+            # Two rounds have dropped everything. A rest was never held, so no turn could drop it.
+            self.held_bytes = 0
         assert self.held_bytes >= 0, "every entry was counted when it was added"

@@ -145,10 +145,10 @@ class Keyspace:
         self.pending.append(entry)
         part.append_entry(entry)
         part.newest[key] = entry
-        seqno_before, part.high_seqno = part.high_seqno, seqno
         if part.last_group != self.group:
-            part.last_group = self.group
             self.touched.append(part)
+            part.last_group = self.group
+        seqno_before, part.high_seqno = part.high_seqno, seqno
         if key[0]:
             part.tally.note(key, seqno, seqno_before, self.manifest.collections)
             if documents:
@@ -161,10 +161,10 @@ class Keyspace:
         self.pending += entries
         part.active.entries += entries
         part.newest.update(zip(keys, entries, strict=True))
-        part.high_seqno += len(entries)
         if part.last_group != self.group:
-            part.last_group = self.group
             self.touched.append(part)
+            part.last_group = self.group
+        part.high_seqno += len(entries)
 
     def broken_invariant(self) -> str:
         """Return what an exception left half done in the open group, "" if nothing.
@@ -318,8 +318,8 @@ class Keyspace:
             self._restated.append(part.vb_id)
             part.state_group = self.group
         if part.last_group != self.group:
-            part.last_group = self.group
             self.touched.append(part)
+            part.last_group = self.group
 
     def _put_control(self, vb_id: int, document: dict[str, object]) -> None:
         self.pending.append(pack_control(vb_id, document))

@@ -96,6 +96,10 @@ class Superseded:
 class SetRun:
     """Applies plain SETs."""
 
+    @property
+    def planned(self) -> int:
+        """How many SETs were planned so far; those after one that is for Python are lost."""
+
     def __init__(
         self,
         partitions: list[Any],

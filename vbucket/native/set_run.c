@@ -1,16 +1,17 @@
-/* See set_run.h. Who calls it: dcp/session/documents.py. vbucket/native/loops.pyi has the
-   interface. dcp/session/documents.py and vbucket/engine/engine.py have the rules, and its twin in
-   Python.
+/* See set_run.h. vbucket/native/loops.pyi has the interface. dcp/session/documents.py calls it;
+   that and vbucket/engine/engine.py have the rules, and its twin in Python.
 
    Invariants
    - no byte outside of [position, end) of the received bytes is read;
    - a request either is applied wholly, or has changed nothing but the item cache, whose entry of
      a key that is about to change is taken. What the loop does not know, or finds damaged, ends
      the run before it; then Python handles the request, and names what is wrong;
-   - requests are planned SEARCHES_MAX at once, which reads only, and then applied in order. What a
-     plan says of another key than those that were applied since holds until then;
-   - objects are made before anything is changed. The order of changes is that of Keyspace.apply,
-     so `broken_invariant` finds one that memory was missing for. */
+   - up to `window` requests are planned at once, which reads only, and then applied in order. What
+     a plan says of another key than those that were applied since holds until then. The window is
+     small after a plan that Python had to carry out, because the plans behind it are lost;
+   - objects are made before anything is changed. HIGH_SEQNO is set last, as Keyspace.apply does,
+     so `broken_invariant` finds a change that memory was missing for;
+   - what is taken from the item cache is subtracted from its `held_bytes` at once. */
 
 #include "set_run.h"
 
@@ -21,7 +22,9 @@
 #include "set_request.h"
 
 #include <string.h>
+#include <structmember.h>
 
+#define WINDOW_MIN 4 /* what is lost with a plan for Python costs less than that request */
 #define DATATYPE_PLAIN_MAX 3 /* JSON and Snappy; all above have XATTRs */
 #define RECORD_BYTES 38 /* of by_key: vbucket/store/key_record.py */
 #define RECORD_CRC_AT 34
@@ -40,6 +43,8 @@ static const char *const names[ATTRIBUTES] = {
     "item_count",
 };
 
+enum { HELD_BYTES, TAKEN };
+
 typedef struct {
     PyObject_HEAD
     PyObject *partitions; /* a list */
@@ -47,6 +52,9 @@ typedef struct {
     PyTypeObject *partition, *layer; /* their classes */
     Attribute of[ATTRIBUTES];
     Attribute layer_newest;
+    Attribute of_cache[2]; /* HELD_BYTES and TAKEN of the item cache */
+    size_t window;               /* how many requests are planned at once */
+    unsigned long long planned;  /* since it was made */
 } SetRun;
 
 /* A request, and what it replaces. The references are its own. */
@@ -64,7 +72,6 @@ typedef struct {
     PyObject *answers, *pending, *touched, *group;
     uint64_t group_number, cas_floor, value_bytes_max;
     uint8_t json;
-    Py_ssize_t taken, taken_bytes; /* from the item cache */
 } Run;
 
 /* The functions below return 1, 0 with an exception, or -1 for what Python should do. Those that
@@ -157,48 +164,55 @@ static int old_of_cache(const SetRun *self, PyObject *part, PyObject *key)
     return NOT_IN_MEMORY;
 }
 
-/* Takes a document from the item cache, as its `take` does. Returns CACHED if it is none. */
-static int take_cached(const SetRun *self, Run *run, Planned *planned)
+/* Removes a key from a dictionary of the item cache whose size is `of`, as its `take` does. */
+static int uncache(const SetRun *self, PyObject *cached, const Attribute *of,
+                   const Planned *planned, uint64_t bytes)
+{
+    uint64_t size, held, taken;
+    if (!attribute_get_number(of, planned->part, &size) ||
+        !attribute_get_number(&self->of_cache[HELD_BYTES], self->item_cache, &held) ||
+        !attribute_get_number(&self->of_cache[TAKEN], self->item_cache, &taken))
+        return 0;
+    if (size < bytes || held < bytes)
+        return CACHED;
+    PyObject *new_size = PyLong_FromUnsignedLongLong(size - bytes);
+    PyObject *new_held = PyLong_FromUnsignedLongLong(held - bytes);
+    PyObject *new_taken = PyLong_FromUnsignedLongLong(taken + 1);
+    int is_removed = new_size != NULL && new_held != NULL && new_taken != NULL &&
+                     !PyDict_DelItem(cached, planned->key) &&
+                     attribute_set(of, planned->part, new_size) &&
+                     attribute_set(&self->of_cache[HELD_BYTES], self->item_cache, new_held) &&
+                     attribute_set(&self->of_cache[TAKEN], self->item_cache, new_taken);
+    PyObject *all[] = {new_size, new_held, new_taken};
+    for (int i = 0; i < 3; i++)
+        Py_XDECREF(all[i]);
+    return is_removed;
+}
+
+/* Takes a document from the item cache. Returns CACHED if it is none. */
+static int take_cached(const SetRun *self, Planned *planned)
 {
     for (int which = RECENT; which <= OLDER; which++) {
         PyObject *cached = attribute_get(&self->of[which], planned->part);
         if (cached == NULL)
             return 0;
-        PyObject *entry = NULL;
-        if (PyDict_CheckExact(cached) && PyDict_GET_SIZE(cached))
-            entry = PyDict_GetItemWithError(cached, planned->key);
+        PyObject *entry = PyDict_CheckExact(cached) && PyDict_GET_SIZE(cached)
+                              ? PyDict_GetItemWithError(cached, planned->key)
+                              : NULL;
         int outcome = entry != NULL ? CACHED : PyErr_Occurred() ? 0 : NOT_IN_MEMORY;
-        uint64_t held, bytes = 0;
         if (entry != NULL && PyBytes_CheckExact(entry) && PyBytes_GET_SIZE(entry) >= NUMBERS_END &&
             PyBytes_AS_STRING(entry)[OPCODE_AT] == MUTATION) {
-            const Attribute *of = &self->of[which + RECENT_BYTES - RECENT];
-            bytes = (uint64_t)PyBytes_GET_SIZE(entry) + planned->request.key_bytes;
-            bytes += ITEM_OVERHEAD_BYTES;
-            outcome = old_of_entry(&planned->old, entry) == 1 &&
-                      attribute_get_number(of, planned->part, &held) &&
-                      !PyDict_DelItem(cached, planned->key) &&
-                      attribute_set_number(of, planned->part, held - bytes);
-            run->taken += outcome;
-            run->taken_bytes += outcome ? (Py_ssize_t)bytes : 0;
+            uint64_t bytes = (uint64_t)PyBytes_GET_SIZE(entry) + planned->request.key_bytes;
+            outcome = old_of_entry(&planned->old, entry);
+            if (outcome == 1)
+                outcome = uncache(self, cached, &self->of[which + RECENT_BYTES - RECENT], planned,
+                                  bytes + ITEM_OVERHEAD_BYTES);
         }
         Py_DECREF(cached);
         if (outcome != NOT_IN_MEMORY)
             return outcome;
     }
     return CACHED;
-}
-
-/* Adds to a number of the item cache. Returns 0 with an exception. */
-static int add_to_cache(const SetRun *self, const char *name, Py_ssize_t more)
-{
-    PyObject *before = PyObject_GetAttrString(self->item_cache, name);
-    PyObject *number = PyLong_FromSsize_t(more);
-    PyObject *after = before != NULL && number != NULL ? PyNumber_Add(before, number) : NULL;
-    int is_set = after != NULL && !PyObject_SetAttrString(self->item_cache, name, after);
-    Py_XDECREF(before);
-    Py_XDECREF(number);
-    Py_XDECREF(after);
-    return is_set;
 }
 
 /* Does what Versions.meta_below does for a key that the active layer does not have. */
@@ -270,26 +284,65 @@ static int search_store(const SetRun *self, Planned *planned, size_t count)
     return 1;
 }
 
-/* Sets the numbers of a partition after a change. */
-static int numbers_changed(SetRun *self, PyObject *part, const Run *run, uint64_t seqno,
-                           uint64_t cas, int is_new)
+/* What a change sets, made before anything is changed. */
+typedef struct {
+    PyObject *append, *entry, *answer, *seqno, *cas, *item_count; /* NULL: the count stays */
+    int is_touched; /* whether the group knows the partition */
+} Made;
+
+/* Makes what a change sets. Returns 0 with an exception; what is made needs `release` then, too. */
+static int make(SetRun *self, const Run *run, const Planned *planned, Made *made, uint64_t cas,
+                uint64_t seqno)
 {
-    uint64_t last_group, item_count;
-    if (!attribute_set_number(&self->of[HIGH_SEQNO], part, seqno) ||
-        !attribute_get_number(&self->of[LAST_GROUP], part, &last_group))
+    PyObject *part = planned->part;
+    int is_new = planned->old.opcode != MUTATION;
+    uint64_t epoch, vb_uuid, last_group, item_count = 0;
+    if (!attribute_get_number(&self->of[LEADER_EPOCH], part, &epoch) ||
+        !attribute_get_number(&self->of[VB_UUID], part, &vb_uuid) ||
+        !attribute_get_number(&self->of[LAST_GROUP], part, &last_group) ||
+        (is_new && !attribute_get_number(&self->of[ITEM_COUNT], part, &item_count)))
         return 0;
-    if (last_group != run->group_number &&
-        (!attribute_set(&self->of[LAST_GROUP], part, run->group) ||
-         PyList_Append(run->touched, part)))
+    if (epoch > UINT32_MAX)
+        return -1;
+    made->is_touched = last_group == run->group_number;
+    made->append = attribute_get(&self->of[APPEND_ENTRY], part);
+    made->entry = entry_made(&planned->request, &planned->old, epoch, cas, seqno);
+    made->answer = answer_made(&planned->request, cas, vb_uuid, seqno);
+    made->seqno = PyLong_FromUnsignedLongLong(seqno);
+    made->cas = PyLong_FromUnsignedLongLong(cas);
+    made->item_count = is_new ? PyLong_FromUnsignedLongLong(item_count + 1) : NULL;
+    return made->append != NULL && made->entry != NULL && made->answer != NULL &&
+           made->seqno != NULL && made->cas != NULL && (!is_new || made->item_count != NULL);
+}
+
+static void release(Made *made)
+{
+    PyObject *all[] = {made->append, made->entry, made->answer, made->seqno, made->cas,
+                       made->item_count};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
+        Py_XDECREF(all[i]);
+}
+
+/* Carries out a change. A partition that is touched without a change does no harm. */
+static int change(SetRun *self, const Run *run, const Planned *planned, const Made *made)
+{
+    PyObject *part = planned->part, *done;
+    if ((!made->is_touched && PyList_Append(run->touched, part)) ||
+        PyList_Append(run->pending, made->entry) ||
+        (done = PyObject_CallOneArg(made->append, made->entry)) == NULL)
         return 0;
-    if (is_new && (!attribute_get_number(&self->of[ITEM_COUNT], part, &item_count) ||
-                   !attribute_set_number(&self->of[ITEM_COUNT], part, item_count + 1)))
-        return 0;
-    return attribute_set_number(&self->of[MAX_CAS], part, cas);
+    Py_DECREF(done);
+    return !PyDict_SetItem(planned->newest, planned->key, made->entry) &&
+           (made->is_touched || attribute_set(&self->of[LAST_GROUP], part, run->group)) &&
+           (made->item_count == NULL ||
+            attribute_set(&self->of[ITEM_COUNT], part, made->item_count)) &&
+           attribute_set(&self->of[MAX_CAS], part, made->cas) &&
+           attribute_set(&self->of[HIGH_SEQNO], part, made->seqno) &&
+           !PyList_Append(run->answers, made->answer);
 }
 
 /* Completes the plan of a request: others may have changed its partition since. */
-static int settle(SetRun *self, Run *run, Planned *planned, uint64_t high_seqno)
+static int settle(SetRun *self, Planned *planned, uint64_t high_seqno)
 {
     if (planned->high_seqno != high_seqno) {
         PyObject *entry = PyDict_GetItemWithError(planned->newest, planned->key);
@@ -299,48 +352,31 @@ static int settle(SetRun *self, Run *run, Planned *planned, uint64_t high_seqno)
             return 0;
     }
     if (planned->outcome == CACHED)
-        planned->outcome = take_cached(self, run, planned);
+        planned->outcome = take_cached(self, planned);
     if (planned->outcome == CACHED)
         return old_of_python(self, &planned->old, planned->part, planned->key);
     return planned->outcome;
 }
 
-static int apply(SetRun *self, Run *run, Planned *planned)
+static int apply(SetRun *self, const Run *run, Planned *planned)
 {
-    PyObject *part = planned->part;
-    const Request *request = &planned->request;
-    uint64_t high_seqno, max_cas, epoch, vb_uuid;
-    if (!attribute_get_number(&self->of[HIGH_SEQNO], part, &high_seqno))
+    uint64_t high_seqno, max_cas;
+    if (!attribute_get_number(&self->of[HIGH_SEQNO], planned->part, &high_seqno) ||
+        !attribute_get_number(&self->of[MAX_CAS], planned->part, &max_cas))
         return 0;
-    int outcome = settle(self, run, planned, high_seqno);
+    int outcome = settle(self, planned, high_seqno);
     if (outcome != 1)
         return outcome;
-    const Old *old = &planned->old;
-    if (old->opcode == MUTATION && old->datatype > DATATYPE_PLAIN_MAX)
+    if (planned->old.opcode == MUTATION && planned->old.datatype > DATATYPE_PLAIN_MAX)
         return -1; /* its XATTRs stay */
-    if (!attribute_get_number(&self->of[MAX_CAS], part, &max_cas) ||
-        !attribute_get_number(&self->of[LEADER_EPOCH], part, &epoch) ||
-        !attribute_get_number(&self->of[VB_UUID], part, &vb_uuid))
-        return 0;
-    if (high_seqno == UINT64_MAX || max_cas == UINT64_MAX || epoch > UINT32_MAX)
+    if (high_seqno == UINT64_MAX || max_cas == UINT64_MAX)
         return -1;
-    uint64_t seqno = high_seqno + 1, cas = run->cas_floor;
-    if (cas <= max_cas)
-        cas = max_cas + 1;
-    PyObject *append = attribute_get(&self->of[APPEND_ENTRY], part);
-    PyObject *entry = entry_made(request, old, epoch, cas, seqno);
-    PyObject *answer = answer_made(request, cas, vb_uuid, seqno);
-    PyObject *done = NULL;
-    outcome = append != NULL && entry != NULL && answer != NULL &&
-              !PyList_Append(run->pending, entry) &&
-              (done = PyObject_CallOneArg(append, entry)) != NULL &&
-              !PyDict_SetItem(planned->newest, planned->key, entry) &&
-              numbers_changed(self, part, run, seqno, cas, old->opcode != MUTATION) &&
-              !PyList_Append(run->answers, answer);
-    Py_XDECREF(append);
-    Py_XDECREF(entry);
-    Py_XDECREF(answer);
-    Py_XDECREF(done);
+    uint64_t cas = run->cas_floor > max_cas ? run->cas_floor : max_cas + 1;
+    Made made = {0};
+    outcome = make(self, run, planned, &made, cas, high_seqno + 1);
+    if (outcome == 1)
+        outcome = change(self, run, planned, &made);
+    release(&made);
     return outcome;
 }
 
@@ -395,7 +431,7 @@ static size_t read_ahead(const SetRun *self, const Run *run, Planned *planned,
                          const uint8_t *data, size_t bytes)
 {
     size_t count = 0, lines = (size_t)self->partition->tp_basicsize / 64;
-    for (size_t at = 0; count < SEARCHES_MAX; count++) {
+    for (size_t at = 0; count < self->window; count++) {
         Request *request = &planned[count].request;
         if (!request_read(request, data + at, bytes - at, run->value_bytes_max, run->json) ||
             (Py_ssize_t)request->vb_id >= PyList_GET_SIZE(self->partitions))
@@ -410,14 +446,14 @@ static size_t read_ahead(const SetRun *self, const Run *run, Planned *planned,
     return count;
 }
 
-/* Applies up to SEARCHES_MAX requests. Sets how many bytes they have. Returns 1 if more may follow,
+/* Applies up to `window` requests. Sets how many bytes they have. Returns 1 if more may follow,
    -1 if not, 0 with an exception. */
-static int apply_some(SetRun *self, Run *run, const uint8_t *data, size_t bytes,
+static int apply_some(SetRun *self, const Run *run, const uint8_t *data, size_t bytes,
                       Py_ssize_t *taken)
 {
     Planned planned[SEARCHES_MAX];
     size_t count = read_ahead(self, run, planned, data, bytes), ready = 0;
-    int outcome = count == SEARCHES_MAX ? 1 : -1, each;
+    int outcome = count == self->window ? 1 : -1, each;
     for (size_t i = 0; i < count; i++)
         planned[i].part = planned[i].newest = planned[i].key = NULL;
     each = load(self, planned, count);
@@ -425,17 +461,19 @@ static int apply_some(SetRun *self, Run *run, const uint8_t *data, size_t bytes,
         ready++;
     if (each != 1)
         outcome = each;
+    self->planned += ready;
     if (outcome && !search_store(self, planned, ready))
         outcome = 0;
     for (size_t i = 0; i < ready && outcome && each; i++) {
-        const Request *request = &planned[i].request;
-        if ((each = apply(self, run, &planned[i])) == 1)
-            *taken += (Py_ssize_t)request_bytes(request);
-        else {
+        if ((each = apply(self, run, &planned[i])) != 1) {
+            self->window = WINDOW_MIN;
             outcome = each;
             break;
         }
+        *taken += (Py_ssize_t)request_bytes(&planned[i].request);
     }
+    if (outcome == 1 && self->window < SEARCHES_MAX)
+        self->window *= 2;
     for (size_t i = 0; i < count; i++) {
         Py_XDECREF(planned[i].part);
         Py_XDECREF(planned[i].newest);
@@ -448,12 +486,11 @@ static PyObject *set_run_apply(SetRun *self, PyObject *const *args, Py_ssize_t c
 {
     if (count != 10 || !PyBytes_CheckExact(args[0]) || !PyList_CheckExact(args[3]) ||
         !PyList_CheckExact(args[4]) || !PyList_CheckExact(args[5])) {
-        PyErr_SetString(PyExc_TypeError, "a run takes bytes, two positions, three lists, and four "
-                                         "numbers");
+        PyErr_SetString(PyExc_TypeError, "a run takes bytes, positions, three lists and numbers");
         return NULL;
     }
     Py_ssize_t position = PyLong_AsSsize_t(args[1]), end = PyLong_AsSsize_t(args[2]);
-    Run run = {args[3], args[4], args[5], args[6], 0, 0, 0, 0, 0, 0};
+    Run run = {args[3], args[4], args[5], args[6], 0, 0, 0, 0};
     run.group_number = PyLong_AsUnsignedLongLong(args[6]);
     run.cas_floor = PyLong_AsUnsignedLongLong(args[7]);
     run.json = (uint8_t)PyLong_AsUnsignedLong(args[8]) & DATATYPE_JSON;
@@ -465,19 +502,10 @@ static PyObject *set_run_apply(SetRun *self, PyObject *const *args, Py_ssize_t c
         return NULL;
     }
     const uint8_t *data = (const uint8_t *)PyBytes_AS_STRING(args[0]);
-    int outcome = 1;
-    while (outcome == 1)
+    int outcome;
+    do
         outcome = apply_some(self, &run, data + position, (size_t)(end - position), &position);
-    if (run.taken) {
-        PyObject *error, *value, *trace; /* what is taken counts, also if there is an exception */
-        PyErr_Fetch(&error, &value, &trace);
-        outcome = add_to_cache(self, "held_bytes", -run.taken_bytes) &&
-                          add_to_cache(self, "taken", run.taken)
-                      ? outcome
-                      : 0;
-        if (error != NULL)
-            PyErr_Restore(error, value, trace);
-    }
+    while (outcome == 1);
     return outcome ? PyLong_FromSsize_t(position) : NULL;
 }
 
@@ -504,12 +532,15 @@ static PyObject *set_run_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->tree = Py_NewRef(tree);
     self->item_cache = Py_NewRef(item_cache);
     self->damaged = Py_NewRef(damaged);
-    PyTypeObject *partition = Py_TYPE(PyList_GET_ITEM(partitions, 0));
-    self->partition = (PyTypeObject *)Py_NewRef((PyObject *)partition);
+    self->partition = (PyTypeObject *)Py_NewRef(Py_TYPE(PyList_GET_ITEM(partitions, 0)));
     self->layer_newest.name = names[NEWEST];
     for (int i = 0; i < ATTRIBUTES; i++)
         self->of[i].name = names[i];
-    if (!attributes_resolve(self->of, ATTRIBUTES, partition))
+    self->of_cache[HELD_BYTES].name = "held_bytes";
+    self->of_cache[TAKEN].name = "taken";
+    self->window = WINDOW_MIN;
+    if (!attributes_resolve(self->of, ATTRIBUTES, self->partition) ||
+        !attributes_resolve(self->of_cache, 2, Py_TYPE(item_cache)))
         Py_CLEAR(self);
     return (PyObject *)self;
 }
@@ -530,7 +561,6 @@ static int set_run_traverse(SetRun *self, visitproc visit, void *arg)
 static void set_run_dealloc(SetRun *self)
 {
     PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     PyObject_GC_UnTrack(self);
     Py_XDECREF(self->partitions);
     Py_XDECREF(self->meta_below);
@@ -539,7 +569,7 @@ static void set_run_dealloc(SetRun *self)
     Py_XDECREF(self->damaged);
     Py_XDECREF(self->partition);
     Py_XDECREF(self->layer);
-    release(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
 
@@ -548,11 +578,17 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef members[] = {
+    {"planned", T_ULONGLONG, offsetof(SetRun, planned), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyType_Slot slots[] = {
     {Py_tp_new, set_run_new},
     {Py_tp_dealloc, set_run_dealloc},
     {Py_tp_traverse, set_run_traverse},
     {Py_tp_methods, methods},
+    {Py_tp_members, members},
     {0, NULL},
 };
 
