@@ -4,8 +4,12 @@ against one that decodes each frame by itself, for any bytes and any cut of them
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +200,41 @@ def test_a_frame_that_is_cut_is_refused(rest_bytes):
     ):
         with pytest.raises(ValueError, match="not a mutation"):
             call()
+
+
+NEXT_PAGE = """
+import ctypes, mmap, sys
+from vbucket.native import loops
+
+data = bytes.fromhex(sys.argv[1])
+size = sys.getsizeof(data)
+pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+begin = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+end = begin + mmap.PAGESIZE
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+copy = ctypes.cast(ctypes.c_void_p(end - size), ctypes.py_object)
+ctypes.memmove(end - size, id(data), size)
+ctypes.c_ssize_t.from_address(end - size).value = 1 << 20  # nothing frees it
+assert copy.value == data
+try:
+    loops.mutation_keys(copy.value, 0, 2, 0)
+except ValueError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.skipif(NATIVE is None, reason="the C loops are not built")
+def test_nothing_is_read_behind_a_run_that_is_too_short():
+    """Nobody may read the page behind the bytes. In a process of its own, which would die of it."""
+    root = str(Path(__file__).parents[2])
+    value_bytes = 103 - (len(mutation(1)) - 1 + sys.getsizeof(b"") + 103) % 8  # it needs no padding
+    data = mutation(1, value=b"v" * value_bytes)
+    assert sys.getsizeof(data) % 8 == 0
+    done = subprocess.run(
+        [sys.executable, "-c", NEXT_PAGE, data.hex()], env=os.environ | {"PYTHONPATH": root},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "a frame here is not a mutation\n"), done.stderr
 
 
 # -- consumers -------------------------------------------------------------------------------------
