@@ -62,21 +62,31 @@ COMPILED: Final = (
 LOOPS: Final = "vbucket.native.loops"
 LOOPS_SOURCES: Final = (
     "vbucket/native/loops.c",
+    "vbucket/native/attributes.c",
     "vbucket/native/blocks.c",
     "vbucket/native/changes.c",
     "vbucket/native/compaction.c",
     "vbucket/native/counts.c",
     "vbucket/native/crc32c.c",
     "vbucket/native/frames.c",
+    "vbucket/native/key_tree.c",
+    "vbucket/native/packets.c",
+    "vbucket/native/set_request.c",
+    "vbucket/native/set_run.c",
     "vbucket/native/staging.c",
 )
 LOOPS_HEADERS: Final = (
+    "vbucket/native/attributes.h",
     "vbucket/native/blocks.h",
     "vbucket/native/changes.h",
     "vbucket/native/compaction.h",
     "vbucket/native/counts.h",
     "vbucket/native/crc32c.h",
     "vbucket/native/frames.h",
+    "vbucket/native/key_tree.h",
+    "vbucket/native/packets.h",
+    "vbucket/native/set_request.h",
+    "vbucket/native/set_run.h",
     "vbucket/native/staging.h",
 )
 PACKAGES: Final = ("dcp", "vbucket", "failover")

@@ -1,8 +1,10 @@
 """The figures of a cluster in docs/performance.md: three nodes as processes of this machine.
 
     python -m benchmarks.cluster                              everything but `busy`, some minutes
+    python -m benchmarks.cluster --quick                      everything, as short as it can be
     python -m benchmarks.cluster --only handover --runs 5
-    python -m benchmarks.cluster --only kill --rounds 100
+    python -m benchmarks.cluster --only kill,freeze,cut --rounds 100
+    python -m benchmarks.cluster --only kill,freeze,cut --rounds 100 --isr 2
     python -m benchmarks.cluster --only busy --seconds 600
 
 The nodes and the load share the machine's cores, so its other work is in every figure: the table
@@ -14,13 +16,15 @@ Parts
 - idle      processor time and written bytes of three nodes that nobody uses
 - handover  a node stops (SIGTERM) under `--rate` writes a second: what writes wait
 - kill      SIGKILL of a master's node under `--gap-rate` writes a second: the time to the first
-            answered write of each of its partitions
+            answered write of each of its partitions. With `--isr 2` there are two nodes and copies
 - freeze    the same by SIGSTOP
+- cut       the same by cutting its cables to nodes, clients and the metadata store (by a proxy)
 - sdk       the longest upsert of the official Couchbase SDK around a SIGKILL
 - slow      each sync of one node takes 50 ms, then 500 ms (by `strace`, which needs ptrace): the
             latencies of all writes, and of those to partitions of other masters
-- join      a node joins a loaded cluster of two: MB a second, and what writes wait meanwhile
-- busy      full load for `--seconds`: failovers, of which there must be none
+- join      a fourth node joins under load and gets its share of `--join-mib` of documents by a
+            rebalance: MB a second, and the writes' p99 before and meanwhile
+- busy      full load for `--seconds`: elections and new versions, of which there must be none
 """
 
 from __future__ import annotations
@@ -35,9 +39,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.cluster_nodes import POLL_SECONDS, Nodes, loaded, processor_ns
+from benchmarks.cluster_gaps import ISRS, measure_cut, measure_freeze, measure_kill
+from benchmarks.cluster_nodes import CLUSTER, POLL_SECONDS, Nodes, loaded, processor_ns
 from benchmarks.cluster_sdk import longest_upsert_ms
-from benchmarks.histogram import Histogram
 from benchmarks.peers import Dcpd, descendants
 from benchmarks.report import Report
 from benchmarks.run import MIB, add_output_options, check_names, generate, names_of, reported, say
@@ -54,8 +58,8 @@ OTHERS: Final = "each_second_of_others"
 VICTIMS: Final = "bc"
 """Nodes that die. The first one owns the metadata store, without which nobody is elected."""
 ONE_NODE: Final = "one node"
-CLUSTER: Final = "dcpd"
-WHILE_JOINING_SECONDS: Final = 600.0
+SETTLED_SECONDS: Final = 2.0
+"""How long a load runs before its latencies count."""
 
 
 def seconds_of(
@@ -164,50 +168,6 @@ def measure_handover(report: Report, options: argparse.Namespace, folder: Path) 
             nodes.settle(3, is_even=False)
 
 
-def measure_gaps(report: Report, options: argparse.Namespace, folder: Path, how: str) -> None:
-    """Nodes die under load; each comes back, and then another one dies."""
-    gaps: list[float] = []
-    with Nodes(folder / how) as nodes:
-        nodes.masters_return_soon()
-        for _ in range(options.rounds):
-            name = max(VICTIMS, key=lambda name: nodes.masters()[name])
-            node = nodes.nodes[name]
-            with loaded(nodes, options.gap_rate) as load:
-                time.sleep(BEFORE_SECONDS)
-                load.begin_mark(node.port)
-                if how == "kill":
-                    node.kill()
-                else:
-                    nodes.freeze(name)
-                found = load.end_mark()
-                time.sleep(1)
-                result = load.stop()
-            say(f"  {how} {name}: {len(found)} partitions, {found[0]:.0f} to {found[-1]:.0f} ms; "
-                f"longest wait of any write {result['max_us'] / 1000:.0f} ms")  # fmt: skip
-            gaps += found
-            if how == "kill":
-                node.start()
-            else:
-                nodes.thaw(name)
-            nodes.settle(3)
-    seen = Histogram()
-    for gap in gaps:
-        seen.add(int(1000 * gap))
-    for percent in (50, 99, 100):
-        report.add(CLUSTER, f"{how} to the first write, p{percent} of {len(gaps):,} partitions",
-                   seen.percentile(percent) / 1e6, unit="s", more_is_better=False)  # fmt: skip
-
-
-def measure_kill(report: Report, options: argparse.Namespace, folder: Path) -> None:
-    """SIGKILL."""
-    measure_gaps(report, options, folder, "kill")
-
-
-def measure_freeze(report: Report, options: argparse.Namespace, folder: Path) -> None:
-    """SIGSTOP."""
-    measure_gaps(report, options, folder, "freeze")
-
-
 def measure_sdk(report: Report, options: argparse.Namespace, folder: Path) -> None:
     """SIGKILL, as users of the official SDK see it."""
     with Nodes(folder / "sdk") as nodes:
@@ -271,51 +231,57 @@ def slow_syncs(pid: int, delay_ms: int) -> subprocess.Popen[bytes]:
 
 
 def measure_join(report: Report, options: argparse.Namespace, folder: Path) -> None:
-    """A node joins a cluster of two that holds data; copies of all of it go there."""
+    """A fourth node joins three that hold data, and gets its share by a rebalance."""
     keys = options.join_mib * MIB // DOCUMENT_BYTES
-    with Nodes(folder / "join", "ab") as nodes:
+    with Nodes(folder / "join") as nodes:
         generate("binary", nodes.ports[0], (2, 64), "--load", "--keys", keys, "--value-bytes",
                  DOCUMENT_BYTES, "--cluster")  # fmt: skip
+        nodes.settle(3)
         with loaded(nodes, options.join_rate) as load:
-            time.sleep(2 * BEFORE_SECONDS)
-            joining = nodes.add("c")
-            joining.start()
-            seconds = nodes.until(
-                lambda: nodes.status()["in_sync_sizes"] == {"3": 1024}, WHILE_JOINING_SECONDS
-            )
-            result = load.stop()
-    before_ms, _ = seconds_of(result, 1, int(2 * BEFORE_SECONDS))
-    during_ms, _ = seconds_of(result, int(2 * BEFORE_SECONDS), 100_000)
-    rate = options.join_mib * MIB / 1e6 / seconds
-    say(f"  join: {options.join_mib} MiB in {seconds:.1f} s, {rate:.1f} MB/s; p99 before "
-        f"{before_ms:.0f} ms, worst second {during_ms:.0f} ms")  # fmt: skip
-    report.add(CLUSTER, f"a node joins, {options.join_mib} MiB", rate, unit="MB/s",
-               more_is_better=True)  # fmt: skip
-    for what, value in (("before", before_ms), ("worst second meanwhile", during_ms)):
-        report.add(CLUSTER, f"a node joins, writes' p99, {what}", value, unit="ms",
+            time.sleep(SETTLED_SECONDS)
+            load.split()
+            time.sleep(options.before_seconds)
+            before = load.split()
+            nodes.add("d").start()
+            nodes.until(lambda: "d" in nodes.alive())
+            seconds = nodes.rebalance()
+            during = load.split()
+            load.stop()
+        copied = sum("d" in row["copies"] for row in nodes.partition_map())
+    mib = options.join_mib * copied / 1024
+    rate, worse = mib * MIB / 1e6 / seconds, during["p99_us"] / max(before["p99_us"], 1)
+    say(f"  join: {copied} copies, {mib:.0f} MiB in {seconds:.1f} s, {rate:.1f} MB/s; p99 before "
+        f"{before['p99_us'] / 1000:.0f} ms, meanwhile {during['p99_us'] / 1000:.0f} ms "
+        f"({worse:.1f} times)")  # fmt: skip
+    what = f"a fourth node joins, {options.join_mib} MiB"
+    report.add(CLUSTER, what, rate, unit="MB/s", more_is_better=True)
+    for when, window in (("before", before), ("meanwhile", during)):
+        report.add(CLUSTER, f"{what}, writes' p99 {when}", window["p99_us"] / 1000, unit="ms",
                    more_is_better=False)  # fmt: skip
 
 
 def measure_busy(report: Report, options: argparse.Namespace, folder: Path) -> None:
     """Full load: a node that is only slow must not be deposed."""
     with Nodes(folder / "busy") as nodes:
-        epochs = nodes.epochs()
+        epochs, versions = nodes.epochs(), nodes.versions()
         result = generate(
             "binary", nodes.ports[0], (8, 64), "--seconds", options.seconds, "--keys",
             options.keys, "--cluster",
         )  # fmt: skip
-        risen = sum(epoch > epochs[vb_id] for vb_id, epoch in nodes.epochs().items())
+        elections = sum(epoch - epochs[vb_id] for vb_id, epoch in nodes.epochs().items())
         lost = 1024 - nodes.status()["in_sync_sizes"].get("3", 0)
-        say(f"  busy for {options.seconds:.0f} s: {risen} partitions failed over, {lost} are not "
-            f"in sync, {result['operations_per_second']:,.0f} op/s")  # fmt: skip
+        new = sum(version != versions[vb_id] for vb_id, version in nodes.versions().items())
+        rate = result["operations_per_second"]
+        say(f"  busy for {options.seconds:.0f} s: {elections} elections, {new} new versions, "
+            f"{lost} partitions not in sync, {rate:,.0f} op/s")  # fmt: skip
         for node in nodes.nodes.values():
             for line in _lines(str(node.log_path)):
                 if '"masters elected"' in line or "lease" in line:
                     say(f"    {node.data.name}: {line[:200]}")
-    report.add(CLUSTER, f"failovers in {options.seconds:.0f} s of full load", risen, unit="",
-               more_is_better=False)  # fmt: skip
-    report.add(CLUSTER, "SET 8 x 64 meanwhile", result["operations_per_second"], unit="op/s",
-               more_is_better=True)  # fmt: skip
+    what = f"{options.seconds:.0f} s of full load"
+    for count, name in ((elections, "elections"), (new, "new versions")):
+        report.add(CLUSTER, f"{name} in {what}", count, unit="", more_is_better=False)
+    report.add(CLUSTER, "SET 8 x 64 meanwhile", rate, unit="op/s", more_is_better=True)
     report.add(CLUSTER, "SET 8 x 64 meanwhile, longest", result["max_us"] / 1000, unit="ms",
                more_is_better=False)  # fmt: skip
 
@@ -326,6 +292,7 @@ PARTS: Final[dict[str, Callable[[Report, argparse.Namespace, Path], None]]] = {
     "handover": measure_handover,
     "kill": measure_kill,
     "freeze": measure_freeze,
+    "cut": measure_cut,
     "sdk": measure_sdk,
     "slow": measure_slow,
     "join": measure_join,
@@ -333,25 +300,38 @@ PARTS: Final[dict[str, Callable[[Report, argparse.Namespace, Path], None]]] = {
 }
 
 
+QUICK: Final = {
+    "runs": 1, "rounds": 2, "seconds": 2.0, "seconds_of_set": 1.0, "rest_seconds": 1.0,
+    "keys": 2_000, "rate": 1_000, "gap_rate": 500, "join_rate": 500, "join_mib": 4,
+    "before_seconds": 1.0,
+}  # fmt: skip
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks.cluster", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--only", type=names_of, metavar="PART,...",
-                        default=[name for name in PARTS if name != "busy"])  # fmt: skip
+    parser.add_argument("--only", type=names_of, metavar="PART,...")
+    parser.add_argument("--quick", action="store_true", help="the smallest sizes, for a test")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=5, help="of kill, freeze and sdk")
+    parser.add_argument("--rounds", type=int, default=5, help="of kill, freeze, cut and sdk")
+    parser.add_argument("--isr", type=int, choices=sorted(ISRS), default=3,
+                        help="copies in sync in kill, freeze and cut")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=600.0, help="of busy")
+    parser.add_argument("--before-seconds", type=float, default=20.0, help="of join")
     parser.add_argument("--seconds-of-set", type=float, default=5.0)
     parser.add_argument("--rest-seconds", type=float, default=10.0, help="of idle")
     parser.add_argument("--keys", type=int, default=200_000)
     parser.add_argument("--rate", type=float, default=20_000, help="writes a second, handover")
     parser.add_argument("--gap-rate", type=float, default=2_000, help="the same, kill and slow")
     parser.add_argument("--join-rate", type=float, default=2_000, help="the same, join")
-    parser.add_argument("--join-mib", type=int, default=1024, help="documents when a node joins")
+    parser.add_argument("--join-mib", type=int, default=1024, help="documents of 1 KiB in join")
     add_output_options(parser)
+    if parser.parse_known_args()[0].quick:
+        parser.set_defaults(**QUICK, only=list(PARTS))
     options = parser.parse_args()
+    options.only = options.only or [name for name in PARTS if name != "busy"]
     check_names(parser, options.only, PARTS)
     options.peers = ["dcpd"]
     return options
@@ -367,7 +347,7 @@ def main() -> int:
         loads = " and ".join(f"{load[0]:.1f}" for load in (began, os.getloadavg()))
         report.about["load of the machine"] = f"{loads} at the beginning and at the end"
         report.about["documents"] = f"{options.keys:,} keys, 128-byte values; dcpd is three nodes"
-        report.about["runs"] = f"{options.runs}; kill, freeze and sdk {options.rounds}"
+        report.about["runs"] = f"{options.runs}; kill, freeze, cut and sdk {options.rounds}"
     return 0
 
 

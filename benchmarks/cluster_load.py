@@ -8,11 +8,12 @@ So a latency is what a caller waits, with all refusals in it. There is one conne
 
 Commands on standard input:
 
-    mark PORT   send one write to each partition whose master is there, and tell when all are
-                answered: how long each of them took from now on
-    stop        end now
+    mark PORT TIME   send one write to each partition whose master is there, and tell when all are
+                     answered: how long each of them took since TIME (of the monotonic clock)
+    split            tell the latencies of what was answered since the last split
+    stop             end now
 
-Each mark, and the end, is one JSON document on a line of standard output.
+Each mark, split, and the end, is one JSON document on a line of standard output.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Answer(NamedTuple):
 class Link:
     """The connection to one node."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, host: str, port: int) -> None:
         self.port = port
         self.sent: deque[Op] = deque()
         """In the order in which they will be answered."""
@@ -98,7 +99,7 @@ class Link:
         self.socket = socket.socket()
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket.connect_ex(("127.0.0.1", port))
+        self.socket.connect_ex((host, port))
 
     def flush(self) -> None:
         """Send what is to be sent, as much as the socket takes. Raises OSError."""
@@ -149,6 +150,7 @@ class ClusterLoad:
     """See the module."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        self._host: str = options.host
         self._ports: list[int] = options.ports
         self._rate: float = options.rate
         self._frames = _frames(options.value_bytes)
@@ -163,6 +165,8 @@ class ClusterLoad:
         self._in_flight = 0
         self._seconds: dict[int, Histogram] = defaultdict(Histogram)
         """Second of the run -> latencies in microseconds of what was answered in it."""
+        self._window = Histogram()
+        """The same since the last split."""
         self._others: dict[int, Histogram] = defaultdict(Histogram)
         """The same without the partitions of the master at `--without`."""
         self._without: int = options.without
@@ -228,7 +232,7 @@ class ClusterLoad:
             if link is None:
                 if now_s - self._tried_s.get(port, 0) >= RECONNECT_S:
                     self._tried_s[port] = now_s
-                    self._links[port] = link = Link(port)
+                    self._links[port] = link = Link(self._host, port)
                     self._selector.register(link.socket, selectors.EVENT_READ, link)
             elif now_s - link.heard_s > SILENT_S and any(
                 self._masters[op.vb_id] != port for op in link.sent
@@ -309,6 +313,7 @@ class ClusterLoad:
         self._seconds[second].add(took_us)
         if self._masters[op.vb_id] != self._without:
             self._others[second].add(took_us)
+        self._window.add(took_us)
         if took_s > self._worst.get(op.vb_id, 0):
             self._worst[op.vb_id] = took_s
         if op.refusals and took_s > self._worst_refused_s:
@@ -327,14 +332,19 @@ class ClusterLoad:
             name, _, argument = line.partition(b" ")
             if name == b"stop":
                 return True
-            self._begin_mark(int(argument))
+            if name == b"split":
+                tell({"window": latencies(self._window)})
+                self._window = Histogram()
+            else:
+                port, since_s = argument.split()
+                self._begin_mark(int(port), float(since_s))
         return False
 
-    def _begin_mark(self, port: int) -> None:
+    def _begin_mark(self, port: int, since_s: float) -> None:
         vb_ids = [vb_id for vb_id in range(NUM_VBUCKETS) if self._masters[vb_id] == port]
-        mark, now_s = Mark(port, len(vb_ids)), time.monotonic()
+        mark = Mark(port, len(vb_ids))
         for vb_id in vb_ids:
-            self._send(Op(vb_id, now_s, mark))
+            self._send(Op(vb_id, since_s, mark))
         if not vb_ids:
             tell({"mark": port, "gaps_ms": []})
 
@@ -350,11 +360,8 @@ class ClusterLoad:
             everything.merge(each)
         return {
             "seconds": round(took_s, 3),
-            "operations": len(everything),
             "operations_per_second": round(len(everything) / took_s, 1),
-            "p50_us": everything.percentile(50),
-            "p99_us": everything.percentile(99),
-            "max_us": everything.percentile(100),
+            **latencies(everything),
             "longest_refused_ms": round(1e3 * self._worst_refused_s, 1),
             "partitions_over_100_ms": sum(worst > 0.1 for worst in self._worst.values()),
             "refusals": dict(self._refusals),
@@ -362,6 +369,15 @@ class ClusterLoad:
             "each_second": _by_second(self._seconds),
             "each_second_of_others": _by_second(self._others),
         }
+
+
+def latencies(found: Histogram) -> dict[str, int]:
+    """Return how many there are, and their percentiles in microseconds."""
+    return {
+        "operations": len(found),
+        **{f"p{percent}_us": found.percentile(percent) for percent in (50, 99)},
+        "max_us": found.percentile(100),
+    }
 
 
 def _by_second(found: dict[int, Histogram]) -> dict[int, list[int]]:
@@ -399,6 +415,7 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--ports", required=True,
                         type=lambda text: [int(port) for port in text.split(",")])  # fmt: skip
+    parser.add_argument("--host", default="127.0.0.1", help="of all nodes")
     parser.add_argument("--rate", type=float, default=20_000)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--value-bytes", type=int, default=128)

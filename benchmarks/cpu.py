@@ -16,8 +16,8 @@ processor time, so the figures hold on a busy machine. The output is one JSON do
 - backfill_bare                    backfill_merged, for a client without collections
 - live                              a SET that one stream follows, less the SET
 
-merge, merge_update and compact run in C if the loops are built (vbucket/native); --without-loops
-runs their twins in Python.
+SETs, merge, merge_update and compact run in C if the loops are built (vbucket/native);
+--without-loops runs their twins in Python.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ class CoreNode:
 
         self.store = Store.create(self.env, node, new_partitions(draw_uuid, NUM_VBUCKETS))
         self.engine = Engine(self.store, draw_uuid, NUM_VBUCKETS, 1 << 40)
+        if not native:
+            self.engine.set_run = None
         self.writer = LogWriter(MemoryLogDevice())
         self.writer.rotate()
         self.hub = StreamHub()
@@ -328,7 +330,7 @@ def main() -> int:
     parser.add_argument("--keys", type=int, default=500_000)
     parser.add_argument("--operations", type=int, default=100_000, help="per figure, at least")
     parser.add_argument("--value-bytes", type=int, default=128)
-    parser.add_argument("--without-loops", action="store_true", help="upkeep in Python")
+    parser.add_argument("--without-loops", action="store_true", help="SETs and upkeep in Python")
     options = parser.parse_args()
     count = options.operations // BATCH * BATCH
     with tempfile.TemporaryDirectory() as folder:

@@ -373,9 +373,9 @@ MUTATIONS = (
     ),
     Mutation(
         "backup-takes-seqnos-twice",
-        "                if not last < seqno <= limit:\n",
-        "                if not last <= seqno <= limit:\n",
-        ("test_backup_intake",),
+        "find_run(buffer, at, end, feed.seqno, feed.marker_end)",
+        "find_run(buffer, at, end, max(feed.seqno, 1) - 1, feed.marker_end)",
+        ("test_backup_intake", "test_change_runs"),
     ),
     # -- Spark ---------------------------------------------------------------------------------
     Mutation(

@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import json
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any
 
 from sim.run import Options
@@ -144,7 +146,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def end_as_by_ctrl_c(number: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM: end what was started, unmount disks, and tell where the run goes on."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):  # jobs in the background of a shell ignore Ctrl-C
+        raise KeyboardInterrupt
+    handler(number, frame)
+
+
 def main() -> int:
+    signal.signal(signal.SIGTERM, end_as_by_ctrl_c)
     parser = _parser()
     arguments = parser.parse_args()
     if arguments.command == "attack":

@@ -4,7 +4,8 @@
     Stretch    selected frames of a strip, with the chunk's bytes
 
 Nearly all frames are mutations, whose heads have the same length. The heads are joined, so a field
-of all frames is a slice with a stride. Other sections are decoded frame by frame.
+of all frames is a slice with a stride. Other sections are decoded frame by frame. Where the loops
+in C are built (vbucket.native), they decode all sections.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from dcp.wire.message import MUTATION_EXTRAS, SYSTEM_EVENT_EXTRAS
 from dcp.wire.opcode import Opcode
 from vbucket.model.ids import time_ns_from_cas
 from vbucket.model.manifest import SystemEventKind, collection_of, parse_system_event
+from vbucket.native import ArchiveLoops, archive_loops
 
 _BODY: Final = Struct(">8xI")
 _KIND: Final = Struct(">xBHB")
 """Opcode, key length, extras length."""
 _CAS_SEQNO: Final = Struct(">16xQQ")
+_LOOPS: Final = archive_loops()
+"""The same in C, where it is built."""
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _KEY_AT: Final = HEADER_BYTES + MUTATION_EXTRAS.size
@@ -59,6 +63,8 @@ class Strip:
     def __init__(self, data: bytes, section: Section) -> None:
         """`data`: the chunk; its checksum was verified."""
         self._section = section
+        if _LOOPS is not None and self._split(_LOOPS, data, section):
+            return
         unpack = _BODY.unpack_from
         at, end = section.offset, section.offset + section.size_bytes
         body_sizes: list[int] = []
@@ -71,9 +77,7 @@ class Strip:
         self._ends = starts[1:]
         starts.pop()
         self._starts, self._body_sizes = starts, body_sizes
-        self._seqnos: Sequence[int] = range(section.first_seqno, section.last_seqno + 1)
-        if len(self._seqnos) != len(starts):
-            self._seqnos = [seqno for _, seqno in map(_CAS_SEQNO.unpack_from, repeat(data), starts)]
+        self._seqnos = self._find_seqnos(data)
         heads = b"".join([data[at : at + _HEAD_BYTES] for at in starts])
         count = len(starts)
         self._opcodes = heads[1::_HEAD_BYTES]
@@ -91,6 +95,25 @@ class Strip:
             opcodes, self._key_sizes, self._extras_sizes = rows
             self._opcodes = bytes(opcodes)
             self._first_bytes = bytes([key[0] if key else 0 for key in self._keys(data)])
+
+    def _split(self, loops: ArchiveLoops, data: bytes, section: Section) -> bool:
+        """Do the same in C; False: nothing was done."""
+        found = loops.split(data, section.offset, section.offset + section.size_bytes)
+        if found is None:
+            return False
+        (
+            self._starts, self._ends, self._body_sizes, self._opcodes, self._key_sizes,
+            self._extras_sizes, self._first_bytes,
+        ) = found  # fmt: skip
+        self._seqnos = self._find_seqnos(data)
+        return True
+
+    def _find_seqnos(self, data: bytes) -> Sequence[int]:
+        section = self._section
+        if section.last_seqno + 1 - section.first_seqno == len(self._starts):
+            return range(section.first_seqno, section.last_seqno + 1)
+        unpacked = map(_CAS_SEQNO.unpack_from, repeat(data), self._starts)
+        return [seqno for _, seqno in unpacked]
 
     def __len__(self) -> int:
         """Return the number of frames."""
@@ -171,6 +194,11 @@ class Strip:
         return 0
 
     def _keys(self, data: bytes) -> list[bytes]:
+        if _LOOPS is not None:
+            section = self._section
+            keys = _LOOPS.keys(data, section.offset, section.offset + section.size_bytes)
+            if keys is not None:
+                return keys
         return [
             data[(at := start + HEADER_BYTES + extras) : at + size]
             for start, extras, size in zip(

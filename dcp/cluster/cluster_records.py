@@ -50,6 +50,9 @@ class ClusterRecord(_Record, frozen=True, kw_only=True):
     life: int = 1
     """Grows when the metadata store was set back, whose revisions begin again lower then. Clients
     compare (life, revision)."""
+    secret_proof: str = ""
+    """`ClusterFile.secret_proof`: a node with another secret does not become a member. Empty:
+    anyone does."""
 
 
 class ManifestRecord(_Record, frozen=True, kw_only=True):

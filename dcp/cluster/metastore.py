@@ -219,6 +219,8 @@ class StoreUnavailable(NamedTuple):
     text: str
     is_denied: bool = False
     """Whether the store does not let this client in. Then trying again does not help."""
+    is_unfit: bool = False
+    """Whether nobody can use this store as it is, for example because it is too old."""
 
 
 class OutcomeUnknown(NamedTuple):

@@ -2,6 +2,7 @@
 
     FAILOVER_LOG   the versions of partitions that have branched    (storage.failover_logs)
     MERGE          sealed log segments into the store               (storage.merging)
+    LOAD           documents of a restore into the store            (storage.loading)
     PLAN           which floors are worth raising                   (storage.compaction_schedule)
     COMPACTION     drops what the floors allow                      (storage.compaction_schedule)
 
@@ -12,7 +13,7 @@
 
 This is all work of the store process. A turn is one request to it, which is not interrupted. Plans
 and compactions take many short turns (SLICE_S), so a merge waits for one of them at most. A merge
-is one transaction and takes one turn.
+is one transaction and takes one turn, and so does a load.
 
 The most urgent kind is next, with one exception, so that nothing starves. Work that waits during
 a turn of a more urgent kind is owed a part of that time (RATIO). Once a slice is owed, it goes
@@ -43,15 +44,17 @@ class Work(IntEnum):
 
     FAILOVER_LOG = 0
     MERGE = 1
-    PLAN = 2
-    COMPACTION = 3
+    LOAD = 2
+    PLAN = 3
+    COMPACTION = 4
 
 
-RATIO: Final = {Work.MERGE: 1.0, Work.COMPACTION: 0.6}
+RATIO: Final = {Work.MERGE: 1.0, Work.LOAD: 0.6, Work.COMPACTION: 0.6}
 """What a kind is owed for a second of more urgent work. Dropping a version takes half as long as
 merging one, so compaction keeps up even if merges follow each other without a pause."""
 _ACCOUNT: Final = {
     Work.MERGE: Work.MERGE,
+    Work.LOAD: Work.LOAD,
     Work.PLAN: Work.COMPACTION,
     Work.COMPACTION: Work.COMPACTION,
 }

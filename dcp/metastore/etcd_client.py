@@ -127,6 +127,8 @@ class EtcdClient:
         self._is_set_back = False
         self._is_denied = False
         """Whether the last endpoint that was tried does not let this client in."""
+        self._is_unfit = False
+        """Whether it is too old, or its history went back."""
         self._told: set[str] = set()
         self._told_away: set[str] = set()
         """Why etcd does not answer, as far as told since it last did."""
@@ -189,7 +191,7 @@ class EtcdClient:
         begun_s = self._loop.time()
         if link is None or begun_s >= until_s:
             text = self.trouble or "etcd: no member answered in time"
-            return StoreUnavailable(text, self._is_denied)
+            return StoreUnavailable(text, self._is_denied, self._is_unfit)
         try:
             response = await link.call(request, message, until_s - begun_s)
         except LinkLostError as error:
@@ -267,7 +269,7 @@ class EtcdClient:
     async def _use(self, endpoint: str) -> str | None:
         """Use an endpoint for as long as it can be used; return why it cannot, or None."""
         link = EtcdLink(endpoint, self._settings)
-        self._is_denied = False
+        self._is_denied = self._is_unfit = False
         try:
             async with asyncio.timeout(LOGIN_S):
                 await link.log_in()
@@ -278,7 +280,7 @@ class EtcdClient:
             self._is_denied = is_denial(error.details() or "")
             return trouble_of(endpoint, error.details() or "")
         except EtcdUnfitError as error:
-            self._is_denied = True
+            self._is_unfit = True
             return str(error)
         except TimeoutError:
             return trouble_of(endpoint, "Deadline Exceeded")

@@ -25,6 +25,12 @@ from vbucket.model.ids import SEQNO_MAX
 
 WINDOW_BYTES: Final = 8 << 20
 """Entries on their way to one replica: at 100 MB/s, 80 ms of them."""
+QUESTIONS_MAX: Final = 64
+"""With so many unanswered questions no heartbeat is sent: the replica reads nothing."""
+BEAT_NS: Final = 100_000_000
+"""Time between heartbeats, unless the setting says another one."""
+SILENCE_NS_MAX: Final = 3_000_000_000
+"""A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
 SECTION_BYTES: Final = 256 << 10
 """Entries of a partition that is behind, in one message: a fair share of a turn."""
 NEVER: Final = SEQNO_MAX

@@ -230,6 +230,8 @@ class Leading:
         where something else may be committed now.
         """
         self._note_ready()
+        if not group.has_control and group.high_seqnos.keys().isdisjoint(self.masterships.keys()):
+            return ()  # all of it came from other masters
         whole = self._begin_whole(group)
         apart = set() if whole is None else whole.sections
         taken = {member for member, feed in self.feeds.items() if whole and feed.send_whole(whole)}
@@ -488,7 +490,7 @@ class Leading:
             if record is not None:
                 changes.append(self._change(mastership, record, records[vb_id]))
         if self._is_leaving:
-            self.handovers.wait(self.masterships)
+            self._want_successors()
         if may_write and not changes and self.handovers.is_under_way:
             changes = self.handover_changes(self._now_ns, records)
         elif self.handovers.is_under_way:
@@ -583,7 +585,11 @@ class Leading:
     def leave(self) -> None:
         """Hand over all partitions: this node is about to stop."""
         self._is_leaving = True
-        self.handovers.wait(self.masterships)
+        self._want_successors()
+
+    def _want_successors(self) -> None:
+        able = self._successors.able
+        self.handovers.wait(vb_id for vb_id, each in self.masterships.items() if able(each.record))
 
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
         """See `AskedBranches.want`."""

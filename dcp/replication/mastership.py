@@ -357,7 +357,8 @@ class Mastership:
                 lag_max_ns=lag_max_ns,
             )
         ]  # fmt: skip
-        if not leaving and lateness.slow:
+        is_heard = lag_max_ns == self._settings.replica_lag_max_ns
+        if not leaving and lateness.slow and is_heard:
             leaving = sorted(
                 slow_to_leave(
                     record.isr, self._member, lateness,

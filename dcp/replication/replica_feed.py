@@ -34,11 +34,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
 
 from dcp.replication.fed_stream import (
+    BEAT_NS,
     NEVER,
+    QUESTIONS_MAX,
     SECTION_BYTES,
+    SILENCE_NS_MAX,
     WINDOW_BYTES,
     FedStream,
     FeedPace,
@@ -70,13 +72,6 @@ from vbucket.engine.partition import Partition
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
 from vbucket.store.environment import StoreDamagedError
-
-QUESTIONS_MAX: Final = 64
-"""With so many unanswered questions no heartbeat is sent: the replica reads nothing."""
-BEAT_NS: Final = 100_000_000
-"""Time between heartbeats, unless the setting says another one."""
-SILENCE_NS_MAX: Final = 3_000_000_000
-"""A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
 
 
 class ReplicaFeed:
@@ -267,15 +262,16 @@ class ReplicaFeed:
     # -- what the node core tells ------------------------------------------------------------------
 
     def send_whole(self, group: WholeGroup) -> bool:
-        """Send what the replica follows of a synced group as one message; False: some of it is
-        behind, or the window is full, and nothing was done.
+        """Send what is in step of a synced group as one message; False: the window is full. What is
+        behind is read from its cursor.
         """
         seqnos, shared = group.seqnos, group.shared
         if not self._takes_all(group.mastered) and not seqnos.keys() <= self._in_step:
             followed = seqnos.keys() & self._streams.keys()
-            if not followed <= self._in_step:
-                return False
-            if not followed:
+            if behind := followed - self._in_step:
+                self._behind.update(dict.fromkeys(behind))
+                self._schedule()
+            if not (followed := followed & self._in_step):
                 return True
             seqnos, shared = group.only(followed)
         size = len(shared.entries)
@@ -293,11 +289,10 @@ class ReplicaFeed:
         return True
 
     def out_of_step(self, group: WholeGroup) -> set[int]:
-        """Return the partitions of a group that the replica cannot get with the whole group."""
+        """Return the partitions for which the replica is in sync, and not in step."""
         if self._takes_all(group.mastered) or group.seqnos.keys() <= self._in_step:
             return set()
-        behind = (group.seqnos.keys() & self._streams.keys()) - self._in_step
-        return behind | group.out_of_step(self.member, self._in_step)
+        return group.out_of_step(self.member, self._in_step)
 
     def _takes_all(self, mastered: frozenset[int]) -> bool:
         """Whether all partitions that this node masters are in step."""
@@ -403,6 +398,11 @@ class ReplicaFeed:
         """Whether `pump` would return anything now."""
         waits = self._stale or self._behind or self._committed
         return bool(self._out or (waits and self._has_room))
+
+    @property
+    def can_wait(self) -> bool:
+        """See StreamSender: the next group tells what is committed as well."""
+        return not (self._out or self._stale or self._behind)
 
     @property
     def _has_room(self) -> bool:

@@ -21,8 +21,11 @@ Invariants
 - that a whole group is committed counts for streams that were OPEN when it came, and are since;
 - a message is acknowledged after the commit group that holds its entries is synced here, and all
   messages before it;
-- a question is confirmed at once, for the streams that are open then. `confirmed_ns` is when that
-  happened last: a member that becomes master waits until that has lapsed.
+- a question is confirmed for the streams that are open then. `confirmed_ns` is when that happened
+  last: a member that becomes master waits until that has lapsed;
+- the question of a whole group is told with the group's acknowledgement, and that of a message that
+  only tells what is committed with the next one. But no confirmation waits if none was told for
+  CONFIRM_NS, or if a stream was opened since: the master may wait for it to serve.
 """
 
 from __future__ import annotations
@@ -73,7 +76,8 @@ DAMAGED_RETRY_NS: Final = 5_000_000_000
 each attempt is logged there."""
 HEARD_NS_MAX: Final = 3_000_000_000
 """A link without a word for so long is closed; heartbeats come ten times a second."""
-
+CONFIRM_NS: Final = 50_000_000
+"""A tenth of the time for which a confirmation counts (`failover.isr.CONFIRMATION_NS`)."""
 
 _REMEMBERED_GROUPS: Final = 2 * TOLD_GROUPS_MAX
 """The master names none of the older ones."""
@@ -179,6 +183,8 @@ class ReplicaLink:
         """The last message that was applied."""
         self._question = 0
         self._acked = (0, 0)
+        self._at_once_ns = -CONFIRM_NS
+        """When a confirmation was told at once."""
         self._unsynced: deque[tuple[int, int]] = deque()
         """Applied messages that are not synced here: commit group, number."""
         self._synced_number = 0
@@ -365,6 +371,7 @@ class ReplicaLink:
             self._side.welcomed(vb_id, welcome)
             stream.step = _FollowStep.OPEN
             self._newest_open = max(self._newest_open, stream.opaque)
+            self._at_once_ns = now_ns - CONFIRM_NS  # the master may wait for this to serve
             self._epochs[vb_id] = stream.epoch
             self._note_high(vb_id)
         elif frame.status == Status.ROLLBACK:
@@ -407,19 +414,26 @@ class ReplicaLink:
     def _message(self, frame: Frame, now_ns: int) -> None:
         message = unpack_entries(frame)
         self._check_number(message.number)
-        self._taken(message.number, message.question, self._take_sections(message), now_ns)
+        group = self._take_sections(message)
+        self._taken(message.number, message.question, group, now_ns, can_wait=False)
 
     def _check_number(self, number: int) -> None:
         if number != self._number + 1:
             raise ReplicationError(f"message {number} follows message {self._number}")
 
-    def _taken(self, number: int, question: int, group: int, now_ns: int) -> None:
-        """A message is applied, as a part of this commit group (0: it is synced)."""
+    def _taken(
+        self, number: int, question: int, group: int, now_ns: int, *, can_wait: bool
+    ) -> None:
+        """A message is applied, as a part of this commit group (0: it is synced). `can_wait`: its
+        question may be confirmed a little later.
+        """
         self._number = number
         self._applied(number, group)
         self._question = question
         self.confirmed_ns = self.master_heard_ns = now_ns
-        self._acknowledge()
+        if not can_wait or now_ns - self._at_once_ns >= CONFIRM_NS:
+            self._at_once_ns = now_ns
+            self._acknowledge()
 
     def _take_sections(self, message: Message) -> int:
         """Apply sections; return the commit group that must be synced before, 0: none."""
@@ -455,7 +469,8 @@ class ReplicaLink:
         message = unpack_group(frame)
         self._check_number(message.number)
         group = self._take_group(message) if message.entries else 0
-        self._taken(message.number, message.question, group, now_ns)
+        can_wait = group > 0 or not message.entries
+        self._taken(message.number, message.question, group, now_ns, can_wait=can_wait)
         if message.committed[1]:
             self._take_committed(*message.committed)
 

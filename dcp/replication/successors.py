@@ -16,15 +16,19 @@ class Successors:
         self._member = member
         self._given: Counter[str] = Counter()
 
-    def wanted(self, record: ReplicationRecord) -> ReplicationRecord:
-        """Return the record with the member in sync that has been given the fewest partitions as
-        the wanted master; without one if there is none.
-        """
-        able = [
+    def able(self, record: ReplicationRecord) -> list[str]:
+        """Return the members that could be the next master."""
+        return [
             member
             for member in record.copies
             if member in record.isr and member != self._member and self._view.stays(member)
         ]
+
+    def wanted(self, record: ReplicationRecord) -> ReplicationRecord:
+        """Return the record with the member in sync that has been given the fewest partitions as
+        the wanted master; without one if there is none.
+        """
+        able = self.able(record)
         if record.wanted_master in able:
             return record
         chosen = min(able, key=lambda member: self._given[member], default=None)

@@ -66,6 +66,7 @@ from dcp.server.storage.expiry_schedule import expire_when_due
 from dcp.server.storage.failover_logs import FailoverLogs
 from dcp.server.storage.folder import CLUSTER_FILE
 from dcp.server.storage.health import Health
+from dcp.server.storage.loading import Loading
 from dcp.server.storage.merge_pace import MergePace
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.opening import Storage
@@ -161,6 +162,7 @@ class Node:
         self._merging: Merging
         self._compaction: Compaction
         self._backpressure: Backpressure
+        self._loading: Loading
         self._pager: Pager
         self._config: ClusterConfig
         self._identity: ClusterFile | None = None
@@ -301,6 +303,8 @@ class Node:
             return
         await self._store_queue.start()
         self._committer.start()
+        if self.replicated is None:
+            self._loading.start()
         self._merge_what_is_replayed()
         settings = self._settings
         if settings.durability == "interval":
@@ -368,6 +372,11 @@ class Node:
             engine, FloorCycle(engine, self._hub), self._hub, commits, merging,
             self._store_queue, health, self.meter, log, settings,
             kick=self._kick, refresh_store=storage.store.refresh,
+        )  # fmt: skip
+        self._loading = Loading(
+            engine, merging, self._store_queue, self._hub, self.meter, log,
+            begin=self._tasks.begin, kick=self._kick, refresh_store=storage.store.refresh,
+            release=self.connections.loaded,
         )  # fmt: skip
         failover_logs = FailoverLogs(engine, self._store_queue, self._tasks, log)
         after_commit = AfterCommit(

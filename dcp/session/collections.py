@@ -58,6 +58,8 @@ class CollectionCommands:
             raise RefusedError(Status.NOT_SUPPORTED, COLLECTIONS_OF_CLUSTER)
         if engine.write_refusal:
             raise RefusedError(Status.ETMPFAIL, engine.write_refusal)
+        if why := engine.loads.why_busy():
+            raise RefusedError(Status.ETMPFAIL, why)
         try:
             document = msgspec.json.decode(request.value, type=dict)
             after = manifest_from_json(engine.keyspace.manifest, document)

@@ -237,8 +237,8 @@ class DocumentCommands:
             state.answers.append(answer)
 
     def runs(self) -> dict[int, Run]:
-        """Return opcode -> a function that handles the plain requests of this opcode that follow
-        one. Which opcodes have one depends on what the client negotiated.
+        """Return opcode -> a function that handles plain requests of this opcode which come
+        together. Which opcodes have one depends on what the client negotiated.
         """
         state = self._state
         if not state.has_collections or self._engine.locks.held:
@@ -254,12 +254,30 @@ class DocumentCommands:
         """Handle the plain SETs from `position` on: no CAS, no expiry, default collection. Return
         the position of the first other request, which is for `store`.
         """
+        state, engine = self._state, self._engine
+        keyspace, answers = engine.keyspace, state.answers
+        first_answer, run = len(answers), engine.set_run
+        if run is None:
+            after = self._store_run(position, end)
+        else:
+            after = run.apply(
+                state.buffer, position, end, answers, keyspace.pending, keyspace.touched,
+                keyspace.group, engine.now_ns, state.has_json, state.limits.value_bytes_max,
+            )  # fmt: skip
+        if after > position:
+            state.wait_group = keyspace.group
+            if state.marks is not None:
+                state.mark_run(Opcode.SET, first_answer)
+        return after
+
+    def _store_run(self, position: int, end: int) -> int:
+        """Do what `SetRun.apply` does in C: apply the plain SETs, and answer them."""
         state = self._state
         buffer, answers = state.buffer, state.answers
         has_json, value_bytes_max = state.has_json, state.limits.value_bytes_max
         engine = self._engine
         partitions, num_vbuckets = engine.partitions, self._num_vbuckets
-        first, first_answer, head_bytes = position, len(answers), SET_REQUEST.size
+        head_bytes = SET_REQUEST.size
         while end - position >= head_bytes:
             form, key_len, extras, vb_id, body_len, opaque, cas, flags, expiry = _unpack_set(
                 buffer, position
@@ -284,10 +302,6 @@ class DocumentCommands:
                 _pack_set_answer(_SET_ANSWER, opaque, new_cas, part.vb_uuid, part.high_seqno)
             )
             position = body_end
-        if position > first:
-            state.wait_group = engine.keyspace.group
-            if state.marks is not None:
-                state.mark_run(Opcode.SET, first_answer)
         return position
 
     def store_preserving_expiry(self, request: Frame) -> None:

@@ -14,6 +14,8 @@ Invariants
   others;
 - a request gets one answer, or none if it is quiet and successful. `depose` and `expire` replace an
   answer, and add none behind it;
+- an answer to a packet that is loaded (`vbucket.engine.loads`) waits for the load, and may become
+  another one;
 - an answer is replaced only while it waits. An applied change never gets a status that tells the
   client to send it again (`dcp.session.answer_marks`).
 
@@ -43,6 +45,7 @@ from dcp.session.answer_marks import MARK_BYTES, HeldAnswer, Mark, MarkedAnswers
 from dcp.session.state import SessionState
 from failover.write_answer import Durability, is_done
 from vbucket.engine.engine import Engine
+from vbucket.engine.loads import LoadTicket
 from vbucket.model.entry import vb_id_of
 
 COMMIT_TIMEOUT_NS: Final = 10_000_000_000
@@ -59,7 +62,10 @@ _OVERDUE: Final = (
 class HeldBatch:
     """Answers that leave together."""
 
-    __slots__ = ("answers", "awaited", "changes", "group", "marked", "read_ns", "size_bytes")
+    __slots__ = (
+        "answers", "awaited", "changes", "group", "loads", "marked", "pieces", "read_ns",
+        "size_bytes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -86,6 +92,26 @@ class HeldBatch:
         """When the requests were read, monotonic."""
         self.marked = marked
         """The answers, if some of them have marks."""
+        self.loads: Sequence[tuple[int, LoadTicket]] = ()
+        """Packets that are loaded, and the places of their answers in `pieces`."""
+        self.pieces: list[bytes] = []
+        """The answers one by one, if some of them wait for loads."""
+
+    def wait_for(self, loads: Sequence[tuple[int, LoadTicket]], answers: Sequence[bytes]) -> None:
+        """Wait for loads, whose answers may change meanwhile."""
+        self.loads, self.pieces = loads, list(answers)
+
+    def is_loading(self) -> bool:
+        """Whether a load is not done. After the last one the answers are what they say."""
+        if not all(ticket.is_done for _, ticket in self.loads):
+            return True
+        if self.loads:
+            for index, ticket in self.loads:
+                self.pieces[index] = ticket.answer
+                self.group = max(self.group, ticket.group)
+            self.answers = b"".join(self.pieces)
+            self.loads, self.pieces = (), []
+        return False
 
 
 class HeldAnswers:
@@ -124,6 +150,9 @@ class HeldAnswers:
         if state.awaited:  # the session goes on with a dict of its own
             awaited, state.awaited = state.awaited, {}
         batch = HeldBatch(state.answers, state.wait_group, changes, awaited, read_ns, marked)
+        if state.loads:
+            batch.wait_for(state.loads, state.answers)
+            state.loads = []
         state.answers.clear()
         state.wait_group, state.first_change = 0, -1
         if not self._batches and self._may_leave(batch):
@@ -232,6 +261,8 @@ class HeldAnswers:
 
     def _may_leave(self, batch: HeldBatch) -> bool:
         commits, marked = self._commits, batch.marked
+        if batch.loads and batch.is_loading():
+            return False
         if marked is not None and marked.durable and not self._are_done(marked, marked.durable):
             return False
         if batch.group <= commits.committed_group:

@@ -6,10 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from dcp.stream.snapshots import Message
-from dcp.wire.frame import Frame
+from dcp.wire.frame import HEADER, HEADER_BYTES, Frame
+from dcp.wire.opcode import Magic, Opcode
+
+NEWS_WAIT_NS: Final = 10_000_000
+"""How long output may wait that `can_wait`. Only GET_REPLICA shows the difference, and the next
+commit group brings it earlier. A message of its own costs each replica as much as a small group."""
+
+ACK_EXTRAS_BYTES: Final = 16
+ACK_HEAD: Final = HEADER.pack(
+    Magic.REQUEST, Opcode.X_REPLICA_ACK, 0, ACK_EXTRAS_BYTES, 0, 0, ACK_EXTRAS_BYTES, 0, 0
+)
+"""With what the packet of an acknowledgement begins. The extras follow."""
+ACK_BYTES: Final = HEADER_BYTES + ACK_EXTRAS_BYTES
 
 
 class FeedAnswer(NamedTuple):
@@ -29,6 +41,10 @@ class StreamSender(Protocol):
     @property
     def has_output(self) -> bool:
         """Whether `pump` would return anything now."""
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether all output may wait for NEWS_WAIT_NS, and for anything that comes before."""
 
     def pump(self, bytes_max: int) -> Sequence[Message]:
         """Return messages to send, about `bytes_max` of them."""

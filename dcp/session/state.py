@@ -27,6 +27,7 @@ from dcp.wire.status import (
 )
 from failover.write_answer import Durability
 from vbucket.engine.engine import Engine
+from vbucket.engine.loads import LoadTicket
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_modify_write import Flush
 from vbucket.model.manifest import decode_leb128
@@ -133,6 +134,7 @@ class SessionState:
         "is_closing",
         "is_full",
         "limits",
+        "loads",
         "login",
         "login_failures",
         "login_question",
@@ -247,6 +249,7 @@ class SessionState:
         self.answers: list[bytes] = []
         """Responses in order. `dcp.session.held_answers` says when they may leave: it has the rules
         of the next three."""
+        self.loads: list[tuple[int, LoadTicket]] = []  # places of answers, and what these await
         self.wait_group, self.first_change = 0, -1
         self.awaited: dict[int, int] = {}
         self.marks: list[Mark] | None = [] if has_replicas else None

@@ -213,10 +213,14 @@ class DcpCommands:
             raise RefusedError(
                 Status.EINVAL, "this connection feeds no replica: control x_replicate comes first"
             )
+        self.acknowledged(state.feed, request.extras)
+
+    def acknowledged(self, feed: ReplicaSender, extras: bytes) -> None:
+        """Take the extras of a replica's acknowledgement."""
         try:
-            state.feed.take_acknowledgement(request.extras)
+            feed.take_acknowledgement(extras)
         except ReplicationError as error:
-            state.close(str(error))
+            self._state.close(str(error))
 
     def buffer_ack(self, request: Frame) -> None:
         """Widen the window. Never answered."""

@@ -351,6 +351,11 @@ class Producer:
         """Whether `pump` would return something now."""
         return bool(self._urgent) or (bool(self._ready) and self._window_left() > 0)
 
+    @property
+    def can_wait(self) -> bool:
+        """See StreamSender: consumers get everything at once."""
+        return False
+
     def pump(self, bytes_max: int) -> list[Message]:
         """Return about `bytes_max` of messages, or fewer when nothing more may be sent now."""
         out, self._urgent = self._urgent, []

@@ -18,9 +18,11 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import socket
 import struct
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +32,9 @@ ADVERTISED: Final = "127.0.0.2"
 """Where others find a node: a name of the loopback interface that only the proxy listens at."""
 BEHIND: Final = "127.0.0.1"
 CLIENT: Final = "client"
+PORTS: Final = range(15_000, 30_000)
+"""Below the range for outgoing connections, one of which could take a port while its node is down.
+"""
 CHUNK_BYTES: Final = 1 << 16
 _TCP: Final = Path("/proc/net/tcp")
 
@@ -158,6 +163,18 @@ class Links:
             if inode and _has_socket(pid, inode):
                 return node
         return CLIENT
+
+
+def free_port(draw: random.Random, taken: Collection[int]) -> int:
+    """Return a port that is free at both addresses, and is none of those of nodes that are down."""
+    while True:
+        port = draw.choice(PORTS)
+        if port in taken:
+            continue
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for host in (BEHIND, ADVERTISED):
+                stack.enter_context(socket.create_server((host, port)))
+            return port
 
 
 def socket_inode(local: tuple[str, int], remote: tuple[str, int]) -> int:

@@ -10,20 +10,17 @@ proxy's, and its token names the proxy's ports for etcd.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
-import signal
-import socket
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from clients.testing import ServerRefusedError
 from dcp.server.cluster.cluster_file import ClusterToken
-from soak.cluster.links import ADVERTISED, BEHIND
+from soak.cluster.links import ADVERTISED, BEHIND, free_port
+from soak.cluster.members import Members
 from soak.cluster.network import Network
 from support.etcd_members import EtcdMembers
 from support.server import DcpdProcess
@@ -31,10 +28,6 @@ from support.waiting import until
 
 NAMES: Final = ("a", "b", "c")
 COPIES: Final = 3
-PORTS: Final = range(15_000, 30_000)
-"""Below the range for outgoing connections, one of which could take a port while its node is down.
-"""
-STATUS: Final = "/api/v1/cluster/status"
 TIMERS: Final = ("--suspect-after", "1s", "--lease", "10s")
 """Longer than the defaults: three nodes, three members of etcd and the clients share the
 processors. With less, an overloaded machine only sees nodes that take each other for dead."""
@@ -50,18 +43,17 @@ class NodeError(Exception):
     """A node does not do what it must; the text says what."""
 
 
-class FaultyCluster:
+class FaultyCluster(Members[DcpdProcess]):
     """See the module. A context manager."""
 
     def __init__(self, folder: Path, disks: dict[str, Path], members: int = 3) -> None:
+        super().__init__()
         self.folder = folder
         self.disks = disks
         """Node -> the disk that its data folder is on, if it has one of its own."""
         self.network = Network()
-        self.nodes: dict[str, DcpdProcess] = {}
         self.etcd: EtcdMembers | None = None
         self._members = members
-        self._frozen: set[int] = set()
         self._added = 0
         """Nodes that were added instead of lost ones."""
         self._token = ""
@@ -77,31 +69,20 @@ class FaultyCluster:
 
     # -- begin and end -----------------------------------------------------------------------------
 
-    def __enter__(self) -> FaultyCluster:
+    def begin(self) -> None:
+        """Start everything, and return when each node has its share."""
         self.network.__enter__()
-        try:
-            self.etcd = self._start_etcd()
-            for name in NAMES:
-                self.add(name)
-            self.until_in_sync()
-            self.until_even()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
+        self.etcd = self._start_etcd()
+        for name in NAMES:
+            self.add(name)
+        self.until_in_sync()
+        self.until_even()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def end(self) -> None:
+        """Kill everything. What starts in another thread is ended, too."""
         with self._starting:
             self._is_over = True
-            self.thaw_all()
-            for node in self.nodes.values():
-                if node._process is not None:
-                    node.kill()
+            super().end()
             if self.etcd is not None:
                 self.etcd.close()
         self.network.__exit__(None, None, None)
@@ -144,31 +125,17 @@ class FaultyCluster:
     def _new_node(self, name: str, arguments: list[str]) -> DcpdProcess:
         data = self.disks.get(name, self.folder) / name
         node = DcpdProcess(data, "--advertise-host", ADVERTISED, *arguments)
-        node.port, node.admin_port = self._free_port(), self._free_port()
+        taken = {port for other in self.nodes.values() for port in (other.port, other.admin_port)}
+        node.port = free_port(self._draw, taken)
+        node.admin_port = free_port(self._draw, taken | {node.port})
         self.network.serve(name, node.port)
         return node
-
-    def _free_port(self) -> int:
-        """Return a port that is free at both addresses."""
-        taken = {node.port for node in self.nodes.values()}
-        while True:
-            port = self._draw.choice(PORTS)
-            if port in taken:
-                continue
-            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-                for host in (BEHIND, ADVERTISED):
-                    stack.enter_context(socket.create_server((host, port)))
-                return port
 
     # -- nodes -------------------------------------------------------------------------------------
 
     def address(self, name: str) -> str:
         """Return where clients reach a node: through the network."""
         return f"{ADVERTISED}:{self.nodes[name].port}"
-
-    def is_running(self, name: str) -> bool:
-        """Whether a node's process is there."""
-        return self.nodes[name]._process is not None
 
     def start(self, name: str) -> None:
         """Start a node on the folder that it has."""
@@ -193,51 +160,21 @@ class FaultyCluster:
 
     def wipe(self, name: str) -> None:
         """Remove the folder of a node that does not run."""
-        assert not self.is_running(name)
+        assert not self.nodes[name].runs
         shutil.rmtree(self.nodes[name].data)
 
     def store_process(self, name: str) -> int | None:
         """Return the process that writes a node's store."""
         return next(iter(self.nodes[name].children()), None)
 
-    def freeze_process(self, pid: int) -> None:
-        """SIGSTOP."""
-        os.kill(pid, signal.SIGSTOP)
-        self._frozen.add(pid)
-
-    def thaw_process(self, pid: int) -> None:
-        """SIGCONT, if the process is still there."""
-        self._frozen.discard(pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-    def thaw_all(self) -> None:
-        """SIGCONT to all that were frozen."""
-        for pid in tuple(self._frozen):
-            self.thaw_process(pid)
-
     # -- what nodes say ----------------------------------------------------------------------------
 
-    def status(self, name: str) -> dict[str, Any]:
+    def status(self, name: str = "a") -> dict[str, Any]:
         """Return what a node knows of the cluster; {} if it does not answer."""
         try:
-            found: dict[str, Any] = self.nodes[name].ask("GET", STATUS)
+            return super().status(name)
         except (OSError, ServerRefusedError):
             return {}
-        return found
-
-    def partition_map(self, name: str) -> list[dict[str, Any]]:
-        """Return the record of each partition, as a node knows it."""
-        found: list[dict[str, Any]] = self.nodes[name].ask("GET", "/api/v1/cluster/map")
-        return found
-
-    def masters(self, name: str) -> dict[str, int]:
-        """Return how many partitions each node is master of, as a node knows it."""
-        return {node["name"]: node["masters"] for node in self.status(name).get("nodes", [])}
-
-    def running(self) -> list[str]:
-        """Return the nodes that run."""
-        return [name for name in self.nodes if self.is_running(name)]
 
     def with_disks(self) -> list[str]:
         """Return the nodes that have a disk of their own."""
@@ -250,13 +187,6 @@ class FaultyCluster:
         self._added += 1
         self.add(f"new-{self._added}")
         self.insist("remove", node=name)
-
-    def ask_to(self, name: str, **body: Any) -> dict[str, Any]:
-        """Ask for a change of the cluster. Raises ServerRefusedError, OSError."""
-        found: dict[str, Any] = self.nodes[self.running()[0]].ask(
-            "POST", f"/api/v1/cluster/{name}", body
-        )
-        return found
 
     def change(self, name: str, **body: Any) -> None:
         """Change the cluster, and return when copies and masters have moved."""
@@ -282,47 +212,30 @@ class FaultyCluster:
         self._until_moved(done[0], f"{name} {body}")
 
     def _until_moved(self, done: dict[str, Any], what: str) -> None:
-        last: dict[str, Any] = {}
-
-        def is_over() -> bool:
-            last.update(self.status(self.running()[0]))
-            return bool(
-                last and last["store"]["revision"] >= done["revision"] and last["plan"] is None
-            )
-
         try:
-            until(is_over, SYNCED_S)
+            until(lambda: self.have_moved(done), SYNCED_S)
         except AssertionError:
-            raise NodeError(f"{what} does not end: {last.get('plan')}") from None
+            plan = self.status(self.running()[0]).get("plan")
+            raise NodeError(f"{what} does not end: {plan}") from None
 
     def until_in_sync(self, copies: int = COPIES) -> None:
         """Return once all nodes know that each partition has so many copies in sync."""
-        wanted = {str(copies): 1024}
-        last: dict[str, Any] = {}
 
-        def is_so() -> bool:
-            for name in self.running():
-                status = self.status(name)
-                last[name] = status.get("in_sync_sizes"), status.get("problems")
-                if status.get("in_sync_sizes") != wanted or status.get("without_master"):
-                    return False
-            return True
+        def are_so() -> bool:
+            return all(self.are_in_sync(copies, name) for name in self.running())
 
         try:
-            until(is_so, SYNCED_S)
+            until(are_so, SYNCED_S)
         except AssertionError:
+            found = {name: self.status(name) for name in self.running()}
+            last = {name: (each.get("in_sync_sizes"), each.get("problems"))
+                    for name, each in found.items()}  # fmt: skip
             raise NodeError(f"the copies are not in sync again: {last}") from None
 
     def until_even(self) -> None:
         """Return once each node is master of its share."""
-        names = self.running()
-        share = 1024 // len(names) - len(names)
-
-        def is_so() -> bool:
-            masters = self.masters(names[0])
-            return all(masters.get(name, 0) >= share for name in names)
-
+        name = self.running()[0]
         try:
-            until(is_so, SYNCED_S)
+            until(lambda: self.are_even(name), SYNCED_S)
         except AssertionError:
-            raise NodeError(f"masters are not shared evenly: {self.masters(names[0])}") from None
+            raise NodeError(f"masters are not shared evenly: {self.masters(name)}") from None

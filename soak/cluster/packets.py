@@ -6,7 +6,8 @@
     e 10.77.9.2 ──┘
 
 Nobody is told that a packet was dropped, and TCP sends it again: as with a real cable. Clients are
-in this process, so what they send is not dropped.
+in this process. Between them and a node, packets of its key-value port are dropped where they
+arrive; the admin port stays open for whoever runs this.
 
 It runs in a namespace of its own, which root may make, and other users where the kernel lets them:
 
@@ -45,11 +46,13 @@ ADMIN_PORT: Final = 8091
 ETCD: Final = "m0"
 NUMBERS: Final = {"a": 1, "b": 2, "c": 3, "d": 4, ETCD: 9}
 HELD_PREFERENCE: Final = 50
-"""Of the rules that drop packets: before those that forward them."""
+"""Of the rules that drop packets: before those that forward or take them."""
+LOCAL_PREFERENCE: Final = 100
+"""Of the rule that takes packets for this machine. It is 0 at first: before all others."""
 IN_USER_NAMESPACE: Final = ("unshare", "--user", "--map-root-user", "--net", "--mount")
 FAULTS: Final = (
     "cut pair", "cut one way", "cut from nodes", "deaf node", "cut from etcd", "no etcd",
-    "cut from all", "kill node", "freeze node",
+    "cut from clients", "cut from all", "kill node", "freeze node",
 )  # fmt: skip
 
 
@@ -75,6 +78,11 @@ def address_of(party: str) -> str:
     return f"10.77.{NUMBERS[party]}.2"
 
 
+def client_address(party: str) -> str:
+    """Return the IP address from which clients reach a party."""
+    return f"10.77.{NUMBERS[party]}.1"
+
+
 class PacketNetwork:
     """What `Network` does, with packets."""
 
@@ -87,6 +95,7 @@ class PacketNetwork:
     def __enter__(self) -> PacketNetwork:
         run("ip", "link", "set", "lo", "up")
         run("sysctl", "-w", "net.ipv4.ip_forward=1")
+        _may_drop_local()
         return self
 
     def __exit__(
@@ -101,7 +110,7 @@ class PacketNetwork:
 
     def make(self, party: str) -> None:
         """Make the namespace of a party, and its cable to here."""
-        number = NUMBERS[party]
+        number, here = NUMBERS[party], client_address(party)
         holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
         self._holders[party] = holder
         own = Path("/proc/self/ns/net").readlink()
@@ -110,12 +119,13 @@ class PacketNetwork:
         name = f"veth{number}"
         run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns",
             str(holder.pid))  # fmt: skip
-        run("ip", "addr", "add", f"10.77.{number}.1/24", "dev", name)
+        run("ip", "addr", "add", f"{here}/24", "dev", name)
         run("ip", "link", "set", name, "up")
         run(*inner, "link", "set", "lo", "up")
         run(*inner, "addr", "add", f"{address_of(party)}/24", "dev", "eth0")
         run(*inner, "link", "set", "eth0", "up")
-        run(*inner, "route", "add", "default", "via", f"10.77.{number}.1")
+        run(*inner, "route", "add", "default", "via", here)
+        _may_drop_local(*self.inside(party))
 
     def inside(self, party: str) -> list[str]:
         """Return the words before a command that runs in a party's namespace."""
@@ -126,8 +136,6 @@ class PacketNetwork:
 
     def hold(self, source: str, target: str) -> None:
         """Drop what one party sends to the other."""
-        if CLIENT in {source, target}:
-            return  # clients are here, where packets are dropped that are forwarded
         with self._lock:
             if (source, target) not in self._held:
                 self._held.add((source, target))
@@ -144,10 +152,26 @@ class PacketNetwork:
             while self._held:
                 self._rule("del", *self._held.pop())
 
-    @staticmethod
-    def _rule(what: str, source: str, target: str) -> None:
-        run("ip", "rule", what, "from", address_of(source), "to", address_of(target), "pref",
-            str(HELD_PREFERENCE), "blackhole")  # fmt: skip
+    def _rule(self, what: str, source: str, target: str) -> None:
+        where: list[str] = []
+        if source == CLIENT:
+            where = self.inside(target)
+            ends = [client_address(target), address_of(target), "dport"]
+        elif target == CLIENT:
+            ends = [address_of(source), client_address(source), "sport"]
+        else:
+            ends = [address_of(source), address_of(target)]
+        begin, end, *port = ends
+        of_port = ["ipproto", "tcp", *port, str(PORT)] if port else []
+        run(*where, "ip", "rule", what, "from", begin, "to", end, *of_port,
+            "pref", str(HELD_PREFERENCE), "blackhole")  # fmt: skip
+
+
+def _may_drop_local(*inside: str) -> None:
+    """Let rules drop packets for a namespace itself, too."""
+    rule = ("lookup", "local", "pref")
+    run(*inside, "ip", "rule", "add", *rule, str(LOCAL_PREFERENCE))
+    run(*inside, "ip", "rule", "del", *rule, "0")
 
 
 class PacketEtcd:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import struct
+from unittest.mock import patch
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clients.backup import strip as strip_module
 from clients.backup.chunk import Section
 from clients.backup.strip import Strip
 from dcp.wire.frame import pack_request
 from dcp.wire.message import DELETION_EXTRAS, MUTATION_EXTRAS, SYSTEM_EVENT_EXTRAS
 from dcp.wire.opcode import Opcode
 from vbucket.model.ids import time_ns_from_cas
+from vbucket.native import archive_loops
 
 VB = 9
 BEGIN_NS = 1_800_000_000 << 30
@@ -43,11 +47,16 @@ def frame(kind, key, value, seqno):
     told=st.lists(changes, min_size=1, max_size=12), before=st.binary(max_size=3),
     after=st.binary(max_size=3), only_mutations=st.booleans(), is_dense=st.booleans(),
     low=st.integers(0, 12), high=st.integers(12, 40),
-    late=st.none() | st.integers(0, 40), data=st.data(),
+    late=st.none() | st.integers(0, 40), data=st.data(), native=st.booleans(),
 )  # fmt: skip
 def test_columns_say_what_the_frames_say(
-    told, before, after, only_mutations, is_dense, low, high, late, data
+    told, before, after, only_mutations, is_dense, low, high, late, data, native
 ):
+    with patch.object(strip_module, "_LOOPS", archive_loops() if native else None):
+        check_columns(told, before, after, only_mutations, is_dense, low, high, late, data)
+
+
+def check_columns(told, before, after, only_mutations, is_dense, low, high, late, data):
     seqno, frames, rows = 0, [], []
     for kind, key, value, step in told:
         seqno += 1 if is_dense else step
@@ -101,3 +110,39 @@ def cut(stretch):
     return [
         stretch.data[start:stop] for start, stop in zip(stretch.starts, stretch.ends, strict=True)
     ]
+
+
+@pytest.mark.skipif(archive_loops() is None, reason="the C loops are not built (scripts/compile)")
+@given(
+    told=st.lists(changes, min_size=1, max_size=4), at=st.integers(0, 200),
+    put=st.binary(min_size=1, max_size=4), cut_bytes=st.integers(0, 30),
+)  # fmt: skip
+def test_loops_take_sound_frames_only(told, at, put, cut_bytes):
+    """Whatever the bytes are: the columns lie within them, or there are none."""
+    frames = [frame(kind, key, value, 1 + n) for n, (kind, key, value, _) in enumerate(told)]
+    data = bytearray(b"".join(frames))
+    data[at : at + len(put)] = put
+    chunk = bytes(data[: max(0, len(data) - cut_bytes)])
+    loops = archive_loops()
+    found, keys = loops.split(chunk, 0, len(chunk)), loops.keys(chunk, 0, len(chunk))
+    assert (found is None) == (keys is None)
+    if found is None:
+        return
+    starts, ends, body_sizes, opcodes, key_sizes, extras_sizes, firsts = found
+    assert [0, *ends[:-1]] == starts if starts else not chunk
+    assert not ends or ends[-1] == len(chunk)
+    assert [end - start - 24 for start, end in zip(starts, ends, strict=True)] == body_sizes
+    assert [chunk[start + 1] for start in starts] == list(opcodes)
+    assert list(map(len, keys)) == list(key_sizes)
+    for start, extras, key, first in zip(starts, extras_sizes, keys, firsts, strict=True):
+        assert chunk[start + 24 + extras :].startswith(key)
+        assert first == (key[0] if key else 0)
+
+
+@pytest.mark.skipif(archive_loops() is None, reason="the C loops are not built (scripts/compile)")
+@pytest.mark.parametrize(("start", "end"), [(-1, 2), (2, 1), (0, 4)])
+def test_loops_refuse_sections_outside_the_data(start, end):
+    with pytest.raises(ValueError, match="not within"):
+        archive_loops().split(b"abc", start, end)
+    with pytest.raises(ValueError, match="not within"):
+        archive_loops().keys(b"abc", start, end)

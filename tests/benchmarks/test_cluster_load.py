@@ -106,7 +106,8 @@ def test_a_refused_write_goes_to_the_new_master_and_keeps_its_time(
 
 
 def test_a_cluster_is_measured(tmp_path: Path) -> None:
-    with Nodes(tmp_path / "nodes") as nodes:
+    with Nodes(tmp_path / "nodes", "ab") as nodes:
+        nodes.change("set", min_in_sync=1)
         assert sum(nodes.masters().values()) == len(nodes.epochs()) == 1024
         assert nodes.processor_ns() > processor_ns(nodes.nodes["a"].pid) > 0
         everything = GeneratorLoad(
@@ -116,8 +117,7 @@ def test_a_cluster_is_measured(tmp_path: Path) -> None:
         assert (result.operations, result.errors) == (999, 0), "each key went to its master"
         load, count = Load(nodes.ports, rate=500), nodes.masters()["b"]
         try:
-            load.begin_mark(0)  # no master's port
-            assert load.end_mark() == [], "it has begun, and knows the map"
+            load.until_begun()
             load.begin_mark(nodes.nodes["b"].port)
             nodes.nodes["b"].kill()
             gaps = load.end_mark()
@@ -125,6 +125,24 @@ def test_a_cluster_is_measured(tmp_path: Path) -> None:
             assert min(gaps) > 0
         finally:
             load.kill()
+
+
+def test_the_command_cuts_cables_lets_a_node_join_and_keeps_nodes_busy(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cluster", "--quick", "--only", "cut,join,busy",
+         "--rounds", "1", "--isr", "2", "--folder", str(tmp_path), "--json", str(figures)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = {row["what"]: row["samples"]["dcpd"] for row in json.loads(figures.read_text())["rows"]}
+    cuts = [what for what in rows if what.startswith("cut to the first write, 2 in sync")]
+    assert len(cuts) == 3
+    assert min(rows[what][0] for what in cuts) > 0
+    assert rows["a fourth node joins, 4 MiB"][0] > 0
+    assert "join: 768 copies, 3 MiB" in done.stderr
+    assert rows["a fourth node joins, 4 MiB, writes' p99 meanwhile"][0] > 0
+    assert {"elections in 2 s of full load", "new versions in 2 s of full load"} <= rows.keys()
 
 
 def test_the_command_says_what_it_knows() -> None:

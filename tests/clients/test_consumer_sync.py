@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from clients import MemoryCheckpoint, Mutation, SyncConsumer
+from clients import MemoryCheckpoint, Mutation, Mutations, SyncConsumer
 from clients.sync import LoopThread
 from clients.testing import DcpServer
 from vbucket.model.ids import vbucket_of
@@ -50,6 +50,20 @@ def test_who_leaves_an_iteration_goes_on_with_the_next_event(server):
                     if len(seen) == wanted:
                         break
     assert sorted(seen) == sorted(b"k%d" % n for n in range(100))
+
+
+def test_lazy_batches_have_each_document_once(server):
+    held = {}
+    with SyncConsumer(server.address, until_now=True) as consumer:
+        for items in consumer.lazy_batches():
+            for item in items:
+                if isinstance(item, Mutations):
+                    assert not held.keys() & set(item.keys())
+                    held.update(item.items())
+                elif isinstance(item, Mutation):
+                    assert item.key not in held
+                    held[item.key] = item.value
+    assert held == {b"k%d" % n: b"1" for n in range(100)}
 
 
 def test_stopping_the_loop_ends_who_waits_for_it():

@@ -7,10 +7,8 @@ import json
 import subprocess
 import sys
 import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
 import pytest
 from metastore_harness import Watched, run_on
 
@@ -25,7 +23,6 @@ from dcp.cluster.metastore import (
 )
 from dcp.metastore.etcd_client import EtcdClient
 from dcp.metastore.etcd_settings import EtcdSettings
-from dcp.metastore.etcd_stubs import etcd_api_pb2 as pb
 from support.certificates import TestCa
 from support.etcd_harness import (
     driven,
@@ -35,6 +32,7 @@ from support.etcd_harness import (
     trouble_of,
     try_until_done,
 )
+from support.other_etcd import other_etcd
 
 ROOT = Path(__file__).parents[2]
 
@@ -192,60 +190,15 @@ def test_a_login_that_etcd_forgot_is_repeated(users):
 # ---- Old versions
 
 
-class OtherEtcd:
-    """Answers a login as versions do that Debian does not have."""
-
-    def __init__(self, version):
-        self.version = version
-
-    async def status(self, request, context):
-        if not self.version:
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "etcdserver: permission denied")
-        return pb.StatusResponse(version=self.version)
-
-    async def range(self, request, context):
-        return pb.RangeResponse(header=pb.ResponseHeader(cluster_id=1, revision=5))
-
-    async def start(self):
-        methods = {"Maintenance/Status": (self.status, pb.StatusRequest),
-                   "KV/Range": (self.range, pb.RangeRequest)}  # fmt: skip
-        self.server = grpc.aio.server()
-        for path, (method, request) in methods.items():
-            service, _, name = path.partition("/")
-            handler = grpc.unary_unary_rpc_method_handler(
-                method,
-                request_deserializer=request.FromString,
-                response_serializer=lambda response: response.SerializeToString(),
-            )
-            self.server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler(f"etcdserverpb.{service}", {name: handler}),)
-            )
-        port = self.server.add_insecure_port("127.0.0.1:0")
-        await self.server.start()
-        return f"127.0.0.1:{port}"
-
-
-@contextmanager
-def other_etcd(harness, version):
-    etcd = OtherEtcd(version)
-    try:
-        yield harness.run(etcd.start())
-    finally:
-        for client in harness.clients:
-            harness.run(client.close())
-        harness.clients.clear()
-        harness.run(etcd.server.stop(None))
-
-
 def test_an_etcd_that_is_too_old_is_refused(harness):
-    with other_etcd(harness, "3.3.27") as endpoint:
+    with other_etcd("3.3.27") as endpoint:
         text = trouble_of(harness, endpoints=(endpoint,))
     assert "it is version 3.3.27, and 3.4 or newer is needed" in text
 
 
 def test_an_etcd_that_tells_its_version_to_root_only_is_used(harness):
     """etcd 3.6 does so."""
-    with other_etcd(harness, "") as endpoint:
+    with other_etcd("") as endpoint:
         client = harness.client((endpoint,))
         found = run_on(harness, client, Range(b"k"))
     assert found == RangeResult(5, ())

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +19,10 @@ from soak.cluster.faults import ALONE, FAULTS
 from soak.cluster.history import Kind, Operation
 from soak.cluster.load import Load
 from soak.cluster.run import RoundReport, choose, soak
+from support.small_disk import small_disk
+from support.waiting import until
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_command_goes_on_with_the_next_seed(tmp_path, monkeypatch, capsys):
@@ -34,6 +42,44 @@ def test_the_command_goes_on_with_the_next_seed(tmp_path, monkeypatch, capsys):
     assert seeds == [0, 1, 2, 2, 3], "the seed that was interrupted comes again"
     assert "4 seeds, 400 answered, 8 ambiguous" in capsys.readouterr().out
     assert json.loads(state.read_text())["faults"] == {"kill node": 4}
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Return the command lines of processes that name a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:  # it has just ended
+            continue
+        found += [words] if str(folder) in words else []
+    return found
+
+
+@pytest.mark.crash
+def test_sigterm_ends_what_was_started_and_unmounts_the_disk(tmp_path: Path) -> None:
+    state, keep = tmp_path / "state.json", tmp_path / "kept"
+    with small_disk("1m") as disk:  # skips the test where no disk can be mounted
+        command = [sys.executable, "-m", "soak", "cluster", "--rounds", "1"]
+        soaking = subprocess.Popen(
+            [*command, "--state", str(state), "--keep", str(keep)],
+            env=os.environ | {"TMPDIR": str(disk), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            until(lambda: any(path.is_mount() for path in disk.glob("dcpd-disk-*")))
+            until(lambda: processes_in(keep) and (keep / "seed-0" / "a.log").exists())
+            soaking.send_signal(signal.SIGTERM)
+            out, _ = soaking.communicate(timeout=120)
+            assert soaking.returncode == 130
+            assert "stopped in seed 0" in out
+            assert list(disk.iterdir()) == []
+            assert processes_in(keep) == []
+        finally:
+            soaking.kill()
+            soaking.wait()
+            for path in disk.glob("dcpd-disk-*"):
+                subprocess.run(["umount", "--lazy", str(path)], check=False)
 
 
 class _Cluster:

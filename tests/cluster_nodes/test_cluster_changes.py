@@ -5,10 +5,12 @@ refused.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from clients.errors import DcpdError
 from dcp.cluster.metastore import OutcomeUnknown, StoreRequest, Txn, if_created_at
@@ -16,6 +18,8 @@ from dcp.server.cluster.replicated_node import MembershipOverError
 from support.cluster_here import ClusterHere
 from support.ctl import Ran, ctl
 from support.waiting import until_so
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 REFUSED = 4
 """Exit code of a conflict."""
@@ -73,39 +77,246 @@ async def of_two(cluster: ClusterHere, copies: int = 1) -> None:
     await until_so(lambda: len(status().nodes) == 2 and status().plan is None)
 
 
-async def test_a_preview_is_shown_and_nothing_is_done_unasked(tmp_path: Path) -> None:
-    async with ClusterHere(tmp_path) as cluster:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterHere]:
+    """Two members, and at first one copy of each partition, on n1. The tests that share them are
+    made for any state that earlier ones leave. The first and the last one are what they are.
+    """
+    async with ClusterHere(tmp_path_factory.mktemp("two")) as cluster:
         await of_two(cluster)
-        before = records(cluster)
-        preview = await done(cluster, "rebalance", "--dry-run")
-        assert "512 copies are filled" in preview
-        assert "n1\t1024 -> 512\t1024 -> 512\nn2\t0 -> 512\t0 -> 512" in preview
-        document = (await run(cluster, "n1", "rebalance", "--dry-run", "-o", "json")).document
-        assert document["is_written"] is False
-        assert len(document["moves"]) == 512
-        assert document["moves"][0]["before"] == ["n1"]
-        assert document["moves"][0]["after"] == ["n2"]
+        yield cluster
 
-        # Nobody can answer; somebody says no.
-        ran = await run(cluster, "n1", "rebalance")
-        assert ran.code == 2
-        assert "standard input is no terminal" in ran.err
-        assert "--yes" in ran.err
-        ran = await run(cluster, "n1", "rebalance", typed="n\n")
+
+def one_of(cluster: ClusterHere, name: str) -> int:
+    """Return a partition whose only copy is on a node."""
+    return next(vb_id for vb_id, copies in records(cluster).items() if copies == [name])
+
+
+async def test_a_preview_is_shown_and_nothing_is_done_unasked(two: ClusterHere) -> None:
+    cluster = two
+    before = records(cluster)
+    preview = await done(cluster, "rebalance", "--dry-run")
+    assert "512 copies are filled" in preview
+    assert "n1\t1024 -> 512\t1024 -> 512\nn2\t0 -> 512\t0 -> 512" in preview
+    document = (await run(cluster, "n1", "rebalance", "--dry-run", "-o", "json")).document
+    assert document["is_written"] is False
+    assert len(document["moves"]) == 512
+    assert document["moves"][0]["before"] == ["n1"]
+    assert document["moves"][0]["after"] == ["n2"]
+
+    # Nobody can answer; somebody says no.
+    ran = await run(cluster, "n1", "rebalance")
+    assert ran.code == 2
+    assert "standard input is no terminal" in ran.err
+    assert "--yes" in ran.err
+    ran = await run(cluster, "n1", "rebalance", typed="n\n")
+    assert ran.code == 1
+    assert "Do it? [y/N]" in ran.err
+    assert "nothing was changed" in ran.err
+    assert records(cluster) == before
+    assert "there is nothing to do" in await done(cluster, "set", "--copies", "1")
+
+    ran = await run(cluster, "n1", "rebalance", "--wait", typed="y\n")
+    assert ran.code == 0, ran.err
+    assert ran.out.endswith("done\n")
+    assert "of 512 partitions" in ran.err
+    await cluster.until_all_in_sync(1)
+    copies = [chain for (chain,) in records(cluster).values()]
+    assert (copies.count("n1"), copies.count("n2")) == (512, 512)
+    assert "there is nothing to do" in await done(cluster, "rebalance")
+
+
+async def test_unknown_nodes_and_partitions_are_refused(two: ClusterHere) -> None:
+    cluster = two
+    before = numbers(cluster), records(cluster)
+    unknown = "there is no node 'n9' in this cluster; its nodes are n1, n2"
+    for words in (
+        ("move", "7", "--to", "n9"), ("drain", "n9"), ("undrain", "n9"), ("remove", "n9"),
+        ("failover", "n9"), ("failover", "n9", "--unclean"),
+    ):  # fmt: skip
+        error = await refused(cluster, *words, code=3)
+        assert unknown in error
+        assert "try: Name one of them" in error
+    assert "no node '10.9.9.9:1'" in await refused(cluster, "drain", "10.9.9.9:1", code=3)
+    for words in (("move", "1024", "--to", "n2"), ("failover", "--vb", "1024")):
+        error = await refused(cluster, *words, code=3)
+        assert "there is no partition 1024" in error
+        assert "Partitions are 0 to 1023" in error
+    for words in (("failover",), ("failover", "n1", "--vb", "3")):
+        assert (await run(cluster, "n1", *words, "--yes")).code == 2
+    assert (numbers(cluster), records(cluster)) == before
+    # HOST:PORT names a node, too.
+    address = f"127.0.0.1:{cluster.nodes['n2'].ports.kv}"
+    assert "drain n2" in await done(cluster, "drain", address, "--dry-run")
+
+
+async def test_a_shell_completes_the_names_of_nodes(two: ClusterHere) -> None:
+    cluster = two
+    port = cluster.nodes["n1"].ports.kv
+    shell = {
+        "_DCPCTL_COMPLETE": "bash_complete", "COMP_CWORD": "3", "DCPCTL_TIMEOUT": "30",
+        "DCPCTL_SERVER": f"127.0.0.1:{port}", "COMP_WORDS": "dcpctl cluster drain n",
+    }  # fmt: skip
+    ran = await ctl(port, environment=shell)
+    assert ran.out.splitlines() == ["plain,n1", "plain,n2"]
+    # A user without a password: a line that is being typed is no place to ask for it.
+    ran = await ctl(port, environment={**shell, "DCPCTL_USER": "ada"}, typed="secret\n")
+    assert (ran.out.strip(), ran.err) == ("", "")
+
+
+async def test_nothing_changes_while_the_store_is_away(two: ClusterHere) -> None:
+    cluster = two
+    client = cluster.clients["n1"]
+    before = records(cluster)
+    client.is_away = True
+    error = await refused(cluster, "rebalance", code=1)
+    assert "the metadata store does not answer: it is away" in error
+    assert "Nothing can change before it does" in error
+    client.is_away = False
+    status = cluster.nodes["n1"]._cluster_operations().status
+    await until_so(lambda: status().store.revision >= revision(cluster))
+    assert status().plan is None
+    assert records(cluster) == before
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+async def test_an_answer_that_is_lost_is_looked_up(
+    two: ClusterHere, monkeypatch: pytest.MonkeyPatch, losses: int
+) -> None:
+    """The request is written once, whatever becomes of its answers."""
+    cluster = two
+    client = cluster.clients["n1"]
+    vb_id = one_of(cluster, "n1")
+    submit, left = client.submit, losses
+
+    def lose(request: StoreRequest, answered: Any) -> None:
+        nonlocal left
+        plans = isinstance(request, Txn) and any(b"plan" in put.key for put in request.then)
+        if left and plans:
+            left -= 1
+            if losses == 1:  # it happens
+                submit(request, lambda _result: answered(OutcomeUnknown("lost")))
+            else:  # it does not
+                answered(OutcomeUnknown("lost"))
+        else:
+            submit(request, answered)
+
+    monkeypatch.setattr(client, "submit", lose)
+    await done(cluster, "move", str(vb_id), "--to", "n2", "--yes", "--wait")
+    assert left == 0
+    await until_so(lambda: records(cluster)[vb_id] == ["n2"])
+
+
+async def test_a_request_is_made_anew_when_the_cluster_changes_meanwhile(
+    two: ClusterHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = two
+    client = cluster.clients["n1"]
+    vb_id = one_of(cluster, "n1")
+    submit, left = client.submit, 2
+
+    def come_late(request: StoreRequest, answered: Any) -> None:
+        nonlocal left
+        if left and isinstance(request, Txn) and any(b"plan" in put.key for put in request.then):
+            left -= 1
+            changed = if_created_at(request.then[-1].key, 1 << 40)
+            request = request._replace(compares=(*request.compares, changed))
+        submit(request, answered)
+
+    monkeypatch.setattr(client, "submit", come_late)
+    await done(cluster, "move", str(vb_id), "--to", "n2", "--yes", "--wait")
+    assert left == 0
+    await until_so(lambda: records(cluster)[vb_id] == ["n2"])
+
+
+async def test_the_numbers_of_a_living_cluster_change(two: ClusterHere) -> None:
+    cluster = two
+    await done(cluster, "set", "--copies", "2", "--yes", "--wait")
+    await cluster.until_all_in_sync(2)
+    assert "2 copies, 1 in sync for a write" in await _set(cluster, "--min-in-sync", "1")
+    assert "a majority in sync" in await _set(cluster, "--min-in-sync", "0")
+    # More copies than nodes: said, and done as far as possible.
+    out = await done(cluster, "set", "--copies", "3", "--yes")
+    assert "3 copies are wanted and 2 nodes may have one" in out
+    found = await done(cluster, "status")
+    assert "! 3 copies are wanted, and there are 2 nodes" in found
+    assert "try: Add a node with `dcpctl cluster join`" in found
+    before = numbers(cluster), records(cluster)
+    for words, text in (
+        (("--copies", "5"), "5 copies are not possible; 1 to 4 are"),
+        (("--copies", "0"), "0 copies are not possible; 1 to 4 are"),
+        (("--min-in-sync", "4"), "min in-sync 4 is not possible with 3 copies"),
+        (("--copies", "2", "--min-in-sync", "3"), "min in-sync 3 is not possible with 2"),
+        (("--masters-return", "-1"), "masters cannot return after -1 s"),
+    ):
+        assert text in await refused(cluster, "set", *words)
+    assert "name a number" in (await run(cluster, "n1", "set", "--yes")).err
+    assert (numbers(cluster), records(cluster)) == before
+
+
+async def test_a_clean_failover_loses_nothing_and_needs_a_copy_in_sync(two: ClusterHere) -> None:
+    cluster = two
+    await done(cluster, "set", "--copies", "2", "--min-in-sync", "0", "--yes", "--wait")
+    await cluster.until_all_in_sync(2)
+    await done(cluster, "rebalance", "--yes", "--wait")
+    await until_so(lambda: len(cluster.active("n2")) == 512)
+    async with cluster.client("n1") as kv:
+        await kv.set_many({b"k%d" % number: b"v" for number in range(100)})
+        versions = {vb: (await kv.failover_log(vb))[0] for vb in range(0, 1024, 64)}
+        await done(cluster, "failover", "n2", "--yes", "--wait")
+        await until_so(lambda: len(cluster.active("n1")) == 1024)
+        await done(cluster, "failover", "--vb", "3", "--yes", "--wait")
+        await until_so(lambda: cluster.active("n2") == {3})
+        assert len(await kv.get_many([b"k%d" % number for number in range(100)])) == 100
+        for vb, version in versions.items():
+            assert (await kv.failover_log(vb))[0] == version
+    error = await refused(cluster, "failover", "n1", "--unclean")
+    assert "a clean failover loses nothing" in error
+
+
+async def test_an_unclean_failover_says_what_may_be_lost_and_needs_the_name(
+    two: ClusterHere,
+) -> None:
+    cluster = two
+    await done(cluster, "set", "--copies", "2", "--min-in-sync", "1", "--yes", "--wait")
+    await cluster.until_all_in_sync(2)
+    await cluster.kill("n1")
+    await until_so(lambda: len(cluster.active("n2")) == 1024)
+    async with cluster.client("n2") as kv:
+        await kv.set_many({b"late%d" % number: b"v" for number in range(100)})
+    await cluster.kill("n2")  # it alone was in sync
+    await cluster.start("n1")
+    node = cluster.nodes["n1"]
+    assert node.replicated is not None
+    view = node.replicated.session.view
+    member = node.replicated.member
+    await until_so(lambda: member in view.alive and len(view.alive) == 1)
+    await until_so(lambda: member in view.reports)
+    assert "copy in sync: n2" in await done(cluster, "status")
+
+    for words, word in ((("n2",), "n2"), (("--vb", "3"), "3")):
+        ran = await run(cluster, "n1", "failover", *words, "--unclean", typed="yes\n")
         assert ran.code == 1
-        assert "Do it? [y/N]" in ran.err
+        assert f"Type {word} to go on" in ran.err
+        assert "also those that were answered" in ran.out
+        assert "the leases of the former masters (n2) are over" in ran.out
         assert "nothing was changed" in ran.err
-        assert records(cluster) == before
-        assert "there is nothing to do" in await done(cluster, "set", "--copies", "1")
+    assert "n1 ends at seqno" in ran.out
+    assert not cluster.active("n1")
 
-        ran = await run(cluster, "n1", "rebalance", "--wait", typed="y\n")
-        assert ran.code == 0, ran.err
-        assert ran.out.endswith("done\n")
-        assert "of 512 partitions" in ran.err
-        await cluster.until_all_in_sync(1)
-        copies = [chain for (chain,) in records(cluster).values()]
-        assert (copies.count("n1"), copies.count("n2")) == (512, 512)
-        assert "there is nothing to do" in await done(cluster, "rebalance")
+    ran = await run(cluster, "n1", "failover", "n2", "--unclean", "--wait", typed="n2\n")
+    assert ran.code == 0, ran.err
+    assert "elected uncleanly: partitions 0-1023" in ran.out
+    await until_so(lambda: len(cluster.active("n1")) == 1024)
+    async with cluster.client("n1") as kv:
+        await kv.set(b"new", b"v")
+        with pytest.raises(DcpdError):
+            await kv.get(b"late1")
+    await until_so(lambda: _receipts(cluster) == 1024)
+    ran = await run(cluster, "n1", "receipts")
+    assert ran.out.count("unclean_election") == 1024
+    assert ran.code == 8
+    assert "node n2 was not asked" in ran.err
 
 
 async def test_a_partition_moves_a_node_is_drained_and_removed(tmp_path: Path) -> None:
@@ -169,75 +380,9 @@ async def _when_over(cluster: ClusterHere) -> str:
     return await refused(cluster, "cancel")
 
 
-async def test_the_numbers_of_a_living_cluster_change(tmp_path: Path) -> None:
-    async with ClusterHere(tmp_path) as cluster:
-        await of_two(cluster)
-        await done(cluster, "set", "--copies", "2", "--yes", "--wait")
-        await cluster.until_all_in_sync(2)
-        assert "2 copies, 1 in sync for a write" in await _set(cluster, "--min-in-sync", "1")
-        assert "a majority in sync" in await _set(cluster, "--min-in-sync", "0")
-        # More copies than nodes: said, and done as far as possible.
-        out = await done(cluster, "set", "--copies", "3", "--yes")
-        assert "3 copies are wanted and 2 nodes may have one" in out
-        found = await done(cluster, "status")
-        assert "! 3 copies are wanted, and there are 2 nodes" in found
-        assert "try: Add a node with `dcpctl cluster join`" in found
-        before = numbers(cluster), records(cluster)
-        for words, text in (
-            (("--copies", "5"), "5 copies are not possible; 1 to 4 are"),
-            (("--copies", "0"), "0 copies are not possible; 1 to 4 are"),
-            (("--min-in-sync", "4"), "min in-sync 4 is not possible with 3 copies"),
-            (("--copies", "2", "--min-in-sync", "3"), "min in-sync 3 is not possible with 2"),
-            (("--masters-return", "-1"), "masters cannot return after -1 s"),
-        ):
-            assert text in await refused(cluster, "set", *words)
-        assert "name a number" in (await run(cluster, "n1", "set", "--yes")).err
-        assert (numbers(cluster), records(cluster)) == before
-
-
 async def _set(cluster: ClusterHere, *words: str) -> str:
     await done(cluster, "set", *words, "--yes")
     return await done(cluster, "status")
-
-
-async def test_unknown_nodes_and_partitions_are_refused(tmp_path: Path) -> None:
-    async with ClusterHere(tmp_path) as cluster:
-        await of_two(cluster)
-        before = numbers(cluster), records(cluster)
-        unknown = "there is no node 'n9' in this cluster; its nodes are n1, n2"
-        for words in (
-            ("move", "7", "--to", "n9"), ("drain", "n9"), ("undrain", "n9"), ("remove", "n9"),
-            ("failover", "n9"), ("failover", "n9", "--unclean"),
-        ):  # fmt: skip
-            error = await refused(cluster, *words, code=3)
-            assert unknown in error
-            assert "try: Name one of them" in error
-        assert "no node '10.9.9.9:1'" in await refused(cluster, "drain", "10.9.9.9:1", code=3)
-        for words in (("move", "1024", "--to", "n2"), ("failover", "--vb", "1024")):
-            error = await refused(cluster, *words, code=3)
-            assert "there is no partition 1024" in error
-            assert "Partitions are 0 to 1023" in error
-        for words in (("failover",), ("failover", "n1", "--vb", "3")):
-            assert (await run(cluster, "n1", *words, "--yes")).code == 2
-        assert (numbers(cluster), records(cluster)) == before
-        # HOST:PORT names a node, too.
-        address = f"127.0.0.1:{cluster.nodes['n2'].ports.kv}"
-        assert "drain n2" in await done(cluster, "drain", address, "--dry-run")
-
-
-async def test_a_shell_completes_the_names_of_nodes(tmp_path: Path) -> None:
-    async with ClusterHere(tmp_path) as cluster:
-        await of_two(cluster)
-        port = cluster.nodes["n1"].ports.kv
-        shell = {
-            "_DCPCTL_COMPLETE": "bash_complete", "COMP_CWORD": "3", "DCPCTL_TIMEOUT": "30",
-            "DCPCTL_SERVER": f"127.0.0.1:{port}", "COMP_WORDS": "dcpctl cluster drain n",
-        }  # fmt: skip
-        ran = await ctl(port, environment=shell)
-        assert ran.out.splitlines() == ["plain,n1", "plain,n2"]
-        # A user without a password: a line that is being typed is no place to ask for it.
-        ran = await ctl(port, environment={**shell, "DCPCTL_USER": "ada"}, typed="secret\n")
-        assert (ran.out.strip(), ran.err) == ("", "")
 
 
 async def test_a_node_that_is_alone_refuses_them(tmp_path: Path) -> None:
@@ -246,141 +391,6 @@ async def test_a_node_that_is_alone_refuses_them(tmp_path: Path) -> None:
         error = await refused(cluster, "rebalance")
         assert "this node is in no cluster" in error
         assert "try: `dcpctl cluster init`" in error
-
-
-async def test_nothing_changes_while_the_store_is_away(tmp_path: Path) -> None:
-    async with ClusterHere(tmp_path) as cluster:
-        await of_two(cluster)
-        client = cluster.clients["n1"]
-        before = records(cluster)
-        client.is_away = True
-        error = await refused(cluster, "rebalance", code=1)
-        assert "the metadata store does not answer: it is away" in error
-        assert "Nothing can change before it does" in error
-        client.is_away = False
-        status = cluster.nodes["n1"]._cluster_operations().status
-        await until_so(lambda: status().store.revision >= revision(cluster))
-        assert status().plan is None
-        assert records(cluster) == before
-
-
-@pytest.mark.parametrize("losses", [1, 2])
-async def test_an_answer_that_is_lost_is_looked_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: int
-) -> None:
-    """The request is written once, whatever becomes of its answers."""
-    async with ClusterHere(tmp_path) as cluster:
-        await of_two(cluster)
-        client = cluster.clients["n1"]
-        submit, left = client.submit, losses
-
-        def lose(request: StoreRequest, answered: Any) -> None:
-            nonlocal left
-            plans = isinstance(request, Txn) and any(b"plan" in put.key for put in request.then)
-            if left and plans:
-                left -= 1
-                if losses == 1:  # it happens
-                    submit(request, lambda _result: answered(OutcomeUnknown("lost")))
-                else:  # it does not
-                    answered(OutcomeUnknown("lost"))
-            else:
-                submit(request, answered)
-
-        monkeypatch.setattr(client, "submit", lose)
-        await done(cluster, "rebalance", "--yes", "--wait")
-        assert left == 0
-        copies = [chain for (chain,) in records(cluster).values()]
-        assert (copies.count("n1"), copies.count("n2")) == (512, 512)
-
-
-async def test_a_request_is_made_anew_when_the_cluster_changes_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with ClusterHere(tmp_path) as cluster:
-        await of_two(cluster)
-        client = cluster.clients["n1"]
-        submit, left = client.submit, 2
-
-        def come_late(request: StoreRequest, answered: Any) -> None:
-            nonlocal left
-            if (
-                left
-                and isinstance(request, Txn)
-                and any(b"plan" in put.key for put in request.then)
-            ):
-                left -= 1
-                changed = if_created_at(request.then[-1].key, 1 << 40)
-                request = request._replace(compares=(*request.compares, changed))
-            submit(request, answered)
-
-        monkeypatch.setattr(client, "submit", come_late)
-        await done(cluster, "rebalance", "--yes", "--wait")
-        assert left == 0
-        copies = [chain for (chain,) in records(cluster).values()]
-        assert (copies.count("n1"), copies.count("n2")) == (512, 512)
-
-
-async def test_a_clean_failover_loses_nothing_and_needs_a_copy_in_sync(tmp_path: Path) -> None:
-    async with ClusterHere(tmp_path) as cluster:
-        await of_two(cluster, copies=2)
-        await until_so(lambda: len(cluster.active("n2")) == 512)
-        async with cluster.client("n1") as kv:
-            await kv.set_many({b"k%d" % number: b"v" for number in range(100)})
-            versions = {vb: (await kv.failover_log(vb))[0] for vb in range(0, 1024, 64)}
-            await done(cluster, "failover", "n2", "--yes", "--wait")
-            await until_so(lambda: len(cluster.active("n1")) == 1024)
-            await done(cluster, "failover", "--vb", "3", "--yes", "--wait")
-            await until_so(lambda: cluster.active("n2") == {3})
-            assert len(await kv.get_many([b"k%d" % number for number in range(100)])) == 100
-            for vb, version in versions.items():
-                assert (await kv.failover_log(vb))[0] == version
-        error = await refused(cluster, "failover", "n1", "--unclean")
-        assert "a clean failover loses nothing" in error
-
-
-async def test_an_unclean_failover_says_what_may_be_lost_and_needs_the_name(
-    tmp_path: Path,
-) -> None:
-    async with ClusterHere(tmp_path) as cluster:
-        await of_two(cluster, copies=2)
-        await done(cluster, "set", "--min-in-sync", "1", "--yes")
-        await cluster.kill("n1")
-        await until_so(lambda: len(cluster.active("n2")) == 1024)
-        async with cluster.client("n2") as kv:
-            await kv.set_many({b"k%d" % number: b"v" for number in range(100)})
-        await cluster.kill("n2")  # it alone was in sync
-        await cluster.start("n1")
-        node = cluster.nodes["n1"]
-        assert node.replicated is not None
-        view = node.replicated.session.view
-        member = node.replicated.member
-        await until_so(lambda: member in view.alive and len(view.alive) == 1)
-        await until_so(lambda: member in view.reports)
-        assert "copy in sync: n2" in await done(cluster, "status")
-
-        for words, word in ((("n2",), "n2"), (("--vb", "3"), "3")):
-            ran = await run(cluster, "n1", "failover", *words, "--unclean", typed="yes\n")
-            assert ran.code == 1
-            assert f"Type {word} to go on" in ran.err
-            assert "also those that were answered" in ran.out
-            assert "the leases of the former masters (n2) are over" in ran.out
-            assert "nothing was changed" in ran.err
-        assert "n1 ends at seqno" in ran.out
-        assert not cluster.active("n1")
-
-        ran = await run(cluster, "n1", "failover", "n2", "--unclean", "--wait", typed="n2\n")
-        assert ran.code == 0, ran.err
-        assert "elected uncleanly: partitions 0-1023" in ran.out
-        await until_so(lambda: len(cluster.active("n1")) == 1024)
-        async with cluster.client("n1") as kv:
-            await kv.set(b"new", b"v")
-            with pytest.raises(DcpdError):
-                await kv.get(b"k1")
-        await until_so(lambda: _receipts(cluster) == 1024)
-        ran = await run(cluster, "n1", "receipts")
-        assert ran.out.count("unclean_election") == 1024
-        assert ran.code == 8
-        assert "node n2 was not asked" in ran.err
 
 
 def _receipts(cluster: ClusterHere) -> int:

@@ -17,7 +17,7 @@ from dcp.cluster.metastore import StoreRequest, StoreResult
 from dcp.cluster.revision_store import RevisionStore
 from dcp.server.access.users_file import UsersHeldError
 from dcp.server.cluster import becoming_member, enrolment
-from dcp.server.cluster.cluster_file import ClusterFile, ClusterToken
+from dcp.server.cluster.cluster_file import ClusterFile, ClusterToken, proof_of
 from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_cluster
 from dcp.server.cluster.enrolment_gate import REFUSAL
 from dcp.server.cluster.meta_access import MetaAccess
@@ -29,6 +29,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode
 from support.node_here import Client, node_here
+from vbucket.engine.loads import LoadTicket
 
 TOKEN = ClusterToken(cluster="ab" * 16, meta="embedded://127.0.0.1:20001", secret="s" * 43)
 MEMBER = MemberRecord(member="m1", address="127.0.0.1:1", name="first")
@@ -157,7 +158,8 @@ async def test_changes_are_refused_until_the_restart_of_a_new_member(
             store.go_on()
             founder, wanted = MemoryNode().engine, NewCluster(1, None)
             root = f"/dcpd/{TOKEN.cluster}/".encode()
-            await found_cluster(store, root, founder, MEMBER, wanted, b"{}")
+            proof = proof_of(TOKEN.cluster, TOKEN.secret)
+            await found_cluster(store, root, founder, MEMBER, wanted, b"{}", proof=proof)
             store.stand_still()
         restarts = asyncio.Event()
         monkeypatch.setattr(node, "_restart_soon", restarts.set)
@@ -188,3 +190,20 @@ async def test_a_document_that_was_applied_is_counted_and_on_disk_first(
             await join(node)
         assert part.synced_seqno == part.high_seqno
         assert not store.is_asked.is_set()
+
+
+@pytest.mark.parametrize("enrol", [join, init])
+async def test_no_node_becomes_a_member_while_a_restore_loads_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enrol: Callable[[Node], Awaitable[str]]
+) -> None:
+    async with enrolling_node(tmp_path, monkeypatch) as (node, store):
+        loads = node.engine.loads
+        assert loads.takes(7, 1 << 40)
+        loads.on_work = lambda: None
+        loads.add(7, LoadTicket(1, b"packet", b"", lambda: (b"", 0)))
+        with pytest.raises(EnrolmentError, match="of a restore are being loaded"):
+            await enrol(node)
+        assert not store.is_asked.is_set()
+        assert not node.health.write_refusal
+        loads.refuse_all()
+        assert loads.apply_next()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from base64 import b64encode
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from dcp.server.cluster.becoming_member import NewMember, join_by_token
 from dcp.server.cluster.cluster_file import (
     ClusterFile,
     ClusterToken,
+    proof_of,
     read_cluster_file,
     write_cluster_file,
 )
@@ -37,6 +39,8 @@ from support.memory_node import MemoryNode
 from support.node_here import node_here
 
 TOKEN = ClusterToken(cluster="ab" * 16, meta="embedded://127.0.0.1:20001", secret="s" * 43)
+PROOF = proof_of(TOKEN.cluster, TOKEN.secret)
+join = partial(join_cluster, proof=PROOF)
 ROOT = f"/dcpd/{TOKEN.cluster}/".encode()
 KEYS = ClusterKeys(ROOT)
 STOPPED_AT_THE_RESTART = """
@@ -74,14 +78,15 @@ def member(number: int, name: str, port: int = 0) -> MemberRecord:
 async def store() -> Store:
     store = Store(RevisionStore())
     founder = MemoryNode().engine
-    await found_cluster(store, ROOT, founder, member(1, "a"), NewCluster(2, None), b"{}")
+    first = member(1, "a")
+    await found_cluster(store, ROOT, founder, first, NewCluster(2, None), b"{}", proof=PROOF)
     return store
 
 
 async def test_what_a_failed_join_has_left_is_used_by_the_next_one(store: Store) -> None:
     engine = MemoryNode().engine
-    await join_cluster(store, ROOT, engine, member(2, "b", 21))  # cluster.json was not written
-    await join_cluster(store, ROOT, engine, member(2, "c", 22))  # other ports, another name
+    await join(store, ROOT, engine, member(2, "b", 21))  # cluster.json was not written
+    await join(store, ROOT, engine, member(2, "c", 22))  # other ports, another name
     assert store.names() == {
         b"cluster", b"manifest", b"users", b"member/m1", b"name/a", b"member/m2", b"name/c",
     }  # fmt: skip
@@ -93,13 +98,13 @@ async def test_what_a_failed_join_has_left_is_used_by_the_next_one(store: Store)
 async def test_a_member_that_runs_or_has_copies_is_not_replaced(store: Store) -> None:
     engine = MemoryNode().engine
     with pytest.raises(EnrolmentError, match="is there already"):
-        await join_cluster(store, ROOT, engine, member(1, "b"))  # a copy of the first one's folder
-    await join_cluster(store, ROOT, engine, member(2, "b"))
+        await join(store, ROOT, engine, member(1, "b"))  # a copy of the first one's folder
+    await join(store, ROOT, engine, member(2, "b"))
     alive = AliveRecord(member="m2", incarnation=1)
     key = KEYS.of_member(KeyKind.ALIVE, "m2")
     store.store.apply(0, Txn((), (Put(key, encode_record(alive)),)))
     with pytest.raises(EnrolmentError, match="is there already"):
-        await join_cluster(store, ROOT, engine, member(2, "c"))
+        await join(store, ROOT, engine, member(2, "c"))
 
 
 async def test_an_address_or_a_version_that_does_not_fit_is_told(store: Store) -> None:
@@ -108,12 +113,12 @@ async def test_an_address_or_a_version_that_does_not_fit_is_told(store: Store) -
     for key in (KEYS.of_member(KeyKind.ALIVE, "m1"), KEYS.of_address("127.0.0.1:1")):
         store.store.apply(0, Txn((), (Put(key, encode_record(alive)),)))
     with pytest.raises(EnrolmentError, match=r"node a of this cluster has the address 127.0.0.1:1"):
-        await join_cluster(store, ROOT, engine, member(2, "b", 1))
+        await join(store, ROOT, engine, member(2, "b", 1))
     other = AliveRecord(member="m1", incarnation=1, name="a", protocol=PROTOCOL + 1)
     put = Put(KEYS.of_member(KeyKind.ALIVE, "m1"), encode_record(other))
     store.store.apply(0, Txn((), (put,)))
     with pytest.raises(EnrolmentError, match=r"node a speaks version .* of the replication"):
-        await join_cluster(store, ROOT, engine, member(2, "b", 2))
+        await join(store, ROOT, engine, member(2, "b", 2))
     assert b"member/m2" not in store.names()
 
 

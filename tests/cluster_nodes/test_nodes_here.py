@@ -7,12 +7,14 @@ import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from struct import pack, unpack
 from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from clients.errors import DcpdError
 from clients.kv.client import KvClient
@@ -86,65 +88,73 @@ async def write(kv: KvClient, number: int, answered: dict[bytes, int], stop: asy
             answered[key] = turn
 
 
-async def test_writes_go_on_when_a_node_is_killed_and_none_is_lost(tmp_path: Path) -> None:
-    async with ClusterHere(tmp_path) as cluster:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def three(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterHere]:
+    """Three nodes with three copies. Of the two tests that share them, the second kills one."""
+    async with ClusterHere(tmp_path_factory.mktemp("three")) as cluster:
         await cluster.of_three()
-        answered: dict[bytes, int] = {}
-        stop = asyncio.Event()
-        async with cluster.client("n3") as kv:
-            writers = [asyncio.create_task(write(kv, i, answered, stop)) for i in range(8)]
-            await until_so(lambda: len(answered) >= 200)
-            await cluster.kill("n2")
-            answered_before = dict(answered)
-            await until_so(lambda: all(answered[k] > n for k, n in answered_before.items()))
-            stop.set()
-            await asyncio.gather(*writers)
-            await until_so(lambda: sum(len(cluster.active(n)) for n in cluster.nodes) == 1024)
-            for key, turn in answered.items():
-                assert int((await kv.get(key)).value) >= turn, key
-            # The node comes back as a replica, gets what it lacks, and then its partitions.
-            await cluster.start("n2")
-            await cluster.until_all_in_sync(3)
-            for key, turn in answered.items():
-                assert int((await kv.get(key)).value) >= turn, key
-        for vb_id in range(1024):
-            ends = {
-                (part.high_seqno, part.vb_uuid)
-                for node in cluster.nodes.values()
-                for part in (node.engine.partitions[vb_id],)
-            }
-            assert len(ends) == 1, f"vb {vb_id}: {ends}"
+        yield cluster
 
 
-async def test_all_nodes_tell_the_same_map_and_only_masters_answer(tmp_path: Path) -> None:
-    async with ClusterHere(tmp_path) as cluster:
-        await cluster.of_three()
-        nodes = cluster.nodes.values()
-        await until_so(lambda: len({node._config.config_version() for node in nodes}) == 1)
-        maps = [json.loads(node._config.bucket_config()) for node in nodes]
-        for document in maps:
-            for entry in document["nodesExt"]:
-                entry.pop("thisNode", None)
-        assert maps[0] == maps[1] == maps[2]
-        assert maps[0]["vBucketServerMap"]["numReplicas"] == 2
-        assert len({len(set(chain)) for chain in maps[0]["vBucketServerMap"]["vBucketMap"]}) == 1
-        ports = [entry["services"]["mgmt"] for entry in maps[0]["nodesExt"]]
-        assert len(set(ports)) == 3, "SDKs tell nodes apart by host and admin port"
-        hosts = [entry["hostname"] for entry in maps[0]["nodesExt"]]
-        assert hosts == ["127.0.0.1"] * 3, "Java clients refuse a map without, on loopback too"
-        replicated = cluster.nodes["n1"].replicated
-        assert replicated is not None
-        records = replicated.session.view.partitions
-        elsewhere = next(  # a partition that is not handed to another node meanwhile
-            vb_id
-            for vb_id in sorted(cluster.active("n1"))
-            if records[vb_id].content.record.copies[0] == replicated.member
-        )
-        async with Client.connect(cluster.nodes["n2"]) as client:
-            await client.ask(pack_request(Opcode.SELECT_BUCKET, key=b"default"))
-            frame = await client.ask(pack_request(Opcode.GET, vb_id=elsewhere, key=b"k"))
-            assert frame.status == Status.NOT_MY_VBUCKET
-            assert json.loads(frame.value)["rev"] >= maps[0]["rev"]
+@pytest.mark.asyncio(loop_scope="module")
+async def test_all_nodes_tell_the_same_map_and_only_masters_answer(three: ClusterHere) -> None:
+    cluster = three
+    nodes = cluster.nodes.values()
+    await until_so(lambda: len({node._config.config_version() for node in nodes}) == 1)
+    maps = [json.loads(node._config.bucket_config()) for node in nodes]
+    for document in maps:
+        for entry in document["nodesExt"]:
+            entry.pop("thisNode", None)
+    assert maps[0] == maps[1] == maps[2]
+    assert maps[0]["vBucketServerMap"]["numReplicas"] == 2
+    assert len({len(set(chain)) for chain in maps[0]["vBucketServerMap"]["vBucketMap"]}) == 1
+    ports = [entry["services"]["mgmt"] for entry in maps[0]["nodesExt"]]
+    assert len(set(ports)) == 3, "SDKs tell nodes apart by host and admin port"
+    hosts = [entry["hostname"] for entry in maps[0]["nodesExt"]]
+    assert hosts == ["127.0.0.1"] * 3, "Java clients refuse a map without, on loopback too"
+    replicated = cluster.nodes["n1"].replicated
+    assert replicated is not None
+    records = replicated.session.view.partitions
+    elsewhere = next(  # a partition that is not handed to another node meanwhile
+        vb_id
+        for vb_id in sorted(cluster.active("n1"))
+        if records[vb_id].content.record.copies[0] == replicated.member
+    )
+    async with Client.connect(cluster.nodes["n2"]) as client:
+        await client.ask(pack_request(Opcode.SELECT_BUCKET, key=b"default"))
+        frame = await client.ask(pack_request(Opcode.GET, vb_id=elsewhere, key=b"k"))
+        assert frame.status == Status.NOT_MY_VBUCKET
+        assert json.loads(frame.value)["rev"] >= maps[0]["rev"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_writes_go_on_when_a_node_is_killed_and_none_is_lost(three: ClusterHere) -> None:
+    cluster = three
+    answered: dict[bytes, int] = {}
+    stop = asyncio.Event()
+    async with cluster.client("n3") as kv:
+        writers = [asyncio.create_task(write(kv, i, answered, stop)) for i in range(8)]
+        await until_so(lambda: len(answered) >= 200)
+        await cluster.kill("n2")
+        answered_before = dict(answered)
+        await until_so(lambda: all(answered[k] > n for k, n in answered_before.items()))
+        stop.set()
+        await asyncio.gather(*writers)
+        await until_so(lambda: sum(len(cluster.active(n)) for n in cluster.nodes) == 1024)
+        for key, turn in answered.items():
+            assert int((await kv.get(key)).value) >= turn, key
+        # The node comes back as a replica, gets what it lacks, and then its partitions.
+        await cluster.start("n2")
+        await cluster.until_all_in_sync(3)
+        for key, turn in answered.items():
+            assert int((await kv.get(key)).value) >= turn, key
+    for vb_id in range(1024):
+        ends = {
+            (part.high_seqno, part.vb_uuid)
+            for node in cluster.nodes.values()
+            for part in (node.engine.partitions[vb_id],)
+        }
+        assert len(ends) == 1, f"vb {vb_id}: {ends}"
 
 
 async def test_a_stranger_gets_no_replication_link(tmp_path: Path) -> None:

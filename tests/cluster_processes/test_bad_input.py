@@ -7,6 +7,8 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from dcp.server.cluster.cluster_file import ClusterToken
 from support.certificates import TestCa
 from support.ctl import STATUS, dcpctl, done, refused
 from support.etcd_members import EtcdMembers
+from support.other_etcd import other_etcd
 from support.waiting import until
 
 
@@ -47,6 +50,7 @@ class Stores(NamedTuple):
 
     plain: EtcdMembers
     tls: EtcdMembers
+    with_users: EtcdMembers
     other_ca: Path
 
 
@@ -56,17 +60,22 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
     ca, other_ca = TestCa(folder), TestCa(folder, "other")
     pem = str(ca.issue())
     quota = ("--quota-backend-bytes", str(4 << 20))
-    for name in ("plain", "tls"):
-        (folder / name).mkdir()
-    plain = EtcdMembers(folder / "plain", 1, quota)
-    try:
-        tls = EtcdMembers(folder / "tls", 1, ("--cert-file", pem, "--key-file", pem))
-        try:
-            yield Stores(plain, tls, other_ca.path)
-        finally:
-            tls.close()
-    finally:
-        plain.close()
+    with ExitStack() as stack:
+
+        def etcd(name: str, *options: str) -> EtcdMembers:
+            (folder / name).mkdir()
+            members = EtcdMembers(folder / name, 1, options)
+            stack.callback(members.close)
+            return members
+
+        with_users = etcd("users")
+        (endpoint,) = with_users.endpoints
+        gateway(endpoint, "auth/user/add", name="root", password="secret")
+        gateway(endpoint, "auth/role/add", name="root")
+        gateway(endpoint, "auth/user/grant", user="root", role="root")
+        gateway(endpoint, "auth/enable")
+        tls = etcd("tls", "--cert-file", pem, "--key-file", pem)
+        yield Stores(etcd("plain", *quota), tls, with_users, other_ca.path)
 
 
 def no_init(node: DcpServer, url: str) -> str:
@@ -78,25 +87,38 @@ def no_init(node: DcpServer, url: str) -> str:
     return text
 
 
-def test_an_etcd_that_is_down_or_unknown(alone: DcpServer) -> None:
-    text = no_init(alone, "etcd://127.0.0.1:1")
-    assert "nothing listens there. Start etcd, or correct the endpoint" in text
-    text = no_init(alone, "etcd://no-such-host.invalid:2379")
-    assert "no-such-host.invalid:2379" in text
-    assert "try: Check that it runs" in text
+def test_an_etcd_that_is_down_or_unknown(alone: DcpServer, tmp_path: Path) -> None:
+    # Each waits for five seconds: both do so at the same time.
+    with DcpServer(tmp_path / "other") as other, ThreadPoolExecutor() as pool:
+        down = pool.submit(no_init, alone, "etcd://127.0.0.1:1")
+        unknown = pool.submit(no_init, other, "etcd://no-such-host.invalid:2379")
+        assert "nothing listens there. Start etcd, or correct the endpoint" in down.result()
+        assert "no-such-host.invalid:2379" in unknown.result()
+        assert "try: Check that it runs" in unknown.result()
 
 
 def test_an_etcd_that_does_not_let_the_node_in(alone: DcpServer, stores: Stores) -> None:
     plain, tls = stores.plain.endpoints[0], stores.tls.endpoints[0]
+    with_users = stores.with_users.endpoints[0]
     for url, words in (
         (f"etcd://{tls}?ca={stores.other_ca}", "not signed by the CA that was given"),
         (f"etcd://{plain}?ca={stores.other_ca}", "it speaks no TLS"),
         (f"etcd://someone:secret@{plain}", "etcd knows no users. Leave the user out"),
+        (f"etcd://root:wrong@{with_users}", "the user or the password is wrong"),
+        (f"etcd://{with_users}", "it asks for a user"),
     ):
         text = no_init(alone, url)
         assert "does not let this node in" in text
         assert words in text
         assert "try: Correct the token, or the URL of --meta" in text
+
+
+def test_an_etcd_that_is_too_old(alone: DcpServer) -> None:
+    with other_etcd("3.3.27") as endpoint:
+        text = no_init(alone, f"etcd://{endpoint}")
+    assert f"etcd at {endpoint}: it is version 3.3.27, and 3.4 or newer is needed" in text
+    assert "Update it, 3.5 or newer is best" in text
+    assert "try: Do that, or name another etcd with --meta" in text
 
 
 def test_a_url_that_is_none(alone: DcpServer, tmp_path: Path) -> None:
@@ -139,6 +161,10 @@ def test_tokens_and_folders_that_do_not_fit(tmp_path: Path) -> None:
         with a.connect() as kv:
             kv.set(b"k", b"v")
 
+        wrong = msgspec.structs.replace(ClusterToken.from_text(token), secret="w" * 43)
+        text = refused(b, "join", "--token", wrong.to_text())
+        assert "does not let this node in" in text
+        assert "try: Correct the token" in text
         gone = msgspec.structs.replace(ClusterToken.from_text(token), cluster="0" * 32)
         text = refused(b, "join", "--token", gone.to_text())
         assert "the metadata store has no such cluster" in text
@@ -148,10 +174,11 @@ def test_tokens_and_folders_that_do_not_fit(tmp_path: Path) -> None:
         assert is_alone(b)
 
         # A member stays what it is.
-        text = refused(a, "join", "--token", token)
-        assert "this node is a member already: 'a' of cluster" in text
-        assert "try: To make it a member of another one" in text
         before = a.ask("GET", STATUS)["cluster"]
+        for other in (token, gone.to_text()):
+            text = refused(a, "join", "--token", other)
+            assert f"this node is a member already: 'a' of cluster {before}" in text
+            assert "try: To make it a member of another one" in text
         assert "member already" in refused(a, "init")
         assert a.ask("GET", STATUS)["cluster"] == before
         assert dcpctl(b, "join").returncode == 2

@@ -1,4 +1,6 @@
-"""Our clients on three real nodes through SIGKILL and SIGSTOP, with their callers' timeouts."""
+"""Three dcpd processes with the embedded metadata store, and our clients on them: a rolling
+restart, SIGKILL and SIGSTOP under load, with the callers' timeouts.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,7 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -17,6 +18,7 @@ from clients.address import parse_address
 from clients.errors import AmbiguousWriteError
 from clients.kv.client import KvClient
 from clients.kv.sync_client import SyncKv
+from clients.mirror.mirror import Mirror
 from clients.operation import vbucket_of
 from support.cluster_load import ClusterLoad
 from support.cluster_processes import ClusterProcesses
@@ -24,6 +26,8 @@ from support.waiting import until_so
 
 pytestmark = pytest.mark.crash
 
+TIMERS = ("--suspect-after", "2s", "--lease", "10s")
+"""A node that only waits for a processor is not taken for dead."""
 PATIENT_S = 60.0
 """Timeout of calls that go on through a failover. It takes a few seconds."""
 
@@ -32,9 +36,21 @@ def several(cluster: ClusterProcesses, names: str) -> str:
     return "dcpd://" + ",".join(cluster.nodes[name].address for name in names)
 
 
-async def ready(cluster: ClusterProcesses) -> None:
-    await cluster.in_thread(cluster.until_in_sync, 3)
-    await cluster.in_thread(cluster.until_even)
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterProcesses]:
+    with ClusterProcesses(tmp_path_factory.mktemp("three"), "abc", *TIMERS) as cluster:
+        cluster.insist("set", masters_return_s=1)
+        yield cluster
+
+
+@pytest.fixture
+def cluster(three: ClusterProcesses) -> Iterator[ClusterProcesses]:
+    """All nodes run, have all copies, and are masters of their shares."""
+    three.start_all()
+    three.until_in_sync(3)
+    three.until_even()
+    yield three
+    three.thaw_all()
 
 
 async def keys_of(kv: KvClient, cluster: ClusterProcesses, name: str, count: int) -> list[str]:
@@ -87,71 +103,99 @@ async def following(address: str, vbuckets: list[int] | None = None) -> AsyncIte
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_reads_writes_and_consumers_go_through_a_freeze_and_a_kill(tmp_path: Path) -> None:
-    with ClusterProcesses(tmp_path) as cluster:
-        in_thread = cluster.in_thread
-        await ready(cluster)
-        address = several(cluster, "cab")
-        async with contextlib.AsyncExitStack() as stack:
-            kv = await stack.enter_async_context(KvClient.connect(address, timeout_s=PATIENT_S))
-            keys = await keys_of(kv, cluster, "c", 8)
-            whole = await stack.enter_async_context(following(address))
-            # The only connection of this one is with the node that will stand still.
-            part = await stack.enter_async_context(following(address, [vbucket_of(keys[0])]))
-            load = ClusterLoad(kv)
-            await until_so(lambda: len(load.answered) == len(load.tried) >= 160)
-            for key in keys:
-                await kv.set(key, b"before", durability="majority")
-            sync = stack.enter_context(SyncKv(parse_address(address), timeout_s=PATIENT_S))
-            await in_thread(sync.get, keys[0])  # it has a connection to that node
-
-            cluster.freeze("c")
-            async with asyncio.timeout(PATIENT_S / 2):
-                found = await asyncio.gather(
-                    in_thread(sync.get, keys[0]), *(kv.get(key) for key in keys)
-                )
-                assert {document.value for document in found} == {b"before"}
-                for key in keys:
-                    with contextlib.suppress(AmbiguousWriteError):
-                        await kv.set(key, b"after", durability="majority")
-                await in_thread(sync.set, keys[0], b"again")
-                await until_so(lambda: part.value(keys[0].encode()) == b"again")
-                before = load.progress()
-                await until_so(lambda: load.has_gone_on(before))
-            cluster.thaw("c")
-            await in_thread(cluster.until_in_sync, 3)
-
-            cluster.nodes["b"].kill()
+async def test_a_rolling_restart_makes_no_version_and_no_error(cluster: ClusterProcesses) -> None:
+    in_thread, nodes = cluster.in_thread, cluster.nodes
+    async with KvClient.connect(nodes["a"].address, timeout_s=PATIENT_S) as kv:
+        versions = {vb: (await kv.failover_log(vb))[0] for vb in range(0, 1024, 16)}
+        load = ClusterLoad(kv)
+        await until_so(lambda: len(load.answered) == len(load.tried) >= 160)
+        for name in "cb":  # the metadata store is with "a"
+            assert await in_thread(nodes[name].stop) == 0
             before = load.progress()
-            await until_so(lambda: load.has_gone_on(before))
-            await in_thread(cluster.until_no_master, "b")
+            await until_so(lambda before=before: load.has_gone_on(before))
+            await in_thread(nodes[name].start)
+            await in_thread(cluster.until_in_sync, 3)
+        await load.stop()
+        assert load.errors == []
+        assert await load.lost() == []
+        for vb, version in versions.items():
+            assert (await kv.failover_log(vb))[0] == version, f"vb {vb} has a new version"
 
-            await load.stop()
-            assert all(isinstance(error, AmbiguousWriteError) for error in load.errors), load.errors
-            assert await load.lost() == []
-            final = {key: (await kv.get(key)).value for key in load.tried}
-            await until_so(lambda: all(whole.value(key) == value for key, value in final.items()))
 
-
-async def test_any_host_will_do_when_the_first_is_frozen_or_dead(tmp_path: Path) -> None:
-    with ClusterProcesses(tmp_path) as cluster:
-        in_thread = cluster.in_thread
-        await ready(cluster)
-        address = several(cluster, "cba")
-        async with KvClient.connect(address, timeout_s=PATIENT_S) as kv:
-            (key,) = await keys_of(kv, cluster, "c", 1)
-            for number in range(200):
-                token = await kv.set(key, b"%d" % number)
-                found = await kv.get(key, from_replica=True, at_least=token)
-                assert found.value == b"%d" % number, "a copy that is behind must not answer"
-        await in_thread(check_text_clients, cluster, key)
+async def test_reads_writes_and_consumers_go_through_a_freeze_and_a_kill(
+    cluster: ClusterProcesses,
+) -> None:
+    in_thread = cluster.in_thread
+    address = several(cluster, "cab")
+    async with contextlib.AsyncExitStack() as stack:
+        kv = await stack.enter_async_context(KvClient.connect(address, timeout_s=PATIENT_S))
+        view = await stack.enter_async_context(Mirror(address))
+        keys = await keys_of(kv, cluster, "c", 8)
+        whole = await stack.enter_async_context(following(address))
+        # The only connection of this one is with the node that will stand still.
+        part = await stack.enter_async_context(following(address, [vbucket_of(keys[0])]))
+        load = ClusterLoad(kv)
+        await until_so(lambda: len(load.answered) == len(load.tried) >= 160)
+        for key in keys:
+            await kv.set(key, b"before", durability="majority")
+        sync = stack.enter_context(SyncKv(parse_address(address), timeout_s=PATIENT_S))
+        await in_thread(sync.get, keys[0])  # it has a connection to that node
 
         cluster.freeze("c")
-        await check_all_clients(cluster, address, key, b"frozen")
+        async with asyncio.timeout(PATIENT_S):
+            found = await asyncio.gather(
+                in_thread(sync.get, keys[0]), *(kv.get(key) for key in keys)
+            )
+            assert {document.value for document in found} == {b"before"}
+            for key in keys:
+                with contextlib.suppress(AmbiguousWriteError):
+                    await kv.set(key, b"after", durability="majority")
+            await in_thread(sync.set, keys[0], b"again")
+            await until_so(lambda: part.value(keys[0].encode()) == b"again")
+            before = load.progress()
+            await until_so(lambda: load.has_gone_on(before))
         cluster.thaw("c")
         await in_thread(cluster.until_in_sync, 3)
-        cluster.nodes["c"].kill()
-        await check_all_clients(cluster, address, key, b"dead")
+
+        cluster.nodes["b"].kill()
+        before = load.progress()
+        await until_so(lambda: load.has_gone_on(before))
+        await in_thread(cluster.until_no_master, "b")
+
+        await load.stop()
+        assert all(isinstance(error, AmbiguousWriteError) for error in load.errors), load.errors
+        assert await load.lost() == []
+        final = {key: (await kv.get(key)).value for key in load.tried}
+        await until_so(lambda: all(whole.value(key) == value for key, value in final.items()))
+        await view.caught_up()
+        assert {key: view[key] for key in final} == final
+
+        for name in "ac":
+            cluster.nodes[name].kill()
+        await in_thread(cluster.start_all)
+        await in_thread(cluster.until_in_sync, 3)
+        assert await load.lost() == []
+
+
+async def test_any_host_will_do_when_the_first_is_frozen_or_dead(
+    cluster: ClusterProcesses,
+) -> None:
+    in_thread = cluster.in_thread
+    address = several(cluster, "cba")
+    async with KvClient.connect(address, timeout_s=PATIENT_S) as kv:
+        (key,) = await keys_of(kv, cluster, "c", 1)
+        for number in range(200):
+            token = await kv.set(key, b"%d" % number)
+            found = await kv.get(key, from_replica=True, at_least=token)
+            assert found.value == b"%d" % number, "a copy that is behind must not answer"
+    await in_thread(check_text_clients, cluster, key)
+
+    cluster.freeze("c")
+    await check_all_clients(cluster, address, key, b"frozen")
+    cluster.thaw("c")
+    await in_thread(cluster.until_in_sync, 3)
+    cluster.nodes["c"].kill()
+    await check_all_clients(cluster, address, key, b"dead")
 
 
 async def check_all_clients(

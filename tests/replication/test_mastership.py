@@ -216,6 +216,16 @@ def test_a_slow_member_leaves_and_does_not_join() -> None:
     assert master.changed_isr(NOW, ALIVE, heard) == RECORD
 
 
+def test_a_master_that_may_be_deposed_leaves_no_slow_member_out() -> None:
+    """It is probably the one that is cut off: the others must stay electable."""
+    master = mastership()
+    slow = Lateness(frozenset("c"), frozenset("c"))
+    now_ns = NOW + S
+    assert master.changed_isr(now_ns, ALIVE, {"b": NOW, "c": NOW}, slow) is None
+    master = mastership()
+    assert master.changed_isr(now_ns, ALIVE, {"b": now_ns, "c": NOW}, slow) == shrink(RECORD, "c")
+
+
 def test_a_slow_member_joins_where_the_others_are_too_few() -> None:
     alone = shrink(RECORD, "bc")
     master = mastership(record=alone, min_in_sync=2)

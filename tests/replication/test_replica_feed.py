@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from dcp.replication.fed_stream import BEAT_NS, QUESTIONS_MAX, SECTION_BYTES, SILENCE_NS_MAX
 from dcp.replication.messages import (
     EntriesSection,
     unpack_entries,
 )
 from dcp.replication.replica_feed import (
-    BEAT_NS,
-    QUESTIONS_MAX,
-    RECORD_BYTES,
-    SECTION_BYTES,
-    SILENCE_NS_MAX,
     Followed,
     ReplicaFeed,
 )
+from dcp.replication.sent_messages import RECORD_BYTES
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.replication.messages import (
+    NOTHING,
     EntriesSection,
     Greeting,
     ReplicaPosition,
+    SharedGroup,
     Welcome,
     decode,
     encode,
     pack_entries,
+    pack_group,
+    share,
     unpack_ack,
 )
 from dcp.replication.replica_link import (
+    CONFIRM_NS,
     DAMAGED_RETRY_NS,
     HEARD_NS_MAX,
     RETRY_NS,
@@ -37,6 +42,7 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from vbucket.engine.replicated import ReplicatedChange
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import pack_mutation
 
@@ -53,6 +59,7 @@ class Replica:
         self.done: list[tuple[object, ...]] = []
         self.applied_: list[tuple[int, ...]] = []
         self.refuses_welcomes = ""
+        self.open_group = 7
 
     def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, ReplicaPosition]:
         return from_here(self.high[vb_id], 77), ReplicaPosition(epoch, [("77", "0", 1)])
@@ -81,6 +88,14 @@ class Replica:
 
     def unsynced_group(self, vb_id: int) -> int:
         return self.groups.get(vb_id, 0)
+
+    def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
+        for change in changes:
+            self.high[change[0]] += 1
+        return self.open_group
+
+    def told_committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
+        self.done.append(("committed", dict(seqnos)))
 
 
 class Line:
@@ -135,6 +150,11 @@ class Line:
         self.number = self.number + 1 if number is None else number
         self.receive(pack_entries(self.number, self.number + 100, sections))
 
+    def group(self, opened: int, group: SharedGroup, committed: tuple[int, int] = (0, 0)) -> None:
+        self.number += 1
+        pieces = pack_group(self.number, self.number + 100, opened, committed, group)
+        self.receive(b"".join(pieces))
+
 
 def entries(vb_id: int, opaque: int, *seqnos: int, epoch: int = EPOCH) -> EntriesSection:
     return EntriesSection(
@@ -144,6 +164,18 @@ def entries(vb_id: int, opaque: int, *seqnos: int, epoch: int = EPOCH) -> Entrie
             for seqno in seqnos
         ],
     )  # fmt: skip
+
+
+def shared(*seqnos: int) -> SharedGroup:
+    """A whole group with changes of vb 1."""
+    return share(
+        b"".join(
+            pack_mutation(
+                vb_id=1, key=b"\0k", value=b"", cas=1, seqno=seqno, rev_seqno=1, epoch=EPOCH
+            )
+            for seqno in seqnos
+        )
+    )
 
 
 # -- the handshake ---------------------------------------------------------------------------------
@@ -406,6 +438,44 @@ def test_a_message_is_acknowledged_when_its_group_is_synced() -> None:
     assert line.acks() == [(3, 103)]
     line.link.synced(7)
     assert line.acks() == [], "once"
+
+
+def test_a_whole_group_costs_one_acknowledgement() -> None:
+    """It says that the group is synced, and confirms the group's question."""
+    line = Line()
+    opaque = line.follow(1)
+    line.group(opaque, shared(1))
+    assert line.acks() == [(0, 101)], "at once: the master may wait for it to serve the partition"
+    line.link.synced(7)
+    assert line.acks() == [(1, 101)]
+    for number, group in ((2, 8), (3, 9)):
+        line.now_ns += 1
+        line.side.open_group = group
+        line.group(opaque, shared(number), (number - 1, number - 1))
+        assert line.side.done[-1] == ("committed", {1: number - 1})
+        assert line.acks() == []
+        line.link.synced(group)
+        assert line.acks() == [(number, number + 100)]
+    line.group(opaque, NOTHING, (3, 3))
+    assert line.side.done[-1] == ("committed", {1: 3})
+    assert line.acks() == [], "the next acknowledgement confirms it"
+    line.message()
+    assert line.acks() == [(5, 105)], "and a heartbeat is answered at once"
+
+
+@pytest.mark.parametrize("brings", [True, False])
+def test_a_confirmation_does_not_wait_for_long(brings: bool) -> None:
+    """A sync may take its time, and the master is fenced if nobody confirms it."""
+    line = Line()
+    opaque = line.follow(1)
+    line.group(opaque, shared(1))
+    assert line.acks() == [(0, 101)]
+    line.now_ns += CONFIRM_NS - 1
+    line.group(opaque, shared(2))
+    assert line.acks() == []
+    line.now_ns += 1
+    line.group(opaque, shared(3) if brings else NOTHING)
+    assert line.acks() == [(0, 103)]
 
 
 def test_what_is_synced_already_is_acknowledged_at_once() -> None:

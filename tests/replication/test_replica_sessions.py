@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp.replication.messages import FORMAT, Greeting, encode, pack_ack
+from dcp.replication.messages import FORMAT, Greeting, encode, pack_ack, unpack_ack
 from dcp.server.access.access import Access
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.config.settings import Settings
@@ -216,6 +216,23 @@ def test_a_replica_that_breaks_the_rules_is_disconnected(peer: Peer, request_: b
     assert peer.send(request_) == []
     assert peer.state.is_closing
     assert peer.state.close_reason, "it says why"
+
+
+def test_an_acknowledgement_is_taken_in_any_pieces(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes alone takes a shorter way through the session."""
+    taken: list[bytes] = []
+    assert replicate(peer).status == Status.OK
+    monkeypatch.setattr(peer.state.feed, "take_acknowledgement", taken.append)
+    acks = [pack_ack(number, number + 1) for number in range(1, 6)]
+    first_byte = acks[2][:1]
+    pieces = (acks[0], acks[1] + first_byte, acks[2][1:], acks[3] + acks[4])
+    taken_bytes = peer.state.taken_bytes
+    for piece in pieces:
+        assert peer.send(piece) == []
+    assert peer.state.taken_bytes == taken_bytes + sum(map(len, acks))
+    assert [unpack_ack(extras) for extras in taken] == [(n, n + 1) for n in range(1, 6)]
 
 
 def test_a_newer_link_ends_the_older_one(copies: Copies, peer: Peer) -> None:

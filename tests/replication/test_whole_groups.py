@@ -134,6 +134,28 @@ def test_what_is_not_in_step_everywhere_leaves_the_others_together() -> None:
         assert holdings(copies.nodes["c"], vb_id) == holdings(copies.a, vb_id)
 
 
+def test_a_copy_that_is_filled_costs_the_others_nothing() -> None:
+    copies = level()
+    copies.write(1, shrink(copies.records[1], ["c"]))
+    copies.rest()
+    feed = copies.a.core.leading.feeds["c"]
+    feed._window_bytes = 1
+    put(copies, 1)
+    copies.rest()
+    feed._window_bytes = 1 << 20
+    feed._leave_behind(feed._streams[1], copies.a.engine.partitions[1], ())
+    put(copies, 1, b"\0more")
+    put(copies, 2)
+    copies.a.commit()
+    (to_b,), (to_c,) = (groups_to(copies, member) for member in "bc")
+    assert {vb_id_of(entry) for entry in split_entries(to_b)} == {1, 2}
+    assert {vb_id_of(entry) for entry in split_entries(to_c)} == {2}
+    copies.rest()
+    assert copies.problems == []
+    for vb_id in (1, 2):
+        assert holdings(copies.nodes["c"], vb_id) == holdings(copies.a, vb_id)
+
+
 def test_a_group_goes_to_all_replicas_as_one_message_of_the_same_bytes() -> None:
     copies = level()
     for vb_id in (0, 1, 3):
@@ -181,6 +203,28 @@ def test_replicas_are_told_by_the_number_of_the_message_that_a_group_is_committe
     assert (told.entries, told.committed[0] > 0) == (b"", True)
     copies.move()
     assert committed(copies.b, 1) == committed(copies.b, 2) == 1
+
+
+def test_only_what_tells_of_commits_can_wait_and_the_next_group_takes_it_with_it() -> None:
+    copies = level()
+    feed = copies.a.core.leading.feeds["b"]
+    assert (feed.has_output, feed.can_wait) == (False, True)
+    put(copies, 1)
+    copies.a.commit()
+    assert (feed.has_output, feed.can_wait) == (True, False)
+    copies.move()
+    for member in "bc":
+        copies.nodes[member].commit()
+    copies.move()
+    assert committed(copies.a, 1) == 1
+    assert (feed.has_output, feed.can_wait) == (True, True)
+    put(copies, 2)
+    copies.a.commit()
+    assert not feed.can_wait
+    [message] = messages_to(copies, "b")
+    assert isinstance(message, GroupMessage)
+    assert (bool(message.entries), message.committed) == (True, (message.number - 1,) * 2)
+    assert not feed.has_output
 
 
 def test_a_group_that_was_sent_before_the_in_sync_set_changed_commits_one_by_one() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,3 +76,56 @@ async def test_operators_are_told_what_to_use_for_copies(tmp_path: Path) -> None
             assert answer.status == HTTPStatus.CONFLICT
             assert "has copies on other nodes" in str(answer)
             assert instead in str(answer)
+
+
+class Sender:
+    """Sends what the test sets, when it is pumped."""
+
+    is_superseded = False
+
+    def __init__(self) -> None:
+        self.damages: list[str] = []
+        self.out: list[bytes] = []
+        self.can_wait = True
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self.out)
+
+    def pump(self, bytes_max: int) -> list[bytes]:
+        out, self.out = self.out, []
+        return out
+
+    def heard(self, now_ns: int) -> None:
+        """It does not matter."""
+
+    def tick(self, now_ns: int) -> bool:
+        return True
+
+    def close(self) -> None:
+        """It has nothing to close."""
+
+
+async def test_messages_that_can_wait_leave_with_others_or_alone(tmp_path: Path) -> None:
+    async with node_here(tmp_path, {}) as node, Client.connect(node) as client:
+        assert (await client.ask(pack_request(Opcode.NOOP, opaque=1))).opaque == 1
+        (connection,) = node.connections
+        assert isinstance(connection, ClientConnection)
+        sender: Any = Sender()
+        connection.session.state.feed = sender
+        sender.out.append(pack_request(Opcode.NOOP, opaque=2))
+        connection.schedule_pump()
+        await asyncio.sleep(0)
+        assert sender.has_output, "it waits"
+        sender.can_wait = False
+        sender.out.append(pack_request(Opcode.NOOP, opaque=3))
+        connection.schedule_pump()
+        node.connections.feed()
+        assert not sender.has_output, "before the next turn of the loop, and the other one with it"
+        sender.can_wait = True
+        sender.out.append(pack_request(Opcode.NOOP, opaque=4))
+        connection.schedule_pump()
+        for opaque in (2, 3, 4):
+            frame = await client.receive()
+            assert frame is not None
+            assert frame.opaque == opaque

@@ -212,6 +212,21 @@ async def test_who_gives_up_keeps_nobody_waiting(bench: Bench) -> None:
     assert await bench.do() == 0
 
 
+async def test_jobs_that_are_cancelled_at_the_same_time_end_as_cancelled(bench: Bench) -> None:
+    """A server that stops cancels all its tasks, and each learns it in a turn of its own."""
+    running = bench.begin(Work.PLAN)
+    await turns()
+    waiting, last = bench.begin(Work.MERGE), bench.begin(Work.COMPACTION)
+    await turns()
+    running.cancel()
+    waiting.cancel()
+    ended = await asyncio.gather(running, waiting, return_exceptions=True)
+    assert [type(each) for each in ended] == 2 * [asyncio.CancelledError]
+    bench.may_end.set()
+    assert await last == 0
+    assert await bench.do() == 0
+
+
 @pytest.mark.parametrize(
     ("error", "is_replaced"),
     [

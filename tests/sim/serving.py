@@ -14,7 +14,7 @@ from typing import Protocol
 from dcp.session.auth import Authenticator
 from dcp.session.held_answers import HeldAnswers
 from dcp.session.range_scans import RangeScans
-from dcp.session.replication_port import ReplicationPort
+from dcp.session.replication_port import NEWS_WAIT_NS, ReplicationPort
 from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.session.session import Session
 from dcp.session.state import Limits, NodeFacts, SessionState
@@ -81,7 +81,7 @@ class ServedConnection:
         self.state.schedule = self.schedule_pump
         self.session = Session(self.state)
         self.held = node.held()
-        self._is_pump_scheduled = False
+        self._is_pump_scheduled = self._waits_with_news = False
         node.connections[self] = None
 
     # -- Handler -----------------------------------------------------------------------------------
@@ -125,10 +125,16 @@ class ServedConnection:
             self._abort()
 
     def schedule_pump(self) -> None:
-        """Send stream messages in a moment."""
-        if not self._is_pump_scheduled and self.state.sender is not None:
+        """Send stream messages in a moment, or a little later if they can wait."""
+        sender = self.state.sender
+        if self._is_pump_scheduled or sender is None:
+            return
+        if not sender.can_wait:
             self._is_pump_scheduled = True
             self._node.host.after(0, self._pump)
+        elif not self._waits_with_news and sender.has_output:
+            self._waits_with_news = True
+            self._node.host.after(NEWS_WAIT_NS, self._pump)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -160,7 +166,7 @@ class ServedConnection:
             self._after_commands()
 
     def _pump(self) -> None:
-        self._is_pump_scheduled = False
+        self._is_pump_scheduled = self._waits_with_news = False
         sender = self.state.sender
         if sender is None or not self.side.is_open:
             return

@@ -24,14 +24,14 @@ def small_disk(size: str) -> Iterator[Path]:
     """
     path = Path(tempfile.mkdtemp(prefix="dcpd-disk-"))
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
-    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
-        path.rmdir()
-        pytest.skip("a disk of its own is mounted by root only: run the tests as root")
     try:
+        if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+            pytest.skip("a disk of its own is mounted by root only: run the tests as root")
         yield path
     finally:
-        # Lazily: the store process of a killed server ends a moment later.
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
+        if path.is_mount():
+            # Lazily: the store process of a killed server ends a moment later.
+            subprocess.run(["umount", "--lazy", str(path)], check=True)
         path.rmdir()
 
 

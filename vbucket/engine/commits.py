@@ -141,6 +141,14 @@ class Commits:
                 return group.number
         return None
 
+    def loaded(self, vb_id: int, seqno: int) -> None:
+        """Take note that the store has a partition up to this seqno: groups that only have control
+        entries of it, and were taken before, do not end below.
+        """
+        for group in (*self._uncommitted.values(), *self._in_flight):
+            if vb_id in group.high_seqnos:
+                group.high_seqnos[vb_id] = seqno
+
     def cut(self, vb_id: int, seqno: int) -> None:
         """Take note that a branch has undone what lies above `seqno` in a partition."""
         for group in (*self._uncommitted.values(), *self._in_flight):

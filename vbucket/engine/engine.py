@@ -25,6 +25,7 @@ from vbucket.engine.bulk import REV_SEQNO_MAX, Frames
 from vbucket.engine.conflicts import are_new, winners
 from vbucket.engine.kept_xattrs import KeptXattrs, with_xattrs
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
+from vbucket.engine.loads import Loads
 from vbucket.engine.locks import Locks
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.model.entry import (
@@ -43,6 +44,8 @@ from vbucket.model.entry import (
     seqno_of,
 )
 from vbucket.model.ids import CAS_DRIFT_NS
+from vbucket.native import set_run
+from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import StoredMeta
 from vbucket.store.plain_value import plain
 from vbucket.store.store import Store
@@ -104,7 +107,13 @@ class Engine:
         self.due = keyspace.due
         self.versions = keyspace.versions
         self.locks = Locks()
+        self.loads = Loads(keyspace)
         self._store = store
+        self.set_run = set_run(
+            keyspace.partitions, keyspace.versions.meta_below, store.key_tree,
+            keyspace.item_cache, StoreDamagedError,
+        )  # fmt: skip
+        """Applies plain SETs in C, as `put` would; None: the loops are not built."""
         self.write_refusal = ""
         """Why no partition takes writes now, "" if they do."""
         self.writers_wait = False

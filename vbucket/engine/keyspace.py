@@ -127,6 +127,8 @@ class Keyspace:
         self.is_merging = False
         self.merged_group = 0
         """The last group that a merge of this process has brought into the store."""
+        self.loading: set[int] = set()
+        """Partitions that get documents straight into the store now (`vbucket.engine.loads`)."""
         self.quarantined: dict[int, str] = {}
         """Partitions whose stored data is damaged -> why; merges leave them out."""
         for vb_id, item in store.quarantine().items():
@@ -281,6 +283,7 @@ class Keyspace:
 
         Raises StoreDamagedError, before anything is changed.
         """
+        assert part.vb_id not in self.loading, "its seqnos are taken"
         undone_keys = 0 if rollback_to is None else self.roll_back(part, rollback_to)
         self._put_history(part, failover, epoch, rollback_to)
         if rollback_to == 0 and part.vb_id in self.quarantined:
@@ -387,6 +390,7 @@ class Keyspace:
 
         Documents of a dropped collection are unreachable from now on and no longer counted.
         """
+        assert not self.loading, "the seqnos of events are taken"
         events = events_between(self.manifest, manifest)
         self._adopt_manifest(manifest)
         self.manifest_group = self.group

@@ -53,11 +53,18 @@ def _refuse_copies(part: Partition, what: str, instead: str) -> None:
         raise HasCopiesError(part.vb_id, what, instead)
 
 
+def _refuse_load(engine: Engine, vb_id: int) -> None:
+    """Raise BranchRefusedError while a restore loads documents into a partition."""
+    if why := engine.loads.why_busy(vb_id):
+        raise BranchRefusedError(f"vb {vb_id}: {why}")
+
+
 def branch(engine: Engine, vb_id: int, at_seqno: int) -> Branch:
     """Begin a new version at a seqno, and undo what is above. Raises HasCopiesError,
     BranchRefusedError, StoreDamagedError; then nothing was changed.
     """
     _refuse_copies(engine.partitions[vb_id], "a branch", _BRANCH)
+    _refuse_load(engine, vb_id)
     return engine.keyspace.branch(vb_id, at_seqno)
 
 
@@ -70,6 +77,7 @@ def failover(engine: Engine, vb_id: int, lost_seqnos: int = 0) -> Branch:
     """
     part = engine.partitions[vb_id]
     _refuse_copies(part, "a simulated failover", _HANDOVER)
+    _refuse_load(engine, vb_id)
     if lost_seqnos > part.high_seqno:
         raise BranchRefusedError(
             f"vb {vb_id} ends at seqno {part.high_seqno}; it cannot lose {lost_seqnos}"
@@ -85,10 +93,11 @@ def failover(engine: Engine, vb_id: int, lost_seqnos: int = 0) -> Branch:
 def set_state(engine: Engine, vb_id: int, state: VbState) -> Branch | None:
     """Change the state of a partition. Return the new version if it became active.
 
-    Raises HasCopiesError and StoreDamagedError, before anything is changed.
+    Raises HasCopiesError, BranchRefusedError and StoreDamagedError, before anything is changed.
     """
     part = engine.partitions[vb_id]
     _refuse_copies(part, "another state", _HANDOVER)
+    _refuse_load(engine, vb_id)
     becomes_active = state == VbState.ACTIVE != part.durable_state
     if becomes_active:
         engine.keyspace.check_system_events(part)

@@ -73,6 +73,8 @@ class Hold(Enum):
     confirmed."""
     ENROLLING = auto()
     """The node is becoming a member of a cluster."""
+    LOADING = auto()
+    """Documents of a restore go straight into the store (`vbucket.engine.loads`)."""
 
 
 class Layer:
@@ -281,7 +283,8 @@ class Partition:
         """Take note that the store holds everything up to `merged_seqno` as of the freeze."""
         if self.cut_seqno is not None:
             merged_seqno = min(merged_seqno, self.cut_seqno)
-        self.merged_seqno = merged_seqno
+        # The store may have more: a load came after what this merge brought in.
+        self.merged_seqno = max(merged_seqno, self.merged_seqno)
 
     def drop_frozen(self) -> None:
         """Forget the frozen layer after `become_merged`."""

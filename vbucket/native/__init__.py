@@ -1,31 +1,39 @@
-"""Inner loops in C: of merge, compaction, backlogs, and the clients of streams. They are optional,
-and equal to their twins in Python.
+"""Inner loops in C: of SETs, merge, compaction, backlogs, and the clients of streams. They are
+optional, and equal to their twins in Python.
 
-They take bytes and return bytes: entries of the log become records and blocks, stored frames become
+Most take bytes and return bytes: entries of the log become records and blocks, stored frames become
 what a client gets, received frames become runs of changes and their columns. They read and write no
-database, and have no effect but their result. Whatever they do not know, or find damaged, they
-leave to Python, which does it, or says what is wrong. So both forms give the same results, byte by
-byte, and only Python has error texts.
+database, and have no effect but their result. That of SETs reads requests, looks up keys in LMDB's
+pages, and changes partitions as `Engine.put` does. Whatever the loops do not know, or find damaged,
+they leave to Python, which does it, or says what is wrong. So both forms give the same results,
+byte by byte, and only Python has error texts.
 
-Who calls it: `vbucket.upkeep`, `vbucket.store.runs`, `clients.streaming.change_runs`. `loops` is
-built by hatch_build.py from the C sources here.
+Who calls it: `vbucket.upkeep`, `vbucket.engine`, `vbucket.store`, `clients.backup.strip`,
+`clients.streaming.change_runs`. `loops` is built by hatch_build.py from the C sources here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from array import array
 
-    from vbucket.native.loops import Staged, Superseded
+    from vbucket.native.loops import KeyTree, SetRun, Staged, Superseded
 
+    Partitions = list[Any]
+    MetaBelow = Callable[[Any, bytes, bytes | None], tuple[int, int, int, int, int, int, int]]
+    TreeOf = Callable[[], KeyTree | None]
     CutFrames = Callable[[bytes, array[int], int, int, int, bool, bool], bytearray | None]
     Repack = Callable[
         [int, list[tuple[bytes, bytes, bytes | None]], int, int],
         list[tuple[bytes, bytes]] | None,
     ]
+    SectionColumns = tuple[list[int], list[int], list[int], bytes, bytes, bytes, bytes]
+    SplitFrames = Callable[[bytes, int, int], SectionColumns | None]
+    FrameKeys = Callable[[bytes, int, int], list[bytes] | None]
+    EntriesOf = Callable[[bytes, int, int, int, int, int], bytes | None]
 
 
 Row = tuple[int, bytes, bytes, int, int, int, int, int, int]
@@ -85,6 +93,66 @@ def new_staged() -> Staged | None:
     except ModuleNotFoundError:
         return None
     return Staged()
+
+
+def entries_loop() -> EntriesOf | None:
+    """Return the loop that makes entries of a packet of frames, None if the loops are not built."""
+    try:
+        from vbucket.native.loops import entries_of
+    except ModuleNotFoundError:
+        return None
+    return entries_of
+
+
+class ArchiveLoops(NamedTuple):
+    """What readers of archives take from the loops."""
+
+    split: SplitFrames
+    keys: FrameKeys
+
+
+def archive_loops() -> ArchiveLoops | None:
+    """Return the loops over sections of archives, None if they are not built."""
+    try:
+        from vbucket.native.loops import frame_keys, split_frames
+    except ModuleNotFoundError:
+        return None
+    return ArchiveLoops(split_frames, frame_keys)
+
+
+def set_run(
+    partitions: Partitions,
+    meta_below: MetaBelow,
+    tree: TreeOf,
+    item_cache: object,
+    damaged: type[Exception],
+) -> SetRun | None:
+    """Return what applies plain SETs to these partitions, None if the loops are not built.
+
+    `meta_below` is that of `Versions`. `tree` returns the tree of `by_key`, or None, and then
+    `meta_below` looks up every key. If one of them raises `damaged`, Python handles the request.
+    """
+    try:
+        from vbucket.native.loops import SetRun
+    except ModuleNotFoundError:
+        return None
+    return SetRun(partitions, meta_below, tree, item_cache, damaged)
+
+
+def key_tree(
+    file: memoryview, page_bytes: int, last_page: int, depth: int, root: int
+) -> KeyTree | None:
+    """Return what looks up keys in a tree of LMDB's pages. None: the loops are not built, or this
+    is no tree.
+    """
+    try:
+        from vbucket.native.loops import KeyTree
+    except ModuleNotFoundError:
+        return None
+    try:
+        return KeyTree(file, page_bytes, last_page, depth, root)
+    except ValueError:
+        return None
 
 
 class CompactionLoops(NamedTuple):

@@ -27,7 +27,7 @@ static int is_range(PyObject *data, Py_ssize_t at, Py_ssize_t end)
     return 0;
 }
 
-/* Where the frame at `at` stops, 0 if it is incomplete. Its first SEQNO_STOP bytes must be there. */
+/* Where the frame at `at` stops, 0 if it is incomplete. SEQNO_STOP bytes of it must be there. */
 static Py_ssize_t stop_of(const Range *range, Py_ssize_t at)
 {
     uint32_t body = be32(range->bytes + at + 8);

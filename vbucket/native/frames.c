@@ -1,6 +1,6 @@
 /* See frames.h. Who calls it: vbucket/store/runs.py, which has the same in Python.
-   vbucket/native/loops.pyi has the interface. Invariant: nothing outside the given bytes is read; if
-   a frame is not a sound mutation, Python does all of them. */
+   vbucket/native/loops.pyi has the interface. Invariant: nothing outside the given bytes is read;
+   if a frame is not a sound mutation, Python does all of them. */
 
 #include "frames.h"
 

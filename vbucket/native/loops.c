@@ -7,6 +7,9 @@
 #include "compaction.h"
 #include "crc32c.h"
 #include "frames.h"
+#include "key_tree.h"
+#include "packets.h"
+#include "set_run.h"
 #include "staging.h"
 
 static PyObject *checksum(PyObject *args, uint32_t (*way)(uint32_t, const uint8_t *, size_t))
@@ -32,6 +35,8 @@ static PyObject *loops_crc32c_by_tables(PyObject *Py_UNUSED(module), PyObject *a
 static PyMethodDef functions[] = {
     {"crc32c", loops_crc32c, METH_VARARGS, NULL},
     {"crc32c_by_tables", loops_crc32c_by_tables, METH_VARARGS, NULL},
+    {"entries_of", loops_entries_of, METH_VARARGS, NULL},
+    {"frame_keys", loops_frame_keys, METH_VARARGS, NULL},
     {"repack", loops_repack, METH_VARARGS, NULL},
     {"cut_frames", loops_cut_frames, METH_VARARGS, NULL},
     {"mutations_run", loops_mutations_run, METH_VARARGS, NULL},
@@ -41,6 +46,7 @@ static PyMethodDef functions[] = {
     {"mutation_keys", loops_mutation_keys, METH_VARARGS, NULL},
     {"mutation_values", loops_mutation_values, METH_VARARGS, NULL},
     {"mutation_numbers", loops_mutation_numbers, METH_VARARGS, NULL},
+    {"split_frames", loops_split_frames, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -62,6 +68,8 @@ PyMODINIT_FUNC PyInit_loops(void)
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && add_type(module, "Staged", &staged_spec) &&
         add_type(module, "Superseded", &superseded_spec) &&
+        add_type(module, "SetRun", &set_run_spec) &&
+        add_type(module, "KeyTree", &key_tree_spec) &&
         PyModule_AddStringConstant(module, "CRC32C_WAY", crc32c_way()) == 0)
         return module;
     Py_XDECREF(module);

@@ -1,6 +1,8 @@
 """The interface of the C sources here."""
 
 from array import array
+from collections.abc import Callable
+from typing import Any
 
 CRC32C_WAY: str
 """How checksums are computed: "sse4.2", "arm" or "tables"."""
@@ -10,6 +12,24 @@ def crc32c(data: bytes, /) -> int:
 
 def crc32c_by_tables(data: bytes, /) -> int:
     """Return the same, without the processor's instruction."""
+
+def entries_of(
+    packet: bytes, count: int, vb_id: int, first_seqno: int, epoch: int, cas_max: int, /
+) -> bytes | None:
+    """Return the frames of a packet (`vbucket.engine.bulk`) as entries of new keys, joined, with
+    consecutive seqnos. None: Python should do it, or say what is wrong.
+    """
+
+def split_frames(
+    data: bytes, start: int, end: int, /
+) -> tuple[list[int], list[int], list[int], bytes, bytes, bytes, bytes] | None:
+    """Return the columns of the frames in a part of `data`: starts, ends, body lengths; and of
+    each a byte: opcode, key length, extras length, first byte of the key (0: it has none). None if
+    a frame is not sound, or its key is longer than 255 bytes.
+    """
+
+def frame_keys(data: bytes, start: int, end: int, /) -> list[bytes] | None:
+    """Return the keys of the same frames; None as above."""
 
 def repack(
     vb_id: int,
@@ -72,6 +92,47 @@ class Superseded:
         versions, 0 if it is superseded itself; None if none is. Raises ValueError if this is not a
         sound block.
         """
+
+class SetRun:
+    """Applies plain SETs."""
+
+    def __init__(
+        self,
+        partitions: list[Any],
+        meta_below: Callable[..., tuple[int, ...]],
+        tree: Callable[[], KeyTree | None],
+        item_cache: object,
+        damaged: type[Exception],
+        /,
+    ) -> None: ...
+    def apply(
+        self,
+        received: bytes,
+        position: int,
+        end: int,
+        answers: list[bytes],
+        pending: list[bytes],
+        touched: list[Any],
+        group: int,
+        cas_floor: int,
+        json: int,
+        value_bytes_max: int,
+        /,
+    ) -> int:
+        """Apply the plain SETs from `position` on, and append their answers and entries. Return the
+        position of the first request that is for Python.
+        """
+
+class KeyTree:
+    """Looks up keys in a table of LMDB's file, in one committed state that does not change."""
+
+    def __init__(
+        self, file: memoryview, page_bytes: int, last_page: int, depth: int, root: int, /
+    ) -> None:
+        """Raises ValueError if this is no tree."""
+
+    def get(self, key: bytes, /) -> bytes | bool | None:
+        """Return the value of a key; None: it is not there; False: a page is damaged."""
 
 class Staged:
     """Entries of the log, by partition. Partitions must be open."""

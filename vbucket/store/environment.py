@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from vbucket.native.loops import KeyTree
 
 _T = TypeVar("_T")
 
@@ -94,6 +97,11 @@ class KvReader(Protocol):
 
 class KvSnapshot(KvReader, Protocol):
     """A long-lived reader that sees the state as of its last `refresh`."""
+
+    def tree(self, table: str) -> KeyTree | None:
+        """Return what looks up keys of a table in C until the next `refresh`. None: this database
+        has no pages, or the loops are not built. Raises StoreDamagedError.
+        """
 
     def refresh(self) -> None:
         """Move to the newest committed state, which another process may have written."""

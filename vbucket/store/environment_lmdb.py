@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import lmdb
 
@@ -28,6 +28,9 @@ from vbucket.store.environment import (
 )
 from vbucket.store.lmdb_file import PageFile, check_file
 from vbucket.store.lmdb_pages import PageReader
+
+if TYPE_CHECKING:
+    from vbucket.native.loops import KeyTree
 
 MAP_SIZE_BYTES: Final = 1 << 40
 """1 TiB of address space: far more than a node holds."""
@@ -109,6 +112,10 @@ class LmdbSnapshot:
     ) -> Iterator[tuple[bytes, Buffer]]:
         """See KvReader."""
         return self._pages.range(table, start, stop)
+
+    def tree(self, table: str) -> KeyTree | None:
+        """See KvSnapshot."""
+        return self._pages.tree_in_c(table)
 
     def refresh(self) -> None:
         """See KvSnapshot."""

@@ -66,6 +66,10 @@ class MemorySnapshot(_Reader):
         super().__init__(env.tables)
         self._env = env
 
+    def tree(self, _table: str) -> None:
+        """See KvSnapshot."""
+        return
+
     def refresh(self) -> None:
         """See KvSnapshot."""
         self._tables = dict(self._env.tables)

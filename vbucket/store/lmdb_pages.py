@@ -32,11 +32,15 @@ from contextlib import suppress
 from functools import partial
 from operator import lt
 from struct import Struct, unpack_from
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import google_crc32c
 
+from vbucket.native import key_tree
 from vbucket.store.environment import Buffer, StoreDamagedError, place_of
+
+if TYPE_CHECKING:
+    from vbucket.native.loops import KeyTree
 
 PAGES_KEPT_MAX: Final = 2048
 """Pages whose keys are kept, at some 10 KiB each: the branches above five million keys."""
@@ -155,6 +159,7 @@ class PageReader:
         self._transaction = state.transaction
         self._page_bytes = state.page_bytes
         self._trees: dict[str, Tree] = {_MAIN: state.main}
+        self._in_c: dict[str, KeyTree | None] = {}
 
     @property
     def tables(self) -> set[str]:
@@ -245,6 +250,17 @@ class PageReader:
                 if len(key) != _U64.size or len(data) != (count + 1) * _U64.size:
                     raise self._damaged(_FREE, key, number, "has a list of the wrong size")
                 yield from unpack_from(f"={count}Q", data, _U64.size)
+
+    def tree_in_c(self, table: str) -> KeyTree | None:
+        """Return what looks up keys of a table in C, None if the loops are not built. It checks
+        less than this reader, and trusts a sound page that is outdated.
+        """
+        if table not in self._in_c:
+            tree = self._tree(table)
+            self._in_c[table] = key_tree(
+                self._view, self._page_bytes, self._state.last_page, tree.depth, tree.root
+            )
+        return self._in_c[table]
 
     # -- ways through the tree -------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
 from vbucket.log.device import UnknownFormatError
@@ -66,6 +66,9 @@ from vbucket.store.records import (
     put_quarantine,
 )
 from vbucket.store.runs import CUTS, STRIPPED, RunBatch, cut_run_of_block, run_of_block
+
+if TYPE_CHECKING:
+    from vbucket.native.loops import KeyTree
 
 _VB_PREFIXES: Final = tuple(vb_id.to_bytes(2, "big") for vb_id in range(NUM_VBUCKETS))
 """Made once; a store with fewer partitions uses the first of them."""
@@ -409,6 +412,12 @@ class Store(StoreView):
         """Move to the newest committed state."""
         self._walks.clear()
         self._snapshot.refresh()
+
+    def key_tree(self) -> KeyTree | None:
+        """Return what looks up records of `by_key` in C, until the next `refresh`; None: there is
+        no such thing here. A key that it does not find may exist, as with `meta_fields`.
+        """
+        return self._snapshot.tree(BY_KEY_TABLE)
 
     def close(self) -> None:
         """Close the snapshot; the environment stays open."""

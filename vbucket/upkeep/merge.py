@@ -64,7 +64,7 @@ from vbucket.upkeep.staging import (
 )
 
 if TYPE_CHECKING:
-    from vbucket.native.loops import Staged
+    from vbucket.native.loops import Merged, Staged
 
 NODE_VB_ID: Final = 0xFFFF
 """Partition id of control entries of the node."""
@@ -166,7 +166,7 @@ def _merge_without(
                     )
                 if record is None:
                     staging.list_entries(stage)
-                    record = _merge_partition(
+                    record = merge_partition(
                         write, view, stage, staging.manifest, rows, body_bytes_target
                     )
             high_seqnos[vb_id] = record.high_seqno
@@ -223,7 +223,7 @@ def _stage_segments(
     return merged_segment, end
 
 
-def _merge_partition(
+def merge_partition(
     write: KvWrite, view: StoreView, stage: Stage, manifest: Manifest, rows: ExpiryRows,
     body_bytes_target: int,
 ) -> PartitionRecord:  # fmt: skip
@@ -285,9 +285,17 @@ def _merge_plain(
     write: KvWrite, stage: Stage, staged: Staged, manifest: Manifest, rows: ExpiryRows,
     body_bytes_target: int,
 ) -> PartitionRecord | None:  # fmt: skip
-    """Do what `_merge_partition` does, by the native loops. None: nothing was written, because the
+    """Do what `merge_partition` does, by the native loops. None: nothing was written, because the
     stage has more than changes of documents, or data is damaged.
     """
+    merged = plain_changes(write, stage, staged, body_bytes_target)
+    return None if merged is None else put_plain(write, stage, merged, manifest, rows)
+
+
+def plain_changes(
+    write: KvWrite, stage: Stage, staged: Staged, body_bytes_target: int
+) -> Merged | None:
+    """Return what `put_plain` would write. None: Python should merge the partition."""
     vb_id, record = stage.vb_id, stage.record
     asked = staged.newest(vb_id)
     if asked is None:
@@ -299,15 +307,21 @@ def _merge_plain(
     if before is not None and int.from_bytes(before[0][:2], "big") == vb_id:
         tail = before[0], bytes(before[1])
     tally = CollectionCounts(record.tally)
-    merged = staged.merge(
+    return staged.merge(
         vb_id, found, tail, record.last_seqno, body_bytes_target,
         tally.other_high_seqno, tally.default_high_seqno,
     )  # fmt: skip
-    if merged is None:
-        return None
+
+
+def put_plain(
+    write: KvWrite, stage: Stage, merged: Merged, manifest: Manifest, rows: ExpiryRows
+) -> PartitionRecord:
+    """Write what the native loops have merged; return the partition's record."""
+    vb_id, record = stage.vb_id, stage.record
     items, blocks, expiries, more_keys, more_documents, last_seqno, max_cas, versions, others = (
         merged
     )
+    tally = CollectionCounts(record.tally)
     default_documents = record.item_count - tally.documents + more_documents
     tally.take(*others, manifest.collections)
     tally.forget(manifest.collections)

@@ -112,7 +112,13 @@ async def init_cluster(
         try:
             record = newcomer.record(name, rack)
             await found_cluster(
-                access.meta, content.root, newcomer.engine, record, wanted, newcomer.users.text
+                access.meta,
+                content.root,
+                newcomer.engine,
+                record,
+                wanted,
+                newcomer.users.text,
+                proof=content.secret_proof,
             )
         finally:
             await access.close()
@@ -142,7 +148,9 @@ async def join_by_token(
         access = await _opened(content, newcomer)
         try:
             record = newcomer.record(name, rack)
-            cluster = await join_cluster(access.meta, content.root, newcomer.engine, record)
+            cluster = await join_cluster(
+                access.meta, content.root, newcomer.engine, record, proof=content.secret_proof
+            )
             content = msgspec.structs.replace(content, min_in_sync=cluster.min_in_sync)
             await _write_or_withdraw(access.meta, newcomer.data_dir, content, record)
         finally:

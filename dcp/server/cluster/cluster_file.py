@@ -7,6 +7,7 @@ anybody: each process of a member has a higher incarnation than all before it.
 from __future__ import annotations
 
 import errno
+import hashlib
 import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
@@ -49,6 +50,18 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def root(self) -> bytes:
         """The prefix of the cluster's keys in the metadata store."""
         return KEYS_PREFIX + f"{self.cluster}/".encode()
+
+    @property
+    def secret_proof(self) -> str:
+        """What shows that this node has the cluster's secret."""
+        return proof_of(self.cluster, self.secret)
+
+
+def proof_of(cluster: str, secret: str) -> str:
+    """Return what shows that a node has a cluster's secret. The secret is random, so nobody can
+    guess it from that.
+    """
+    return hashlib.sha256(f"{cluster} {secret}".encode()).hexdigest()
 
 
 class ClusterTokenError(ClusterRefusedError):

@@ -64,6 +64,9 @@ class EnrolmentError(ClusterRefusedError):
     """The node does not become a member."""
 
 
+JOIN_ADVICE: Final = "Get a new token with `dcpctl cluster token` on a member"
+
+
 class NewCluster(NamedTuple):
     """What an operator decides about a new cluster."""
 
@@ -103,6 +106,11 @@ async def ask_again(meta: MetaStore, request: StoreRequest) -> StoreResult:
             )
         if not isinstance(result, OutcomeUnknown | StoreUnavailable):
             return result
+        if isinstance(result, StoreUnavailable) and result.is_unfit:
+            raise EnrolmentError(
+                f"this metadata store cannot be used: {result.text}",
+                "Do that, or name another etcd with --meta; then try again",
+            )
         if isinstance(result, StoreUnavailable) and result.is_denied:
             raise EnrolmentError(
                 f"the metadata store does not let this node in: {result.text}",
@@ -148,10 +156,14 @@ async def found_cluster(
     member: MemberRecord,
     wanted: NewCluster,
     users: bytes,
+    *,
+    proof: str = "",
 ) -> None:
     """Write the records of a new cluster whose only member is this node. Raises EnrolmentError."""
     keys = ClusterKeys(root)
-    cluster = ClusterRecord(copies=wanted.copies, min_in_sync=wanted.min_in_sync)
+    cluster = ClusterRecord(
+        copies=wanted.copies, min_in_sync=wanted.min_in_sync, secret_proof=proof
+    )
     manifest = engine.keyspace.manifest
     puts = [
         Put(keys.cluster, encode_record(cluster)),
@@ -165,10 +177,12 @@ async def found_cluster(
 
 
 async def join_cluster(
-    meta: MetaStore, root: bytes, engine: Engine, member: MemberRecord
+    meta: MetaStore, root: bytes, engine: Engine, member: MemberRecord, *, proof: str = ""
 ) -> ClusterRecord:
     """Write this node as one more member; return what holds for the cluster. Raises
     EnrolmentError.
+
+    `proof`: `ClusterFile.secret_proof` of this node. etcd lets in whoever has its own password.
     """
     documents = sum(part.item_count for part in engine.partitions)
     if documents:
@@ -190,12 +204,14 @@ async def join_cluster(
         raise EnrolmentError(
             "the metadata store has no such cluster: the token is of another store, or of a "
             "cluster that is gone",
-            "Get a new token with `dcpctl cluster token` on a member",
+            JOIN_ADVICE,
         )
     try:
         cluster = decode_record(found.items[0], ClusterRecord)
     except RecordUnreadableError as error:
         raise EnrolmentError(str(error)) from None
+    if cluster.secret_proof not in {"", proof}:
+        raise EnrolmentError("the secret in the token is not that of this cluster", JOIN_ADVICE)
     _check_rack(await _members(meta, keys), member)
     await _check_fits(meta, keys, member)
     await _put_member(meta, keys, member)

@@ -52,6 +52,11 @@ class EnrolmentGate:
         enrolment = self.enrolment
         if not enrolment.takes_changes_alone:
             raise EnrolmentError(*WHY_NOT[enrolment.standing])
+        if self._engine.loads.has_work:  # none begins from the next line on
+            raise EnrolmentError(
+                "documents of a restore are being loaded into this node",
+                "Let the restore end, or stop it, then try again",
+            )
         enrolment.happened(Happening.BEGUN)
         try:
             self._health.enrolling(REFUSAL)

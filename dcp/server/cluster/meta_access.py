@@ -103,9 +103,6 @@ class MetaAccess:
     @classmethod
     async def open(cls, identity: ClusterFile, data_dir: Path, log: EventLog) -> MetaAccess:
         """Open the store of a cluster. Raises MetaAccessError, MetaUrlError."""
-        if identity.meta.startswith(f"{ETCD_SCHEME}:"):
-            return cls._of(_etcd_client(identity.meta, log), identity.meta)
-        place = place_of(identity.meta)
         secret = identity.secret.encode()
         try:
             check_secret(secret)
@@ -113,6 +110,9 @@ class MetaAccess:
             raise MetaAccessError(
                 str(error), "Use the whole token, as `dcpctl cluster token` prints it"
             ) from error
+        if identity.meta.startswith(f"{ETCD_SCHEME}:"):
+            return cls._of(_etcd_client(identity.meta, log), identity.meta)
+        place = place_of(identity.meta)
         server, port = None, place.port
         if identity.owns_store:
             server = EmbeddedServer(data_dir / STORE_FOLDER, secret, log.warning)

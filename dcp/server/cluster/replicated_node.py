@@ -228,6 +228,11 @@ class ReplicatedNode:
             self._is_scheduled = True
             self._loop.call_soon(self._guarded, self._carry_out)
 
+    def after_acknowledgement(self) -> None:
+        """See ReplicationHooks."""
+        if self.core.has_effects:
+            self._guarded(self._carry_out)
+
     # -- the server --------------------------------------------------------------------------------
 
     def show_first_map(self, own: MemberRecord) -> None:
@@ -339,6 +344,10 @@ class ReplicatedNode:
         """A job of the log is done: the commit path calls this instead of `publish`."""
         if published.group is not None:
             self.core.group_synced(elapsed_ns(), published.group)
+            # Replicas can begin to write the group, and masters wait for the acknowledgement.
+            self._parts.connections.feed()
+            for each in self._links:
+                each.flush()
         self._parts.publish(published)
         self._carry_out()
 

@@ -32,6 +32,7 @@ from dcp.server.observe.slow_operations import (
 from dcp.server.storage.committer import Committer
 from dcp.session.auth import AuthStep
 from dcp.session.held_answers import HeldAnswers
+from dcp.session.replication_port import NEWS_WAIT_NS
 from dcp.session.session import Session
 from dcp.session.text import TextSession, begins_text
 from dcp.stream.snapshots import Message
@@ -130,6 +131,10 @@ class ClientConnection(asyncio.Protocol):
         self._is_write_paused = False
         self._is_read_paused = False
         self._is_pump_scheduled = False
+        self._next_news: asyncio.TimerHandle | None = None
+        """Set while stream messages wait that can."""
+        self._has_pumped = False
+        """Whether messages were pumped since it was set."""
         self._is_aborted = self._owes_map = False
         self._has_begun = False
         self._is_new = True
@@ -175,6 +180,8 @@ class ClientConnection(asyncio.Protocol):
         sender = self.session.state.sender
         if sender is not None:
             sender.close()
+        if self._next_news is not None:
+            self._next_news.cancel()
         if self._engine.keyspace.has_pending:
             # A takeover that was given up gave its partition back, or a failed command left changes
             # of commands before it. They must not wait for the next writer.
@@ -200,7 +207,10 @@ class ClientConnection(asyncio.Protocol):
             if self._replication is not None:
                 self._replication.before_commands(self.heard_ns)
             self.session.receive(data, time.time_ns())
-            self._after_commands()
+            if self._replication is not None and self._was_acknowledgement:
+                self._replication.after_acknowledgement()
+            else:
+                self._after_commands()
         except Exception as error:  # noqa: BLE001 - a named supervision point
             self._failed(error)
 
@@ -308,10 +318,23 @@ class ClientConnection(asyncio.Protocol):
             self.abort("the user was removed or may not stream any more")
 
     def schedule_pump(self) -> None:
-        """Send stream messages in the next turn of the loop."""
-        if not self._is_pump_scheduled and self.session.state.sender is not None:
+        """Send stream messages in the next turn of the loop, or a little later if they can wait."""
+        sender = self.session.state.sender
+        if self._is_pump_scheduled or sender is None:
+            return
+        if not sender.can_wait:
             self._is_pump_scheduled = True
-            self._loop.call_soon(self._pump)
+            self._loop.call_soon(self.pump_now)
+            if self.session.state.feed is not None:
+                self._connections.feeding.add(self)
+        elif self._next_news is None and sender.has_output:
+            self._has_pumped = False
+            self._next_news = self._loop.call_later(NEWS_WAIT_NS / 1e9, self._tell_news)
+
+    def pump_now(self) -> None:
+        """Send the stream messages that are scheduled."""
+        if self._is_pump_scheduled:
+            self._pump()
 
     def abort(self, reason: str) -> None:
         """Close now; unsent data is lost."""
@@ -323,6 +346,15 @@ class ClientConnection(asyncio.Protocol):
         """Close once everything that was received is answered."""
         self.session.state.close(reason)
         self._close_if_done()
+
+    @property
+    def _was_acknowledgement(self) -> bool:
+        """Whether all that was received is acknowledgements of a replica, which have no answer."""
+        state = self.session.state
+        if state.feed is None or state.is_closing or state.is_full:
+            return False
+        held = state.held_bytes or self._has_held
+        return not (held or state.answers or state.notes or state.wait_group)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -444,9 +476,8 @@ class ClientConnection(asyncio.Protocol):
     def _must_wait(self) -> bool:
         """Whether the session's next command writes, and writers still wait."""
         engine = self._engine
-        return (
-            self.session.state.waits_for_room and engine.writers_wait and not engine.write_refusal
-        )
+        store_is_behind = engine.writers_wait and not engine.write_refusal
+        return self.session.state.waits_for_room and (store_is_behind or engine.loads.is_full)
 
     def _update_reading(self) -> None:
         pause = (
@@ -461,9 +492,20 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._transport.resume_reading()
 
+    def _tell_news(self) -> None:
+        """Send the messages that have waited. If others took the older ones with them, the rest
+        waits once more: a timer for each would cost as much as a message.
+        """
+        self._next_news = None
+        if self._has_pumped:
+            self.schedule_pump()
+        else:
+            self._pump()
+
     @_supervised
     def _pump(self) -> None:
         self._is_pump_scheduled = False
+        self._has_pumped = True
         sender = self.session.state.sender
         if sender is None or self._transport.is_closing():
             return

@@ -5,7 +5,8 @@ A connection adds and removes itself. The commit path releases answers here, the
 
 Invariants
 - a connection is in `open` from `connection_made` to `connection_lost`;
-- `waiting` is a subset of `open`: connections with answers that wait for a commit;
+- `waiting` is a subset of `open`: connections with answers that wait for a commit; so is `feeding`:
+  those of replicas' nodes;
 - a TLS handshake counts as a connection from its accept on, but is not in `open`.
 """
 
@@ -37,6 +38,9 @@ class OpenConnection(GuardedConnection, Holder, Protocol):
     def tell_map(self) -> None:
         """Push the newest map to a client that asked for that."""
 
+    def pump_now(self) -> None:
+        """Send the stream messages that are scheduled."""
+
     def tick(self, now_ns: int) -> None:
         """Let time pass; monotonic nanoseconds."""
 
@@ -53,6 +57,7 @@ class Connections:
     def __init__(self, settings: Settings) -> None:
         self.open: set[OpenConnection] = set()
         self.waiting: set[OpenConnection] = set()
+        self.feeding: set[OpenConnection] = set()
         self._handshakes: set[Holder] = set()
         self.newcomers = Newcomers(settings.connections_max)
         self.receive_buffers: HeldBytes = receive_buffers(settings.receive_buffers_bytes_max)
@@ -80,6 +85,7 @@ class Connections:
         """Remove a connection."""
         self.open.discard(connection)
         self.waiting.discard(connection)
+        self.feeding.discard(connection)
         self.newcomers.leave(connection)
         self.receive_buffers.forget(connection)
         self.send_buffers.forget(connection)
@@ -110,6 +116,16 @@ class Connections:
             self.waiting = {connection for connection in waiting if connection.release()} | (
                 self.waiting - waiting
             )
+
+    def loaded(self) -> None:
+        """Documents of a restore are in the store: send their answers, and take more."""
+        self.release()
+        self.writers_may_go_on()
+
+    def feed(self) -> None:
+        """Send what is scheduled for replicas, without waiting for the next turn of the loop."""
+        for connection in tuple(self.feeding):
+            connection.pump_now()
 
     def tell_map(self) -> None:
         """Push the newest map to all clients that asked for that."""

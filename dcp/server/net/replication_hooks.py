@@ -25,4 +25,7 @@ class ReplicationHooks(Protocol):
         """Fence what may not be answered any more; call it before each batch of requests."""
 
     def after_commands(self) -> None:
-        """A batch of requests, or an acknowledgement of a replica, was handled."""
+        """A batch of requests was handled."""
+
+    def after_acknowledgement(self) -> None:
+        """A replica's acknowledgement was handled. Answers that waited for it leave now."""

@@ -78,6 +78,8 @@ class Collections:
         engine = self._engine
         if engine.write_refusal:
             raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, engine.write_refusal)
+        if why := engine.loads.why_busy():
+            raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, why)
         try:
             if self._share is not None:
                 after = await self._share(change)

@@ -41,6 +41,7 @@ import cbor2
 
 from dcp.core.store_turns import SLICE_S
 from dcp.server.storage.folder import log_path, store_path
+from vbucket.engine.store_load import LoadReport, LoadRequest, load
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.device_files import read_segment
 from vbucket.log.record import LogDamagedError
@@ -181,6 +182,13 @@ class StoreProcess:
             report = SliceReport(*await self._ask({"op": "compact", "floors": floors}))
             self.compact_s = time.monotonic() - began_s
         return report
+
+    async def load(
+        self, requests: list[LoadRequest], cas_max: int, manifest_uid: int
+    ) -> list[LoadReport]:
+        """Load documents of a restore (`vbucket.engine.store_load`); durable on return."""
+        request = {"op": "load", "loads": requests, "cas_max": cas_max, "manifest": manifest_uid}
+        return [LoadReport(*report) for report in await self._request(request)]
 
     async def used_bytes(self) -> int:
         """Return the size of the store's tables, without free pages."""
@@ -337,6 +345,14 @@ class StoreWork:
             before_commit=self._before_commit,
         )
 
+    def load(self, request: dict[str, Any]) -> list[LoadReport]:
+        """Load documents of a restore."""
+        return load(
+            self._env, [LoadRequest(*item) for item in request["loads"]],
+            cas_max=request["cas_max"], manifest_uid=request["manifest"],
+            before_commit=self._before_commit,
+        )  # fmt: skip
+
     def used_bytes(self, _request: dict[str, Any]) -> int:
         """Return the size of the tables."""
         return self._env.used_bytes()
@@ -347,6 +363,7 @@ OPERATIONS: Final[dict[str, Callable[[StoreWork, dict[str, Any]], Any]]] = {
     "failover": StoreWork.set_failovers,
     "plan": StoreWork.plan,
     "compact": StoreWork.compact,
+    "load": StoreWork.load,
     "used_bytes": StoreWork.used_bytes,
 }
 

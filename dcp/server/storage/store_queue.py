@@ -157,8 +157,9 @@ class StoreQueue:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                del self._waiting[work]
-                self._turns.gives_up(work)
+                if self._waiting.get(work) is turn:  # else a job that ended first has skipped it
+                    del self._waiting[work]
+                    self._turns.gives_up(work)
             else:
                 self._end()  # the turn came at the same time
             raise
@@ -169,7 +170,14 @@ class StoreQueue:
         self._give_turn()
 
     def _give_turn(self) -> None:
+        """Give the next turn, unless one is under way. A job that was cancelled in this turn of the
+        loop does not know it yet, and is skipped: a server that stops cancels all at once.
+        """
+        for work, turn in tuple(self._waiting.items()):
+            if turn.cancelled():
+                del self._waiting[work]
+                self._turns.gives_up(work)
         if self._turns.running is None:
-            work = self._turns.begin(time.monotonic())
-            if work is not None:
-                self._waiting.pop(work).set_result(None)
+            chosen = self._turns.begin(time.monotonic())
+            if chosen is not None:
+                self._waiting.pop(chosen).set_result(None)

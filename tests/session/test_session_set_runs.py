@@ -1,0 +1,448 @@
+"""SETs that come together: the loop in C against its twin in Python, after the same packets.
+
+Everything that a SET touches must be equal: answers, log, memtables, item cache, counts, notes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from dcp.session.state import Limits
+from dcp.wire.feature import Feature
+from dcp.wire.frame import pack_request
+from dcp.wire.opcode import Opcode
+from dcp.wire.xattrs import DATATYPE_XATTR, pack_xattrs
+from support.memory_node import LmdbNode, MemoryNode, Peer
+from vbucket.engine.partition import Hold, Partition, VbState
+from vbucket.engine.versions import Meta
+from vbucket.native import new_staged, set_run
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.records import BY_KEY_TABLE
+
+if TYPE_CHECKING:
+    from vbucket.native.loops import SetRun
+
+pytestmark = pytest.mark.skipif(
+    new_staged() is None, reason="the loops in C are not built (scripts/compile --loops)"
+)
+
+PARTITIONS = 4
+KEYS = tuple(b"\0" + bytes([letter]) * length for letter in b"ab" for length in (1, 2, 9, 249, 250))
+VALUE_BYTES_MAX = 200
+VALUES = st.integers(0, 40) | st.sampled_from((VALUE_BYTES_MAX, VALUE_BYTES_MAX + 1))
+FEATURES = (
+    Feature.COLLECTIONS, Feature.XERROR, Feature.JSON, Feature.SNAPPY, Feature.MUTATION_SEQNO,
+)  # fmt: skip
+NUMBERS = (
+    "state", "is_backed_up", "high_seqno", "committed_seqno", "synced_seqno", "merged_seqno",
+    "max_cas", "item_count", "last_group", "recent_bytes", "older_bytes", "vb_uuid",
+)  # fmt: skip
+KINDS = (
+    *["set"] * 12,
+    "flags", "json", "snappy", "xattr", "expiry", "cas", "setq", "add", "get", "delete",
+    "collection", "no key", "empty key", "long key", "key beyond", "no extras", "few extras",
+    "nowhere", "noop",
+)  # fmt: skip
+COMMANDS = st.lists(
+    st.tuples(
+        st.sampled_from(KINDS), st.integers(0, PARTITIONS - 1), st.sampled_from(KEYS), VALUES
+    ),
+    min_size=1,
+    max_size=24,
+)
+
+
+def a_request(kind: str, vb_id: int, key: bytes, value_bytes: int, opaque: int) -> bytes:
+    parts: dict[str, Any] = {
+        "vb_id": vb_id, "key": key, "value": b"v" * value_bytes, "extras": bytes(8),
+    }  # fmt: skip
+    changed: dict[str, tuple[int, dict[str, Any]]] = {
+        "flags": (Opcode.SET, {"extras": b"\xde\xad\xbe\xef" + bytes(4)}),
+        "json": (Opcode.SET, {"datatype": 1}),
+        "snappy": (Opcode.SET, {"datatype": 2, "value": b"\x02\x04ab"}),
+        "xattr": (Opcode.SET, {"datatype": 4}),
+        "expiry": (Opcode.SET, {"extras": bytes(7) + b"\x09"}),
+        "cas": (Opcode.SET, {"cas": 77}),
+        "setq": (Opcode.SETQ, {}),
+        "add": (Opcode.ADD, {}),
+        "get": (Opcode.GET, {"extras": b"", "value": b""}),
+        "delete": (Opcode.DELETE, {"extras": b"", "value": b""}),
+        "collection": (Opcode.SET, {"key": b"\x09k"}),
+        "no key": (Opcode.SET, {"key": b""}),
+        "empty key": (Opcode.SET, {"key": b"\0"}),
+        "long key": (Opcode.SET, {"key": b"\0" + b"k" * 251}),
+        "no extras": (Opcode.SET, {"extras": b""}),
+        "few extras": (Opcode.SET, {"extras": bytes(4)}),
+        "nowhere": (Opcode.SET, {"vb_id": 1024}),
+        "noop": (Opcode.NOOP, {"extras": b"", "key": b"", "value": b""}),
+    }
+    opcode, others = changed.get(kind, (Opcode.SET, {}))
+    packet = pack_request(opcode, opaque=opaque, **(parts | others))
+    if kind == "key beyond":
+        packet = packet[:2] + (len(packet) - 31).to_bytes(2, "big") + packet[4:]
+    return packet
+
+
+def facts(node: MemoryNode) -> list[Any]:
+    """Everything that a SET may touch, the order of dictionaries included."""
+    engine, keyspace = node.engine, node.engine.keyspace
+    found: list[Any] = [
+        (
+            [getattr(part, name) for name in NUMBERS],
+            [(list(layer.newest.items()), layer.entries) for layer in part.layers()],
+            [list(part.recent.items()), list(part.older.items())],
+            part.tally.to_document(),
+        )
+        for part in node.engine.partitions
+    ]
+    cache = engine.item_cache
+    found.append((cache.hits, cache.misses, cache.taken, cache.held_bytes))
+    found.append((keyspace.pending, [part.vb_id for part in keyspace.touched], keyspace.group))
+    found.append((keyspace.active_bytes, keyspace.frozen_bytes, keyspace.broken_invariant()))
+    found.append([node.device.read(segment) for segment in node.device.segments()])
+    return found
+
+
+def heard(peer: Peer) -> list[Any]:
+    """What a session has left for the shell, answers included."""
+    state = peer.state
+    found: list[Any] = [
+        list(state.answers), state.wait_group, state.first_change, state.awaited, state.notes,
+        state.is_full, state.taken_bytes, state.buffer, state.close_reason,
+    ]  # fmt: skip
+    for mark in state.marks or ():  # a run has one mark, requests of their own have one each
+        of_each = 1 if mark.is_run else mark.answers
+        found += [
+            (mark.opcode, mark.first_answer + at, mark.first_entry + at, mark.is_read,
+             of_each, 1 if mark.is_run else mark.entries, mark.observed)
+            for at in range(mark.answers if mark.is_run else 1)
+        ]  # fmt: skip
+    return found
+
+
+class Pair:
+    """The same node and client twice; the second one's loop is Python."""
+
+    def __init__(
+        self, kind: type[MemoryNode], *, item_cache_bytes: int = 0, has_marks: bool = False
+    ) -> None:
+        self.nodes = [kind(partitions=PARTITIONS, item_cache_bytes=item_cache_bytes) for _ in "12"]
+        assert self.nodes[0].engine.set_run is not None
+        self.nodes[1].engine.set_run = None
+        self.peers = [self._connected(node, has_marks=has_marks) for node in self.nodes]
+
+    def _connected(self, node: MemoryNode, *, has_marks: bool) -> Peer:
+        peer = node.connect(limits=Limits(value_bytes_max=VALUE_BYTES_MAX))
+        peer.hello(*FEATURES)
+        if has_marks:
+            peer.state.marks = []
+        return peer
+
+    def send(self, data: bytes) -> list[Any]:
+        """Send bytes to both; return what the first one left."""
+        first, second = (self._sent(peer, data) for peer in self.peers)
+        assert first == second
+        self.check()
+        return first
+
+    def _sent(self, peer: Peer, data: bytes) -> list[Any]:
+        peer.session.receive(data, peer.node.now_ns)
+        left = heard(peer)
+        peer.state.answers.clear()
+        peer.state.notes.clear()
+        if peer.state.marks is not None:
+            peer.state.marks = []
+        return left
+
+    def check(self) -> None:
+        assert facts(self.nodes[0]) == facts(self.nodes[1])
+
+    def close(self) -> None:
+        for node in self.nodes:
+            if isinstance(node, LmdbNode):
+                node.close()
+
+
+class TwinMachine(RuleBasedStateMachine):
+    """See the module."""
+
+    pair: Pair
+    kind: type[MemoryNode] = MemoryNode
+
+    @initialize(item_cache_bytes=st.sampled_from((0, 900, 1 << 20)), has_marks=st.booleans())
+    def begin(self, *, item_cache_bytes: int, has_marks: bool) -> None:
+        self.pair = Pair(self.kind, item_cache_bytes=item_cache_bytes, has_marks=has_marks)
+
+    @rule(commands=COMMANDS, cut=st.integers(0, 400))
+    def send(self, commands: list[tuple[str, int, bytes, int]], cut: int) -> None:
+        packets = b"".join(a_request(*command, n) for n, command in enumerate(commands))
+        for piece in (packets[:cut], packets[cut:]):
+            if piece:
+                self.pair.send(piece)
+
+    @rule(vb_id=st.integers(0, PARTITIONS - 1), key=st.sampled_from(KEYS))
+    def put_xattrs(self, vb_id: int, key: bytes) -> None:
+        """They stay when a SET follows."""
+        value = pack_xattrs([(b"_sync", b"{}"), (b"mine", b"1")]) + b"body"
+        for node in self.pair.nodes:
+            part = node.engine.partitions[vb_id]
+            node.engine.put(part, key, key + value, 0, 0, DATATYPE_XATTR, keeps_xattrs=False)
+
+    @rule(past_ns=st.integers(0, 1 << 20))
+    def pass_time(self, past_ns: int) -> None:
+        for node in self.pair.nodes:
+            node.now_ns += past_ns
+
+    @rule(vb_id=st.integers(0, PARTITIONS - 1), ahead=st.sampled_from((0, 1 << 40)))
+    def raise_cas(self, vb_id: int, ahead: int) -> None:
+        for node in self.pair.nodes:
+            node.engine.partitions[vb_id].max_cas += ahead
+
+    @rule(vb_id=st.integers(0, PARTITIONS - 1), is_held=st.booleans())
+    def hold(self, vb_id: int, *, is_held: bool) -> None:
+        for node in self.pair.nodes:
+            part = node.engine.partitions[vb_id]
+            if is_held:
+                part.hold_writes(Hold.QUARANTINE, "a test")
+            else:
+                part.release_writes(Hold.QUARANTINE)
+
+    @rule(vb_id=st.integers(0, PARTITIONS - 1), state=st.sampled_from((*[VbState.ACTIVE] * 3, 2)))
+    def change_state(self, vb_id: int, state: int) -> None:
+        for node in self.pair.nodes:
+            node.engine.partitions[vb_id].state = VbState(state)
+
+    @rule(vb_id=st.integers(0, PARTITIONS - 1), share=st.floats(0, 1))
+    def branch(self, vb_id: int, share: float) -> None:
+        for node in self.pair.nodes:
+            part = node.engine.partitions[vb_id]
+            node.engine.keyspace.branch(vb_id, int(part.high_seqno * share))
+
+    @rule()
+    def commit(self) -> None:
+        for node in self.pair.nodes:
+            node.commit()
+        self.pair.check()
+
+    def _is_merging(self) -> bool:
+        return self.pair.nodes[0].engine.keyspace.is_merging
+
+    @precondition(lambda self: not self._is_merging())
+    @rule()
+    def begin_merge(self) -> None:
+        for node in self.pair.nodes:
+            node.begin_merge()
+
+    @precondition(_is_merging)
+    @rule()
+    def end_merge(self) -> None:
+        for node in self.pair.nodes:
+            node.end_merge()
+        self.pair.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.close()
+
+
+EXAMPLES = int(os.environ.get("DCPD_EXAMPLES", "20"))
+
+
+class LmdbTwinMachine(TwinMachine):
+    """The same over LMDB."""
+
+    kind = LmdbNode
+
+
+TestTwins = TwinMachine.TestCase
+TestTwins.settings = settings(max_examples=EXAMPLES, stateful_step_count=20)
+TestLmdbTwins = LmdbTwinMachine.TestCase
+TestLmdbTwins.settings = settings(max_examples=max(1, EXAMPLES // 4), stateful_step_count=15)
+
+
+def plain(key: bytes, opaque: int = 0, vb_id: int = 1) -> bytes:
+    return a_request("set", vb_id, key, 3, opaque)
+
+
+@pytest.mark.parametrize("kind", [MemoryNode, LmdbNode])
+@pytest.mark.parametrize("item_cache_bytes", [0, 1 << 20])
+def test_each_place_of_an_old_version(kind: type[MemoryNode], item_cache_bytes: int) -> None:
+    """Documents and deletions in the store, in the cache, in both layers, and nowhere; each key
+    twice in a run.
+    """
+    pair = Pair(kind, item_cache_bytes=item_cache_bytes)
+
+    def send(kind: str, keys: Iterable[bytes], vb_ids: Iterable[int] = (1, 2)) -> None:
+        requests = [a_request(kind, vb_id, key, 5, 0) for key in keys for vb_id in vb_ids]
+        pair.send(b"".join(requests))
+
+    for _ in range(2):
+        send("set", KEYS[:8])
+        send("delete", KEYS[:2])
+        for node in pair.nodes:
+            node.merge()
+        send("get", KEYS[2:5])
+        send("set", KEYS[4:6])
+        send("delete", KEYS[6:7])
+        for node in pair.nodes:
+            node.begin_merge()
+        send("set", KEYS[7:9])
+        send("delete", KEYS[4:5])
+        before = pair.nodes[0].engine.item_cache.taken
+        send("set", KEYS * 2, (1, 3))
+        taken = pair.nodes[0].engine.item_cache.taken - before
+        assert (taken > 0) == bool(item_cache_bytes)
+        for node in pair.nodes:
+            node.end_merge()
+        pair.check()
+    pair.close()
+
+
+def test_old_records_are_found_in_pages() -> None:
+    """Python looks up none of them."""
+    pair = Pair(LmdbNode)
+    keys = [b"\0key %d" % number for number in range(300)]
+    packets = b"".join(plain(key) for key in keys)
+    pair.send(packets)
+    for node in pair.nodes:
+        node.merge()
+    engine, asked = pair.nodes[0].engine, list[bytes]()
+
+    def meta_below(part: Partition, key: bytes, entry: bytes | None) -> Meta:
+        asked.append(key)
+        return engine.versions.meta_below(part, key, entry)
+
+    engine.set_run = set_run(
+        engine.partitions, meta_below, pair.nodes[0].store.key_tree, engine.item_cache,
+        StoreDamagedError,
+    )  # fmt: skip
+    pair.send(packets + plain(b"\0new"))
+    assert asked == []
+    assert engine.partitions[1].item_count == 301
+    pair.close()
+
+
+def test_a_run_takes_all_that_it_may() -> None:
+    """Up to the first request that is for Python, and then up to the next one."""
+    pair = Pair(MemoryNode)
+    engine, taken = pair.nodes[0].engine, list[tuple[int, int]]()
+
+    class Recorded:
+        def __init__(self, run: SetRun) -> None:
+            self.run = run
+
+        def apply(self, received: bytes, position: int, *rest: Any) -> int:
+            after = self.run.apply(received, position, *rest)
+            taken.append((position, after))
+            return after
+
+    assert engine.set_run is not None
+    engine.set_run = cast("SetRun", Recorded(engine.set_run))
+    sets = b"".join(plain(key) for key in KEYS * 20)
+    other = a_request("expiry", 1, KEYS[0], 3, 0)
+    pair.send(sets + other + sets)
+    again = len(sets) + len(other)
+    assert taken == [
+        (0, len(sets)), (len(sets), len(sets)), (again, again + len(sets)),
+    ]  # fmt: skip
+
+
+def damage(node: MemoryNode, full_key: bytes) -> None:
+    """Flip a bit of a record of by_key, wherever its page was written."""
+    if not isinstance(node, LmdbNode):
+        node.env.flip(BY_KEY_TABLE, full_key, 12)  # type: ignore[attr-defined]
+    else:
+        with (Path(node._folder.name) / "store" / "data.mdb").open("r+b") as file:
+            data = file.read()
+            found = [match.end() for match in re.finditer(re.escape(full_key + b"W"), data)]
+            assert found
+            for at in found:
+                file.seek(at + 11)
+                file.write(bytes([data[at + 11] ^ 1]))
+    node.store.refresh()
+
+
+@pytest.mark.parametrize("kind", [MemoryNode, LmdbNode])
+def test_a_damaged_record_fails_only_its_request(kind: type[MemoryNode]) -> None:
+    pair = Pair(kind)
+    pair.send(b"".join(plain(key) for key in KEYS))
+    for node in pair.nodes:
+        node.merge()
+        damage(node, b"\0\1" + KEYS[3])
+    answers, *_ = pair.send(b"".join(plain(key, n) for n, key in enumerate(KEYS)))
+    assert [answer[6:8] != b"\0\0" for answer in answers] == [key == KEYS[3] for key in KEYS]
+    pair.close()
+
+
+@settings(max_examples=100)
+@given(
+    head=st.binary(min_size=24, max_size=40) | st.just(plain(KEYS[0])),
+    changes=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 255)), max_size=4),
+    begin=st.integers(0, 50),
+    end=st.integers(0, 120),
+)
+def test_crafted_bytes(head: bytes, changes: list[tuple[int, int]], begin: int, end: int) -> None:
+    """Whatever the bytes and the borders are, both take as much, and nothing else happens."""
+    data = bytearray(head + plain(KEYS[1]) + plain(KEYS[2]))
+    for at, byte in changes:
+        data[at % len(head)] = byte
+    end = min(end, len(data))
+    begin = min(begin, end)
+    pair = Pair(MemoryNode)
+    taken = []
+    for peer in pair.peers:
+        peer.state.buffer = bytes(data)
+        taken.append(peer.session._documents.store_run(begin, end))
+    assert taken[0] == taken[1]
+    assert heard(pair.peers[0]) == heard(pair.peers[1])
+    pair.check()
+
+
+@pytest.mark.parametrize(("begin", "end"), [(-1, 10), (5, 4), (0, 1 << 40), (1 << 70, 1 << 70)])
+def test_borders_outside_of_the_bytes_are_refused(begin: int, end: int) -> None:
+    node = MemoryNode(partitions=1)
+    run = node.engine.set_run
+    assert run is not None
+    with pytest.raises((ValueError, OverflowError)):
+        run.apply(plain(KEYS[0]), begin, end, [], [], [], 1, 0, 0, 100)
+    assert node.engine.partitions[0].high_seqno == 0
+
+
+@pytest.mark.parametrize("error", [MemoryError, StoreDamagedError])
+def test_errors_of_the_store_that_are_not_damage_are_raised(error: type[Exception]) -> None:
+    node = MemoryNode(partitions=1)
+    node.engine.partitions[0].merged_seqno = 1
+
+    def tree() -> None:
+        raise error("a test")
+
+    run = set_run(
+        node.engine.partitions,
+        node.engine.versions.meta_below,
+        tree,
+        node.engine.item_cache,
+        StoreDamagedError,
+    )
+    assert run is not None
+    request = plain(KEYS[0], vb_id=0)
+    arguments = (request, 0, len(request), [], [], [], 1, 0, 0, 100)
+    if error is StoreDamagedError:
+        assert run.apply(*arguments) == len(request), "Python has looked the key up"
+    else:
+        with pytest.raises(MemoryError):
+            run.apply(*arguments)
+    assert node.engine.partitions[0].high_seqno == (error is StoreDamagedError)
+
+
+def test_a_class_without_slots_is_refused() -> None:
+    with pytest.raises((TypeError, AttributeError)):
+        set_run([object()], lambda *_: (0,) * 7, lambda: None, None, StoreDamagedError)

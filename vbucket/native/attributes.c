@@ -1,0 +1,76 @@
+/* See attributes.h. */
+
+#include "attributes.h"
+
+#include <structmember.h>
+
+int attributes_resolve(Attribute *attributes, int count, PyTypeObject *type)
+{
+    for (int i = 0; i < count; i++) {
+        Attribute *attribute = &attributes[i];
+        attribute->offset = 0;
+        attribute->getset = NULL;
+        /* Of the class, a descriptor is itself. */
+        PyObject *found = PyObject_GetAttrString((PyObject *)type, attribute->name);
+        if (found == NULL)
+            return 0;
+        if (Py_IS_TYPE(found, &PyMemberDescr_Type)) {
+            PyMemberDef *member = ((PyMemberDescrObject *)found)->d_member;
+            if (member->type == T_OBJECT_EX)
+                attribute->offset = member->offset;
+        } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type))
+            attribute->getset = ((PyGetSetDescrObject *)found)->d_getset;
+        Py_DECREF(found);
+        if (attribute->getset != NULL ? attribute->getset->get == NULL : !attribute->offset) {
+            PyErr_Format(PyExc_TypeError, "%s.%s is no attribute of a class with slots",
+                         type->tp_name, attribute->name);
+            return 0;
+        }
+    }
+    return 1;
+}
+
+PyObject *attribute_get(const Attribute *attribute, PyObject *object)
+{
+    if (attribute->getset != NULL)
+        return attribute->getset->get(object, attribute->getset->closure);
+    PyObject *value = *(PyObject **)((char *)object + attribute->offset);
+    if (value == NULL)
+        PyErr_SetString(PyExc_AttributeError, attribute->name);
+    return Py_XNewRef(value);
+}
+
+int attribute_set(const Attribute *attribute, PyObject *object, PyObject *value)
+{
+    if (attribute->getset != NULL) {
+        if (attribute->getset->set != NULL)
+            return !attribute->getset->set(object, value, attribute->getset->closure);
+        PyErr_SetString(PyExc_AttributeError, attribute->name);
+        return 0;
+    }
+    PyObject **place = (PyObject **)((char *)object + attribute->offset);
+    PyObject *before = *place;
+    *place = Py_NewRef(value);
+    Py_XDECREF(before);
+    return 1;
+}
+
+int attribute_get_number(const Attribute *attribute, PyObject *object, uint64_t *number)
+{
+    PyObject *value = attribute_get(attribute, object);
+    if (value == NULL)
+        return 0;
+    int overflow;
+    long quickly = PyLong_AsLongAndOverflow(value, &overflow);
+    *number = quickly >= 0 ? (uint64_t)quickly : PyLong_AsUnsignedLongLong(value);
+    Py_DECREF(value);
+    return *number != UINT64_MAX || !PyErr_Occurred();
+}
+
+int attribute_set_number(const Attribute *attribute, PyObject *object, uint64_t number)
+{
+    PyObject *value = PyLong_FromUnsignedLongLong(number);
+    int is_set = value != NULL && attribute_set(attribute, object, value);
+    Py_XDECREF(value);
+    return is_set;
+}

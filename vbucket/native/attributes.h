@@ -1,0 +1,30 @@
+/* Attributes of Python objects whose class has __slots__, or was compiled by mypyc: read and set
+   without a look-up of their names. */
+
+#ifndef DCPD_ATTRIBUTES_H
+#define DCPD_ATTRIBUTES_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+typedef struct {
+    const char *name;
+    Py_ssize_t offset;   /* of a slot, in bytes; 0: there is none */
+    PyGetSetDef *getset; /* of a compiled class, or NULL */
+} Attribute;
+
+/* Finds out how a class keeps these attributes; names are set. Returns 0 with an exception. */
+int attributes_resolve(Attribute *attributes, int count, PyTypeObject *type);
+
+/* Returns a new reference, or NULL with an exception. */
+PyObject *attribute_get(const Attribute *attribute, PyObject *object);
+
+/* Returns 0 with an exception. */
+int attribute_set(const Attribute *attribute, PyObject *object, PyObject *value);
+
+/* The same for unsigned numbers of up to 64 bits. */
+int attribute_get_number(const Attribute *attribute, PyObject *object, uint64_t *number);
+int attribute_set_number(const Attribute *attribute, PyObject *object, uint64_t number);
+
+#endif

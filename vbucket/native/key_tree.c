@@ -1,0 +1,247 @@
+/* See key_tree.h. Who calls it: set_run.c, and tests.
+
+   Invariants
+   - no byte outside of the file's map is read, whatever the pages have: a page lies within the map,
+     and a node within its page;
+   - a page on the way has its own number and the type of its level. A page that does not makes the
+     outcome UNKNOWN, and Python looks the key up.
+
+   The caller holds the object, so the map stays; a read transaction pins the state. */
+
+#include "key_tree.h"
+
+#include <string.h>
+
+#define PAGE_HEADER_BYTES 16
+#define NODE_HEADER_BYTES 8
+#define FIRST_PAGE 2 /* the meta pages are before it */
+#define BRANCH 1
+#define LEAF 2
+#define NO_ROOT UINT64_MAX
+#define DEPTH_MAX 32
+#define PAGE_BYTES_MIN 256
+#define PAGE_BYTES_MAX 0x8000
+#define CACHE_LINE_BYTES 64
+
+/* Numbers are in the byte order of the machine. */
+static uint32_t number16(const uint8_t *at)
+{
+    uint16_t number;
+    memcpy(&number, at, sizeof number);
+    return number;
+}
+
+static uint32_t number32(const uint8_t *at)
+{
+    uint32_t number;
+    memcpy(&number, at, sizeof number);
+    return number;
+}
+
+/* Goes to a page. */
+static void descend(const KeyTree *tree, Search *search, uint64_t number)
+{
+    if (number < FIRST_PAGE || number > tree->last_page ||
+        number >= (size_t)tree->file.len / tree->page_bytes) {
+        search->outcome = UNKNOWN;
+        return;
+    }
+    search->number = number;
+    search->page = (const uint8_t *)tree->file.buf + number * tree->page_bytes;
+    PREFETCH(search->page);
+}
+
+/* Returns the node in the middle of what is left, NULL if it is not within the page. */
+static const uint8_t *middle_node(const KeyTree *tree, const Search *search)
+{
+    uint32_t middle = (search->low + search->high) / 2;
+    uint32_t at = number16(search->page + PAGE_HEADER_BYTES + 2 * middle);
+    if (at < PAGE_HEADER_BYTES + 2 * search->count || at > tree->page_bytes - NODE_HEADER_BYTES)
+        return NULL;
+    return search->page + at;
+}
+
+/* Whether a node's key and `more` bytes are within the page. */
+static int node_fits(const KeyTree *tree, const Search *search, const uint8_t *node, size_t more)
+{
+    size_t at = (size_t)(node - search->page) + NODE_HEADER_BYTES + number16(node + 6);
+    return at <= tree->page_bytes && more <= tree->page_bytes - at;
+}
+
+/* Checks the head of a page. */
+static void begin_page(const KeyTree *tree, Search *search, uint32_t kind)
+{
+    uint64_t number;
+    memcpy(&number, search->page, sizeof number);
+    uint32_t flags = number16(search->page + 10), lower = number16(search->page + 12);
+    uint32_t least = kind == BRANCH ? 2 : 1; /* nodes */
+    if (number != search->number || flags != kind || lower > tree->page_bytes ||
+        lower < PAGE_HEADER_BYTES + 2 * least) {
+        search->outcome = UNKNOWN;
+        return;
+    }
+    search->count = search->high = (lower - PAGE_HEADER_BYTES) / 2;
+    search->low = kind == BRANCH; /* the first key of a branch counts as empty */
+    for (uint32_t at = CACHE_LINE_BYTES; at < lower; at += CACHE_LINE_BYTES)
+        PREFETCH(search->page + at);
+}
+
+/* Halves what is left of a page. Returns whether there is more to do. */
+static int halve(const KeyTree *tree, Search *search, uint32_t kind)
+{
+    uint32_t middle = (search->low + search->high) / 2;
+    const uint8_t *node = middle_node(tree, search);
+    if (node == NULL || !node_fits(tree, search, node, 0)) {
+        search->outcome = UNKNOWN;
+        return 0;
+    }
+    size_t key_bytes = number16(node + 6);
+    size_t common = key_bytes < search->key_bytes ? key_bytes : search->key_bytes;
+    int order = memcmp(search->key, node + NODE_HEADER_BYTES, common);
+    if (!order)
+        order = (search->key_bytes > key_bytes) - (search->key_bytes < key_bytes);
+    if (!order && kind == LEAF) {
+        search->value = node + NODE_HEADER_BYTES + key_bytes;
+        search->value_bytes = number32(node);
+        int is_inside = !number16(node + 4) && node_fits(tree, search, node, search->value_bytes);
+        search->outcome = is_inside ? FOUND : UNKNOWN;
+        return 0;
+    }
+    if (order < 0)
+        search->high = middle;
+    else
+        search->low = middle + 1;
+    if (search->low >= search->high)
+        return 0;
+    node = middle_node(tree, search);
+    if (node != NULL)
+        PREFETCH(node);
+    return 1;
+}
+
+/* Goes to the child of a branch where the search has ended. */
+static void next_level(const KeyTree *tree, Search *search)
+{
+    search->low = search->high = search->low - 1;
+    const uint8_t *node = middle_node(tree, search);
+    if (node == NULL)
+        search->outcome = UNKNOWN;
+    else
+        descend(tree, search, number32(node) | (uint64_t)number16(node + 4) << 32);
+}
+
+void key_tree_search(const KeyTree *tree, Search *searches, size_t count)
+{
+    Search *active[SEARCHES_MAX], *going[SEARCHES_MAX];
+    size_t actives = 0;
+    for (size_t i = 0; i < count; i++) {
+        searches[i].outcome = ABSENT;
+        if (tree->root == NO_ROOT)
+            continue;
+        descend(tree, &searches[i], tree->root);
+        if (searches[i].outcome == ABSENT)
+            active[actives++] = &searches[i];
+    }
+    for (unsigned int level = 1; level <= tree->depth; level++) {
+        uint32_t kind = level < tree->depth ? BRANCH : LEAF;
+        size_t goings = 0, still = 0;
+        for (size_t i = 0; i < actives; i++) {
+            begin_page(tree, active[i], kind);
+            if (active[i]->outcome == ABSENT)
+                going[goings++] = active[i];
+        }
+        while (goings) {
+            size_t left = 0;
+            for (size_t i = 0; i < goings; i++)
+                if (halve(tree, going[i], kind))
+                    going[left++] = going[i];
+            goings = left;
+        }
+        for (size_t i = 0; i < actives && kind == BRANCH; i++) {
+            if (active[i]->outcome == ABSENT)
+                next_level(tree, active[i]);
+            if (active[i]->outcome == ABSENT)
+                active[still++] = active[i];
+        }
+        actives = still;
+    }
+}
+
+static PyObject *key_tree_get(KeyTree *self, PyObject *args)
+{
+    const char *key;
+    Py_ssize_t key_bytes;
+    if (!PyArg_ParseTuple(args, "y#", &key, &key_bytes))
+        return NULL;
+    Search search = {.key = (const uint8_t *)key, .key_bytes = (size_t)key_bytes};
+    key_tree_search(self, &search, 1);
+    if (search.outcome == UNKNOWN)
+        Py_RETURN_FALSE;
+    if (search.outcome == ABSENT)
+        Py_RETURN_NONE;
+    return PyBytes_FromStringAndSize((const char *)search.value, (Py_ssize_t)search.value_bytes);
+}
+
+static PyObject *key_tree_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    Py_buffer file;
+    unsigned long long page_bytes, last_page, root;
+    unsigned int depth;
+    if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
+        PyErr_SetString(PyExc_TypeError, "KeyTree() takes no keyword arguments");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "y*KKIK", &file, &page_bytes, &last_page, &depth, &root))
+        return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    KeyTree *self = NULL;
+    int is_tree = page_bytes >= PAGE_BYTES_MIN && page_bytes <= PAGE_BYTES_MAX &&
+                  depth <= DEPTH_MAX && (depth > 0 || root == NO_ROOT);
+    if (!is_tree)
+        PyErr_SetString(PyExc_ValueError, "this is not a tree of pages");
+    else
+        self = (KeyTree *)allocate(type, 0);
+    if (self == NULL) {
+        PyBuffer_Release(&file);
+        return NULL;
+    }
+    self->file = file;
+    self->page_bytes = (size_t)page_bytes;
+    self->last_page = last_page;
+    self->depth = depth;
+    self->root = root;
+    return (PyObject *)self;
+}
+
+static void key_tree_dealloc(KeyTree *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    PyBuffer_Release(&self->file);
+    release(self);
+    Py_DECREF(type);
+}
+
+int is_key_tree(PyObject *object)
+{
+    return PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) == (void *)key_tree_dealloc;
+}
+
+static PyMethodDef methods[] = {
+    {"get", (PyCFunction)key_tree_get, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, key_tree_new},
+    {Py_tp_dealloc, key_tree_dealloc},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+PyType_Spec key_tree_spec = {
+    .name = "vbucket.native.loops.KeyTree",
+    .basicsize = sizeof(KeyTree),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = slots,
+};

@@ -1,0 +1,48 @@
+/* The type `KeyTree`: looks up keys in a table of LMDB's file (vbucket/store/lmdb_pages.py). */
+
+#ifndef DCPD_KEY_TREE_H
+#define DCPD_KEY_TREE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+#define SEARCHES_MAX 64 /* at once: enough for waits for memory to overlap */
+
+#if defined(__GNUC__)
+#define PREFETCH(at) __builtin_prefetch(at)
+#else
+#define PREFETCH(at) ((void)(at))
+#endif
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer file;
+    uint64_t last_page, root;
+    size_t page_bytes;
+    unsigned int depth;
+} KeyTree;
+
+enum { ABSENT = 0, FOUND = 1, UNKNOWN = -1 /* a page is not as it should be */ };
+
+/* A key to look for; the rest is set by `key_tree_search`. The value lies in the file. */
+typedef struct {
+    const uint8_t *key;
+    size_t key_bytes;
+    int outcome;
+    const uint8_t *value;
+    size_t value_bytes;
+    const uint8_t *page;
+    uint64_t number;
+    uint32_t low, high, count;
+} Search;
+
+/* Looks for up to SEARCHES_MAX keys together, level by level, so that what one of them waits for
+   is loaded while the others are compared. */
+void key_tree_search(const KeyTree *tree, Search *searches, size_t count);
+
+int is_key_tree(PyObject *object);
+
+extern PyType_Spec key_tree_spec;
+
+#endif

@@ -1,0 +1,76 @@
+/* See set_request.h. Who calls it: set_run.c. */
+
+#include "set_request.h"
+
+#include "blocks.h"
+
+#include <string.h>
+
+#define HEADER_BYTES 24
+#define SET 0x01
+#define ANSWER_BYTES 40 /* a header and a mutation token */
+#define ENTRY_HEAD_BYTES 67
+#define MUTATION_EXTRAS_BYTES 31
+#define REV_SEQNO_MAX (((uint64_t)1 << 48) - 1)
+
+int request_read(Request *request, const uint8_t *at, size_t bytes, uint64_t value_bytes_max,
+                 uint8_t json)
+{
+    if (bytes < REQUEST_HEAD_BYTES || at[0] != 0x80 || at[1] != SET || at[4] != 8 ||
+        at[5] & ~DATATYPE_JSON)
+        return 0;
+    uint32_t key_bytes = be16(at + 2), body_bytes = be32(at + 8);
+    if (body_bytes > bytes - HEADER_BYTES || body_bytes < 8 + key_bytes)
+        return 0;
+    if (key_bytes < 2 || key_bytes > KEY_BYTES_MAX || at[REQUEST_HEAD_BYTES])
+        return 0;
+    uint32_t value_bytes = body_bytes - 8 - key_bytes;
+    if (be64(at + 16) || be32(at + 28) || value_bytes > value_bytes_max)
+        return 0;
+    *request = (Request){at, be16(at + 6), key_bytes, value_bytes, at[5] & json};
+    return 1;
+}
+
+PyObject *entry_made(const Request *request, const Old *old, uint64_t epoch, uint64_t cas,
+                     uint64_t seqno)
+{
+    uint32_t body_bytes = request->key_bytes + request->value_bytes;
+    PyObject *entry = PyBytes_FromStringAndSize(NULL, ENTRY_HEAD_BYTES + (Py_ssize_t)body_bytes);
+    if (entry == NULL)
+        return NULL;
+    uint8_t *at = (uint8_t *)PyBytes_AS_STRING(entry);
+    put_be(at, old->seqno, 8);
+    put_be(at + 8, epoch, 4);
+    at[12] = 0x80;
+    at[OPCODE_AT] = MUTATION;
+    put_be(at + 14, request->key_bytes, 2);
+    at[16] = MUTATION_EXTRAS_BYTES;
+    at[DATATYPE_AT] = request->datatype;
+    put_be(at + 18, request->vb_id, 2);
+    put_be(at + 20, MUTATION_EXTRAS_BYTES + body_bytes, 4);
+    memset(at + 24, 0, 4);
+    put_be(at + 28, cas, 8);
+    put_be(at + SEQNO_AT, seqno, 8);
+    put_be(at + REV_SEQNO_AT, old->rev_seqno + (old->rev_seqno < REV_SEQNO_MAX), 8);
+    memcpy(at + NUMBERS_END, request->at + HEADER_BYTES, 4); /* flags */
+    memset(at + 56, 0, ENTRY_HEAD_BYTES - 56);
+    memcpy(at + ENTRY_HEAD_BYTES, request->at + REQUEST_HEAD_BYTES, body_bytes);
+    return entry;
+}
+
+PyObject *answer_made(const Request *request, uint64_t cas, uint64_t vb_uuid, uint64_t seqno)
+{
+    PyObject *answer = PyBytes_FromStringAndSize(NULL, ANSWER_BYTES);
+    if (answer == NULL)
+        return NULL;
+    uint8_t *at = (uint8_t *)PyBytes_AS_STRING(answer);
+    memset(at, 0, 12);
+    at[0] = 0x81;
+    at[1] = SET;
+    at[4] = at[11] = 16;
+    memcpy(at + 12, request->at + 12, 4); /* opaque */
+    put_be(at + 16, cas, 8);
+    put_be(at + 24, vb_uuid, 8);
+    put_be(at + 32, seqno, 8);
+    return answer;
+}

@@ -1,0 +1,47 @@
+/* The bytes of a SET: its request, its entry, and its answer. */
+
+#ifndef DCPD_SET_REQUEST_H
+#define DCPD_SET_REQUEST_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+#define REQUEST_HEAD_BYTES 32 /* of a SET: header, flags and expiry */
+#define KEY_BYTES_MAX 251 /* the longest key, and the id of the default collection */
+#define DATATYPE_JSON 0x01
+#define OPCODE_AT 13
+#define DATATYPE_AT 17
+#define SEQNO_AT 36
+#define REV_SEQNO_AT 44
+#define NUMBERS_END 52 /* of an entry, after its revision */
+
+typedef struct {
+    const uint8_t *at;
+    uint32_t vb_id, key_bytes, value_bytes;
+    uint8_t datatype;
+} Request;
+
+/* What a change needs from the version that it replaces. */
+typedef struct {
+    uint64_t seqno, rev_seqno;
+    uint8_t opcode, datatype;
+} Old;
+
+/* Reads a request. Returns 0 if it is no plain SET, or not there wholly. `json`: the bits of
+   datatypes that are kept. */
+int request_read(Request *request, const uint8_t *at, size_t bytes, uint64_t value_bytes_max,
+                 uint8_t json);
+
+/* Where the next request begins, from the beginning of this one. */
+static inline size_t request_bytes(const Request *request)
+{
+    return REQUEST_HEAD_BYTES + (size_t)request->key_bytes + request->value_bytes;
+}
+
+/* These return bytes, or NULL with an exception. */
+PyObject *entry_made(const Request *request, const Old *old, uint64_t epoch, uint64_t cas,
+                     uint64_t seqno);
+PyObject *answer_made(const Request *request, uint64_t cas, uint64_t vb_uuid, uint64_t seqno);
+
+#endif
