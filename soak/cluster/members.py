@@ -115,7 +115,7 @@ class Members(Generic[Process]):
         return is_so and not status.get("without_master")
 
     def are_even(self, name: str = "a") -> bool:
-        """Whether each node that runs is master of its share, and nothing moves, as a node knows."""
+        """Whether each node that runs is master of its share, and nothing moves."""
         names, status = self.running(), self.status(name)
         masters = {node["name"]: node["masters"] for node in status.get("nodes", [])}
         share = 1024 // len(names) - len(names)
