@@ -6,12 +6,11 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from random import Random
 
 import pytest
 
+from support.log_disks import Disk, FileDisk, draw_salt, new_disk
 from vbucket.log.device import (
     SEGMENT_HEADER_BYTES,
     LogDevice,
@@ -24,80 +23,15 @@ from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.record import SegmentHeader, read_segment_header
 
 HEADER = SEGMENT_HEADER_BYTES
-draw_salt = partial(Random(1).getrandbits, 64)
 
 
 def header_of(device: LogDevice, segment: int) -> SegmentHeader:
     return read_segment_header(device.read(segment), segment)
 
 
-class MemoryDisk:
-    def __init__(self) -> None:
-        self.device = MemoryLogDevice()
-
-    def reopen(self) -> LogDevice:
-        self.device.sync()
-        self.device.close()
-        return self.reopen_after_kill()
-
-    def reopen_after_kill(self) -> LogDevice:
-        self.device = self.device.kill()
-        return self.device
-
-    def fill_after(self, count: int) -> None:
-        self.device.fail_append(1, after_bytes=count)
-
-    def fail_sync(self) -> None:
-        self.device.fail_sync(1)
-
-
-class FileDisk:
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder = folder
-        self.monkeypatch = monkeypatch
-        self.device = FileLogDevice(folder, draw_salt)
-
-    def reopen(self) -> LogDevice:
-        self.device.close()
-        return self.reopen_after_kill()
-
-    def reopen_after_kill(self) -> LogDevice:
-        self.device._close_newest()
-        self.device = FileLogDevice(self.folder, draw_salt)
-        return self.device
-
-    def fill_after(self, count: int) -> None:
-        room = [count]
-        pwrite = os.pwrite
-
-        def short_pwrite(fd: int, data: bytes, at: int) -> int:
-            if room[0] == 0:
-                self.monkeypatch.setattr(os, "pwrite", pwrite)
-                raise OSError(errno.ENOSPC, "No space left on device")
-            written = pwrite(fd, bytes(data)[: room[0]], at)
-            room[0] -= written
-            return written
-
-        self.monkeypatch.setattr(os, "pwrite", short_pwrite)
-
-    def fail_sync(self) -> None:
-        fdatasync = os.fdatasync
-
-        def failing(fd: int) -> None:
-            self.monkeypatch.setattr(os, "fdatasync", fdatasync)
-            raise OSError(errno.EIO, "Input/output error")
-
-        self.monkeypatch.setattr(os, "fdatasync", failing)
-
-
-Disk = MemoryDisk | FileDisk
-
-
 @pytest.fixture(params=["memory", "files"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
-    if request.param == "memory":
-        return MemoryDisk()
-    return FileDisk(tmp_path / "log", monkeypatch)
+    return new_disk(request.param, tmp_path / "log", monkeypatch)
 
 
 def test_a_new_device_is_empty_and_takes_no_append(disk: Disk) -> None:
@@ -302,55 +236,6 @@ def test_after_a_full_disk_there_is_no_room_ahead(disk: Disk) -> None:
     assert disk.device.read(1)[HEADER:] == b"more"
 
 
-def test_the_next_segment_begins_with_what_was_prepared_for_it(disk: Disk) -> None:
-    disk.device.rotate()
-    disk.device.append(b"first")
-    disk.device.rotate()
-    usual_bytes = disk.device.room_bytes
-    while disk.device.prepared_bytes <= 2 * usual_bytes:
-        disk.device.prepare()
-    prepared_bytes = disk.device.prepared_bytes
-    disk.device.append(b"second")
-    assert disk.device.segments() == [1, 2]
-    assert disk.device.rotate() == 3
-    assert disk.device.prepared_bytes == 0
-    assert disk.device.room_bytes == prepared_bytes - HEADER
-    assert header_of(disk.device, 3).previous_bytes == HEADER + 6
-    disk.device.append(b"third")
-    disk.device.sync()
-    assert disk.device.room_bytes == prepared_bytes - HEADER - 5
-    assert disk.device.read(3)[HEADER:] == b"third"
-    disk.device.rotate()
-    assert disk.device.read(3)[HEADER:] == b"third", "sealed without zeros"
-    disk.device.close()
-
-
-def test_a_kill_takes_what_was_prepared_and_nothing_else(disk: Disk) -> None:
-    disk.device.rotate()
-    disk.device.append(b"record")
-    disk.device.prepare()
-    device = disk.reopen_after_kill()
-    assert device.prepared_bytes == 0
-    assert device.segments() == [1]
-    device.truncate(1, HEADER + 6)
-    device.rotate()
-    assert device.read(1)[HEADER:] == b"record"
-    device.close()
-
-
-def test_a_full_disk_gets_back_what_was_prepared(disk: Disk) -> None:
-    disk.device.rotate()
-    disk.device.prepare()
-    disk.fill_after(0)
-    with pytest.raises(LogFullError):
-        disk.device.append(b"too long")
-    assert disk.device.prepared_bytes == 0
-    disk.device.append(b"more")
-    disk.device.rotate()
-    assert disk.device.read(1)[HEADER:] == b"more"
-    disk.device.close()
-
-
 # -- files only ----------------------------------------------------------------------------------
 
 
@@ -441,58 +326,6 @@ def test_a_disk_without_room_for_zeros_takes_records_all_the_same(
     disk.device.append(b" more")
     assert disk.reopen().read(1)[HEADER:] == b"a record more"
     disk.device.close()
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.suffix != ".mark")
-
-
-def test_preparing_gives_up_if_the_disk_refuses_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "log"
-    device = FileLogDevice(folder, draw_salt)
-    device.rotate()
-    for refused in ("pwrite", "fdatasync"):
-        device.prepare()
-        assert names(folder) == ["0000000001.log", "new-segment.tmp"]
-        with monkeypatch.context() as patched:
-            patched.setattr(os, refused, _fail_with(errno.EIO))
-            device.prepare()
-        assert device.prepared_bytes == 0
-        assert names(folder) == ["0000000001.log"]
-    device.append(b"the log goes on")
-    device.sync()
-    device.prepare()
-    device.close()
-    assert names(folder) == ["0000000001.log"]
-    device.prepare()
-    assert names(folder) == ["0000000001.log"], "it is closed"
-
-
-def test_a_device_that_is_closed_meanwhile_does_not_wait_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "log"
-    device = FileLogDevice(folder, draw_salt)
-    device.rotate()
-    has_begun, may_end = threading.Event(), threading.Event()
-    fdatasync = os.fdatasync
-
-    def slow(fd: int) -> None:
-        has_begun.set()
-        assert may_end.wait(20)
-        fdatasync(fd)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fdatasync", slow)
-        preparing = threading.Thread(target=device.prepare)
-        preparing.start()
-        assert has_begun.wait(20)
-        device.close()
-        may_end.set()
-        preparing.join()
-    assert names(folder) == ["0000000001.log"]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
