@@ -39,7 +39,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.cluster_gaps import ISRS, measure_cut, measure_freeze, measure_kill
+from benchmarks.cluster_gaps import ISRS, in_sync, measure_cut, measure_freeze, measure_kill
 from benchmarks.cluster_nodes import CLUSTER, POLL_SECONDS, Nodes, loaded, processor_ns
 from benchmarks.cluster_sdk import longest_upsert_ms
 from benchmarks.peers import Dcpd, descendants
@@ -233,10 +233,9 @@ def slow_syncs(pid: int, delay_ms: int) -> subprocess.Popen[bytes]:
 def measure_join(report: Report, options: argparse.Namespace, folder: Path) -> None:
     """A fourth node joins three that hold data, and gets its share by a rebalance."""
     keys = options.join_mib * MIB // DOCUMENT_BYTES
-    with Nodes(folder / "join") as nodes:
+    with in_sync(Nodes(folder / "join", ISRS[options.isr]), options.isr) as nodes:
         generate("binary", nodes.ports[0], (2, 64), "--load", "--keys", keys, "--value-bytes",
                  DOCUMENT_BYTES, "--cluster")  # fmt: skip
-        nodes.settle(3)
         with loaded(nodes, options.join_rate) as load:
             time.sleep(SETTLED_SECONDS)
             load.split()
@@ -253,7 +252,7 @@ def measure_join(report: Report, options: argparse.Namespace, folder: Path) -> N
     say(f"  join: {copied} copies, {mib:.0f} MiB in {seconds:.1f} s, {rate:.1f} MB/s; p99 before "
         f"{before['p99_us'] / 1000:.0f} ms, meanwhile {during['p99_us'] / 1000:.0f} ms "
         f"({worse:.1f} times)")  # fmt: skip
-    what = f"a fourth node joins, {options.join_mib} MiB"
+    what = f"one more node joins, {options.join_mib} MiB"
     report.add(CLUSTER, what, rate, unit="MB/s", more_is_better=True)
     for when, window in (("before", before), ("meanwhile", during)):
         report.add(CLUSTER, f"{what}, writes' p99 {when}", window["p99_us"] / 1000, unit="ms",
@@ -262,14 +261,14 @@ def measure_join(report: Report, options: argparse.Namespace, folder: Path) -> N
 
 def measure_busy(report: Report, options: argparse.Namespace, folder: Path) -> None:
     """Full load: a node that is only slow must not be deposed."""
-    with Nodes(folder / "busy") as nodes:
+    with in_sync(Nodes(folder / "busy", ISRS[options.isr]), options.isr) as nodes:
         epochs, versions = nodes.epochs(), nodes.versions()
         result = generate(
             "binary", nodes.ports[0], (8, 64), "--seconds", options.seconds, "--keys",
             options.keys, "--cluster",
         )  # fmt: skip
         elections = sum(epoch - epochs[vb_id] for vb_id, epoch in nodes.epochs().items())
-        lost = 1024 - nodes.status()["in_sync_sizes"].get("3", 0)
+        lost = 1024 - nodes.status()["in_sync_sizes"].get(str(options.isr), 0)
         new = sum(version != versions[vb_id] for vb_id, version in nodes.versions().items())
         rate = result["operations_per_second"]
         say(f"  busy for {options.seconds:.0f} s: {elections} elections, {new} new versions, "
@@ -317,7 +316,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5, help="of kill, freeze, cut and sdk")
     parser.add_argument("--isr", type=int, choices=sorted(ISRS), default=3,
-                        help="copies in sync in kill, freeze and cut")  # fmt: skip
+                        help="nodes and copies of kill, freeze, cut, join and busy")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=600.0, help="of busy")
     parser.add_argument("--before-seconds", type=float, default=20.0, help="of join")
     parser.add_argument("--seconds-of-set", type=float, default=5.0)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -43,17 +44,24 @@ FAULTS: Final[dict[str, Fault]] = {
 }  # fmt: skip
 
 
+@contextmanager
+def in_sync(nodes: Nodes, isr: int) -> Iterator[Nodes]:
+    """Run the nodes of `ISRS`, with so many copies of each partition."""
+    with nodes:
+        if isr < len(ISRS[3]):
+            nodes.change("set", copies=isr, min_in_sync=1)
+        nodes.settle(isr)
+        yield nodes
+
+
 def measure_gaps(report: Report, options: argparse.Namespace, folder: Path, how: str) -> None:
     """Let a fault happen again and again, and report the times of all partitions together."""
     fault, names = FAULTS[how], ISRS[options.isr]
     victims = names[1:]  # the first one owns the metadata store, without which nobody is elected
     gaps_s: list[float] = []
     began_s = time.monotonic()
-    with fault.nodes(folder / f"{how}-{options.isr}", names) as nodes:
+    with in_sync(fault.nodes(folder / f"{how}-{options.isr}", names), options.isr) as nodes:
         nodes.masters_return_soon()
-        if options.isr < 3:
-            nodes.change("set", copies=options.isr, min_in_sync=1)
-        nodes.settle(options.isr)
         with loaded(nodes, options.gap_rate) as load:
             time.sleep(BEFORE_SECONDS)
             for number in range(options.rounds):

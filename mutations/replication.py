@@ -143,8 +143,8 @@ REPLICATION = (
     ),
     Mutation(
         "uncommitted-group-told",
-        "        elif between:\n",
-        "        elif False:\n",
+        "        first, last = first_run(self._committed, self._untold.values(), self._given_up)\n",
+        "        first, last = first_run(self._committed, (), self._given_up)\n",
         ("test_whole_groups",),
     ),
     Mutation(
@@ -192,7 +192,7 @@ REPLICATION = (
     ),
     Mutation(
         "handed-over-before-all-is-committed",
-        "        if part.committed_seqno < part.high_seqno or not may_write:\n",
+        "        if not may_write or not _is_drained(part):\n",
         "        if not may_write:\n",
         ("test_leading",),
     ),

@@ -244,6 +244,10 @@ class Load:
             except DcpdError as error:
                 # An old map names a dead node: any operation of the KvClient brings a newer one.
                 raise LookupError(str(error)) from None
+            other = self._links.get(place)
+            if other is not None and not other.is_closed:  # another counter was quicker
+                link.close()
+                return other
             self._links[place] = link
         return link
 

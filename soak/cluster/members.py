@@ -115,10 +115,11 @@ class Members(Generic[Process]):
         return is_so and not status.get("without_master")
 
     def are_even(self, name: str = "a") -> bool:
-        """Whether each node that runs is master of its share, as a node knows it."""
-        names, masters = self.running(), self.masters(name)
+        """Whether each node that runs is master of its share, and nothing moves."""
+        names, status = self.running(), self.status(name)
+        masters = {node["name"]: node["masters"] for node in status.get("nodes", [])}
         share = 1024 // len(names) - len(names)
-        return all(masters.get(each, 0) >= share for each in names)
+        return all(masters.get(each, 0) >= share for each in names) and status["plan"] is None
 
 
 class EmbeddedMembers(Members[DcpServer]):

@@ -209,6 +209,7 @@ async def run_faults(cluster: FaultyCluster, seed: int, names: Sequence[str] = (
     async with KvClient.connect(address, timeout_s=TIMEOUT_S) as kv, Mirror(address) as view:
         one = Round(cluster, kv, view, seed, second=names)
         await one.run(drawn)
+    await asyncio.sleep(0)  # connections that were closed end in the loop's next turn
     counts = one.load.counts
     return RoundReport(
         counts["answered"], counts["ambiguous"], one.faults, time.monotonic() - begun_s

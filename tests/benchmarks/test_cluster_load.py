@@ -139,9 +139,9 @@ def test_the_command_cuts_cables_lets_a_node_join_and_keeps_nodes_busy(tmp_path:
     cuts = [what for what in rows if what.startswith("cut to the first write, 2 in sync")]
     assert len(cuts) == 3
     assert min(rows[what][0] for what in cuts) > 0
-    assert rows["a fourth node joins, 4 MiB"][0] > 0
-    assert "join: 768 copies, 3 MiB" in done.stderr
-    assert rows["a fourth node joins, 4 MiB, writes' p99 meanwhile"][0] > 0
+    assert rows["one more node joins, 4 MiB"][0] > 0
+    assert "join: 682 copies, 3 MiB" in done.stderr or "join: 683 copies" in done.stderr
+    assert rows["one more node joins, 4 MiB, writes' p99 meanwhile"][0] > 0
     assert {"elections in 2 s of full load", "new versions in 2 s of full load"} <= rows.keys()
 
 

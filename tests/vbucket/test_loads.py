@@ -68,9 +68,11 @@ class Pair:
     """A node that loads, and one that does not."""
 
     def __init__(self, *, native: bool = True, body_bytes_target: int = 300) -> None:
-        self.loading = LoadingNode(partitions=8, body_bytes_target=body_bytes_target)
+        self.loading, self.ordinary = (
+            node(partitions=8, body_bytes_target=body_bytes_target, item_cache_bytes=1 << 20)
+            for node in (LoadingNode, OrdinaryNode)
+        )
         self.loading.is_native = native
-        self.ordinary = OrdinaryNode(partitions=8, body_bytes_target=body_bytes_target)
         self.nodes = (self.loading, self.ordinary)
         for node in self.nodes:
             manifest = node.engine.keyspace.manifest.create_collection("_default", "other")
@@ -359,6 +361,25 @@ def test_a_branch_is_merged_before_a_load_comes_after_it() -> None:
     assert node.engine.loads.documents == 20
     node.crash()
     assert node.engine.partitions[VB].high_seqno == 10
+
+
+def test_a_load_replaces_what_the_item_cache_says_of_its_keys() -> None:
+    """The cache knows that a key which was rolled back does not exist."""
+    for node in (LoadingNode(partitions=8, item_cache_bytes=1 << 20),
+                 OrdinaryNode(partitions=8, item_cache_bytes=1 << 20)):  # fmt: skip
+        engine, peer = node.engine, RestoringPeer(node)
+        for key in (b"\0a", b"\0b"):
+            assert engine.store(SET, VB, key, key + b"old", 0, 0, 0, 0)[0] == Status.OK
+            node.commit()
+        node.merge()
+        lifecycle.branch(engine, VB, 1)
+        node.commit()
+        node.merge()
+        assert peer.peer.ask(Opcode.GET, vb_id=VB, key=b"\0b").status == Status.KEY_ENOENT
+        peer.put(VB, [frame(b"\0b", value=b"restored")])
+        node.load()
+        assert engine.loads.documents == (not isinstance(node, OrdinaryNode))
+        assert peer.peer.ask(Opcode.GET, vb_id=VB, key=b"\0b").value == b"restored"
 
 
 def test_loaded_documents_expire() -> None:

@@ -18,11 +18,13 @@ Invariants
   the newest version that the partition has in the store, because
     - entries come from two sources: they were just read from the store for such a key (`add`), or
       they are a frozen layer that a merge has brought into the store (`absorb`), which overwrites
-      cached entries. Only a merge changes the newest version of a document in the store;
+      cached entries. Only a merge or a load changes the newest version of a key in the store;
     - every change or rollback of a key goes into the active layer at once. That hides the cached
       entry until the frozen layer with the change is absorbed. A caller that looks up a key to
       replace it removes the entry (`take`), because a superseded entry would waste memory;
     - emptying a partition empties its cache (`clear`). With merged_seqno 0 nothing is cached;
+    - so does a load (`vbucket.engine.loads`), which brings keys into the store without a merge: of
+      some of them the cache may say that they do not exist;
 - no key is in both dictionaries of a partition;
 - `held_bytes` is the sum of the costs of all entries, and at most `bytes_max` after every call;
 - no dictionary holds more than about GENERATION_BYTES_MAX, so none takes long to grow or to free.

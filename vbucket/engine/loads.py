@@ -244,6 +244,7 @@ class Loads:
         part.high_seqno = part.committed_seqno = part.synced_seqno = report.high_seqno
         part.merged_seqno = report.high_seqno
         self._keyspace.commits.loaded(part.vb_id, report.high_seqno)
+        self._keyspace.item_cache.clear(part)  # it may say of a loaded key that there is none
         part.max_cas = max(part.max_cas, report.max_cas)
         part.item_count = report.item_count
         part.tally = CollectionCounts(report.tally)

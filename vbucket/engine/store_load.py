@@ -173,7 +173,8 @@ class _Loads:
             entries = self._entries_of(packet, count, vb_id, seqno, request.epoch, self._cas_max)
             if entries is None:
                 return None
-            staged.add(entries, 0)
+            if staged.add(entries, 0) != len(entries):
+                return None
             seqno += count
         try:
             merged = plain_changes(self._write, stage, staged, self._body_bytes_target)
@@ -183,6 +184,7 @@ class _Loads:
             return None
         items, _, _, _, _, _, _, versions, (_, _, collections) = merged
         known = self._manifest.collections
+        assert versions == request.frames, "each frame is a version"
         if len(items) != versions or not all(found in known for found, _, _ in collections):
             return None
         if stage.record.keys:
