@@ -2,8 +2,7 @@
 
 A handler gets the fields of the header as arguments, cuts key and value out of the receive buffer
 once, calls the engine, and appends one packed response. An operation makes no objects but the
-stored entry and the response. A handler raises RefusedError for a bad request; the session answers
-it.
+stored entry and the response. A handler raises RefusedError; the session answers the bad request.
 
 Rules: a quiet change is silent on success, a quiet read is silent on a miss. Errors are always
 answered. Responses keep the order of the requests.
@@ -74,8 +73,9 @@ _STORE_FORMS: Final = {
     Opcode.REPLACE: REPLACE,
     Opcode.REPLACEQ: REPLACE,
 }
-_PYTHON_RUN_MAX: Final = 16
-"""SETs that Python handles when the loop in C met one that it cannot; more of them often follow."""
+_PYTHON_RUN_MAX: Final = 64
+"""SETs that Python handles where the loop in C, again and again, meets one that it cannot."""
+_C_RUN_MIN: Final = 8  # SETs after which such a one is rare
 _COME_BACK: Final = "the partition takes no writes now; try again soon"
 _SET_FORM: Final = 0x80 << 8 | Opcode.SET
 _SET_EXTRAS: Final = STORE_EXTRAS.size << 8
@@ -129,6 +129,7 @@ class DocumentCommands:
         self._state = state
         self._engine = state.engine
         self._num_vbuckets = state.engine.num_vbuckets
+        self._python_run = 1
         self._reading_runs: dict[int, Run] = {_GET: self.get_run}
         self._runs: dict[int, Run] = {_GET: self.get_run, int(Opcode.SET): self.store_run}
         self.now_s = 0
@@ -253,9 +254,7 @@ class DocumentCommands:
         self._runs |= reading | changing
 
     def store_run(self, position: int, end: int) -> int:
-        """Handle the plain SETs from `position` on: no CAS, no expiry, default collection. Return
-        the position of the first other request, which is for `store`.
-        """
+        """Handle plain SETs: no CAS, no expiry, default collection. Return where others begin."""
         state, engine = self._state, self._engine
         keyspace, answers = engine.keyspace, state.answers
         first_answer, run = len(answers), engine.set_run
@@ -267,8 +266,11 @@ class DocumentCommands:
                 state.buffer, position, end, answers, keyspace.pending, keyspace.touched,
                 keyspace.group, engine.now_ns, state.has_json, state.limits.value_bytes_max,
             )  # fmt: skip
-            if after == position and run.planned > planned:  # it replaces XATTRs, most likely
-                after = self._store_run(position, end, _PYTHON_RUN_MAX)
+            if len(answers) >= first_answer + _C_RUN_MIN:
+                self._python_run = 1
+            elif after == position and run.planned > planned:  # it replaces XATTRs, most likely
+                after = self._store_run(position, end, self._python_run)
+                self._python_run = min(2 * self._python_run, _PYTHON_RUN_MAX)
         if after > position:
             state.wait_group = keyspace.group
             if state.marks is not None:
@@ -545,9 +547,7 @@ class DocumentCommands:
         return vb_id, key
 
     def miss(self, opcode: int, opaque: int) -> None:
-        """Answer that there is no such document: an everyday answer, without a text but for
-        memcached's clients.
-        """
+        """Answer that there is no such document, with a text for memcached's clients only."""
         state = self._state
         if state.hashes_keys:
             body = state.error_body("", Status.KEY_ENOENT)
