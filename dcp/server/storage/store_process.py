@@ -242,13 +242,13 @@ class StoreProcess:
             self.kill()
             raise StoreProcessDiedError(
                 f"the store process {self.pid} sent nothing for {self._silence_s:g} s during "
-                f"{request['op']!r} and was killed; nothing of it was stored. Start another one"
+                f"{request['op']!r} and was killed; it stored all of that, or nothing. Start another one"
             ) from error
         except (EOFError, ConnectionError) as error:
             status = await self._process.wait()
             raise StoreProcessDiedError(
                 f"the store process {self.pid} ended with status {status} during "
-                f"{request['op']!r}; nothing of it was stored. Start another one"
+                f"{request['op']!r}; it stored all of that, or nothing. Start another one"
             ) from error
         if "error" in reply:
             raise _ERRORS[reply["error"]](reply["text"])
