@@ -242,7 +242,8 @@ class StoreProcess:
             self.kill()
             raise StoreProcessDiedError(
                 f"the store process {self.pid} sent nothing for {self._silence_s:g} s during "
-                f"{request['op']!r} and was killed; it stored all of that, or nothing. Start another one"
+                f"{request['op']!r} and was killed; it stored all of that, or nothing. "
+                "Start another one"
             ) from error
         except (EOFError, ConnectionError) as error:
             status = await self._process.wait()
