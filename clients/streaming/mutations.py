@@ -63,7 +63,7 @@ class Mutations:
     def __getitem__(self, index: slice) -> list[Mutation]: ...
 
     def __getitem__(self, index: int | slice) -> Mutation | list[Mutation]:
-        """Return a mutation, or a list of some. All are decoded for it: keep `events()` for many."""
+        """Return a mutation, or a list of some. It decodes all: for many, keep `events()`."""
         return self.events()[index]
 
     def __repr__(self) -> str:
