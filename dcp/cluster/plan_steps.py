@@ -75,6 +75,18 @@ def eligible_members(view: ClusterView) -> dict[str, str]:
     }
 
 
+def unseen_members(view: ClusterView) -> list[str]:
+    """Return the members that get no copy only because their process is not seen running: one that
+    has just joined, or is down, and holds nothing yet.
+    """
+    able = eligible_members(view)
+    return [
+        member
+        for member, stored in sorted(view.members.items())
+        if member not in able and not stored.content.is_drained and member not in view.alive
+    ]
+
+
 def growth(view: ClusterView) -> PlacementPlan | None:
     """Return the placement to be reached if partitions have fewer copies than there can be; None:
     all have enough.
