@@ -77,8 +77,8 @@ def placed(
             "or undrain one"
         )
     notes = [
-        f"{name_of(view, member)} gets no copy: it is a member and its process is not seen running. "
-        "Start it or look at its log, and ask again when `dcpctl cluster status` shows it up"
+        f"{name_of(view, member)} gets no copy: it is a member and its process is not seen running."
+        " Start it or look at its log, and ask again when `dcpctl cluster status` shows it up"
         for member in unseen_members(view)
         if not (changed and member in changed)
     ]

@@ -193,8 +193,9 @@ class ClusterChanges:
 
     async def _until_seen(self) -> None:
         """Wait until all members that may get copies are seen, for `JOINED_S` at most."""
-        until_s = time.monotonic() + JOINED_S
-        while unseen_members(self._view) and time.monotonic() < until_s:
+        for _ in range(int(JOINED_S / AGAIN_S)):
+            if not unseen_members(self._view):
+                return
             await asyncio.sleep(AGAIN_S)
 
     async def _change(
