@@ -12,6 +12,7 @@
 
 #include "attributes.h"
 #include "blocks.h"
+#include "key_tree.h"
 
 #define LOG_HEAD_BYTES 36 /* of an entry, before its extras */
 #define MUTATION_EXTRAS 31
@@ -25,6 +26,7 @@
 #define SEQNO_AT 36
 #define EXPIRY_AT 56
 #define EPOCH_AT 8
+#define LOADED_MAX 32 /* entries at once */
 
 enum { /* of a partition */
     NEWEST, APPEND_ENTRY, FROZEN, MERGED_SEQNO, HIGH_SEQNO, COMMITTED_SEQNO, SYNCED_SEQNO, MAX_CAS,
@@ -193,6 +195,37 @@ static int apply_entry(const ReplayRun *self, const uint8_t *at, size_t bytes, P
     return outcome;
 }
 
+/* Loads the partitions and memtables of the next entries, so that the waits for memory overlap.
+   Returns where it stopped, or NULL with an exception. */
+static const uint8_t *load(const ReplayRun *self, const uint8_t *at, const uint8_t *end)
+{
+    PyObject *parts[LOADED_MAX];
+    size_t count = 0, lines = (size_t)self->partition->tp_basicsize / 64;
+    for (; count < LOADED_MAX && end - at >= LOG_HEAD_BYTES; count++) {
+        uint32_t vb_id = be16(at + VB_AT);
+        size_t bytes = LOG_HEAD_BYTES + (size_t)be32(at + BODY_LENGTH_AT);
+        if (bytes > (size_t)(end - at) || (Py_ssize_t)vb_id >= PyList_GET_SIZE(self->partitions))
+            break;
+        parts[count] = PyList_GET_ITEM(self->partitions, vb_id);
+        if (!Py_IS_TYPE(parts[count], self->partition))
+            break;
+        for (size_t line = 0; line <= lines; line++)
+            PREFETCH((const char *)parts[count] + 64 * line);
+        at += bytes;
+    }
+    PyObject *newest[LOADED_MAX];
+    for (size_t i = 0; i < count; i++) {
+        if ((newest[i] = attribute_get(&self->of[NEWEST], parts[i])) == NULL)
+            return NULL;
+        Py_DECREF(newest[i]); /* the partition has it */
+        PREFETCH(newest[i]);
+    }
+    for (size_t i = 0; i < count; i++)
+        if (PyDict_CheckExact(newest[i]))
+            PREFETCH(((PyDictObject *)newest[i])->ma_keys);
+    return at;
+}
+
 static PyObject *replay_run_apply(ReplayRun *self, PyObject *args)
 {
     PyObject *payload, *presumed;
@@ -205,9 +238,12 @@ static PyObject *replay_run_apply(ReplayRun *self, PyObject *args)
         return NULL;
     }
     const uint8_t *data = (const uint8_t *)PyBytes_AS_STRING(payload);
+    const uint8_t *loaded = data + at;
     int outcome = 1;
     while (at < end && outcome == 1) {
         size_t taken;
+        if (data + at == loaded && (loaded = load(self, loaded, data + end)) == NULL)
+            return NULL;
         outcome = apply_entry(self, data + at, (size_t)(end - at), presumed, &taken);
         at += (Py_ssize_t)taken;
     }
