@@ -358,9 +358,9 @@ def run(kills_wanted: int, folder: Path, *, lanes: int = 1) -> int:
 def run_lane(kills_wanted: int, folder: Path, lane: int, *, life_kills: int = LIFE_KILLS) -> None:
     """Kill until this many kills were survived, over all runs with this folder.
 
-    Ctrl-C ends the current round and keeps the state of its folder, and the next run continues
-    there. A run that ends otherwise keeps only the count, and the next one begins a new life. The
-    folder of a life that failed is kept.
+    Ctrl-C, or the end of the process that started this one, ends the current round and keeps the
+    state of its folder, and the next run continues there. A run that ends otherwise keeps only the
+    count, and the next one begins a new life. The folder of a life that failed is kept.
     """
     logging.getLogger("dcpd.consumer").setLevel(logging.ERROR)  # do not log every lost server
     folder.mkdir(parents=True, exist_ok=True)
@@ -368,7 +368,7 @@ def run_lane(kills_wanted: int, folder: Path, lane: int, *, life_kills: int = LI
     state = _state_in(folder) or {"kills": 0, "life": lane * LANE_LIVES}
     resumed = state.pop("resumed", None)
     began_s, began_kills = time.monotonic(), state["kills"]
-    stopping = threading.Event()
+    starter, stopping = multiprocessing.parent_process(), threading.Event()
     signal.signal(signal.SIGINT, lambda *_: stopping.set())
     while state["kills"] < kills_wanted and not stopping.is_set():
         data = folder / f"life-{state['life']}"
@@ -384,6 +384,8 @@ def run_lane(kills_wanted: int, folder: Path, lane: int, *, life_kills: int = LI
             while not is_over and life.kills.total() < life_kills and state["kills"] < kills_wanted:
                 life.round()
                 state["kills"] += 1
+                if starter is not None and not starter.is_alive():
+                    stopping.set()
                 is_over = stopping.is_set()
                 if state["kills"] % KILLS_IN_LINE == 0 or is_over:
                     rate = (state["kills"] - began_kills) / (time.monotonic() - began_s)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,3 +126,22 @@ def test_a_life_that_failed_is_kept_and_ends_the_run(tmp_path: Path) -> None:
     assert run(7, tmp_path) == 0
     (kept,) = tmp_path.glob("life-0-failed-*")
     assert (kept / "data").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_lane_stops_without_its_starter_and_continues_later(tmp_path: Path) -> None:
+    """It must not go on beside the next run."""
+    code = f"import pathlib, soak.kill; soak.kill.run(1000, pathlib.Path({str(tmp_path)!r}))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment
+    ) as starter:
+        while not (tmp_path / "state.json").exists():
+            assert starter.poll() is None
+        starter.kill()
+        assert starter.stdout is not None
+        words = starter.stdout.read().decode()  # up to the end of the lane
+    assert "nothing that was answered is lost" in words
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert run(state["kills"] + 1, tmp_path) == 0
+    assert not list(tmp_path.glob("*-failed-*"))
