@@ -11,7 +11,8 @@ import cbor2
 import pytest
 
 from dcp.server.storage import store_process as module
-from dcp.server.storage.store_process import StoreProcess, _pack
+from dcp.server.storage.store_messages import HEAD, pack_reply
+from dcp.server.storage.store_process import StoreProcess
 from vbucket.upkeep.compaction import Floors, SliceReport
 from vbucket.upkeep.merge import MergeReport
 
@@ -26,7 +27,7 @@ class Pipes:
         self.has_request = asyncio.Event()
 
     def write(self, data: bytes) -> None:
-        self.requests.append(cbor2.loads(data[4:]))
+        self.requests.append(cbor2.loads(data[HEAD.size :]))
         self.has_request.set()
 
     async def drain(self) -> None:
@@ -42,7 +43,7 @@ class Pipes:
         return self.requests[-1]
 
     def reply(self, request: dict[str, Any], result: Any) -> bytes:
-        return _pack({"id": request["id"], "result": result})
+        return pack_reply({"id": request["id"], "result": result})
 
 
 def process_of(pipes: Pipes) -> StoreProcess:

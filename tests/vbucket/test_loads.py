@@ -31,7 +31,7 @@ from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.engine import SET
 from vbucket.engine.expiry import Pager
 from vbucket.engine.partition import Hold
-from vbucket.engine.store_load import LoadRequest
+from vbucket.engine.store_load import LoadRequest, Packet
 from vbucket.model.entry import key_of
 from vbucket.store.environment import StoreDamagedError, StoreFullError
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE
@@ -500,7 +500,7 @@ def test_a_store_that_is_not_what_the_server_takes_it_for_loads_nothing() -> Non
     node = LoadingNode(partitions=8)
     part = node.engine.partitions[VB]
     value = struct.pack(">I", len(frame(b"\0k")) - 24) + frame(b"\0k")
-    request = LoadRequest(VB, 0, part.vb_uuid, 0, [(1, value)])
+    request = LoadRequest(VB, 0, part.vb_uuid, 0, [Packet(1, value, 1)])
     before = left_in_store(node)
     for wrong, why in [
         (request._replace(high_seqno=7), "the partition changed"),
