@@ -96,6 +96,8 @@ class Loads:
         self._waiting_bytes = 0
         self._has_merged = False
         """Whether everything is merged that the log had at the start."""
+        self._is_draining = False
+        """Somebody waits until nothing is loaded: no packet is taken before."""
         self._now_ns = self._paused_until_ns = 0
         self.documents = 0
         """Documents and deletions that were loaded."""
@@ -103,7 +105,7 @@ class Loads:
     @property
     def is_full(self) -> bool:
         """Whether sessions must wait with more packets."""
-        return self._waiting_bytes >= WAITING_BYTES_MAX
+        return self._waiting_bytes >= WAITING_BYTES_MAX or self._is_draining
 
     @property
     def has_work(self) -> bool:
@@ -146,11 +148,13 @@ class Loads:
 
     def why_busy(self, vb_id: int | None = None) -> str:
         """Return why a partition (None: any) cannot get another history or manifest now, "" if it
-        can. Loads pause then, so that somebody who tries again succeeds.
+        can. Loads pause then, so that somebody who tries again succeeds: sessions wait until those
+        that were taken are done.
         """
         is_busy = bool(self._under_way) if vb_id is None else self._has(vb_id)
         if is_busy:
             self._paused_until_ns = self._now_ns + PAUSE_NS
+            self._is_draining = True
         return _BUSY if is_busy else ""
 
     # -- called by the shell ---------------------------------------------------------------------
@@ -226,6 +230,7 @@ class Loads:
         self._ordinary.update(under_way)
         if loaded:
             self._keyspace.due.generation += 1  # the store has other rows of due documents
+        self._is_draining = self._is_draining and self.has_work
         return [report.vb_id for report in loaded]
 
     def refuse_all(self) -> None:
@@ -252,6 +257,7 @@ class Loads:
         ticket.apply_now()
         if self._has(vb_id):
             part.hold_writes(Hold.LOADING, _HELD)
+        self._is_draining = self._is_draining and self.has_work
         return ticket.number
 
     # -- inside ----------------------------------------------------------------------------------
