@@ -1,4 +1,4 @@
-"""Inner loops in C: of SETs, replicas, merge, compaction, backlogs, and the clients of streams. They
+"""Inner loops in C: of SETs, replicas, merges, compaction, backlogs, and clients of streams. They
 are optional, and equal to their twins in Python.
 
 Most take bytes and return bytes: entries of the log become records and blocks, stored frames become
