@@ -137,6 +137,32 @@ class SetRun:
         position of the first request that is for Python.
         """
 
+class GroupRun:
+    """Applies commit groups of a master on a replica."""
+
+    def __init__(
+        self,
+        partitions: list[Any],
+        presumed: dict[int, list[bytes]],
+        link: Callable[[Any, bytes], bytes],
+        apply_other: Callable[[tuple[int, bytes, bytes, int, int, int, bool]], None],
+        /,
+    ) -> None: ...
+    def apply(
+        self,
+        payload: bytes,
+        highs: dict[int, int],
+        epochs: dict[int, int],
+        body_bytes_max: int,
+        pending: list[bytes],
+        touched: list[Any],
+        group: int,
+        /,
+    ) -> dict[int, int] | None:
+        """Check all entries of a group, then apply them. Return partition -> end seqno, and raise
+        `highs` to that. None: Python should do it, or say what is wrong; nothing was changed.
+        """
+
 class KeyTree:
     """Looks up keys in a table of LMDB's file, in one committed state that does not change."""
 
