@@ -350,3 +350,22 @@ async def test_the_end_mark_is_synced_soon_after_the_last_group(server: Server) 
     assert server.node.writer.has_unsynced_mark
     await server.until(lambda: not server.node.writer.has_unsynced_mark)
     assert read_marks(server.device.marks()).end == server.node.writer.end
+
+
+@pytest.mark.parametrize("syncs_groups", [True, False])
+async def test_the_device_is_told_whether_a_sync_follows(syncs_groups: bool) -> None:
+    server = Server(syncs_groups=syncs_groups)
+    told: list[bool] = []
+    append = server.device.append
+
+    def noting(data: bytes, *, sync_follows: bool = False) -> None:
+        told.append(sync_follows)
+        append(data, sync_follows=sync_follows)
+
+    server.device.append = noting  # type: ignore[method-assign]
+    server.set(b"small")
+    await server.committer.drain()
+    server.set(b"large", INLINE_BYTES_MAX)
+    await server.committer.drain()
+    server.committer.stop()
+    assert told == [syncs_groups] * 2

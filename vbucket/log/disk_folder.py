@@ -10,6 +10,7 @@ The promises are those of POSIX: data and length of a file are durable after `sy
 from __future__ import annotations
 
 import os
+from mmap import mmap
 from pathlib import Path
 from typing import Protocol
 
@@ -29,10 +30,17 @@ class Disk(Protocol):
     def open(self, name: str) -> int:
         """Return a descriptor to write a file with."""
 
+    def open_direct(self, name: str) -> int:
+        """Return a descriptor whose writes bypass the page cache; `sync` is needed all the same.
+
+        Positions, lengths and the addresses of the data are multiples of the disk's blocks. A file
+        system that cannot do it refuses here, or the first write.
+        """
+
     def size(self, fd: int) -> int:
         """Return a file's length in bytes."""
 
-    def write(self, fd: int, data: bytes | memoryview, at: int) -> int:
+    def write(self, fd: int, data: bytes | memoryview | mmap, at: int) -> int:
         """Write at a position; return how many bytes were taken."""
 
     def cut(self, fd: int, size_bytes: int) -> None:
@@ -88,11 +96,15 @@ class FolderDisk:
         """See Disk."""
         return os.open(self._folder / name, os.O_WRONLY | os.O_CLOEXEC)
 
+    def open_direct(self, name: str) -> int:
+        """See Disk."""
+        return os.open(self._folder / name, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+
     def size(self, fd: int) -> int:
         """See Disk."""
         return os.fstat(fd).st_size
 
-    def write(self, fd: int, data: bytes | memoryview, at: int) -> int:
+    def write(self, fd: int, data: bytes | memoryview | mmap, at: int) -> int:
         """See Disk."""
         return os.pwrite(fd, data, at)
 

@@ -370,7 +370,8 @@ class Committer:
 
     def _write(self, job: WriteGroup) -> None:
         # The newest segment cannot change before: one job is under way at a time.
-        self._writer.append(job.group.number, job.group.payload)
+        group = job.group
+        self._writer.append(group.number, group.payload, sync_follows=job.is_synced)
         if job.is_synced:
             self._sync()
 
