@@ -110,7 +110,7 @@ async def test_a_group_waits_for_room_and_goes_before_what_came_later(
 async def test_a_full_disk_is_told_once_and_so_is_its_end(server: Server) -> None:
     append, attempts = server.device.append, []
 
-    def full(data: bytes) -> None:
+    def full(data: bytes, **_: bool) -> None:
         attempts.append(data)
         server.device.fail_append(1)
         append(data)
@@ -333,7 +333,7 @@ async def test_what_nobody_expected_in_the_commit_path_is_final(server: Server, 
 
 
 async def test_what_nobody_expected_in_the_thread_is_final(server: Server) -> None:
-    def fail(_: bytes) -> None:
+    def fail(_: bytes, **__: bool) -> None:
         raise MemoryError("no memory for a group")
 
     server.device.append = fail  # type: ignore[method-assign]
