@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -369,3 +370,36 @@ async def test_the_device_is_told_whether_a_sync_follows(syncs_groups: bool) -> 
     await server.committer.drain()
     server.committer.stop()
     assert told == [syncs_groups] * 2
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_groups_do_not_wait_for_the_sync_of_the_end_mark(server: Server, size: int) -> None:
+    stands_still, goes_on = threading.Event(), threading.Event()
+    sync_mark = server.device.sync_mark
+    calls: list[int] = []
+
+    def slow() -> None:
+        calls.append(1)
+        stands_still.set()
+        assert goes_on.wait(20)
+        sync_mark()
+
+    server.device.sync_mark = slow  # type: ignore[method-assign]
+    server.set(b"before", size)
+    await server.until(stands_still.is_set)
+    server.set(b"meanwhile", size)
+    await server.until(lambda: server.committed == [1, 2])
+    await asyncio.sleep(0)
+    assert len(calls) == 1, "one sync of the mark at a time"
+    goes_on.set()
+    await server.until(lambda: len(calls) == 2 and not server.node.writer.has_unsynced_mark)
+
+
+async def test_a_mark_that_cannot_be_synced_is_final(server: Server) -> None:
+    def fail() -> None:
+        raise SyncFailedError("the mark was not synced")
+
+    server.device.sync_mark = fail  # type: ignore[method-assign]
+    server.set(b"k")
+    await server.until(lambda: server.failures)
+    assert isinstance(server.failures[0], SyncFailedError)

@@ -46,8 +46,7 @@ SEGMENT_NAME: Final = re.compile(r"\A(\d{10,20})\.log\Z")
 MARK_NAME: Final = "end.mark"
 _NEW_NAME: Final = "new-segment.tmp"
 _BLOCK_BYTES: Final = 4096
-"""Direct writes are whole blocks. No disk has larger ones, and the page cache has pages of this size.
-"""
+"""Direct writes are whole blocks: a page of the page cache, and no disk has larger ones."""
 _NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
 """The process or the system has reached its limit of open files (ulimit -n)."""
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}) | _NO_DESCRIPTOR
@@ -112,8 +111,8 @@ class FileLogDevice:
     - a direct write has whole blocks, rewrites the bytes before `_end` in the first one, and ends
       below `_ahead_end` with zeros. It runs under `_growing`: if zeros were written into the page
       cache beside it, the kernel could report an error of the disk;
-    - once a segment has direct writes, every append writes whole blocks where it can. The page cache
-      does not have the block before `_end`, so an append of less would read it from the disk;
+    - once a segment has direct writes, every append writes whole blocks where it can. The page
+      cache lacks the block before `_end`, so a shorter write would have to read it from the disk;
     - the file with the temporary name is used only under `_preparing`. Its first `_prepared_bytes`
       are zeros on disk.
     """
