@@ -21,7 +21,6 @@ import errno
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from mmap import mmap
 
 from vbucket.store.environment_memory import MemoryEnv, MemoryWrite
 
@@ -188,7 +187,7 @@ class ForgetfulDisk:
     def size(self, fd: int) -> int:
         return len(self._open[fd].current)
 
-    def write(self, fd: int, data: bytes | memoryview | mmap, at: int) -> int:
+    def write(self, fd: int, data: bytes | memoryview, at: int) -> int:
         self._power.point("write")
         file = self._open[fd]
         if fd in self._direct:

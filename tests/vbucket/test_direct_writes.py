@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import random
-from mmap import mmap
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ class CountingDisk(ForgetfulDisk):
             raise OSError(self.refuses_open, "refused")
         return super().open_direct(name)
 
-    def write(self, fd: int, data: bytes | memoryview | mmap, at: int) -> int:
+    def write(self, fd: int, data: bytes | memoryview, at: int) -> int:
         if fd in self._direct and self.refuses_write:
             if self.taken_before_error:
                 super().write(fd, bytes(data)[: self.taken_before_error], at)

@@ -8,9 +8,9 @@ A new segment is written under a temporary name, synced and renamed, so it appea
 begins with zeros ahead of its end. `reserve` writes more of them, `prepare` those of the next
 segment: its file has its temporary name until `rotate` needs it.
 
-Larger groups go past the page cache (O_DIRECT), if a sync follows. The sync of a large commit of the
-store beside the log puts 100 MB into the disk's queue. Writes from the page cache wait there for
-their turn, direct ones do not (docs/lab-notes.md).
+Larger groups go past the page cache (O_DIRECT), if a sync follows. The sync of a large commit of
+the store puts 100 MB into the disk's queue. Writes from the page cache wait there for their turn,
+direct ones do not (docs/lab-notes.md).
 """
 
 from __future__ import annotations
@@ -137,6 +137,8 @@ class FileLogDevice:
         """The newest segment past the page cache; -1: it has no direct writes."""
         self._may_be_direct = True
         """Whether the file system takes direct writes, as far as known."""
+        # Direct writes need an address like that of a map: at the beginning of a page.
+        self._blocks = mmap.mmap(-1, DIRECT_BYTES_MAX + 2 * _BLOCK_BYTES)
         self._tail: bytes | None = None
         """The segment's bytes in the block that holds `_end`. None: not known, because this device
         did not begin the segment, or has cut it."""
@@ -430,12 +432,12 @@ class FileLogDevice:
             if not self._opens_directly():
                 return False
             size_bytes = sum(map(len, pieces))
+            self._blocks.seek(0)
+            for piece in pieces:
+                self._blocks.write(piece)
+            blocks = memoryview(self._blocks)[:size_bytes]
             try:
-                # A map begins at a page, as direct writes demand.
-                with mmap.mmap(-1, size_bytes) as blocks:
-                    for piece in pieces:
-                        blocks.write(piece)
-                    is_written = self._disk.write(self._direct_fd, blocks, at) == size_bytes
+                is_written = self._disk.write(self._direct_fd, blocks, at) == size_bytes
             except OSError:
                 is_written = False
             if not is_written:

@@ -10,7 +10,6 @@ The promises are those of POSIX: data and length of a file are durable after `sy
 from __future__ import annotations
 
 import os
-from mmap import mmap
 from pathlib import Path
 from typing import Protocol
 
@@ -40,7 +39,7 @@ class Disk(Protocol):
     def size(self, fd: int) -> int:
         """Return a file's length in bytes."""
 
-    def write(self, fd: int, data: bytes | memoryview | mmap, at: int) -> int:
+    def write(self, fd: int, data: bytes | memoryview, at: int) -> int:
         """Write at a position; return how many bytes were taken."""
 
     def cut(self, fd: int, size_bytes: int) -> None:
@@ -104,7 +103,7 @@ class FolderDisk:
         """See Disk."""
         return os.fstat(fd).st_size
 
-    def write(self, fd: int, data: bytes | memoryview | mmap, at: int) -> int:
+    def write(self, fd: int, data: bytes | memoryview, at: int) -> int:
         """See Disk."""
         return os.pwrite(fd, data, at)
 
