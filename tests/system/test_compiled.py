@@ -51,6 +51,7 @@ CORE = (
     "vbucket/test_runs.py",
     "vbucket/test_store.py",
     "session/test_session_documents.py",
+    "session/test_session_get_runs.py",
     "session/test_session_set_runs.py",
     "session/test_session_with_meta.py",
     "stream/test_codec_plain.py",
