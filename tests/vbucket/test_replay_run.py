@@ -132,9 +132,6 @@ LEFT = {
     "no partition": mutation(2, vb_id=PARTITIONS),
     "a cut entry": mutation(2)[:-1],
     "a cut head": mutation(2)[:20],
-    "a removal of nothing": pack_deletion(
-        vb_id=2, key=b"\0key", cas=1, seqno=1, rev_seqno=1, prev_seqno=5
-    ),
 }
 
 
@@ -173,6 +170,17 @@ def test_keys_are_presumed_once_and_only_where_the_store_may_know_them(node: Lmd
     assert [part.item_count for part in node.engine.partitions[:3]] == [0, 1, 1]
     assert run.apply(mutation(9, key=b"\0more", prev_seqno=4), 0, presumed)
     assert presumed == {1: [b"\0key", b"\0more"]}
+
+
+def test_a_start_counts_below_zero_until_the_presumed_are_looked_up(node: LmdbNode) -> None:
+    """The store has the deletion of the only key, which the log then sets and deletes again."""
+    for story in (("set", "delete", "merge"), ("set", "delete")):
+        for number, kind in enumerate(story):
+            take(node, kind, 1, b"\0a", number)
+    take(node, "set", 1, b"\0b", 1)
+    node.commit()
+    node.crash()
+    assert node.engine.partitions[1].item_count == 1
 
 
 def test_wrong_arguments_have_errors(node: LmdbNode) -> None:

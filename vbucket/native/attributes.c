@@ -74,3 +74,14 @@ int attribute_set_number(const Attribute *attribute, PyObject *object, uint64_t 
     Py_XDECREF(value);
     return is_set;
 }
+
+PyObject *attribute_sum(const Attribute *attribute, PyObject *object, int more)
+{
+    PyObject *value = attribute_get(attribute, object), *sum = NULL;
+    PyObject *number = value != NULL ? PyLong_FromLong(more) : NULL;
+    if (number != NULL)
+        sum = PyNumber_Add(value, number);
+    Py_XDECREF(number);
+    Py_XDECREF(value);
+    return sum;
+}

@@ -27,4 +27,7 @@ int attribute_set(const Attribute *attribute, PyObject *object, PyObject *value)
 int attribute_get_number(const Attribute *attribute, PyObject *object, uint64_t *number);
 int attribute_set_number(const Attribute *attribute, PyObject *object, uint64_t number);
 
+/* Returns the sum of a number and `more`, or NULL with an exception. Both may be below zero. */
+PyObject *attribute_sum(const Attribute *attribute, PyObject *object, int more);
+
 #endif

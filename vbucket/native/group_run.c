@@ -334,20 +334,8 @@ static int was_document(const GroupRun *self, const Planned *planned, int *was)
     return *was ? PRESUMED : 1;
 }
 
-/* Returns the number of documents after a change; it may be below zero until the presumed ones are
-   looked up. */
-static PyObject *item_count_after(const GroupRun *self, PyObject *part, int more)
-{
-    PyObject *count = attribute_get(&self->of[ITEM_COUNT], part), *added = NULL;
-    PyObject *number = count != NULL ? PyLong_FromLong(more) : NULL;
-    if (number != NULL)
-        added = PyNumber_Add(count, number);
-    Py_XDECREF(number);
-    Py_XDECREF(count);
-    return added;
-}
-
-/* What a change sets, made before anything is changed. NULL: what is there stays. */
+/* What a change sets, made before anything is changed. NULL: what is there stays. The number of
+   documents may be below zero until the presumed ones are looked up. */
 typedef struct {
     PyObject *append, *entry, *seqno, *cas, *item_count;
     int is_touched; /* whether the group knows the partition */
@@ -372,7 +360,8 @@ static int make(const GroupRun *self, const Group *group, const Planned *planned
         return 0;
     int outcome = was_document(self, planned, &was);
     int more = (planned->entry.opcode == MUTATION) - was;
-    if (outcome && more && (made->item_count = item_count_after(self, part, more)) == NULL)
+    if (outcome && more &&
+        (made->item_count = attribute_sum(&self->of[ITEM_COUNT], part, more)) == NULL)
         return 0;
     return outcome == PRESUMED ? presume(self, planned) : outcome;
 }

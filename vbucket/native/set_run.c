@@ -296,11 +296,10 @@ static int make(SetRun *self, const Run *run, const Planned *planned, Made *made
 {
     PyObject *part = planned->part;
     int is_new = planned->old.opcode != MUTATION;
-    uint64_t epoch, vb_uuid, last_group, item_count = 0;
+    uint64_t epoch, vb_uuid, last_group;
     if (!attribute_get_number(&self->of[LEADER_EPOCH], part, &epoch) ||
         !attribute_get_number(&self->of[VB_UUID], part, &vb_uuid) ||
-        !attribute_get_number(&self->of[LAST_GROUP], part, &last_group) ||
-        (is_new && !attribute_get_number(&self->of[ITEM_COUNT], part, &item_count)))
+        !attribute_get_number(&self->of[LAST_GROUP], part, &last_group))
         return 0;
     if (epoch > UINT32_MAX)
         return -1;
@@ -310,7 +309,7 @@ static int make(SetRun *self, const Run *run, const Planned *planned, Made *made
     made->answer = answer_made(&planned->request, cas, vb_uuid, seqno);
     made->seqno = PyLong_FromUnsignedLongLong(seqno);
     made->cas = PyLong_FromUnsignedLongLong(cas);
-    made->item_count = is_new ? PyLong_FromUnsignedLongLong(item_count + 1) : NULL;
+    made->item_count = is_new ? attribute_sum(&self->of[ITEM_COUNT], part, 1) : NULL;
     return made->append != NULL && made->entry != NULL && made->answer != NULL &&
            made->seqno != NULL && made->cas != NULL && (!is_new || made->item_count != NULL);
 }
