@@ -372,6 +372,44 @@ async def test_the_end_is_marked_also_where_answers_leave_before(server: Server,
     assert read_marks(server.device.marks()).end == server.node.writer.synced_end
 
 
+async def test_a_mark_of_a_sync_without_a_group_is_synced() -> None:
+    """With `interval`: the last sync comes long after the last group."""
+    server = Server(syncs_groups=False)
+    server.set(b"k")
+    await server.until(lambda: server.committed and server.committer._next_mark is None)
+    assert not server.node.writer.has_unsynced_mark
+    server.cycle.sync_soon()
+    server.committer.kick()
+    await server.until(lambda: read_marks(server.device.marks()).end == server.node.writer.end)
+    await server.until(lambda: not server.node.writer.has_unsynced_mark)
+    server.committer.stop()
+
+
+async def test_the_end_is_marked_while_the_next_group_waits_for_room(server: Server) -> None:
+    commit = server.committer._on_publish
+
+    def publish(published: Published) -> None:
+        commit(published)
+        if server.committed == [1]:
+            server.device.append = full  # type: ignore[method-assign]
+            server.set(b"large", LARGE)
+            server.committer._is_scheduled = False
+            server.committer.kick_now()
+
+    def full(data: bytes, **_: bool) -> None:
+        server.device.fail_append(1)
+        append(data)
+
+    append = server.device.append
+    server.committer._on_publish = publish
+    server.set(b"small")
+    await server.until(lambda: server.committer.full_why)
+    assert server.committed == [1]
+    assert read_marks(server.device.marks()).end == server.node.writer.synced_end
+    server.device.append = append  # type: ignore[method-assign]
+    await server.until(lambda: server.committed == [1, 2])
+
+
 @pytest.mark.parametrize("syncs_groups", [True, False])
 async def test_the_device_is_told_whether_a_sync_follows(syncs_groups: bool) -> None:
     server = Server(syncs_groups=syncs_groups)

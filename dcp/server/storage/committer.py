@@ -327,6 +327,7 @@ class Committer:
         """Retry a job later: the disk is full, and the log is as it was before."""
         self._retry = self._loop.call_later(self._pause_s, self._guarded, self._give, job)
         self._pause_s = min(2 * self._pause_s, self._retry_max_s)
+        self._writer.mark_end()  # of groups before it, as the thread could not
         if not self.full_why:
             self.full_why = str(error)
             self._on_full(self.full_why)
@@ -338,8 +339,8 @@ class Committer:
             if self._preparing is None:
                 self._prepare()
             self._on_publish(published)
-            if self._next_mark is None:
-                self._next_mark = self._loop.call_later(MARK_S, self._sync_mark)
+        if self._next_mark is None:  # a sync or a new segment marks the end, too
+            self._next_mark = self._loop.call_later(MARK_S, self._sync_mark)
 
     def _sync_mark(self) -> None:
         """Sync the newest end mark, beside groups: nobody waits for it."""
