@@ -131,6 +131,24 @@ def archive_loops() -> ArchiveLoops | None:
     return ArchiveLoops(split_frames, frame_keys)
 
 
+class _RunLoops(NamedTuple):
+    """The loops that work on partitions."""
+
+    set_run: type[SetRun]
+    replay_run: type[ReplayRun]
+    group_run: type[GroupRun]
+    get_run: type[GetRun]
+
+
+def _run_loops() -> _RunLoops | None:
+    """Return these loops, None if they are not built."""
+    try:
+        from vbucket.native.loops import GetRun, GroupRun, ReplayRun, SetRun
+    except ModuleNotFoundError:
+        return None
+    return _RunLoops(SetRun, ReplayRun, GroupRun, GetRun)
+
+
 def set_run(
     partitions: Partitions,
     meta_below: MetaBelow,
@@ -143,20 +161,14 @@ def set_run(
     `meta_below` is that of `Versions`. `tree` returns the tree of `by_key`, or None, and then
     `meta_below` looks up every key. If one of them raises `damaged`, Python handles the request.
     """
-    try:
-        from vbucket.native.loops import SetRun
-    except ModuleNotFoundError:
-        return None
-    return SetRun(partitions, meta_below, tree, item_cache, damaged)
+    loops = _run_loops()
+    return None if loops is None else loops.set_run(partitions, meta_below, tree, item_cache, damaged)
 
 
 def replay_run(partitions: Partitions) -> ReplayRun | None:
     """Return what applies plain changes of the log at a start, None if the loops are not built."""
-    try:
-        from vbucket.native.loops import ReplayRun
-    except ModuleNotFoundError:
-        return None
-    return ReplayRun(partitions)
+    loops = _run_loops()
+    return None if loops is None else loops.replay_run(partitions)
 
 
 def group_run(
@@ -168,20 +180,14 @@ def group_run(
     `presumed` is what `DeferredLookups` has to look up. `link` returns an entry with the previous
     version of its key that is here. `apply_other` applies a change that the loop does not know.
     """
-    try:
-        from vbucket.native.loops import GroupRun
-    except ModuleNotFoundError:
-        return None
-    return GroupRun(partitions, presumed, link, apply_other)
+    loops = _run_loops()
+    return None if loops is None else loops.group_run(partitions, presumed, link, apply_other)
 
 
 def get_run(partitions: Partitions) -> GetRun | None:
     """Return what answers plain GETs of these partitions, None if the loops are not built."""
-    try:
-        from vbucket.native.loops import GetRun
-    except ModuleNotFoundError:
-        return None
-    return GetRun(partitions)
+    loops = _run_loops()
+    return None if loops is None else loops.get_run(partitions)
 
 
 def key_tree(

@@ -17,6 +17,7 @@
 #include "blocks.h"
 #include "group_entry.h"
 #include "key_tree.h"
+#include "presumed.h"
 #include "set_request.h"
 
 #include <string.h>
@@ -303,21 +304,6 @@ static int apply_other(const GroupRun *self, const Planned *planned)
     return done != NULL;
 }
 
-/* Notes that the store is presumed to have a document, as DeferredLookups.was_document does. */
-static int presume(const GroupRun *self, const Planned *planned)
-{
-    PyObject *vb_id = planned->member->vb_id;
-    PyObject *keys = PyDict_GetItemWithError(self->presumed, vb_id);
-    if (keys != NULL)
-        return PyList_CheckExact(keys) ? !PyList_Append(keys, planned->key) : -1;
-    if (PyErr_Occurred() || (keys = PyList_New(0)) == NULL)
-        return 0;
-    int is_noted = !PyList_Append(keys, planned->key) &&
-                   !PyDict_SetItem(self->presumed, vb_id, keys);
-    Py_DECREF(keys);
-    return is_noted;
-}
-
 /* Sets whether the key was a document before, to the best of what memory knows. Returns PRESUMED if
    only the store knows. */
 static int was_document(const GroupRun *self, const Planned *planned, int *was)
@@ -363,7 +349,9 @@ static int make(const GroupRun *self, const Group *group, const Planned *planned
     if (outcome && more &&
         (made->item_count = attribute_sum(&self->of[ITEM_COUNT], part, more)) == NULL)
         return 0;
-    return outcome == PRESUMED ? presume(self, planned) : outcome;
+    if (outcome == PRESUMED)
+        return presume(self->presumed, planned->member->vb_id, planned->key);
+    return outcome;
 }
 
 static void release(Made *made)

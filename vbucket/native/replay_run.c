@@ -13,6 +13,7 @@
 #include "attributes.h"
 #include "blocks.h"
 #include "key_tree.h"
+#include "presumed.h"
 
 #define LOG_HEAD_BYTES 36 /* of an entry, before its extras */
 #define MUTATION_EXTRAS 31
@@ -57,7 +58,7 @@ typedef struct {
    the presumed ones are looked up. */
 typedef struct {
     PyObject *newest, *append, *key, *entry, *seqno, *cas, *item_count; /* NULL: it stays */
-    int is_presumed;
+    PyObject *presumed_of; /* the partition's number, if the key is presumed */
 } Made;
 
 /* The functions below return 1, 0 with an exception, or -1 for what Python should do. */
@@ -103,8 +104,10 @@ static int was_document(const ReplayRun *self, const Logged *logged, Made *made,
     if (PyErr_Occurred() ||
         !attribute_get_number(&self->of[MERGED_SEQNO], logged->part, &merged_seqno))
         return 0;
-    *is_live = made->is_presumed = be64(logged->at) && merged_seqno;
-    return 1;
+    *is_live = be64(logged->at) && merged_seqno;
+    if (*is_live)
+        made->presumed_of = PyLong_FromUnsignedLong(be16(logged->at + VB_AT));
+    return !*is_live || made->presumed_of != NULL;
 }
 
 /* Makes what an entry sets. */
@@ -141,32 +144,13 @@ static int make(const ReplayRun *self, const Logged *logged, Made *made)
            (is_live == logged->is_document || made->item_count != NULL);
 }
 
-/* Adds the key to those of its partition in a dictionary of lists. */
-static int presume(PyObject *presumed, const Logged *logged, PyObject *key)
-{
-    PyObject *vb_id = PyLong_FromUnsignedLong(be16(logged->at + VB_AT));
-    if (vb_id == NULL)
-        return 0;
-    PyObject *keys = PyDict_GetItemWithError(presumed, vb_id);
-    int is_added = 0;
-    if (keys != NULL)
-        is_added = PyList_Check(keys) && !PyList_Append(keys, key);
-    else if (!PyErr_Occurred() && (keys = PyList_New(0)) != NULL) {
-        is_added = !PyList_Append(keys, key) && !PyDict_SetItem(presumed, vb_id, keys);
-        Py_DECREF(keys);
-    }
-    Py_DECREF(vb_id);
-    if (!is_added && !PyErr_Occurred())
-        PyErr_SetString(PyExc_TypeError, "keys are kept in lists");
-    return is_added;
-}
-
 static int change(const ReplayRun *self, const Logged *logged, const Made *made,
                   PyObject *presumed)
 {
     PyObject *part = logged->part, *done = PyObject_CallOneArg(made->append, made->entry);
     Py_XDECREF(done);
-    return done != NULL && (!made->is_presumed || presume(presumed, logged, made->key)) &&
+    return done != NULL &&
+           (made->presumed_of == NULL || presume(presumed, made->presumed_of, made->key)) &&
            !PyDict_SetItem(made->newest, made->key, made->entry) &&
            (made->item_count == NULL ||
             attribute_set(&self->of[ITEM_COUNT], part, made->item_count)) &&
@@ -187,7 +171,7 @@ static int apply_entry(const ReplayRun *self, const uint8_t *at, size_t bytes, P
     if (outcome == 1)
         outcome = change(self, &logged, &made, presumed);
     PyObject *all[] = {made.newest, made.append, made.key, made.entry, made.seqno, made.cas,
-                       made.item_count};
+                       made.item_count, made.presumed_of};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
         Py_XDECREF(all[i]);
     *taken = outcome == 1 ? logged.bytes : 0;
