@@ -253,6 +253,24 @@ def test_a_write_that_comes_upon_damage_is_named_and_nothing_of_it_happens(
     env.close()
 
 
+def test_a_damaged_end_of_a_table_is_in_the_way_of_its_own_rows_only(
+    written: tuple[Path, dict[str, Rows]], store: Path
+) -> None:
+    """Rows above all others are appended, so the last page is looked at first."""
+    rows = written[1]["by_key"]
+    first, *_, last = sorted(rows)
+    leaves = layout_of(store)["by_key"].leaves
+    overwrite(store, next(page for page, keys in leaves.items() if last in keys), "zeros")
+    env = opened(store)
+    new = [(first + b"!", b"new"), (first + b"?", b"new")]
+    with env.write() as write:
+        write.put_sorted("by_key", new)
+    assert [bytes(env.snapshot().get("by_key", key) or b"") for key, _ in new] == [b"new"] * 2
+    with pytest.raises(WriteLostError, match=f"vb {VBS[-1]}: "), env.write() as write:
+        write.put_sorted("by_key", [(last + b"!", b"new")])
+    env.close()
+
+
 # -- the file, before LMDB opens it ----------------------------------------------------------------
 
 

@@ -251,11 +251,17 @@ class LmdbWrite:
             raise self._lost(table, [key for key, _ in items], error) from error
 
     def _end_of(self, table: str) -> bytes:
-        """Return a key at or above all keys of a table. Raises StoreDamagedError."""
+        """Return a key at or above all keys of a table. Raises WriteLostError."""
         end = self._ends.get(table)
         if end is None:
-            found = self.last_at_or_before(table, _ABOVE_ALL)
-            end = self._ends[table] = b"" if found is None else found[0]
+            try:
+                found = self.last_at_or_before(table, _ABOVE_ALL)
+                end = b"" if found is None else found[0]
+            except WriteLostError:
+                raise
+            except StoreDamagedError:
+                end = _ABOVE_ALL  # LMDB searches for each: damage at the end is not on their way
+            self._ends[table] = end
         return end
 
     def delete(self, table: str, key: bytes) -> bool:
