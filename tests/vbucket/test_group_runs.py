@@ -285,7 +285,10 @@ def test_what_is_no_linked_entry_is_not_stored(linked: Any) -> None:
     replica = Replica()
     engine = replica.node.engine
     replica.changes.group_run = group_run(
-        engine.partitions, replica.changes._presumed.presumed, lambda *_: linked, lambda _change: None
+        engine.partitions,
+        replica.changes._presumed.presumed,
+        lambda *_: linked,
+        lambda _change: None,
     )
     engine.partitions[0].purge_seqno = 1
     before = replica.facts()

@@ -162,7 +162,9 @@ def set_run(
     `meta_below` looks up every key. If one of them raises `damaged`, Python handles the request.
     """
     loops = _run_loops()
-    return None if loops is None else loops.set_run(partitions, meta_below, tree, item_cache, damaged)
+    return (
+        None if loops is None else loops.set_run(partitions, meta_below, tree, item_cache, damaged)
+    )
 
 
 def replay_run(partitions: Partitions) -> ReplayRun | None:
