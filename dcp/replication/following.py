@@ -397,6 +397,15 @@ class Following:
             raise ReplicationError(str(error)) from error
         self._note_told(section.vb_id, section.committed_seqno)
 
+    def apply_whole(
+        self, payload: bytes, highs: dict[int, int], epochs: dict[int, int], body_bytes_max: int
+    ) -> tuple[int, dict[int, int]] | None:
+        """See ReplicaSide."""
+        try:
+            return self._changes.apply_whole(payload, highs, epochs, body_bytes_max)
+        except StoreDamagedError as error:
+            raise ReplicationError(str(error)) from error
+
     def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
         """See ReplicaSide."""
         try:

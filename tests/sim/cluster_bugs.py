@@ -65,6 +65,7 @@ def _nothing_unsynced(_following: Following, _vb_id: int) -> int:
 
 
 _apply_group = Following.apply_group
+_apply_whole = Following.apply_whole
 _told_committed = Following.told_committed
 
 
@@ -72,6 +73,18 @@ def _group_is_synced(following: Following, changes: Sequence[ReplicatedChange]) 
     """The same for whole groups."""
     _apply_group(following, changes)
     return 0
+
+
+def _whole_is_synced(
+    following: Following,
+    payload: bytes,
+    highs: dict[int, int],
+    epochs: dict[int, int],
+    body_bytes_max: int,
+) -> tuple[int, dict[int, int]] | None:
+    """The same for those that the loop in C applies."""
+    applied = _apply_whole(following, payload, highs, epochs, body_bytes_max)
+    return None if applied is None else (0, applied[1])
 
 
 def _told_early(following: Following, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
@@ -279,6 +292,7 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
         (
             Replaced(Following, "unsynced_group", _nothing_unsynced),
             Replaced(Following, "apply_group", _group_is_synced),
+            Replaced(Following, "apply_whole", _whole_is_synced),
             Replaced(Following, "told_committed", _told_early),
         ),
     ),
