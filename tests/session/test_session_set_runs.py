@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from dcp.session.state import Limits
+from dcp.session.node_facts import Limits
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
@@ -384,7 +384,7 @@ def test_few_plans_are_lost_behind_documents_with_xattrs(xattr_every: int) -> No
 
 NO_MEMORY = """
 import _testcapi, struct, sys
-from dcp.session.state import Limits
+from dcp.session.node_facts import Limits
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
