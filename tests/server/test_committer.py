@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -350,3 +351,46 @@ async def test_the_end_mark_is_synced_soon_after_the_last_group(server: Server) 
     assert server.node.writer.has_unsynced_mark
     await server.until(lambda: not server.node.writer.has_unsynced_mark)
     assert read_marks(server.device.marks()).end == server.node.writer.end
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_answers_do_not_wait_for_the_end_mark(
+    server: Server, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written after them, by the loop or by the thread, and names the group then."""
+    gate, marked, done = threading.Event(), threading.Event(), []
+    mark = server.device.mark
+
+    def late(slot: int, data: bytes) -> None:
+        if size == LARGE:
+            assert gate.wait(20), "the thread marks before the loop has the group"
+        done.append(list(server.committed))
+        mark(slot, data)
+        marked.set()
+
+    monkeypatch.setattr(server.device, "mark", late)
+    server.set(b"key", size)
+    await server.until(lambda: server.committed)
+    gate.set()
+    await asyncio.to_thread(marked.wait, 20)
+    assert done == [[1]]
+    found = read_marks(server.device.marks()).end
+    assert found is not None
+    assert found.group == 1
+    assert server.groups() == [1]
+    assert server.failures == []
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_an_end_mark_that_cannot_be_written_ends_the_server(
+    server: Server, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = LogWriteError("no mark")
+
+    def fail(slot: int, data: bytes) -> None:
+        raise error
+
+    monkeypatch.setattr(server.device, "mark", fail)
+    server.set(b"key", size)
+    await server.until(lambda: server.failures)
+    assert server.failures == [error]

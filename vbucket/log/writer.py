@@ -54,11 +54,21 @@ class LogWriter:
         device.append(record)
         self.end = LogEnd(self._segment, device.current_bytes, group, record_crc(record))
 
-    def sync(self) -> None:
-        """Return when all that was appended is on disk, and mark it. Raises SyncFailedError."""
+    def sync(self, *, marks: bool = True) -> None:
+        """Return when all that was appended is on disk, and mark it; `marks` False: the caller does
+        (`mark`), after what cannot wait. Raises SyncFailedError.
+        """
         end = self.end
         self.device.sync()
-        self._synced(end)
+        self.synced_end = end
+        if marks:
+            self.mark()
+
+    def mark(self) -> None:
+        """Mark the end of what is on disk. Any thread may call it."""
+        with self.marking:
+            if self.synced_end != self._marked_end:
+                self._mark(self.synced_end)
 
     def rotate(self, at_least: int = 1) -> int:
         """Begin the next segment; everything before it is on disk. Raises as LogDevice.rotate."""
@@ -66,7 +76,8 @@ class LogWriter:
             self.mark_anew()
         end = self.end
         self._segment = self.device.rotate(at_least)
-        self._synced(end)
+        self.synced_end = end
+        self.mark()
         return self._segment
 
     def sync_mark(self) -> None:
@@ -86,18 +97,13 @@ class LogWriter:
         Raises LogFullError, LogWriteError, SyncFailedError.
         """
         for _ in range(MARK_SLOTS):
-            self._mark(self.synced_end)
+            with self.marking:
+                self._mark(self.synced_end)
             self.sync_mark()
         self._has_mark = True
 
-    def _synced(self, end: LogEnd) -> None:
-        self.synced_end = end
-        if end != self._marked_end:
-            self._mark(end)
-
     def _mark(self, end: LogEnd) -> None:
-        with self.marking:
-            self._sequence += 1
-            self.device.mark(self._slot, pack_mark(end, self._sequence))
-            self._marked_end = end
-            self._is_mark_synced = False
+        self._sequence += 1
+        self.device.mark(self._slot, pack_mark(end, self._sequence))
+        self._marked_end = end
+        self._is_mark_synced = False

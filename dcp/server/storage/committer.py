@@ -10,6 +10,7 @@ sync that extends the file waits for the file system's journal, which waits for 
 
 Invariants
 - jobs are done one at a time, in the order in which the cycle gives them;
+- a group is marked in the log's end mark after its answers have left: they do not wait for that;
 - `on_publish` runs on the loop, when a group is as safe as the durability requires;
 - if the log has no room (`full_why`), the group stays and is retried with the same bytes until
   there is room, before any later group. Nobody is answered meanwhile, and nothing is lost;
@@ -224,6 +225,7 @@ class Committer:
             self._wait_for_room(job, error)
             return
         self._publish(job)
+        self._writer.mark()
         if self._finds_room and self._device.room_bytes < self._room_bytes_min:
             self._reserve()
 
@@ -367,6 +369,10 @@ class Committer:
                 call_soon(self._fail, error)
             else:
                 call_soon(self._guarded, job.then, result)
+                try:
+                    self._writer.mark()
+                except Exception as error:  # noqa: BLE001 - a named supervision point
+                    call_soon(self._fail, error)
 
     def _write(self, job: WriteGroup) -> None:
         # The newest segment cannot change before: one job is under way at a time.
@@ -376,7 +382,7 @@ class Committer:
 
     def _sync(self) -> None:
         began_ns = time.monotonic_ns()
-        self._writer.sync()
+        self._writer.sync(marks=False)  # nobody waits for the mark
         self._sync_seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
 
 
