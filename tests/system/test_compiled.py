@@ -53,6 +53,7 @@ CORE = (
     "session/test_session_documents.py",
     "session/test_session_get_runs.py",
     "session/test_session_set_runs.py",
+    "vbucket/test_replay_run.py",
     "session/test_session_with_meta.py",
     "stream/test_codec_plain.py",
     "stream/test_stream_snapshots.py",

@@ -47,28 +47,30 @@ class LogWriter:
         """Whether a power cut could take the newest mark."""
         return not self._is_mark_synced
 
-    def append(self, group: int, payload: bytes) -> None:
-        """Append a group; it survives a crash only after `sync`. Raises as LogDevice.append."""
+    def append(self, group: int, payload: bytes, *, sync_follows: bool = False) -> None:
+        """Append a group; it survives a crash only after `sync`. See LogDevice.append."""
         device = self.device
         record = pack_group(group, payload, device.salt, self.end.crc)
-        device.append(record)
+        device.append(record, sync_follows=sync_follows)
         self.end = LogEnd(self._segment, device.current_bytes, group, record_crc(record))
 
-    def sync(self, *, marks: bool = True) -> None:
-        """Return when all that was appended is on disk, and mark it; `marks` False: the caller does
-        (`mark`), after what cannot wait. Raises SyncFailedError.
+    def sync(self) -> None:
+        """Return when all that was appended is on disk, and mark it. Raises SyncFailedError."""
+        self.sync_unmarked()
+        self.mark_end()
+
+    def sync_unmarked(self) -> None:
+        """The same without the mark: `mark_end` comes next, when nobody waits any more. Without it
+        a start may not notice that the disk has lost the end of the log. Raises SyncFailedError.
         """
         end = self.end
         self.device.sync()
         self.synced_end = end
-        if marks:
-            self.mark()
 
-    def mark(self) -> None:
-        """Mark the end of what is on disk. Any thread may call it."""
-        with self.marking:
-            if self.synced_end != self._marked_end:
-                self._mark(self.synced_end)
+    def mark_end(self) -> None:
+        """Mark the end of what is on disk, if it is not marked."""
+        if self.synced_end != self._marked_end:
+            self._mark(self.synced_end)
 
     def rotate(self, at_least: int = 1) -> int:
         """Begin the next segment; everything before it is on disk. Raises as LogDevice.rotate."""
@@ -77,7 +79,7 @@ class LogWriter:
         end = self.end
         self._segment = self.device.rotate(at_least)
         self.synced_end = end
-        self.mark()
+        self.mark_end()
         return self._segment
 
     def sync_mark(self) -> None:
@@ -97,13 +99,13 @@ class LogWriter:
         Raises LogFullError, LogWriteError, SyncFailedError.
         """
         for _ in range(MARK_SLOTS):
-            with self.marking:
-                self._mark(self.synced_end)
+            self._mark(self.synced_end)
             self.sync_mark()
         self._has_mark = True
 
     def _mark(self, end: LogEnd) -> None:
-        self._sequence += 1
-        self.device.mark(self._slot, pack_mark(end, self._sequence))
-        self._marked_end = end
-        self._is_mark_synced = False
+        with self.marking:
+            self._sequence += 1
+            self.device.mark(self._slot, pack_mark(end, self._sequence))
+            self._marked_end = end
+            self._is_mark_synced = False
