@@ -7,7 +7,7 @@ modules have imported them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +31,7 @@ from dcp.wire.message import StreamRequest
 from dcp.wire.status import Status
 from failover import isr, promotion
 from failover.history import FailoverLog
-from failover.isr import Acknowledgement, Candidate
+from failover.isr import Acknowledgement, Candidate, Sender
 from failover.promotion import FirstStep
 from failover.replication_record import ReplicationRecord, add_copy, drop_copies, expand
 from sim.cluster_node import ClusterNode
@@ -114,14 +114,15 @@ def _begin_with_former(core: Leading, vb_id: int, *args: Any, **named: Any) -> A
 def _watermark_of_any_epoch(
     hw_seqno: int,
     epoch: int,
-    members: Iterable[str],
+    members: Collection[str],
     acknowledged: Mapping[str, Acknowledgement],
     min_in_sync: int,
+    sender: Sender | None,
 ) -> int:
     present = {
         member: Acknowledgement(epoch, given.synced_seqno) for member, given in acknowledged.items()
     }
-    return isr.high_watermark(hw_seqno, epoch, members, present, min_in_sync)
+    return isr.high_watermark(hw_seqno, epoch, members, present, min_in_sync, sender)
 
 
 def _asked_set(confirmed: frozenset[str], asked: frozenset[str] | None) -> frozenset[str]:

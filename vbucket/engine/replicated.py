@@ -57,7 +57,7 @@ class ReplicatedChanges:
         self._engine = engine
         self._presumed = DeferredLookups(store, engine.partitions, engine.keyspace.count)
         self.group_run = group_run(
-            engine.partitions, self._presumed.keys, self._linked_one, self._apply_one
+            engine.partitions, self._presumed.presumed, self._linked_one, self._apply_one
         )
         """Checks and applies whole groups in C; None: the loops are not built."""
 

@@ -10,6 +10,7 @@
 #include "group_run.h"
 #include "key_tree.h"
 #include "packets.h"
+#include "replay_run.h"
 #include "set_run.h"
 #include "staging.h"
 
@@ -69,6 +70,7 @@ PyMODINIT_FUNC PyInit_loops(void)
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && add_type(module, "Staged", &staged_spec) &&
         add_type(module, "Superseded", &superseded_spec) &&
+        add_type(module, "ReplayRun", &replay_run_spec) &&
         add_type(module, "SetRun", &set_run_spec) &&
         add_type(module, "GroupRun", &group_run_spec) &&
         add_type(module, "KeyTree", &key_tree_spec) &&
