@@ -166,7 +166,7 @@ class Replica:
         found.append((keyspace.pending, [part.vb_id for part in keyspace.touched]))
         found.append((keyspace.group, keyspace.active_bytes, keyspace.broken_invariant()))
         found.append(sorted(each for held in node.engine.due.active.lists() for each in held))
-        found.append(list(self.changes._presumed.keys.items()))
+        found.append(list(self.changes._presumed.presumed.items()))
         found.append([node.device.read(segment) for segment in node.device.segments()])
         return found
 
@@ -247,7 +247,7 @@ def test_it_applies_what_it_knows_itself() -> None:
     replica, given_away = Replica(), []
     engine = replica.node.engine
     replica.changes.group_run = group_run(
-        engine.partitions, replica.changes._presumed.keys, lambda _part, entry: entry,
+        engine.partitions, replica.changes._presumed.presumed, lambda _part, entry: entry,
         given_away.append,
     )  # fmt: skip
     kinds = ["set", "delete", "set", "expire", "xattr"]
@@ -266,7 +266,7 @@ def test_damage_in_the_store_changes_nothing() -> None:
 
     engine = replica.node.engine
     replica.changes.group_run = group_run(
-        engine.partitions, replica.changes._presumed.keys, damaged, lambda _change: None
+        engine.partitions, replica.changes._presumed.presumed, damaged, lambda _change: None
     )
     engine.partitions[2].purge_seqno = 1
     before = replica.facts()
@@ -282,7 +282,10 @@ def test_what_is_no_linked_entry_is_not_stored(linked: Any) -> None:
     replica = Replica()
     engine = replica.node.engine
     replica.changes.group_run = group_run(
-        engine.partitions, replica.changes._presumed.keys, lambda *_: linked, lambda _change: None
+        engine.partitions,
+        replica.changes._presumed.presumed,
+        lambda *_: linked,
+        lambda _change: None,
     )
     engine.partitions[0].purge_seqno = 1
     before = replica.facts()
