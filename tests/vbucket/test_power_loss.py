@@ -30,7 +30,7 @@ FIXED_LIFE = (
 )  # fmt: skip
 DURABILITIES = ("commit", "interval", "none")
 POINTS = {
-    "create", "write", "cut", "sync", "sync_data", "rename", "remove", "sync_folder",
+    "create", "write", "direct write", "cut", "sync", "sync_data", "rename", "remove", "sync_folder",
     "store commit",
 }  # fmt: skip
 
@@ -47,8 +47,7 @@ def test_a_cut_at_every_point_of_a_fixed_life(durability: str) -> None:
     story = Story(1, durability)
     story.shares = SHARES
     live_fixed(story)
-    direct = {"direct write"} if durability == "commit" else set()
-    assert story.points_by_name.keys() == POINTS | direct
+    assert story.points_by_name.keys() == POINTS
     assert story.checked == story.power.points * len(SHARES)
     assert story.power.points > 150
 
