@@ -350,3 +350,22 @@ async def test_the_end_mark_is_synced_soon_after_the_last_group(server: Server) 
     assert server.node.writer.has_unsynced_mark
     await server.until(lambda: not server.node.writer.has_unsynced_mark)
     assert read_marks(server.device.marks()).end == server.node.writer.end
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_the_end_is_marked_also_where_answers_leave_before(server: Server, size: int) -> None:
+    """A small group is published first: replicas and clients need not wait for the mark."""
+    seen: list[bool] = []
+    commit = server.committer._on_publish
+
+    def publish(published: Published) -> None:
+        mark = read_marks(server.device.marks()).end
+        seen.append(mark == server.node.writer.synced_end)
+        commit(published)
+
+    server.committer._on_publish = publish
+    server.set(b"k", size)
+    await server.committer.drain()
+    await server.until(lambda: server.committed == [1])
+    assert seen == [size == LARGE]
+    assert read_marks(server.device.marks()).end == server.node.writer.synced_end

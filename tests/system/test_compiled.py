@@ -52,6 +52,7 @@ CORE = (
     "vbucket/test_store.py",
     "session/test_session_documents.py",
     "session/test_session_set_runs.py",
+    "vbucket/test_replay_run.py",
     "session/test_session_with_meta.py",
     "stream/test_codec_plain.py",
     "stream/test_stream_snapshots.py",

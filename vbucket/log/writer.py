@@ -56,9 +56,21 @@ class LogWriter:
 
     def sync(self) -> None:
         """Return when all that was appended is on disk, and mark it. Raises SyncFailedError."""
+        self.sync_unmarked()
+        self.mark_end()
+
+    def sync_unmarked(self) -> None:
+        """The same without the mark: `mark_end` comes next, when nobody waits any more. Without it
+        a start may not notice that the disk has lost the end of the log. Raises SyncFailedError.
+        """
         end = self.end
         self.device.sync()
-        self._synced(end)
+        self.synced_end = end
+
+    def mark_end(self) -> None:
+        """Mark the end of what is on disk, if it is not marked."""
+        if self.synced_end != self._marked_end:
+            self._mark(self.synced_end)
 
     def rotate(self, at_least: int = 1) -> int:
         """Begin the next segment; everything before it is on disk. Raises as LogDevice.rotate."""
@@ -66,7 +78,8 @@ class LogWriter:
             self.mark_anew()
         end = self.end
         self._segment = self.device.rotate(at_least)
-        self._synced(end)
+        self.synced_end = end
+        self.mark_end()
         return self._segment
 
     def sync_mark(self) -> None:
@@ -89,11 +102,6 @@ class LogWriter:
             self._mark(self.synced_end)
             self.sync_mark()
         self._has_mark = True
-
-    def _synced(self, end: LogEnd) -> None:
-        self.synced_end = end
-        if end != self._marked_end:
-            self._mark(end)
 
     def _mark(self, end: LogEnd) -> None:
         with self.marking:

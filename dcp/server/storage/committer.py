@@ -219,11 +219,13 @@ class Committer:
             self._give(job)
             return
         try:
-            self._write(job)
+            self._write(job, self._sync_unmarked)
         except LogFullError as error:
             self._wait_for_room(job, error)
             return
         self._publish(job)
+        if self._cycle.job is None:  # else the thread marks what it syncs
+            self._writer.mark_end()
         if self._finds_room and self._device.room_bytes < self._room_bytes_min:
             self._reserve()
 
@@ -251,7 +253,7 @@ class Committer:
         """Let the thread do a job."""
         self._idle.clear()
         if isinstance(job, WriteGroup):
-            work = _Work(partial(self._write, job), partial(self._written, job), job)
+            work = _Work(partial(self._write, job, self._sync), partial(self._written, job), job)
         elif job is LogTask.ROTATE:
             self._last_segment_bytes = self._device.current_bytes
             work = _Work(self._writer.rotate, self._rotated, job)
@@ -368,15 +370,19 @@ class Committer:
             else:
                 call_soon(self._guarded, job.then, result)
 
-    def _write(self, job: WriteGroup) -> None:
+    def _write(self, job: WriteGroup, sync: Callable[[], None]) -> None:
         # The newest segment cannot change before: one job is under way at a time.
         self._writer.append(job.group.number, job.group.payload)
         if job.is_synced:
-            self._sync()
+            sync()
 
     def _sync(self) -> None:
+        self._sync_unmarked()
+        self._writer.mark_end()
+
+    def _sync_unmarked(self) -> None:
         began_ns = time.monotonic_ns()
-        self._writer.sync()
+        self._writer.sync_unmarked()
         self._sync_seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
 
 
