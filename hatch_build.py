@@ -30,6 +30,7 @@ from typing import Any, Final
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 COMPILED: Final = (
+    "dcp/session/document_runs.py",
     "dcp/session/documents.py",
     "dcp/session/session.py",
     "dcp/session/state.py",
@@ -69,6 +70,8 @@ LOOPS_SOURCES: Final = (
     "vbucket/native/counts.c",
     "vbucket/native/crc32c.c",
     "vbucket/native/frames.c",
+    "vbucket/native/get_request.c",
+    "vbucket/native/get_run.c",
     "vbucket/native/group_entry.c",
     "vbucket/native/group_run.c",
     "vbucket/native/key_tree.c",
@@ -86,6 +89,8 @@ LOOPS_HEADERS: Final = (
     "vbucket/native/counts.h",
     "vbucket/native/crc32c.h",
     "vbucket/native/frames.h",
+    "vbucket/native/get_request.h",
+    "vbucket/native/get_run.h",
     "vbucket/native/group_entry.h",
     "vbucket/native/group_run.h",
     "vbucket/native/key_tree.h",

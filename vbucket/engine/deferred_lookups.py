@@ -35,8 +35,8 @@ class DeferredLookups:
         self._partitions = partitions
         self._count = count
         self.presumed: dict[int, list[bytes]] = {}
-        """Partition -> keys that were presumed documents. Always the same dictionary: the loops in C add
-        to it, too."""
+        """Partition -> keys that were presumed documents. It is always the same dictionary:
+        loops in C add to it, too."""
 
     def was_document(self, part: Partition, key: bytes, prev_seqno: int) -> bool:
         """Return whether a key was a document before a change that replaces `prev_seqno`.

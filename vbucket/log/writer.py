@@ -47,11 +47,11 @@ class LogWriter:
         """Whether a power cut could take the newest mark."""
         return not self._is_mark_synced
 
-    def append(self, group: int, payload: bytes) -> None:
-        """Append a group; it survives a crash only after `sync`. Raises as LogDevice.append."""
+    def append(self, group: int, payload: bytes, *, sync_follows: bool = False) -> None:
+        """Append a group; it survives a crash only after `sync`. See LogDevice.append."""
         device = self.device
         record = pack_group(group, payload, device.salt, self.end.crc)
-        device.append(record)
+        device.append(record, sync_follows=sync_follows)
         self.end = LogEnd(self._segment, device.current_bytes, group, record_crc(record))
 
     def sync(self) -> None:

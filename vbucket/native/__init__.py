@@ -1,11 +1,11 @@
-"""Inner loops in C: of SETs, replicas, merges, compaction, backlogs, and clients of streams. They
-are optional, and equal to their twins in Python.
+"""Inner loops in C: of SETs, GETs, replicas, starts, merges, compaction, backlogs, and clients of
+streams. They are optional, and equal to their twins in Python.
 
 Most take bytes and return bytes: entries of the log become records and blocks, stored frames become
 what a client gets, received frames become runs of changes and their columns. They read and write no
-database, and have no effect but their result. That of SETs reads requests, looks up keys in LMDB's
-pages, and changes partitions as `Engine.put` does. That of a replica applies the commit groups of
-its master, and that of a start applies entries of the log as `Replay` does. Whatever the loops do
+database, and have no effect but their result. Four work on partitions: SETs do what `Engine.put`
+does and look up keys in LMDB's pages, GETs are answered from memory, a replica applies the commit
+groups of its master, and a start applies entries of the log as `Replay` does. Whatever the loops do
 not know, or find damaged, they leave to Python, which does it, or says what is wrong. So both forms
 give the same results, byte by byte, and only Python has error texts.
 
@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from array import array
 
-    from vbucket.native.loops import GroupRun, KeyTree, ReplayRun, SetRun, Staged, Superseded
+    from vbucket.native.loops import (
+        GetRun,
+        GroupRun,
+        KeyTree,
+        ReplayRun,
+        SetRun,
+        Staged,
+        Superseded,
+    )
 
     Partitions = list[Any]
     MetaBelow = Callable[[Any, bytes, bytes | None], tuple[int, int, int, int, int, int, int]]
@@ -165,6 +173,15 @@ def group_run(
     except ModuleNotFoundError:
         return None
     return GroupRun(partitions, presumed, link, apply_other)
+
+
+def get_run(partitions: Partitions) -> GetRun | None:
+    """Return what answers plain GETs of these partitions, None if the loops are not built."""
+    try:
+        from vbucket.native.loops import GetRun
+    except ModuleNotFoundError:
+        return None
+    return GetRun(partitions)
 
 
 def key_tree(

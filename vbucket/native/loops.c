@@ -7,6 +7,7 @@
 #include "compaction.h"
 #include "crc32c.h"
 #include "frames.h"
+#include "get_run.h"
 #include "group_run.h"
 #include "key_tree.h"
 #include "packets.h"
@@ -73,6 +74,7 @@ PyMODINIT_FUNC PyInit_loops(void)
         add_type(module, "ReplayRun", &replay_run_spec) &&
         add_type(module, "SetRun", &set_run_spec) &&
         add_type(module, "GroupRun", &group_run_spec) &&
+        add_type(module, "GetRun", &get_run_spec) &&
         add_type(module, "KeyTree", &key_tree_spec) &&
         PyModule_AddStringConstant(module, "CRC32C_WAY", crc32c_way()) == 0)
         return module;

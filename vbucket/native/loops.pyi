@@ -163,6 +163,28 @@ class GroupRun:
         `highs` to that. None: Python should do it, or say what is wrong; nothing was changed.
         """
 
+class GetRun:
+    """Answers plain GETs."""
+
+    def __init__(self, partitions: list[Any], /) -> None: ...
+    def answer(
+        self,
+        received: bytes,
+        position: int,
+        end: int,
+        answers: list[bytes],
+        known_datatypes: int,
+        now_s: int,
+        committed_group: int,
+        room_bytes: int,
+        /,
+    ) -> tuple[int, int, int, int]:
+        """Answer the plain GETs from `position` on, until their values have more than `room_bytes`.
+        Append an item for each answer: the first one has the bytes of many, and these are empty.
+        Return the position of the first request that is for Python; how many were answered; how
+        many of these were in the item cache; and the bytes of their values.
+        """
+
 class KeyTree:
     """Looks up keys in a table of LMDB's file, in one committed state that does not change."""
 
