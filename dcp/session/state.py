@@ -370,12 +370,8 @@ class SessionState:
         if engine.write_refusal:
             self.flush = None
             raise RefusedError(Status.ETMPFAIL, f"{engine.write_refusal}; {_PARTLY_FLUSHED}")
-        if engine.writers_wait:
-            self.held_until_ns = now_ns + FLUSH_PAUSE_NS
-            self.is_full = True
-            return False
         try:
-            is_done = flush.step()
+            is_done = not engine.writers_wait and flush.step()
         except StoreDamagedError:
             self.flush = None
             raise
@@ -383,7 +379,7 @@ class SessionState:
             self.flush = None
             raise RefusedError(error.status, f"{error}; {_PARTLY_FLUSHED}") from error
         if not is_done:
-            if flush.is_waiting:
+            if engine.writers_wait or flush.is_waiting:
                 self.held_until_ns = now_ns + FLUSH_PAUSE_NS
             self.is_full = True
             return False
