@@ -415,8 +415,7 @@ class ReplicaFeed:
     @property
     def can_wait(self) -> bool:
         """See StreamSender: the next group tells what is committed as well."""
-        has_fill = self._fill.has_next(self._now_ns)
-        return not (self._out or self._stale or self._behind or has_fill)
+        return not (self._out or self._stale or self._behind or self._fill.has_next(self._now_ns))
 
     @property
     def _has_room(self) -> bool:
@@ -424,6 +423,8 @@ class ReplicaFeed:
 
     def pump(self, bytes_max: int) -> list[bytes]:
         """Return messages to send, about `bytes_max` of them."""
+        if self._behind and self._has_room and self._fill.has_next(self._now_ns):
+            bytes_max -= self._catch_up(self._fill.take_next())  # else it might wait for ever
         while self._has_room and bytes_max > 0:
             if self._behind:
                 vb_id = next(iter(self._behind))

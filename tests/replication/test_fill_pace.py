@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.replication.fill_pace import BURST_NS, FillPace
+from dcp.replication.fill_pace import BURST_NS, FILL_SECTION_BYTES, FillPace
 from dcp.replication.mastership import ReplicationSettings
+from dcp.replication.messages import unpack_entries
 from dcp.replication.sent_messages import AckDelays, Sent
+from dcp.wire.frame import FrameDecoder
 from failover.replication_record import add_copy, drop_copies, expand
 from support.core_cluster import MS, CoreCluster
+from support.feeding_node import EPOCH, Master
 
 RATE = 20_000
 SECOND = 1_000_000_000
@@ -171,3 +174,16 @@ def late_groups(delay_ns: int) -> float:
 
 def test_a_fill_slows_down_when_groups_wait_for_their_replicas() -> None:
     assert late_groups(50 * MS) < late_groups(0)
+
+
+def test_a_fill_goes_on_beside_a_full_copy_that_falls_behind() -> None:
+    master = Master()
+    for number in range(300):
+        master.put(0, b"%d" % number + bytes(1000))
+        master.put(1, b"%d" % number + bytes(1000))
+    master.commit()
+    master.feed.open(0, EPOCH, 1, 0, is_filling=True)
+    master.open(1)
+    frames = FrameDecoder().feed(b"".join(master.feed.pump(2 * FILL_SECTION_BYTES)))
+    sections = [section for frame in frames for section in unpack_entries(frame).sections]
+    assert [section.vb_id for section in sections if section.entries] == [0, 1]
