@@ -5,7 +5,8 @@
     python -m benchmarks.all --quick --only set,backup
 
 It runs the other benchmarks one after another, each in its own process, and writes what they print
-into figures.md in the output folder, with pictures of the long runs beside it. Between them it
+into figures.md in the output folder, with pictures of the long runs beside it. The page says in
+which form dcpd ran: `scripts/install bench` installs the default one, compiled. Between them it
 times a fixed loop of Python: its spread says how much the machine itself varied in the same run. A
 part that fails is named at the end, with exit code 1, and does not stop the others.
 """
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from benchmarks.report import number_text
-from benchmarks.run import check_names, names_of, say
+from benchmarks.run import check_names, form_told, names_of, say
 
 LOOP_ROUNDS: Final = 2_000_000
 LOOPS: Final = 3
@@ -158,7 +159,8 @@ def main() -> int:
         loops += [fixed_loop() for _ in range(LOOPS)]
         sections.append(section_of(part, arguments, outcome))
         failed += [name] if outcome.trouble else []
-    page = "\n".join(["# Figures\n", noise_of(loops), *sections])
+    form = f"dcpd ran {form_told()}.\n"
+    page = "\n".join(["# Figures\n", form, noise_of(loops), *sections])
     (options.out / "figures.md").write_text(page)
     print(page)
     for name in failed:

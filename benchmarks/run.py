@@ -18,6 +18,8 @@ Parts
 - idle       1,024 streams on each of 100 connections: memory, processor time (dcpd alone)
 - restart    SIGKILL, start again, until the first GET is answered
 
+The output says in which form dcpd ran. `scripts/install bench` installs the default one, compiled.
+
 For processor time of the server's core without sockets: python -m benchmarks.cpu
 """
 
@@ -41,6 +43,7 @@ from typing import Any, Final
 from benchmarks import responder, workload
 from benchmarks.peers import PEERS, Peer, folder_bytes, memory_bytes
 from benchmarks.report import Report
+from dcp.compiled import form_text
 
 LOADED_PARTS: Final = ("memory", "get", "catchup", "serve", "tail", "idle", "restart")
 """What is measured on a server that holds all keys, in this order."""
@@ -62,6 +65,8 @@ VERSION_OF: Final = {
     "nats": ["nats-server", "--version"],
     "etcd": ["etcd", "--version"],
 }
+DEFAULT_FORM: Final = "compiled"
+"""What `pip install` and scripts/install make, where there is a C compiler (dcp.compiled)."""
 HOW_SET: Final = {
     "dcpd": "durability commit",
     "redis": "appendonly yes, appendfsync always, save off; SET + XADD",
@@ -284,6 +289,14 @@ def is_measured(part: str, name: str) -> bool:
     return name in PEERS_OF.get(part, PEERS)
 
 
+def form_told() -> str:
+    """Return the form of dcpd, with what to do if it is not that of the default installation."""
+    form = form_text()
+    if form == DEFAULT_FORM:
+        return form
+    return f"{form}; the default installation is {DEFAULT_FORM} (scripts/install bench)"
+
+
 def about(options: argparse.Namespace) -> dict[str, str]:
     """Describe what was measured and with what, without names of machines or folders."""
     used = {
@@ -297,6 +310,8 @@ def about(options: argparse.Namespace) -> dict[str, str]:
         shown = subprocess.run(VERSION_OF[name], capture_output=True, text=True, check=True)
         found = VERSION.search(shown.stdout)
         used[name] = f"{found[0] if found else '?'}, {HOW_SET[name]}"
+    if "dcpd" in options.peers:
+        used["form of dcpd"] = form_told()
     return used
 
 
@@ -351,6 +366,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_arguments()
+    say(f"dcpd is {form_told()}")
     with reported(options) as (report, folder):
         if "generator" in options.only:
             measure_generator(report, options)

@@ -16,7 +16,7 @@ two processes are never compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -47,6 +47,23 @@ class Acknowledgement(NamedTuple):
 
     epoch: int
     synced_seqno: int
+
+
+class Sender(NamedTuple):
+    """The former master from which a new master has its log: it had the same changes on disk."""
+
+    member: str
+    seqno: int
+    """The new master's end when it became master. What is above was written in its own epoch."""
+
+
+def has_sent(reconciled_epoch: int, epoch: int) -> bool:
+    """Return whether the master of `reconciled_epoch` counts as the sender of a new master's log.
+
+    The new master reconciled with it last, and `epoch` is its own. With another epoch between there
+    was a master that may lack some of these changes, and they may have been truncated elsewhere.
+    """
+    return epoch == reconciled_epoch + 1
 
 
 def min_in_sync_of(setting: int | None, counted_copies: int) -> int:
@@ -95,15 +112,20 @@ def effective_isr(confirmed: frozenset[str], asked: frozenset[str] | None) -> fr
 def high_watermark(
     hw_seqno: int,
     epoch: int,
-    isr: Iterable[str],
+    isr: Collection[str],
     acknowledged: Mapping[str, Acknowledgement],
     min_in_sync: int,
+    sender: Sender | None = None,
 ) -> int:
     """Return the new HW: the smallest synced seqno over the effective ISR, the master included.
 
     `epoch` is the master's present one. An acknowledgement of another epoch does not count: that
     member has not reconciled with this master. The HW does not rise while the ISR has fewer members
     than `min_in_sync`, and it never falls.
+
+    A `sender` that is not in the ISR counts as one more member up to its seqno. A master sends only
+    what it has synced, so these changes were on its disk, too. A node that is left alone can thus
+    serve reads of what it has; it takes no writes.
 
     For partitions with the same ISR that are in step, commit group numbers may stand for seqnos.
     """
@@ -116,9 +138,13 @@ def high_watermark(
             return hw_seqno
         if lowest is None or given.synced_seqno < lowest:
             lowest = given.synced_seqno
-    if lowest is None or members < min_in_sync or lowest < hw_seqno:
+    if lowest is None or lowest < hw_seqno:
         return hw_seqno
-    return lowest
+    if members >= min_in_sync:
+        return lowest
+    if sender is None or sender.member in isr or members + 1 < min_in_sync:
+        return hw_seqno
+    return max(hw_seqno, min(lowest, sender.seqno))
 
 
 class Candidate(NamedTuple):

@@ -121,6 +121,8 @@ def _parser() -> argparse.ArgumentParser:
     killing = commands.add_parser("kill", help="SIGKILL at a server under load")
     killing.add_argument("--kills", type=int, default=10_000)
     killing.add_argument("--folder", type=Path, default=Path(".soak-kill"))
+    killing.add_argument("--lanes", type=int, choices=range(1, kill.LANES_MAX + 1), default=2,
+                         metavar="N", help="lives side by side, each a process (2)")  # fmt: skip
     flipping = commands.add_parser("flip", help="flipped bits and bad pages in the store's file")
     flipping.add_argument("--flips", type=int, default=10_000)
     flipping.add_argument("--seed", type=int, default=1)
@@ -188,7 +190,7 @@ def main() -> int:
         print(power.run_round(arguments.round))
         return 0
     if arguments.command == "kill":
-        return kill.run(arguments.kills, arguments.folder)
+        return kill.run(arguments.kills, arguments.folder, lanes=arguments.lanes)
     if arguments.round is not None:
         print(run_round(arguments.round))
         return 0

@@ -20,6 +20,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import multiprocessing
 import os
 import random
 import selectors
@@ -31,25 +33,31 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Final
 
 from clients.consumer.consumer import Consumer
 from clients.event import Deletion, Mutation, Rollback
 from clients.testing import ServerStartError
+from soak.fork_server import ForkedServer
 from soak.kill_writer import WAIT_S, KillLoopError, PartitionTruth, Writer
-from support.server import DcpdProcess
 from vbucket.model.ids import NUM_VBUCKETS
 
 WRITERS: Final = 4
 MEMTABLE: Final = "1MiB"
 """The smallest possible size, so that merges run all the time."""
 MERGE_WAIT_S: Final = 1.5
-START_S: Final = 0.45
-"""About the duration of a start; kills during it come at any point."""
+EXEC_SHARE: Final = 1 / 16
+"""Share of the starts that start the program. The others fork a process that has its imports."""
 LIFE_KILLS: Final = 250
 """Then a new folder begins: every version is kept, and a life's disk space should stay bounded."""
 KILLS_IN_LINE: Final = 10
+LANES_MAX: Final = 16
+"""How many lives may run side by side. Each keeps a core busy for much of its time."""
+LANE_LIVES: Final = 1_000_000
+"""Lives are numbered from here on in each lane: the number is the seed."""
+_LANES: Final = multiprocessing.get_context("spawn")
 
 
 class Follower(threading.Thread):
@@ -118,12 +126,18 @@ class Follower(threading.Thread):
 class Life:
     """One data folder, and everything known about it."""
 
-    def __init__(self, folder: Path, seed: int, resumed: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        resumed: dict[str, Any] | None = None,
+        stopping: threading.Event | None = None,
+    ) -> None:
+        """`stopping`: set to make the current round the last one."""
         self.seed = seed
+        self._stopping = threading.Event() if stopping is None else stopping
         self._draw = random.Random(seed if resumed is None else f"{seed} {resumed['kills']}")
         self.kills: Counter[str] = Counter(resumed["kills"] if resumed else {})
-        self.is_stopping = False
-        """Set to make this the last round."""
         self.others: dict[bytes, bytes] = {}
         """Documents that somebody else has stored, and that nobody changes."""
         self._truth = PartitionTruth()
@@ -136,13 +150,19 @@ class Life:
             for writer, document in zip(self.writers, resumed["writers"], strict=True):
                 writer.resume(document)
         # Writers take a refusal for a failure, so they wait while a store process is replaced.
-        self.server = DcpdProcess(folder, "--memtable-bytes", MEMTABLE, "--write-wait", "25s")
+        self.server = ForkedServer(folder, "--memtable-bytes", MEMTABLE, "--write-wait", "25s")
+        self._start_s = 0.0
+        """Duration of the last start. A kill during a start comes at any point of that time."""
         self._start()
         self._follower = Follower(self.server.address)
         self._follower.start()
-        self._connect()
-        for writer in self.writers:
-            writer.check()
+        try:
+            self._connect()
+            for writer in self.writers:
+                writer.check()
+        except BaseException:
+            self.abandon()
+            raise
 
     def to_document(self) -> dict[str, Any]:
         """Return the state for a later run on the same folder. Call it between rounds."""
@@ -176,7 +196,7 @@ class Life:
         if kind == "start":
             self._load(self._draw.uniform(0, 0.03))
             self._kill_server()
-            self._start_and_kill(self._draw.uniform(0, START_S))
+            self._start_and_kill(self._draw.uniform(0, self._start_s))
         else:
             getattr(self, f"_{kind.replace(' ', '_')}")()
             self._kill_server()
@@ -249,10 +269,14 @@ class Life:
     def _start(self) -> None:
         """Start the server so that it ignores Ctrl-C at the terminal: this process ends it."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        self.server.is_forked = self._draw.random() >= EXEC_SHARE
+        began_s = time.monotonic()
         try:
             self.server.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if self.server.is_forked:
+            self._start_s = time.monotonic() - began_s
 
     def _start_and_kill(self, after_s: float) -> None:
         """Start the server, and kill it before or just after it is ready."""
@@ -275,7 +299,7 @@ class Life:
             writer.begin()
             writer.pump()
         try:
-            while not (is_over() or self.is_stopping):
+            while not (is_over() or self._stopping.is_set()):
                 for key, _ in selector.select(0.002):
                     key.data.pump()
                     if not key.data.is_open:
@@ -299,44 +323,80 @@ def describe(kills: Counter[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kills.items()))
 
 
-def run(kills_wanted: int, folder: Path, *, life_kills: int = LIFE_KILLS) -> int:
+def run(kills_wanted: int, folder: Path, *, lanes: int = 1) -> int:
     """Kill until this many kills were survived, over all runs with this folder; return exit code.
 
-    Ctrl-C ends the current round and keeps the state of its folder, and the next run continues
-    there. A run that ends otherwise keeps only the count, and the next one begins a new life.
+    Each lane is a process with lives of its own. If one fails, the others stop after their round.
     """
+    lane_folders = [folder, *(folder / f"lane-{lane}" for lane in range(1, LANES_MAX))]
+    left = max(0, kills_wanted - sum(map(_kills_in, lane_folders)))
+    processes = []
+    for lane in range(lanes):
+        share = left // lanes + (lane < left % lanes)
+        wanted = _kills_in(lane_folders[lane]) + share
+        processes.append(_LANES.Process(target=run_lane, args=(wanted, lane_folders[lane], lane)))
+    for process in processes:
+        process.start()
+
+    def stop() -> None:
+        for process in processes:
+            if process.exitcode is None and process.pid is not None:
+                os.kill(process.pid, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, lambda *_: stop())
+    try:
+        while waiting := [process.sentinel for process in processes if process.exitcode is None]:
+            connection.wait(waiting)
+            if any(process.exitcode for process in processes):
+                stop()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    print(f"{sum(map(_kills_in, lane_folders)):,} of {kills_wanted:,} kills in all")
+    return int(any(process.exitcode for process in processes))
+
+
+def run_lane(kills_wanted: int, folder: Path, lane: int, *, life_kills: int = LIFE_KILLS) -> None:
+    """Kill until this many kills were survived, over all runs with this folder.
+
+    Ctrl-C, or the end of the process that started this one, ends the current round and keeps the
+    state of its folder, and the next run continues there. A run that ends otherwise keeps only the
+    count, and the next one begins a new life. The folder of a life that failed is kept.
+    """
+    logging.getLogger("dcpd.consumer").setLevel(logging.ERROR)  # do not log every lost server
     folder.mkdir(parents=True, exist_ok=True)
     state_path = folder / "state.json"
-    state = json.loads(state_path.read_text()) if state_path.exists() else {"kills": 0, "life": 0}
-    resumed, interrupted = state.pop("resumed", None), False
+    state = _state_in(folder) or {"kills": 0, "life": lane * LANE_LIVES}
+    resumed = state.pop("resumed", None)
     began_s, began_kills = time.monotonic(), state["kills"]
-    while state["kills"] < kills_wanted and not interrupted:
-        _save(state_path, state)
+    starter, stopping = multiprocessing.parent_process(), threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: stopping.set())
+    while state["kills"] < kills_wanted and not stopping.is_set():
         data = folder / f"life-{state['life']}"
         if resumed is None:
-            shutil.rmtree(data, ignore_errors=True)
+            if data.exists():  # it failed, or this program was killed
+                data.rename(data.with_name(f"{data.name}-failed-{time.time_ns()}"))
             data.mkdir()
-        life = Life(data / "data", state["life"], resumed)
+        _save(state_path, state)
+        life = Life(data / "data", state["life"], resumed, stopping)
         resumed = None
-        before = signal.signal(
-            signal.SIGINT, lambda *_, life=life: setattr(life, "is_stopping", True)
-        )
+        is_over = False
         try:
-            while life.kills.total() < life_kills and state["kills"] < kills_wanted:
+            while not is_over and life.kills.total() < life_kills and state["kills"] < kills_wanted:
                 life.round()
                 state["kills"] += 1
-                if state["kills"] % KILLS_IN_LINE == 0 or life.is_stopping:
+                if starter is not None and not starter.is_alive():
+                    stopping.set()
+                is_over = stopping.is_set()
+                if state["kills"] % KILLS_IN_LINE == 0 or is_over:
                     rate = (state["kills"] - began_kills) / (time.monotonic() - began_s)
                     _save(state_path, state)
                     print(
-                        f"{state['kills']:,} of {kills_wanted:,} kills, {rate * 60:.0f}/min; life "
-                        f"{state['life']}: {life.answers:,} answered changes, "
-                        f"{describe(life.kills)}",
+                        f"lane {lane}: {state['kills']:,} of {kills_wanted:,} kills, "
+                        f"{rate * 60:.0f}/min; life {state['life']}: {life.answers:,} answered "
+                        f"changes, {describe(life.kills)}",
                         flush=True,
                     )
-                if life.is_stopping:
-                    break
-            if interrupted := life.is_stopping:
+            if is_over:
                 _save(state_path, state | {"resumed": life.to_document()})
             else:
                 life.finish()
@@ -347,11 +407,20 @@ def run(kills_wanted: int, folder: Path, *, life_kills: int = LIFE_KILLS) -> int
             raise
         finally:
             life.abandon()
-            signal.signal(signal.SIGINT, before)
-        if not interrupted:
+        if not is_over:
             shutil.rmtree(data)
-    print(f"{state['kills']:,} kills: nothing that was answered is lost")
-    return 0
+    print(f"lane {lane}: {state['kills']:,} kills: nothing that was answered is lost", flush=True)
+
+
+def _state_in(folder: Path) -> dict[str, Any] | None:
+    path = folder / "state.json"
+    state: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return state
+
+
+def _kills_in(folder: Path) -> int:
+    state = _state_in(folder)
+    return 0 if state is None else state["kills"]
 
 
 def _save(path: Path, state: dict[str, Any]) -> None:

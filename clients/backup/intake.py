@@ -70,10 +70,13 @@ class Intake:
         name: bytes,
         *,
         history: bool,
+        takes_replicas: bool = False,
         buffer_bytes: int = BUFFER_BYTES,
         node: str | None = None,
     ) -> None:
         self.node = node
+        self.takes_replicas = takes_replicas
+        """Whether partitions are streamed that are replicas here, too: no other node has them."""
         self.feeds: dict[int, Feed] = {}
         """By partition."""
         self.gone: list[Feed] = []
@@ -169,19 +172,11 @@ class Intake:
         self._awaiting = [feed for feed in self.feeds.values() if feed.state is FeedState.IDLE]
         for feed in self._awaiting:
             feed.state = FeedState.ASKED
-        self._connection.ask_high_seqnos(self._on_seqnos)
+        self._connection.ask_high_seqnos(self._on_seqnos, of_replicas_too=self.takes_replicas)
 
-    def _on_seqnos(self, high: dict[int, int], *, is_all: bool = False) -> None:
-        """The high seqnos are known: request the streams up to there.
-
-        A partition that is not active here may be a replica: that is backed up, too.
-        """
+    def _on_seqnos(self, high: dict[int, int]) -> None:
+        """The high seqnos are known: request the streams up to there."""
         feeds = self._awaiting or []
-        if not is_all and any(feed.vb_id not in high for feed in feeds):
-            self._connection.ask_high_seqnos(
-                lambda others: self._on_seqnos(others | high, is_all=True), of_replicas_too=True
-            )
-            return
         self._awaiting = None
         for feed in feeds:
             seqno = high.get(feed.vb_id)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from struct import Struct, pack
 from typing import Final, NamedTuple
 
-from dcp.wire.frame import HEADER_BYTES, pack_request
+from dcp.wire.frame import HEADER, HEADER_BYTES
 from dcp.wire.message import (
     FIT_META,
     PUT_FRAMES_BYTES_MAX,
@@ -21,7 +21,7 @@ from dcp.wire.message import (
     U32,
     U64,
 )
-from dcp.wire.opcode import Opcode
+from dcp.wire.opcode import Magic, Opcode
 
 SKIP_CONFLICT_RESOLUTION: Final = 0x01
 IS_EXPIRATION: Final = 0x10
@@ -133,12 +133,15 @@ def cas_of(frame: bytes) -> int:
 
 
 def packet(load: Load, options: int) -> bytes:
-    """Return a load as one request."""
+    """Return a load as one request. Its frames are copied once."""
     count = load.changes
-    return pack_request(
-        Opcode.X_PUT_FRAMES, vb_id=load.vb_id, extras=PUT_FRAMES_REQUEST.pack(options, count),
-        value=pack(f">{count}I", *load.body_sizes) + load.frames,
-    )  # fmt: skip
+    extras = PUT_FRAMES_REQUEST.pack(options, count)
+    sizes = pack(f">{count}I", *load.body_sizes)
+    body_bytes = len(extras) + len(sizes) + len(load.frames)
+    header = HEADER.pack(
+        Magic.REQUEST, Opcode.X_PUT_FRAMES, 0, len(extras), 0, load.vb_id, body_bytes, 0, 0
+    )
+    return b"".join((header, extras, sizes, load.frames))
 
 
 def single_packets(load: Load, options: int) -> list[bytes]:

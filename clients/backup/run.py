@@ -185,7 +185,7 @@ class Backup:
         self._wire_bytes = 0
         self._done = 0
         self._changes = 0
-        self._is_paused = False
+        self._is_paused = self._is_one_node = False
         self._history_was_refused = False
         self._collections: dict[int, tuple[str, int]] = {}
 
@@ -335,9 +335,11 @@ class Backup:
             assert link.handshake is not None
             config = link.handshake.config
             self._collections = await collections_of(link)
+            topology = single_node(link.address.host, link.address.port)
             if config:
-                return parse_topology(config, link.address.host, is_tls=link.address.is_tls)
-            return single_node(link.address.host, link.address.port)
+                topology = parse_topology(config, link.address.host, is_tls=link.address.is_tls)
+            self._is_one_node = len(topology.nodes) == 1
+            return topology
         finally:
             link.close()
 
@@ -348,13 +350,16 @@ class Backup:
         """Stream partitions from their node."""
         if home.link is None:
             session = self._sessions[home.place]
+            session.intake.takes_replicas = self._is_one_node
             for feed in home.feeds:
                 session.intake.add(feed)
             session.intake.ask()
             session.flush()
             return
         name = f"dcpd-backup-{secrets.token_hex(6)}".encode()
-        intake = Intake(name, history=self._history, node=home.link.node)
+        intake = Intake(
+            name, history=self._history, takes_replicas=self._is_one_node, node=home.link.node
+        )
         session = self._sessions[home.place] = _Session(self, home.link, intake)
         for feed in home.feeds:
             intake.add(feed)

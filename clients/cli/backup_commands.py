@@ -74,7 +74,7 @@ backup.add_command(export)
 @with_target
 def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) -> int:
     """Back up."""
-    from clients.backup.run import Backup, BackupProgress
+    from clients.backup.run import Backup, BackupProgress, RunReport
 
     archive = create_archive(url, time.time_ns())
     with run_bar() as update:
@@ -82,13 +82,17 @@ def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) ->
         def on_progress(progress: BackupProgress) -> None:
             update(progress.seqnos_done, progress.seqnos_wanted, progress.wire_bytes)
 
-        async def go() -> Any:
-            return await Backup(
+        reports: list[RunReport] = []
+
+        async def go() -> None:  # what it returned would be formatted when the loop ends
+            work = Backup(
                 archive, target.address, history=not newest_only, give_up=give_up,
                 on_progress=on_progress,
-            ).run()  # fmt: skip
+            )  # fmt: skip
+            reports.append(await work.run())
 
-        report = asyncio.run(go())
+        asyncio.run(go())
+    (report,) = reports
     record: RunRecord = report.record
     if target.output_or("plain") == "json":
         write_json(

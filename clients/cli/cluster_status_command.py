@@ -131,7 +131,8 @@ def _write_status(found: dict[str, Any], mode: str) -> None:
             f"{plan['filling']} copies being filled, {plan['handovers']} masters to hand over"
         )
         for name, count in plan["waits_for"].items():
-            _line(f"  {count} copies wait for {name}, which is down")
+            _line(f"  {count} copies wait for {name}, which is down; the other moves go on")
+            _line(f"  try: start {name}, or stop the moves with `dcpctl cluster cancel`")
     for entry in found["unwritable"]:
         _line(f"! no writes in {entry['count']} partitions ({entry['vbs']}): {entry['why']}")
         _line(f"  try: {entry['try']}")

@@ -41,6 +41,7 @@ from clients.consumer.partition_stream import (
     PartitionStreamState,
     Wanted,
     misplaced,
+    mixed_up,
 )
 from clients.consumer.stream_requests import StreamRequests
 from clients.errors import DcpdError, StreamViolationError
@@ -268,6 +269,8 @@ class ConsumerCore:
         if count < RUN_MIN:
             return 0
         vb_id, first = RUN_HEAD.unpack_from(buffer, at)
+        if vb_id != stream.vb_id:
+            return 0  # `_take_mutation` has the words
         mutations = Mutations(vb_id, first, last, count, (buffer, at, self._prefix_bytes))
         self._batch.touch(stream)
         stream.move_over(mutations)
@@ -299,6 +302,8 @@ class ConsumerCore:
         if stream is None:
             return stop
         self._batch.touch(stream)
+        if vb_id != stream.vb_id:
+            raise mixed_up(stream, vb_id)
         if not stream.seqno < seqno <= stream.marker_end:
             raise misplaced(stream, seqno)
         change = Mutation(
@@ -325,6 +330,8 @@ class ConsumerCore:
         handler = _MESSAGES.get(frame.opcode)
         if handler is not None:
             self._batch.touch(stream)
+            if frame.vb_id != stream.vb_id:
+                raise mixed_up(stream, frame.vb_id)
             handler(self, stream, frame)
 
     # -- messages of a stream ------------------------------------------------------------------

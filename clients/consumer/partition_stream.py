@@ -8,7 +8,8 @@
              +------------> FAILED    refused for good
 
 Invariant: snap_start <= seqno <= snap_end. `marker_end` is 0 between snapshots. A marker without an
-item yet (`is_marker_new`) has not moved the position.
+item yet (`is_marker_new`) has not moved the position. The core has checked that items are inside
+the open snapshot, in order, and of this partition (`misplaced`, `mixed_up`).
 """
 
 from __future__ import annotations
@@ -221,6 +222,16 @@ def misplaced(stream: PartitionStream, seqno: int) -> StreamViolationError:
             f" {stream.marker_start} to {stream.marker_end}"
         )
     return StreamViolationError(what, vb_id=stream.vb_id)
+
+
+def mixed_up(stream: PartitionStream, vb_id: int) -> StreamViolationError:
+    """Return the error for a message that names another partition than its stream. Positions in
+    the middle of a batch go by what changes name.
+    """
+    return StreamViolationError(
+        f"a message of vbucket {vb_id} in the stream of this one, at seqno {stream.seqno}",
+        vb_id=stream.vb_id,
+    )
 
 
 def advance(

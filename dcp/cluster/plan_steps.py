@@ -12,7 +12,8 @@ Who calls it: `dcp.cluster.partition_choices`, for the coordinator; `plan_reques
 Invariants
 - a copy in sync is dropped only if as many as the chain has are in sync without it
 - the master is never dropped: it hands over first
-- a member is being filled with FILLING_MAX copies at most, and all with FILLING_IN_ALL_MAX
+- a member is being filled with FILLING_MAX copies at most, and all that run with
+  FILLING_IN_ALL_MAX
 - the same view gives the same result
 """
 
@@ -41,7 +42,7 @@ FILLING_MAX: Final = 128
 earlier; but each joins with a write to the metadata store, and one of 127 records takes as long as
 one of a single record. The rate of bytes is bounded elsewhere (`dcp.replication.fill_pace`)."""
 FILLING_IN_ALL_MAX: Final = 512
-"""Copies that all members fill at a time: what masters read beside their work."""
+"""Copies that all running members fill at a time: what masters read beside their work."""
 
 
 class Progress(NamedTuple):
@@ -74,6 +75,18 @@ def eligible_members(view: ClusterView) -> dict[str, str]:
     }
 
 
+def unseen_members(view: ClusterView) -> list[str]:
+    """Return the members that get no copy only because their process is not seen running: one that
+    has just joined, or is down, and holds nothing yet.
+    """
+    able = eligible_members(view)
+    return [
+        member
+        for member, stored in sorted(view.members.items())
+        if member not in able and not stored.content.is_drained and member not in view.alive
+    ]
+
+
 def growth(view: ClusterView) -> PlacementPlan | None:
     """Return the placement to be reached if partitions have fewer copies than there can be; None:
     all have enough.
@@ -96,7 +109,8 @@ def plan_changes(
     for stored in view.partitions.values():
         if stored.content.record.filling:
             filling.update(stored.content.record.filling)
-    in_all = filling.total()
+    # What a node that is down was filling costs nobody anything, and must not hold up the others.
+    in_all = sum(count for member, count in filling.items() if view.stays(member))
     able = {
         member
         for member in {member for chain in wanted.values() for member in chain}

@@ -35,7 +35,7 @@ from dcp.cluster.metastore import (
     if_absent,
     if_unchanged,
 )
-from dcp.cluster.plan_steps import eligible_members
+from dcp.cluster.plan_steps import eligible_members, unseen_members
 from dcp.cluster.request_answers import (
     Answer,
     Prepared,
@@ -76,7 +76,12 @@ def placed(
             f"{what} leaves no node that may have copies; add a node with `dcpctl cluster join`, "
             "or undrain one"
         )
-    notes = []
+    notes = [
+        f"{name_of(view, member)} gets no copy: it is a member and its process is not seen running."
+        " Start it or look at its log, and ask again when `dcpctl cluster status` shows it up"
+        for member in unseen_members(view)
+        if not (changed and member in changed)
+    ]
     if len(racks) < copies:
         notes.append(
             f"{copies} copies are wanted and {len(racks)} nodes may have one: each partition gets "

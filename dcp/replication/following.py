@@ -33,6 +33,7 @@ from dcp.replication.replica_link import LinkState, ReplicaLink, from_here
 from dcp.replication.shell_effects import Dial, ReplicationEffect
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.message import StreamRequest
+from failover.isr import has_sent
 from failover.promotion import kept_elsewhere_seqno, may_have_been_answered
 from failover.replication_record import ReplicationRecord
 from vbucket.engine.branch import BranchRefusedError
@@ -102,6 +103,9 @@ class Following:
         """Whether some partition may not be followed, because its master's link is closed."""
         self._hw: dict[int, int] = {}
         """The high watermarks that masters told, above those of here."""
+        self._senders: dict[int, tuple[int, str]] = {}
+        """The last epoch in which a partition's log was reconciled, and its master then: all of the
+        log was on that master's disk."""
         self._quarantine = Quarantine(engine, effects)
         self._damaged: dict[int, str] = {}
         """Partitions that could not be cut back, and what was said about it."""
@@ -254,6 +258,9 @@ class Following:
                 )  # fmt: skip
         except (StaleEpochError, FloorsRefusedError, ValueError) as error:
             raise ReplicationError(str(error)) from error
+        record = self._record_of(vb_id)
+        if record.master is not None and record.epoch == welcome.epoch:
+            self._senders[vb_id] = record.epoch, record.master
         # An earlier master's word about changes that are not here says nothing about this history:
         # a branch or an unclean election may have replaced them.
         self._cap_told(part, part.high_seqno)
@@ -390,6 +397,15 @@ class Following:
             raise ReplicationError(str(error)) from error
         self._note_told(section.vb_id, section.committed_seqno)
 
+    def apply_whole(
+        self, payload: bytes, highs: dict[int, int], epochs: dict[int, int], body_bytes_max: int
+    ) -> tuple[int, dict[int, int]] | None:
+        """See ReplicaSide."""
+        try:
+            return self._changes.apply_whole(payload, highs, epochs, body_bytes_max)
+        except StoreDamagedError as error:
+            raise ReplicationError(str(error)) from error
+
     def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
         """See ReplicaSide."""
         try:
@@ -438,6 +454,14 @@ class Following:
     def take_told_hw(self, vb_id: int) -> int:
         """Return the same and forget it: this node becomes the master."""
         return self._hw.pop(vb_id, 0)
+
+    def take_sender(self, vb_id: int, epoch: int) -> str | None:
+        """Return the master that sent this node a partition's log, and forget it: this node becomes
+        the master in an epoch. None: it did not follow the master of the epoch before, so the end
+        of its log may be on no other disk.
+        """
+        found_epoch, master = self._senders.pop(vb_id, (0, None))
+        return master if has_sent(found_epoch, epoch) else None
 
     def _note_told(self, vb_id: int, seqno: int) -> None:
         if seqno > self._hw.get(vb_id, 0):

@@ -47,7 +47,7 @@ from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
 from dcp.wire.status import Status
 from failover.fencing import is_same_copy, refusal
-from failover.isr import Lateness, serves_from_ns
+from failover.isr import Lateness, Sender, serves_from_ns
 from failover.promotion import first_step, is_branch_done
 from failover.replication_record import ReplicationRecord, finish_branch, start_branch
 from failover.rollback import Question, decide
@@ -119,12 +119,12 @@ class Leading:
 
     def begin(
         self, vb_id: int, record: ReplicationRecord, *,
-        confirmed_ns: int, told_seqno: int, now_ns: int,
+        confirmed_ns: int, told_seqno: int, sent_by: str | None, now_ns: int,
     ) -> None:  # fmt: skip
         """Become master in the record's epoch.
 
         `confirmed_ns` is when this process may last have confirmed another master, `told_seqno` the
-        high watermark that the former master told.
+        high watermark that the former master told, `sent_by` the master that sent all of the log.
         """
         self._now_ns = now_ns
         part = self._engine.partitions[vb_id]
@@ -150,6 +150,7 @@ class Leading:
                 confirmed_ns, was_handed_over=record.handover is not None or was_master
             ),
             known_seqno=max(told_seqno, first.committed_seqno),
+            sender=None if sent_by is None else Sender(sent_by, part.high_seqno),
             changed=partial(self._mastership_changed, vb_id),
         )  # fmt: skip
         part.guard = mastership

@@ -10,7 +10,8 @@ Who calls it: `dcp.replication.node_core`, which carries out what it decides.
 
 Invariants
 - the high watermark is the smallest synced seqno over the effective in-sync set, each acknowledged
-  in this epoch (`failover.isr.high_watermark`), and it never falls;
+  in this epoch (`failover.isr.high_watermark`), and it never falls. The former master counts as one
+  more copy of what it sent;
 - nothing is answered that claims to be current without the confirmation of the in-sync set;
 - what a member acknowledged counts for its present copy only: it may have emptied an earlier one;
 - one change of the record is under way at a time. `asked` is the in-sync set that it asks for, from
@@ -33,6 +34,7 @@ from failover.isr import (
     Acknowledgement,
     Candidate,
     Lateness,
+    Sender,
     confirmed_until_ns,
     effective_isr,
     high_watermark,
@@ -107,9 +109,12 @@ class Mastership:
         ready_group: int,
         serves_from_ns: int,
         known_seqno: int,
+        sender: Sender | None = None,
         changed: Callable[[], None] = _nothing_to_tell,
     ) -> None:
-        """`known_seqno`: everything up to there is known to be committed."""
+        """`known_seqno`: everything up to there is known to be committed. `sender`: the master from
+        which this node has its log, if this process knows it.
+        """
         self.part = part
         self._changed = changed
         self._record = record
@@ -120,6 +125,7 @@ class Mastership:
         """The commit group that begins this epoch here."""
         self.serves_from_ns = serves_from_ns
         self.known_seqno = min(known_seqno, part.high_seqno)
+        self._sender = sender
         self._is_ready = False
         self._asked: frozenset[str] | None = None
         self.is_writing = False
@@ -219,7 +225,7 @@ class Mastership:
         self.acknowledged(self._member, self.epoch, part.synced_seqno)
         known_seqno = max(part.committed_seqno, self.known_seqno)
         return high_watermark(
-            known_seqno, self.epoch, self.isr, self._acknowledged, self.min_in_sync
+            known_seqno, self.epoch, self.isr, self._acknowledged, self.min_in_sync, self._sender
         )
 
     def write_state(self, durability: Durability | None) -> WriteState:

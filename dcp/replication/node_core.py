@@ -208,7 +208,7 @@ class ReplicationCore:
             self._tell_loss(vb_id, record, told_seqno)
             self.leading.begin(
                 vb_id, record, confirmed_ns=confirmed_ns, told_seqno=told_seqno,
-                now_ns=self._now_ns,
+                sent_by=self.following.take_sender(vb_id, record.epoch), now_ns=self._now_ns,
             )  # fmt: skip
         else:
             self.leading.take_record(vb_id, record)

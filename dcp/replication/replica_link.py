@@ -36,6 +36,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple, Protocol
 
 from dcp.replication.messages import (
+    ENTRY_OVERHEAD_BYTES_MAX,
     MESSAGE_BYTES_MAX,
     TOLD_GROUPS_MAX,
     EntriesSection,
@@ -146,6 +147,14 @@ class ReplicaSide(Protocol):
 
     def applied(self, vb_ids: Iterable[int]) -> None:
         """All sections of a message are applied; these are their partitions."""
+
+    def apply_whole(
+        self, payload: bytes, highs: dict[int, int], epochs: dict[int, int], body_bytes_max: int
+    ) -> tuple[int, dict[int, int]] | None:
+        """Check and apply a whole group by the loop in C, and raise `highs`; return the commit
+        group that has it here, and partition -> end seqno. None: nothing was changed; check it
+        here. Raises ReplicationError.
+        """
 
     def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
         """Apply changes of a whole group that were checked, or none of them; return the commit
@@ -480,10 +489,25 @@ class ReplicaLink:
         if opened < self._newest_open:
             streams = self._streams
             highs = {vb: seqno for vb, seqno in highs.items() if streams[vb].opaque <= opened}
+        applied = self._side.apply_whole(
+            message.entries, highs, self._epochs, self._value_bytes_max + ENTRY_OVERHEAD_BYTES_MAX
+        )
+        group, ends = applied or self._apply_checked(message, highs)
+        if highs is not self._highs:
+            self._highs.update(ends)
+        self._groups[message.number] = _AppliedGroup(ends, opened, self._left)
+        if len(self._groups) > _REMEMBERED_GROUPS:
+            del self._groups[next(iter(self._groups))]
+        return group
+
+    def _apply_checked(
+        self, message: GroupMessage, highs: dict[int, int]
+    ) -> tuple[int, dict[int, int]]:
+        """Check a whole group, then apply it; return the same as `ReplicaSide.apply_whole`."""
 
         def check_absent(vb_id: int) -> None:
             stream = self._streams.get(vb_id)
-            is_for_it = stream is not None and stream.opaque <= opened
+            is_for_it = stream is not None and stream.opaque <= message.opened
             if is_for_it and stream is not None and stream.step is _FollowStep.OPEN:
                 raise ReplicationError(f"vb {vb_id}: a whole group inside of a snapshot")
 
@@ -493,13 +517,7 @@ class ReplicaLink:
             )
         except ReplicationError as error:
             raise ReplicationError(f"message {message.number}, {error}") from None
-        group = self._side.apply_group(changes) if changes else 0
-        if highs is not self._highs:
-            self._highs.update(ends)
-        self._groups[message.number] = _AppliedGroup(ends, opened, self._left)
-        if len(self._groups) > _REMEMBERED_GROUPS:
-            del self._groups[next(iter(self._groups))]
-        return group
+        return self._side.apply_group(changes) if changes else 0, ends
 
     def _take_committed(self, first: int, last: int) -> None:
         """The whole groups of the messages from the first to the last are committed."""

@@ -27,31 +27,20 @@ from dcp.wire.status import (
     WrongVbucketError,
 )
 from vbucket.engine.engine import ADD, FLAGS_AT, REPLACE, SET, Outcome
-from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.partition import VbState
 from vbucket.engine.read_modify_write import expiry_of
-from vbucket.model.entry import META, MUTATION_KEY_AT, OPCODE_AT
+from vbucket.model.entry import META, MUTATION_KEY_AT
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vbucket_of
 from vbucket.model.manifest import Collection, collection_of, decode_leb128
-from vbucket.store.environment import StoreDamagedError
 from vbucket.store.plain_value import shown
 
 Handler = Callable[[int, int, int, int, int, int, int, int, int], None]
 """opcode, key length, extras length, datatype, vbucket, opaque, CAS, body start, body end."""
 
-Run = Callable[[int, int], int]
-"""Takes the position of a request and the end of the buffer; returns the position of the first
-request that it did not handle."""
-
 STORE_EXTRAS: Final = Struct(">II")
 """Flags, expiry."""
 TOKEN_RESPONSE: Final = Struct(">BBHBBHIIQQQ")
 """A header and a mutation token."""
-SET_REQUEST: Final = Struct(">HHHHIIQII")
-"""All of a SET before its key: magic and opcode, key length, extras length and datatype, vbucket,
-body length, opaque, CAS; flags, expiry."""
-SET_RESPONSE: Final = Struct(">12sIQQQ")
-"""A header up to the opaque, opaque, CAS, and a mutation token."""
 GET_RESPONSE: Final = Struct(">BBHBBHIIQ4s")
 """A header and four bytes of flags."""
 
@@ -73,48 +62,18 @@ _STORE_FORMS: Final = {
     Opcode.REPLACE: REPLACE,
     Opcode.REPLACEQ: REPLACE,
 }
-_PYTHON_RUN_MAX: Final = 64
-"""SETs that Python handles where the loop in C, again and again, meets one that it cannot."""
-_C_RUN_MIN: Final = 8  # SETs after which such a one is rare
 _COME_BACK: Final = "the partition takes no writes now; try again soon"
-_SET_FORM: Final = 0x80 << 8 | Opcode.SET
-_SET_EXTRAS: Final = STORE_EXTRAS.size << 8
-_SET_ANSWER: Final = HEADER.pack(0x81, Opcode.SET, 0, 16, 0, 0, 16, 0, 0)[:12]
 _GET: Final = int(Opcode.GET)
 _QUIET_READS: Final = frozenset({Opcode.GETQ, Opcode.GETKQ})
 _GATQ: Final = int(Opcode.GATQ)
 _QUIET_CHANGES: Final = frozenset(map(int, QUIET_FORMS)) - _QUIET_READS - {_GATQ}
 _READS_WITH_KEY: Final = frozenset({Opcode.GETK, Opcode.GETKQ})
 
-_GET_REQUEST: Final = Struct(">IHHI4s")
-"""Magic, opcode and key length; extras length and datatype; vbucket; body length; opaque."""
-_GET_MARK: Final = 0x8000_0000
-"""Magic and opcode of a GET, at their place in the first field."""
-_DOCUMENT: Final = Struct(">17xB10xQ16x4sI")
-"""Datatype, CAS, flags, expiry of a mutation's entry."""
-_GET_ANSWER: Final = Struct(">III4sQ4s")
-"""A header and four bytes of flags, as GET_RESPONSE, with the header's first fields in two."""
-_GET_ANSWER_MARK: Final = 0x8100_0000
-_GET_EXTRAS_MARKS: Final = tuple(
-    tuple(
-        0 if datatype & ~(known | DATATYPE_JSON) else 0x0400_0000 | (datatype & known) << 16
-        for datatype in range(8)
-    )
-    for known in range(8)
-)
-"""By the datatypes that a client knows, and that of the document: the second field, which has the
-length of the extras and the datatype. 0: the value must be inflated first, or has XATTRs."""
-
 _unpack_store: Final = STORE_EXTRAS.unpack_from
 _pack_header: Final = HEADER.pack
-_unpack_set: Final = SET_REQUEST.unpack_from
-_pack_set_answer: Final = SET_RESPONSE.pack
 _pack_token: Final = TOKEN_RESPONSE.pack
 _pack_get: Final = GET_RESPONSE.pack
 _unpack_meta: Final = META.unpack_from
-_unpack_get: Final = _GET_REQUEST.unpack_from
-_unpack_document: Final = _DOCUMENT.unpack_from
-_pack_get_answer: Final = _GET_ANSWER.pack
 
 
 def absolute_expiry(expiry: int, now_s: int) -> int:
@@ -129,9 +88,6 @@ class DocumentCommands:
         self._state = state
         self._engine = state.engine
         self._num_vbuckets = state.engine.num_vbuckets
-        self._python_run = 1
-        self._reading_runs: dict[int, Run] = {_GET: self.get_run}
-        self._runs: dict[int, Run] = {_GET: self.get_run, int(Opcode.SET): self.store_run}
         self.now_s = 0
         """Time of the batch, Unix seconds; relative expiries count from it."""
 
@@ -238,78 +194,6 @@ class DocumentCommands:
             state.send(answer + value)
         else:
             state.answers.append(answer)
-
-    def runs(self) -> dict[int, Run]:
-        """Return opcode -> a function that handles plain requests of this opcode which come
-        together. Which opcodes have one depends on what the client negotiated.
-        """
-        state = self._state
-        if not state.has_collections or self._engine.locks.held:
-            return {}  # a run does not look for locks
-        return self._runs if state.has_mutation_tokens else self._reading_runs
-
-    def add_runs(self, reading: dict[int, Run], changing: dict[int, Run]) -> None:
-        """Add runs of other opcodes; answers of changes carry mutation tokens."""
-        self._reading_runs |= reading
-        self._runs |= reading | changing
-
-    def store_run(self, position: int, end: int) -> int:
-        """Handle plain SETs: no CAS, no expiry, default collection. Return where others begin."""
-        state, engine = self._state, self._engine
-        keyspace, answers = engine.keyspace, state.answers
-        first_answer, run = len(answers), engine.set_run
-        if run is None:
-            after = self._store_run(position, end)
-        else:
-            planned = run.planned
-            after = run.apply(
-                state.buffer, position, end, answers, keyspace.pending, keyspace.touched,
-                keyspace.group, engine.now_ns, state.has_json, state.limits.value_bytes_max,
-            )  # fmt: skip
-            if len(answers) >= first_answer + _C_RUN_MIN:
-                self._python_run = 1
-            elif after == position and run.planned > planned:  # it replaces XATTRs, most likely
-                after = self._store_run(position, end, self._python_run)
-                self._python_run = min(2 * self._python_run, _PYTHON_RUN_MAX)
-        if after > position:
-            state.wait_group = keyspace.group
-            if state.marks is not None:
-                state.mark_run(Opcode.SET, first_answer)
-        return after
-
-    def _store_run(self, position: int, end: int, count_max: int = 0) -> int:
-        """Do what `SetRun.apply` does in C: apply the plain SETs, and answer them. 0: all."""
-        state, engine = self._state, self._engine
-        buffer, answers, partitions = state.buffer, state.answers, engine.partitions
-        has_json, value_bytes_max = state.has_json, state.limits.value_bytes_max
-        num_vbuckets, head_bytes = self._num_vbuckets, SET_REQUEST.size
-        for _ in range(count_max or end):
-            if end - position < head_bytes:
-                break
-            form, key_len, extras, vb_id, body_len, opaque, cas, flags, expiry = _unpack_set(
-                buffer, position
-            )
-            body_end = position + HEADER_BYTES + body_len
-            if form != _SET_FORM or extras & ~DATATYPE_JSON != _SET_EXTRAS or body_end > end:
-                break
-            body = buffer[position + head_bytes : body_end]
-            key = body[:key_len]
-            if not 1 < key_len <= MAX_KEY_BYTES + 1 or len(key) != key_len or key[0]:
-                break
-            if cas or expiry or vb_id >= num_vbuckets or len(body) - key_len > value_bytes_max:
-                break
-            part = partitions[vb_id]
-            if part.state != 1 or part.is_backed_up:
-                break
-            try:
-                new_cas = engine.put(part, key, body, flags, 0, extras & has_json)
-            except (StoreDamagedError, RefusedError):
-                break
-            answers.append(
-                _pack_set_answer(_SET_ANSWER, opaque, new_cas, part.vb_uuid, part.high_seqno)
-            )
-            position = body_end
-        return position
 
     def store_preserving_expiry(self, request: Frame) -> None:
         """Store, and keep the expiry of an existing document (frame info 5)."""
@@ -447,72 +331,6 @@ class DocumentCommands:
         if state.unread_bytes > ANSWER_BYTES_MAX:
             state.is_full = True
 
-    def get_run(self, position: int, end: int) -> int:
-        """Answer the plain GETs from `position` on in one loop, without a call for each: no extras,
-        default collection, active partition. Return the position of the first other request.
-
-        `end` is the end of the buffer. It is for clients that may read everything and negotiated
-        collections.
-        """
-        state, engine = self._state, self._engine
-        buffer, answer = state.buffer, state.answers.append
-        partitions, num_vbuckets = engine.partitions, self._num_vbuckets
-        marks = _GET_EXTRAS_MARKS[state.datatypes]
-        committed_group = engine.commits.committed_group
-        unread_bytes, hits, answered = state.unread_bytes, 0, len(state.answers)
-        while position + HEADER_BYTES < end and not state.is_full:
-            head, others, vb_id, body_len, opaque = _unpack_get(buffer, position)
-            key_at = position + HEADER_BYTES
-            after = key_at + body_len
-            if (
-                head - _GET_MARK != body_len or others or after > end or vb_id >= num_vbuckets
-                or not 1 < body_len <= MAX_KEY_BYTES + 1 or buffer[key_at]
-            ):  # fmt: skip
-                break
-            part = partitions[vb_id]
-            if part.state != 1:
-                break
-            key = buffer[key_at:after]
-            entry: bytes | None = part.newest.get(key)
-            if entry is None and part.frozen is None:
-                entry = part.recent.get(key)
-                if entry is not None:
-                    hits += 1
-            try:
-                if not entry or entry[OPCODE_AT] != MUTATION:
-                    entry = engine.document_entry(part, key) if entry is None else None
-                if entry is not None:
-                    datatype, cas, flags, expiry = _unpack_document(entry)
-                    if expiry and expiry <= self.now_s and engine.expire_if_due(part, key):
-                        entry = None
-            except StoreDamagedError:
-                engine.item_cache.misses -= 1  # `get` asks again, and counts it
-                break
-            if part.last_group > committed_group:
-                state.observes_version(part, key)
-                state.mark_read(_GET, int.from_bytes(opaque, "big"))
-            position = after
-            if entry is None:
-                answer(_pack_miss(_GET, int.from_bytes(opaque, "big")))
-                continue
-            value = entry[MUTATION_KEY_AT + body_len :]
-            mark = marks[datatype]
-            if not mark:
-                datatype, value = shown(datatype, value, state.datatypes)
-                mark = marks[datatype]
-            value_bytes = len(value)
-            answer(
-                _pack_get_answer(_GET_ANSWER_MARK, mark, 4 + value_bytes, opaque, cas, flags)
-                + value
-            )
-            unread_bytes += value_bytes
-            if unread_bytes > ANSWER_BYTES_MAX:
-                state.is_full = True
-        state.unread_bytes = unread_bytes
-        engine.item_cache.hits += hits
-        engine.gets += len(state.answers) - answered
-        return position
-
     def absolute_expiry(self, key: bytes, expiry: int) -> int:
         """Return an expiry of the wire as Unix time, within what the key's collection allows."""
         expiry = absolute_expiry(expiry, self.now_s)
@@ -596,5 +414,4 @@ def _long_key(key_len: int) -> RefusedError:
     return RefusedError(Status.EINVAL, f"the key has {key_len} bytes; {limit}")
 
 
-assert TOKEN_RESPONSE.size == SET_RESPONSE.size == HEADER_BYTES + 16
-assert SET_REQUEST.size == HEADER_BYTES + STORE_EXTRAS.size
+assert TOKEN_RESPONSE.size == HEADER_BYTES + 16

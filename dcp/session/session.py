@@ -26,7 +26,8 @@ from typing import Final
 from dcp.session.auth import AuthStep
 from dcp.session.collections import CollectionCommands
 from dcp.session.document_reads import DocumentReadCommands
-from dcp.session.documents import DocumentCommands, Run
+from dcp.session.document_runs import DocumentRuns, Run
+from dcp.session.documents import DocumentCommands
 from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
 from dcp.session.oversized import SKIPPED_BYTES_MAX, remove_old, too_big
@@ -99,7 +100,8 @@ class Session:
     def __init__(self, state: SessionState) -> None:
         self.state = state
         self._documents = DocumentCommands(state)
-        self._subdoc = SubdocCommands(state, self._documents)
+        self._runs = DocumentRuns(state)
+        self._subdoc = SubdocCommands(state, self._documents, self._runs)
         self._hot = (
             self._documents.handlers()
             | WithMetaCommands(state, self._documents).handlers()
@@ -204,9 +206,9 @@ class Session:
         end = len(buffer)
         position = missing_bytes = 0
         body_bytes_max = self._body_bytes_max
-        documents = self._documents
+        all_runs = self._runs
         hot = self._document_handlers()
-        runs = documents.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
+        runs = all_runs.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
         while end - position >= HEADER_BYTES and not (state.is_full or state.is_closing):
             magic, opcode, key_len, extras_len, datatype, vb_id, body_len, opaque, cas = (
                 _unpack_header(buffer, position)
@@ -233,7 +235,7 @@ class Session:
                 break
             position = after
             hot = self._document_handlers()
-            runs = documents.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
+            runs = all_runs.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
         self._keep_rest(buffer, position, missing_bytes)
         self._is_entered = False
 

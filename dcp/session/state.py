@@ -41,7 +41,7 @@ CONTEXT_CHARS_MAX: Final = 300
 """Longest text in an error response and its log line, because it may quote what a client sent."""
 
 FLUSH_PAUSE_NS: Final = 250_000_000
-"""How long a flush waits before it checks again whether writes are taken."""
+"""How long a flush waits before it checks again whether writes are taken, or loads are done."""
 
 _PARTLY_FLUSHED: Final = "some documents were deleted before; flush again to delete the rest"
 
@@ -422,6 +422,8 @@ class SessionState:
             self.flush = None
             raise RefusedError(error.status, f"{error}; {_PARTLY_FLUSHED}") from error
         if not is_done:
+            if flush.is_waiting:
+                self.held_until_ns = now_ns + FLUSH_PAUSE_NS
             self.is_full = True
             return False
         self.flush = None

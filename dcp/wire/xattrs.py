@@ -16,10 +16,9 @@ sound ones.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from struct import Struct
-from typing import Final
-
-import msgspec
+from typing import Any, Final
 
 from dcp.wire.frame import RemoteProtocolError
 
@@ -36,7 +35,6 @@ _unpack_length: Final = _LENGTH.unpack_from
 _pack_length: Final = _LENGTH.pack
 _RESERVED: Final = frozenset(b"!\"#$%&'()*+,-./:;<=>?@[\\]^`{|}~") | frozenset(range(32)) | {127}
 """Bytes that no name begins with: punctuation but "_", and control characters."""
-_is_json: Final = msgspec.json.Decoder(msgspec.Raw).decode
 
 
 def body_at(value: bytes) -> int:
@@ -136,11 +134,26 @@ def problem_of(value: bytes) -> str:
         name, _, text = value[at + _LENGTH_BYTES : stop - 1].partition(b"\0")
         if not is_name(name) or name in names:
             return f"no XATTR has the name {name!r}, or it stands there twice"
-        try:
-            _is_json(text)
-            text.decode()
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        if not _is_json(text):
             return f"the XATTR {name!r} is not JSON"
         names.add(name)
         at = stop
     return ""
+
+
+@cache
+def _json_decoder() -> tuple[Any, type[Exception]]:
+    # A third of the time in which the store process starts would go into this import.
+    import msgspec
+
+    return msgspec.json.Decoder(msgspec.Raw), msgspec.DecodeError
+
+
+def _is_json(text: bytes) -> bool:
+    decoder, error = _json_decoder()
+    try:
+        decoder.decode(text)
+        text.decode()
+    except (error, UnicodeDecodeError, RecursionError):
+        return False
+    return True

@@ -43,9 +43,10 @@ def mutation(vb_id, opaque, seqno, size=10):
 class Server:
     """Answers what the intake asks, as a test says."""
 
-    def __init__(self, highs, history=False, version_lists=True):
-        self.intake = Intake(b"test", history=history)
-        self.feeds = {vb_id: Feed(vb_id, 1, [], []) for vb_id in highs}
+    def __init__(self, highs, history=False, version_lists=True, *, also=(), **options):
+        self.intake = Intake(b"test", history=history, **options)
+        self.feeds = {vb_id: Feed(vb_id, 1, [], []) for vb_id in (*highs, *also)}
+        self.questions = []
         for feed in self.feeds.values():
             self.intake.add(feed)
         self.highs = highs
@@ -61,6 +62,7 @@ class Server:
             if not frame.is_request:  # the answer to our NOOP
                 continue
             if frame.opcode == Opcode.GET_ALL_VB_SEQNOS:
+                self.questions.append(frame.extras)
                 value = b"".join(VB_SEQNO.pack(*item) for item in self.highs.items())
                 reply += pack_response(frame.opcode, opaque=frame.opaque, value=value)
             elif frame.opcode == Opcode.DCP_STREAM_REQ:
@@ -326,3 +328,14 @@ def test_a_rollback_leaves_nothing_that_the_servers_failover_log_does_not_have()
     server.reply(3, Status.ROLLBACK, U64.pack(3) + branched)
     assert parse_stream_request(server.requests[-1].extras).start_seqno == 2
     assert server.feeds[3].rollbacks == [(4, 2)]
+
+
+@pytest.mark.parametrize(("is_one_node", "states"), [(False, bytes((0, 0, 0, 1))), (True, b"")])
+def test_a_node_is_asked_once_for_what_the_map_gives_it(is_one_node, states):
+    """Of several nodes only for active partitions, and one that is not there has moved; a node
+    alone for all, because nobody else has its replicas.
+    """
+    server = Server({3: 5}, also=[4], takes_replicas=is_one_node)
+    assert server.questions == [states]
+    assert [frame.vb_id for frame in server.requests] == [3]
+    assert server.intake.gone == [server.feeds[4]]

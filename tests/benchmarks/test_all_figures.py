@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 from benchmarks import all as all_figures
 from benchmarks.generator import Timeline
+from benchmarks.run import about, form_told
 from benchmarks.timeline import Lines, Sample, draw, grouped, since_measuring
+from dcp.compiled import form_text
 
 PNG_MAGIC = b"\x89PNG\r\n"
 
@@ -30,6 +33,7 @@ def test_one_command_writes_a_page_with_the_figures_and_the_noise(tmp_path: Path
     assert "## Processor time of the core" in page
     assert "| set_new | " in page
     assert "a spread of" in page
+    assert f"dcpd ran {form_text()}" in page
     assert page.strip() == done.stdout.strip()
 
 
@@ -48,6 +52,17 @@ def test_every_part_takes_its_arguments(module: str) -> None:
     parts = [part for part in all_figures.PARTS.values() if part.module == module]
     words = {word for part in parts for word in f"{part.quick} {part.full}".split()}
     assert all(word in done.stdout for word in words if word.startswith("--"))
+
+
+@pytest.mark.parametrize("form", ["compiled", "plain Python, loops in C"])
+def test_figures_say_in_which_form_dcpd_ran(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what to do for those that a user gets, who installs the default form."""
+    monkeypatch.setattr("benchmarks.run.form_text", lambda: form)
+    rest = "" if form == "compiled" else "; the default installation is compiled"
+    assert form_told().startswith(form + rest)
+    assert ("scripts/install bench" in form_told()) == bool(rest)
+    options = argparse.Namespace(runs=1, seconds=1.0, keys=10, peers=["dcpd"])
+    assert about(options)["form of dcpd"] == form_told()
 
 
 def test_documents_of_numbers_become_tables() -> None:

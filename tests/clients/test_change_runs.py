@@ -258,7 +258,6 @@ class Side:
         self.told: list[Any] = []
         self.positions = self.core.positions()
         self.is_filtered = bool(options.keys() & {"key_prefixes", "hidden", "older_than"})
-        self.is_damaged = False
         self.acknowledged = 0
 
     @property
@@ -272,7 +271,7 @@ class Side:
         batch = self.core.receive(data, 0)
         before = dict(self.positions)
         self.positions.update(batch.positions)
-        if not self.is_filtered and not self.is_damaged:  # a change may name another partition
+        if not self.is_filtered:
             advance(before, batch.items, batch.markers, batch.collections, batch.filter)
             assert before == self.positions, "positions in the middle of a batch"
         self.told += batch.events
@@ -362,7 +361,6 @@ def test_late_decoding_tells_the_same_as_one_frame_after_the_other(loops, talk, 
         single = Side(**options)
         data = bytes_of(parts, damage, late.opaques)
         assert late.opaques == single.opaques
-        late.is_damaged = single.is_damaged = damage is not None
         rng = random.Random(seed)
         at = 0
         while at < len(data):

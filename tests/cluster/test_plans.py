@@ -8,6 +8,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from dcp.cluster import plan_steps
 from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import (
     ClusterRecord,
@@ -314,6 +315,28 @@ def test_a_node_that_is_down_holds_up_only_the_partitions_that_it_gets() -> None
     cluster.until_done()
     assert even(cluster.copies(), "abcde", 3 * PARTITIONS)
     cluster.check_history(2)
+
+
+def test_a_node_that_dies_while_it_is_filled_holds_up_no_other_move_and_no_cancellation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan_steps, "FILLING_MAX", 3)
+    monkeypatch.setattr(plan_steps, "FILLING_IN_ALL_MAX", 5)
+    cluster = Cluster("abcde", "abc", cut="ad")
+    cluster.cuts.update({frozenset("bd"), frozenset("cd")})  # d is filled by nobody
+    moves = cluster.ask(rebalance(cluster.view, cluster.stamp())).moves
+    cluster.run_until(lambda: sum("d" in each.filling for each in cluster.records().values()) == 3)
+    cluster.nodes["d"].kill()
+    cluster.run(20)
+    told = progress_of(cluster.view)
+    assert told is not None
+    waiting = sum("d" in each.wanted for each in moves)
+    assert (told.done, told.waits_for) == (len(moves) - waiting, {"d": waiting})
+    assert all("e" in cluster.record(move.vb_id).isr for move in moves if "e" in move.wanted)
+    cluster.ask(cancel(cluster.view, cluster.stamp()))
+    cluster.until_done()
+    assert not any("d" in record.copies for record in cluster.records().values())
+    cluster.check_history(3)
 
 
 @pytest.mark.parametrize("after_s", [0.1, 0.3, 0.5, 1.0])

@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from clients.errors import DcpdError
 from dcp.cluster.metastore import OutcomeUnknown, StoreRequest, Txn, if_created_at
+from dcp.server.cluster import cluster_changes
 from dcp.server.cluster.replicated_node import MembershipOverError
 from support.cluster_here import ClusterHere
 from support.ctl import Ran, ctl
@@ -372,6 +373,28 @@ async def test_a_second_request_is_refused_while_a_plan_is_under_way(tmp_path: P
         assert "cancel rebalance" in await done(cluster, "rebalance", "--cancel", "--yes")
         assert "nothing to cancel" in await _when_over(cluster)
         assert set(map(tuple, records(cluster).values())) == {("n1",)}
+
+
+async def test_a_rebalance_waits_for_a_node_that_has_just_joined_and_names_one_that_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        await cluster.become_member("n1", copies=1)
+        await cluster.start("n2")
+        await cluster.joins("n2")
+        replicated = cluster.nodes["n1"].replicated
+        assert replicated is not None
+        view = replicated.session.view
+        await until_so(lambda: len(view.members) == 2)
+        monkeypatch.setattr(cluster_changes, "JOINED_S", 0.0)
+        told = await done(cluster, "rebalance", "--dry-run")
+        assert "rebalance: there is nothing to do" in told
+        assert "n2 gets no copy: it is a member and its process is not seen running" in told
+        monkeypatch.setattr(cluster_changes, "JOINED_S", 60.0)
+        asked = asyncio.create_task(done(cluster, "rebalance", "--dry-run"))
+        await cluster.become_member("n2")
+        assert "n2\t0 -> 512\t0 -> 512" in await asked
 
 
 async def _when_over(cluster: ClusterHere) -> str:

@@ -297,9 +297,6 @@ async def test_collections_are_those_of_the_whole_cluster(tmp_path: Path) -> Non
                 await orders.set_many({b"k%d" % number: b"v" for number in range(50)})
                 assert len(await orders.get_many([b"k%d" % number for number in range(50)])) == 50
             await until_so(lambda: len(cluster.active("n2")) > 500)
-            # n2 alone is too few to commit what it has not been told to be committed.
-            parts = cluster.nodes["n2"].engine.partitions
-            await until_so(lambda: all(p.committed_seqno == p.high_seqno for p in parts))
             await cluster.kill("n1")
         async with cluster.client("n2") as kv:
             await until_so(lambda: len(cluster.active("n2")) == 1024)

@@ -15,9 +15,11 @@ from failover.isr import (
     Candidate,
     Lateness,
     LeaveReason,
+    Sender,
     acknowledgeable_seqno,
     confirmed_until_ns,
     effective_isr,
+    has_sent,
     high_watermark,
     may_answer_reads,
     may_be_deposed,
@@ -59,6 +61,29 @@ def acks(**seqnos: int) -> dict[str, Acknowledgement]:
 )
 def test_the_high_watermark(why, hw, isr, given, wanted, expected):
     assert high_watermark(hw, EPOCH, isr, given, wanted) == expected, why
+
+
+@pytest.mark.parametrize(
+    ("why", "isr", "given", "wanted", "sender", "expected"),
+    [
+        ("the sender had it, too", "a", acks(a=9), 2, Sender("b", 7), 7),
+        ("only what is on disk here", "a", acks(a=5), 2, Sender("b", 7), 5),
+        ("one more is not enough", "a", acks(a=9), 3, Sender("b", 7), 4),
+        ("with another member", "ac", acks(a=9, c=8), 3, Sender("b", 7), 7),
+        ("one that is in the ISR counts once", "ab", acks(a=9, b=9), 3, Sender("b", 7), 4),
+        ("it never falls", "a", acks(a=9), 2, Sender("b", 3), 4),
+        ("enough without it", "ac", acks(a=9, c=8), 2, Sender("b", 7), 8),
+        ("a member that has said nothing", "ac", acks(a=9), 3, Sender("b", 7), 4),
+    ],
+)
+def test_the_sender_of_a_log_counts_as_one_more_copy(why, isr, given, wanted, sender, expected):
+    assert high_watermark(4, EPOCH, isr, given, wanted, sender) == expected, why
+
+
+def test_a_master_has_sent_a_log_only_if_no_other_epoch_is_between():
+    assert has_sent(3, 4)
+    assert not has_sent(3, 5)
+    assert not has_sent(0, 4)
 
 
 @given(

@@ -16,10 +16,11 @@ from soak import check
 
 ROOT = Path(__file__).parents[2]
 LOST = "a committed record is lost"
+ON_FEW_DISKS = "a record is committed on too few disks"
 DIFFER = "two replicas differ within version"
 
 FOUND = {
-    "cut-to-hw": (LOST, "cuts its log back to 0"),
+    "cut-to-hw": (ON_FEW_DISKS, "cuts its log back to 0"),
     "kip-101": (DIFFER, "reconciles with"),
     "kip-279": (DIFFER, "receives seqno 1"),
     "early-join": (LOST, "asks the store for an in-sync set with"),
@@ -30,6 +31,7 @@ FOUND = {
     "early-shrink": (LOST, "asks the store for an in-sync set without"),
     "late-expand": (LOST, "asks the store for an in-sync set with "),
     "send-early": (DIFFER, "power cut of"),
+    "old-sender": (ON_FEW_DISKS, "cuts its log back to 0"),
     "old-copy": (LOST, "empties it"),
 }
 

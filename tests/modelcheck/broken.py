@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from failover import isr, promotion
 from failover.history import FailoverLog
-from failover.isr import Acknowledgement, Candidate
+from failover.isr import Acknowledgement, Candidate, Sender
 from failover.promotion import FirstStep
 from failover.replication_record import ReplicationRecord
 
@@ -62,13 +62,14 @@ def any_epoch(own_epoch: int, other_epoch: int) -> bool:
 def hw_of_any_epoch(
     hw_seqno: int,
     epoch: int,
-    members: Iterable[str],
+    members: Collection[str],
     acknowledged: Mapping[str, Acknowledgement],
     min_in_sync: int,
+    sender: Sender | None,
 ) -> int:
     """An acknowledgement counts under whichever epoch it was given."""
     given = {member: ack._replace(epoch=epoch) for member, ack in acknowledged.items()}
-    return isr.high_watermark(hw_seqno, epoch, members, given, min_in_sync)
+    return isr.high_watermark(hw_seqno, epoch, members, given, min_in_sync, sender)
 
 
 def join_at_hw(candidate: Candidate, epoch: int, hw_seqno: int, epoch_start_seqno: int) -> bool:
@@ -179,6 +180,11 @@ BROKEN = {
         replace(RIGHT, sendable_seqno=received, is_master=same_after_restart),
         Bounds(3, 2, 2, 1),
         "a master sends what it has not synced, and goes on as master after a restart",
+    ),
+    "old-sender": BrokenRule(
+        replace(RIGHT, has_sent=lambda reconciled_epoch, epoch: True),
+        Bounds(3, 1, 3, 0),
+        "the sender of a log counts as a copy although there was another master since",
     ),
     "old-copy": BrokenRule(
         replace(RIGHT, is_same_copy=lambda number, other: True),

@@ -18,7 +18,7 @@ from failover import promotion
 from failover import replication_record as records
 from failover.election import SuspectReport
 from failover.history import FailoverLog
-from failover.isr import Acknowledgement, Candidate
+from failover.isr import Acknowledgement, Candidate, Sender
 from failover.replication_record import (
     BranchUnderWay,
     HandedOver,
@@ -79,9 +79,10 @@ class Model:
         record = records.create(self.members)
         versions = FailoverLog.create(1, 1)
         nobody = (None,) * len(self.members)
-        lead = Lead(nobody, record.isr, None, 0, self.numbers(record))
+        lead = Lead(nobody, record.isr, None, 0, None, self.numbers(record))
         empty = Replica((), 0, versions, 1, 0, is_reconciled=True, lead=None)
-        master, other = (self.replicas.number(each) for each in (empty._replace(lead=lead), empty))
+        both = (empty._replace(lead=lead), empty._replace(sender=(0, 1)))
+        master, other = map(self.replicas.number, both)
         others = (other,) * (len(self.members) - 1)
         nothing = self.committed.number(())
         return self.canonical((self.stores.number(Store(record)), master, *others, nothing, 0, 0))
@@ -106,6 +107,7 @@ class Model:
             for step, new, told in self._find_alone(each, i) if alone is None else alone:
                 rest = (committed, writes, cuts)
                 if told is not None:
+                    self._check_disks(record, each, now, told, step)
                     rest = (self._grow(record, each, committed, told, step), writes, cuts)
                 yield step, self._with(record, now, i, new, rest, step)
             if is_write_left and each in masters:
@@ -232,7 +234,10 @@ class Model:
         own = self.rules.acknowledgeable_seqno(replica.synced, len(replica.log))
         given[NAMES[i]] = Acknowledgement(replica.epoch, own)
         members = self.rules.effective_isr(lead.confirmed, lead.asked)
-        hw = self.rules.high_watermark(replica.hw, replica.epoch, members, given, self.min_in_sync)
+        sender = None if lead.sender is None else Sender(NAMES[lead.sender[0]], lead.sender[1])
+        hw = self.rules.high_watermark(
+            replica.hw, replica.epoch, members, given, self.min_in_sync, sender
+        )
         if hw > replica.hw:
             new = replica._replace(hw=replica.hw + 1)
             told = self.committed.number(replica.log[: replica.hw + 1])
@@ -296,6 +301,8 @@ class Model:
             new = emptied(new)
         if not self.rules.is_master(record, NAMES[i], replica.epoch):
             step = Step(f"{{0}} learns of epoch {record.epoch}", i)
+            if new.sender is not None and not self.rules.has_sent(new.sender[1], new.epoch + 1):
+                new = new._replace(sender=None)
             yield step, store_number, self.replicas.number(new), None
             return
         end = len(replica.log)
@@ -309,10 +316,14 @@ class Model:
             versions = versions.branch(record.epoch, start, record.epoch)
         # A master that is elected again may still have what was acknowledged to it before.
         acks = replica.lead.acknowledged if replica.lead else (None,) * len(self.members)
-        lead = Lead(acks, record.isr, None, end, self.numbers(record))
+        sender = None
+        if new.sender is not None and self.rules.has_sent(new.sender[1], new.epoch):
+            sender = (new.sender[0], end)
+        lead = Lead(acks, record.isr, None, end, sender, self.numbers(record))
         new = new._replace(
-            log=replica.log[:end], synced=end, versions=versions, is_reconciled=True, lead=lead
-        )
+            log=replica.log[:end], synced=end, versions=versions, is_reconciled=True, lead=lead,
+            sender=None,
+        )  # fmt: skip
         kept = "in the version handed over" if start is None else f"with a version from {start}"
         is_newest = record == self.stores.values[store_number].record
         for hw in sorted({committed, end}):
@@ -449,7 +460,8 @@ class Model:
     ) -> tuple:
         back = self.rules.truncation(replica.history, master.history)
         if back is None:
-            new = replica._replace(versions=master.versions, is_reconciled=True)
+            sender = (i, master.epoch)
+            new = replica._replace(versions=master.versions, is_reconciled=True, sender=sender)
             return Step("{1} reconciles with {0}", i, j), master_number, self.replicas.number(new)
         kept = tuple(each for each in replica.versions.entries if each.seqno <= back)
         new = replica._replace(
@@ -487,7 +499,7 @@ class Model:
         was_master = replica.lead is not None and replica.epoch == record.epoch
         if was_master and self.rules.is_master(record, NAMES[i], record.epoch):
             nobody = (None,) * len(self.members)
-            lead = Lead(nobody, record.isr, None, replica.synced, self.numbers(record))
+            lead = Lead(nobody, record.isr, None, replica.synced, None, self.numbers(record))
         outcomes = []
         for kept in range(len(replica.log), replica.synced - 1, -1):
             new = Replica(
@@ -530,6 +542,25 @@ class Model:
                 self._check_undone(store, new, step)
             self._grown[key] = grown
         return self._grown[key]
+
+    def _check_disks(
+        self, store_number: int, number: int, now: list[int], told: int, step: Step
+    ) -> None:
+        """What commits because its sender had it is on the disks of min in-sync members. A copy may
+        have been dropped since, or a branch may have undone it.
+        """
+        master, undone = self.replicas.values[number], self.stores.values[store_number].undone
+        assert master.lead is not None
+        is_undone = undone is not None and master.epoch < undone[0]
+        if master.lead.sender is None or self.bounds.moves or is_undone:
+            return
+        log = self.committed.values[told]
+        disks = sum(
+            replica.log[: min(replica.synced, len(log))] == log
+            for replica in (self.replicas.values[each] for each in now)
+        )
+        if disks < self.min_in_sync:
+            raise ViolationError(f"a record is committed on too few disks: {disks}", step)
 
     def _check_undone(self, store: Store, log: tuple[Entry, ...], step: Step) -> None:
         if store.undone is not None:

@@ -61,8 +61,10 @@ class Renaming:
             asked = -1 if lead.asked is None else len(lead.asked)
             acks = sorted((-1, -1) if each is None else each for each in lead.acknowledged)
             copies = sorted(-1 if each is None else each for each in lead.numbers)
-            seen = (tuple(acks), len(lead.confirmed), asked, lead.epoch_start, tuple(copies))
-        self._look[number] = self.looks.number((*replica._replace(lead=None), seen))
+            sent = -1 if lead.sender is None else lead.sender[1]
+            seen = (tuple(acks), len(lead.confirmed), asked, lead.epoch_start, sent, tuple(copies))
+        nameless = replica._replace(lead=None, sender=replica.sender and (0, replica.sender[1]))
+        self._look[number] = self.looks.number((*nameless, seen))
         return self._look[number]
 
     def _find_seats(self, number: int) -> tuple[int, ...]:
@@ -103,17 +105,24 @@ class Renaming:
 
     def _replica(self, number: int, place: int) -> int:
         replica = self._known_replicas.values[number]
-        if replica.lead is None:
+        if replica.lead is None and replica.sender is None:
             return number
         key = (number, place)
         if key not in self._replicas:
-            lead, names = replica.lead, self._names(place)
-            asked = lead.asked
+            lead, names, order = replica.lead, self._names(place), self._orders[place]
+            renamed = replica
+            if replica.sender is not None:
+                by, epoch = replica.sender
+                renamed = replica._replace(sender=(order.index(by), epoch))
+            if lead is None:
+                return self._replicas.setdefault(key, self._known_replicas.number(renamed))
+            asked, sender = lead.asked, lead.sender
             new = lead._replace(
+                sender=None if sender is None else (order.index(sender[0]), sender[1]),
                 acknowledged=tuple(lead.acknowledged[old] for old in self._orders[place]),
                 numbers=tuple(lead.numbers[old] for old in self._orders[place]),
                 confirmed=frozenset(names[each] for each in lead.confirmed),
                 asked=None if asked is None else frozenset(names[each] for each in asked),
             )
-            self._replicas[key] = self._known_replicas.number(replica._replace(lead=new))
+            self._replicas[key] = self._known_replicas.number(renamed._replace(lead=new))
         return self._replicas[key]

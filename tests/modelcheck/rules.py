@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,8 +54,9 @@ class Rules:
         isr.effective_isr
     )
     high_watermark: Callable[
-        [int, int, Iterable[str], Mapping[str, isr.Acknowledgement], int], int
+        [int, int, Collection[str], Mapping[str, isr.Acknowledgement], int, isr.Sender | None], int
     ] = isr.high_watermark
+    has_sent: Callable[[int, int], bool] = isr.has_sent
     may_join: Callable[[isr.Candidate, int, int, int], bool] = isr.may_join
     is_same_epoch: Callable[[int, int], bool] = fencing.is_same_epoch
     is_same_copy: Callable[[int | None, int | None], bool] = fencing.is_same_copy

@@ -68,6 +68,8 @@ class Lead(NamedTuple):
     asked: frozenset[str] | None
     epoch_start: int
     """Its end when it became master."""
+    sender: tuple[int, int] | None
+    """The replica that sent the log of the epoch before, and up to where."""
     numbers: tuple[int | None, ...]
     """By replica, the number of its copy in the record that the master knows; None: no copy."""
 
@@ -84,6 +86,8 @@ class Replica(NamedTuple):
     lead: Lead | None
     copy: int | None = 0
     """The number of its copy in the record that it knows; None: it holds none, and has nothing."""
+    sender: tuple[int, int] | None = None
+    """The master with which it has reconciled last, and in which epoch."""
 
     @property
     def history(self) -> History:

@@ -7,6 +7,7 @@ from types import FrameType
 
 import pytest
 
+from dcp.replication import replica_link
 from dcp.replication.messages import (
     NOTHING,
     TOLD_GROUPS_MAX,
@@ -30,6 +31,7 @@ from vbucket.engine.leadership import begin_snapshot
 from vbucket.log.record import split_entries
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import pack_deletion, pack_mutation, prev_seqno_of, vb_id_of
+from vbucket.native import new_staged
 
 
 def put(copies: Copies, vb_id: int, key: bytes = b"\0k") -> None:
@@ -67,6 +69,22 @@ def level() -> Copies:
     copies = Copies("abc")
     copies.rest()
     return copies
+
+
+@pytest.mark.skipif(new_staged() is None, reason="the loops in C are not built")
+def test_a_group_is_applied_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python is not asked for a group that the loop can apply."""
+
+    def asked(*_arguments: object) -> None:
+        raise AssertionError("the group was checked in Python")
+
+    monkeypatch.setattr(replica_link, "checked_group", asked)
+    copies = level()
+    for vb_id in (0, 1, 3):
+        put(copies, vb_id)
+    copies.rest()
+    for node in copies.nodes.values():
+        assert [committed(node, vb_id) for vb_id in (0, 1, 3)] == [1, 1, 1]
 
 
 def test_what_changes_for_one_partition_leaves_the_others_of_a_group_together(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -110,7 +111,7 @@ async def test_a_group_waits_for_room_and_goes_before_what_came_later(
 async def test_a_full_disk_is_told_once_and_so_is_its_end(server: Server) -> None:
     append, attempts = server.device.append, []
 
-    def full(data: bytes) -> None:
+    def full(data: bytes, **_: bool) -> None:
         attempts.append(data)
         server.device.fail_append(1)
         append(data)
@@ -333,7 +334,7 @@ async def test_what_nobody_expected_in_the_commit_path_is_final(server: Server, 
 
 
 async def test_what_nobody_expected_in_the_thread_is_final(server: Server) -> None:
-    def fail(_: bytes) -> None:
+    def fail(_: bytes, **__: bool) -> None:
         raise MemoryError("no memory for a group")
 
     server.device.append = fail  # type: ignore[method-assign]
@@ -350,3 +351,74 @@ async def test_the_end_mark_is_synced_soon_after_the_last_group(server: Server) 
     assert server.node.writer.has_unsynced_mark
     await server.until(lambda: not server.node.writer.has_unsynced_mark)
     assert read_marks(server.device.marks()).end == server.node.writer.end
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_the_end_is_marked_also_where_answers_leave_before(server: Server, size: int) -> None:
+    """A small group is published first: replicas and clients need not wait for the mark."""
+    seen: list[bool] = []
+    commit = server.committer._on_publish
+
+    def publish(published: Published) -> None:
+        mark = read_marks(server.device.marks()).end
+        seen.append(mark == server.node.writer.synced_end)
+        commit(published)
+
+    server.committer._on_publish = publish
+    server.set(b"k", size)
+    await server.committer.drain()
+    await server.until(lambda: server.committed == [1])
+    assert seen == [size == LARGE]
+    assert read_marks(server.device.marks()).end == server.node.writer.synced_end
+
+
+@pytest.mark.parametrize("syncs_groups", [True, False])
+async def test_the_device_is_told_whether_a_sync_follows(syncs_groups: bool) -> None:
+    server = Server(syncs_groups=syncs_groups)
+    told: list[bool] = []
+    append = server.device.append
+
+    def noting(data: bytes, *, sync_follows: bool = False) -> None:
+        told.append(sync_follows)
+        append(data, sync_follows=sync_follows)
+
+    server.device.append = noting  # type: ignore[method-assign]
+    server.set(b"small")
+    await server.committer.drain()
+    server.set(b"large", INLINE_BYTES_MAX)
+    await server.committer.drain()
+    server.committer.stop()
+    assert told == [syncs_groups] * 2
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_groups_do_not_wait_for_the_sync_of_the_end_mark(server: Server, size: int) -> None:
+    stands_still, goes_on = threading.Event(), threading.Event()
+    sync_mark = server.device.sync_mark
+    calls: list[int] = []
+
+    def slow() -> None:
+        calls.append(1)
+        stands_still.set()
+        assert goes_on.wait(20)
+        sync_mark()
+
+    server.device.sync_mark = slow  # type: ignore[method-assign]
+    server.set(b"before", size)
+    await server.until(stands_still.is_set)
+    server.set(b"meanwhile", size)
+    await server.until(lambda: server.committed == [1, 2])
+    await asyncio.sleep(0)
+    assert len(calls) == 1, "one sync of the mark at a time"
+    goes_on.set()
+    await server.until(lambda: len(calls) == 2 and not server.node.writer.has_unsynced_mark)
+
+
+async def test_a_mark_that_cannot_be_synced_is_final(server: Server) -> None:
+    def fail() -> None:
+        raise SyncFailedError("the mark was not synced")
+
+    server.device.sync_mark = fail  # type: ignore[method-assign]
+    server.set(b"k")
+    await server.until(lambda: server.failures)
+    assert isinstance(server.failures[0], SyncFailedError)

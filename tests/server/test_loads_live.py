@@ -4,6 +4,7 @@ full disk. Every answered packet is there, and every packet is there as a whole 
 
 from __future__ import annotations
 
+import asyncio
 import random
 import resource
 import struct
@@ -12,8 +13,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from test_standing_store import standing, store_process_of
 from test_store_process_deaths import kill_children
 
+from clients.consumer.consumer import Consumer
+from clients.event import Mutation
 from clients.testing.process import DcpServer
 from dcp.server.operate import verify
 from dcp.wire.feature import Feature
@@ -21,7 +25,7 @@ from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.message import FIT_META, MUTATION_EXTRAS, PUT_FRAMES_FITTED_ANSWER, PUT_FRAMES_REQUEST
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.raw_client import RawClient
+from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
 from support.waiting import until
 from vbucket.model.ids import NUM_VBUCKETS
@@ -166,3 +170,89 @@ def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
         assert put(client, range(2 * NUM_VBUCKETS, 2 * NUM_VBUCKETS + 9))
         assert server.stop() == 0
     assert verify.verify(tmp_path / "data", as_json=False) == verify.CheckExitCode.CLEAN
+
+
+def test_a_store_process_that_stands_still_in_a_load_stops_only_what_it_loads(
+    tmp_path: Path,
+) -> None:
+    """Reads, other partitions and streams go on; then the load ends."""
+    with DcpdProcess(tmp_path / "data") as server, restoring(server.port) as client:
+        assert put(client, range(8)) == set(range(8))
+        packets = range(NUM_VBUCKETS, NUM_VBUCKETS + 8)
+        with standing(store_process_of(server)), RawClient(server.port) as other:
+            client.send(b"".join(packet(number % NUM_VBUCKETS, number) for number in packets))
+            refused = {"key": b"absent", "vb_id": packets[-1] % NUM_VBUCKETS}
+            until(lambda: other.ask(Opcode.DELETE, **refused).status == Status.ETMPFAIL)
+            why = context_of(other.ask(Opcode.DELETE, **refused))
+            assert why == "documents of a restore are being loaded into the partition; try again"
+            assert other.ask(Opcode.GET, key=b"3:0", vb_id=3).value == b"v" * 100
+            assert other.ask(Opcode.GET, key=b"%d:0" % packets[3], vb_id=3).status
+            for value in (b"one", b"two"):
+                stored = other.ask(Opcode.SET, key=b"k", vb_id=9, extras=bytes(8), value=value)
+                assert stored.status == Status.OK
+            assert streamed(server, 3) == FRAMES
+            assert streamed(server, 9) == 1
+            assert server.status()["items"] == 8 * FRAMES + 1
+            assert not client.has_answer()
+        assert statuses(client, len(packets)) == {Status.OK}
+        with RawClient(server.port) as other:
+            assert other.ask(Opcode.DELETE, key=b"k", vb_id=9).status == Status.OK
+        there = packets_there(server, range(2 * NUM_VBUCKETS))
+        assert there == dict.fromkeys((*range(8), *packets), FRAMES)
+        assert server.stop() == 0
+    assert verify.verify(tmp_path / "data", as_json=False) == verify.CheckExitCode.CLEAN
+
+
+def test_a_store_process_that_stands_still_in_a_load_for_long_is_replaced(tmp_path: Path) -> None:
+    """The next one gets the packets again, those that were sent ahead included."""
+    with (
+        DcpdProcess(tmp_path / "data", "--store-silence", "2s") as server,
+        restoring(server.port) as client,
+    ):
+        first = store_process_of(server)
+        with standing(first):
+            packets = range(NUM_VBUCKETS)
+            assert put(client, packets) == set(packets)
+        assert store_process_of(server) != first
+        said = server.log_path.read_text()
+        assert f"the store process {first} sent nothing for 2 s during 'load'" in said
+        assert packets_there(server, packets) == dict.fromkeys(packets, FRAMES)
+        assert server.stop() == 0
+    assert verify.verify(tmp_path / "data", as_json=False) == verify.CheckExitCode.CLEAN
+
+
+def test_a_flush_of_a_real_server_waits_for_a_load(tmp_path: Path) -> None:
+    with DcpdProcess(tmp_path / "data") as server, restoring(server.port) as client:
+        assert put(client, range(8)) == set(range(8))
+        packets = range(NUM_VBUCKETS, NUM_VBUCKETS + 8)
+        with RawClient(server.port) as flusher, RawClient(server.port) as other:
+            assert other.ask(Opcode.SET, key=b"k", vb_id=9, extras=bytes(8)).status == Status.OK
+            with standing(store_process_of(server)):
+                client.send(b"".join(packet(number % NUM_VBUCKETS, number) for number in packets))
+                refused = {"key": b"absent", "vb_id": packets[-1] % NUM_VBUCKETS}
+                until(lambda: other.ask(Opcode.DELETE, **refused).status == Status.ETMPFAIL)
+                flusher.send(pack_request(Opcode.FLUSH))
+                until(lambda: other.ask(Opcode.GET, key=b"k", vb_id=9).status)
+                assert not flusher.has_answer(), "some partitions are left"
+            assert statuses(flusher, 1) == {Status.OK}
+        assert statuses(client, len(packets)) == {Status.OK}
+        assert packets_there(server, range(2 * NUM_VBUCKETS)) == dict.fromkeys(packets, FRAMES)
+
+
+def statuses(client: RawClient, count: int) -> set[int]:
+    """The statuses of the next answers."""
+    return {
+        -1 if answer is None else answer.status
+        for answer in (client.receive() for _ in range(count))
+    }
+
+
+def streamed(server: DcpdProcess, vb_id: int) -> int:
+    """How many documents a consumer gets of a partition now."""
+
+    async def count() -> int:
+        async with Consumer(server.address, vbuckets=[vb_id], until_now=True) as consumer:
+            found = [event async for event in consumer if isinstance(event, Mutation)]
+            return len(found)
+
+    return asyncio.run(count())

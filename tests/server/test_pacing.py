@@ -11,13 +11,10 @@ from dcp.core.groups import GroupCycle, Published
 from dcp.core.pacing import PACED_FROM, PAUSE_MAX_S, Pacing, left_of_merge_s
 from dcp.server.observe.meter import Histogram
 from dcp.server.storage.committer import Committer
+from support.full_load import GROUP_BYTES, MEMTABLE
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
 from vbucket.engine.keyspace import Keyspace
-
-MEMTABLE = 64 << 20
-GROUP_BYTES = 512 * 200
-"""512 SETs of 128 bytes, as eight connections with 64 in flight send during a sync."""
 
 
 @dataclass
@@ -68,13 +65,6 @@ class Run:
             keyspace.active_bytes += GROUP_BYTES
             self.groups += 1
             self.now_s += self.rates.group_s
-
-
-@pytest.fixture
-def keyspace() -> Keyspace:
-    keyspace = MemoryNode().engine.keyspace
-    keyspace.memtable_bytes_max = MEMTABLE
-    return keyspace
 
 
 @pytest.mark.parametrize(

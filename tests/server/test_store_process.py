@@ -308,3 +308,15 @@ def test_an_error_is_a_reply(tmp_path: Path) -> None:
     env = MemoryEnv(TABLES)
     reply = StoreWork(env, tmp_path, lambda: None).handle({"id": 3, "op": "merge", "segments": []})
     assert (reply["id"], reply["error"]) == (3, "MergeRefusedError")
+
+
+def test_it_starts_without_imports_that_take_long() -> None:
+    """asyncio and msgspec would take longer than the rest of the start."""
+    code = (
+        "import sys, dcp.server.storage.store_process\n"
+        "print(*sorted({'asyncio', 'msgspec', 'inspect'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")

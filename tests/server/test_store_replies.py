@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,18 @@ import cbor2
 import pytest
 
 from dcp.server.storage import store_process as module
-from dcp.server.storage.store_process import StoreProcess, _pack
+from dcp.server.storage.store_messages import (
+    FORGET,
+    HEAD,
+    PACKET,
+    Inbox,
+    Packets,
+    pack_reply,
+    pack_request,
+)
+from dcp.server.storage.store_process import StoreProcess
+from vbucket.engine.store_load import LoadReport, LoadRequest, Packet
+from vbucket.store.environment import StoreDamagedError
 from vbucket.upkeep.compaction import Floors, SliceReport
 from vbucket.upkeep.merge import MergeReport
 
@@ -24,10 +37,25 @@ class Pipes:
         self.stdin = self
         self.requests: list[dict[str, Any]] = []
         self.has_request = asyncio.Event()
+        self.packets: list[tuple[int, bytes]] = []
+        self.forgotten: list[int] = []
+        self._data = b""
 
     def write(self, data: bytes) -> None:
-        self.requests.append(cbor2.loads(data[4:]))
-        self.has_request.set()
+        self._data += data
+        while len(self._data) >= HEAD.size:
+            kind, length, number = HEAD.unpack_from(self._data)
+            stop = HEAD.size + (0 if kind == FORGET else length)
+            if len(self._data) < stop:
+                return
+            body, self._data = self._data[HEAD.size : stop], self._data[stop:]
+            if kind == PACKET:
+                self.packets.append((number, body))
+            elif kind == FORGET:
+                self.forgotten.append(number)
+            else:
+                self.requests.append(cbor2.loads(body))
+                self.has_request.set()
 
     async def drain(self) -> None:
         pass
@@ -42,7 +70,7 @@ class Pipes:
         return self.requests[-1]
 
     def reply(self, request: dict[str, Any], result: Any) -> bytes:
-        return _pack({"id": request["id"], "result": result})
+        return pack_reply({"id": request["id"], "result": result})
 
 
 def process_of(pipes: Pipes) -> StoreProcess:
@@ -107,3 +135,58 @@ async def test_times_are_those_of_the_work_and_not_of_the_wait_for_it(
     await answer("compact", done, 2.0)
     await second
     assert process.compact_s == 2.0
+
+
+async def test_packets_travel_once_and_before_the_load_that_names_them() -> None:
+    pipes = Pipes()
+    process = process_of(pipes)
+    first, second, third = (Packet(4, b"packet %d" % number, number) for number in (1, 2, 3))
+    for packet in (first, first, third):
+        process.send_ahead(packet)
+    assert process.ahead_bytes == 2 * len(first.value)
+    process.forget(third.number)
+    process.forget(third.number)
+    assert (process.ahead_bytes, pipes.forgotten) == (len(first.value), [3])
+    report = LoadReport(5, "", 8, 9, 8, [])
+
+    async def load(result: dict[str, Any]) -> None:
+        request = LoadRequest(5, 0, 77, 1, [first, second])
+        asked = asyncio.create_task(process.load([request], 9, 0))
+        sent = await pipes.request()
+        assert sent["loads"] == [[5, 0, 77, 1, [[4, 1], [4, 2]]]]
+        pipes.stdout.feed_data(pack_reply({"id": sent["id"], **result}))
+        assert await asked == [report]
+
+    with pytest.raises(StoreDamagedError, match="a page"):
+        await load({"error": "StoreDamagedError", "text": "a page"})
+    assert pipes.packets == [(1, first.value), (3, third.value), (2, second.value)]
+    assert process.ahead_bytes == 0, "the child has dropped them"
+    await load({"result": [list(report)]})
+    assert pipes.packets[3:] == [(1, first.value), (2, second.value)]
+    assert process.ahead_bytes == 0
+
+
+def test_a_child_reads_packets_while_it_works_and_drops_what_is_forgotten() -> None:
+    packets = Packets()
+    told = threading.Event()
+
+    class Told(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            data = super().read(size)
+            if len(data) != size:
+                told.set()
+            return data
+
+    data = b"".join([
+        pack_request({"id": 1, "op": "merge"}), HEAD.pack(PACKET, 3, 7) + b"one",
+        HEAD.pack(PACKET, 3, 8) + b"two", HEAD.pack(FORGET, 0, 7), pack_request({"id": 2}),
+        HEAD.pack(PACKET, 3, 9) + b"cu",
+    ])  # fmt: skip
+    inbox = Inbox(Told(data), packets)
+    assert told.wait(20), "nobody has asked for a request"
+    assert inbox.next_request() == {"id": 1, "op": "merge"}
+    assert packets.get(8) == b"two"
+    for number in (7, 9):
+        with pytest.raises(KeyError):
+            packets.get(number)
+    assert [inbox.next_request(), inbox.next_request()] == [{"id": 2}, None]

@@ -8,12 +8,9 @@ import pytest
 
 from dcp.core.pacing import Pacing, left_of_merge_s
 from dcp.core.store_turns import OWED_MAX_S, RATIO, SLICE_S, StoreTurns, Work
-from support.memory_node import MemoryNode
+from support.full_load import GROUP_BYTES, MEMTABLE
 from vbucket.engine.keyspace import Keyspace
 
-MEMTABLE = 64 << 20
-GROUP_BYTES = 512 * 200
-"""512 SETs of 128 bytes, as eight connections with 64 in flight send during a sync."""
 GROUPS = MEMTABLE // GROUP_BYTES
 SHARE = RATIO[Work.COMPACTION] / (1 + RATIO[Work.COMPACTION])
 """What compaction gets of the store process at least, while it has work."""
@@ -241,13 +238,6 @@ class Run:
             self.is_compacting = True
             self.left_s[Work.PLAN] = self.rates.plan_s
             self.turns.wants(Work.PLAN, self.now_s)
-
-
-@pytest.fixture
-def keyspace() -> Keyspace:
-    keyspace = MemoryNode().engine.keyspace
-    keyspace.memtable_bytes_max = MEMTABLE
-    return keyspace
 
 
 @pytest.mark.parametrize(

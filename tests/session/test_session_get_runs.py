@@ -1,7 +1,16 @@
-"""GETs that come together are answered as GETs that come one by one."""
+"""GETs that come together are answered as GETs that come one by one; and the loop in C answers as
+its twin in Python.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,9 +19,12 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from dcp.wire.xattrs import DATATYPE_XATTR, pack_xattrs
 from support.memory_node import MemoryNode, Peer
 from vbucket.engine.partition import VbState
+from vbucket.model.datatype import SNAPPY, compressed
 from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.native import get_run, new_staged
 from vbucket.store.records import BY_KEY_TABLE
 
 VB = 3
@@ -168,3 +180,215 @@ def test_each_of_a_run_gets_its_own_status() -> None:
     assert statuses[b"\0damaged"] == Status.EINTERNAL
     assert statuses[b"\0json"] == statuses[b"\0new"] == statuses[b"\0merged"] == Status.OK
     assert statuses[b"\0expired"] == statuses[b"\0gone"] == Status.KEY_ENOENT
+
+
+# -- the loop in C and its twin ------------------------------------------------------------------
+
+with_loops = pytest.mark.skipif(
+    new_staged() is None, reason="the loops in C are not built (scripts/compile --loops)"
+)
+MORE_KEYS = [*KEYS, b"\0xattr", b"\0packed", b"\0" + b"k" * 250]
+
+
+def pair_of_all_kinds(*features: Feature, state: str) -> list[Peer]:
+    """The same node and client twice; the second one's loop is Python."""
+    peers = []
+    for is_native in (True, False):
+        node = node_of_all_kinds()
+        assert node.engine.get_run is not None
+        if not is_native:
+            node.engine.get_run = None
+        part = node.engine.partitions[VB]
+        xattrs = pack_xattrs([(b"_sync", b"{}")]) + b"body"
+        for key, value, datatype in (
+            (b"\0xattr", xattrs, DATATYPE_XATTR),
+            (b"\0packed", compressed(b"p" * 200), SNAPPY),
+            (MORE_KEYS[-1], b"", 1),
+        ):
+            node.engine.put(part, key, key + value, 7, 0, datatype, keeps_xattrs=False)
+        if state != "pending":
+            node.commit()
+        if state == "merged":
+            node.end_merge()
+            node.merge()
+        peer = node.connect()
+        peer.hello(Feature.COLLECTIONS, Feature.XERROR, *features)
+        peers.append(peer)
+    return peers
+
+
+def heard(peer: Peer) -> list[Any]:
+    """All that GETs touch."""
+    state, engine, part = peer.state, peer.node.engine, peer.node.engine.partitions[VB]
+    cache = engine.item_cache
+    return [
+        b"".join(state.answers), len(state.answers), state.unread_bytes, state.is_full,
+        state.wait_group, state.awaited, state.taken_bytes, state.buffer, state.notes,
+        engine.gets, cache.hits, cache.misses, cache.held_bytes, part.high_seqno,
+        list(part.recent.items()), list(part.older.items()),
+    ]  # fmt: skip
+
+
+@with_loops
+@settings(max_examples=50)
+@given(
+    kinds=st.lists(
+        st.tuples(
+            st.sampled_from(["get"] * 20 + ["getk", "extras", "elsewhere", "set", "no key"]),
+            st.sampled_from(MORE_KEYS),
+        ),
+        min_size=1,
+        max_size=90,
+    ),
+    features=st.sets(st.sampled_from([Feature.JSON, Feature.SNAPPY, Feature.MUTATION_SEQNO])),
+    state=st.sampled_from(["pending", "frozen", "merged"]),
+)
+def test_the_loop_in_c_answers_as_its_twin(
+    kinds: list[tuple[str, bytes]], features: set[Feature], state: str
+) -> None:
+    data = b"".join(a_request(kind, key, n) for n, (kind, key) in enumerate(kinds))
+    first, second = pair_of_all_kinds(*sorted(features), state=state)
+    for peer in (first, second):
+        peer.session.receive(data, peer.node.now_ns)
+    assert heard(first) == heard(second)
+
+
+@with_loops
+@settings(max_examples=100)
+@given(
+    head=st.binary(min_size=24, max_size=40) | st.just(a_request("get", KEYS[0], 1)),
+    changes=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 255)), max_size=4),
+    begin=st.integers(0, 50),
+    end=st.integers(0, 120),
+)
+def test_crafted_bytes(head: bytes, changes: list[tuple[int, int]], begin: int, end: int) -> None:
+    """Whatever the bytes and the borders are, both answer as much."""
+    data = bytearray(head + a_request("get", KEYS[1], 2) + a_request("get", KEYS[5], 3))
+    for at, byte in changes:
+        data[at % len(head)] = byte
+    end = min(end, len(data))
+    begin = min(begin, end)
+    taken = []
+    peers = pair_of_all_kinds(state="frozen")
+    for peer in peers:
+        peer.state.buffer = bytes(data)
+        taken.append(peer.session._runs.get_run(begin, end))
+    assert taken[0] == taken[1]
+    assert heard(peers[0]) == heard(peers[1])
+
+
+@with_loops
+def test_documents_in_memory_are_answered_in_one_piece() -> None:
+    """Active layer, frozen layer and item cache: none of them is for Python."""
+    node = MemoryNode(partitions=8, item_cache_bytes=1 << 20)
+    peer = connected(node)
+    keys = [b"\0key %d" % number for number in range(60)]
+    for number, key in enumerate(keys):
+        put(peer, key, b"v" * number)
+        if number == 19:
+            node.merge()
+        elif number == 39:
+            node.begin_merge()
+    node.commit()
+    assert node.engine.partitions[VB].frozen is not None
+    requests = b"".join(a_request("get", key, n) for n, key in enumerate(keys))
+    peer.send(requests)  # the window grows
+    node.engine.item_cache.hits = 0
+    peer.session.receive(requests, node.now_ns)
+    pieces = [piece for piece in peer.state.answers if piece]
+    assert (len(pieces), len(peer.state.answers)) == (1, 60)
+    assert node.engine.item_cache.hits == 20
+    assert [frame.value for frame in peer.send(b"")] == [b"v" * number for number in range(60)]
+
+
+@with_loops
+def test_entries_that_are_none_are_left_to_python() -> None:
+    """What the caches hold is checked before it is read."""
+    node = MemoryNode(partitions=4)
+    part = node.engine.partitions[VB]
+    sound = connected(node)
+    put(sound, b"\0a", b"value")
+    node.commit()
+    entry = part.newest[b"\0a"]
+    request = a_request("get", b"\0a", 1)
+    run = get_run(node.engine.partitions)
+    assert run is not None
+    arguments = (request, 0, len(request))
+    kept = part.newest
+    for wrong in (
+        b"", entry[:66], entry[:68], entry[:13] + b"\x58" + entry[14:], bytearray(entry), None, 5,
+        entry[:14] + b"\0\7" + entry[16:], entry[:17] + b"\xff" + entry[18:],
+    ):  # fmt: skip
+        answers: list[bytes] = []
+        kept[b"\0a"] = wrong  # type: ignore[assignment]
+        assert run.answer(*arguments, answers, 0, 0, 9, 1 << 20) == (0, 0, 0, 0), wrong
+        assert answers == []
+    kept[b"\0a"] = entry
+    part.newest = []  # type: ignore[assignment]
+    assert run.answer(*arguments, [], 0, 0, 9, 1 << 20)[1] == 0
+    part.newest = kept
+    assert run.answer(*arguments, [], 0, 0, 9, 1 << 20)[1] == 1
+    assert run.answer(*arguments, [], 0, 0, 0, 1 << 20)[1] == 0, "it is not committed"
+
+
+@with_loops
+@pytest.mark.parametrize(("begin", "end"), [(-1, 10), (5, 4), (0, 1 << 40), (1 << 70, 1 << 70)])
+def test_borders_outside_of_the_bytes_are_refused(begin: int, end: int) -> None:
+    run = get_run(MemoryNode(partitions=1).engine.partitions)
+    assert run is not None
+    with pytest.raises((ValueError, OverflowError)):
+        run.answer(a_request("get", KEYS[0], 1), begin, end, [], 0, 0, 9, 100)
+
+
+@with_loops
+def test_a_class_without_slots_is_refused() -> None:
+    with pytest.raises((TypeError, AttributeError)):
+        get_run([object()])
+    with pytest.raises(ValueError, match="no partition"):
+        get_run([])
+
+
+NO_MEMORY = """
+import _testcapi
+from dcp.wire.frame import pack_request
+from dcp.wire.opcode import Opcode
+from support.memory_node import MemoryNode
+from dcp.wire.feature import Feature
+
+node = MemoryNode(partitions=4)
+peer = node.connect()
+peer.hello(Feature.COLLECTIONS, Feature.MUTATION_SEQNO)
+keys = [b"\\0key%06d" % number for number in range(6)]
+for key in keys:
+    peer.ask(Opcode.SET, vb_id=1, key=key, value=b"v" * 700, extras=bytes(8))
+node.commit()
+data = b"".join(pack_request(Opcode.GET, vb_id=1, key=key) for key in keys)
+
+def attempt(fail_at):
+    answers, run = [], node.engine.get_run
+    _testcapi.set_nomemory(fail_at, fail_at + 1)
+    try:
+        run.answer(data, 0, len(data), answers, 0, 0, 9, 1 << 20)
+    except MemoryError:
+        return True
+    finally:
+        _testcapi.remove_mem_hooks()
+    assert len(answers) == len(keys)
+    return False
+
+assert sum(attempt(fail_at) for fail_at in range(30)) > 6
+assert not attempt(1000)
+"""
+
+
+@with_loops
+def test_a_run_that_memory_runs_out_for_says_so() -> None:
+    """One allocation after the other fails. In a process of its own, whose memory it is."""
+    pytest.importorskip("_testcapi")
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join((str(root), str(root / "tests")))
+    done = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY], env=os.environ | {"PYTHONPATH": path},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

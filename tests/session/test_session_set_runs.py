@@ -494,7 +494,7 @@ def test_crafted_bytes(head: bytes, changes: list[tuple[int, int]], begin: int, 
     taken = []
     for peer in pair.peers:
         peer.state.buffer = bytes(data)
-        taken.append(peer.session._documents.store_run(begin, end))
+        taken.append(peer.session._runs.store_run(begin, end))
     assert taken[0] == taken[1]
     assert heard(pair.peers[0]) == heard(pair.peers[1])
     pair.check()

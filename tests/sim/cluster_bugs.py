@@ -7,7 +7,7 @@ modules have imported them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +31,7 @@ from dcp.wire.message import StreamRequest
 from dcp.wire.status import Status
 from failover import isr, promotion
 from failover.history import FailoverLog
-from failover.isr import Acknowledgement, Candidate
+from failover.isr import Acknowledgement, Candidate, Sender
 from failover.promotion import FirstStep
 from failover.replication_record import ReplicationRecord, add_copy, drop_copies, expand
 from sim.cluster_node import ClusterNode
@@ -65,6 +65,7 @@ def _nothing_unsynced(_following: Following, _vb_id: int) -> int:
 
 
 _apply_group = Following.apply_group
+_apply_whole = Following.apply_whole
 _told_committed = Following.told_committed
 
 
@@ -72,6 +73,18 @@ def _group_is_synced(following: Following, changes: Sequence[ReplicatedChange]) 
     """The same for whole groups."""
     _apply_group(following, changes)
     return 0
+
+
+def _whole_is_synced(
+    following: Following,
+    payload: bytes,
+    highs: dict[int, int],
+    epochs: dict[int, int],
+    body_bytes_max: int,
+) -> tuple[int, dict[int, int]] | None:
+    """The same for those that the loop in C applies."""
+    applied = _apply_whole(following, payload, highs, epochs, body_bytes_max)
+    return None if applied is None else (0, applied[1])
 
 
 def _told_early(following: Following, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
@@ -101,14 +114,15 @@ def _begin_with_former(core: Leading, vb_id: int, *args: Any, **named: Any) -> A
 def _watermark_of_any_epoch(
     hw_seqno: int,
     epoch: int,
-    members: Iterable[str],
+    members: Collection[str],
     acknowledged: Mapping[str, Acknowledgement],
     min_in_sync: int,
+    sender: Sender | None,
 ) -> int:
     present = {
         member: Acknowledgement(epoch, given.synced_seqno) for member, given in acknowledged.items()
     }
-    return isr.high_watermark(hw_seqno, epoch, members, present, min_in_sync)
+    return isr.high_watermark(hw_seqno, epoch, members, present, min_in_sync, sender)
 
 
 def _asked_set(confirmed: frozenset[str], asked: frozenset[str] | None) -> frozenset[str]:
@@ -278,6 +292,7 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
         (
             Replaced(Following, "unsynced_group", _nothing_unsynced),
             Replaced(Following, "apply_group", _group_is_synced),
+            Replaced(Following, "apply_whole", _whole_is_synced),
             Replaced(Following, "told_committed", _told_early),
         ),
     ),

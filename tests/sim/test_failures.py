@@ -76,6 +76,26 @@ def test_with_min_in_sync_1_all_copies_but_one_may_die_one_after_the_other() -> 
     cluster.passes()
 
 
+def test_a_node_that_is_left_alone_answers_reads_and_refuses_writes(cluster: Scenario) -> None:
+    """It knows that the former master had what it got from there, whether or not it was told so."""
+    master, dead, alone = cluster.master(), *sorted(cluster.replicas())
+    survivor = cluster.node(alone)
+    vb_ids = range(cluster.plan.partitions)
+    parts = [survivor.engine.partitions[vb_id] for vb_id in vb_ids]
+    cluster.until(lambda: any(part.committed_seqno < part.synced_seqno for part in parts))
+    untold = [part.vb_id for part in parts if part.committed_seqno < part.synced_seqno]
+    cluster.machine(master).kill()
+    cluster.machine(dead).kill()
+    cluster.until(lambda: all(survivor.serves(vb_id) for vb_id in vb_ids), seconds=15)
+    assert all(cluster.in_sync(vb_id) == [alone] for vb_id in vb_ids)
+    assert cluster.read(untold[0]).outcome in ANSWERED
+    assert cluster.write(untold[0]).outcome not in ANSWERED
+    cluster.machine(master).start()
+    cluster.machine(dead).start()
+    cluster.until(lambda: len(cluster.in_sync()) == 3)
+    cluster.passes()
+
+
 def test_after_a_failed_sync_the_process_ends_and_another_is_master(cluster: Scenario) -> None:
     died_ns, master = cluster.now_ns, cluster.machine(cluster.master())
     master.disk.syncs_to_fail = 1

@@ -80,6 +80,15 @@ class ClusterHere:
 
     async def become_member(self, name: str, *, copies: int = 0) -> Node:
         """Make a node that runs alone a member, and restart it; with `copies`: the first one."""
+        await self.joins(name, copies=copies)
+        node = self.nodes[name]
+        content = ClusterFile(cluster=CLUSTER, meta="memory", secret="s" * 43, name=name)
+        await node.stop()
+        write_cluster_file(self._folder / name, content)
+        return await self.start(name)
+
+    async def joins(self, name: str, *, copies: int = 0) -> None:
+        """Write into the store that a node is a member, and leave the node as it is."""
         node = self.nodes[name]
         member = MemberRecord(
             member=node._storage.node.node_id, address=f"127.0.0.1:{node.ports.kv}", name=name,
@@ -91,10 +100,6 @@ class ClusterHere:
             await found_cluster(meta, self._root, node.engine, member, wanted, node._users.text)
         else:
             await join_cluster(meta, self._root, node.engine, member)
-        content = ClusterFile(cluster=CLUSTER, meta="memory", secret="s" * 43, name=name)
-        await node.stop()
-        write_cluster_file(self._folder / name, content)
-        return await self.start(name)
 
     async def kill(self, name: str) -> None:
         """End a node without a stop: connections break, nothing more is written or answered."""

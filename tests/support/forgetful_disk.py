@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from vbucket.store.environment_memory import MemoryEnv, MemoryWrite
 
 SECTOR_BYTES = 512
+BLOCK_BYTES = 4096
 
 
 class Power:
@@ -141,6 +142,9 @@ class ForgetfulDisk:
         self._pending_names: list[tuple[str, str, _File | None]] = []
         """(removed name or "", new name or "", new file)."""
         self._open: dict[int, _File] = {}
+        self._direct: set[int] = set()
+        """Descriptors that take whole blocks only."""
+        self.direct_writes = 0
         self._last_fd = 2
 
     def after(self, power: Power, draw: random.Random, share: float) -> ForgetfulDisk:
@@ -175,12 +179,20 @@ class ForgetfulDisk:
     def open(self, name: str) -> int:
         return self._descriptor(self._names[name])
 
+    def open_direct(self, name: str) -> int:
+        fd = self.open(name)
+        self._direct.add(fd)
+        return fd
+
     def size(self, fd: int) -> int:
         return len(self._open[fd].current)
 
     def write(self, fd: int, data: bytes | memoryview, at: int) -> int:
         self._power.point("write")
         file = self._open[fd]
+        if fd in self._direct:
+            assert at % BLOCK_BYTES == 0 == len(data) % BLOCK_BYTES, "direct writes are of blocks"
+            self.direct_writes += 1
         if self.is_full and at + len(data) > len(file.current):
             raise OSError(errno.ENOSPC, "the disk is full")
         file.write(bytes(data), at)
@@ -208,6 +220,7 @@ class ForgetfulDisk:
 
     def close(self, fd: int) -> None:
         del self._open[fd]
+        self._direct.discard(fd)
 
     def rename(self, old: str, new: str) -> None:
         self._power.point("rename")

@@ -35,6 +35,8 @@ PARTITIONS = 4
 """Few, because a start goes over all of them, and a start follows every cut."""
 KEYS = [b"\0a", b"\0b", b"\0longer-key"]
 START_NS = 1_800_000_000_000_000_000
+DIRECT_BYTES_MIN = 200
+"""Some groups are larger, so both ways to write are cut."""
 MEMTABLE_BYTES = 1 << 20
 
 
@@ -68,7 +70,9 @@ class PowerNode:
         self.env = env
         self.durability = durability
         self._draw = draw
-        self.device = FileLogDevice(Path("simulated"), lambda: draw.getrandbits(64), disk)
+        self.device = FileLogDevice(
+            Path("simulated"), lambda: draw.getrandbits(64), disk, direct_bytes_min=DIRECT_BYTES_MIN
+        )
         startup = recover_node(
             env,
             self.device,
@@ -91,7 +95,7 @@ class PowerNode:
     def do(self, job: Job) -> tuple[int, ...]:
         """Do a job of the log, as the committer does; return the partitions with a new version."""
         if isinstance(job, WriteGroup):
-            self.writer.append(job.group.number, job.group.payload)
+            self.writer.append(job.group.number, job.group.payload, sync_follows=job.is_synced)
         if job is LogTask.ROTATE:
             self.writer.rotate()
         elif job is LogTask.SYNC or job.is_synced:

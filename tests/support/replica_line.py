@@ -74,6 +74,11 @@ class Replica:
     def unsynced_group(self, vb_id: int) -> int:
         return self.groups.get(vb_id, 0)
 
+    def apply_whole(
+        self, payload: bytes, highs: dict[int, int], epochs: dict[int, int], body_bytes_max: int
+    ) -> None:
+        """Leave it to Python."""
+
     def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
         for change in changes:
             self.high[change[0]] += 1

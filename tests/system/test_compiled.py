@@ -51,7 +51,9 @@ CORE = (
     "vbucket/test_runs.py",
     "vbucket/test_store.py",
     "session/test_session_documents.py",
+    "session/test_session_get_runs.py",
     "session/test_session_set_runs.py",
+    "vbucket/test_replay_run.py",
     "session/test_session_with_meta.py",
     "stream/test_codec_plain.py",
     "stream/test_stream_snapshots.py",
@@ -512,6 +514,29 @@ def test_scripts_install_compiles_or_says_in_one_line_why_not(tmp_path: Path) ->
     assert form_text(source) == "plain Python"
     assert install("test").stdout == "compiled the loops in C beside the sources\n", "copied"
     assert "removed 2 files" in install("run", DCPD_COMPILE="0").stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"), [("run", "[]"), ("bench", "[]"), ("test", "['--loops']")]
+)
+def test_benchmarks_have_the_form_that_users_have(name: str, compiled: str, tmp_path: Path) -> None:
+    """All that is hot, compiled; the tests run plain Python with the loops in C."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    shutil.copyfile(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
+    (tmp_path / "hatch_build.py").write_text("import sys; print(sys.argv[1:])")
+    venv.create(tmp_path / ".venv", with_pip=False)
+    (packages,) = tmp_path.glob(".venv/lib/python*/site-packages")
+    (packages / "here.pth").write_text(sysconfig.get_path("purelib"))
+    lock = (tmp_path / "requirements" / f"{name}.txt").read_bytes()
+    project = (tmp_path / "pyproject.toml").read_bytes()
+    stamp = f"{hashlib.sha256(lock + project).hexdigest()} {tmp_path}\n"
+    (tmp_path / ".venv" / f".locked-{name}").write_text(stamp)
+    done = subprocess.run(
+        ["bash", "scripts/install", name], cwd=tmp_path, env=plain_environment(),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == f"{compiled}\n", done.stderr
 
 
 def test_what_compiling_needs_is_locked_to_versions(tmp_path: Path) -> None:

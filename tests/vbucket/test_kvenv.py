@@ -183,6 +183,48 @@ def env_once(
 # -- memory only ---------------------------------------------------------------------------------
 
 
+batches = st.lists(st.tuples(st.binary(min_size=1, max_size=3), st.binary(max_size=9)), max_size=6)
+
+
+@given(
+    story=st.lists(
+        st.tuples(st.just("sorted"), batches.map(sorted))
+        | st.tuples(st.just("sorted"), batches)
+        | st.tuples(st.sampled_from(["put", "delete"]), batches)
+        | st.just(("commit", [])),
+        max_size=12,
+    )
+)
+def test_rows_in_order_are_put_wherever_they_belong(
+    tmp_path_factory: pytest.TempPathFactory, story: list[tuple[str, list[tuple[bytes, bytes]]]]
+) -> None:
+    """Above all others, which are appended, between them and over them; in order or not."""
+    there: dict[bytes, bytes] = {}
+    transactions: list[list[tuple[str, list[tuple[bytes, bytes]]]]] = [[]]
+    for step in story:
+        if step[0] == "commit":
+            transactions.append([])
+        else:
+            transactions[-1].append(step)
+    with closing(LmdbEnv(tmp_path_factory.mktemp("rows") / "s", TABLES)) as env:
+        for steps in transactions:
+            with env.write() as write:
+                for kind, items in steps:
+                    if kind == "sorted":
+                        write.put_sorted("fruit", items)
+                    for key, value in items:
+                        if kind == "put":
+                            write.put("fruit", key, value)
+                        elif kind == "delete":
+                            assert write.delete("fruit", key) == (key in there)
+                            there.pop(key, None)
+                            continue
+                        there[key] = value
+            snapshot = env.snapshot()
+            assert rows(snapshot) == {key: there[key] for key in sorted(there) if key >= b"\0"}
+            snapshot.close()
+
+
 def test_an_armed_commit_fails_once_and_leaves_nothing() -> None:
     env = MemoryEnv(TABLES)
     env.fail_commit(2)

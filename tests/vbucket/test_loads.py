@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp.session.state import FLUSH_PAUSE_NS
 from dcp.wire.feature import Feature
-from dcp.wire.frame import Frame, pack_request
+from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.message import (
     DELETION_EXTRAS,
     FIT_META,
@@ -31,7 +32,7 @@ from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.engine import SET
 from vbucket.engine.expiry import Pager
 from vbucket.engine.partition import Hold
-from vbucket.engine.store_load import LoadRequest
+from vbucket.engine.store_load import LoadRequest, Packet
 from vbucket.model.entry import key_of
 from vbucket.store.environment import StoreDamagedError, StoreFullError
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE
@@ -265,6 +266,8 @@ def test_while_a_load_waits_nothing_else_changes_the_partition() -> None:
     assert engine.store(SET, VB, b"\0a", b"\0av", 0, 0, 0, 0)[0] == Status.ETMPFAIL
     assert engine.store(SET, 4, b"\0a", b"\0av", 0, 0, 0, 0)[0] == Status.OK
     requests = node.begin_load()
+    # More packets of the partition come after the first ones.
+    peer.put(VB, many(10, b"\0x"))
     for change in (
         lambda: lifecycle.branch(engine, VB, 0),
         lambda: lifecycle.failover(engine, VB),
@@ -276,12 +279,12 @@ def test_while_a_load_waits_nothing_else_changes_the_partition() -> None:
     setter.hello(Feature.COLLECTIONS)
     answer = setter.ask(Opcode.SET_COLLECTIONS_MANIFEST, value=b'{"uid":"1","scopes":[]}')
     assert answer.status == Status.ETMPFAIL
-    # Loads pause for whoever tries again.
+    # Loads pause for whoever tries again: what comes now waits.
     other = RestoringPeer(node)
-    assert other.put(5, many(3, vb_id=5)) == []
+    for vb_id in (VB, 5):
+        assert other.put(vb_id, many(3, b"\0y", vb_id=vb_id)) == []
+        assert other.peer.state.waits_for_room
     assert Hold.LOADING not in engine.partitions[5].holds
-    # More packets of the partition come after the first ones.
-    peer.put(VB, many(10, b"\0x"))
     node.end_load(node.load_into_store(requests))
     assert engine.partitions[VB].high_seqno == 10
     assert Hold.LOADING in engine.partitions[VB].holds
@@ -291,6 +294,66 @@ def test_while_a_load_waits_nothing_else_changes_the_partition() -> None:
     assert [answer.status for answer in peer.answers()] == [Status.OK] * 2
     lifecycle.branch(engine, VB, 5)
     assert engine.partitions[VB].item_count == 5
+    other.peer.session.resume(node.now_ns)
+    assert not engine.loads.has_work, "for a while packets are applied in the ordinary way"
+    assert (engine.partitions[VB].item_count, engine.partitions[5].item_count) == (8, 3)
+
+
+def test_a_flush_waits_for_loads_and_ends_although_more_packets_come() -> None:
+    node = LoadingNode(partitions=8)
+    restoring = RestoringPeer(node)
+    restoring.put(VB, many(10))
+    node.load()
+    assert restoring.answers()
+    node.engine.store(SET, 6, b"\0a", b"\0av", 0, 0, 0, 0)
+    restoring.put(VB, many(10, b"\0x"))
+    flusher = node.connect()
+    packet = pack_request(Opcode.FLUSH)
+    flusher.session.receive(packet, node.now_ns)
+    for _ in range(3):
+        node.now_ns += FLUSH_PAUSE_NS
+        flusher.session.resume(node.now_ns)
+        restoring.put(VB, many(10, b"\0y"))
+        assert flusher.state.flush is not None
+        assert not flusher.state.answers, "it is neither done nor refused"
+    assert flusher.state.held_until_ns == node.now_ns + FLUSH_PAUSE_NS, "it does not spin"
+    assert node.engine.partitions[6].item_count == 0, "other partitions do not wait for a load"
+    node.load()
+    restoring.peer.session.resume(node.now_ns)
+    node.now_ns += FLUSH_PAUSE_NS
+    flusher.session.resume(node.now_ns)
+    while flusher.state.flush is not None:
+        flusher.session.resume(node.now_ns)
+    assert [answer.status for answer in FrameDecoder().feed(b"".join(flusher.state.answers))] == [
+        Status.OK
+    ]
+    part = node.engine.partitions[VB]
+    assert part.item_count == 20, "what came after the flush began stays"
+    assert node.engine.versions.newest_entry(part, b"\0k3")[13] == Opcode.DCP_DELETION
+
+
+def test_packets_that_travel_ahead_are_those_of_the_loads() -> None:
+    """Each once, in order, as many as there is room for; what is begun or applied does not."""
+    node = LoadingNode(partitions=8)
+    loads = node.engine.loads
+    peer = RestoringPeer(node)
+    asked: list[int] = []
+    loads.on_packet = lambda: asked.append(1)
+    for number in range(6):
+        peer.put(number, many(5, vb_id=number))
+    assert len(asked) == 6
+    first, second = loads.ahead(2 * 5 * 70)
+    assert (first.number, second.number) == (1, 2)
+    assert loads.ahead(0) == []
+    requests = node.begin_load()
+    assert [packet for request in requests for packet in request.packets][:2] == [first, second]
+    assert loads.ahead(1 << 20) == [], "they are sent with their load"
+    peer.put(6, many(5, vb_id=6))
+    node.end_load(node.load_into_store(requests))
+    loads.refuse_all()
+    assert loads.apply_next() == 7
+    assert loads.apply_next() == 0
+    assert loads.ahead(1 << 20) == []
 
 
 def test_partitions_with_replicas_load_nothing() -> None:
@@ -500,7 +563,7 @@ def test_a_store_that_is_not_what_the_server_takes_it_for_loads_nothing() -> Non
     node = LoadingNode(partitions=8)
     part = node.engine.partitions[VB]
     value = struct.pack(">I", len(frame(b"\0k")) - 24) + frame(b"\0k")
-    request = LoadRequest(VB, 0, part.vb_uuid, 0, [(1, value)])
+    request = LoadRequest(VB, 0, part.vb_uuid, 0, [Packet(1, value, 1)])
     before = left_in_store(node)
     for wrong, why in [
         (request._replace(high_seqno=7), "the partition changed"),

@@ -34,7 +34,9 @@ class DeferredLookups:
         self._store = store
         self._partitions = partitions
         self._count = count
-        self._keys: dict[int, list[bytes]] = {}
+        self.presumed: dict[int, list[bytes]] = {}
+        """Partition -> keys that were presumed documents. It is always the same dictionary:
+        loops in C add to it, too."""
 
     def was_document(self, part: Partition, key: bytes, prev_seqno: int) -> bool:
         """Return whether a key was a document before a change that replaces `prev_seqno`.
@@ -46,20 +48,17 @@ class DeferredLookups:
             entry = part.frozen.newest.get(key)
         if entry is not None or not prev_seqno or not part.merged_seqno:
             return bool(entry and not is_deleted(entry))
-        keys = self._keys.get(part.vb_id)
+        keys = self.presumed.get(part.vb_id)
         if keys is None:
-            self._keys[part.vb_id] = [key]
+            self.presumed[part.vb_id] = [key]
         else:
             keys.append(key)
         return True
 
     def settle(self) -> None:
         """Look up the presumed documents and correct the counts. Raises StoreDamagedError."""
-        for vb_id, keys in self._keys.items():
+        for vb_id, keys in self.presumed.items():
             keys.sort()
-            documents = self._store.documents_among(vb_id, keys)
-            if len(documents) != len(keys):
-                for key in keys:
-                    if key not in documents:
-                        self._count(self._partitions[vb_id], key, 1)
-        self._keys.clear()
+            for key in self._store.keys_without_document(vb_id, keys):
+                self._count(self._partitions[vb_id], key, 1)
+        self.presumed.clear()

@@ -44,7 +44,7 @@ from vbucket.model.entry import (
     seqno_of,
 )
 from vbucket.model.ids import CAS_DRIFT_NS
-from vbucket.native import set_run
+from vbucket.native import get_run, set_run
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import StoredMeta
 from vbucket.store.plain_value import plain
@@ -113,7 +113,8 @@ class Engine:
             keyspace.partitions, keyspace.versions.meta_below, store.key_tree,
             keyspace.item_cache, StoreDamagedError,
         )  # fmt: skip
-        """Applies plain SETs in C, as `put` would; None: the loops are not built."""
+        self.get_run = get_run(keyspace.partitions)
+        """These do plain SETs and GETs in C; None: the loops are not built."""
         self.write_refusal = ""
         """Why no partition takes writes now, "" if they do."""
         self.writers_wait = False
@@ -131,7 +132,7 @@ class Engine:
         self._refusals: dict[Hold, str] = {}
         self._kept_xattrs = KeptXattrs(self.versions)
         self._cas_floor = 0
-        self._now_s = 0
+        self.now_s = 0  # of the operations of this batch
 
     @property
     def now_ns(self) -> int:
@@ -172,7 +173,7 @@ class Engine:
     def begin_batch(self, now_ns: int) -> None:
         """Set the time of the operations that follow; `now_ns` since the Unix epoch."""
         self._cas_floor = now_ns & ~0xFFFF
-        self._now_s = now_ns // 1_000_000_000
+        self.now_s = now_ns // 1_000_000_000
         self.locks.begin_batch(now_ns)
 
     def store(
@@ -234,7 +235,7 @@ class Engine:
             opcode, _, old_datatype, _, _, prev_seqno, rev_seqno = below
         # Up to 3: JSON and Snappy, no XATTRs. A literal, because every SET comes here.
         if old_datatype > 3 and opcode == MUTATION and keeps_xattrs:
-            xattrs = self._kept_xattrs.of_document(part, key, self._now_s)
+            xattrs = self._kept_xattrs.of_document(part, key, self.now_s)
             if xattrs:
                 datatype, value = plain(datatype, body[len(key) :])
                 body = key + with_xattrs(xattrs, value)
@@ -432,7 +433,7 @@ class Engine:
         if not entry or entry[OPCODE_AT] != MUTATION:
             return None
         expiry = int.from_bytes(entry[_EXPIRY_AT : _EXPIRY_AT + 4], "big")
-        return None if 0 < expiry <= self._now_s else _document_of(entry)
+        return None if 0 < expiry <= self.now_s else _document_of(entry)
 
     def document_entry(self, part: Partition, key: bytes) -> bytes | None:
         """Return the newest version of a key, None if it is not a document. The partition must be
@@ -520,7 +521,7 @@ class Engine:
                 DATATYPE_XATTR if xattrs else 0,
                 part.vb_id, EXPIRATION_EXTRAS_BYTES + len(key) + len(xattrs), 0, new_cas, seqno,
                 known.rev_seqno + (known.rev_seqno < REV_SEQNO_MAX),
-                min(self._now_s, 0xFFFF_FFFF),
+                min(self.now_s, 0xFFFF_FFFF),
             )
             + key + xattrs
         )  # fmt: skip
@@ -551,7 +552,7 @@ class Engine:
         known = self._newest_meta(part, key)
         if known is None:
             return _ABSENT
-        if known.opcode == MUTATION and 0 < known.expiry <= self._now_s:
+        if known.opcode == MUTATION and 0 < known.expiry <= self.now_s:
             self._expire(part, key, known)
             self.expired_on_access += 1
             return _ABSENT
@@ -572,7 +573,7 @@ class Engine:
 
     def _due_meta(self, part: Partition, key: bytes) -> StoredMeta | None:
         meta = self._newest_meta(part, key)
-        if meta is None or meta.opcode != MUTATION or not 0 < meta.expiry <= self._now_s:
+        if meta is None or meta.opcode != MUTATION or not 0 < meta.expiry <= self.now_s:
             return None
         return meta
 

@@ -1,6 +1,7 @@
 """Loads: which packets of a restore go straight into the store, and what that changes. Sans-IO.
 
     takes(vb_id), add(...)   a session asks, and hands over a packet
+    ahead(room_bytes)        packets that may travel to the store process before their load
     begin() -> requests      the shell sends them to the store process (`vbucket.engine.store_load`)
     done(reports)            the store has them: the partitions show their new documents
     apply_next()             applies a packet that cannot be loaded after all
@@ -22,17 +23,20 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count as count_from
 from typing import Final
 
 from vbucket.engine.keyspace import Keyspace
 from vbucket.engine.partition import Hold, Partition, VbState
-from vbucket.engine.store_load import LoadReport, LoadRequest
+from vbucket.engine.store_load import LoadReport, LoadRequest, Packet
 from vbucket.model.collection_counts import CollectionCounts
 
 LOAD_BYTES_MAX: Final = 8 << 20
 """Bytes of packets in one transaction of the store. It takes some 60 ms, other work of the store
 process waits that long, and passing them on takes the loop some 5 ms. With fewer, each transaction
 has less to share its syncs."""
+AHEAD_BYTES_MAX: Final = 2 * LOAD_BYTES_MAX
+"""Bytes of packets that the store process keeps: those of the load under way, and of the next."""
 WAITING_BYTES_MAX: Final = 32 << 20
 """Bytes of packets that are kept. Sessions wait with more. One restore has half as much under
 way."""
@@ -49,13 +53,15 @@ Apply = Callable[[], tuple[bytes, int]]
 class LoadTicket:
     """A packet that is loaded, until its answer may leave."""
 
-    __slots__ = ("answer", "apply", "count", "group", "is_done", "packet")
+    __slots__ = ("answer", "apply", "count", "group", "is_done", "number", "packet")
 
     def __init__(self, count: int, packet: bytes, answer: bytes, apply: Apply) -> None:
         self.count = count
         self.packet = packet
         self.answer = answer
         self.apply = apply
+        self.number = 0
+        """Its number among all packets."""
         self.group = 0
         """The commit group that the answer waits for, if the packet was applied."""
         self.is_done = False
@@ -78,6 +84,11 @@ class Loads:
         self._partitions = keyspace.partitions
         self.on_work: Callable[[], None] | None = None
         """Called with the first packet that waits. None: nothing is loaded here."""
+        self.on_packet: Callable[[], None] = _nobody_asks
+        """Called with each packet: `ahead` may have it."""
+        self._numbers = count_from(1)
+        self._unsent: dict[int, LoadTicket] = {}
+        """Packets that are not sent ahead, by number."""
         self._waiting: dict[int, list[LoadTicket]] = {}
         self._under_way: dict[int, list[LoadTicket]] = {}
         self._ordinary: dict[int, list[LoadTicket]] = {}
@@ -85,6 +96,8 @@ class Loads:
         self._waiting_bytes = 0
         self._has_merged = False
         """Whether everything is merged that the log had at the start."""
+        self._is_draining = False
+        """Somebody waits until nothing is loaded: no packet is taken before."""
         self._now_ns = self._paused_until_ns = 0
         self.documents = 0
         """Documents and deletions that were loaded."""
@@ -92,7 +105,7 @@ class Loads:
     @property
     def is_full(self) -> bool:
         """Whether sessions must wait with more packets."""
-        return self._waiting_bytes >= WAITING_BYTES_MAX
+        return self._waiting_bytes >= WAITING_BYTES_MAX or self._is_draining
 
     @property
     def has_work(self) -> bool:
@@ -125,18 +138,23 @@ class Loads:
         """Take a packet. `takes` has just said that it may be loaded."""
         self._partitions[vb_id].hold_writes(Hold.LOADING, _HELD)
         begins = not self.has_work
+        ticket.number = next(self._numbers)
+        self._unsent[ticket.number] = ticket
         self._waiting.setdefault(vb_id, []).append(ticket)
         self._waiting_bytes += len(ticket.packet)
         if begins and self.on_work is not None:
             self.on_work()
+        self.on_packet()
 
     def why_busy(self, vb_id: int | None = None) -> str:
         """Return why a partition (None: any) cannot get another history or manifest now, "" if it
-        can. Loads pause then, so that somebody who tries again succeeds.
+        can. Loads pause then, so that somebody who tries again succeeds: sessions wait until those
+        that were taken are done.
         """
         is_busy = bool(self._under_way) if vb_id is None else self._has(vb_id)
         if is_busy:
             self._paused_until_ns = self._now_ns + PAUSE_NS
+            self._is_draining = True
         return _BUSY if is_busy else ""
 
     # -- called by the shell ---------------------------------------------------------------------
@@ -151,6 +169,18 @@ class Loads:
     def has_merged(self) -> None:
         """Take note that everything was merged that was there when the shell began to ask."""
         self._has_merged = True
+
+    def ahead(self, room_bytes: int) -> list[Packet]:
+        """Return packets for which the store process has room, each once, in order."""
+        found: list[Packet] = []
+        for ticket in self._unsent.values():
+            room_bytes -= len(ticket.packet)
+            if room_bytes < 0:
+                break
+            found.append(_packet_of(ticket))
+        for packet in found:
+            del self._unsent[packet.number]
+        return found
 
     def begin(self) -> list[LoadRequest]:
         """Return what to load next, perhaps nothing. Packets of partitions that cannot be loaded
@@ -175,7 +205,9 @@ class Loads:
             if not chosen:
                 break
             self._under_way[vb_id] = chosen
-            packets = [(ticket.count, ticket.packet) for ticket in chosen]
+            packets = [_packet_of(ticket) for ticket in chosen]
+            for packet in packets:
+                self._unsent.pop(packet.number, None)
             requests.append(
                 LoadRequest(vb_id, part.high_seqno, part.vb_uuid, part.leader_epoch, packets)
             )
@@ -198,6 +230,7 @@ class Loads:
         self._ordinary.update(under_way)
         if loaded:
             self._keyspace.due.generation += 1  # the store has other rows of due documents
+        self._is_draining = self._is_draining and self.has_work
         return [report.vb_id for report in loaded]
 
     def refuse_all(self) -> None:
@@ -208,20 +241,24 @@ class Loads:
             chosen.clear()
         self._keyspace.loading.clear()
 
-    def apply_next(self) -> bool:
-        """Apply one packet in the ordinary way, which takes up to 2 ms; False: there is none."""
+    def apply_next(self) -> int:
+        """Apply one packet in the ordinary way, which takes up to 2 ms. Return its number; 0: there
+        is none.
+        """
         if not self._ordinary:
-            return False
+            return 0
         vb_id, tickets = next(iter(self._ordinary.items()))
         part, ticket = self._partitions[vb_id], tickets.pop(0)
         if not tickets:
             del self._ordinary[vb_id]
+        self._unsent.pop(ticket.number, None)
         self._waiting_bytes -= len(ticket.packet)
         part.release_writes(Hold.LOADING)
         ticket.apply_now()
         if self._has(vb_id):
             part.hold_writes(Hold.LOADING, _HELD)
-        return True
+        self._is_draining = self._is_draining and self.has_work
+        return ticket.number
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -256,3 +293,11 @@ class Loads:
             ticket.finish()
         if not self._has(vb_id):
             self._partitions[vb_id].release_writes(Hold.LOADING)
+
+
+def _packet_of(ticket: LoadTicket) -> Packet:
+    return Packet(ticket.count, ticket.packet, ticket.number)
+
+
+def _nobody_asks() -> None:
+    """Do nothing: there is no store process."""

@@ -156,14 +156,20 @@ class Flush:
 
     Each document gets its own deletion, so streams see it. Documents written after the flush began
     stay: it deletes nothing above the seqno that the partition had then. A branch during the flush
-    restores what it restores.
+    restores what it restores. Partitions that a restore loads documents into come last, after the
+    load (`vbucket.engine.loads`).
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         engine.flushes += 1
         self._end_seqnos = [part.high_seqno for part in engine.partitions]
-        self._vb_id = 0
+        self._left = list(range(engine.num_vbuckets))[::-1]
+        """Partitions that are not done; the next one is the last."""
+        self._loading: list[int] = []
+        """Partitions to come back to after their loads."""
+        self.is_waiting = False
+        """Only such partitions are left: the next step comes later."""
         self._walk: KeyWalk | None = None
         """Of the partition, where it was begun."""
 
@@ -172,26 +178,32 @@ class Flush:
 
         Raises RefusedError if a partition with replicas takes no writes now.
         """
-        while self._vb_id < self._engine.num_vbuckets:
+        self.is_waiting = False
+        while self._left:
             if keys_max <= 0:
                 return False
-            keys_max -= self._look_at(keys_max)
-        return True
+            keys_max -= self._look_at(self._left[-1], keys_max)
+        self._left, self._loading = self._loading, []
+        self.is_waiting = bool(self._left)
+        return not self._left
 
-    def _look_at(self, keys_max: int) -> int:
-        """Continue with the current partition; return how many keys were processed."""
-        part = self._engine.partitions[self._vb_id]
+    def _look_at(self, vb_id: int, keys_max: int) -> int:
+        """Continue with a partition; return how many keys were processed."""
+        part = self._engine.partitions[vb_id]
         if part.state == VbState.FENCED or Hold.REPLICATION in part.holds:
             why = part.holds.get(Hold.REPLICATION, "its replicas have not confirmed its master")
             raise RefusedError(Status.ETMPFAIL, f"vb {part.vb_id}: {why}")
-        end_seqno = self._end_seqnos[self._vb_id]
+        end_seqno = self._end_seqnos[vb_id]
         keys: list[bytes] = []
         if part.item_count and end_seqno:
-            self._walk = self._walk or KeyWalk(self._engine, self._vb_id, end_seqno)
-            keys = self._walk.take(keys_max)
+            if self._engine.loads.why_busy(vb_id):  # which makes more loads wait
+                self._loading.append(vb_id)
+            else:
+                self._walk = self._walk or KeyWalk(self._engine, vb_id, end_seqno)
+                keys = self._walk.take(keys_max)
         if not keys:
-            self._vb_id += 1
+            self._left.pop()
             self._walk = None
         for key in keys:
-            self._engine.delete_up_to(self._vb_id, key, end_seqno)
+            self._engine.delete_up_to(vb_id, key, end_seqno)
         return len(keys)

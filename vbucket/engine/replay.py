@@ -15,9 +15,11 @@ from vbucket.engine.deferred_lookups import DeferredLookups
 from vbucket.engine.engine import Engine
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.partition import Partition, VbState
+from vbucket.log.record import entry_at, split_entries
 from vbucket.model.control import epoch_of, floor_and_purge, snapshot_window, watermarks_of
 from vbucket.model.entry import LOG_CONTROL, META, PREFIX_BYTES, control_document, head_of
 from vbucket.model.manifest import Manifest
+from vbucket.native import replay_run
 from vbucket.store.records import Mended
 from vbucket.store.store import Store
 
@@ -30,9 +32,30 @@ class Replay:
     def __init__(self, engine: Engine, store: Store) -> None:
         self._engine = engine
         self._presumed = DeferredLookups(store, engine.partitions, engine.keyspace.count)
+        self._run = replay_run(engine.partitions)
+
+    def apply_group(self, group: int, payload: bytes) -> None:
+        """Apply a group of the log. Raises LogDamagedError if its entries are not sound."""
+        run, at = self._run, 0
+        if run is None:
+            self.apply(group, split_entries(payload))
+            return
+        while at < len(payload):
+            reached = run.apply(payload, at, self._presumed.presumed)
+            self._engine.keyspace.active_bytes += reached - at
+            at = reached
+            if at < len(payload):
+                entry = entry_at(payload, at)
+                self._apply_entries([entry])
+                at += len(entry)
+        self._engine.keyspace.continue_after(group)
 
     def apply(self, group: int, entries: Iterable[bytes]) -> None:
-        """Apply a group of the log. Parts of it may be in the store already."""
+        """Apply entries of a group."""
+        self._apply_entries(entries)
+        self._engine.keyspace.continue_after(group)
+
+    def _apply_entries(self, entries: Iterable[bytes]) -> None:
         engine = self._engine
         partitions = engine.partitions
         for entry in entries:
@@ -59,7 +82,6 @@ class Replay:
             part.append_entry(entry)
             if head.opcode == MUTATION:
                 engine.due.add(entry)
-        engine.keyspace.continue_after(group)
 
     def finish(self) -> None:
         """Finish after the last group: settle the document counts."""

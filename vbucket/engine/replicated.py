@@ -10,6 +10,10 @@ There is one exception to both. The previous version that an entry names may not
 here: a snapshot leaves superseded versions out, and a master forgets a key with its purged
 deletion, which may still be here. Such an entry is linked to the version that is here. Rollbacks,
 compaction and snapshots for consumers follow these links.
+
+Whole groups go through a loop in C (`apply_whole`) if it is built. It applies documents, deletions
+and expiries of the default collection itself, and gives documents with an expiry, system events and
+changes of other collections to `_apply_linked`, one by one.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from vbucket.model.entry import (
     prev_seqno_of,
     seqno_of,
 )
+from vbucket.native import group_run
 from vbucket.store.due import EXPIRY_AT, NO_EXPIRY
 from vbucket.store.store import Store
 
@@ -51,6 +56,10 @@ class ReplicatedChanges:
     def __init__(self, engine: Engine, store: Store) -> None:
         self._engine = engine
         self._presumed = DeferredLookups(store, engine.partitions, engine.keyspace.count)
+        self.group_run = group_run(
+            engine.partitions, self._presumed.presumed, self._linked_one, self._apply_one
+        )
+        """Checks and applies whole groups in C; None: the loops are not built."""
 
     def apply(self, part: Partition, entries: Sequence[bytes]) -> None:
         """Apply the next changes of a partition, in seqno order.
@@ -108,11 +117,43 @@ class ReplicatedChanges:
         follow each other, and no partition has a part of a snapshot. Raises StoreDamagedError
         before anything is changed.
         """
+        self._apply_linked(self._all_linked(changes))
+        return self._engine.keyspace.group
+
+    def apply_whole(
+        self,
+        payload: bytes,
+        highs: dict[int, int],
+        epochs: dict[int, int],
+        body_bytes_max: int,
+    ) -> tuple[int, dict[int, int]] | None:
+        """Check and apply the entries of a whole group in C. Return the commit group that has them
+        here, and partition -> end seqno; `highs` is raised.
+
+        None: nothing was changed; check the group in Python (dcp.replication.whole_entries, which
+        explains the arguments), and call `apply_group`. Raises StoreDamagedError before anything is
+        changed.
+        """
+        run, keyspace = self.group_run, self._engine.keyspace
+        if run is None:
+            return None
+        ends = run.apply(
+            payload, highs, epochs, body_bytes_max, keyspace.pending, keyspace.touched,
+            keyspace.group,
+        )  # fmt: skip
+        return None if ends is None else (keyspace.group, ends)
+
+    def _linked_one(self, part: Partition, entry: bytes) -> bytes:
+        return self._linked(part, (entry,))[0]
+
+    def _apply_one(self, change: ReplicatedChange) -> None:
+        self._apply_linked((change,))
+
+    def _apply_linked(self, changes: Sequence[ReplicatedChange]) -> None:
         engine = self._engine
         keyspace, due = engine.keyspace, engine.due
         partitions, was_document = keyspace.partitions, self._presumed.was_document
         group, touch = keyspace.group, keyspace.touched.append
-        changes = self._all_linked(changes)
         keyspace.pending += [change[2] for change in changes]
         for vb_id, key, entry, seqno, prev_seqno, cas, is_document in changes:
             part = partitions[vb_id]
@@ -139,7 +180,6 @@ class ReplicatedChanges:
             if is_document and entry[EXPIRY_AT : EXPIRY_AT + 4] != NO_EXPIRY:
                 due.add(entry)
             part.high_seqno = seqno
-        return group
 
     def _all_linked(self, changes: Sequence[ReplicatedChange]) -> Sequence[ReplicatedChange]:
         """Return the changes, each with the previous version of its key that is here."""

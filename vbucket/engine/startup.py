@@ -161,7 +161,7 @@ def recover_node(
     torn: TornTail | None = None
     try:
         for group in recovery.groups():
-            replay.apply(group.group, split_entries(group.payload))
+            replay.apply_group(group.group, group.payload)
         torn = recovery.finish()
     except LogDamagedError as error:
         if keep_copies is None:
@@ -213,7 +213,7 @@ def replay_log(engine: Engine, store: Store, recovery: Recovery) -> TornTail | N
     """
     replay = Replay(engine, store)
     for group in recovery.groups():
-        replay.apply(group.group, split_entries(group.payload))
+        replay.apply_group(group.group, group.payload)
     replay.finish()
     engine.keyspace.continue_after(recovery.end.group)
     return recovery.finish()

@@ -37,10 +37,19 @@ from vbucket.store.store import StoreView
 from vbucket.upkeep.merge import merge_partition, plain_changes, put_plain
 from vbucket.upkeep.stage import Stage
 
-Packet = tuple[int, bytes]
-"""Number of frames, and the value of X_PUT_FRAMES."""
 _OLD_FORMAT: Final = "the store has an older format, which the next merge ends"
 _OTHER_MANIFEST: Final = "the store has other collections than the server, until the next merge"
+
+
+class Packet(NamedTuple):
+    """A packet of a restore."""
+
+    count: int
+    """Its frames."""
+    value: bytes
+    """The value of X_PUT_FRAMES."""
+    number: int
+    """Names it: it may travel to the store process before its request."""
 
 
 class LoadRequest(NamedTuple):
@@ -56,7 +65,7 @@ class LoadRequest(NamedTuple):
     @property
     def frames(self) -> int:
         """How many there are."""
-        return sum(count for count, _ in self.packets)
+        return sum(packet.count for packet in self.packets)
 
 
 class LoadReport(NamedTuple):
@@ -169,7 +178,7 @@ class _Loads:
             return None
         vb_id, seqno = request.vb_id, request.high_seqno + 1
         staged.open(vb_id)
-        for count, packet in request.packets:
+        for count, packet, _ in request.packets:
             entries = self._entries_of(packet, count, vb_id, seqno, request.epoch, self._cas_max)
             if entries is None:
                 return None
@@ -194,7 +203,7 @@ class _Loads:
     def _load(self, request: LoadRequest, stage: Stage) -> PartitionRecord:
         """Do the same in Python, for all kinds of frames."""
         vb_id, seqno = request.vb_id, request.high_seqno + 1
-        for count, packet in request.packets:
+        for count, packet, _ in request.packets:
             frames = Frames(packet, count, vb_id, takes_xattrs=True)
             if max(frames.cas) > self._cas_max:
                 raise _NotLoadedError("a CAS is too far ahead of the clock")

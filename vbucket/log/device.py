@@ -62,6 +62,13 @@ PIECE_BYTES: Final = 32 << 10
 """Zeros of the next segment that one call writes. The page cache (Linux 6) keeps them in a piece as
 large as the call, and handles the whole piece when a group overwrites a part of it."""
 
+DIRECT_BYTES_MIN: Final = 8 << 10
+"""Groups from this size on are written past the page cache. For smaller ones it saves nothing, and
+the event loop writes them itself (docs/lab-notes.md)."""
+DIRECT_BYTES_MAX: Final = 1 << 20
+"""Larger groups go through the page cache: they are rare, and their blocks would be copied at once.
+"""
+
 
 class LogWriteError(Exception):
     """The disk refused a change, or the device takes none any more. Final, except LogFullError."""
@@ -112,9 +119,10 @@ class LogDevice(Protocol):
     def read(self, segment: int) -> bytes:
         """Return all bytes of a segment, header included. Raises KeyError for an unknown id."""
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes, *, sync_follows: bool = False) -> None:
         """Write `data` at the end of the newest segment; it survives a crash only after `sync`.
 
+        `sync_follows`: the caller syncs next, so the write may wait for the disk.
         Raises LogFullError, LogWriteError (nothing was added), SyncFailedError (one failed before).
         """
 

@@ -7,12 +7,17 @@ the device takes no more appends, and the next start cuts it as a torn tail.
 A new segment is written under a temporary name, synced and renamed, so it appears as a whole. It
 begins with zeros ahead of its end. `reserve` writes more of them, `prepare` those of the next
 segment: its file has its temporary name until `rotate` needs it.
+
+Larger groups go past the page cache (O_DIRECT), if a sync follows. The sync of a large commit of
+the store puts 100 MB into the disk's queue. Writes from the page cache wait there for their turn,
+direct ones do not (docs/lab-notes.md).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import re
 import threading
 from collections.abc import Callable
@@ -21,6 +26,8 @@ from typing import Final
 
 from vbucket.log.device import (
     AHEAD_BYTES,
+    DIRECT_BYTES_MAX,
+    DIRECT_BYTES_MIN,
     MARK_BYTES_MAX,
     MARK_SLOT_BYTES,
     MARK_SLOTS,
@@ -38,6 +45,8 @@ from vbucket.log.disk_folder import Disk, FolderDisk
 SEGMENT_NAME: Final = re.compile(r"\A(\d{10,20})\.log\Z")
 MARK_NAME: Final = "end.mark"
 _NEW_NAME: Final = "new-segment.tmp"
+_BLOCK_BYTES: Final = 4096
+"""Direct writes are whole blocks: a page of the page cache, and no disk has larger ones."""
 _NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
 """The process or the system has reached its limit of open files (ulimit -n)."""
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}) | _NO_DESCRIPTOR
@@ -99,12 +108,22 @@ class FileLogDevice:
     - the bytes between `_end` and `_ahead_end` are zeros on disk. Bytes after them are zeros, too,
       except after a failed append that could not be cut (then `_refusal` is set);
     - the file grows and shrinks only under `_growing`, so `reserve` never overwrites an append;
+    - a direct write has whole blocks, rewrites the bytes before `_end` in the first one, and ends
+      below `_ahead_end` with zeros. It runs under `_growing`: if zeros were written into the page
+      cache beside it, the kernel could report an error of the disk;
+    - once a segment has direct writes, every append writes whole blocks where it can. The page
+      cache lacks the block before `_end`, so a shorter write would have to read it from the disk;
     - the file with the temporary name is used only under `_preparing`. Its first `_prepared_bytes`
       are zeros on disk.
     """
 
     def __init__(
-        self, folder: Path, draw_salt: Callable[[], int], disk: Disk | None = None
+        self,
+        folder: Path,
+        draw_salt: Callable[[], int],
+        disk: Disk | None = None,
+        *,
+        direct_bytes_min: int = DIRECT_BYTES_MIN,
     ) -> None:
         self._folder = folder
         self._draw_salt = draw_salt
@@ -113,6 +132,16 @@ class FileLogDevice:
         self._refusal: Exception | None = None
         self._fd = -1
         self._end = self._ahead_end = 0
+        self._direct_bytes_min = direct_bytes_min
+        self._direct_fd = -1
+        """The newest segment past the page cache; -1: it has no direct writes."""
+        self._may_be_direct = True
+        """Whether the file system takes direct writes, as far as known."""
+        # Direct writes need an address like that of a map: at the beginning of a page.
+        self._blocks = mmap.mmap(-1, DIRECT_BYTES_MAX + 2 * _BLOCK_BYTES)
+        self._tail: bytes | None = None
+        """The segment's bytes in the block that holds `_end`. None: not known, because this device
+        did not begin the segment, or has cut it."""
         self._growing = threading.RLock()
         self._next_fd = -1
         """The file that `prepare` writes."""
@@ -166,11 +195,14 @@ class FileLogDevice:
             raise KeyError(segment) from None
         return data[: self._end] if segment == self._segments[-1] else data
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes, *, sync_follows: bool = False) -> None:
         """See LogDevice."""
         self._refuse_if_broken()
         if self._fd < 0:
             raise LogWriteError(f"{self._folder}: there is no segment yet; call rotate() first")
+        is_direct = sync_follows and self._direct_bytes_min <= len(data) <= DIRECT_BYTES_MAX
+        if (is_direct or self._direct_fd >= 0) and self._append_blocks(data, is_direct=is_direct):
+            return
         if self._end + len(data) <= self._ahead_end:
             self._append(data)
             return
@@ -243,7 +275,8 @@ class FileLogDevice:
             salt = self._draw_salt()
             # It stays open, because later there may be no free descriptor.
             with self._preparing:
-                fd, room_bytes = self._create(segment, salt)
+                header = pack_segment_header(segment, self._end, salt)
+                fd, room_bytes = self._create(segment, header)
             try:
                 self._sync_folder()
             except SyncFailedError:
@@ -253,7 +286,7 @@ class FileLogDevice:
             self._close_newest()
             self._fd = fd
             self._salt = salt
-            self._end = SEGMENT_HEADER_BYTES
+            self._end, self._tail = SEGMENT_HEADER_BYTES, header
             self._ahead_end = self._end + room_bytes
         return segment
 
@@ -283,6 +316,7 @@ class FileLogDevice:
                 self._disk.close(fd)
             if segment == self._segments[-1]:
                 self._end = self._ahead_end = size_bytes
+                self._tail = None
 
     def delete(self, segment: int) -> None:
         """See LogDevice."""
@@ -307,6 +341,7 @@ class FileLogDevice:
                     raise _write_error(f"{name} could not be removed: {error}", error) from error
                 self._sync_folder()
                 del self._segments[-1]
+                self._tail = None
                 if self._segments:
                     self._fd = self._disk.open(segment_name(self._segments[-1]))
                     self._end = self._ahead_end = self._disk.size(self._fd)
@@ -367,6 +402,69 @@ class FileLogDevice:
             text = f"{self._folder}: cannot create {MARK_NAME}: {error}; free some space"
             raise _write_error(text, error) from error
 
+    def _append_blocks(self, data: bytes, *, is_direct: bool) -> bool:
+        """Append by writing whole blocks; return whether it was done. If not, nothing has changed
+        that a plain append does not set right.
+        """
+        tail = self._tail
+        if tail is None:
+            return False
+        at = self._end - len(tail)
+        used_bytes = len(tail) + len(data)
+        size_bytes = -(-used_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+        if at + size_bytes > self._ahead_end:
+            return False
+        pieces = tail, data, bytes(size_bytes - used_bytes)
+        if not (is_direct and self._write_directly(pieces, at)):
+            blocks = b"".join(pieces)
+            try:
+                self._write_all(self._fd, blocks, at)
+            except OSError as error:
+                raise self._cut_failed_append(len(data), error) from error
+        self._advance(data)
+        return True
+
+    def _write_directly(self, pieces: tuple[bytes, ...], at: int) -> bool:
+        """Write blocks past the page cache; return whether all were written. After an error some of
+        them may be: the caller writes them again, and the sync tells whether that was possible.
+        """
+        with self._growing:
+            if not self._opens_directly():
+                return False
+            size_bytes = sum(map(len, pieces))
+            self._blocks.seek(0)
+            for piece in pieces:
+                self._blocks.write(piece)
+            blocks = memoryview(self._blocks)[:size_bytes]
+            try:
+                is_written = self._disk.write(self._direct_fd, blocks, at) == size_bytes
+            except OSError:
+                is_written = False
+            if not is_written:
+                self._may_be_direct = False
+                self._close_direct()
+            return is_written
+
+    def _opens_directly(self) -> bool:
+        """Open the newest segment for direct writes, if it is not; return whether it is open."""
+        if self._direct_fd < 0 and self._may_be_direct:
+            try:
+                self._direct_fd = self._disk.open_direct(segment_name(self._segments[-1]))
+            except OSError as error:
+                self._may_be_direct = error.errno in _NO_DESCRIPTOR
+        return self._direct_fd >= 0
+
+    def _advance(self, data: bytes) -> None:
+        """Note that `data` was appended."""
+        self._end += len(data)
+        if self._tail is not None:
+            tail_bytes = self._end % _BLOCK_BYTES
+            if len(data) < tail_bytes:
+                self._tail += data
+            else:
+                self._tail = data[len(data) - tail_bytes :]
+            assert len(self._tail) == tail_bytes
+
     def _append(self, data: bytes) -> None:
         end = self._end
         try:
@@ -376,7 +474,7 @@ class FileLogDevice:
                 self._write_all(self._fd, memoryview(data)[written:], end + written)
         except OSError as error:
             raise self._cut_failed_append(len(data), error) from error
-        self._end = end + len(data)
+        self._advance(data)
 
     def _write_all(self, fd: int, data: bytes | memoryview, at: int) -> None:
         left = memoryview(data)
@@ -403,11 +501,10 @@ class FileLogDevice:
         except OSError as error:
             self._fail_sync(f"segment {segment} could not be synced: {error}", error)
 
-    def _create(self, segment: int, salt: int) -> tuple[int, int]:
+    def _create(self, segment: int, header: bytes) -> tuple[int, int]:
         """Write the next segment and give it its name; return its descriptor, and how many zeros
         lie ahead in it.
         """
-        header = pack_segment_header(segment, self._end, salt)
         fd, prepared_bytes = self._next_fd, self._prepared_bytes
         self._next_fd, self._prepared_bytes = -1, 0
         try:
@@ -452,7 +549,13 @@ class FileLogDevice:
             with contextlib.suppress(OSError):  # the next start removes it
                 self._disk.remove(_NEW_NAME)
 
+    def _close_direct(self) -> None:
+        if self._direct_fd >= 0:
+            self._disk.close(self._direct_fd)
+            self._direct_fd = -1
+
     def _close_newest(self) -> None:
+        self._close_direct()
         if self._fd >= 0:
             self._disk.close(self._fd)
             self._fd = -1

@@ -29,6 +29,13 @@ class Disk(Protocol):
     def open(self, name: str) -> int:
         """Return a descriptor to write a file with."""
 
+    def open_direct(self, name: str) -> int:
+        """Return a descriptor whose writes bypass the page cache; `sync` is needed all the same.
+
+        Positions, lengths and the addresses of the data are multiples of the disk's blocks. A file
+        system that cannot do it refuses here, or the first write.
+        """
+
     def size(self, fd: int) -> int:
         """Return a file's length in bytes."""
 
@@ -87,6 +94,10 @@ class FolderDisk:
     def open(self, name: str) -> int:
         """See Disk."""
         return os.open(self._folder / name, os.O_WRONLY | os.O_CLOEXEC)
+
+    def open_direct(self, name: str) -> int:
+        """See Disk."""
+        return os.open(self._folder / name, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def size(self, fd: int) -> int:
         """See Disk."""

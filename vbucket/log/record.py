@@ -144,6 +144,17 @@ def split_entries(payload: bytes) -> list[bytes]:
     return entries
 
 
+def entry_at(payload: bytes, at: int) -> bytes:
+    """Return the entry at a position of a group's payload. Raises LogDamagedError as above."""
+    end = len(payload)
+    if at + _ENTRY_HEAD_BYTES <= end:
+        entry_end = at + _ENTRY_HEAD_BYTES + _BODY_LENGTH.unpack_from(payload, at)[0]
+        if entry_end <= end:
+            return payload[at:entry_end]
+    split_entries(payload)  # raises
+    raise AssertionError("an entry reached beyond the payload")
+
+
 def read_segment_header(data: bytes, segment: int) -> SegmentHeader:
     """Decode a segment's header.
 

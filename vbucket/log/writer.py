@@ -47,18 +47,30 @@ class LogWriter:
         """Whether a power cut could take the newest mark."""
         return not self._is_mark_synced
 
-    def append(self, group: int, payload: bytes) -> None:
-        """Append a group; it survives a crash only after `sync`. Raises as LogDevice.append."""
+    def append(self, group: int, payload: bytes, *, sync_follows: bool = False) -> None:
+        """Append a group; it survives a crash only after `sync`. See LogDevice.append."""
         device = self.device
         record = pack_group(group, payload, device.salt, self.end.crc)
-        device.append(record)
+        device.append(record, sync_follows=sync_follows)
         self.end = LogEnd(self._segment, device.current_bytes, group, record_crc(record))
 
     def sync(self) -> None:
         """Return when all that was appended is on disk, and mark it. Raises SyncFailedError."""
+        self.sync_unmarked()
+        self.mark_end()
+
+    def sync_unmarked(self) -> None:
+        """The same without the mark: `mark_end` comes next, when nobody waits any more. Without it
+        a start may not notice that the disk has lost the end of the log. Raises SyncFailedError.
+        """
         end = self.end
         self.device.sync()
-        self._synced(end)
+        self.synced_end = end
+
+    def mark_end(self) -> None:
+        """Mark the end of what is on disk, if it is not marked."""
+        if self.synced_end != self._marked_end:
+            self._mark(self.synced_end)
 
     def rotate(self, at_least: int = 1) -> int:
         """Begin the next segment; everything before it is on disk. Raises as LogDevice.rotate."""
@@ -66,7 +78,8 @@ class LogWriter:
             self.mark_anew()
         end = self.end
         self._segment = self.device.rotate(at_least)
-        self._synced(end)
+        self.synced_end = end
+        self.mark_end()
         return self._segment
 
     def sync_mark(self) -> None:
@@ -89,11 +102,6 @@ class LogWriter:
             self._mark(self.synced_end)
             self.sync_mark()
         self._has_mark = True
-
-    def _synced(self, end: LogEnd) -> None:
-        self.synced_end = end
-        if end != self._marked_end:
-            self._mark(end)
 
     def _mark(self, end: LogEnd) -> None:
         with self.marking:

@@ -1,12 +1,13 @@
-"""Inner loops in C: of SETs, merge, compaction, backlogs, and the clients of streams. They are
-optional, and equal to their twins in Python.
+"""Inner loops in C: of SETs, GETs, replicas, starts, merges, compaction, backlogs, and clients of
+streams. They are optional, and equal to their twins in Python.
 
 Most take bytes and return bytes: entries of the log become records and blocks, stored frames become
 what a client gets, received frames become runs of changes and their columns. They read and write no
-database, and have no effect but their result. That of SETs reads requests, looks up keys in LMDB's
-pages, and changes partitions as `Engine.put` does. Whatever the loops do not know, or find damaged,
-they leave to Python, which does it, or says what is wrong. So both forms give the same results,
-byte by byte, and only Python has error texts.
+database, and have no effect but their result. Four work on partitions: SETs do what `Engine.put`
+does and look up keys in LMDB's pages, GETs are answered from memory, a replica applies the commit
+groups of its master, and a start applies entries of the log as `Replay` does. Whatever the loops do
+not know, or find damaged, they leave to Python, which does it, or says what is wrong. So both forms
+give the same results, byte by byte, and only Python has error texts.
 
 Who calls it: `vbucket.upkeep`, `vbucket.engine`, `vbucket.store`, `clients.backup.strip`,
 `clients.streaming.change_runs`. `loops` is built by hatch_build.py from the C sources here.
@@ -20,7 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from array import array
 
-    from vbucket.native.loops import KeyTree, SetRun, Staged, Superseded
+    from vbucket.native.loops import (
+        GetRun,
+        GroupRun,
+        KeyTree,
+        ReplayRun,
+        SetRun,
+        Staged,
+        Superseded,
+    )
 
     Partitions = list[Any]
     MetaBelow = Callable[[Any, bytes, bytes | None], tuple[int, int, int, int, int, int, int]]
@@ -33,6 +42,8 @@ if TYPE_CHECKING:
     SectionColumns = tuple[list[int], list[int], list[int], bytes, bytes, bytes, bytes]
     SplitFrames = Callable[[bytes, int, int], SectionColumns | None]
     FrameKeys = Callable[[bytes, int, int], list[bytes] | None]
+    Link = Callable[[Any, bytes], bytes]
+    ApplyOther = Callable[[tuple[int, bytes, bytes, int, int, int, bool]], None]
     EntriesOf = Callable[[bytes, int, int, int, int, int], bytes | None]
 
 
@@ -137,6 +148,40 @@ def set_run(
     except ModuleNotFoundError:
         return None
     return SetRun(partitions, meta_below, tree, item_cache, damaged)
+
+
+def replay_run(partitions: Partitions) -> ReplayRun | None:
+    """Return what applies plain changes of the log at a start, None if the loops are not built."""
+    try:
+        from vbucket.native.loops import ReplayRun
+    except ModuleNotFoundError:
+        return None
+    return ReplayRun(partitions)
+
+
+def group_run(
+    partitions: Partitions, presumed: dict[int, list[bytes]], link: Link, apply_other: ApplyOther
+) -> GroupRun | None:
+    """Return what applies commit groups of a master to these partitions, None if the loops are not
+    built.
+
+    `presumed` is what `DeferredLookups` has to look up. `link` returns an entry with the previous
+    version of its key that is here. `apply_other` applies a change that the loop does not know.
+    """
+    try:
+        from vbucket.native.loops import GroupRun
+    except ModuleNotFoundError:
+        return None
+    return GroupRun(partitions, presumed, link, apply_other)
+
+
+def get_run(partitions: Partitions) -> GetRun | None:
+    """Return what answers plain GETs of these partitions, None if the loops are not built."""
+    try:
+        from vbucket.native.loops import GetRun
+    except ModuleNotFoundError:
+        return None
+    return GetRun(partitions)
 
 
 def key_tree(

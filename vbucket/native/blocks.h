@@ -12,6 +12,7 @@
 #define MUTATION 0x57
 #define DELETION 0x58
 #define EXPIRATION 0x59
+#define SYSTEM_EVENT 0x5F
 
 /* Big-endian numbers, as in entries, keys and records. */
 static inline uint32_t be16(const uint8_t *at)

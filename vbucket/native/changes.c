@@ -7,7 +7,6 @@
 #include "blocks.h"
 
 #define REQUEST 0x80
-#define SYSTEM_EVENT 0x5F
 #define HEAD_BYTES 24
 #define SEQNO_STOP 32 /* the seqno is the first field after the header */
 #define MUTATION_EXTRAS 31

@@ -1,4 +1,4 @@
-/* See key_tree.h. Who calls it: set_run.c, and tests.
+/* See key_tree.h. Who calls it: set_run.c, vbucket/store/store.py, and tests.
 
    Invariants
    - no byte outside of the file's map is read, whatever the pages have: a page lies within the map,
@@ -9,6 +9,9 @@
    The caller holds the object, so the map stays; a read transaction pins the state. */
 
 #include "key_tree.h"
+
+#include "blocks.h"
+#include "crc32c.h"
 
 #include <string.h>
 
@@ -22,6 +25,9 @@
 #define PAGE_BYTES_MIN 256
 #define PAGE_BYTES_MAX 0x8000
 #define CACHE_LINE_BYTES 64
+#define RECORD_BYTES 38 /* of by_key: vbucket/store/key_record.py */
+#define RECORD_CRC_AT 34
+#define FULL_KEY_BYTES_MAX 511 /* LMDB's limit */
 
 /* Numbers are in the byte order of the machine. */
 static uint32_t number16(const uint8_t *at)
@@ -182,6 +188,51 @@ static PyObject *key_tree_get(KeyTree *self, PyObject *args)
     return PyBytes_FromStringAndSize((const char *)search.value, (Py_ssize_t)search.value_bytes);
 }
 
+/* Whether a search has found the sound record of a document. */
+static int is_document(const Search *search)
+{
+    return search->outcome == FOUND && search->value_bytes == RECORD_BYTES &&
+           search->value[0] == MUTATION &&
+           crc32c(crc32c(0, search->key, search->key_bytes), search->value, RECORD_CRC_AT) ==
+               be32(search->value + RECORD_CRC_AT);
+}
+
+static PyObject *key_tree_unproven(KeyTree *self, PyObject *args)
+{
+    const char *prefix;
+    Py_ssize_t prefix_bytes;
+    PyObject *keys;
+    uint8_t full_keys[SEARCHES_MAX][FULL_KEY_BYTES_MAX];
+    Search searches[SEARCHES_MAX];
+    if (!PyArg_ParseTuple(args, "y#O!", &prefix, &prefix_bytes, &PyList_Type, &keys))
+        return NULL;
+    PyObject *unproven = PyList_New(0);
+    for (Py_ssize_t first = 0; unproven != NULL && first < PyList_GET_SIZE(keys);) {
+        size_t count = 0;
+        for (; count < SEARCHES_MAX && first + (Py_ssize_t)count < PyList_GET_SIZE(keys); count++) {
+            PyObject *key = PyList_GET_ITEM(keys, first + (Py_ssize_t)count);
+            if (!PyBytes_CheckExact(key) ||
+                prefix_bytes + PyBytes_GET_SIZE(key) > FULL_KEY_BYTES_MAX) {
+                PyErr_SetString(PyExc_ValueError, "this is no key");
+                Py_DECREF(unproven);
+                return NULL;
+            }
+            memcpy(full_keys[count], prefix, (size_t)prefix_bytes);
+            memcpy(full_keys[count] + prefix_bytes, PyBytes_AS_STRING(key),
+                   (size_t)PyBytes_GET_SIZE(key));
+            searches[count] = (Search){.key = full_keys[count]};
+            searches[count].key_bytes = (size_t)(prefix_bytes + PyBytes_GET_SIZE(key));
+        }
+        key_tree_search(self, searches, count);
+        for (size_t i = 0; i < count && unproven != NULL; i++)
+            if (!is_document(&searches[i]) &&
+                PyList_Append(unproven, PyList_GET_ITEM(keys, first + (Py_ssize_t)i)))
+                Py_CLEAR(unproven);
+        first += (Py_ssize_t)count;
+    }
+    return unproven;
+}
+
 static PyObject *key_tree_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     Py_buffer file;
@@ -229,6 +280,7 @@ int is_key_tree(PyObject *object)
 
 static PyMethodDef methods[] = {
     {"get", (PyCFunction)key_tree_get, METH_VARARGS, NULL},
+    {"unproven", (PyCFunction)key_tree_unproven, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,8 +7,11 @@
 #include "compaction.h"
 #include "crc32c.h"
 #include "frames.h"
+#include "get_run.h"
+#include "group_run.h"
 #include "key_tree.h"
 #include "packets.h"
+#include "replay_run.h"
 #include "set_run.h"
 #include "staging.h"
 
@@ -68,7 +71,10 @@ PyMODINIT_FUNC PyInit_loops(void)
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && add_type(module, "Staged", &staged_spec) &&
         add_type(module, "Superseded", &superseded_spec) &&
+        add_type(module, "ReplayRun", &replay_run_spec) &&
         add_type(module, "SetRun", &set_run_spec) &&
+        add_type(module, "GroupRun", &group_run_spec) &&
+        add_type(module, "GetRun", &get_run_spec) &&
         add_type(module, "KeyTree", &key_tree_spec) &&
         PyModule_AddStringConstant(module, "CRC32C_WAY", crc32c_way()) == 0)
         return module;

@@ -93,6 +93,16 @@ class Superseded:
         sound block.
         """
 
+class ReplayRun:
+    """Applies plain changes of the log at a start."""
+
+    def __init__(self, partitions: list[Any], /) -> None: ...
+    def apply(self, payload: bytes, at: int, presumed: dict[int, list[bytes]], /) -> int:
+        """Apply the entries of a group from position `at` on, and add the keys of which only the
+        store knows whether they were documents to `presumed`. Return the position of the first
+        entry that is for Python.
+        """
+
 class SetRun:
     """Applies plain SETs."""
 
@@ -127,6 +137,54 @@ class SetRun:
         position of the first request that is for Python.
         """
 
+class GroupRun:
+    """Applies commit groups of a master on a replica."""
+
+    def __init__(
+        self,
+        partitions: list[Any],
+        presumed: dict[int, list[bytes]],
+        link: Callable[[Any, bytes], bytes],
+        apply_other: Callable[[tuple[int, bytes, bytes, int, int, int, bool]], None],
+        /,
+    ) -> None: ...
+    def apply(
+        self,
+        payload: bytes,
+        highs: dict[int, int],
+        epochs: dict[int, int],
+        body_bytes_max: int,
+        pending: list[bytes],
+        touched: list[Any],
+        group: int,
+        /,
+    ) -> dict[int, int] | None:
+        """Check all entries of a group, then apply them. Return partition -> end seqno, and raise
+        `highs` to that. None: Python should do it, or say what is wrong; nothing was changed.
+        """
+
+class GetRun:
+    """Answers plain GETs."""
+
+    def __init__(self, partitions: list[Any], /) -> None: ...
+    def answer(
+        self,
+        received: bytes,
+        position: int,
+        end: int,
+        answers: list[bytes],
+        known_datatypes: int,
+        now_s: int,
+        committed_group: int,
+        room_bytes: int,
+        /,
+    ) -> tuple[int, int, int, int]:
+        """Answer the plain GETs from `position` on, until their values have more than `room_bytes`.
+        Append an item for each answer: the first one has the bytes of many, and these are empty.
+        Return the position of the first request that is for Python; how many were answered; how
+        many of these were in the item cache; and the bytes of their values.
+        """
+
 class KeyTree:
     """Looks up keys in a table of LMDB's file, in one committed state that does not change."""
 
@@ -137,6 +195,9 @@ class KeyTree:
 
     def get(self, key: bytes, /) -> bytes | bool | None:
         """Return the value of a key; None: it is not there; False: a page is damaged."""
+
+    def unproven(self, prefix: bytes, keys: list[bytes], /) -> list[bytes]:
+        """Return the keys for which no sound record of a document is found in `by_key`."""
 
 class Staged:
     """Entries of the log, by partition. Partitions must be open."""

@@ -45,6 +45,8 @@ _DAMAGE: Final = (
 )  # fmt: skip
 """LMDB's errors for a write that meets damaged pages. Every later call in that transaction fails,
 too: the transaction is lost."""
+_ABOVE_ALL: Final = b"\xff" * 511
+"""The highest key that LMDB takes."""
 STATE_ATTEMPTS: Final = 1000
 """Attempts to begin a snapshot. An attempt fails if two transactions are committed between two of
 its steps. The steps are microseconds apart, and a commit takes a sync."""
@@ -141,6 +143,8 @@ class LmdbWrite:
         self._tables = tables
         self._file = file
         self._cursors: dict[str, Any] = {}
+        self._ends: dict[str, bytes] = {}
+        """Table -> a key at or above all of its keys."""
         self._pages: PageReader | None = None
         self._why_lost = ""
 
@@ -222,20 +226,37 @@ class LmdbWrite:
 
     def put(self, table: str, key: bytes, value: bytes) -> None:
         """See KvWrite."""
+        if key > self._ends.get(table, key):
+            self._ends[table] = key
         try:
             self._transaction.put(key, value, db=self._tables[table])
         except _DAMAGE as error:
             raise self._lost(table, [key], error) from error
 
     def put_sorted(self, table: str, items: Sequence[tuple[bytes, bytes]]) -> None:
-        """See KvWrite."""
+        """See KvWrite. Keys above all others are appended, without a search for each."""
+        if not items:
+            return
+        is_above = items[0][0] > self._end_of(table)
         cursor = self._cursors.get(table)
         if cursor is None:
             cursor = self._cursors[table] = self._transaction.cursor(db=self._tables[table])
         try:
-            cursor.putmulti(items)
+            _, added = cursor.putmulti(items, append=is_above)
+            if added < len(items):  # they do not ascend
+                cursor.putmulti(items)
+                self._ends[table] = max(key for key, _ in items)
+            self._ends[table] = max(self._ends[table], items[-1][0])
         except _DAMAGE as error:
             raise self._lost(table, [key for key, _ in items], error) from error
+
+    def _end_of(self, table: str) -> bytes:
+        """Return a key at or above all keys of a table. Raises StoreDamagedError."""
+        end = self._ends.get(table)
+        if end is None:
+            found = self.last_at_or_before(table, _ABOVE_ALL)
+            end = self._ends[table] = b"" if found is None else found[0]
+        return end
 
     def delete(self, table: str, key: bytes) -> bool:
         """See KvWrite."""

@@ -419,6 +419,18 @@ class Store(StoreView):
         """
         return self._snapshot.tree(BY_KEY_TABLE)
 
+    def keys_without_document(self, vb_id: int, keys: list[bytes]) -> list[bytes]:
+        """Return the keys whose newest version is no document; fast if the keys ascend.
+
+        The loop in C finds documents. Python looks up the rest, and names what is damaged.
+        """
+        tree = self.key_tree()
+        unproven = keys if tree is None else tree.unproven(_VB_PREFIXES[vb_id], keys)
+        if not unproven:
+            return []
+        documents = self.documents_among(vb_id, unproven)
+        return [key for key in unproven if key not in documents]
+
     def close(self) -> None:
         """Close the snapshot; the environment stays open."""
         self._walks.clear()

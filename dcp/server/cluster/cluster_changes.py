@@ -35,7 +35,7 @@ from dcp.cluster.metastore import (
     TxnResult,
 )
 from dcp.cluster.plan_requests import cancel, drain, move, rebalance, remove, set_cluster, undrain
-from dcp.cluster.plan_steps import progress_of
+from dcp.cluster.plan_steps import progress_of, unseen_members
 from dcp.cluster.request_answers import (
     Answer,
     Prepared,
@@ -73,6 +73,9 @@ TRIES_MAX: Final = 5
 """How often a request is made anew."""
 AGAIN_S: Final = 0.2
 """The pause before that: a view follows the store within milliseconds."""
+JOINED_S: Final = 5.0
+"""How long a rebalance waits for a member whose process is not seen. One that has just joined
+restarts, recovers its folder and takes a lease, which takes a second or two."""
 UNKNOWN_MAX: Final = 3
 """Attempts of a transaction whose answers are lost, before the outcome is told as unknown."""
 _LOOK: Final = "Look at `dcpctl cluster status`, and try again"
@@ -107,7 +110,8 @@ class ClusterChanges:
         )  # fmt: skip
 
     async def rebalance(self, asked: PlainRequest) -> ChangeReport:
-        """Spread copies and masters evenly."""
+        """Spread copies and masters evenly, also over a node that has just joined."""
+        await self._until_seen()
         return await self._change(rebalance, is_dry=asked.dry_run)
 
     async def cancel(self, asked: PlainRequest) -> ChangeReport:
@@ -186,6 +190,13 @@ class ClusterChanges:
             )
         if refused := refused_unreadable(self._view):
             raise ClusterRefusedError(refused.text, status=HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _until_seen(self) -> None:
+        """Wait until all members that may get copies are seen, for `JOINED_S` at most."""
+        for _ in range(int(JOINED_S / AGAIN_S)):
+            if not unseen_members(self._view):
+                return
+            await asyncio.sleep(AGAIN_S)
 
     async def _change(
         self, prepare: Callable[[ClusterView, Stamp], Answer], *, is_dry: bool

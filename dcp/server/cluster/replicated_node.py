@@ -48,6 +48,7 @@ from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
 from dcp.server.cluster.election_log import ElectionLog
 from dcp.server.cluster.enrolment import EnrolmentError, ask
 from dcp.server.cluster.enrolment_state import Enrolment, Happening, Standing
+from dcp.server.cluster.map_pace import MapPace
 from dcp.server.cluster.map_shown import MapShown, tls_address_of
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
@@ -84,9 +85,6 @@ LEAVE_TICK_S: Final = 0.05
 """Time between looks whether that is done."""
 OWNER_RETRY_S: Final = 0.5
 """Time between attempts to ask the metadata store whose it is."""
-MAP_S: Final = 0.01
-"""Time between two maps: an election changes hundreds of records, and a handover one after the
-other. The first change is told at once, because writers wait for it."""
 
 
 _REMOVED_ADVICE: Final = (
@@ -185,9 +183,7 @@ class ReplicatedNode:
         self._links: list[MemberLink] = []
         self._loop = asyncio.get_running_loop()
         self._next_tick: asyncio.TimerHandle | None = None
-        self._next_map: asyncio.TimerHandle | None = None
-        self._map_due_s = 0.0
-        """When the next map may be told, by the loop's clock."""
+        self._map_pace = MapPace(self._loop, partial(self._guarded, self._show_map))
         self._is_scheduled = self._is_carrying = False
         self._is_stopped = False
         self._has_started = self._has_registered = False
@@ -356,9 +352,9 @@ class ReplicatedNode:
         self.enrolment.happened(Happening.STOPPED)
         self._is_stopped = True
         self._driver.close()
-        for timer in (self._next_tick, self._next_map):
-            if timer is not None:
-                timer.cancel()
+        if self._next_tick is not None:
+            self._next_tick.cancel()
+        self._map_pace.cancel()
         for each in self._links:
             each.link.closed()
             each.flush()
@@ -504,13 +500,11 @@ class ReplicatedNode:
 
     def _map_changed(self, _effect: MapChanged | None = None) -> None:
         self._parts.connections.release()  # a larger in-sync set may be what an answer waits for
-        if self._next_map is None:
-            self._next_map = self._loop.call_at(self._map_due_s, self._guarded, self._show_map)
+        self._map_pace.changed()
 
     def _show_map(self) -> None:
-        self._next_map = None
         if self._map.update():
-            self._map_due_s = self._loop.time() + MAP_S
+            self._map_pace.told()
             self._parts.connections.tell_map()
         self._elections.tell(self._log)
 

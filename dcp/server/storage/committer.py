@@ -7,6 +7,7 @@ writes larger ones, so the loop can decode the next batches meanwhile. While gro
 thread also writes zeros ahead of the log's end: overwriting them takes a third less time. While the
 log grows fast, another thread writes the zeros of its next segment, as fast as this one grows. A
 sync that extends the file waits for the file system's journal, which waits for the store's commits.
+One more thread syncs the log's end mark.
 
 Invariants
 - jobs are done one at a time, in the order in which the cycle gives them;
@@ -52,7 +53,8 @@ RETRY_MAX_S: Final = 5.0
 """Pauses between attempts on a full disk: short at first, and no burden if it stays full."""
 MARK_S: Final = 0.1
 """Time between syncs of the log's end mark while groups are committed, and after the last one. A
-sync takes a tenth of a millisecond of the thread."""
+sync has a thread of its own: beside a large commit of the store it takes tens of milliseconds, and
+groups need not wait for it."""
 JOIN_S: Final = 2.0
 """How long to wait for the thread's end: a disk that does not answer blocks it for ever."""
 
@@ -115,7 +117,12 @@ class Committer:
         self._room_bytes_min = room_bytes_min
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="log", daemon=True)
+        self._marks: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._threads = {
+            name: threading.Thread(target=self._work, args=(jobs,), name=name, daemon=True)
+            for name, jobs in (("log", self._jobs), ("log mark", self._marks))
+        }
+        self._is_marking = False
         self._is_scheduled = False
         self._is_reserving = False
         self._reserves = finds_room
@@ -139,9 +146,10 @@ class Committer:
         """Why the log has no room for the waiting group; "" if no group waits."""
 
     def start(self) -> None:
-        """Start the thread; from now on groups are written."""
+        """Start the threads; from now on groups are written."""
         self._has_started = True
-        self._thread.start()
+        for thread in self._threads.values():
+            thread.start()
 
     def kick(self) -> None:
         """Write what is pending, once this turn of the loop has read everything there is."""
@@ -186,7 +194,7 @@ class Committer:
             await self._idle.wait()
 
     def stop(self) -> None:
-        """End the thread; sync what it has appended, unless it failed. A group that waits for room
+        """End the threads; sync what it has appended, unless it failed. A group that waits for room
         is dropped: nobody has seen it. Raises SyncFailedError, also if the disk does not answer.
         """
         for timer in (self._retry, self._next_mark, self._pausing):
@@ -195,8 +203,10 @@ class Committer:
         if not self._has_started:
             return
         self._jobs.put(None)
-        self._thread.join(JOIN_S)
-        if self._thread.is_alive():
+        self._marks.put(None)
+        for thread in self._threads.values():
+            thread.join(JOIN_S)
+        if any(thread.is_alive() for thread in self._threads.values()):
             self._has_failed = True
             raise SyncFailedError(f"the log's disk has not answered for {JOIN_S:g} s")
         if not self._has_failed:
@@ -219,11 +229,13 @@ class Committer:
             self._give(job)
             return
         try:
-            self._write(job)
+            self._write(job, self._sync_unmarked)
         except LogFullError as error:
             self._wait_for_room(job, error)
             return
         self._publish(job)
+        if self._cycle.job is None:  # else the thread marks what it syncs
+            self._writer.mark_end()
         if self._finds_room and self._device.room_bytes < self._room_bytes_min:
             self._reserve()
 
@@ -251,7 +263,7 @@ class Committer:
         """Let the thread do a job."""
         self._idle.clear()
         if isinstance(job, WriteGroup):
-            work = _Work(partial(self._write, job), partial(self._written, job), job)
+            work = _Work(partial(self._write, job, self._sync), partial(self._written, job), job)
         elif job is LogTask.ROTATE:
             self._last_segment_bytes = self._device.current_bytes
             work = _Work(self._writer.rotate, self._rotated, job)
@@ -332,8 +344,14 @@ class Committer:
     def _sync_mark(self) -> None:
         """Sync the newest end mark, beside groups: nobody waits for it."""
         self._next_mark = None
-        if self._writer.has_unsynced_mark and not self._has_failed:
-            self._jobs.put(_Work(self._writer.sync_mark, _nothing))
+        if self._is_marking:
+            self._next_mark = self._loop.call_later(MARK_S, self._sync_mark)
+        elif self._writer.has_unsynced_mark and not self._has_failed:
+            self._is_marking = True
+            self._marks.put(_Work(self._writer.sync_mark, self._marked))
+
+    def _marked(self, _: None) -> None:
+        self._is_marking = False
 
     def _guarded(self, step: Callable[..., None], *arguments: Any) -> None:
         """Run a step of the commit path. An unexpected exception ends the process, because writers
@@ -351,12 +369,12 @@ class Committer:
         self._idle.set()
         self._on_failure(error)
 
-    # -- on the thread, or on the loop for small groups --------------------------------------------
+    # -- on a thread, or on the loop for small groups ----------------------------------------------
 
-    def _work(self) -> None:
-        """Run on the thread: one job after another."""
+    def _work(self, jobs: queue.SimpleQueue[_Work | None]) -> None:
+        """Run on a thread: one job after another."""
         call_soon = self._loop.call_soon_threadsafe
-        while (job := self._jobs.get()) is not None:
+        while (job := jobs.get()) is not None:
             try:
                 result = job.work()
             except LogFullError as error:
@@ -368,20 +386,21 @@ class Committer:
             else:
                 call_soon(self._guarded, job.then, result)
 
-    def _write(self, job: WriteGroup) -> None:
+    def _write(self, job: WriteGroup, sync: Callable[[], None]) -> None:
         # The newest segment cannot change before: one job is under way at a time.
-        self._writer.append(job.group.number, job.group.payload)
+        group = job.group
+        self._writer.append(group.number, group.payload, sync_follows=job.is_synced)
         if job.is_synced:
-            self._sync()
+            sync()
 
     def _sync(self) -> None:
+        self._sync_unmarked()
+        self._writer.mark_end()
+
+    def _sync_unmarked(self) -> None:
         began_ns = time.monotonic_ns()
-        self._writer.sync()
+        self._writer.sync_unmarked()
         self._sync_seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
-
-
-def _nothing(_: None) -> None:
-    """Do nothing with the result."""
 
 
 class PeriodicSync:

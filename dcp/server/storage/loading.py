@@ -4,7 +4,9 @@
     answers leave
 
 One load is under way at a time, and packets that come meanwhile are the next one. So loads grow
-with what arrives, like commit groups. `vbucket.engine.loads` has the rules and invariants.
+with what arrives, like commit groups. Packets are sent to the store process when they come, so it
+has the next load while it writes the present one. `vbucket.engine.loads` has the rules and
+invariants.
 
 How failures are handled:
 - a dead store process may have done its last load or not. The load is asked for again until there
@@ -28,6 +30,7 @@ from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.storage.store_queue import FAILURES, PAUSE_MAX_S, PAUSE_S, StoreQueue
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
+from vbucket.engine.loads import AHEAD_BYTES_MAX
 from vbucket.engine.store_load import LoadReport, LoadRequest
 from vbucket.store.environment import StoreFailedError, StoreFullError
 
@@ -70,11 +73,19 @@ class Loading:
     def start(self) -> None:
         """Take packets from now on."""
         self._loads.on_work = self._begin_to_load
+        self._loads.on_packet = self._send_ahead
 
     def _begin_to_load(self) -> None:
         if not self._is_running:
             self._is_running = True
             self._begin(self._run())
+
+    def _send_ahead(self) -> None:
+        """Send packets for which the store process has room."""
+        process = self._queue.process
+        if process is not None:
+            for packet in self._loads.ahead(AHEAD_BYTES_MAX - process.ahead_bytes):
+                process.send_ahead(packet)
 
     async def _run(self) -> None:
         """Load until nothing waits."""
@@ -107,6 +118,7 @@ class Loading:
         if reports is None:
             self._loads.refuse_all()
             return
+        self._send_ahead()
         self._refresh_store()
         before = self._loads.documents
         self._hub.committed(self._loads.done(reports))
@@ -115,7 +127,9 @@ class Loading:
     async def _apply(self) -> None:
         """Apply what is not loaded, in turns with everything else on the loop."""
         self._engine.begin_batch(time.time_ns())
-        while self._loads.apply_next():
+        while number := self._loads.apply_next():
+            if self._queue.process is not None:
+                self._queue.process.forget(number)
             self._kick()
             self._release()
             await asyncio.sleep(0)

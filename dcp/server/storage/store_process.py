@@ -5,10 +5,7 @@ write lock, and the GIL that py-lmdb releases on every put, do not disturb the e
 `StoreProcess` is the server's end, `main` is the child's
 (`python -m dcp.server.storage.store_process`).
 
-    message = u32 length (big-endian) + CBOR    on the child's stdin and stdout
-    request = {"id", "op": one of OPERATIONS, ...}
-    reply   = {"id", "result"} or {"id", "error": name of the exception, "text"}
-    beat    = {"beat"}, every BEAT_S while a request is handled: the child is alive
+`dcp.server.storage.store_messages` has the messages on the child's stdin and stdout.
 
 Invariants
 - requests are handled one after another, in order;
@@ -27,21 +24,28 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import struct
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import cbor2
 
 from dcp.core.store_turns import SLICE_S
 from dcp.server.storage.folder import log_path, store_path
-from vbucket.engine.store_load import LoadReport, LoadRequest, load
+from dcp.server.storage.store_messages import (
+    FORGET,
+    HEAD,
+    LENGTH,
+    PACKET,
+    Inbox,
+    Packets,
+    Replies,
+    pack_request,
+)
+from vbucket.engine.store_load import LoadReport, LoadRequest, Packet, load
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.device_files import read_segment
 from vbucket.log.record import LogDamagedError
@@ -67,8 +71,6 @@ if TYPE_CHECKING:
     import asyncio
 
 DEFAULT_NICE: Final = 5
-MESSAGE_BYTES_MAX: Final = 16 << 20
-BEAT_S: Final = 1.0
 SILENCE_S: Final = 30.0
 """How long a child may be silent while it handles a request. These are many beats, because a
 machine that swaps needs time."""
@@ -76,7 +78,6 @@ STOP_S: Final = 3.0
 """Time for a child to finish its request and end, before it is killed."""
 _GONE_S: Final = 1.0
 """Time for the system to remove a killed child."""
-_LENGTH: Final = struct.Struct(">I")
 _PR_SET_PDEATHSIG: Final = 1
 _ERRORS: Final[dict[str, type[Exception]]] = {
     error.__name__: error
@@ -104,6 +105,10 @@ class StoreProcess:
         self._last_id = 0
         self._reply_bytes = 0
         """Length of the reply that is being read; 0 if not known yet."""
+        self._sent: dict[int, int] = {}
+        """Bytes of the packets that the child has, or will have read, by number."""
+        self.ahead_bytes = 0
+        """The sum of these, those of a load under way included."""
         self.merge_s = 0.0
         self.compact_s = 0.0
         """Durations of the last merge and of the last slice of a compaction, without the wait for
@@ -186,9 +191,43 @@ class StoreProcess:
     async def load(
         self, requests: list[LoadRequest], cas_max: int, manifest_uid: int
     ) -> list[LoadReport]:
-        """Load documents of a restore (`vbucket.engine.store_load`); durable on return."""
-        request = {"op": "load", "loads": requests, "cas_max": cas_max, "manifest": manifest_uid}
-        return [LoadReport(*report) for report in await self._request(request)]
+        """Load documents of a restore (`vbucket.engine.store_load`); durable on return. Packets
+        that were not sent ahead are sent now. Afterwards the child has none of them.
+        """
+        packets = [packet for request in requests for packet in request.packets]
+        loads = [
+            (*request[:-1], [(packet.count, packet.number) for packet in request.packets])
+            for request in requests
+        ]
+        request = {"op": "load", "loads": loads, "cas_max": cas_max, "manifest": manifest_uid}
+        async with self._turn:
+            for packet in packets:
+                self.send_ahead(packet)
+            try:
+                reports = await self._ask(request)
+            finally:
+                for packet in packets:
+                    self.ahead_bytes -= self._sent.pop(packet.number, 0)
+        return [LoadReport(*report) for report in reports]
+
+    def send_ahead(self, packet: Packet) -> None:
+        """Send a packet of a later load, unless it was sent. Does not wait."""
+        stdin = self._process.stdin
+        if packet.number in self._sent or stdin is None or stdin.is_closing():
+            return
+        self._sent[packet.number] = len(packet.value)
+        self.ahead_bytes += len(packet.value)
+        stdin.write(HEAD.pack(PACKET, len(packet.value), packet.number))
+        stdin.write(packet.value)
+
+    def forget(self, number: int) -> None:
+        """Let the child drop a packet that no load will have, if it was sent."""
+        stdin = self._process.stdin
+        if number not in self._sent:
+            return
+        self.ahead_bytes -= self._sent.pop(number)
+        if stdin is not None and not stdin.is_closing():
+            stdin.write(HEAD.pack(FORGET, 0, number))
 
     async def used_bytes(self) -> int:
         """Return the size of the store's tables, without free pages."""
@@ -260,7 +299,7 @@ class StoreProcess:
         assert stdin is not None
         if stdin.is_closing():
             raise ConnectionResetError("the store process was stopped")
-        stdin.write(_pack(request))
+        stdin.write(pack_request(request))
         await stdin.drain()
 
     async def _read(self) -> dict[str, Any]:
@@ -272,7 +311,7 @@ class StoreProcess:
         stdout = self._process.stdout
         assert stdout is not None
         if not self._reply_bytes:
-            (self._reply_bytes,) = _LENGTH.unpack(await stdout.readexactly(_LENGTH.size))
+            (self._reply_bytes,) = LENGTH.unpack(await stdout.readexactly(LENGTH.size))
         data = await stdout.readexactly(self._reply_bytes)
         self._reply_bytes = 0
         reply: dict[str, Any] = cbor2.loads(data)
@@ -283,10 +322,15 @@ class StoreWork:
     """The operations of the child, and its memory between requests."""
 
     def __init__(
-        self, env: KvEnv, log_folder: Path, before_commit: Callable[[], None] = lambda: None
+        self,
+        env: KvEnv,
+        log_folder: Path,
+        before_commit: Callable[[], None] = lambda: None,
+        packets: Packets | None = None,
     ) -> None:
         self._env = env
         self._log_folder = log_folder
+        self._packets = packets or Packets()
         self._before_commit = before_commit
         self._compactor = Compactor()
         self._planner = Planner()
@@ -301,6 +345,9 @@ class StoreWork:
             result = with_room(self._env, lambda: operation(self, request))
         except tuple(_ERRORS.values()) as error:
             return _refusal(request, error)
+        finally:
+            for *_, named in request.get("loads", ()):
+                self._packets.forget(number for _, number in named)
         return {"id": request["id"], "result": result}
 
     def merge(self, request: dict[str, Any]) -> MergeReport:
@@ -348,8 +395,15 @@ class StoreWork:
 
     def load(self, request: dict[str, Any]) -> list[LoadReport]:
         """Load documents of a restore."""
+        packets = self._packets
+        loads = [
+            LoadRequest(
+                *fields, [Packet(count, packets.get(number), number) for count, number in named]
+            )
+            for *fields, named in request["loads"]
+        ]
         return load(
-            self._env, [LoadRequest(*item) for item in request["loads"]],
+            self._env, loads,
             cas_max=request["cas_max"], manifest_uid=request["manifest"],
             before_commit=self._before_commit,
         )  # fmt: skip
@@ -388,16 +442,19 @@ def main(arguments: list[str]) -> None:
     try:
         env = LmdbEnv(store_path(data_path), TABLES, map_size_bytes=map_size_bytes)
     except tuple(_ERRORS.values()) as error:
-        _serve(partial(_refusal, error=error))
+        _serve(partial(_refusal, error=error), Packets())
         return
-    _serve(StoreWork(env, log_path(data_path), end_without_parent).handle)
+    packets = Packets()
+    _serve(StoreWork(env, log_path(data_path), end_without_parent, packets).handle, packets)
     env.close()
 
 
-def _serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def _serve(handle: Callable[[dict[str, Any]], dict[str, Any]], packets: Packets) -> None:
     """Answer requests until stdin ends."""
-    stdin, replies = sys.stdin.buffer, _Replies(sys.stdout.buffer)
-    while (request := _read_message(stdin)) is not None:
+    # Not sys.stdin: a process that ends waits for a thread that reads it.
+    stdin = open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115 - read until the end
+    inbox, replies = Inbox(stdin, packets), Replies(sys.stdout.buffer)
+    while (request := inbox.next_request()) is not None:
         with replies.beating():
             reply = handle(request)
         replies.send(reply)
@@ -407,39 +464,6 @@ def _refusal(request: dict[str, Any], error: Exception) -> dict[str, Any]:
     """Return the reply that says why a request failed."""
     name = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
     return {"id": request["id"], "error": name, "text": str(error)}
-
-
-class _Replies:
-    """The child's side of the pipe: replies, and beats while a request is handled."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._turn = threading.Lock()
-        self._is_busy = threading.Event()
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Write one message."""
-        with self._turn:
-            self._stream.write(_pack(message))
-            self._stream.flush()
-
-    @contextmanager
-    def beating(self) -> Iterator[None]:
-        """Send beats until the block ends."""
-        self._is_busy.set()
-        try:
-            yield
-        finally:
-            self._is_busy.clear()
-
-    def _beat(self) -> None:
-        while self._is_busy.wait():
-            time.sleep(BEAT_S)
-            if self._is_busy.is_set():
-                # The server may be gone. Then the main thread ends at the end of its input.
-                with suppress(OSError):
-                    self.send({"beat": True})
 
 
 class _SealedSegments:
@@ -463,25 +487,6 @@ def _sealed(log_folder: Path, segment: int) -> bytes:
             f"log segment {segment} is missing in {log_folder}; put the file back, or restore the "
             "data folder from a backup"
         ) from None
-
-
-def _pack(message: dict[str, Any]) -> bytes:
-    data = cbor2.dumps(message)
-    return _LENGTH.pack(len(data)) + data
-
-
-def _read_message(stream: BinaryIO) -> dict[str, Any] | None:
-    """Return the next message, None at the end of the stream, also within a message."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    assert length <= MESSAGE_BYTES_MAX, f"a request of {length} bytes"
-    data = stream.read(length)
-    if len(data) < length:
-        return None
-    message: dict[str, Any] = cbor2.loads(data)
-    return message
 
 
 if __name__ == "__main__":

@@ -74,6 +74,11 @@ class StoreQueue:
         """Estimate how long a waiting job of this kind waits for its turn."""
         return self._turns.ahead_s(work, time.monotonic())
 
+    @property
+    def process(self) -> StoreProcess | None:
+        """The store process, for what needs no turn; None: it is about to be replaced."""
+        return self._supervisor.process if self._failed is None else None
+
     async def start(self) -> None:
         """Start the store process. Raises OSError."""
         await self._supervisor.start()

@@ -14,7 +14,8 @@ from functools import lru_cache
 from struct import Struct
 from typing import Final
 
-from dcp.session.documents import DATATYPE_JSON, SET_RESPONSE
+from dcp.session.document_runs import SET_RESPONSE
+from dcp.session.documents import DATATYPE_JSON
 from dcp.session.state import ANSWER_BYTES_MAX, SessionState
 from dcp.session.subdoc.json_path import Key, SubdocError, parse_path
 from dcp.session.subdoc.json_text import Finder, PathFinder, finder_of, text_with

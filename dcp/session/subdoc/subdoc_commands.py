@@ -20,6 +20,7 @@ from __future__ import annotations
 from struct import Struct
 from typing import Final
 
+from dcp.session.document_runs import DocumentRuns
 from dcp.session.documents import DocumentCommands, Handler
 from dcp.session.state import SessionState
 from dcp.session.subdoc.document_change import DocumentChange
@@ -72,12 +73,14 @@ _result_head: Final = LOOKUP_RESULT.pack
 class SubdocCommands:
     """Handlers of these commands for one session."""
 
-    def __init__(self, state: SessionState, documents: DocumentCommands) -> None:
+    def __init__(
+        self, state: SessionState, documents: DocumentCommands, runs: DocumentRuns
+    ) -> None:
         self._state = state
         self._documents = documents
         self._engine = state.engine
         plain = PlainRequests(state)
-        documents.add_runs(
+        runs.add_runs(
             {int(Opcode.SUBDOC_MULTI_LOOKUP): plain.lookup_run},
             {int(Opcode.SUBDOC_MULTI_MUTATION): plain.mutation_run},
         )

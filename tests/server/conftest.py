@@ -1,0 +1,17 @@
+"""What tests of the server share."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.full_load import MEMTABLE
+from support.memory_node import MemoryNode
+from vbucket.engine.keyspace import Keyspace
+
+
+@pytest.fixture
+def keyspace() -> Keyspace:
+    """Return an empty keyspace whose memtables hold `MEMTABLE`."""
+    keyspace = MemoryNode().engine.keyspace
+    keyspace.memtable_bytes_max = MEMTABLE
+    return keyspace
