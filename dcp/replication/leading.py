@@ -443,8 +443,7 @@ class Leading:
             else:
                 delays[member] = feed.delays
         lateness = self._late_members.look(self._now_ns, delays)
-        sets = self._wholes.in_sync_sets()
-        if any(not lateness.slow.isdisjoint(in_sync.members) for in_sync in sets):
+        if any(not lateness.slow.isdisjoint(each.members) for each in self._wholes.in_sync_sets()):
             self.serving.all_changed()
         return lateness
 
