@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dcp.replication.messages import ENTRY_OVERHEAD_BYTES_MAX
 from dcp.replication.whole_entries import checked_group
 from dcp.session.replication_port import ReplicationError
-from support.memory_node import LmdbNode, MemoryNode
+from support.memory_node import MemoryNode
 from vbucket.engine.partition import Partition
 from vbucket.engine.replicated import ReplicatedChanges
 from vbucket.model.entry import (
@@ -99,8 +99,8 @@ class Outcome(NamedTuple):
 class Replica:
     """A node that follows all partitions."""
 
-    def __init__(self, kind: type[MemoryNode] = MemoryNode) -> None:
-        self.node = kind(partitions=PARTITIONS)
+    def __init__(self) -> None:
+        self.node = MemoryNode(partitions=PARTITIONS)
         manifest = self.node.engine.keyspace.manifest.create_collection("_default", "other")
         assert COLLECTION in manifest.collections
         self.node.engine.keyspace.replay_manifest(manifest)
@@ -166,7 +166,7 @@ class Replica:
         found.append((keyspace.pending, [part.vb_id for part in keyspace.touched]))
         found.append((keyspace.group, keyspace.active_bytes, keyspace.broken_invariant()))
         found.append(sorted(each for held in node.engine.due.active.lists() for each in held))
-        found.append(list(self.changes._presumed.keys.items()))
+        found.append(list(self.changes._presumed.presumed.items()))
         found.append([node.device.read(segment) for segment in node.device.segments()])
         return found
 
@@ -247,7 +247,7 @@ def test_it_applies_what_it_knows_itself() -> None:
     replica, given_away = Replica(), []
     engine = replica.node.engine
     replica.changes.group_run = group_run(
-        engine.partitions, replica.changes._presumed.keys, lambda _part, entry: entry,
+        engine.partitions, replica.changes._presumed.presumed, lambda _part, entry: entry,
         given_away.append,
     )  # fmt: skip
     kinds = ["set", "delete", "set", "expire", "xattr"]
@@ -257,17 +257,16 @@ def test_it_applies_what_it_knows_itself() -> None:
     assert engine.partitions[1].item_count == 1
 
 
-@pytest.mark.parametrize("kind", [MemoryNode, LmdbNode])
-def test_damage_in_the_store_changes_nothing(kind: type[MemoryNode]) -> None:
+def test_damage_in_the_store_changes_nothing() -> None:
     """The version that an entry replaces cannot be read: it is known before anything is applied."""
-    replica = Replica(kind)
+    replica = Replica()
 
     def damaged(part: Partition, _entry: bytes) -> bytes:
         raise StoreDamagedError(f"vb {part.vb_id}: a test")
 
     engine = replica.node.engine
     replica.changes.group_run = group_run(
-        engine.partitions, replica.changes._presumed.keys, damaged, lambda _change: None
+        engine.partitions, replica.changes._presumed.presumed, damaged, lambda _change: None
     )
     engine.partitions[2].purge_seqno = 1
     before = replica.facts()
@@ -276,8 +275,6 @@ def test_damage_in_the_store_changes_nothing(kind: type[MemoryNode]) -> None:
         replica.in_c(payload)
     assert replica.facts() == before
     assert replica.highs == dict.fromkeys(range(PARTITIONS), 0)
-    if isinstance(replica.node, LmdbNode):
-        replica.node.close()
 
 
 @pytest.mark.parametrize("linked", [b"", b"short", None, 7])
@@ -285,7 +282,10 @@ def test_what_is_no_linked_entry_is_not_stored(linked: Any) -> None:
     replica = Replica()
     engine = replica.node.engine
     replica.changes.group_run = group_run(
-        engine.partitions, replica.changes._presumed.keys, lambda *_: linked, lambda _change: None
+        engine.partitions,
+        replica.changes._presumed.presumed,
+        lambda *_: linked,
+        lambda _change: None,
     )
     engine.partitions[0].purge_seqno = 1
     before = replica.facts()

@@ -30,7 +30,7 @@ FIXED_LIFE = (
 )  # fmt: skip
 DURABILITIES = ("commit", "interval", "none")
 POINTS = {
-    "create", "write", "cut", "sync", "sync_data", "rename", "remove", "sync_folder",
+    "create", "write", "direct write", "cut", "sync", "sync_data", "rename", "remove", "sync_folder",
     "store commit",
 }  # fmt: skip
 

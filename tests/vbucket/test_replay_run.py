@@ -132,15 +132,11 @@ LEFT = {
     "no partition": mutation(2, vb_id=PARTITIONS),
     "a cut entry": mutation(2)[:-1],
     "a cut head": mutation(2)[:20],
-    "a removal of nothing": pack_deletion(
-        vb_id=2, key=b"\0key", cas=1, seqno=1, rev_seqno=1, prev_seqno=5
-    ),
 }
 
 
 @pytest.mark.parametrize("entry", LEFT.values(), ids=LEFT.keys())
 def test_the_loop_applies_what_is_plain_and_leaves_the_rest(node: LmdbNode, entry: bytes) -> None:
-    node.engine.partitions[2].merged_seqno = 5
     run = replay_run(node.engine.partitions)
     assert run is not None
     assert run.apply(PLAIN, 0, {}) == len(PLAIN)
@@ -173,6 +169,28 @@ def test_keys_are_presumed_once_and_only_where_the_store_may_know_them(node: Lmd
     assert [part.item_count for part in node.engine.partitions[:3]] == [0, 1, 1]
     assert run.apply(mutation(9, key=b"\0more", prev_seqno=4), 0, presumed)
     assert presumed == {1: [b"\0key", b"\0more"]}
+
+
+def test_a_removal_of_a_removed_key_counts_below_zero_until_it_is_looked_up(
+    node: LmdbNode,
+) -> None:
+    """As changes with given metadata may make it."""
+    key = b"\0key"
+    node.engine.store(SET, 1, key, key + b"v", 0, 0, 0, 0)
+    assert node.engine.delete(1, key, 0)[0] == 0
+    node.merge()
+    part = node.engine.partitions[1]
+    removal = pack_deletion(
+        vb_id=1, key=key, cas=part.max_cas + 1, seqno=3, rev_seqno=3, prev_seqno=2
+    )
+    payload = removal + mutation(4, key=b"\0new")
+    again = replay.Replay(node.engine, node.store)
+    again.apply_group(9, removal)
+    assert part.item_count == -1
+    again.apply_group(10, payload[len(removal) :])
+    assert part.item_count == 0
+    again.finish()
+    assert part.item_count == 1
 
 
 def test_wrong_arguments_have_errors(node: LmdbNode) -> None:

@@ -44,7 +44,7 @@ _OTHER_MANIFEST: Final = "the store has other collections than the server, until
 class Packet(NamedTuple):
     """A packet of a restore."""
 
-    count: int
+    count: int  # type: ignore[assignment] # nobody needs tuple.count
     """Its frames."""
     value: bytes
     """The value of X_PUT_FRAMES."""

@@ -106,11 +106,22 @@ static int was_document(const ReplayRun *self, const Logged *logged, Made *made,
     return 1;
 }
 
+/* Adds to the number of documents. It may be below zero until the presumed ones are looked up. */
+static PyObject *item_count(const ReplayRun *self, PyObject *part, int more)
+{
+    PyObject *count = attribute_get(&self->of[ITEM_COUNT], part);
+    if (count == NULL)
+        return NULL;
+    long long items = PyLong_AsLongLong(count);
+    Py_DECREF(count);
+    return items == -1 && PyErr_Occurred() ? NULL : PyLong_FromLongLong(items + more);
+}
+
 /* Makes what an entry sets. */
 static int make(const ReplayRun *self, const Logged *logged, Made *made)
 {
     PyObject *part = logged->part, *frozen;
-    uint64_t high_seqno, max_cas, epoch, items;
+    uint64_t high_seqno, max_cas, epoch;
     int is_live, outcome;
     if ((frozen = attribute_get(&self->of[FROZEN], part)) == NULL)
         return 0;
@@ -119,8 +130,7 @@ static int make(const ReplayRun *self, const Logged *logged, Made *made)
         (made->append = attribute_get(&self->of[APPEND_ENTRY], part)) == NULL ||
         !attribute_get_number(&self->of[HIGH_SEQNO], part, &high_seqno) ||
         !attribute_get_number(&self->of[MAX_CAS], part, &max_cas) ||
-        !attribute_get_number(&self->of[LEADER_EPOCH], part, &epoch) ||
-        !attribute_get_number(&self->of[ITEM_COUNT], part, &items))
+        !attribute_get_number(&self->of[LEADER_EPOCH], part, &epoch))
         return 0;
     if (frozen != Py_None || !PyDict_CheckExact(made->newest) || logged->seqno <= high_seqno ||
         be32(logged->at + EPOCH_AT) > epoch)
@@ -131,13 +141,11 @@ static int make(const ReplayRun *self, const Logged *logged, Made *made)
         return 0;
     if ((outcome = was_document(self, logged, made, &is_live)) != 1)
         return outcome;
-    if (is_live > logged->is_document && !items)
-        return -1; /* Python would count below zero */
     made->entry = PyBytes_FromStringAndSize(at, (Py_ssize_t)logged->bytes);
     made->seqno = PyLong_FromUnsignedLongLong(logged->seqno);
     made->cas = PyLong_FromUnsignedLongLong(logged->cas > max_cas ? logged->cas : max_cas);
     if (is_live != logged->is_document)
-        made->item_count = PyLong_FromUnsignedLongLong(is_live ? items - 1 : items + 1);
+        made->item_count = item_count(self, part, logged->is_document - is_live);
     return made->entry != NULL && made->seqno != NULL && made->cas != NULL &&
            (is_live == logged->is_document || made->item_count != NULL);
 }
