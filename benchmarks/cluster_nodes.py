@@ -29,6 +29,8 @@ SETTLE_SECONDS: Final = 120.0
 WHILE_MOVING_SECONDS: Final = 3600.0
 """A gigabyte of documents is copied to a node within minutes."""
 POLL_SECONDS: Final = 0.05
+MOVED_POLL_SECONDS: Final = 0.5
+"""While writes are measured: each status is a look at all partitions by the node that answers."""
 ANSWER_SECONDS: Final = 120.0
 """Longest time until the load tells what it was asked for."""
 CLUSTER: Final = "dcpd"
@@ -98,7 +100,7 @@ class Nodes(EmbeddedMembers):
             return bool(asked["is_plan"])
 
         self.until(is_planned)
-        return self.until(lambda: self.have_moved(asked), WHILE_MOVING_SECONDS)
+        return self.until(lambda: self.have_moved(asked), WHILE_MOVING_SECONDS, MOVED_POLL_SECONDS)
 
     def settle(self, copies: int, name: str = "a", *, is_even: bool = True) -> None:
         """Return once all copies are in sync and each node is master of its share."""
@@ -107,13 +109,17 @@ class Nodes(EmbeddedMembers):
             self.until(lambda: self.are_even(name))
 
     @staticmethod
-    def until(is_so: Callable[[], bool], seconds: float = SETTLE_SECONDS) -> float:
+    def until(
+        is_so: Callable[[], bool],
+        seconds: float = SETTLE_SECONDS,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> float:
         """Return once something is so, and how long that took. Raises ClusterError."""
         began = time.monotonic()
         while not is_so():
             if time.monotonic() - began > seconds:
                 raise ClusterError(f"it did not come to that within {seconds:.0f} s")
-            time.sleep(POLL_SECONDS)
+            time.sleep(poll_seconds)
         return time.monotonic() - began
 
     @property

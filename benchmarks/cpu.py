@@ -36,8 +36,9 @@ from typing import Final
 from benchmarks import workload
 from dcp.server.main import GC_THRESHOLDS
 from dcp.session.auth import AuthStep
+from dcp.session.node_facts import Limits
 from dcp.session.session import Session
-from dcp.session.state import Limits, SessionState
+from dcp.session.state import SessionState
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
 from dcp.wire.feature import Feature

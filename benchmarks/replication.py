@@ -49,9 +49,10 @@ from dcp.replication.node_core import ReplicationCore
 from dcp.replication.shell_effects import Dial
 from dcp.server.main import GC_THRESHOLDS
 from dcp.session.held_answers import HeldAnswers
+from dcp.session.node_facts import Limits
 from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.session.session import Session
-from dcp.session.state import Limits, SessionState
+from dcp.session.state import SessionState
 from failover.replication_record import ReplicationRecord
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import NUM_VBUCKETS

@@ -25,8 +25,8 @@ MUTATIONS = (
     ),
     Mutation(
         "expiry-one-second-late",
-        "        if known.opcode == MUTATION and 0 < known.expiry <= self._now_s:\n",
-        "        if known.opcode == MUTATION and 0 < known.expiry < self._now_s:\n",
+        "        if known.opcode == MUTATION and 0 < known.expiry <= self.now_s:\n",
+        "        if known.opcode == MUTATION and 0 < known.expiry < self.now_s:\n",
         ("test_session_updates", "test_expiry"),
     ),
     Mutation(

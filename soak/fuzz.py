@@ -21,9 +21,10 @@ from typing import Final, NamedTuple
 
 from cramjam import snappy
 
+from dcp.session.node_facts import Limits
 from dcp.session.rights import Rights, Role, Scope
 from dcp.session.session import BODY_EXTRA_BYTES
-from dcp.session.state import ANSWER_BYTES_MAX, Limits
+from dcp.session.state import ANSWER_BYTES_MAX
 from dcp.session.text import TextSession
 from dcp.wire.frame import FLEX_HEADER, HEADER, FrameDecoder, pack_request
 from dcp.wire.message import StreamRequest, pack_control, pack_open, pack_stream_request

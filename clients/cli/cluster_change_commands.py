@@ -88,8 +88,8 @@ def _complete_node(
 @click.command(
     "set",
     help=help_text(
-        "Change the cluster's numbers. Another number of copies is reached by moves; --wait follows"
-        " them.",
+        "Change the number of copies, and how many must be in sync. Moves add or drop"
+        " copies; --wait follows them.",
         "dcpctl cluster set --copies 2",
         "dcpctl cluster set --copies 3 --min-in-sync 2 --dry-run",
         "dcpctl cluster set --min-in-sync 0          # a majority",
@@ -160,8 +160,8 @@ def move(*, target: Target, dry_run: bool, yes: bool, vb: int, node: str) -> int
 
 @click.command(
     help=help_text(
-        "Fail a master over: its partitions, or one, go to other copies in sync. Nothing is lost. A"
-        " master that is down needs no command. With --unclean a copy that is not in sync is"
+        "Give the partitions of a master, or one of them, to other copies in sync. Nothing is lost."
+        " A master that is down needs no command. With --unclean a copy that is not in sync is"
         " elected where nobody in sync is left: changes that were answered may be lost.",
         "dcpctl cluster failover n2",
         "dcpctl cluster failover --vb 528",
@@ -202,7 +202,7 @@ COMMANDS: Final = (
     move,
     _of_node(
         "drain",
-        "Move all copies and masters away from a node, and give it none any more. --wait ends when"
+        "Move all copies and masters away from a node, and give it no new ones. --wait ends when"
         " it is empty.",
         "dcpctl cluster drain n2 --yes --wait",
     ),

@@ -33,7 +33,7 @@ _MAP_COLUMNS: Final = (
 
 @click.group(
     help=help_text(
-        "Make clusters of nodes, and see how they are.",
+        "Create and operate a cluster of nodes.",
         "dcpctl cluster init --copies 3",
         "dcpctl cluster token | dcpctl --server 127.0.0.1:11220 cluster join --token-file -",
         "dcpctl cluster status",
@@ -42,7 +42,7 @@ _MAP_COLUMNS: Final = (
     )
 )
 def cluster() -> None:
-    """Make clusters of nodes, and see how they are."""
+    """Create and operate a cluster of nodes."""
 
 
 for _command in (status, receipts, *cluster_change_commands.COMMANDS):
@@ -52,7 +52,8 @@ for _command in (status, receipts, *cluster_change_commands.COMMANDS):
 @cluster.command(
     help=help_text(
         "Make a running node, with its data, the first one of a new cluster. It prints the token"
-        " that other nodes join with. The node's connections end, and it is back at once.",
+        " that other nodes join with. The node restarts: its connections end, and it serves again"
+        " in about a second.",
         "dcpctl cluster init",
         "dcpctl cluster init --copies 2 --name a",
     )
@@ -80,8 +81,8 @@ def init(*, target: Target, **wanted: Any) -> None:
 
 @cluster.command(
     help=help_text(
-        "Make a running node one more member. It must hold no document. Others on the machine can"
-        " see --token in the list of processes; --token-file avoids that.",
+        "Add a running node to a cluster. The node must hold no documents. Others on the machine"
+        " can see --token in the list of processes; --token-file avoids that.",
         "dcpctl --server 127.0.0.1:11220 cluster join --token-file token --name b",
         "dcpctl cluster token | dcpctl --server 127.0.0.1:11220 cluster join --token-file -",
     )

@@ -75,7 +75,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "status": ("partition_commands:status", "Show the server's version, state and content."),
     "vb": ("vbucket_commands:vb", "Branch, fail over, purge, dump or stop a partition."),
     "compact": ("compact_command:compact", "Free the space of old versions and deletions."),
-    "cluster": ("cluster_commands:cluster", "Make clusters of nodes, and see how they are."),
+    "cluster": ("cluster_commands:cluster", "Create and operate a cluster of nodes."),
     "stream": ("stream_commands:stream", "List, slow, stop and end streams of consumers."),
     "fault": ("fault_commands:fault", "Make requests fail, wait or disconnect."),
     "explain": ("explain_command:explain_", "Explain a rollback."),

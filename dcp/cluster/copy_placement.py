@@ -13,18 +13,22 @@ What a plan has
 Racks count only if every node names one: a node without a rack may be in any.
 
 The plan is two flows of least cost: from partitions over racks to nodes, where a copy that is there
-costs nothing and a new one costs 1, and then from partitions to one of their nodes.
+costs nothing and a new one costs 1, and then from partitions to one of their nodes. Partitions that
+look alike are one vertex, because the coordinator plans on its event loop: the time for a plan
+grows with the kinds of chains and hardly with the number of partitions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Final, NamedTuple, TypeVar
 
 from dcp.cluster.min_cost_flow import FlowNetwork
 
 Chain = tuple[str, ...]
 """The members that have a partition, its preferred master first."""
+
+_Look = TypeVar("_Look", bound=Hashable)
 
 _OVERFLOW_COST: Final = 1 << 20
 """A master above its node's share: more than all other costs of a plan together."""
@@ -121,26 +125,59 @@ def _place(
     network = FlowNetwork()
     source, sink = network.add_vertex(), network.add_vertex()
     vertex_of = {member: network.add_vertex() for member in rack_of}
-    edges: list[tuple[int, str, int]] = []
-    for number, vb_id in enumerate(vb_ids):
+    holders: dict[int, set[str]] = {vb_id: set() for vb_id in vb_ids}
+    alike = _alike(
+        vb_ids, len(rack_of), lambda vb_id: frozenset(rack_of.keys() & set(present[vb_id]))
+    )
+    dealt: list[tuple[list[int], list[tuple[str, int]]]] = []
+    for (held, turn), same in alike.items():
         vertex = network.add_vertex()
-        network.add_edge(source, vertex, copies)
-        for rack in _turned(sorted(nodes_in), number):
+        network.add_edge(source, vertex, copies * len(same))
+        edges: list[tuple[str, int]] = []
+        for rack in _turned(sorted(nodes_in), turn):
             in_rack = network.add_vertex()
-            network.add_edge(vertex, in_rack, per_rack)
-            for member in _turned(nodes_in[rack], number):
-                cost = 0 if member in present[vb_id] else 1
-                edge = network.add_edge(in_rack, vertex_of[member], 1, cost)
-                edges.append((vb_id, member, edge))
+            network.add_edge(vertex, in_rack, per_rack * len(same))
+            for member in _turned(nodes_in[rack], turn):
+                cost = 0 if member in held else 1
+                edge = network.add_edge(in_rack, vertex_of[member], len(same), cost)
+                edges.append((member, edge))
+        dealt.append((same, edges))
     for group in _fair_groups(nodes_in, per_rack, len(vb_ids), copies):
         _limit(network, group, vertex_of, sink)
     pushed = network.push(source, sink)
     assert pushed == copies * len(vb_ids), "fair shares leave room for every copy"
-    holders: dict[int, set[str]] = {vb_id: set() for vb_id in vb_ids}
-    for vb_id, member, edge in edges:
-        if network.flow_of(edge):
+    for same, edges in dealt:
+        for vb_id, member in _deal(same, edges, network):
             holders[vb_id].add(member)
     return holders
+
+
+def _alike(
+    vb_ids: list[int], turns: int, look: Callable[[int], _Look]
+) -> dict[tuple[_Look, int], list[int]]:
+    """Return the partitions that look alike, by their look and by where they begin. A plan treats
+    them alike, so the flow has one vertex for all of them.
+    """
+    alike: dict[tuple[_Look, int], list[int]] = {}
+    for number, vb_id in enumerate(vb_ids):
+        alike.setdefault((look(vb_id), number % turns), []).append(vb_id)
+    return alike
+
+
+def _deal(
+    same: list[int], edges: list[tuple[str, int]], network: FlowNetwork
+) -> Iterator[tuple[int, str]]:
+    """Yield which of the partitions that look alike gets which member.
+
+    They are dealt like cards, round and round. A member gets one copy of each at most, because no
+    more than that flows to it; and neither does a rack get too many, because its members follow one
+    another.
+    """
+    at = 0
+    for member, edge in edges:
+        for _ in range(network.flow_of(edge)):
+            yield same[at % len(same)], member
+            at += 1
 
 
 def _turned(names: list[str], number: int) -> list[str]:
@@ -192,20 +229,25 @@ def _choose_masters(
     network = FlowNetwork()
     source, sink = network.add_vertex(), network.add_vertex()
     vertex_of = {member: network.add_vertex() for member in members}
-    edges: list[tuple[int, str, int]] = []
-    for number, (vb_id, nodes) in enumerate(holders.items()):
+    alike = _alike(
+        list(holders), len(members), lambda vb_id: (frozenset(holders[vb_id]), present[vb_id][:1])
+    )
+    dealt: list[tuple[list[int], list[tuple[str, int]]]] = []
+    for ((nodes, first), turn), same in alike.items():
         vertex = network.add_vertex()
-        network.add_edge(source, vertex, 1)
-        for member in _turned(sorted(nodes), number):
-            cost = 0 if present[vb_id][:1] == (member,) else 1
-            edges.append((vb_id, member, network.add_edge(vertex, vertex_of[member], 1, cost)))
+        network.add_edge(source, vertex, len(same))
+        edges: list[tuple[str, int]] = []
+        for member in _turned(sorted(nodes), turn):
+            cost = 0 if first == (member,) else 1
+            edges.append((member, network.add_edge(vertex, vertex_of[member], len(same), cost)))
+        dealt.append((same, edges))
     _limit(network, _Group(tuple(members), len(holders)), vertex_of, sink)
     if network.push(source, sink) < len(holders):
         # Racks can leave a node too few copies for its share of masters.
         for member in members:
             network.add_edge(vertex_of[member], sink, len(holders), _OVERFLOW_COST)
         network.push(source, sink)
-    return {vb_id: member for vb_id, member, edge in edges if network.flow_of(edge)}
+    return {vb_id: member for same, edges in dealt for vb_id, member in _deal(same, edges, network)}
 
 
 def _chain(holders: set[str], master: str, present: Chain) -> Chain:

@@ -111,8 +111,9 @@ def _failover_uncleanly(view: ClusterView, vb_ids: list[int], member: str, subje
         (living if is_anybody_there else lost).append(vb_id)
     if not lost:
         return RequestRefused(
-            f"{subject}: a copy in sync of each partition runs, or its lease is not over yet (3 s "
-            "after its end); a clean failover loses nothing. Wait, or leave out --unclean"
+            f"{subject}: each partition still has a copy in sync on a node that is up, so no change"
+            " has to be lost. Leave out --unclean; if that node has just died, wait for the end of "
+            "its lease (3 s)"
         )
     compares: list[Compare] = []
     puts: list[Put] = []

@@ -20,8 +20,11 @@ from dcp.replication.messages import (
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.message import StreamRequest
 from vbucket.engine.partition import Partition
+from vbucket.engine.versions import Versions
 from vbucket.model.control import SnapshotWindow
+from vbucket.model.entry import seqno_of
 from vbucket.model.ids import SEQNO_MAX
+from vbucket.store.environment import StoreDamagedError
 
 WINDOW_BYTES: Final = 8 << 20
 """Entries on their way to one replica: at 100 MB/s, 80 ms of them."""
@@ -133,6 +136,26 @@ class FedStream:
             self.floors = floors
             told.append(floors)
         return [pack_told(part.vb_id, each) for each in told]
+
+    def next_entries(
+        self, part: Partition, versions: Versions, bytes_max: int, member: str
+    ) -> list[bytes]:
+        """Return the next entries of a partition that is behind. Raises StoreDamagedError."""
+        entries = self.news(part)
+        window, first_seqno = self.window, self.sent_seqno + 1
+        end_seqno = part.synced_seqno if window is None else window.end
+        if first_seqno <= end_seqno:
+            changes = versions.entries(part, first_seqno, end_seqno, bytes_max)
+            last_seqno = seqno_of(changes[-1]) if changes else 0
+            if not changes or (window is None and last_seqno - first_seqno + 1 != len(changes)):
+                raise StoreDamagedError(
+                    f"vb {part.vb_id}: versions between seqno {first_seqno} and {end_seqno} are "
+                    f"missing (history floor {part.history_floor}), so member {member} cannot "
+                    "continue; check the disk and restore a backup"
+                )
+            self.sent_seqno = last_seqno
+            entries += changes
+        return entries + self.end_snapshot(part)
 
     def end_snapshot(self, part: Partition) -> list[bytes]:
         """Return the control entry that ends the snapshot if all of it is sent."""

@@ -3,17 +3,28 @@
 A copy that is filled for the first time can wait; the writes that go on must not wait for it. What
 a full copy has missed is not paced: until it has that, the partition has a copy less.
 
-Links that have something to fill share the rate equally. Each has an allowance, which grows with
-time up to BURST_NS of its share, and may be overdrawn by one message. So the rate holds on average
-whatever the size of messages, and a link waits for the next turn and not for a timer.
+Links that have something to fill share the rate (`dcp.replication.fill_rate`) equally. Each has an
+allowance, which grows with time up to BURST_NS of its share, and may be overdrawn by one message.
+So the rate holds on average whatever the size of messages. A link waits for the next
+acknowledgement or tick, and not for a timer.
 
-Who calls it: `dcp.replication.replica_feed`.
+Groups wait behind what fills on the same link. So no more of it is on its way than the link may
+send within ON_THE_WAY_NS: a replica that stands still for a merge does not collect more.
+
+Who calls it: `dcp.replication.replica_feed`; `dcp.replication.leading` tells what was measured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
+from dcp.replication.fill_rate import FillRate
+from dcp.replication.sent_messages import AckDelays
+
+FILL_SECTION_BYTES: Final = 64 << 10
+"""Entries of a copy that is filled, in one message: two blocks. A group waits for as much."""
+ON_THE_WAY_NS: Final = 100_000_000
 BURST_NS: Final = 200_000_000
 """What may be sent at once after a pause: a few turns of a link, which come every 50 ms."""
 ACTIVE_NS: Final = 1_000_000_000
@@ -32,24 +43,42 @@ class _Allowance:
 
 
 class FillPace:
-    """See the module. `bytes_per_s` 0: without a limit."""
+    """See the module. `bytes_per_s` bounds the rate; 0: only what writes bear does."""
 
     def __init__(self, bytes_per_s: int) -> None:
-        self._bytes_per_s = bytes_per_s
+        self.rate = FillRate(bytes_per_s)
         self._links: dict[str, _Allowance] = {}
+        self._lag_ns: int | None = None
+        """How late the event loop was at most since the last look."""
 
-    def may_send(self, link: str, now_ns: int) -> bool:
-        """Return whether a link may send something for a copy that is being filled."""
-        if not self._bytes_per_s:
-            return True
+    def was_late(self, lag_ns: int) -> None:
+        """The event loop did something so much later than it was due."""
+        self._lag_ns = max(self._lag_ns or 0, lag_ns)
+
+    def look(self, now_ns: int, delays: Iterable[AckDelays]) -> None:
+        """Take what was measured since the last look: `delays` of all links. Call it at every
+        tick.
+        """
+        acknowledged = [took for each in delays if (took := each.take_new(now_ns)) is not None]
+        lag_ns, self._lag_ns = self._lag_ns, None
+        self._forget_idle(now_ns)
+        self.rate.look(
+            now_ns, acknowledged_ns=max(acknowledged, default=None), lag_ns=lag_ns,
+            is_filling=bool(self._links),
+        )  # fmt: skip
+
+    def may_send(self, link: str, now_ns: int, on_the_way: int = 0) -> bool:
+        """Return whether a link may send something for a copy that is being filled. `on_the_way`:
+        bytes of such copies that it has sent, and that are not acknowledged.
+        """
         allowance = self._links.setdefault(link, _Allowance(now_ns))
         elapsed_ns = max(0, now_ns - allowance.asked_ns)
         allowance.asked_ns += elapsed_ns
         self._forget_idle(now_ns)
-        share = self._bytes_per_s / len(self._links)
+        share = self.rate.bytes_per_s / len(self._links)
         left = allowance.left + share * elapsed_ns / _NS_PER_S
         allowance.left = min(left, share * BURST_NS / _NS_PER_S)
-        return allowance.left > 0
+        return allowance.left > 0 and on_the_way <= share * ON_THE_WAY_NS / _NS_PER_S
 
     def sent(self, link: str, size: int) -> None:
         """A link has sent so many bytes."""
@@ -64,5 +93,45 @@ class FillPace:
                 del self._links[link]
 
 
-UNPACED: Final = FillPace(0)
-"""Of feeds that nobody limits."""
+class LinkFill:
+    """The copies that one link fills. Without a pace they come as fast as the window allows."""
+
+    def __init__(self, pace: FillPace | None, member: str) -> None:
+        self._pace = pace
+        self._member = member
+        self._waiting: dict[int, None] = {}
+        """Partitions that wait until more may be sent, in turn."""
+        self._on_the_way = 0
+
+    def may_send(self, now_ns: int) -> bool:
+        """Whether something may be sent for a copy that is filled."""
+        return self._pace is None or self._pace.may_send(self._member, now_ns, self._on_the_way)
+
+    def wait(self, vb_id: int) -> None:
+        """A partition waits until more may be sent."""
+        self._waiting[vb_id] = None
+
+    def has_next(self, now_ns: int) -> bool:
+        """Whether a partition has waited, and need not wait any more."""
+        return bool(self._waiting) and self.may_send(now_ns)
+
+    def take_next(self) -> int:
+        """Return the partition that has waited longest."""
+        vb_id = next(iter(self._waiting))
+        del self._waiting[vb_id]
+        return vb_id
+
+    def sent(self, size: int) -> None:
+        """So many bytes were sent."""
+        self._on_the_way += size
+        if self._pace is not None:
+            self._pace.sent(self._member, size)
+
+    def acknowledged(self, size: int) -> None:
+        """So many bytes were acknowledged."""
+        self._on_the_way -= size
+        assert self._on_the_way >= 0
+
+    def close(self) -> None:
+        """The link is gone."""
+        self._waiting.clear()

@@ -103,7 +103,7 @@ class Leading:
         self._ticked_ns = now_ns
         self._late_members = LateMembers(settings.replica_lag_max_ns, now_ns)
         self._successors = Successors(view, member)
-        self._pace = FillPace(settings.fill_bytes_per_s)
+        self.pace = FillPace(settings.fill_bytes_per_s)
         self.serving = Serving(
             engine, hub, view, member, self.masterships, self.feeds, self._wholes
         )  # fmt: skip
@@ -224,7 +224,7 @@ class Leading:
         """Whether nothing is done for each partition: all are calm."""
         return not self.serving.restless()
 
-    def group_synced(self, group: CommitGroup) -> Iterable[int]:
+    def group_synced(self, now_ns: int, group: CommitGroup) -> Iterable[int]:
         """A group is on disk: replicas get its changes, wholly where all of it is in step.
 
         Commit what of a whole group waits for nobody else. Return the partitions of this master
@@ -233,6 +233,8 @@ class Leading:
         self._note_ready()
         if not group.has_control and group.high_seqnos.keys().isdisjoint(self.masterships.keys()):
             return ()  # all of it came from other masters
+        for feed in self.feeds.values():
+            feed.at(now_ns)
         whole = self._begin_whole(group)
         apart = set() if whole is None else whole.sections
         taken = {member for member, feed in self.feeds.items() if whole and feed.send_whole(whole)}
@@ -324,7 +326,7 @@ class Leading:
         feed = ReplicaFeed(
             self._engine, told.member, self, schedule, now_ns=self._now_ns,
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
-            pace=self._pace,
+            pace=self.pace,
         )  # fmt: skip
         feed.beat_ns = self._settings.beat_ns
         self.feeds[told.member] = feed
@@ -441,8 +443,7 @@ class Leading:
             else:
                 delays[member] = feed.delays
         lateness = self._late_members.look(self._now_ns, delays)
-        sets = self._wholes.in_sync_sets()
-        if any(not lateness.slow.isdisjoint(in_sync.members) for in_sync in sets):
+        if any(not lateness.slow.isdisjoint(each.members) for each in self._wholes.in_sync_sets()):
             self.serving.all_changed()
         return lateness
 
@@ -465,6 +466,7 @@ class Leading:
         ticked_ns, self._ticked_ns = self._ticked_ns, self._now_ns
         if not self._are_level():
             self.serving.all_changed()
+        self.pace.look(self._now_ns, (feed.delays for feed in self.feeds.values()))
         lateness = self._look_for_late()
         restless, left = self.serving.restless(), self.serving.take_left()
         rested_ns, self._rested_ns = self._rested_ns, dict(self._level_ns)

@@ -244,7 +244,7 @@ class ReplicationCore:
         """A commit group of this node is on disk."""
         self._now_ns = now_ns
         self._changes.settle()
-        self._raise_watermarks(self.leading.group_synced(group))
+        self._raise_watermarks(self.leading.group_synced(now_ns, group))
         self._raise_watermarks(self._followed_and_told(group))
         self.following.synced(self._commits.synced_group)
 

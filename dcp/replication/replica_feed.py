@@ -47,7 +47,7 @@ from dcp.replication.fed_stream import (
     Followed,
     known_committed,
 )
-from dcp.replication.fill_pace import UNPACED, FillPace
+from dcp.replication.fill_pace import FILL_SECTION_BYTES, FillPace, LinkFill
 from dcp.replication.master_side import MasterSide
 from dcp.replication.messages import (
     GROUP_BYTES_MAX,
@@ -87,10 +87,10 @@ class ReplicaFeed:
         now_ns: int,
         window_bytes: int = WINDOW_BYTES,
         section_bytes: int = SECTION_BYTES,
-        pace: FillPace = UNPACED,
+        pace: FillPace | None = None,
     ) -> None:
         self.member = member
-        self._pace = pace
+        self._fill = LinkFill(pace, member)
         self.is_superseded = False
         """Whether a newer link of the same member has come: the connection closes."""
         self.damages: list[str] = []
@@ -105,8 +105,6 @@ class ReplicaFeed:
         self._waiting = WaitingRequests(self._send_answer)
         self._behind: dict[int, None] = {}
         """Partitions to read from their cursors, in turn."""
-        self._paced: dict[int, None] = {}
-        """Those that wait until this node may fill copies again."""
         self._stale: dict[int, None] = {}
         """Partitions whose high watermark the replica does not know, in the order they rose."""
         self._number = 0
@@ -196,7 +194,7 @@ class ReplicaFeed:
         )
         stream.is_paced = is_filling
         self._newest_opaque = max(self._newest_opaque, opaque)
-        self._behind[vb_id] = None
+        self._is_behind(vb_id)
         self._stale[vb_id] = None
         self._schedule()
 
@@ -248,9 +246,12 @@ class ReplicaFeed:
         return any(stream.is_paced for stream in self._streams.values())
 
     def is_level(self) -> bool:
-        """Return whether the replica has synced all that was sent when this was asked last."""
+        """Return whether the replica has synced all that was sent when this was asked last, but for
+        copies that are filled: it is in sync in none of these.
+        """
         number, self._number_at_call = self._number_at_call, self._number
-        return not self._behind and (not self._sent or self._sent[0].number > number)
+        oldest = self.delays.oldest_new()
+        return not self._behind and (oldest is None or oldest.number > number)
 
     def group_acknowledgement(self, vb_id: int) -> tuple[int, int] | None:
         """Return leader epoch and seqno up to which the replica has acknowledged a partition in
@@ -269,7 +270,8 @@ class ReplicaFeed:
         if not self._takes_all(group.mastered) and not seqnos.keys() <= self._in_step:
             followed = seqnos.keys() & self._streams.keys()
             if behind := followed - self._in_step:
-                self._behind.update(dict.fromkeys(behind))
+                for vb_id in behind:
+                    self._is_behind(vb_id)
                 self._schedule()
             if not (followed := followed & self._in_step):
                 return True
@@ -351,15 +353,22 @@ class ReplicaFeed:
             if stream.pace is FeedPace.IN_STEP and size > room:
                 self._leave_behind(stream, part, entries)
             if stream.pace is FeedPace.BEHIND:
-                self._behind[vb_id] = None
+                self._is_behind(vb_id)
                 continue
             sections.append(stream.section(part, entries))
             followed.append((stream, Followed(vb_id, stream.epoch, part.synced_seqno)))
             room -= size
         if sections:
             self._send(sections, followed)
-        if self._behind:
+        if self._behind or self._fill.has_next(self._now_ns):
             self._schedule()
+
+    def _is_behind(self, vb_id: int) -> None:
+        """A partition is to be read from its cursor, in turn."""
+        if self._streams[vb_id].is_paced:
+            self._fill.wait(vb_id)
+        else:
+            self._behind[vb_id] = None
 
     def _leave_behind(self, stream: FedStream, part: Partition, entries: Sequence[bytes]) -> None:
         """Send these entries of a synced group, and later ones, from the partition's cursor."""
@@ -378,7 +387,10 @@ class ReplicaFeed:
             self._schedule()
 
     def _send(
-        self, sections: Sequence[EntriesSection], followed: Sequence[tuple[FedStream, Followed]]
+        self,
+        sections: Sequence[EntriesSection],
+        followed: Sequence[tuple[FedStream, Followed]],
+        filling: int = 0,
     ) -> None:
         self._number += 1
         question = self._number
@@ -387,7 +399,8 @@ class ReplicaFeed:
         self._out.append(message)
         if sections:
             cost = len(message) + RECORD_BYTES * (1 + len(sections))
-            self._sent.append(Sent(self._number, cost, self._now_ns, tuple(followed)))
+            sent = Sent(self._number, cost, self._now_ns, tuple(followed), filling=filling)
+            self._sent.append(sent)
             self._sent_bytes += cost
         self._schedule()
 
@@ -396,13 +409,13 @@ class ReplicaFeed:
     @property
     def has_output(self) -> bool:
         """Whether `pump` would return anything now."""
-        waits = self._stale or self._behind or self._committed
+        waits = self._stale or self._behind or self._committed or self._fill.has_next(self._now_ns)
         return bool(self._out or (waits and self._has_room))
 
     @property
     def can_wait(self) -> bool:
         """See StreamSender: the next group tells what is committed as well."""
-        return not (self._out or self._stale or self._behind)
+        return not (self._out or self._stale or self._behind or self._fill.has_next(self._now_ns))
 
     @property
     def _has_room(self) -> bool:
@@ -410,9 +423,16 @@ class ReplicaFeed:
 
     def pump(self, bytes_max: int) -> list[bytes]:
         """Return messages to send, about `bytes_max` of them."""
-        while self._behind and self._has_room and bytes_max > 0:
-            vb_id = next(iter(self._behind))
-            del self._behind[vb_id]
+        if self._behind and self._has_room and self._fill.has_next(self._now_ns):
+            bytes_max -= self._catch_up(self._fill.take_next())  # else it might wait for ever
+        while self._has_room and bytes_max > 0:
+            if self._behind:
+                vb_id = next(iter(self._behind))
+                del self._behind[vb_id]
+            elif self._fill.has_next(self._now_ns):
+                vb_id = self._fill.take_next()
+            else:
+                break
             bytes_max -= self._catch_up(vb_id)
         if self._stale and self._has_room:
             self._send_watermarks()
@@ -426,15 +446,15 @@ class ReplicaFeed:
         stream = self._streams.get(vb_id)
         if stream is None or stream.pace is FeedPace.IN_STEP:
             return 0
-        if stream.is_paced and not self._pace.may_send(self.member, self._now_ns):
-            self._paced[vb_id] = None
-            return 0
         part = self._engine.partitions[vb_id]
         if stream.is_overtaken(part):
             self.end(vb_id)  # the replica asks again, and learns what it can have
             return 0
         try:
-            entries = self._next_entries(stream, part)
+            section_bytes = self._section_bytes
+            if stream.is_paced:
+                section_bytes = min(section_bytes, FILL_SECTION_BYTES)
+            entries = stream.next_entries(part, self._engine.versions, section_bytes, self.member)
         except StoreDamagedError as error:
             self._fail(vb_id, str(error))
             return 0
@@ -442,7 +462,9 @@ class ReplicaFeed:
             brought = Followed(vb_id, stream.epoch, stream.sent_seqno)
             section = stream.section(part, entries)
             is_whole = stream.window is None
-            self._send([section], ((stream, brought),) if is_whole else ())
+            filling = sum(map(len, entries)) if stream.is_paced else 0
+            self._fill.sent(filling)
+            self._send([section], ((stream, brought),) if is_whole else (), filling)
             if not is_whole:
                 stream.whole_number = NEVER
             elif stream.whole_number == NEVER:
@@ -452,31 +474,8 @@ class ReplicaFeed:
             stream.is_paced = False
             self._in_step.add(vb_id)
         else:
-            self._behind[vb_id] = None
-        size = sum(map(len, entries))
-        if stream.is_paced:
-            self._pace.sent(self.member, size)
-        return size
-
-    def _next_entries(self, stream: FedStream, part: Partition) -> list[bytes]:
-        """Return the next entries of a partition that is behind. Raises StoreDamagedError."""
-        entries = stream.news(part)
-        window, first_seqno = stream.window, stream.sent_seqno + 1
-        end_seqno = part.synced_seqno if window is None else window.end
-        if first_seqno <= end_seqno:
-            changes = self._engine.versions.entries(
-                part, first_seqno, end_seqno, self._section_bytes
-            )
-            last_seqno = seqno_of(changes[-1]) if changes else 0
-            if not changes or (window is None and last_seqno - first_seqno + 1 != len(changes)):
-                raise StoreDamagedError(
-                    f"vb {part.vb_id}: versions between seqno {first_seqno} and {end_seqno} are "
-                    f"missing (history floor {part.history_floor}), so member {self.member} cannot "
-                    "continue; check the disk and restore a backup"
-                )
-            stream.sent_seqno = last_seqno
-            entries += changes
-        return entries + stream.end_snapshot(part)
+            self._is_behind(vb_id)
+        return sum(map(len, entries))
 
     def _fail(self, vb_id: int, why: str) -> None:
         """End a stream that cannot be read here, rather than leave anything out."""
@@ -505,6 +504,10 @@ class ReplicaFeed:
         if sections:
             self._send(sections, followed)
 
+    def at(self, now_ns: int) -> None:
+        """It is this late; monotonic nanoseconds."""
+        self._now_ns = now_ns
+
     def heard(self, now_ns: int) -> None:
         """Bytes have come from the replica; monotonic nanoseconds."""
         self._now_ns = self._heard_ns = now_ns
@@ -512,9 +515,7 @@ class ReplicaFeed:
     def tick(self, now_ns: int) -> bool:
         """Ask whether this node is still the master, every `beat_ns`; False: disconnect."""
         self._now_ns = now_ns
-        if self._paced and self._pace.may_send(self.member, now_ns):
-            self._behind.update(self._paced)
-            self._paced.clear()
+        if self._fill.has_next(now_ns):
             self._schedule()
         is_read = not self._out and len(self._asked) < QUESTIONS_MAX
         if now_ns >= self._next_beat_ns and is_read:  # else enough questions are on their way
@@ -541,7 +542,8 @@ class ReplicaFeed:
         while self._sent and self._sent[0].number <= number:
             sent = self._sent.popleft()
             self._sent_bytes -= sent.cost
-            self.delays.acknowledged(sent.sent_ns, self._now_ns)
+            self.delays.acknowledged(sent, self._now_ns)
+            self._fill.acknowledged(sent.filling)
             if sent.whole is not None:
                 newest |= self._take_whole(sent.number, sent.whole)
                 wholes.append(sent.whole.group)
@@ -593,6 +595,6 @@ class ReplicaFeed:
         self._group_seqnos.clear()
         self._committed.clear()
         self._behind.clear()
-        self._paced.clear()
+        self._fill.close()
         self._stale.clear()
         self._side.feed_closed(self)

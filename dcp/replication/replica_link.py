@@ -530,7 +530,7 @@ class ReplicaLink:
                     for vb_id, seqno in ends.items()
                     if vb_id in self._epochs and self._streams[vb_id].opaque <= opened
                 }
-            seqnos |= ends
+            seqnos = seqnos | ends if seqnos else ends  # it is one group most often
         if seqnos:
             self._side.told_committed(seqnos, is_synced=last <= self._synced_number)
 

@@ -34,6 +34,8 @@ class Sent(NamedTuple):
     """When it was made, to a tick."""
     followed: tuple[tuple[FedStream, Followed], ...] = ()
     whole: SentWhole | None = None
+    filling: int = 0
+    """Bytes of a copy that is filled for the first time; 0: the message brings what is new."""
 
 
 class AckDelays:
@@ -43,15 +45,34 @@ class AckDelays:
         """`sent` are the messages that are not acknowledged, the oldest first."""
         self._sent = sent
         self._worst_ns: int | None = None
+        self._worst_new_ns: int | None = None
+        """The same of messages that bring what is new."""
 
     @property
     def has_news(self) -> bool:
         """Whether there is anything to judge the replica by."""
         return bool(self._sent) or self._worst_ns is not None
 
-    def acknowledged(self, sent_ns: int, now_ns: int) -> None:
-        """A message is acknowledged that was sent at `sent_ns`."""
-        self._worst_ns = max(self._worst_ns or 0, now_ns - sent_ns)
+    def acknowledged(self, sent: Sent, now_ns: int) -> None:
+        """A message is acknowledged."""
+        took_ns = now_ns - sent.sent_ns
+        self._worst_ns = max(self._worst_ns or 0, took_ns)
+        if not sent.filling:
+            self._worst_new_ns = max(self._worst_new_ns or 0, took_ns)
+
+    def oldest_new(self) -> Sent | None:
+        """Return the oldest message with what is new that is on its way; None: there is none."""
+        return next((sent for sent in self._sent if not sent.filling), None)
+
+    def take_new(self, now_ns: int) -> int | None:
+        """Return how long messages with what is new took at most since the last call, those that
+        are still on their way included; None: there was none.
+        """
+        worst_ns, self._worst_new_ns = self._worst_new_ns, None
+        oldest = self.oldest_new()
+        if oldest is not None:
+            worst_ns = max(worst_ns or 0, now_ns - oldest.sent_ns)
+        return worst_ns
 
     def take(self, now_ns: int) -> tuple[int | None, int]:
         """Return how long it took at most since the last call (None: nothing was acknowledged), and

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 from dcp.session.answer_marks import NO_PARTITION, Mark, Wait, is_change
 from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
 from dcp.session.map_news import MapNews
+from dcp.session.node_facts import Limits, NodeFacts
 from dcp.session.prefix_counts import PrefixCounts
 from dcp.session.range_scans import RangeScans
 from dcp.session.replication_port import ReplicaSender, ReplicationPort, StreamSender
 from dcp.session.rights import FULL_RIGHTS, Rights, split_key
 from dcp.stream.hub import StreamHub
-from dcp.stream.producer import BACKLOGS_MAX, Producer
-from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_request, pack_response
+from dcp.stream.producer import Producer
+from dcp.wire.frame import Frame, pack_request, pack_response
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import (
     MEMCACHED_TEXTS,
@@ -54,46 +55,6 @@ CLUSTERMAP_CHANGED: Final = 0x01
 COLLECTIONS_OF_CLUSTER: Final = (
     "the collections of a cluster are changed over the admin interface: dcpctl collection create"
 )
-BODY_BYTES_MAX_BEFORE_LOGIN: Final = 64 * 1024
-"""Largest body before the login, which needs far less. Anybody can send so much."""
-
-
-class NodeFacts(Protocol):
-    """What sessions tell about their node."""
-
-    version: str
-    bucket: str
-    """The name of the only bucket."""
-
-    def bucket_config(self) -> bytes:
-        """Return the bucket's cluster configuration as JSON."""
-
-    def global_config(self) -> bytes:
-        """Return the node's cluster configuration without a bucket, as JSON."""
-
-    def config_version(self) -> tuple[int, int]:
-        """Return (revEpoch, rev) of the cluster configuration."""
-
-    def address_of(self, vb_id: int) -> str:
-        """Return host and port of a partition's master, as the map has it; "": it has none now."""
-
-    def stats(self, group: bytes) -> list[tuple[str, str]] | None:
-        """Return the statistics of a group; None: it is unknown."""
-
-
-class Limits(NamedTuple):
-    """Limits of one session."""
-
-    value_bytes_max: int = MAX_VALUE_BYTES
-    streams_max: int = 1024
-    backlogs_max: int = BACKLOGS_MAX
-    login_body_bytes_max: int = BODY_BYTES_MAX_BEFORE_LOGIN
-    login_failures_max: int = 5
-    """Failed logins after which a connection is closed."""
-    syncs_writes: bool = True
-    """Whether a change is on disk before its answer (setting durability)."""
-    oversized_set_removes: bool = False
-    """Whether a SET that is refused because of its size removes the document."""
 
 
 class SessionState:
@@ -409,12 +370,8 @@ class SessionState:
         if engine.write_refusal:
             self.flush = None
             raise RefusedError(Status.ETMPFAIL, f"{engine.write_refusal}; {_PARTLY_FLUSHED}")
-        if engine.writers_wait:
-            self.held_until_ns = now_ns + FLUSH_PAUSE_NS
-            self.is_full = True
-            return False
         try:
-            is_done = flush.step()
+            is_done = not engine.writers_wait and flush.step()
         except StoreDamagedError:
             self.flush = None
             raise
@@ -422,7 +379,7 @@ class SessionState:
             self.flush = None
             raise RefusedError(error.status, f"{error}; {_PARTLY_FLUSHED}") from error
         if not is_done:
-            if flush.is_waiting:
+            if engine.writers_wait or flush.is_waiting:
                 self.held_until_ns = now_ns + FLUSH_PAUSE_NS
             self.is_full = True
             return False

@@ -308,10 +308,11 @@ def test_times_without_a_state_are_refused(ctl, tmp_path, archive):
         assert restore(ctl, server, archive, "--run", "2")["documents"] == 1
 
 
-def test_a_replica_of_a_node_alone_is_backed_up(ctl, server, archive):
+def test_a_replica_of_a_node_alone_is_backed_up(ctl, archive, tmp_path):
     """Its map names no other node that could have it."""
-    with Keys(server) as keys:
-        for number in range(50):
-            keys.set(b"r%d" % number, b"v")
-    server.set_state(vbucket_of(b"r7"), "replica")
-    assert backup(ctl, server, archive)["changes"] == 50
+    with DcpdProcess(tmp_path / "alone") as server:
+        with Keys(server) as keys:
+            for number in range(50):
+                keys.set(b"r%d" % number, b"v")
+        server.set_state(vbucket_of(b"r7"), "replica")
+        assert backup(ctl, server, archive)["changes"] == 50

@@ -127,10 +127,10 @@ def test_a_cluster_is_measured(tmp_path: Path) -> None:
             load.kill()
 
 
-def test_the_command_cuts_cables_lets_a_node_join_and_keeps_nodes_busy(tmp_path: Path) -> None:
+def test_the_command_freezes_cuts_joins_and_keeps_nodes_busy(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.cluster", "--quick", "--only", "cut,join,busy",
+        [sys.executable, "-m", "benchmarks.cluster", "--quick", "--only", "freeze,cut,join,busy",
          "--rounds", "1", "--isr", "2", "--folder", str(tmp_path), "--json", str(figures)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -138,6 +138,9 @@ def test_the_command_cuts_cables_lets_a_node_join_and_keeps_nodes_busy(tmp_path:
     rows = {row["what"]: row["samples"]["dcpd"] for row in json.loads(figures.read_text())["rows"]}
     cuts = [what for what in rows if what.startswith("cut to the first write, 2 in sync")]
     assert len(cuts) == 3
+    freezes = [what for what in rows if what.startswith("freeze to the first write, 2 in sync")]
+    assert len(freezes) == 3
+    assert min(rows[what][0] for what in freezes) > 0
     assert min(rows[what][0] for what in cuts) > 0
     assert rows["one more node joins, 4 MiB"][0] > 0
     assert "join: 682 copies, 3 MiB" in done.stderr or "join: 683 copies" in done.stderr

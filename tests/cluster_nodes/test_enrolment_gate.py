@@ -186,7 +186,7 @@ async def test_a_document_that_was_applied_is_counted_and_on_disk_first(
         node.engine.store(0, 7, b"\0k", b"\0kv", 0, 0, 0, 0)  # no kick: the group stays open
         part = node.engine.partitions[7]
         assert part.synced_seqno < part.high_seqno
-        with pytest.raises(EnrolmentError, match="holds 1 documents"):
+        with pytest.raises(EnrolmentError, match="holds 1 document"):
             await join(node)
         assert part.synced_seqno == part.high_seqno
         assert not store.is_asked.is_set()

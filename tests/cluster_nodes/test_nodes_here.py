@@ -71,7 +71,7 @@ async def test_a_node_with_documents_does_not_join(tmp_path: Path) -> None:
         await cluster.start("n2")
         async with cluster.client("n2") as kv:
             await kv.set(b"k", b"v")
-            with pytest.raises(EnrolmentError, match="holds 1 documents"):
+            with pytest.raises(EnrolmentError, match="holds 1 document"):
                 await cluster.become_member("n2")
             assert (await kv.get(b"k")).value == b"v"
         assert not (tmp_path / "n2" / CLUSTER_FILE).exists()

@@ -72,7 +72,7 @@ def test_commands_make_a_cluster_that_follows_a_dead_node_and_refuse_what_cannot
         assert IS_MISSING or "try: Get a new token with `dcpctl cluster token`" in error
         with b.connect() as kv:
             kv.set(b"mine", b"v")
-        assert "holds 1 documents" in refused(b, "join", "--token", token)
+        assert "holds 1 document" in refused(b, "join", "--token", token)
         with b.connect() as kv:
             kv.delete(b"mine")
         assert "another member has the name first" in refused(

@@ -26,6 +26,7 @@ from failover.replication_record import (
     majority,
 )
 
+from .disks import check_disks
 from .moves import Moves, emptied
 from .renaming import Renaming
 from .rules import RIGHT, Entry, Rules
@@ -107,7 +108,7 @@ class Model:
             for step, new, told in self._find_alone(each, i) if alone is None else alone:
                 rest = (committed, writes, cuts)
                 if told is not None:
-                    self._check_disks(record, each, now, told, step)
+                    check_disks(self, record, each, now, told, step)
                     rest = (self._grow(record, each, committed, told, step), writes, cuts)
                 yield step, self._with(record, now, i, new, rest, step)
             if is_write_left and each in masters:
@@ -542,25 +543,6 @@ class Model:
                 self._check_undone(store, new, step)
             self._grown[key] = grown
         return self._grown[key]
-
-    def _check_disks(
-        self, store_number: int, number: int, now: list[int], told: int, step: Step
-    ) -> None:
-        """What commits because its sender had it is on the disks of min in-sync members. A copy may
-        have been dropped since, or a branch may have undone it.
-        """
-        master, undone = self.replicas.values[number], self.stores.values[store_number].undone
-        assert master.lead is not None
-        is_undone = undone is not None and master.epoch < undone[0]
-        if master.lead.sender is None or self.bounds.moves or is_undone:
-            return
-        log = self.committed.values[told]
-        disks = sum(
-            replica.log[: min(replica.synced, len(log))] == log
-            for replica in (self.replicas.values[each] for each in now)
-        )
-        if disks < self.min_in_sync:
-            raise ViolationError(f"a record is committed on too few disks: {disks}", step)
 
     def _check_undone(self, store: Store, log: tuple[Entry, ...], step: Step) -> None:
         if store.undone is not None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.replication.fill_pace import BURST_NS, FillPace
+from dcp.replication.fill_pace import BURST_NS, FILL_SECTION_BYTES, FillPace
 from dcp.replication.mastership import ReplicationSettings
+from dcp.replication.messages import unpack_entries
+from dcp.replication.sent_messages import AckDelays, Sent
+from dcp.wire.frame import FrameDecoder
 from failover.replication_record import add_copy, drop_copies, expand
 from support.core_cluster import MS, CoreCluster
+from support.feeding_node import EPOCH, Master
 
 RATE = 20_000
 SECOND = 1_000_000_000
@@ -55,11 +59,41 @@ def test_a_link_that_fills_nothing_any_more_takes_no_share() -> None:
     assert sent == pytest.approx(10 * RATE, rel=0.15)
 
 
-def test_without_a_rate_there_is_no_limit() -> None:
+def test_no_more_is_on_its_way_than_a_tenth_of_a_second_takes() -> None:
+    pace = FillPace(RATE)
+    pace.may_send("a", 0)
+    assert pace.may_send("a", SECOND, RATE // 10)
+    assert not pace.may_send("a", SECOND, RATE // 10 + 1)
+    assert pace.may_send("a", SECOND, 0), "one message may be larger than that"
+
+
+def test_a_replica_that_acknowledges_groups_late_gets_less() -> None:
+    sent: list[Sent] = []
+    delays = AckDelays(sent)
     pace = FillPace(0)
-    for _ in range(1000):
-        assert pace.may_send("a", 0)
-        pace.sent("a", 1 << 20)
+    for turn in range(100):
+        pace.may_send("a", turn * 50 * MS)
+        delays.acknowledged(Sent(turn, 0, 0), 2 * MS)
+        pace.look(turn * 50 * MS, (delays,))
+    quick = pace.rate.bytes_per_s
+    delays.acknowledged(Sent(0, 0, 0, filling=1), SECOND)
+    pace.look(100 * 50 * MS, (delays,))
+    assert pace.rate.bytes_per_s >= quick, "what is filled may take its time"
+    sent.append(Sent(1, 0, 101 * 50 * MS - SECOND))
+    pace.look(101 * 50 * MS, (delays,))
+    assert pace.rate.bytes_per_s < quick, "it waits still"
+
+
+def test_an_event_loop_that_is_late_sends_less() -> None:
+    pace = FillPace(0)
+    for turn in range(100):
+        pace.may_send("a", turn * 50 * MS)
+        pace.was_late(0)
+        pace.look(turn * 50 * MS, ())
+    quick = pace.rate.bytes_per_s
+    pace.was_late(SECOND)
+    pace.look(100 * 50 * MS, ())
+    assert pace.rate.bytes_per_s < quick
 
 
 def filling(rate: int) -> CoreCluster:
@@ -101,3 +135,55 @@ def test_a_full_copy_that_fell_behind_is_not_paced() -> None:
         wire.cut()
     cluster.run(300 * MS)
     assert cluster.b.part.high_seqno == 100
+
+
+def test_copies_that_are_filled_make_no_partition_restless() -> None:
+    """A member that is not level is looked at for each partition, which delays writes."""
+    cluster = filling(RATE)
+    cluster.run(SECOND)
+    for wire in cluster.wires:
+        wire.is_up = False  # nothing is acknowledged
+    cluster.run(200 * MS)
+    feed = cluster.a.core.leading.feeds["b"]
+    assert feed.is_filling
+    feed.is_level()
+    assert feed.is_level()
+
+
+def late_groups(delay_ns: int) -> float:
+    """Return the rate of a fill after some seconds in which groups wait so long for the replica
+    that is filled.
+    """
+    settings = ReplicationSettings(min_in_sync=1, section_bytes=1000)
+    cluster = CoreCluster(settings=settings)
+    cluster.run(LONG)
+    leading = cluster.a.core.leading
+    for number in range(40):
+        leading.pace.may_send("c", cluster.now_ns)  # another copy is filled meanwhile
+        cluster.a.put(b"\0k%d" % number, bytes(100))
+        cluster.a.commit()
+        for wire in cluster.wires:
+            wire.is_down = not delay_ns
+        cluster.settle()
+        cluster.run(delay_ns)
+        for wire in cluster.wires:
+            wire.is_down = True
+        cluster.run(100 * MS)
+    return leading.pace.rate.bytes_per_s
+
+
+def test_a_fill_slows_down_when_groups_wait_for_their_replicas() -> None:
+    assert late_groups(50 * MS) < late_groups(0)
+
+
+def test_a_fill_goes_on_beside_a_full_copy_that_falls_behind() -> None:
+    master = Master()
+    for number in range(300):
+        master.put(0, b"%d" % number + bytes(1000))
+        master.put(1, b"%d" % number + bytes(1000))
+    master.commit()
+    master.feed.open(0, EPOCH, 1, 0, is_filling=True)
+    master.open(1)
+    frames = FrameDecoder().feed(b"".join(master.feed.pump(2 * FILL_SECTION_BYTES)))
+    sections = [section for frame in frames for section in unpack_entries(frame).sections]
+    assert [section.vb_id for section in sections if section.entries] == [0, 1]

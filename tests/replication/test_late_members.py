@@ -34,7 +34,7 @@ class Clock:
         self.now_ns += TICK
         for member, sent in self.sent.items():
             while sent and self.now_ns - sent[0].sent_ns >= delay_ns.get(member, 0):
-                self.delays[member].acknowledged(sent.popleft().sent_ns, self.now_ns)
+                self.delays[member].acknowledged(sent.popleft(), self.now_ns)
             if writes:
                 sent.append(Sent(1, 1, self.now_ns))
         self.seen = self.late.look(self.now_ns, self.delays)

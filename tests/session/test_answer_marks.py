@@ -9,7 +9,7 @@ import pytest
 
 from dcp.session.answer_marks import MARK_BYTES
 from dcp.session.held_answers import COMMIT_TIMEOUT_NS
-from dcp.session.state import Limits
+from dcp.session.node_facts import Limits
 from dcp.wire.frame import pack_request
 from dcp.wire.message import OPEN_EXTRAS, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode

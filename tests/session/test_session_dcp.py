@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.session.state import Limits
+from dcp.session.node_facts import Limits
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.message import (

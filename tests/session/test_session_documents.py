@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from dcp.session.state import Limits
+from dcp.session.node_facts import Limits
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.message import MUTATION_TOKEN, parse_deletion, parse_mutation

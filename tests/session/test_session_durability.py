@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dcp.session.node_facts import Limits
 from dcp.session.request_frames import DURABLE
-from dcp.session.state import Limits
 from dcp.wire.feature import Feature
 from dcp.wire.frame import FLEX_HEADER, Frame
 from dcp.wire.opcode import Opcode

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp.session.node_facts import Limits
 from dcp.session.session import GATHERED_BYTES_MIN, Session
-from dcp.session.state import Limits
 from dcp.session.text import KEY_BYTES, TextSession
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode

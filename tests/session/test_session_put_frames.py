@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.session.auth import AuthStep
+from dcp.session.node_facts import Limits
 from dcp.session.rights import EVERYTHING, Rights, Role, Scope
-from dcp.session.state import Limits
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
 from dcp.wire.message import (

@@ -10,7 +10,7 @@ from cramjam import snappy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.session.state import Limits
+from dcp.session.node_facts import Limits
 from dcp.session.text import TextSession
 from dcp.session.with_meta import META_EXTRAS
 from dcp.wire.feature import Feature

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from cramjam import snappy
 
+from dcp.session.node_facts import Limits
 from dcp.session.request_frames import DURABLE
 from dcp.session.rights import NEEDS, Role
-from dcp.session.state import Limits
 from dcp.session.with_meta import META_EXTRAS
 from dcp.wire.feature import Feature
 from dcp.wire.frame import FLEX_HEADER, Frame, pack_request

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp.session.node_facts import Limits
 from dcp.session.session import Session
-from dcp.session.state import Limits
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER, Frame, pack_request
 from dcp.wire.message import MUTATION_TOKEN, OpenFlag

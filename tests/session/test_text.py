@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.session.state import ANSWER_BYTES_MAX, Limits, SessionState
+from dcp.session.node_facts import Limits
+from dcp.session.state import ANSWER_BYTES_MAX, SessionState
 from dcp.session.text import LINE_BYTES_MAX, TextSession, begins_text
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode

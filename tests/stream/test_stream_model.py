@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from dcp.session.state import Limits
+from dcp.session.node_facts import Limits
 from dcp.stream.active_stream import SendState
 from dcp.wire.message import EndReason, pack_buffer_ack
 from dcp.wire.status import Status

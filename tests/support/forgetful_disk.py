@@ -188,9 +188,10 @@ class ForgetfulDisk:
         return len(self._open[fd].current)
 
     def write(self, fd: int, data: bytes | memoryview, at: int) -> int:
-        self._power.point("write")
+        is_direct = fd in self._direct
+        self._power.point("direct write" if is_direct else "write")
         file = self._open[fd]
-        if fd in self._direct:
+        if is_direct:
             assert at % BLOCK_BYTES == 0 == len(data) % BLOCK_BYTES, "direct writes are of blocks"
             self.direct_writes += 1
         if self.is_full and at + len(data) > len(file.current):

@@ -18,9 +18,10 @@ import pytest
 from dcp.core.floors import FloorCycle
 from dcp.core.groups import GroupCycle, Job, LogTask, Published, WriteGroup
 from dcp.core.merges import MergeCycle
+from dcp.session.node_facts import Limits
 from dcp.session.range_scans import RangeScans
 from dcp.session.session import Session
-from dcp.session.state import Limits, SessionState
+from dcp.session.state import SessionState
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame, FrameDecoder, pack_request

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dcp.session.held_answers import COMMIT_TIMEOUT_NS, HeldAnswers
+from dcp.session.node_facts import Limits
 from dcp.session.session import Session
-from dcp.session.state import Limits
 from dcp.session.text import TextSession
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode

@@ -41,23 +41,14 @@ COMPILED_OR_FAILED = {"DCPD_COMPILE": "1", **COMPILING}
 WITHOUT_COMPILER = {"CC": "no-such-compiler"}
 LOOPS_SAID = "compiled the loops in C beside the sources\n"
 CORE = (
-    "vbucket/test_damaged_pages.py",
-    "vbucket/test_engine.py",
-    "vbucket/test_compaction.py",
-    "vbucket/test_key_tree.py",
-    "vbucket/test_log.py",
-    "vbucket/test_merge.py",
-    "vbucket/test_native.py",
-    "vbucket/test_runs.py",
+    "session/test_session_documents.py", "session/test_session_get_runs.py",
+    "session/test_session_set_runs.py", "session/test_session_with_meta.py",
+    "stream/test_codec_plain.py", "stream/test_stream_snapshots.py", "vbucket/test_compaction.py",
+    "vbucket/test_damaged_pages.py", "vbucket/test_engine.py", "vbucket/test_group_runs.py",
+    "vbucket/test_key_tree.py", "vbucket/test_log.py", "vbucket/test_merge.py",
+    "vbucket/test_native.py", "vbucket/test_replay_run.py", "vbucket/test_runs.py",
     "vbucket/test_store.py",
-    "session/test_session_documents.py",
-    "session/test_session_get_runs.py",
-    "session/test_session_set_runs.py",
-    "vbucket/test_replay_run.py",
-    "session/test_session_with_meta.py",
-    "stream/test_codec_plain.py",
-    "stream/test_stream_snapshots.py",
-)
+)  # fmt: skip
 CHECK = """
 import importlib, hatch_build
 for name in hatch_build.COMPILED:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dcp.replication.messages import ENTRY_OVERHEAD_BYTES_MAX
 from dcp.replication.whole_entries import checked_group
 from dcp.session.replication_port import ReplicationError
-from support.memory_node import LmdbNode, MemoryNode
+from support.memory_node import MemoryNode
 from vbucket.engine.partition import Partition
 from vbucket.engine.replicated import ReplicatedChanges
 from vbucket.model.entry import (
@@ -99,8 +99,8 @@ class Outcome(NamedTuple):
 class Replica:
     """A node that follows all partitions."""
 
-    def __init__(self, kind: type[MemoryNode] = MemoryNode) -> None:
-        self.node = kind(partitions=PARTITIONS)
+    def __init__(self) -> None:
+        self.node = MemoryNode(partitions=PARTITIONS)
         manifest = self.node.engine.keyspace.manifest.create_collection("_default", "other")
         assert COLLECTION in manifest.collections
         self.node.engine.keyspace.replay_manifest(manifest)
@@ -257,10 +257,9 @@ def test_it_applies_what_it_knows_itself() -> None:
     assert engine.partitions[1].item_count == 1
 
 
-@pytest.mark.parametrize("kind", [MemoryNode, LmdbNode])
-def test_damage_in_the_store_changes_nothing(kind: type[MemoryNode]) -> None:
+def test_damage_in_the_store_changes_nothing() -> None:
     """The version that an entry replaces cannot be read: it is known before anything is applied."""
-    replica = Replica(kind)
+    replica = Replica()
 
     def damaged(part: Partition, _entry: bytes) -> bytes:
         raise StoreDamagedError(f"vb {part.vb_id}: a test")
@@ -276,8 +275,6 @@ def test_damage_in_the_store_changes_nothing(kind: type[MemoryNode]) -> None:
         replica.in_c(payload)
     assert replica.facts() == before
     assert replica.highs == dict.fromkeys(range(PARTITIONS), 0)
-    if isinstance(replica.node, LmdbNode):
-        replica.node.close()
 
 
 @pytest.mark.parametrize("linked", [b"", b"short", None, 7])

@@ -30,8 +30,8 @@ FIXED_LIFE = (
 )  # fmt: skip
 DURABILITIES = ("commit", "interval", "none")
 POINTS = {
-    "create", "write", "cut", "sync", "sync_data", "rename", "remove", "sync_folder",
-    "store commit",
+    "create", "write", "direct write", "cut", "sync", "sync_data", "rename", "remove",
+    "sync_folder", "store commit",
 }  # fmt: skip
 
 

@@ -137,7 +137,6 @@ LEFT = {
 
 @pytest.mark.parametrize("entry", LEFT.values(), ids=LEFT.keys())
 def test_the_loop_applies_what_is_plain_and_leaves_the_rest(node: LmdbNode, entry: bytes) -> None:
-    node.engine.partitions[2].merged_seqno = 5
     run = replay_run(node.engine.partitions)
     assert run is not None
     assert run.apply(PLAIN, 0, {}) == len(PLAIN)
@@ -181,6 +180,28 @@ def test_a_start_counts_below_zero_until_the_presumed_are_looked_up(node: LmdbNo
     node.commit()
     node.crash()
     assert node.engine.partitions[1].item_count == 1
+
+
+def test_a_removal_of_a_removed_key_counts_below_zero_until_it_is_looked_up(
+    node: LmdbNode,
+) -> None:
+    """As changes with given metadata may make it."""
+    key = b"\0key"
+    node.engine.store(SET, 1, key, key + b"v", 0, 0, 0, 0)
+    assert node.engine.delete(1, key, 0)[0] == 0
+    node.merge()
+    part = node.engine.partitions[1]
+    removal = pack_deletion(
+        vb_id=1, key=key, cas=part.max_cas + 1, seqno=3, rev_seqno=3, prev_seqno=2
+    )
+    payload = removal + mutation(4, key=b"\0new")
+    again = replay.Replay(node.engine, node.store)
+    again.apply_group(9, removal)
+    assert part.item_count == -1
+    again.apply_group(10, payload[len(removal) :])
+    assert part.item_count == 0
+    again.finish()
+    assert part.item_count == 1
 
 
 def test_wrong_arguments_have_errors(node: LmdbNode) -> None:

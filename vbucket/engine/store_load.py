@@ -44,8 +44,8 @@ _OTHER_MANIFEST: Final = "the store has other collections than the server, until
 class Packet(NamedTuple):
     """A packet of a restore."""
 
-    count: int
-    """Its frames."""
+    frames: int
+    """How many it has."""
     value: bytes
     """The value of X_PUT_FRAMES."""
     number: int
@@ -65,7 +65,7 @@ class LoadRequest(NamedTuple):
     @property
     def frames(self) -> int:
         """How many there are."""
-        return sum(packet.count for packet in self.packets)
+        return sum(packet.frames for packet in self.packets)
 
 
 class LoadReport(NamedTuple):

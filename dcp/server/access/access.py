@@ -19,9 +19,9 @@ from dcp.server.access.metrics_token import MetricsToken, TokenError
 from dcp.server.access.users import Users
 from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
+from dcp.session.node_facts import Limits
 from dcp.session.rights import Role
 from dcp.session.session import Session
-from dcp.session.state import Limits
 from dcp.session.text import TextSession
 from dcp.wire.opcode import Opcode
 

@@ -99,8 +99,8 @@ def _copy_problems(view: ClusterView, nodes: list[NodeReport]) -> Iterator[_Prob
     wanted = 0 if view.cluster is None else view.cluster.content.copies
     if len(nodes) < wanted:
         yield _Problem(
-            f"{wanted} copies are wanted, and there are {len(nodes)} nodes: each partition has at "
-            f"most {len(nodes)}",
+            f"{wanted} copies are wanted, but the number of nodes is {len(nodes)}: each partition "
+            f"has at most {len(nodes)}",
             "Add a node with `dcpctl cluster join`, or want fewer: `dcpctl cluster set --copies "
             f"{len(nodes)}`",
         )

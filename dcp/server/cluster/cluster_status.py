@@ -141,7 +141,7 @@ def _unwritable(replicated: ReplicatedNode, *, is_store_away: bool) -> list[Unwr
 def _words(view: ClusterView, found: Unwritable, *, is_store_away: bool) -> _Reason:
     """Return why a partition of this master takes no writes, and what to do."""
     if not found.missing:
-        return _Reason(found.why, "Wait, and look at `dcpctl cluster status` again")
+        return _Reason(found.why, _when_too_few(view, found.vb_id))
     names = ", ".join(sorted(name_of(view, member) for member in found.missing))
     if not is_store_away:
         return _Reason(
@@ -153,6 +153,16 @@ def _words(view: ClusterView, found: Unwritable, *, is_store_away: bool) -> _Rea
         f"{found.why}: {names}; it cannot leave the in-sync set while the metadata store is away",
         f"Start the metadata store, or node {names}",
     )
+
+
+def _when_too_few(view: ClusterView, vb_id: int) -> str:
+    """Return what to do about a partition whose master has too few copies in sync."""
+    stored = view.partitions.get(vb_id)
+    copies = () if stored is None else stored.content.record.copies
+    down = sorted(name_of(view, member) for member in copies if member not in view.alive)
+    if down:
+        return f"Start {', '.join(down)} again; what is committed can be read meanwhile"
+    return "Wait, and look at `dcpctl cluster status` again"
 
 
 def _orphan_words(view: ClusterView, record: ReplicationRecord, *, is_store_away: bool) -> _Reason:

@@ -144,7 +144,7 @@ def check_name(name: str) -> None:
     """Raises EnrolmentError if a node cannot have this name."""
     if not MEMBER_ID.fullmatch(name):
         raise EnrolmentError(
-            f"the name {name[:80]!r} is not possible: it is part of keys and log lines",
+            f"the name {name[:80]!r} is not valid",
             "Use 1 to 64 letters, digits, dots, dashes or underscores",
         )
 
@@ -186,8 +186,9 @@ async def join_cluster(
     """
     documents = sum(part.item_count for part in engine.partitions)
     if documents:
+        held = "1 document" if documents == 1 else f"{documents} documents"
         raise EnrolmentError(
-            f"this node holds {documents} documents, and joining would remove them",
+            f"this node holds {held}, and joining would remove what it holds",
             "Start it with an empty --data folder. To keep the documents, make this node the first "
             "one with `dcpctl cluster init`, or load them into the cluster from a backup",
         )

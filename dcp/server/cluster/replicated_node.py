@@ -363,6 +363,9 @@ class ReplicatedNode:
     # -- time and the store ------------------------------------------------------------------------
 
     def _tick(self) -> None:
+        if self._next_tick is not None:
+            lag_s = self._loop.time() - self._next_tick.when()
+            self.core.leading.pace.was_late(max(0, int(lag_s * 1e9)))
         self._next_tick = self._loop.call_later(TICK_S, self._tick)
         self._guarded(self._pass_time)
 

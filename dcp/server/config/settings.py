@@ -141,8 +141,8 @@ class Settings(ServerSettings, frozen=True, kw_only=True):
     rebalance_rate: Annotated[
         int,
         Option(
-            "In a cluster: bytes a second with which this node fills new copies on other nodes. 0: "
-            "without a limit.",
+            "In a cluster: bytes a second with which this node fills new copies on other nodes, at "
+            "most. It fills them slower while that delays writes. 0: without a limit of its own.",
             read_size,
             "SIZE",
             64 << 10,

@@ -196,7 +196,7 @@ class StoreProcess:
         """
         packets = [packet for request in requests for packet in request.packets]
         loads = [
-            (*request[:-1], [(packet.count, packet.number) for packet in request.packets])
+            (*request[:-1], [(packet.frames, packet.number) for packet in request.packets])
             for request in requests
         ]
         request = {"op": "load", "loads": loads, "cas_max": cas_max, "manifest": manifest_uid}
@@ -398,10 +398,11 @@ class StoreWork:
         packets = self._packets
         loads = [
             LoadRequest(
-                *fields, [Packet(count, packets.get(number), number) for count, number in named]
+                vb_id, high_seqno, vb_uuid, epoch,
+                [Packet(frames, packets.get(number), number) for frames, number in named],
             )
-            for *fields, named in request["loads"]
-        ]
+            for vb_id, high_seqno, vb_uuid, epoch, named in request["loads"]
+        ]  # fmt: skip
         return load(
             self._env, loads,
             cas_max=request["cas_max"], manifest_uid=request["manifest"],
