@@ -204,6 +204,24 @@ def test_a_removal_of_a_removed_key_counts_below_zero_until_it_is_looked_up(
     assert part.item_count == 1
 
 
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(
+    "end",
+    [PLAIN[:-1], PLAIN[:20], PLAIN[:20] + b"\xff" * 4 + PLAIN[24:]],
+    ids=["a cut body", "a cut head", "a length that lies"],
+)
+def test_nothing_of_a_group_is_applied_whose_lengths_do_not_add_up(
+    node: LmdbNode, monkeypatch: pytest.MonkeyPatch, end: bytes, *, native: bool
+) -> None:
+    """Otherwise the node would serve what the log ends before."""
+    if not native:
+        by_python(monkeypatch)
+    before = state_of(node)
+    with pytest.raises(LogDamagedError, match="after 1 entries|after 2 entries"):
+        replay.Replay(node.engine, node.store).apply_group(1, PLAIN + end)
+    assert state_of(node) == before
+
+
 def test_wrong_arguments_have_errors(node: LmdbNode) -> None:
     run: Any = replay_run(node.engine.partitions)
     with pytest.raises(ValueError, match="not in the payload"):

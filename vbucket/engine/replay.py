@@ -35,9 +35,11 @@ class Replay:
         self._run = replay_run(engine.partitions)
 
     def apply_group(self, group: int, payload: bytes) -> None:
-        """Apply a group of the log. Raises LogDamagedError if its entries are not sound."""
+        """Apply a group of the log. Raises LogDamagedError if the lengths of its entries do not add
+        up; then nothing of it was applied.
+        """
         run, at = self._run, 0
-        if run is None:
+        if run is None or not run.adds_up(payload):
             self.apply(group, split_entries(payload))
             return
         while at < len(payload):

@@ -97,6 +97,9 @@ class ReplayRun:
     """Applies plain changes of the log at a start."""
 
     def __init__(self, partitions: list[Any], /) -> None: ...
+    def adds_up(self, payload: bytes, /) -> bool:
+        """Whether the lengths of a group's entries add up to its own."""
+
     def apply(self, payload: bytes, at: int, presumed: dict[int, list[bytes]], /) -> int:
         """Apply the entries of a group from position `at` on, and add the keys of which only the
         store knows whether they were documents to `presumed`. Return the position of the first

@@ -209,6 +209,20 @@ static const uint8_t *load(const ReplayRun *self, const uint8_t *at, const uint8
     return at;
 }
 
+static PyObject *replay_run_adds_up(ReplayRun *Py_UNUSED(self), PyObject *payload)
+{
+    if (!PyBytes_CheckExact(payload)) {
+        PyErr_SetString(PyExc_TypeError, "a payload is bytes");
+        return NULL;
+    }
+    const uint8_t *data = (const uint8_t *)PyBytes_AS_STRING(payload);
+    size_t at = 0, end = (size_t)PyBytes_GET_SIZE(payload);
+    while (end - at >= LOG_HEAD_BYTES &&
+           be32(data + at + BODY_LENGTH_AT) <= end - at - LOG_HEAD_BYTES)
+        at += LOG_HEAD_BYTES + (size_t)be32(data + at + BODY_LENGTH_AT);
+    return PyBool_FromLong(at == end);
+}
+
 static PyObject *replay_run_apply(ReplayRun *self, PyObject *args)
 {
     PyObject *payload, *presumed;
@@ -278,6 +292,7 @@ static void replay_run_dealloc(ReplayRun *self)
 }
 
 static PyMethodDef methods[] = {
+    {"adds_up", (PyCFunction)replay_run_adds_up, METH_O, NULL},
     {"apply", (PyCFunction)replay_run_apply, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
