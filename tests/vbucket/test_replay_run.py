@@ -217,7 +217,7 @@ def test_nothing_of_a_group_is_applied_whose_lengths_do_not_add_up(
     if not native:
         by_python(monkeypatch)
     before = state_of(node)
-    with pytest.raises(LogDamagedError, match="after 1 entries|after 2 entries"):
+    with pytest.raises(LogDamagedError, match=r"after (1|2) entries"):
         replay.Replay(node.engine, node.store).apply_group(1, PLAIN + end)
     assert state_of(node) == before
 
