@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from clients.consumer.consumer import Consumer
+from clients.errors import ConnectError
 from clients.event import Deletion, Mutation, Rollback
 from clients.testing import ServerStartError
 from soak.fork_server import ForkedServer
@@ -53,6 +54,7 @@ EXEC_SHARE: Final = 1 / 16
 LIFE_KILLS: Final = 250
 """Then a new folder begins: every version is kept, and a life's disk space should stay bounded."""
 KILLS_IN_LINE: Final = 10
+OPEN_AGAIN_S: Final = 0.1
 LANES_MAX: Final = 16
 """How many lives may run side by side. Each keeps a core busy for much of its time."""
 LANE_LIVES: Final = 1_000_000
@@ -89,10 +91,21 @@ class Follower(threading.Thread):
             self.join(WAIT_S)
 
     async def _follow(self) -> None:
-        async with Consumer(self._address, validate=True) as consumer:
+        async with contextlib.AsyncExitStack() as stack:
+            consumer = await self._opened(stack)
             async for events in consumer.batches():
                 for event in events:
                     self._take(event)
+
+    async def _opened(self, stack: contextlib.AsyncExitStack) -> Consumer:
+        """Open a consumer. It connects again by itself later, but an attempt to open it fails if
+        the server is killed meanwhile.
+        """
+        while True:
+            try:
+                return await stack.enter_async_context(Consumer(self._address, validate=True))
+            except ConnectError:
+                await asyncio.sleep(OPEN_AGAIN_S)
 
     def _take(self, event: object) -> None:
         if isinstance(event, Rollback):
