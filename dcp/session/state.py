@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from dcp.session.answer_marks import NO_PARTITION, Mark, Wait, is_change
+from dcp.session.arrival_wait import ArrivalWait
 from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
 from dcp.session.map_news import MapNews
@@ -65,6 +66,7 @@ class SessionState:
         "agent",
         "allows_anonymous",
         "answers",
+        "arrival",
         "authenticator",
         "awaited",
         "bucket",
@@ -159,6 +161,8 @@ class SessionState:
         """Whether no command is taken until the shell calls `resume`."""
         self.waits_for_room = False
         """A command that writes waits until `engine.writers_wait` ends; `resume` goes on then."""
+        self.arrival = ArrivalWait()
+        """The wait for a partition that is handed over to this node."""
         self.held_until_ns = 0
         """No command is taken before this Unix time: a fault or a flush waits."""
         self.is_closing = False
