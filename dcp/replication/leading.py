@@ -156,8 +156,7 @@ class Leading:
             changed=partial(self._mastership_changed, vb_id),
         )  # fmt: skip
         part.guard = mastership
-        is_handed = record.handover is not None and not was_master
-        self.serving.began(vb_id, now_ns if is_handed else None)
+        self.serving.began(vb_id, None if record.handover is None else now_ns)
         self._preparing.add(vb_id)
         self.masterships[vb_id] = mastership
 

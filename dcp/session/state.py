@@ -161,8 +161,6 @@ class SessionState:
         """Whether no command is taken until the shell calls `resume`."""
         self.waits_for_room = False
         """A command that writes waits until `engine.writers_wait` ends; `resume` goes on then."""
-        self.arrival = ArrivalWait()
-        """The wait for a partition that is handed over to this node."""
         self.held_until_ns = 0
         """No command is taken before this Unix time: a fault or a flush waits."""
         self.is_closing = False
@@ -198,6 +196,8 @@ class SessionState:
         """Set what sends streams: nothing, before DCP_OPEN."""
         self.replication = replication
         """Where replicas' nodes come in; None: this node is alone."""
+        self.arrival = ArrivalWait()
+        """The wait for a partition that is handed over to this node."""
         self.producer: Producer | None = None
         self.feed: ReplicaSender | None = None
         """What sends to a replica's node, instead of a producer."""
