@@ -106,6 +106,7 @@ class Leading:
         self.pace = FillPace(settings.fill_bytes_per_s)
         self.arrivals = Arrivals(effects)
         self.arriving = self.arrivals.vb_ids
+        """See ReplicationPort."""
         self.serving = Serving(
             engine, hub, view, member, self.masterships, self.feeds, self._wholes, self.arrivals
         )  # fmt: skip
