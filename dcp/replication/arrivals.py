@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dcp.replication.shell_effects import Arrived, ReplicationEffect
+from dcp.replication.shell_effects import PartitionsArrived, ReplicationEffect
 
 ARRIVAL_NS_MAX: Final = 100_000_000
 """How long after its record a partition is expected to be served. The median is 15 to 35 ms on two
@@ -55,5 +55,5 @@ class Arrivals:
 
     def _tell(self) -> None:
         """Leave one effect, however many partitions it is about."""
-        if not any(isinstance(effect, Arrived) for effect in self._effects):
-            self._effects.append(Arrived())
+        if not any(isinstance(effect, PartitionsArrived) for effect in self._effects):
+            self._effects.append(PartitionsArrived())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dcp.replication.arrivals import ARRIVAL_NS_MAX, Arrivals
-from dcp.replication.shell_effects import Arrived, ReplicationEffect, StepDue
+from dcp.replication.shell_effects import PartitionsArrived, ReplicationEffect, StepDue
 from dcp.session.held_answers import HeldAnswers
 from dcp.session.session import Session
 from dcp.wire.feature import Feature
@@ -66,7 +66,7 @@ def test_a_write_that_comes_too_early_waits_for_the_new_master() -> None:
     assert peer.state.is_full
     assert not statuses(peer)
     serve(cluster)
-    assert len(b.told(Arrived)) == 1
+    assert len(b.told(PartitionsArrived)) == 1
     session.resume(b.now_ns)
     held = HeldAnswers(b.engine)
     assert not held.take(peer.state, cluster.now_ns), "not before it is committed"
@@ -83,10 +83,10 @@ def test_an_arrival_ends_when_it_takes_too_long() -> None:
     peer.session.receive(SET, b.now_ns)
     b.core.check_fence(began_ns + ARRIVAL_NS_MAX - 1)
     assert VB in b.core.leading.arriving
-    assert not b.told(Arrived)
+    assert not b.told(PartitionsArrived)
     b.core.check_fence(began_ns + ARRIVAL_NS_MAX)
     assert VB not in b.core.leading.arriving
-    assert b.told(Arrived)
+    assert b.told(PartitionsArrived)
     peer.session.resume(b.now_ns)
     assert statuses(peer) == [Status.ETMPFAIL]
     cluster.run(LONG)
@@ -97,14 +97,14 @@ def test_a_tick_ends_it_as_well_when_no_request_comes() -> None:
     cluster = handed_over()
     cluster.tick("b", ns=ARRIVAL_NS_MAX)
     assert not cluster.b.core.leading.arriving
-    assert cluster.b.told(Arrived)
+    assert cluster.b.told(PartitionsArrived)
 
 
 def test_it_ends_when_somebody_else_becomes_master() -> None:
     cluster = handed_over("abc")
     cluster.write(elect(cluster.record, "c", gone="b"))
     assert not cluster.b.core.leading.arriving
-    assert cluster.b.told(Arrived)
+    assert cluster.b.told(PartitionsArrived)
     assert cluster.b.part.state == VbState.REPLICA
 
 
@@ -138,7 +138,7 @@ def test_many_arrivals_leave_one_effect() -> None:
     for vb_id in range(16):
         arrivals.ended(vb_id)
         arrivals.ended(vb_id)
-    assert [type(effect) for effect in effects] == [StepDue, Arrived]
+    assert [type(effect) for effect in effects] == [StepDue, PartitionsArrived]
     effects.clear()
     arrivals.ended(1)
     arrivals.expire(ARRIVAL_NS_MAX)
