@@ -22,6 +22,7 @@ from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
 from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
+from dcp.replication.arrivals import Arrivals
 from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import Followed, window_of
 from dcp.replication.fill_pace import FillPace
@@ -41,7 +42,7 @@ from dcp.replication.replica_feed import ReplicaFeed
 from dcp.replication.serving import Serving
 from dcp.replication.shell_effects import BranchEnded, ReplicationEffect, StepDue
 from dcp.replication.successors import Successors
-from dcp.replication.whole_groups import WholeGroup, WholeGroups
+from dcp.replication.whole_groups import WholeGroup, WholeGroups, changes_for_replicas
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
@@ -56,7 +57,6 @@ from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import begin_version, set_leader_epoch
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.log.commit_group import CommitGroup
-from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_of
 from vbucket.store.environment import StoreDamagedError
 
 
@@ -104,8 +104,11 @@ class Leading:
         self._late_members = LateMembers(settings.replica_lag_max_ns, now_ns)
         self._successors = Successors(view, member)
         self.pace = FillPace(settings.fill_bytes_per_s)
+        self.arrivals = Arrivals(effects)
+        self.arriving = self.arrivals.vb_ids
+        """See ReplicationPort."""
         self.serving = Serving(
-            engine, hub, view, member, self.masterships, self.feeds, self._wholes
+            engine, hub, view, member, self.masterships, self.feeds, self._wholes, self.arrivals
         )  # fmt: skip
         self.handovers = Handovers(self.serving.fence)
         self._is_leaving = False
@@ -154,7 +157,7 @@ class Leading:
             changed=partial(self._mastership_changed, vb_id),
         )  # fmt: skip
         part.guard = mastership
-        self.serving.began(vb_id)
+        self.serving.began(vb_id, None if record.handover is None else now_ns)
         self._preparing.add(vb_id)
         self.masterships[vb_id] = mastership
 
@@ -239,7 +242,7 @@ class Leading:
         apart = set() if whole is None else whole.sections
         taken = {member for member, feed in self.feeds.items() if whole and feed.send_whole(whole)}
         if (apart or len(taken) < len(self.feeds)) and (
-            changes := self._changes_for_replicas(group.changes)
+            changes := changes_for_replicas(group.changes, self.masterships)
         ):
             few = {vb_id: changes[vb_id] for vb_id in apart & changes.keys()}
             for member, feed in self.feeds.items():
@@ -276,20 +279,6 @@ class Leading:
         """A record or the beginning of an epoch is known here now: replicas may wait for that."""
         for feed in self.feeds.values():
             feed.decide_waiting(vb_id)
-
-    def _changes_for_replicas(self, entries: Sequence[bytes]) -> dict[int, list[bytes]]:
-        """Return partition -> what its replicas get of a group: changes, and floors. Versions come
-        with the welcome.
-        """
-        changes: dict[int, list[bytes]] = {}
-        for entry in entries:
-            vb_id = vb_id_of(entry)
-            is_control = entry[OPCODE_AT] == LOG_CONTROL
-            if vb_id in self.masterships and not (
-                is_control and control_document(entry)["kind"] != "floor"
-            ):
-                changes.setdefault(vb_id, []).append(entry)
-        return changes
 
     # -- ReplicationPort and MasterSide ------------------------------------------------------------
 

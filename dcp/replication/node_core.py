@@ -311,6 +311,8 @@ class ReplicationCore:
         fence_ns = self.leading.serving.fence_ns
         if fence_ns is not None and now_ns >= fence_ns:
             self.leading.serve(now_ns)
+        if self.leading.arriving:
+            self.leading.arrivals.expire(now_ns)
         if now_ns >= self._unheard_from_ns:
             self.following.note_heard(now_ns)
             self._mark_unheard()
@@ -329,6 +331,7 @@ class ReplicationCore:
         restless = self.leading.serving.restless()
         self._raise_watermarks(self._commits.lagging.keys() | restless)
         self.leading.serve(now_ns)
+        self.leading.arrivals.expire(now_ns)
         self._mark_unheard()
         self._note_followed()
         changes = self.leading.record_changes(self._trusted(), may_write=self._session.may_write)

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from dcp.cluster.cluster_view import ClusterView
+from dcp.replication.arrivals import Arrivals
 from dcp.replication.handovers import GROUP_MAX
 from dcp.replication.mastership import Mastership, Service
 from dcp.replication.replica_feed import ReplicaFeed
@@ -49,6 +50,7 @@ class Serving:
         masterships: Mapping[int, Mastership],
         feeds: Mapping[str, ReplicaFeed],
         wholes: WholeGroups,
+        arrivals: Arrivals,
     ) -> None:
         self._engine = engine
         self._hub = hub
@@ -57,6 +59,7 @@ class Serving:
         self._masterships = masterships
         self._feeds = feeds
         self._wholes = wholes
+        self._arrivals = arrivals
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
         self._calm: set[int] = set()
@@ -70,13 +73,16 @@ class Serving:
 
     # -- what changes ------------------------------------------------------------------------------
 
-    def began(self, vb_id: int) -> None:
-        """A partition has its master here."""
+    def began(self, vb_id: int, handed_over_ns: int | None) -> None:
+        """A partition has its master here; `handed_over_ns` is when it was handed over to it."""
         self._unserved.add(vb_id)
+        if handed_over_ns is not None:
+            self._arrivals.began(vb_id, handed_over_ns)
 
     def ended(self, vb_id: int) -> None:
         """A partition has not its master here any more."""
         self._unserved.discard(vb_id)
+        self._arrivals.ended(vb_id)
         self._calm.discard(vb_id)
         self._left.discard(vb_id)
 
@@ -189,6 +195,7 @@ class Serving:
         if may_serve and not was_active:
             part.state = VbState.ACTIVE
             self._engine.keyspace.tell_missing_events(part)
+            self._arrivals.ended(part.vb_id)
         elif was_active and not may_serve:
             self.fence(part)
         why = mastership.why_writes_wait if may_serve else ""

@@ -33,8 +33,20 @@ class StepDue(NamedTuple):
     """Call `ReplicationCore.step` soon: something need not wait for the next tick."""
 
 
+class PartitionsArrived(NamedTuple):
+    """Resume the sessions that wait for a partition: it is served, or will not be served soon."""
+
+
 ReplicationEffect = (
-    Published | Dial | MapChanged | CutOff | ElectionLoss | BranchEnded | StepDue | Notice
+    Published
+    | Dial
+    | MapChanged
+    | CutOff
+    | ElectionLoss
+    | BranchEnded
+    | StepDue
+    | PartitionsArrived
+    | Notice
 )
 """CutOff: write the file, then answer with `Following.kept` or `Following.not_kept`.
 ElectionLoss: write the receipt."""

@@ -24,7 +24,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from itertools import chain, takewhile
 from typing import Final, NamedTuple
 
@@ -32,7 +32,7 @@ from dcp.replication.mastership import InSyncSet, Mastership
 from dcp.replication.messages import SharedGroup, share
 from failover.isr import Acknowledgement, high_watermark
 from vbucket.log.commit_group import CommitGroup
-from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, VB_ID, vb_id_of
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, VB_ID, control_document, vb_id_of
 from vbucket.upkeep.merge import NODE_VB_ID
 
 _EPOCH: Final = 0
@@ -309,3 +309,18 @@ class WholeGroups:
         return number <= high_watermark(
             number - 1, _EPOCH, in_sync.members, whole.acknowledged, in_sync.min_in_sync
         )
+
+
+def changes_for_replicas(
+    entries: Iterable[bytes], mastered: Container[int]
+) -> dict[int, list[bytes]]:
+    """Return partition -> what its replicas get of a group that goes section by section: changes,
+    and floors. Versions come with the welcome.
+    """
+    changes: dict[int, list[bytes]] = {}
+    for entry in entries:
+        vb_id = vb_id_of(entry)
+        is_control = entry[OPCODE_AT] == LOG_CONTROL
+        if vb_id in mastered and not (is_control and control_document(entry)["kind"] != "floor"):
+            changes.setdefault(vb_id, []).append(entry)
+    return changes

@@ -1,11 +1,11 @@
-"""What a session needs of replication: a replica's node may connect. Pure.
+"""What a session needs of replication: a replica's node may connect, and who arrives. Pure.
 
 `dcp.replication` implements both. A node alone has no port, and refuses such connections.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Final, NamedTuple, Protocol
 
 from dcp.stream.snapshots import Message
@@ -76,6 +76,12 @@ class ReplicaSender(StreamSender, Protocol):
 
 class ReplicationPort(Protocol):
     """Where replicas' nodes come in."""
+
+    @property
+    def arriving(self) -> Set[int]:
+        """Partitions that this node masters and serves in a moment: their requests wait. It is the
+        same object for ever.
+        """
 
     def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaSender:
         """Begin to feed the node that sends this greeting. Raises ReplicationError."""

@@ -16,11 +16,14 @@ Invariants
 - the session is not entered while it handles a packet (asserted). What somebody else has to do is
   left in `state` as data, and the shell does it afterwards: send `answers`, ask `login_question`,
   log `notes`, commit, pump the producer, close;
-- the same bytes get the same answers, however the network splits them.
+- the same bytes get the same answers, however the network splits them;
+- a request for a partition that is handed over to this node waits in its place, for as long as
+  `dcp.session.arrival_wait` allows. What stands behind it waits, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Final
 
 from dcp.session.auth import AuthStep
@@ -209,6 +212,8 @@ class Session:
         all_runs = self._runs
         hot = self._document_handlers()
         runs = all_runs.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
+        arriving = _NO_PARTITIONS if state.replication is None else state.replication.arriving
+        is_held = False
         while end - position >= HEADER_BYTES and not (state.is_full or state.is_closing):
             magic, opcode, key_len, extras_len, datatype, vb_id, body_len, opaque, cas = (
                 _unpack_header(buffer, position)
@@ -221,6 +226,9 @@ class Session:
                     continue
                 handler = hot.get(opcode)
                 if handler is not None:
+                    if vb_id in arriving and self._waits_for(opcode, now_ns):
+                        is_held = True
+                        break
                     try:
                         handler(
                             opcode, key_len, extras_len, datatype, vb_id, opaque, cas,
@@ -230,12 +238,18 @@ class Session:
                         state.answer_error(opcode, opaque, vb_id, error)
                     position = body_end
                     continue
+            if vb_id in arriving and body_end <= end and magic in _REQUEST_MAGICS:
+                is_held = self._waits_for(opcode, now_ns)
+                if is_held:
+                    break
             after, missing_bytes = self._handle_other(buffer, position, end, now_ns)
             if after == position:
                 break
             position = after
             hot = self._document_handlers()
             runs = all_runs.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
+        if not is_held:
+            state.arrival.end(now_ns)
         self._keep_rest(buffer, position, missing_bytes)
         self._is_entered = False
 
@@ -388,6 +402,18 @@ class Session:
         if engine.writers_wait and not engine.write_refusal and self.is_logged_in:
             state.is_full = state.waits_for_room = True
         return state.waits_for_room
+
+    def _waits_for(self, opcode: int, now_ns: int) -> bool:
+        """Return whether a request waits for its partition, which is arriving; the session is full
+        then. Clients whose keys are hashed here name no partition.
+        """
+        state = self.state
+        if not (opcode in self._hot or opcode in _WRITES) or opcode in _FLUSHES:
+            return False
+        if state.hashes_keys or not self.is_logged_in or not state.arrival.may_wait(now_ns):
+            return False
+        state.is_full = True
+        return True
 
     def _with_check(self, run: DocumentHandler) -> DocumentHandler:
         state = self.state
@@ -556,9 +582,12 @@ _COUNTED_DELETES: Final = frozenset(
 _NO_HIT: Final = bytes(6) + b"\0\1"
 """What a quiet miss would have answered."""
 _SETS: Final = frozenset({Opcode.SET, Opcode.SETQ})
+_FLUSHES: Final = frozenset({Opcode.FLUSH, Opcode.FLUSHQ})
+"""Writes that name no partition."""
 _REQUEST_MAGICS: Final = frozenset({Magic.REQUEST, Magic.FLEX_REQUEST})
 _NO_HANDLERS: Final[dict[int, DocumentHandler]] = {}
 _NO_RUNS: Final[dict[int, Run]] = {}
+_NO_PARTITIONS: Final[Set[int]] = frozenset()
 _ACCEPTED_MAGICS: Final = frozenset(
     {Magic.REQUEST, Magic.FLEX_REQUEST, Magic.RESPONSE, Magic.SERVER_RESPONSE}
 )

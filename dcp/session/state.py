@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from dcp.session.answer_marks import NO_PARTITION, Mark, Wait, is_change
+from dcp.session.arrival_wait import ArrivalWait
 from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
 from dcp.session.map_news import MapNews
@@ -65,6 +66,7 @@ class SessionState:
         "agent",
         "allows_anonymous",
         "answers",
+        "arrival",
         "authenticator",
         "awaited",
         "bucket",
@@ -194,6 +196,8 @@ class SessionState:
         """Set what sends streams: nothing, before DCP_OPEN."""
         self.replication = replication
         """Where replicas' nodes come in; None: this node is alone."""
+        self.arrival = ArrivalWait()
+        """The wait for a partition that is handed over to this node."""
         self.producer: Producer | None = None
         self.feed: ReplicaSender | None = None
         """What sends to a replica's node, instead of a producer."""

@@ -22,7 +22,7 @@ from dcp.replication.loss_receipt import CutOff, ElectionLoss
 from dcp.replication.mastership import ReplicationSettings, Service
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.replica_link import LinkState, ReplicaLink
-from dcp.replication.shell_effects import Dial, ReplicationEffect, StepDue
+from dcp.replication.shell_effects import Dial, PartitionsArrived, ReplicationEffect, StepDue
 from dcp.session.held_answers import HeldAnswers
 from dcp.stream.producer import Producer
 from failover.replication_record import ReplicationRecord
@@ -239,6 +239,9 @@ class ClusterNode(SingleNode):
             self.published(effect)
         elif isinstance(effect, StepDue):
             self.core.step(self.clock.monotonic_ns())
+        elif isinstance(effect, PartitionsArrived):
+            for connection in tuple(self.connections):
+                connection.go_on()
         elif isinstance(effect, Dial):
             self._dial(effect.member)
         elif isinstance(effect, CutOff):

@@ -115,6 +115,11 @@ class ServedConnection:
             self.schedule_pump()
             self._close_if_done()
 
+    def go_on(self) -> None:
+        """Resume if the next request waited for a partition."""
+        if self.state.arrival.until_ns:
+            self._resume()
+
     def tick(self) -> None:
         """Let time pass."""
         now_ns = self._node.clock.monotonic_ns()
@@ -157,12 +162,17 @@ class ServedConnection:
             self._node.kick()
         if state.is_closing:
             self._close_if_done()
+        elif state.arrival.until_ns:
+            wait_ns = max(0, state.arrival.until_ns - self._node.clock.wall_ns())
+            self._node.host.after(wait_ns, self.go_on)
         elif state.is_full and not self.held:
             wait_ns = max(0, state.held_until_ns - self._node.clock.wall_ns())
             self._node.host.after(wait_ns, self._resume)
 
     def _resume(self) -> None:
-        if self.state.is_full and not self.held and self.side.is_open and self.side.can_write:
+        may_go_on = not self.held or self.state.arrival.until_ns
+        if self.state.is_full and may_go_on and self.side.is_open and self.side.can_write:
+            self._node.before_commands()
             self.session.resume(self._node.clock.wall_ns())
             self._after_commands()
 

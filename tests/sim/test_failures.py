@@ -318,6 +318,21 @@ def test_a_handover_loses_nothing_and_makes_no_version(cluster: Scenario) -> Non
     cluster.passes()
 
 
+def test_writes_that_reach_a_new_master_too_early_wait_there() -> None:
+    cluster = Scenario(seed=2)
+    waits = 0
+    for number in range(10):
+        new = cluster.replicas()[number % 2]
+        cluster.want(0, new)
+        while cluster.master() != new:
+            connections = tuple(cluster.node(new).connections)
+            waits += any(connection.state.arrival.until_ns for connection in connections)
+            cluster.run_for(0.0001)
+        cluster.run_for(0.05)
+    assert waits
+    cluster.passes()
+
+
 @pytest.mark.parametrize("seconds", [-3600, 3600])
 def test_a_clock_that_jumps_moves_no_master(cluster: Scenario, seconds: int) -> None:
     masters = [cluster.master(vb_id) for vb_id in range(cluster.plan.partitions)]

@@ -41,7 +41,7 @@ from dcp.core.groups import GroupCycle, Published
 from dcp.replication.loss_receipt import CutOff, ElectionLoss, cut_off_receipt, election_receipt
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
-from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged, StepDue
+from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged, PartitionsArrived, StepDue
 from dcp.server.access.link_tls import LinkTls, LinkTrouble
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
@@ -201,6 +201,7 @@ class ReplicatedNode:
             ElectionLoss: self._election_loss,
             BranchEnded: self._branch_ended,
             StepDue: self._step,
+            PartitionsArrived: self._arrived,
             Notice: self._notice,
         }
 
@@ -545,6 +546,9 @@ class ReplicatedNode:
 
     def _step(self, _effect: StepDue) -> None:
         self.core.step(elapsed_ns())
+
+    def _arrived(self, _effect: PartitionsArrived) -> None:
+        self._parts.connections.arrived()
 
     def _notice(self, notice: Notice) -> None:
         self._log.info(notice.text)

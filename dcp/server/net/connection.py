@@ -2,8 +2,9 @@
 
 Answers wait here until their commit group is committed; stream messages follow the answers. Memory
 for a peer is bounded: reading stops while the peer does not read, while too many answers wait for
-the disk, while a command that writes waits for room, and while a password is checked. Memory for
-all peers together has its own bounds (dcp.server.net.held_bytes).
+the disk, while a command that writes waits for room, while a command waits for a partition that is
+handed over to this node, and while a password is checked. Memory for all peers together has its own
+bounds (dcp.server.net.held_bytes).
 """
 
 from __future__ import annotations
@@ -133,6 +134,8 @@ class ClientConnection(asyncio.Protocol):
         self._is_pump_scheduled = False
         self._next_news: asyncio.TimerHandle | None = None
         """Set while stream messages wait that can."""
+        self._arrival_timer: asyncio.TimerHandle | None = None
+        """Set while a request waits for a partition, and perhaps a little longer."""
         self._has_pumped = False
         """Whether messages were pumped since it was set."""
         self._is_aborted = self._owes_map = False
@@ -182,6 +185,8 @@ class ClientConnection(asyncio.Protocol):
             sender.close()
         if self._next_news is not None:
             self._next_news.cancel()
+        if self._arrival_timer is not None:
+            self._arrival_timer.cancel()
         if self._engine.keyspace.has_pending:
             # A takeover that was given up gave its partition back, or a failed command left changes
             # of commands before it. They must not wait for the next writer.
@@ -307,6 +312,12 @@ class ClientConnection(asyncio.Protocol):
         if self.session.state.waits_for_room:
             self._resume_session()
 
+    @_supervised
+    def go_on(self) -> None:
+        """Resume if the next request waited for a partition: it may have arrived."""
+        if self.session.state.arrival.until_ns:
+            self._resume_session()
+
     def rights_changed(self, *, may_stream: bool) -> None:
         """React to changed rights; the session has them. A stream would not check them again."""
         if self.session.state.rights is None:
@@ -419,6 +430,12 @@ class ClientConnection(asyncio.Protocol):
         commit, a peer that reads, the check of a password, or the end of the wait for room.
         """
         state = self.session.state
+        if state.arrival.until_ns:
+            self._connections.awaiting_arrival.add(self)
+            if self._arrival_timer is None:
+                wait_s = (state.arrival.until_ns - time.time_ns()) / 1e9
+                self._arrival_timer = self._loop.call_later(wait_s, self._end_arrival)
+            return
         if self._held or self._is_write_paused or state.login or state.waits_for_room:
             return
         wait_ns = state.held_until_ns - time.time_ns() if state.held_until_ns else 0
@@ -426,6 +443,11 @@ class ClientConnection(asyncio.Protocol):
             self._loop.call_later(wait_ns / 1e9, self._resume_session)
         else:
             self._loop.call_soon(self._resume_session)
+
+    def _end_arrival(self) -> None:
+        """The time to wait for a partition may be over; if it is not, the session waits on."""
+        self._arrival_timer = None
+        self.go_on()
 
     @_supervised
     def _login_checked(self, step: AuthStep) -> None:
@@ -463,7 +485,10 @@ class ClientConnection(asyncio.Protocol):
     def _resume_session(self) -> None:
         """Continue with commands that were left in the session's buffer, and with reading."""
         state = self.session.state
-        may_go_on = not (self._held or self._is_write_paused or self._transport.is_closing())
+        may_go_on = not (self._is_write_paused or self._transport.is_closing())
+        if self._held:  # a wait that is over need not add the wait for older answers
+            has_room = self._held.held_bytes <= HELD_BYTES_MAX
+            may_go_on = may_go_on and has_room and state.arrival.until_ns > 0
         if state.is_full and may_go_on and not self._must_wait:
             if self._replication is not None:
                 self._replication.before_commands(elapsed_ns())

@@ -5,8 +5,8 @@ A connection adds and removes itself. The commit path releases answers here, the
 
 Invariants
 - a connection is in `open` from `connection_made` to `connection_lost`;
-- `waiting` is a subset of `open`: connections with answers that wait for a commit; so is `feeding`:
-  those of replicas' nodes;
+- subsets of `open`: `waiting`, connections with answers that wait for a commit; `feeding`, those of
+  replicas' nodes; `awaiting_arrival`, those whose next request waits for a partition;
 - a TLS handshake counts as a connection from its accept on, but is not in `open`.
 """
 
@@ -47,6 +47,9 @@ class OpenConnection(GuardedConnection, Holder, Protocol):
     def writers_may_go_on(self) -> None:
         """Resume commands that write: there is room, or they are refused."""
 
+    def go_on(self) -> None:
+        """Resume if the next request waited for a partition: it may have arrived."""
+
     def finish(self, reason: str) -> None:
         """Close once everything that was received is answered."""
 
@@ -58,6 +61,7 @@ class Connections:
         self.open: set[OpenConnection] = set()
         self.waiting: set[OpenConnection] = set()
         self.feeding: set[OpenConnection] = set()
+        self.awaiting_arrival: set[OpenConnection] = set()
         self._handshakes: set[Holder] = set()
         self.newcomers = Newcomers(settings.connections_max)
         self.receive_buffers: HeldBytes = receive_buffers(settings.receive_buffers_bytes_max)
@@ -86,6 +90,7 @@ class Connections:
         self.open.discard(connection)
         self.waiting.discard(connection)
         self.feeding.discard(connection)
+        self.awaiting_arrival.discard(connection)
         self.newcomers.leave(connection)
         self.receive_buffers.forget(connection)
         self.send_buffers.forget(connection)
@@ -126,6 +131,12 @@ class Connections:
         """Send what is scheduled for replicas, without waiting for the next turn of the loop."""
         for connection in tuple(self.feeding):
             connection.pump_now()
+
+    def arrived(self) -> None:
+        """Partitions are served now, or will not be served soon: resume those that waited."""
+        waiting, self.awaiting_arrival = self.awaiting_arrival, set()
+        for connection in waiting:
+            connection.go_on()
 
     def tell_map(self) -> None:
         """Push the newest map to all clients that asked for that."""

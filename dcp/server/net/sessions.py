@@ -87,7 +87,9 @@ class Sessions:
         has checked the login.
         """
         logins = self._access.logins_of(CONSOLE, CONSOLE, is_tls=False)
-        return self.new_state(CONSOLE, logins)
+        state = self.new_state(CONSOLE, logins)
+        state.replication = None  # it waits for no partition: nobody would resume it
+        return state
 
     def note_console(self, state: SessionState) -> None:
         """Log and count what such a session noted."""
