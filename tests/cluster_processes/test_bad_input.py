@@ -157,7 +157,7 @@ def test_tokens_and_folders_that_do_not_fit(tmp_path: Path) -> None:
         token = done(a, "init", "--copies", "3", "--name", "a").strip()
         until(lambda: a.ask("GET", STATUS)["served_here"] == 1024)
         # More copies than nodes: it runs with what there is, and says so.
-        assert "3 copies are wanted, and there are 1 nodes" in done(a, "status")
+        assert "3 copies are wanted, but the number of nodes is 1" in done(a, "status")
         with a.connect() as kv:
             kv.set(b"k", b"v")
 

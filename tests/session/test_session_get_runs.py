@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp.compiled import compiled_modules
 from dcp.session.state import ANSWER_BYTES_MAX
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
@@ -325,9 +326,10 @@ def test_entries_that_are_none_are_left_to_python() -> None:
         assert run.answer(*arguments, answers, 0, 0, 9, 1 << 20) == (0, 0, 0, 0), wrong
         assert answers == []
     kept[b"\0a"] = entry
-    part.newest = []  # type: ignore[assignment]
-    assert run.answer(*arguments, [], 0, 0, 9, 1 << 20)[1] == 0
-    part.newest = kept
+    if not compiled_modules():  # compiled classes refuse to keep what is no dictionary
+        part.newest = []  # type: ignore[assignment]
+        assert run.answer(*arguments, [], 0, 0, 9, 1 << 20)[1] == 0
+        part.newest = kept
     assert run.answer(*arguments, [], 0, 0, 9, 1 << 20)[1] == 1
     assert run.answer(*arguments, [], 0, 0, 0, 1 << 20)[1] == 0, "it is not committed"
 
