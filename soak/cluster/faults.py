@@ -194,7 +194,9 @@ def break_connections(scene: Scene) -> Begun:
 
 def full_disk(scene: Scene) -> Begun:
     """The disk of a node is full, for it as a replica and as a master."""
-    name = scene.draw.choice(scene.cluster.with_disks())
+    if not (names := scene.cluster.with_disks()):
+        return Begun("no disk is full: the node with a disk of its own was lost before", _nothing)
+    name = scene.draw.choice(names)
     filler: Path = fill(scene.cluster.disks[name])
     return Begun(f"the disk of node {name} is full", lambda: filler.unlink(missing_ok=True))
 

@@ -15,9 +15,10 @@ import pytest
 
 from soak.cluster import run
 from soak.cluster.contents import _against_answers, _different
-from soak.cluster.faults import ALONE, FAULTS
+from soak.cluster.faults import ALONE, FAULTS, Scene
 from soak.cluster.history import Kind, Operation
 from soak.cluster.load import Load
+from soak.cluster.nodes import FaultyCluster
 from soak.cluster.run import RoundReport, choose, soak
 from support.small_disk import small_disk
 from support.waiting import until
@@ -100,6 +101,17 @@ def test_a_seed_is_an_order_of_faults():
     assert set(drawn(1, ["c"])) == set(FAULTS)
     assert "full disk" not in drawn(1, []), "no node has a disk that may be filled"
     assert FAULTS.keys() >= ALONE
+
+
+def test_no_disk_is_full_after_the_node_with_a_disk_of_its_own_was_lost(tmp_path: Path) -> None:
+    """A round may draw a full disk after that node was wiped and replaced."""
+    (tmp_path / "c").mkdir()
+    cluster = FaultyCluster(tmp_path, {"c": tmp_path / "c"})
+    assert "c" not in cluster.nodes, "it is not started here"
+    begun = FAULTS["full disk"].fault(Scene(cluster, random.Random(1)))
+    begun.heal()
+    assert begun.words.startswith("no disk is full")
+    assert not list((tmp_path / "c").iterdir())
 
 
 @pytest.fixture
