@@ -220,8 +220,8 @@ MUTATIONS = (
     # -- server --------------------------------------------------------------------------------
     Mutation(
         "groups-not-synced",
-        "        if job.is_synced:\n            self._sync()\n",
-        "        if job.group.branched:\n            self._sync()\n",
+        "        if job.is_synced:\n            sync()\n",
+        "        if job.group.branched:\n            sync()\n",
         ("test_committer", "test_failing_sync", "test_node_durability"),
     ),
     Mutation(

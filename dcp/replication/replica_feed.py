@@ -329,12 +329,13 @@ class ReplicaFeed:
         if not is_all and seqnos is not None:
             followed = seqnos.keys() & self._streams.keys()
             is_all = all(seqnos[vb_id] <= committed.get(vb_id, -1) for vb_id in followed)
-        if number is None or not is_all:
-            self.hw_rose(group.seqnos.keys() & committed.keys())
-            return
-        del self._untold[group.number]
-        self._committed.append(number)
-        self._schedule()
+        told = seqnos if number is not None and seqnos is not None and is_all else {}
+        if told is not committed:  # others came from cursors, maybe before they were committed
+            self.hw_rose((group.seqnos.keys() & committed.keys()) - told.keys())
+        if number is not None and told:
+            del self._untold[group.number]
+            self._committed.append(number)
+            self._schedule()
 
     def group_synced(self, changes: Mapping[int, Sequence[bytes]]) -> None:
         """Send a synced group section by section: partition -> its entries for replicas, floors
@@ -399,8 +400,7 @@ class ReplicaFeed:
         self._out.append(message)
         if sections:
             cost = len(message) + RECORD_BYTES * (1 + len(sections))
-            sent = Sent(self._number, cost, self._now_ns, tuple(followed), filling=filling)
-            self._sent.append(sent)
+            self._sent.append(Sent(self._number, cost, self._now_ns, (*followed,), None, filling))
             self._sent_bytes += cost
         self._schedule()
 
@@ -497,8 +497,8 @@ class ReplicaFeed:
             part = self._engine.partitions[vb_id]
             if stream.shown_seqno != known_committed(part):
                 sections.append(stream.section(part, ()))
-                is_level = stream.pace is FeedPace.IN_STEP
-                seqno = part.synced_seqno if is_level else stream.sent_seqno
+                is_in_step = stream.pace is FeedPace.IN_STEP
+                seqno = part.synced_seqno if is_in_step else stream.sent_seqno
                 followed.append((stream, Followed(vb_id, stream.epoch, seqno)))
         self._stale.clear()
         if sections:

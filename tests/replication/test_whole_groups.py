@@ -174,6 +174,28 @@ def test_a_copy_that_is_filled_costs_the_others_nothing() -> None:
         assert holdings(copies.nodes["c"], vb_id) == holdings(copies.a, vb_id)
 
 
+def test_a_copy_that_got_its_part_of_a_group_by_a_cursor_is_told_that_it_is_committed() -> None:
+    """The rest of the group is told by its number, which says nothing of that part."""
+    copies = level()
+    copies.write(1, shrink(copies.records[1], ["c"]))
+    copies.rest()
+    feed = copies.a.core.leading.feeds["c"]
+    feed._leave_behind(feed._streams[1], copies.a.engine.partitions[1], ())
+    put(copies, 1)
+    put(copies, 2)
+    copies.a.commit()
+    (to_c,) = groups_to(copies, "c")
+    assert {vb_id_of(entry) for entry in split_entries(to_c)} == {2}
+    for member in "cb":  # so that all of the group commits at once
+        assert committed(copies.a, 1) == committed(copies.a, 2) == 0
+        copies.move()
+        copies.nodes[member].commit()
+        copies.move()
+    assert committed(copies.a, 1) == committed(copies.a, 2) == 1
+    copies.rest()
+    assert [committed(copies.nodes["c"], vb_id) for vb_id in (1, 2)] == [1, 1]
+
+
 def test_a_group_goes_to_all_replicas_as_one_message_of_the_same_bytes() -> None:
     copies = level()
     for vb_id in (0, 1, 3):
