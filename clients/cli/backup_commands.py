@@ -84,7 +84,9 @@ def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) ->
 
         reports: list[RunReport] = []
 
-        async def go() -> None:  # what it returned would be formatted when the loop ends
+        # asyncio.run's SIGINT handler holds the task, and `signal` formats a handler when it is
+        # replaced: with it whatever the task returned.
+        async def go() -> None:
             work = Backup(
                 archive, target.address, history=not newest_only, give_up=give_up,
                 on_progress=on_progress,

@@ -88,8 +88,6 @@ class DocumentCommands:
         self._state = state
         self._engine = state.engine
         self._num_vbuckets = state.engine.num_vbuckets
-        self.now_s = 0
-        """Time of the batch, Unix seconds; relative expiries count from it."""
 
     def handlers(self) -> dict[int, Handler]:
         """Return opcode -> handler."""
@@ -145,7 +143,7 @@ class DocumentCommands:
             raise too_big(state)
         flags, expiry = _unpack_store(buffer, start)
         if expiry and expiry <= RELATIVE_EXPIRY_MAX_S:
-            expiry += self.now_s
+            expiry += self._engine.now_s
         outcome = self._engine.store(
             mode, vb_id, key, body, flags, expiry, datatype & state.datatypes, cas
         )
@@ -222,7 +220,7 @@ class DocumentCommands:
         one. False: it did not, and nothing is stored yet.
         """
         collection = self._collection_of(key)
-        expiry = absolute_expiry(_unpack_store(extras)[1], self.now_s)
+        expiry = absolute_expiry(_unpack_store(extras)[1], self._engine.now_s)
         latest = self._capped(collection, expiry)
         if latest == expiry:
             return False
@@ -333,7 +331,7 @@ class DocumentCommands:
 
     def absolute_expiry(self, key: bytes, expiry: int) -> int:
         """Return an expiry of the wire as Unix time, within what the key's collection allows."""
-        expiry = absolute_expiry(expiry, self.now_s)
+        expiry = absolute_expiry(expiry, self._engine.now_s)
         if not key[0]:
             return expiry
         return self._capped(self._engine.keyspace.manifest.collections[collection_of(key)], expiry)
@@ -342,7 +340,7 @@ class DocumentCommands:
         """Return an absolute expiry, or the latest one that the collection allows."""
         if not collection.max_ttl_s:
             return expiry
-        latest = min(self.now_s + collection.max_ttl_s, _EXPIRY_MAX)
+        latest = min(self._engine.now_s + collection.max_ttl_s, _EXPIRY_MAX)
         return expiry if 0 < expiry <= latest else latest
 
     def locate(self, vb_id: int, wire_key: bytes) -> tuple[int, bytes]:

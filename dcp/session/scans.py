@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from dcp.session.documents import DATATYPE_JSON, DocumentCommands
+from dcp.session.documents import DATATYPE_JSON
 from dcp.session.range_scans import BATCH_DOCUMENTS, RangeScan, Sample
 from dcp.session.state import SessionState
 from dcp.wire.frame import MAX_KEY_BYTES, Frame
@@ -75,9 +75,8 @@ _decode: Final = msgspec.json.Decoder(_Create).decode
 class ScanCommands:
     """Handlers of these commands for one session."""
 
-    def __init__(self, state: SessionState, documents: DocumentCommands) -> None:
+    def __init__(self, state: SessionState) -> None:
         self._state = state
-        self._documents = documents
 
     def handlers(self) -> dict[int, Handler]:
         """Return opcode -> handler; nothing if the session has no range scans."""
@@ -180,7 +179,7 @@ class ScanCommands:
             state.user,
             collection_id,
             is_key_only=asked.key_only,
-            now_s=self._documents.now_s,
+            now_s=self._state.engine.now_s,
             excluded=excluded,
             sample=sample,
         )

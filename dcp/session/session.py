@@ -125,7 +125,7 @@ class Session:
             | CollectionCommands(state).handlers()
             | updates.handlers()
             | DocumentReadCommands(state, self._documents).handlers()
-            | ScanCommands(state, self._documents).handlers()
+            | ScanCommands(state).handlers()
             | PutFramesCommand(state, self._documents).handlers()
             | dcp.handlers()
         )
@@ -198,7 +198,6 @@ class Session:
         state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
         state.begin_commands(now_ns)
-        self._documents.now_s = now_ns // 1_000_000_000
         if state.flush is not None:
             self._continue_flush(now_ns)
             if state.is_full:

@@ -122,7 +122,6 @@ class TextSession:
         self.state = state
         self._engine = state.engine
         self._buffer = bytearray()
-        self._now_s = 0
         self._store: _Store | None = None
         self._read: _Read | None = None
         self._read_mark: Mark | None = None
@@ -169,7 +168,6 @@ class TextSession:
         state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
         self.state.begin_commands(now_ns)
-        self._now_s = now_ns // 1_000_000_000
         handle = self._handle if state.marks is None else self._handle_with_marks
         if state.flush is not None:
             first_answer, first_entry = len(state.answers), len(self._engine.keyspace.pending)
@@ -528,7 +526,7 @@ class TextSession:
         if text.startswith(b"-"):
             return None if _number(text[1:], _UINT64_MAX) is None else _LONG_PAST_S
         seconds = _number(text, _UINT32_MAX)
-        return None if seconds is None else absolute_expiry(seconds, self._now_s)
+        return None if seconds is None else absolute_expiry(seconds, self._engine.now_s)
 
     def _locate(self, wire_key: bytes) -> tuple[int, bytes]:
         """Return the partition and the stored key of a key."""

@@ -170,3 +170,15 @@ def test_real_files_hold_what_was_written_both_ways(tmp_path: Path) -> None:
     assert opened.read(1)[HEADER:] == written
     assert body(opened) == b"next"
     opened.close()
+
+
+def test_a_system_without_direct_writes_writes_by_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("os.O_DIRECT")  # as on macOS
+    device = FileLogDevice(tmp_path / "log", draw_salt)
+    device.rotate()
+    device.append(b"x" * LARGE, sync_follows=True)
+    device.sync()
+    assert body(device) == b"x" * LARGE
+    device.close()

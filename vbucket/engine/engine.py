@@ -132,7 +132,8 @@ class Engine:
         self._refusals: dict[Hold, str] = {}
         self._kept_xattrs = KeptXattrs(self.versions)
         self._cas_floor = 0
-        self.now_s = 0  # of the operations of this batch
+        self.now_s = 0
+        """Time of this batch of operations, Unix seconds; relative expiries count from it."""
 
     @property
     def now_ns(self) -> int:

@@ -9,6 +9,7 @@ The promises are those of POSIX: data and length of a file are durable after `sy
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Protocol
@@ -97,7 +98,10 @@ class FolderDisk:
 
     def open_direct(self, name: str) -> int:
         """See Disk."""
-        return os.open(self._folder / name, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+        direct = getattr(os, "O_DIRECT", 0)  # Linux and FreeBSD have it, macOS does not
+        if not direct:
+            raise OSError(errno.EINVAL, "this system has no direct writes", name)
+        return os.open(self._folder / name, os.O_WRONLY | os.O_CLOEXEC | direct)
 
     def size(self, fd: int) -> int:
         """See Disk."""

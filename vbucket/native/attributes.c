@@ -30,6 +30,29 @@ int attributes_resolve(Attribute *attributes, int count, PyTypeObject *type)
     return 1;
 }
 
+PyTypeObject *partitions_resolve(PyObject *partitions, Attribute *attributes,
+                                 const char *const *names, int count)
+{
+    if (!PyList_GET_SIZE(partitions)) {
+        PyErr_SetString(PyExc_ValueError, "there is no partition");
+        return NULL;
+    }
+    for (int i = 0; i < count; i++)
+        attributes[i].name = names[i];
+    PyTypeObject *type = Py_TYPE(PyList_GET_ITEM(partitions, 0));
+    return attributes_resolve(attributes, count, type)
+               ? (PyTypeObject *)Py_NewRef((PyObject *)type)
+               : NULL;
+}
+
+int has_no_keywords(PyTypeObject *type, PyObject *kwargs)
+{
+    if (kwargs == NULL || !PyDict_GET_SIZE(kwargs))
+        return 1;
+    PyErr_Format(PyExc_TypeError, "%s() takes no keyword arguments", type->tp_name);
+    return 0;
+}
+
 PyObject *attribute_get(const Attribute *attribute, PyObject *object)
 {
     if (attribute->getset != NULL)

@@ -17,6 +17,14 @@ typedef struct {
 /* Finds out how a class keeps these attributes; names are set. Returns 0 with an exception. */
 int attributes_resolve(Attribute *attributes, int count, PyTypeObject *type);
 
+/* The same with these names, for the class of the partitions in a list. Returns a new reference to
+   that class, or NULL with an exception. */
+PyTypeObject *partitions_resolve(PyObject *partitions, Attribute *attributes,
+                                 const char *const *names, int count);
+
+/* Refuses keyword arguments of a constructor. Returns 0 with an exception. */
+int has_no_keywords(PyTypeObject *type, PyObject *kwargs);
+
 /* Returns a new reference, or NULL with an exception. */
 PyObject *attribute_get(const Attribute *attribute, PyObject *object);
 

@@ -255,28 +255,19 @@ static PyObject *get_run_answer(GetRun *self, PyObject *const *args, Py_ssize_t 
 static PyObject *get_run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *partitions;
-    if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
-        PyErr_SetString(PyExc_TypeError, "GetRun() takes no keyword arguments");
+    if (!has_no_keywords(type, kwargs) ||
+        !PyArg_ParseTuple(args, "O!", &PyList_Type, &partitions))
         return NULL;
-    }
-    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &partitions))
-        return NULL;
-    if (!PyList_GET_SIZE(partitions)) {
-        PyErr_SetString(PyExc_ValueError, "there is no partition");
-        return NULL;
-    }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     GetRun *self = (GetRun *)allocate(type, 0); /* all zero */
     if (self == NULL)
         return NULL;
     self->partitions = Py_NewRef(partitions);
-    self->partition = (PyTypeObject *)Py_NewRef(Py_TYPE(PyList_GET_ITEM(partitions, 0)));
+    self->partition = partitions_resolve(partitions, self->of, names, ATTRIBUTES);
     self->layer_newest.name = names[NEWEST];
     self->window = WINDOW_MIN;
     self->empty = PyBytes_FromStringAndSize(NULL, 0);
-    for (int i = 0; i < ATTRIBUTES; i++)
-        self->of[i].name = names[i];
-    if (self->empty == NULL || !attributes_resolve(self->of, ATTRIBUTES, self->partition))
+    if (self->empty == NULL || self->partition == NULL)
         Py_CLEAR(self);
     return (PyObject *)self;
 }

@@ -471,17 +471,10 @@ static PyObject *group_run_apply(GroupRun *self, PyObject *const *args, Py_ssize
 static PyObject *group_run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *partitions, *presumed, *link, *other;
-    if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
-        PyErr_SetString(PyExc_TypeError, "GroupRun() takes no keyword arguments");
-        return NULL;
-    }
-    if (!PyArg_ParseTuple(args, "O!O!OO", &PyList_Type, &partitions, &PyDict_Type, &presumed, &link,
+    if (!has_no_keywords(type, kwargs) ||
+        !PyArg_ParseTuple(args, "O!O!OO", &PyList_Type, &partitions, &PyDict_Type, &presumed, &link,
                           &other))
         return NULL;
-    if (!PyList_GET_SIZE(partitions)) {
-        PyErr_SetString(PyExc_ValueError, "there is no partition");
-        return NULL;
-    }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     GroupRun *self = (GroupRun *)allocate(type, 0); /* all zero */
     if (self == NULL)
@@ -490,11 +483,9 @@ static PyObject *group_run_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     self->presumed = Py_NewRef(presumed);
     self->link = Py_NewRef(link);
     self->apply_other = Py_NewRef(other);
-    self->partition = (PyTypeObject *)Py_NewRef(Py_TYPE(PyList_GET_ITEM(partitions, 0)));
+    self->partition = partitions_resolve(partitions, self->of, names, ATTRIBUTES);
     self->layer_newest.name = names[NEWEST];
-    for (int i = 0; i < ATTRIBUTES; i++)
-        self->of[i].name = names[i];
-    if (!attributes_resolve(self->of, ATTRIBUTES, self->partition))
+    if (self->partition == NULL)
         Py_CLEAR(self);
     return (PyObject *)self;
 }

@@ -250,25 +250,16 @@ static PyObject *replay_run_apply(ReplayRun *self, PyObject *args)
 static PyObject *replay_run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *partitions;
-    if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
-        PyErr_SetString(PyExc_TypeError, "ReplayRun() takes no keyword arguments");
+    if (!has_no_keywords(type, kwargs) ||
+        !PyArg_ParseTuple(args, "O!", &PyList_Type, &partitions))
         return NULL;
-    }
-    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &partitions))
-        return NULL;
-    if (!PyList_GET_SIZE(partitions)) {
-        PyErr_SetString(PyExc_ValueError, "there is no partition");
-        return NULL;
-    }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     ReplayRun *self = (ReplayRun *)allocate(type, 0); /* all zero */
     if (self == NULL)
         return NULL;
     self->partitions = Py_NewRef(partitions);
-    self->partition = (PyTypeObject *)Py_NewRef(Py_TYPE(PyList_GET_ITEM(partitions, 0)));
-    for (int i = 0; i < ATTRIBUTES; i++)
-        self->of[i].name = names[i];
-    if (!attributes_resolve(self->of, ATTRIBUTES, self->partition))
+    self->partition = partitions_resolve(partitions, self->of, names, ATTRIBUTES);
+    if (self->partition == NULL)
         Py_CLEAR(self);
     return (PyObject *)self;
 }

@@ -511,17 +511,10 @@ static PyObject *set_run_apply(SetRun *self, PyObject *const *args, Py_ssize_t c
 static PyObject *set_run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *partitions, *meta_below, *tree, *item_cache, *damaged;
-    if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
-        PyErr_SetString(PyExc_TypeError, "SetRun() takes no keyword arguments");
-        return NULL;
-    }
-    if (!PyArg_ParseTuple(args, "O!OOOO", &PyList_Type, &partitions, &meta_below, &tree,
+    if (!has_no_keywords(type, kwargs) ||
+        !PyArg_ParseTuple(args, "O!OOOO", &PyList_Type, &partitions, &meta_below, &tree,
                           &item_cache, &damaged))
         return NULL;
-    if (!PyList_GET_SIZE(partitions)) {
-        PyErr_SetString(PyExc_ValueError, "there is no partition");
-        return NULL;
-    }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     SetRun *self = (SetRun *)allocate(type, 0); /* all zero */
     if (self == NULL)
@@ -531,14 +524,12 @@ static PyObject *set_run_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->tree = Py_NewRef(tree);
     self->item_cache = Py_NewRef(item_cache);
     self->damaged = Py_NewRef(damaged);
-    self->partition = (PyTypeObject *)Py_NewRef(Py_TYPE(PyList_GET_ITEM(partitions, 0)));
+    self->partition = partitions_resolve(partitions, self->of, names, ATTRIBUTES);
     self->layer_newest.name = names[NEWEST];
-    for (int i = 0; i < ATTRIBUTES; i++)
-        self->of[i].name = names[i];
     self->of_cache[HELD_BYTES].name = "held_bytes";
     self->of_cache[TAKEN].name = "taken";
     self->window = WINDOW_MIN;
-    if (!attributes_resolve(self->of, ATTRIBUTES, self->partition) ||
+    if (self->partition == NULL ||
         !attributes_resolve(self->of_cache, 2, Py_TYPE(item_cache)))
         Py_CLEAR(self);
     return (PyObject *)self;
