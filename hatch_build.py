@@ -52,6 +52,7 @@ COMPILED: Final = (
     "vbucket/store/lmdb_pages.py",
     "vbucket/log/record.py",
     "vbucket/upkeep/merge.py",
+    "vbucket/upkeep/partition_merge.py",
     "vbucket/upkeep/staging.py",
     "vbucket/engine/partition.py",
     "vbucket/store/runs.py",

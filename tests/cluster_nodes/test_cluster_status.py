@@ -96,7 +96,9 @@ async def test_what_takes_no_writes_while_the_store_is_away(tmp_path: Path) -> N
         few = "1 of 2 copies are in sync; 2 must be"
         await until_so(lambda: {each.why for each in status_of(cluster, "n1").unwritable} == {few})
         start = "Start n2 again; what is committed can be read meanwhile"
-        await until_so(lambda: {each.try_ for each in status_of(cluster, "n1").unwritable} == {start})
+        await until_so(
+            lambda: {each.try_ for each in status_of(cluster, "n1").unwritable} == {start}
+        )
         advice = "dcpctl cluster remove n2"  # once its lease is over
         await until_so(
             lambda: any(advice in problem.try_ for problem in status_of(cluster, "n1").problems)

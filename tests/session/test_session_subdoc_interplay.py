@@ -33,7 +33,7 @@ from vbucket.engine.locks import LOCKED_CAS
 from vbucket.engine.partition import VbState
 from vbucket.model.entry import DATATYPE_AT, value_of
 from vbucket.store.plain_value import plain_value
-from vbucket.store.records import put_node
+from vbucket.store.records import STORE_FORMAT_VERSION, put_node
 from vbucket.store.store import StoreView
 
 VB, OTHER = 5, 6
@@ -427,4 +427,4 @@ def test_a_merge_that_brings_such_a_value_makes_the_store_format_4(
     with node.env.write() as write:
         record = StoreView(write).node()
     assert record is not None
-    assert record.format_version == 4
+    assert record.format_version == STORE_FORMAT_VERSION

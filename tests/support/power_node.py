@@ -233,7 +233,8 @@ class Story:
             return
         device = node.device
         segments = node.merges.begin(device.segments())
-        report = merge(node.env, [(segment, device.read(segment)) for segment in segments])
+        sealed = [(segment, device.read(segment)) for segment in segments]
+        report = merge(node.env, sealed, slice_pages=1)  # each partition has a commit of its own
         deletable = node.merges.merged(report).deletable
         while not node.merges.drop_slice():
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class MergeMachine(RuleBasedStateMachine):
         self.models = {vb_id: ModelPartition(vb_id) for vb_id in VB_IDS}
         self.writer = SegmentWriter()
         self.touched: dict[int, int] = {}
+        self.was_interrupted = False
         self.states = dict.fromkeys(VB_IDS, 1)
 
     def make_env(self) -> KvEnv:
@@ -110,12 +112,45 @@ class MergeMachine(RuleBasedStateMachine):
             merge(self.env, self.writer.sealed(), body_bytes_target=BODY_BYTES_TARGET)
         assert self.env.tables is before
 
-    @rule(merged_are_deleted=st.booleans())
-    def merge(self, *, merged_are_deleted: bool) -> None:
+    @rule(slices=st.integers(1, 3))
+    def interrupt_a_merge(self, slices: int) -> None:
+        """Merge only some slices; the store then has the groups so far for some partitions."""
+        self.writer.seal()
+        commits = iter(range(slices))
+
+        def before_commit() -> None:
+            if next(commits, None) is None:
+                raise InterruptedError
+
+        with suppress(InterruptedError):
+            merge(
+                self.env,
+                self.writer.sealed(),
+                before_commit=before_commit,
+                body_bytes_target=BODY_BYTES_TARGET,
+                slice_pages=1,
+            )
+            self.touched = {}  # it had no more slices
+        self.store.refresh()
+        node = self.store.node()
+        assert node is not None
+        if node.part_merged is not None:
+            self.was_interrupted = True
+            for vb_id, model in self.models.items():
+                if vb_id < node.part_merged[1]:
+                    model.check(self.store, ALL_KEYS)
+
+    @rule(merged_are_deleted=st.booleans(), slice_pages=st.sampled_from([1, 1000]))
+    def merge(self, *, merged_are_deleted: bool, slice_pages: int) -> None:
         self.writer.seal()
         sealed = self.writer.sealed()
-        report = merge(self.env, sealed, body_bytes_target=BODY_BYTES_TARGET)
-        assert (report.merged_segment, report.high_seqnos) == (sealed[-1][0], self.touched)
+        report = merge(
+            self.env, sealed, body_bytes_target=BODY_BYTES_TARGET, slice_pages=slice_pages
+        )
+        high_seqnos = {vb_id: model.high_seqno for vb_id, model in self.models.items()}
+        assert report.merged_segment == sealed[-1][0]
+        assert report.high_seqnos == (high_seqnos if self.was_interrupted else self.touched)
+        self.was_interrupted = False
         if merged_are_deleted:
             for segment, _ in sealed:
                 self.writer.device.delete(segment)

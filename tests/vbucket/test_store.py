@@ -163,7 +163,7 @@ def test_the_last_possible_seqno_is_an_end(env: KvEnv) -> None:
 
 
 @pytest.mark.parametrize(("change", "text"), [
-    ({"format_version": 5}, "version 5, this program knows up to 4; use the version of dcpd that"),
+    ({"format_version": 6}, "version 6, this program knows up to 5; use the version of dcpd that"),
     ({"engine_version": "lmdb 1.0"}, "written with lmdb 1.0, this program has"),
 ])  # fmt: skip
 def test_an_unknown_format_is_refused_with_what_to_do(

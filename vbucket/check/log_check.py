@@ -15,6 +15,7 @@ from vbucket.log.end_mark import NO_RECORD, EndMark, LogEnd
 from vbucket.log.record import (
     LogDamagedError,
     damaged_at,
+    entries_from,
     read_segment_header,
     scan_segment,
     split_entries,
@@ -23,6 +24,7 @@ from vbucket.log.record import (
 from vbucket.log.recovery import end_problem
 from vbucket.model.control import epoch_of
 from vbucket.model.entry import LOG_CONTROL, EntryHead, control_document, head_of, seqno_of
+from vbucket.store.records import PartMerged
 
 FINDINGS_MAX: Final = 20
 """How many wrong entries are reported one by one; the rest is counted."""
@@ -38,6 +40,8 @@ class KnownEnds(NamedTuple):
     mark: EndMark | None = None
     kept: frozenset[int] = frozenset()
     """Merged segments that must exist, for partitions in quarantine."""
+    part_merged: PartMerged = PartMerged(0, 0)
+    """What an unfinished merge has merged; its entries need not continue the store."""
 
 
 class LogCheck:
@@ -179,6 +183,9 @@ class LogCheck:
 
     def _group(self, where: str, group: int, payload: bytes) -> Iterator[Finding]:
         high_seqnos = self.high_seqnos
+        part = self._known.part_merged
+        if group <= part.group:
+            payload = entries_from(payload, part.vb_id)
         for entry in split_entries(payload):
             head = head_of(entry)
             if head.opcode == LOG_CONTROL:

@@ -38,6 +38,7 @@ from vbucket.store.records import (
     STATE_TABLE,
     NodeRecord,
     PartitionRecord,
+    PartMerged,
 )
 from vbucket.store.store import StoreView
 
@@ -130,6 +131,8 @@ class StoreCheck:
         if node is None:
             return known
         known = known._replace(merged_segment=node.merged_segment)
+        if node.part_merged is not None:
+            known = known._replace(part_merged=PartMerged(*node.part_merged))
         try:
             if node.merged_end is not None:
                 known = known._replace(merged_end=LogEnd.from_document(node.merged_end))

@@ -1,7 +1,8 @@
 """Replays the log's groups into an engine at a start. Sans-IO.
 
 Who calls it: `vbucket.engine.startup`, before anything is served. Entries are applied unchanged:
-they already have their seqno, CAS and revision.
+they already have their seqno, CAS and revision. The store may have the first part of an unfinished
+merge; its entries are passed over.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from vbucket.engine.deferred_lookups import DeferredLookups
 from vbucket.engine.engine import Engine
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.partition import Partition, VbState
-from vbucket.log.record import entry_at, split_entries
+from vbucket.log.record import entries_from, entry_at, split_entries
 from vbucket.model.control import epoch_of, floor_and_purge, snapshot_window, watermarks_of
 from vbucket.model.entry import LOG_CONTROL, META, PREFIX_BYTES, control_document, head_of
 from vbucket.model.manifest import Manifest
 from vbucket.native import replay_run
-from vbucket.store.records import Mended
+from vbucket.store.records import Mended, PartMerged
 from vbucket.store.store import Store
 
 _UNPACK_META = META.unpack_from
@@ -31,6 +32,9 @@ class Replay:
 
     def __init__(self, engine: Engine, store: Store) -> None:
         self._engine = engine
+        node = store.node()
+        assert node is not None, "the store was created"
+        self._part_merged = PartMerged(*(node.part_merged or (0, 0)))
         self._presumed = DeferredLookups(store, engine.partitions, engine.keyspace.count)
         self._run = replay_run(engine.partitions)
 
@@ -38,6 +42,8 @@ class Replay:
         """Apply a group of the log. Raises LogDamagedError if the lengths of its entries do not add
         up; then nothing of it was applied.
         """
+        if group <= self._part_merged.group:
+            payload = self._unmerged(payload)
         run, at = self._run, 0
         if run is None or not run.adds_up(payload):
             self.apply(group, split_entries(payload))
@@ -51,6 +57,21 @@ class Replay:
                 self._apply_entries([entry])
                 at += len(entry)
         self._engine.keyspace.continue_after(group)
+
+    def _unmerged(self, payload: bytes) -> bytes:
+        """Return the entries of a group of an unfinished merge that the store does not have."""
+        first_vb_id = self._part_merged.vb_id
+        for entry in split_entries(payload):
+            head = head_of(entry)
+            if head.opcode == LOG_CONTROL and head.vb_id < first_vb_id:
+                rollback_to = control_document(entry).get("rollback_to")
+                if isinstance(rollback_to, int):  # the store knows no watermarks
+                    self._lower_watermark(head.vb_id, rollback_to)
+        return entries_from(payload, first_vb_id)
+
+    def _lower_watermark(self, vb_id: int, seqno: int) -> None:
+        known = self._engine.keyspace.known_watermarks
+        known[vb_id] = min(known.get(vb_id, 0), seqno)
 
     def apply(self, group: int, entries: Iterable[bytes]) -> None:
         """Apply entries of a group."""
@@ -102,8 +123,7 @@ class Replay:
                     part.history_floor = rollback_to
                     part.purge_seqno = min(part.purge_seqno, rollback_to - 1)
                 engine.keyspace.roll_back(part, rollback_to)
-                known = engine.keyspace.known_watermarks
-                known[vb_id] = min(known.get(vb_id, 0), rollback_to)
+                self._lower_watermark(vb_id, rollback_to)
             part.set_failover(FailoverLog.from_document(document["log"]))
             part.raise_epoch(epoch_of(dict(document)))
         elif kind == "epoch":

@@ -32,7 +32,13 @@ from vbucket.log.writer import LogWriter
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, head_of, seqno_of
 from vbucket.store.environment import KvEnv
 from vbucket.store.quarantine import Quarantine, is_kept_for, kept_segments
-from vbucket.store.records import STORE_FORMAT_VERSION, CleanEnd, NodeRecord, PartitionRecord
+from vbucket.store.records import (
+    STORE_FORMAT_VERSION,
+    CleanEnd,
+    NodeRecord,
+    PartitionRecord,
+    PartMerged,
+)
 from vbucket.store.store import Store
 
 KeepCopies = Callable[[list[int]], None]
@@ -166,6 +172,7 @@ def recover_node(
     except LogDamagedError as error:
         if keep_copies is None:
             raise
+        node = _shorten_merge(store, node, recovery.end.group)
         seqnos = _give_up(device, recovery, node.merged_segment, keep_copies)
         loss = _loss_of(engine, str(error), recovery.end, clean_end, seqnos)
     if lost_kept:
@@ -306,6 +313,17 @@ def _kept_groups(
 
 
 # -- damage that was accepted ----------------------------------------------------------------------
+
+
+def _shorten_merge(store: Store, node: NodeRecord, group: int) -> NodeRecord:
+    """Note that the log ends with `group`, if an unfinished merge had more: new groups get those
+    numbers. It is durable before the log is cut.
+    """
+    if node.part_merged is None or node.part_merged[0] <= group:
+        return node
+    part = PartMerged(*node.part_merged)._replace(group=group)
+    store.set_part_merged(part)
+    return node._replace(part_merged=list(part))
 
 
 def _give_up(

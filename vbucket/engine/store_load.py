@@ -34,7 +34,7 @@ from vbucket.store.environment import KvEnv, KvWrite, StoreDamagedError
 from vbucket.store.expiry_index import ExpiryRows
 from vbucket.store.records import BY_KEY_TABLE, STORE_FORMAT_VERSION, PartitionRecord
 from vbucket.store.store import StoreView
-from vbucket.upkeep.merge import merge_partition, plain_changes, put_plain
+from vbucket.upkeep.partition_merge import merge_partition, plain_changes, put_plain
 from vbucket.upkeep.stage import Stage
 
 _OLD_FORMAT: Final = "the store has an older format, which the next merge ends"

@@ -47,6 +47,7 @@ from vbucket.log.device import (
     UnknownFormatError,
 )
 from vbucket.log.end_mark import LogEnd
+from vbucket.model.entry import vb_id_of
 
 KIND_GROUP: Final = 1
 RECORD_HEAD: Final = Struct(">IIIQI")
@@ -142,6 +143,14 @@ def split_entries(payload: bytes) -> list[bytes]:
             "please report it"
         )
     return entries
+
+
+def entries_from(payload: bytes, vb_id: int) -> bytes:
+    """Return the entries of partitions from `vb_id` on, and those of the node.
+
+    Raises LogDamagedError as `split_entries`.
+    """
+    return b"".join([entry for entry in split_entries(payload) if vb_id_of(entry) >= vb_id])
 
 
 def entry_at(payload: bytes, at: int) -> bytes:

@@ -27,7 +27,7 @@ from vbucket.store.environment import KvReader, KvWrite, StoreFailedError
 from vbucket.store.key_record import RecordDamagedError
 from vbucket.store.quarantine import Quarantine, Quarantined
 
-STORE_FORMAT_VERSION: Final = 4
+STORE_FORMAT_VERSION: Final = 5
 EXPIRY_FORMAT_VERSION: Final = 2
 """The first format with the table expiry."""
 OLDEST_FORMAT_VERSION: Final = 1
@@ -99,6 +99,15 @@ class PartitionRecord(NamedTuple):
     document omits it if it is None, because formats before 4 do not know it."""
 
 
+class PartMerged(NamedTuple):
+    """A merge that has not come to its end. Of the groups of the log after `merged_segment` and up
+    to `group`, the store has all that partitions below `vb_id` have there, and nothing of others.
+    """
+
+    group: int
+    vb_id: int
+
+
 class NodeRecord(NamedTuple):
     """What the store knows of its node. All segments <= `merged_segment` are in the store.
 
@@ -115,6 +124,9 @@ class NodeRecord(NamedTuple):
     """The last record of the log that the store has merged (`LogEnd.to_document`). None: unknown,
     because nothing was merged since the store has format 3. The document omits it if it is None, so
     older versions, which read format 2, understand it."""
+    part_merged: list[int] | None = None
+    """`PartMerged`. The document omits it if it is None, because formats before 5 do not know it.
+    """
 
 
 class CleanEnd(NamedTuple):
@@ -208,8 +220,9 @@ class RecordView:
 def put_node(write: KvWrite, node: NodeRecord) -> None:
     """Write the node's record."""
     document = node._asdict()
-    if node.merged_end is None:
-        del document["merged_end"]
+    for name in ("merged_end", "part_merged"):
+        if document[name] is None:
+            del document[name]
     _put_document(write, META_TABLE, _NODE_KEY, document)
 
 

@@ -7,8 +7,8 @@
 
 Formats: format 1 has no expiry table; the first merge builds it. Format 2 does not record the end
 of the log, the quarantine, or lowered CAS. Up to format 3 a failover log has at most 25 versions,
-and the leader epoch is that of the newest one. All can be read, and become format 4 with the first
-merge, which the first start begins.
+and the leader epoch is that of the newest one. Up to format 4 a merge is one transaction. All can
+be read, and become format 5 with the first merge, which the first start begins.
 
 Who calls it: the engine reads through `Store`; the merge reads and writes through `StoreView` and
 the functions here. Only the current writer calls `create` and `set_*`: the store process while the
@@ -58,6 +58,7 @@ from vbucket.store.records import (
     CleanEnd,
     NodeRecord,
     PartitionRecord,
+    PartMerged,
     RecordView,
     put_clean_end,
     put_failover,
@@ -478,6 +479,16 @@ class Store(StoreView):
             assert node is not None, "a store that was started has a node"
             put_node(write, node._replace(clean_shutdown=True))
             put_clean_end(write, clean_end)
+
+        self._write(put)
+
+    def set_part_merged(self, part_merged: PartMerged) -> None:
+        """Replace what is known of a merge that has not come to its end."""
+
+        def put(write: KvWrite) -> None:
+            node = StoreView(write).node()
+            assert node is not None, "the store was created"
+            put_node(write, node._replace(part_merged=list(part_merged)))
 
         self._write(put)
 

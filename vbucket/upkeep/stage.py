@@ -5,6 +5,7 @@ Who calls it: `vbucket.upkeep.merge`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from vbucket.model.control import SnapshotWindow, floor_and_purge, snapshot_wind
 from vbucket.model.entry import seqno_of
 from vbucket.store.records import Mended, PartitionRecord
 
+_PAGE_BYTES: Final = 4096
 cas_of: Final = itemgetter(slice(28, 36))
 """The CAS of an entry, as bytes."""
 
@@ -27,6 +29,7 @@ class Stage:
 
     __slots__ = (
         "cas_from", "entries", "high_seqno", "purged_seqno", "record", "trim_to", "vb_id",
+        "written_pages",
     )  # fmt: skip
 
     def __init__(self, vb_id: int, record: PartitionRecord) -> None:
@@ -37,6 +40,12 @@ class Stage:
         self.trim_to: int | None = None
         self.entries: list[bytes] = []
         self.cas_from = 0
+        self.written_pages = 0
+        """About how many pages its merge has changed, from above."""
+
+    def wrote(self, keys: int, blocks: Iterable[tuple[bytes, bytes]]) -> None:
+        """Count what was written to by_key and by_seqno."""
+        self.written_pages += keys + sum(1 + len(block) // _PAGE_BYTES for _, block in blocks)
 
     def lower_cas(self, mended: list[int]) -> None:
         """Lower the highest CAS."""
