@@ -6,6 +6,7 @@
 #include "changes.h"
 #include "compaction.h"
 #include "crc32c.h"
+#include "dict_ahead.h"
 #include "frames.h"
 #include "get_run.h"
 #include "group_run.h"
@@ -69,7 +70,7 @@ PyMODINIT_FUNC PyInit_loops(void)
 {
     crc32c_init();
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && add_type(module, "Staged", &staged_spec) &&
+    if (module != NULL && dict_ahead_init() >= 0 && add_type(module, "Staged", &staged_spec) &&
         add_type(module, "Superseded", &superseded_spec) &&
         add_type(module, "ReplayRun", &replay_run_spec) &&
         add_type(module, "SetRun", &set_run_spec) &&

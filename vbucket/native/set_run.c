@@ -15,27 +15,15 @@
 
 #include "set_run.h"
 
-#include "attributes.h"
 #include "blocks.h"
-#include "crc32c.h"
-#include "key_tree.h"
-#include "set_request.h"
+#include "dict_ahead.h"
+#include "set_parts.h"
 
-#include <string.h>
 #include <structmember.h>
 
 #define WINDOW_MIN 4 /* what is lost with a plan for Python costs less than that request */
 #define DATATYPE_PLAIN_MAX 3 /* JSON and Snappy; all above have XATTRs */
-#define RECORD_BYTES 38 /* of by_key: vbucket/store/key_record.py */
-#define RECORD_CRC_AT 34
-#define ITEM_OVERHEAD_BYTES 140 /* vbucket/engine/item_cache.py */
 #define VB_ACTIVE 1
-
-enum { /* of a partition */
-    STATE, IS_BACKED_UP, NEWEST, APPEND_ENTRY, FROZEN, MERGED_SEQNO, RECENT, OLDER,
-    RECENT_BYTES, OLDER_BYTES, HIGH_SEQNO, MAX_CAS, LEADER_EPOCH, VB_UUID, LAST_GROUP, ITEM_COUNT,
-    ATTRIBUTES
-};
 
 static const char *const names[ATTRIBUTES] = {
     "state", "is_backed_up", "newest", "append_entry", "frozen", "merged_seqno", "recent", "older",
@@ -43,246 +31,12 @@ static const char *const names[ATTRIBUTES] = {
     "item_count",
 };
 
-enum { HELD_BYTES, TAKEN };
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *partitions; /* a list */
-    PyObject *meta_below, *tree, *item_cache, *damaged;
-    PyTypeObject *partition, *layer; /* their classes */
-    Attribute of[ATTRIBUTES];
-    Attribute layer_newest;
-    Attribute of_cache[2]; /* HELD_BYTES and TAKEN of the item cache */
-    size_t window;               /* how many requests are planned at once */
-    unsigned long long planned;  /* since it was made */
-} SetRun;
-
-/* A request, and what it replaces. The references are its own. */
-typedef struct {
-    Request request;
-    PyObject *part, *newest, *key;
-    uint64_t high_seqno;
-    Old old;
-    int outcome; /* of `old_version` */
-    uint8_t full_key[2 + KEY_BYTES_MAX];
-} Planned;
-
 /* What all requests of a run share. */
 typedef struct {
     PyObject *answers, *pending, *touched, *group;
     uint64_t group_number, cas_floor, value_bytes_max;
     uint8_t json;
 } Run;
-
-/* The functions below return 1, 0 with an exception, or -1 for what Python should do. Those that
-   look for an old version may also return these. */
-enum { NOT_IN_MEMORY = 2, CACHED /* Versions.meta_below knows it */ };
-
-static int refused(const SetRun *self)
-{
-    if (!PyErr_ExceptionMatches(self->damaged))
-        return 0;
-    PyErr_Clear();
-    return -1;
-}
-
-/* Of an entry of a layer; an empty one says that the key does not exist, whatever lower layers
-   have. */
-static int old_of_entry(Old *old, PyObject *entry)
-{
-    if (!PyBytes_CheckExact(entry))
-        return -1;
-    if (!PyBytes_GET_SIZE(entry))
-        return 1;
-    if (PyBytes_GET_SIZE(entry) < NUMBERS_END)
-        return -1;
-    const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(entry);
-    *old = (Old){be64(at + SEQNO_AT), be64(at + REV_SEQNO_AT), at[OPCODE_AT], at[DATATYPE_AT]};
-    return 1;
-}
-
-/* Asks Versions.meta_below. */
-static int old_of_python(const SetRun *self, Old *old, PyObject *part, PyObject *key)
-{
-    PyObject *args[] = {part, key, Py_None};
-    PyObject *meta = PyObject_Vectorcall(self->meta_below, args, 3, NULL);
-    if (meta == NULL)
-        return refused(self);
-    unsigned long long others[3];
-    unsigned int opcode = 0, datatype = 0;
-    int is_meta = PyTuple_Check(meta) &&
-                  PyArg_ParseTuple(meta, "IKIKKKK", &opcode, &others[0], &datatype, &others[1],
-                                   &others[2], &old->seqno, &old->rev_seqno);
-    Py_DECREF(meta);
-    old->opcode = (uint8_t)opcode;
-    old->datatype = (uint8_t)datatype;
-    return is_meta;
-}
-
-/* Looks in the frozen layer. Returns NOT_IN_MEMORY if the key is not there. */
-static int old_of_frozen(SetRun *self, Old *old, PyObject *frozen, PyObject *key)
-{
-    if (frozen == Py_None)
-        return NOT_IN_MEMORY;
-    if (!Py_IS_TYPE(frozen, self->layer)) {
-        if (!attributes_resolve(&self->layer_newest, 1, Py_TYPE(frozen)))
-            return 0;
-        Py_XSETREF(self->layer, (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(frozen)));
-    }
-    PyObject *newest = attribute_get(&self->layer_newest, frozen);
-    if (newest == NULL)
-        return 0;
-    int outcome = -1;
-    if (PyDict_CheckExact(newest)) {
-        PyObject *entry = PyDict_GetItemWithError(newest, key);
-        if (entry != NULL)
-            outcome = old_of_entry(old, entry);
-        else
-            outcome = PyErr_Occurred() ? 0 : NOT_IN_MEMORY;
-    }
-    Py_DECREF(newest);
-    return outcome;
-}
-
-/* Returns CACHED if the item cache has the key, else NOT_IN_MEMORY. */
-static int old_of_cache(const SetRun *self, PyObject *part, PyObject *key)
-{
-    for (int which = RECENT; which <= OLDER; which++) {
-        PyObject *cached = attribute_get(&self->of[which], part), *entry = NULL;
-        if (cached == NULL)
-            return 0;
-        if (PyDict_CheckExact(cached) && PyDict_GET_SIZE(cached))
-            entry = PyDict_GetItemWithError(cached, key);
-        if (entry != NULL) {
-            PREFETCH(entry);
-            PREFETCH((const char *)entry + 64);
-        }
-        Py_DECREF(cached);
-        if (entry != NULL || PyErr_Occurred())
-            return entry != NULL ? CACHED : 0;
-    }
-    return NOT_IN_MEMORY;
-}
-
-/* Removes a key from a dictionary of the item cache whose size is `of`, as its `take` does. */
-static int uncache(const SetRun *self, PyObject *cached, const Attribute *of,
-                   const Planned *planned, uint64_t bytes)
-{
-    uint64_t size, held, taken;
-    if (!attribute_get_number(of, planned->part, &size) ||
-        !attribute_get_number(&self->of_cache[HELD_BYTES], self->item_cache, &held) ||
-        !attribute_get_number(&self->of_cache[TAKEN], self->item_cache, &taken))
-        return 0;
-    if (size < bytes || held < bytes)
-        return CACHED;
-    PyObject *new_size = PyLong_FromUnsignedLongLong(size - bytes);
-    PyObject *new_held = PyLong_FromUnsignedLongLong(held - bytes);
-    PyObject *new_taken = PyLong_FromUnsignedLongLong(taken + 1);
-    int is_removed = new_size != NULL && new_held != NULL && new_taken != NULL &&
-                     !PyDict_DelItem(cached, planned->key) &&
-                     attribute_set(of, planned->part, new_size) &&
-                     attribute_set(&self->of_cache[HELD_BYTES], self->item_cache, new_held) &&
-                     attribute_set(&self->of_cache[TAKEN], self->item_cache, new_taken);
-    PyObject *all[] = {new_size, new_held, new_taken};
-    for (int i = 0; i < 3; i++)
-        Py_XDECREF(all[i]);
-    return is_removed;
-}
-
-/* Takes a document from the item cache. Returns CACHED if it is none. */
-static int take_cached(const SetRun *self, Planned *planned)
-{
-    for (int which = RECENT; which <= OLDER; which++) {
-        PyObject *cached = attribute_get(&self->of[which], planned->part);
-        if (cached == NULL)
-            return 0;
-        PyObject *entry = PyDict_CheckExact(cached) && PyDict_GET_SIZE(cached)
-                              ? PyDict_GetItemWithError(cached, planned->key)
-                              : NULL;
-        int outcome = entry != NULL ? CACHED : PyErr_Occurred() ? 0 : NOT_IN_MEMORY;
-        if (entry != NULL && PyBytes_CheckExact(entry) && PyBytes_GET_SIZE(entry) >= NUMBERS_END &&
-            PyBytes_AS_STRING(entry)[OPCODE_AT] == MUTATION) {
-            uint64_t bytes = (uint64_t)PyBytes_GET_SIZE(entry) + planned->request.key_bytes;
-            outcome = old_of_entry(&planned->old, entry);
-            if (outcome == 1)
-                outcome = uncache(self, cached, &self->of[which + RECENT_BYTES - RECENT], planned,
-                                  bytes + ITEM_OVERHEAD_BYTES);
-        }
-        Py_DECREF(cached);
-        if (outcome != NOT_IN_MEMORY)
-            return outcome;
-    }
-    return CACHED;
-}
-
-/* Does what Versions.meta_below does for a key that the active layer does not have. */
-static int old_below(SetRun *self, Old *old, PyObject *part, PyObject *key)
-{
-    PyObject *frozen = attribute_get(&self->of[FROZEN], part);
-    if (frozen == NULL)
-        return 0;
-    int outcome = old_of_frozen(self, old, frozen, key);
-    Py_DECREF(frozen);
-    if (outcome != NOT_IN_MEMORY)
-        return outcome;
-    uint64_t merged_seqno;
-    if (!attribute_get_number(&self->of[MERGED_SEQNO], part, &merged_seqno))
-        return 0;
-    return merged_seqno ? old_of_cache(self, part, key) : 1;
-}
-
-static int old_version(SetRun *self, Old *old, PyObject *part, PyObject *newest, PyObject *key)
-{
-    *old = (Old){0, 0, DELETION, 0};
-    PyObject *entry = PyDict_GetItemWithError(newest, key);
-    if (entry != NULL)
-        return old_of_entry(old, entry);
-    return PyErr_Occurred() ? 0 : old_below(self, old, part, key);
-}
-
-/* Takes what the store has of a key. Returns CACHED for what only Python can tell. */
-static int old_of_search(Old *old, const Search *search)
-{
-    const uint8_t *at = search->value;
-    if (search->outcome == ABSENT)
-        return 1;
-    if (search->outcome == UNKNOWN || search->value_bytes != RECORD_BYTES ||
-        crc32c(crc32c(0, search->key, search->key_bytes), at, RECORD_CRC_AT) !=
-            be32(at + RECORD_CRC_AT))
-        return CACHED;
-    *old = (Old){be64(at + 10), be64(at + 18), at[0], at[1]};
-    return 1;
-}
-
-/* Looks up in the store what is not in memory. Returns 0 with an exception. */
-static int search_store(const SetRun *self, Planned *planned, size_t count)
-{
-    Search searches[SEARCHES_MAX];
-    Planned *of[SEARCHES_MAX];
-    size_t searched = 0;
-    for (size_t i = 0; i < count; i++)
-        if (planned[i].outcome == NOT_IN_MEMORY) {
-            Request *request = &planned[i].request;
-            put_be(planned[i].full_key, request->vb_id, 2);
-            memcpy(planned[i].full_key + 2, request->at + REQUEST_HEAD_BYTES, request->key_bytes);
-            searches[searched] = (Search){.key = planned[i].full_key};
-            searches[searched].key_bytes = 2 + (size_t)request->key_bytes;
-            of[searched++] = &planned[i];
-        }
-    if (!searched)
-        return 1;
-    PyObject *tree = PyObject_CallNoArgs(self->tree);
-    if (tree == NULL && refused(self) == -1)
-        tree = Py_NewRef(Py_None);
-    if (tree == NULL)
-        return 0;
-    if (is_key_tree(tree))
-        key_tree_search((KeyTree *)tree, searches, searched);
-    for (size_t i = 0; i < searched; i++)
-        of[i]->outcome = is_key_tree(tree) ? old_of_search(&of[i]->old, &searches[i]) : CACHED;
-    Py_DECREF(tree);
-    return 1;
-}
 
 /* What a change sets, made before anything is changed. */
 typedef struct {
@@ -394,10 +148,7 @@ static int plan(SetRun *self, Planned *planned)
     if (state != VB_ACTIVE || is_backed_up != Py_False)
         return -1;
     planned->part = Py_NewRef(part);
-    planned->key = PyBytes_FromStringAndSize((const char *)request->at + REQUEST_HEAD_BYTES,
-                                             request->key_bytes);
-    if (planned->key == NULL ||
-        !attribute_get_number(&self->of[HIGH_SEQNO], part, &planned->high_seqno))
+    if (!attribute_get_number(&self->of[HIGH_SEQNO], part, &planned->high_seqno))
         return 0;
     if (!PyDict_CheckExact(planned->newest))
         return -1;
@@ -405,23 +156,76 @@ static int plan(SetRun *self, Planned *planned)
     return planned->outcome > 0 ? 1 : planned->outcome;
 }
 
-/* Loads the memtables of all requests. Of a class with slots, the numbers are objects, too. Returns
-   0 with an exception. */
-static int load(const SetRun *self, Planned *planned, size_t count)
+/* Adds the look-ups in other dictionaries that `plan` may make. Returns 0 with an exception. */
+static int add_lookups(SetRun *self, PyObject *part, Lookup *lookups, size_t *count,
+                       Py_hash_t hash)
 {
-    static const int numbers[] = {APPEND_ENTRY, HIGH_SEQNO, MAX_CAS, VB_UUID};
+    PyObject *frozen = attribute_get(&self->of[FROZEN], part), *dicts[3] = {NULL};
+    if (frozen == NULL)
+        return 0;
+    if (Py_IS_TYPE(frozen, self->layer))
+        dicts[0] = attribute_get(&self->layer_newest, frozen);
+    Py_DECREF(frozen);
+    dicts[1] = attribute_get(&self->of[RECENT], part);
+    dicts[2] = attribute_get(&self->of[OLDER], part);
+    for (int i = 0; i < 3; i++) {
+        if (dicts[i] != NULL && PyDict_CheckExact(dicts[i]) && PyDict_GET_SIZE(dicts[i]))
+            lookups[(*count)++] = (Lookup){dicts[i], hash, NULL};
+        Py_XDECREF(dicts[i]); /* the partition has it */
+    }
+    return dicts[1] != NULL && dicts[2] != NULL;
+}
+
+/* Loads where the partitions' lists of entries end. `append_entry` is a method of one. */
+static void load_list_ends(const SetRun *self, const Planned *planned, size_t count)
+{
+    PyObject *lists[SEARCHES_MAX];
+    if (self->of[APPEND_ENTRY].getset != NULL)
+        return;
+    for (size_t i = 0; i < count; i++) {
+        const PyObject *part = PyList_GET_ITEM(self->partitions, planned[i].request.vb_id);
+        PyObject *append = *(PyObject **)((char *)part + self->of[APPEND_ENTRY].offset);
+        lists[i] = append != NULL && PyCFunction_CheckExact(append) ? PyCFunction_GET_SELF(append)
+                                                                    : NULL;
+        PREFETCH(lists[i]);
+    }
+    for (size_t i = 0; i < count; i++)
+        if (lists[i] != NULL && PyList_CheckExact(lists[i]))
+            PREFETCH(((PyListObject *)lists[i])->ob_item + PyList_GET_SIZE(lists[i]));
+}
+
+/* Makes the keys, and loads the memtables of all requests. Of a class with slots, the numbers are
+   objects, too. Returns 0 with an exception. */
+static int load(SetRun *self, Planned *planned, size_t count)
+{
+    static const int objects[] = {APPEND_ENTRY, HIGH_SEQNO, MAX_CAS, VB_UUID, MERGED_SEQNO, FROZEN,
+                                  RECENT, OLDER, RECENT_BYTES, OLDER_BYTES};
+    Lookup lookups[4 * SEARCHES_MAX];
+    size_t looked_up = 0;
     for (size_t i = 0; i < count; i++) {
         PyObject *part = PyList_GET_ITEM(self->partitions, planned[i].request.vb_id);
         planned[i].newest = attribute_get(&self->of[NEWEST], part);
         if (planned[i].newest == NULL)
             return 0;
-        for (size_t at = 0; at < sizeof numbers / sizeof numbers[0]; at++)
-            if (self->of[numbers[at]].getset == NULL)
-                PREFETCH(*(PyObject **)((char *)part + self->of[numbers[at]].offset));
+        for (size_t at = 0; at < sizeof objects / sizeof objects[0]; at++)
+            if (self->of[objects[at]].getset == NULL)
+                PREFETCH(*(PyObject **)((char *)part + self->of[objects[at]].offset));
     }
-    for (size_t i = 0; i < count; i++)
+    for (size_t i = 0; i < count; i++) {
+        const Request *request = &planned[i].request;
+        PyObject *part = PyList_GET_ITEM(self->partitions, request->vb_id);
+        planned[i].key = PyBytes_FromStringAndSize((const char *)request->at + REQUEST_HEAD_BYTES,
+                                                   request->key_bytes);
+        if (planned[i].key == NULL)
+            return 0;
+        Py_hash_t hash = PyObject_Hash(planned[i].key);
         if (PyDict_CheckExact(planned[i].newest))
-            PREFETCH(((PyDictObject *)planned[i].newest)->ma_keys);
+            lookups[looked_up++] = (Lookup){planned[i].newest, hash, NULL};
+        if (!add_lookups(self, part, lookups, &looked_up, hash))
+            return 0;
+    }
+    dicts_load(lookups, looked_up);
+    load_list_ends(self, planned, count);
     return 1;
 }
 
