@@ -15,6 +15,7 @@
 #include "get_run.h"
 
 #include "attributes.h"
+#include "dict_ahead.h"
 #include "get_request.h"
 #include "key_tree.h"
 
@@ -174,16 +175,21 @@ static int answer(const GetRun *self, Run *run, const Asked *asked, size_t count
 /* Finds documents until the answers are enough. Sets how many were found. Returns 1 if all were. */
 static int find_all(GetRun *self, Run *run, Asked *asked, size_t count, size_t *found)
 {
+    Lookup lookups[2 * WINDOW_MAX];
+    size_t looked_up = 0;
     for (size_t i = 0; i < count; i++) {
-        PREFETCH(((PyDictObject *)asked[i].newest)->ma_keys);
-        PREFETCH(((PyDictObject *)asked[i].recent)->ma_keys);
+        if ((asked[i].key = get_request_key(&asked[i].request)) == NULL)
+            return 0;
+        PyObject *dicts[] = {asked[i].newest, asked[i].recent};
+        for (int which = 0; which < 2; which++)
+            if (PyDict_GET_SIZE(dicts[which]))
+                lookups[looked_up++] = (Lookup){dicts[which], PyObject_Hash(asked[i].key), NULL};
     }
+    dicts_load(lookups, looked_up);
     for (*found = 0; *found < count; ++*found) {
         Asked *each = &asked[*found];
         if (run->value_bytes > run->room_bytes)
             return -1;
-        if ((each->key = get_request_key(&each->request)) == NULL)
-            return 0;
         int outcome = find(self, each);
         if (outcome == 1 && !entry_is_shown(each->entry, &each->request, run->known, run->now_s))
             outcome = -1;
