@@ -117,9 +117,27 @@ MUTATIONS = (
     ),
     Mutation(
         "merge-takes-segments-out-of-order",
-        "        if segment != merged_segment + 1:\n",
-        "        if segment < merged_segment:\n",
+        "            if segment != merged_segment + 1:\n",
+        "            if segment < merged_segment:\n",
         ("test_merge",),
+    ),
+    Mutation(
+        "unfinished-merge-replayed",
+        "        if group <= self._part_merged.group:\n",
+        "        if group < self._part_merged.group:\n",
+        ("test_merge_slices", "test_power_loss"),
+    ),
+    Mutation(
+        "unfinished-merge-merged-twice",
+        "                    payload = entries_from(payload, part.vb_id)",
+        "                    payload = entries_from(payload, part.vb_id - 1)",
+        ("test_merge", "test_merge_slices"),
+    ),
+    Mutation(
+        "quarantine-of-later-slices-stored",
+        "in staging.quarantine.items() if vb_id < next_vb_id\n",
+        "in staging.quarantine.items()\n",
+        ("test_merge_slices",),
     ),
     Mutation(
         "mark-slot-overwritten",

@@ -18,9 +18,10 @@ from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.model.ids import vb_uuid_from_random
 from vbucket.store.block import block_key
 from vbucket.store.environment_memory import MemoryEnv
-from vbucket.store.records import BY_SEQNO_TABLE, STATE_TABLE, TABLES
+from vbucket.store.records import BY_SEQNO_TABLE, STATE_TABLE, TABLES, PartitionRecord
 from vbucket.store.store import Store
 from vbucket.upkeep.merge import MergeRefusedError, MergeReport, merge
+from vbucket.upkeep.stage import Stage
 
 PARTITIONS = 4
 KEY = b"\0k"
@@ -114,17 +115,14 @@ def part_merged(env: MemoryEnv) -> list[int] | None:
     return node.part_merged
 
 
-@pytest.mark.parametrize(("keys", "value_bytes"), [(10, 10), (1, 40_000)])
-def test_a_slice_ends_after_so_many_changed_keys_and_so_many_bytes(
-    keys: int, value_bytes: int
-) -> None:
+def test_a_slice_ends_after_so_many_changed_pages() -> None:
     env = MemoryEnv(TABLES)
     vb_ids = list(range(8))
     create_store(env, vb_ids).close()
     writer = SegmentWriter()
     models = [ModelPartition(vb_id) for vb_id in vb_ids]
     for model in models:
-        writer.add(*(model.write(b"\0%d" % key, bytes(value_bytes)) for key in range(keys)))
+        writer.add(model.write(KEY, bytes(40_000)))
     writer.seal()
     commits: list[list[int] | None] = []
     merge(
@@ -133,7 +131,19 @@ def test_a_slice_ends_after_so_many_changed_keys_and_so_many_bytes(
     assert commits == [None, [1, 2], [1, 4], [1, 6]], "two partitions have 20 pages"
     assert part_merged(env) is None
     for model in models:
-        model.check(Store(env), [b"\0%d" % key for key in range(keys)])
+        model.check(Store(env), [KEY])
+
+
+@pytest.mark.parametrize(
+    ("changed", "all_keys", "pages"),
+    [(10, 1_000_000, 10), (100, 100, 2 + 2 * 100 * 67 // 4096), (0, 100, 0)],
+)
+def test_keys_that_are_neighbours_share_pages(changed: int, all_keys: int, pages: int) -> None:
+    stage = Stage(0, PartitionRecord(1, 0, 0, 0, 0, 0, 0, [[1, 0, 0]]))
+    stage.wrote([b"key"] * changed, all_keys, [])
+    assert stage.written_pages == pages
+    stage.wrote([], all_keys, [(b"block", bytes(8191))])
+    assert stage.written_pages == pages + 2
 
 
 @pytest.mark.parametrize("slices", range(1, PARTITIONS))

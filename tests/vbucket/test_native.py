@@ -235,6 +235,12 @@ def staged_with(*entries: bytes) -> Any:
     return staged
 
 
+def test_the_dictionaries_of_this_python_look_as_expected() -> None:
+    from vbucket.native import loops
+
+    assert loops.LOADS_DICTS_AHEAD == 1
+
+
 def test_checksums_are_crc32c_by_either_way() -> None:
     from vbucket.native import loops
 

@@ -132,8 +132,7 @@ class Engine:
         self._refusals: dict[Hold, str] = {}
         self._kept_xattrs = KeptXattrs(self.versions)
         self._cas_floor = 0
-        self.now_s = 0
-        """Time of this batch of operations, Unix seconds; relative expiries count from it."""
+        self.now_s = 0  # Unix time of this batch of operations
 
     @property
     def now_ns(self) -> int:

@@ -1,8 +1,8 @@
 /* See dict_ahead.h. Who calls it: set_run.c, get_run.c, loops.c.
 
-   Python's headers do not tell how a dictionary looks inside, except in those for Python itself, which
-   do not compile everywhere. So the beginning is declared here, as it is from 3.11 to 3.14 in builds
-   with the interpreter lock, and checked with a dictionary when the module is loaded.
+   How a dictionary looks inside is in headers that are for Python itself, and do not compile
+   everywhere. So the beginning is declared here, as it is from 3.11 to 3.14 in builds with the
+   interpreter lock, and checked with a dictionary when the module is loaded.
 
    Invariant: only what the dictionary owns is read. An index is used if it is below the number of
    entries. */

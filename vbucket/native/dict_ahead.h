@@ -1,5 +1,5 @@
-/* Loads what look-ups in dictionaries will read into the processor's caches: of many keys at once, so
-   that the waits for memory overlap. It changes nothing, and the look-ups follow as usual. */
+/* Loads what look-ups in dictionaries will read into the processor's caches: of many keys at once,
+   so that the waits for memory overlap. It changes nothing, and the look-ups follow as usual. */
 
 #ifndef DCPD_DICT_AHEAD_H
 #define DCPD_DICT_AHEAD_H
@@ -18,8 +18,8 @@ typedef struct {
 /* Loads index, entry, key and value, for up to LOOKUPS_MAX look-ups. */
 void dicts_load(Lookup *lookups, size_t count);
 
-/* Finds out whether this Python's dictionaries look as expected; otherwise `dicts_load` does nothing.
-   Returns -1 with an exception. */
+/* Returns whether this Python's dictionaries look as expected; otherwise `dicts_load` does
+   nothing. Returns -1 with an exception. */
 int dict_ahead_init(void);
 
 #endif

@@ -70,14 +70,16 @@ PyMODINIT_FUNC PyInit_loops(void)
 {
     crc32c_init();
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && dict_ahead_init() >= 0 && add_type(module, "Staged", &staged_spec) &&
+    int loads_ahead = dict_ahead_init();
+    if (module != NULL && loads_ahead >= 0 && add_type(module, "Staged", &staged_spec) &&
         add_type(module, "Superseded", &superseded_spec) &&
         add_type(module, "ReplayRun", &replay_run_spec) &&
         add_type(module, "SetRun", &set_run_spec) &&
         add_type(module, "GroupRun", &group_run_spec) &&
         add_type(module, "GetRun", &get_run_spec) &&
         add_type(module, "KeyTree", &key_tree_spec) &&
-        PyModule_AddStringConstant(module, "CRC32C_WAY", crc32c_way()) == 0)
+        PyModule_AddStringConstant(module, "CRC32C_WAY", crc32c_way()) == 0 &&
+        PyModule_AddIntConstant(module, "LOADS_DICTS_AHEAD", loads_ahead) == 0)
         return module;
     Py_XDECREF(module);
     return NULL;

@@ -6,6 +6,9 @@ from typing import Any
 
 CRC32C_WAY: str
 """How checksums are computed: "sse4.2", "arm" or "tables"."""
+LOADS_DICTS_AHEAD: int
+"""1: runs load what their look-ups in dictionaries will read. 0: this Python's dictionaries do not
+look as expected."""
 
 def crc32c(data: bytes, /) -> int:
     """Return the CRC-32C of bytes."""

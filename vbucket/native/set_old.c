@@ -1,5 +1,5 @@
-/* What a SET replaces: the newest version of its key, from memtable, item cache, store or Python. See
-   set_parts.h. Who calls it: set_run.c, which has the rules. */
+/* What a SET replaces: the newest version of its key, from memtable, item cache, store or Python.
+   See set_parts.h. Who calls it: set_run.c, which has the rules. */
 
 #include "set_parts.h"
 

@@ -65,9 +65,9 @@ NODE_VB_ID: Final = 0xFFFF
 DAMAGED_MAX: Final = 64
 """Partitions that one merge may put into quarantine. The merge starts again for each; if there are
 more, the disk is at fault."""
-SLICE_PAGES: Final = 16_384
-"""Pages that a slice may change, 64 MiB. It is an estimate from above: each changed key counts as a
-page of by_key, though neighbours share one."""
+SLICE_PAGES: Final = 4096
+"""Pages that a slice may change, 16 MiB, as estimated from above. Smaller slices rewrite LMDB's
+list of free pages more often; larger ones make the log wait longer (docs/lab-notes.md)."""
 
 
 class MergeReport(NamedTuple):

@@ -103,7 +103,7 @@ def merge_partition(
     tally.forget(manifest.collections)
     blocks = _blocks_of(vb_id, entries, last_seqno, tail, body_bytes_target)
     write.put_sorted(BY_SEQNO_TABLE, blocks)
-    stage.wrote(len(newest) + len(gone), blocks)
+    stage.wrote([*newest, *gone], record.keys + changes.more_keys, blocks)
     record = record._replace(
         high_seqno=stage.final_high_seqno(),
         last_seqno=seqno_of(entries[-1]) if entries else last_seqno,
@@ -154,7 +154,7 @@ def put_plain(
         rows.change(full_key, expiry_before, expiry)
     write.put_sorted(BY_KEY_TABLE, items)
     write.put_sorted(BY_SEQNO_TABLE, blocks)
-    stage.wrote(len(items), blocks)
+    stage.wrote([key for key, _ in items], record.keys + more_keys, blocks)
     record = record._replace(
         high_seqno=max(stage.high_seqno, last_seqno),
         last_seqno=last_seqno,

@@ -5,7 +5,7 @@ Who calls it: `vbucket.upkeep.merge`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from operator import itemgetter
 from typing import Any, Final
 
@@ -14,6 +14,8 @@ from vbucket.model.entry import seqno_of
 from vbucket.store.records import Mended, PartitionRecord
 
 _PAGE_BYTES: Final = 4096
+_ROW_BYTES: Final = 64
+"""What a row of by_key takes of a page besides its key, at most."""
 cas_of: Final = itemgetter(slice(28, 36))
 """The CAS of an entry, as bytes."""
 
@@ -43,9 +45,16 @@ class Stage:
         self.written_pages = 0
         """About how many pages its merge has changed, from above."""
 
-    def wrote(self, keys: int, blocks: Iterable[tuple[bytes, bytes]]) -> None:
-        """Count what was written to by_key and by_seqno."""
-        self.written_pages += keys + sum(1 + len(block) // _PAGE_BYTES for _, block in blocks)
+    def wrote(
+        self, keys: Collection[bytes], all_keys: int, blocks: list[tuple[bytes, bytes]]
+    ) -> None:
+        """Count what was written: these of `all_keys` keys to by_key, the blocks to by_seqno."""
+        pages = len(keys)
+        if pages:
+            row_bytes = sum(map(len, keys)) // pages + _ROW_BYTES
+            # A page is at least half full. Neighbours share one.
+            pages = min(pages, 2 + 2 * all_keys * row_bytes // _PAGE_BYTES)
+        self.written_pages += pages + sum(1 + len(block) // _PAGE_BYTES for _, block in blocks)
 
     def lower_cas(self, mended: list[int]) -> None:
         """Lower the highest CAS."""

@@ -220,7 +220,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             "Memory for documents of the store that were read or written recently. A document of "
             "128 bytes takes 365. 0: no cache. auto: an eighth of the memory that the process may "
-            "use, limits of its cgroup included; at most 1GiB.",
+            "use, limits of its cgroup included; at most 384MiB.",
             read_size_or_auto,
             "SIZE|auto",
             1 << 20,

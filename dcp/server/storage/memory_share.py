@@ -16,8 +16,9 @@ from typing import Final, NamedTuple
 SHARE: Final = 8
 """The cache gets an eighth. Memtables, buffers, the store process and the page cache, in which LMDB
 has the store, need the rest; several nodes may run on one machine."""
-AUTO_BYTES_MAX: Final = 1 << 30
-"""Limit of `auto`: 2,900,000 documents of 128 bytes. A larger cache is a decision."""
+AUTO_BYTES_MAX: Final = 384 << 20
+"""Limit of `auto`: 1,100,000 documents of 128 bytes. A larger cache is a decision: the page cache
+has the store anyway, and gives its memory back."""
 AUTO_BYTES_MIN: Final = 1 << 20
 
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
@@ -43,7 +44,7 @@ def auto_size(limits: dict[str, int]) -> CacheSize:
     """Return the size for `auto`; `limits` are the bytes by what limits them, at least one."""
     what = min(limits, key=lambda name: (limits[name], name))
     size = max(AUTO_BYTES_MIN, min(limits[what] // SHARE, AUTO_BYTES_MAX))
-    return CacheSize(size, f"auto: 1/{SHARE} of {what} ({limits[what] >> 20} MiB), 1 GiB at most")
+    return CacheSize(size, f"auto: 1/{SHARE} of {what} ({limits[what] >> 20} MiB), 384 MiB at most")
 
 
 def usable_bytes(
