@@ -17,10 +17,11 @@ from vbucket.engine.startup import KeepCopies, Startup, recover_node
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.model.ids import vb_uuid_from_random
 from vbucket.store.block import block_key
+from vbucket.store.environment import StoreDamagedError
 from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.records import BY_SEQNO_TABLE, STATE_TABLE, TABLES, PartitionRecord
 from vbucket.store.store import Store
-from vbucket.upkeep.merge import MergeRefusedError, MergeReport, merge
+from vbucket.upkeep.merge import DAMAGED_MAX, MergeRefusedError, MergeReport, merge
 from vbucket.upkeep.stage import Stage
 
 PARTITIONS = 4
@@ -220,6 +221,26 @@ def test_the_stored_quarantine_is_that_of_the_slices_so_far() -> None:
     assert list(Store(disk.env).quarantine()) == []
     report = merge(disk.env, disk.sealed())
     assert list(report.quarantined) == list(Store(disk.env).quarantine()) == [3]
+
+
+def test_partitions_in_quarantine_count_over_all_slices() -> None:
+    """One slice between two damaged partitions must not begin the count again."""
+    vb_ids = list(range(2 * DAMAGED_MAX + 3))
+    env = MemoryEnv(TABLES)
+    create_store(env, vb_ids).close()
+    writer = SegmentWriter()
+    models = [ModelPartition(vb_id) for vb_id in vb_ids]
+    writer.add(*(model.write(KEY, b"v") for model in models))
+    writer.seal()
+    merge(env, writer.sealed())
+    for vb_id in vb_ids[1::2]:
+        env.flip(BY_SEQNO_TABLE, block_key(vb_id, 1), -1)
+    writer.add(*(model.write(KEY, b"w") for model in models))
+    writer.seal()
+    for _ in range(3):
+        with pytest.raises(StoreDamagedError):
+            merge(env, writer.sealed(), slice_pages=1)
+        assert len(Store(env).quarantine()) == DAMAGED_MAX
 
 
 def test_a_merge_without_the_segments_of_the_one_that_stopped_is_refused() -> None:

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 NODE_VB_ID: Final = 0xFFFF
 """Partition id of control entries of the node."""
 DAMAGED_MAX: Final = 64
-"""Partitions that one merge may put into quarantine. The merge starts again for each; if there are
-more, the disk is at fault."""
+"""Partitions that one merge may put into quarantine, those before it stopped included. The merge
+starts again for each; if there are more, the disk is at fault."""
 SLICE_PAGES: Final = 4096
 """Pages that a slice may change, 16 MiB, as estimated from above. Smaller slices rewrite LMDB's
 list of free pages more often; larger ones make the log wait longer (docs/lab-notes.md)."""
@@ -117,7 +117,7 @@ def merge(
                     before_commit()
         except PartitionDamagedError as error:
             damaged[error.vb_id] = str(error)
-            if len(damaged) > DAMAGED_MAX:
+            if len(one.left_out | damaged.keys()) > DAMAGED_MAX:
                 raise error.cause from error
             continue
         report = one.report()
@@ -160,6 +160,15 @@ class _Pass:
         self.stopped_early = False
         """Whether there are segments after those of the unfinished merge."""
 
+    @property
+    def left_out(self) -> set[int]:
+        """The partitions that this merge has put into quarantine, also before it stopped."""
+        if self._staging is None:
+            return set()
+        merged_segment = self._staging.node.merged_segment
+        items = self._staging.quarantine.items()
+        return {vb_id for vb_id, item in items if item.first_segment > merged_segment}
+
     def merge_slice(self, write: KvWrite) -> None:
         """Merge the next partitions in this transaction."""
         view = StoreView(write)
@@ -198,11 +207,10 @@ class _Pass:
             raise MergeRefusedError("the store was never created; create it before merging")
         if node.format_version < EXPIRY_FORMAT_VERSION:
             build_expiry_table(write)
-        staging = Staging(view, node, self._damaged, native=self._native)
+        self._staging = staging = Staging(view, node, self._damaged, native=self._native)
         self._stage_segments(staging, node)
         self._finishes_other = node.part_merged is not None
         self._order = sorted(staging.stages, reverse=True)
-        self._staging = staging
         return staging
 
     def _stage_segments(self, staging: Staging, node: NodeRecord) -> None:
