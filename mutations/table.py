@@ -123,8 +123,8 @@ MUTATIONS = (
     ),
     Mutation(
         "unfinished-merge-replayed",
-        "        if group <= self._part_merged.group:\n",
-        "        if group < self._part_merged.group:\n",
+        "        if group > self._part_merged.group:\n",
+        "        if group >= self._part_merged.group:\n",
         ("test_merge_slices", "test_power_loss"),
     ),
     Mutation(

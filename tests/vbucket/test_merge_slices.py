@@ -16,6 +16,7 @@ from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.startup import KeepCopies, Startup, recover_node
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.model.ids import vb_uuid_from_random
+from vbucket.model.manifest import encode_leb128
 from vbucket.store.block import block_key
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.environment_memory import MemoryEnv
@@ -170,6 +171,67 @@ def test_a_start_after_a_merge_that_stopped(slices: int) -> None:
     assert disk.findings() == []
 
 
+def in_collections(startup: Startup, *names: str) -> list[int]:
+    """Create collections, and write a document into each, in all partitions."""
+    keyspace = startup.engine.keyspace
+    ids = []
+    for name in names:
+        before = keyspace.manifest.collections
+        keyspace.set_manifest(keyspace.manifest.create_collection("_default", name))
+        ids += keyspace.manifest.collections.keys() - before.keys()
+        for vb_id in range(PARTITIONS):
+            key = encode_leb128(ids[-1]) + b"k"
+            assert startup.engine.store(SET, vb_id, key, key + b"v", 0, 0, 0, 0)[0] == 0
+        commit(startup)
+    return ids
+
+
+def documents(startup: Startup, ids: list[int]) -> list[list[int]]:
+    """Return the documents of each collection, by partition."""
+    parts = startup.engine.partitions
+    return [[part.tally.collections.get(cid, [0, 0])[1] for cid in ids] for part in parts]
+
+
+def test_collections_of_a_merge_that_stopped_are_counted() -> None:
+    disk = Disk()
+    startup = disk.start()
+    first, second, third = in_collections(startup, "first", "second", "third")
+    keyspace = startup.engine.keyspace
+    keyspace.set_manifest(keyspace.manifest.drop_collection("_default", "second"))
+    commit(startup)
+    startup.writer.rotate()
+    assert merge_some(disk.env, disk.sealed(), 2) is None
+    assert disk.findings() == []
+    for _ in range(2):
+        again = disk.start()
+        assert again.engine.keyspace.manifest == keyspace.manifest
+        assert documents(again, [first, second, third]) == [[1, 0, 1]] * PARTITIONS
+        assert counts(again) == counts(startup)
+        merge(disk.env, disk.sealed())
+        assert disk.findings() == []
+
+
+def test_a_manifest_that_only_the_merge_had_stays_when_the_log_loses_it() -> None:
+    disk = Disk()
+    startup = disk.start()
+    (kept,) = in_collections(startup, "kept")
+    put_all(startup, b"damaged")
+    (lost,) = in_collections(startup, "lost")
+    startup.writer.rotate()
+    merge_some(disk.env, disk.sealed(), 2)
+    segment, data = disk.sealed()[-1]
+    disk.device.flip(segment, data.index(b"damaged"))
+    again = disk.start(keep_copies=lambda _: None)
+    expected = [[1, 1], [1, 1], [1, 0], [1, 0]]
+    assert documents(again, [kept, lost]) == expected
+    again.writer.rotate()
+    merge(disk.env, disk.sealed())
+    assert disk.findings() == []
+    third = disk.start()
+    assert third.engine.keyspace.manifest == startup.engine.keyspace.manifest
+    assert documents(third, [kept, lost]) == expected
+
+
 def test_a_start_with_a_quarantine_of_the_merge_that_stopped() -> None:
     disk = Disk()
     startup = disk.start()
@@ -279,14 +341,18 @@ def test_a_log_that_lost_groups_of_the_merge_that_stopped() -> None:
     assert counts(disk.start()) == expected
 
 
-def test_a_watermark_above_a_rollback_that_is_merged_is_not_known_any_more() -> None:
+@pytest.mark.parametrize("is_same_group", [False, True])
+def test_a_watermark_above_a_rollback_that_is_merged_is_not_known_any_more(
+    is_same_group: bool,
+) -> None:
     node = MemoryNode(partitions=PARTITIONS)
     for vb_id in range(PARTITIONS):
         node.engine.partitions[vb_id].has_copies = True
         for value in (b"1", b"2", b"3"):
             assert node.engine.store(SET, vb_id, KEY, KEY + value, 0, 0, 0, 0)[0] == 0
         node.engine.keyspace.watermarks[vb_id] = 3
-    node.commit()
+    if not is_same_group:
+        node.commit()
     node.engine.keyspace.branch(0, 2)
     node.commit()
     node.begin_merge()

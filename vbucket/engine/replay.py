@@ -42,8 +42,15 @@ class Replay:
         """Apply a group of the log. Raises LogDamagedError if the lengths of its entries do not add
         up; then nothing of it was applied.
         """
-        if group <= self._part_merged.group:
-            payload = self._unmerged(payload)
+        if group > self._part_merged.group:
+            self._apply_payload(group, payload)
+            return
+        rollbacks = self._merged_rollbacks(payload)
+        self._apply_payload(group, entries_from(payload, self._part_merged.vb_id))
+        for vb_id, seqno in rollbacks:  # the store knows no watermarks
+            self._lower_watermark(vb_id, seqno)
+
+    def _apply_payload(self, group: int, payload: bytes) -> None:
         run, at = self._run, 0
         if run is None or not run.adds_up(payload):
             self.apply(group, split_entries(payload))
@@ -58,16 +65,16 @@ class Replay:
                 at += len(entry)
         self._engine.keyspace.continue_after(group)
 
-    def _unmerged(self, payload: bytes) -> bytes:
-        """Return the entries of a group of an unfinished merge that the store does not have."""
-        first_vb_id = self._part_merged.vb_id
+    def _merged_rollbacks(self, payload: bytes) -> list[tuple[int, int]]:
+        """Return the rollbacks (partition, seqno) of a group that are in the store."""
+        rollbacks = []
         for entry in split_entries(payload):
             head = head_of(entry)
-            if head.opcode == LOG_CONTROL and head.vb_id < first_vb_id:
+            if head.opcode == LOG_CONTROL and head.vb_id < self._part_merged.vb_id:
                 rollback_to = control_document(entry).get("rollback_to")
-                if isinstance(rollback_to, int):  # the store knows no watermarks
-                    self._lower_watermark(head.vb_id, rollback_to)
-        return entries_from(payload, first_vb_id)
+                if isinstance(rollback_to, int):
+                    rollbacks.append((head.vb_id, rollback_to))
+        return rollbacks
 
     def _lower_watermark(self, vb_id: int, seqno: int) -> None:
         known = self._engine.keyspace.known_watermarks

@@ -47,7 +47,7 @@ from vbucket.log.device import (
     UnknownFormatError,
 )
 from vbucket.log.end_mark import LogEnd
-from vbucket.model.entry import vb_id_of
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, vb_id_of
 
 KIND_GROUP: Final = 1
 RECORD_HEAD: Final = Struct(">IIIQI")
@@ -146,11 +146,22 @@ def split_entries(payload: bytes) -> list[bytes]:
 
 
 def entries_from(payload: bytes, vb_id: int) -> bytes:
-    """Return the entries of partitions from `vb_id` on, and those of the node.
+    """Return what a merge has not merged that stopped before partition `vb_id`: the entries of the
+    partitions from there on, and the node's, without manifests of collections.
 
     Raises LogDamagedError as `split_entries`.
     """
-    return b"".join([entry for entry in split_entries(payload) if vb_id_of(entry) >= vb_id])
+    return b"".join(
+        [
+            entry
+            for entry in split_entries(payload)
+            if vb_id_of(entry) >= vb_id and not _is_manifest(entry)
+        ]
+    )
+
+
+def _is_manifest(entry: bytes) -> bool:
+    return entry[OPCODE_AT] == LOG_CONTROL and control_document(entry)["kind"] == "manifest"
 
 
 def entry_at(payload: bytes, at: int) -> bytes:

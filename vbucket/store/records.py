@@ -102,6 +102,7 @@ class PartitionRecord(NamedTuple):
 class PartMerged(NamedTuple):
     """A merge that has not come to its end. Of the groups of the log after `merged_segment` and up
     to `group`, the store has all that partitions below `vb_id` have there, and nothing of others.
+    It has the newest manifest of collections: partitions count the documents of each.
     """
 
     group: int

@@ -11,7 +11,7 @@ Invariants
   two merges instead of one, gives the same content (blocks may be cut at other places);
 - a partition is merged wholly or not at all. `NodeRecord.part_merged` says which partitions have
   the groups of an unfinished merge; every slice moves it on. The next merge first finishes that
-  one;
+  one. The manifest of collections comes with the first slice;
 - the last slice also moves `merged_segment`; a segment at or below it is skipped. Retries are
   idempotent and return an equivalent report;
 - a partition whose stored data is damaged is left out as a whole (`vbucket.store.quarantine`); all
@@ -279,6 +279,8 @@ class _Pass:
         }
         if left_out != stored:
             put_quarantine(write, left_out)
+        if staging.manifest != view.manifest():
+            put_manifest(write, staging.manifest)
         part = list(PartMerged(self._end.group, next_vb_id))
         put_node(write, node._replace(format_version=STORE_FORMAT_VERSION, part_merged=part))
 
