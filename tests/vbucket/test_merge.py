@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +50,8 @@ class MergeMachine(RuleBasedStateMachine):
         self.writer = SegmentWriter()
         self.touched: dict[int, int] = {}
         self.was_interrupted = False
+        self.at_group = {0: copy.deepcopy(self.models)}
+        """The models when a merge began, by the last group."""
         self.states = dict.fromkeys(VB_IDS, 1)
 
     def make_env(self) -> KvEnv:
@@ -112,10 +115,14 @@ class MergeMachine(RuleBasedStateMachine):
             merge(self.env, self.writer.sealed(), body_bytes_target=BODY_BYTES_TARGET)
         assert self.env.tables is before
 
+    def seal_for_merge(self) -> None:
+        self.writer.seal()
+        self.at_group[self.writer.group] = copy.deepcopy(self.models)
+
     @rule(slices=st.integers(1, 3))
     def interrupt_a_merge(self, slices: int) -> None:
         """Merge only some slices; the store then has the groups so far for some partitions."""
-        self.writer.seal()
+        self.seal_for_merge()
         commits = iter(range(slices))
 
         def before_commit() -> None:
@@ -134,15 +141,16 @@ class MergeMachine(RuleBasedStateMachine):
         self.store.refresh()
         node = self.store.node()
         assert node is not None
-        if node.part_merged is not None:
-            self.was_interrupted = True
-            for vb_id, model in self.models.items():
-                if vb_id < node.part_merged[1]:
-                    model.check(self.store, ALL_KEYS)
+        self.was_interrupted |= node.part_merged is not None
+        last_group = node.merged_end[2] if node.merged_end else 0
+        part_group, next_vb_id = node.part_merged or (0, 0)
+        for vb_id in VB_IDS:
+            group = part_group if vb_id < next_vb_id else last_group
+            self.at_group[group][vb_id].check(self.store, ALL_KEYS)
 
     @rule(merged_are_deleted=st.booleans(), slice_pages=st.sampled_from([1, 1000]))
     def merge(self, *, merged_are_deleted: bool, slice_pages: int) -> None:
-        self.writer.seal()
+        self.seal_for_merge()
         sealed = self.writer.sealed()
         report = merge(
             self.env, sealed, body_bytes_target=BODY_BYTES_TARGET, slice_pages=slice_pages

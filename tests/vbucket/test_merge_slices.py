@@ -22,6 +22,7 @@ from vbucket.store.environment import StoreDamagedError
 from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.records import BY_SEQNO_TABLE, STATE_TABLE, TABLES, PartitionRecord
 from vbucket.store.store import Store
+from vbucket.upkeep.compaction import Compactor
 from vbucket.upkeep.merge import DAMAGED_MAX, MergeRefusedError, MergeReport, merge
 from vbucket.upkeep.stage import Stage
 
@@ -209,6 +210,30 @@ def test_collections_of_a_merge_that_stopped_are_counted() -> None:
         assert counts(again) == counts(startup)
         merge(disk.env, disk.sealed())
         assert disk.findings() == []
+
+
+def test_a_compaction_between_a_merge_that_stopped_and_the_next_one() -> None:
+    disk = Disk()
+    startup = disk.start()
+    for value in (b"1", b"2", b"3"):
+        put_all(startup, value)
+    for part in startup.engine.partitions:
+        startup.engine.keyspace.add_control(part, {"kind": "floor", "seqno": 3, "purge": 0})
+    commit(startup)
+    startup.writer.rotate()
+    merge_some(disk.env, disk.sealed(), 2)
+    compactor, todo, dropped = Compactor(), list(range(PARTITIONS)), 0
+    while todo:
+        report = compactor.run(disk.env, todo, lambda: True)
+        assert not report.damages
+        todo = [vb_id for vb_id in todo if vb_id not in report.finished]
+        dropped += report.versions
+    assert dropped == 4, "two partitions lose two versions each"
+    assert disk.findings() == []
+    again = disk.start()
+    assert (values(again), counts(again)) == ([b"3"] * PARTITIONS, counts(startup))
+    merge(disk.env, disk.sealed())
+    assert disk.findings() == []
 
 
 def test_a_manifest_that_only_the_merge_had_stays_when_the_log_loses_it() -> None:
