@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,10 @@ def node_for(request: pytest.FixtureRequest) -> MemoryNode:
     """Return a node; with the product's partitions if the test is marked `all_partitions`."""
     marked = request.node.get_closest_marker("all_partitions") is not None
     return MemoryNode(partitions=NUM_VBUCKETS if marked else FEW_PARTITIONS)
+
+
+class StoppedError(Exception):
+    """A merge was stopped before a commit."""
 
 
 class MemoryNode:
@@ -195,6 +200,26 @@ class MemoryNode:
             self.device.delete(segment)
         while not self.merges.drop_slice():
             pass
+
+    def stop_merge(self, slices: int) -> None:
+        """Merge up to so many slices, of one partition each, and move on to what they left in the
+        store. The store process died, and `end_merge` asks another one, or it is still at work.
+        """
+        segments = self.merges.begin(self.device.segments())
+        sealed = [(segment, self.device.read(segment)) for segment in segments]
+        commits = iter(range(slices))
+
+        def before_commit() -> None:
+            if next(commits, None) is None:
+                raise StoppedError
+
+        with suppress(StoppedError):
+            merge(
+                self.env, sealed,
+                before_commit=before_commit, body_bytes_target=self.body_bytes_target,
+                slice_pages=1,
+            )  # fmt: skip
+        self.store.refresh()
 
     def merge_segments(self, sealed: list[tuple[int, bytes]]) -> MergeReport:
         return merge(self.env, sealed, body_bytes_target=self.body_bytes_target)

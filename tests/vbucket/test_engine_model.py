@@ -194,6 +194,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.merging = True
 
     @precondition(lambda self: self.merging)
+    @rule(slices=st.integers(0, 8))
+    def stop_merge(self, slices: int) -> None:
+        self.node.stop_merge(slices)
+
+    @precondition(lambda self: self.merging)
     @rule(is_answer_lost=st.booleans())
     def end_merge(self, is_answer_lost: bool) -> None:
         self.node.end_merge(is_answer_lost=is_answer_lost)
