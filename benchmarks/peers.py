@@ -29,6 +29,10 @@ KEY_VALUE_PORT: Final = re.compile(r"key-value\D*127\.0\.0\.1:(\d+)")
 """Where dcpd's first lines name its port."""
 READY_SECONDS: Final = 120.0
 POLL_SECONDS: Final = 0.001
+SECTOR_BYTES: Final = 512
+"""The unit of a disk's counters, whatever its sectors are."""
+SECTORS_WRITTEN: Final = 6
+"""Which of these counters it is."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -268,17 +272,18 @@ def memory_bytes(pid: int) -> dict[str, int]:
     return total
 
 
-def written_bytes(pid: int) -> int:
-    """Bytes that a process, its descendants, and those that have ended, sent to the disk."""
-    total = 0
-    for process in descendants(pid):
-        try:
-            lines = Path(f"/proc/{process}/io").read_text().splitlines()
-        except OSError:
-            continue
-        fields = dict(line.split(": ") for line in lines)
-        total += int(fields["write_bytes"]) - int(fields["cancelled_write_bytes"])
-    return total
+def disk_written_bytes(folder: Path) -> int | None:
+    """Bytes that the disk of a folder was sent since the system's start, by all programs; None:
+    its file system has no disk of its own.
+
+    The counters of a process (`write_bytes` in /proc/PID/io) say more: Linux counts a page cache
+    folio as a whole, up to 2 MiB, when 4 KiB of it change.
+    """
+    device = folder.stat().st_dev
+    path = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
+    if not path.exists():
+        return None
+    return SECTOR_BYTES * int(path.read_text().split()[SECTORS_WRITTEN])
 
 
 def folder_bytes(folder: Path) -> int:

@@ -6,8 +6,9 @@
 Keys are chosen uniformly; 8 connections x 64 in flight, 128-byte values. With `--load` every key is
 written once first. The peers run in turn, each alone on the machine; `--runs` repeats everything.
 Besides rate and latency, the output has memory and disk at the end, and what was written to the
-disk for each byte changed. With `--restart` it has the time until the server answers again after
-SIGKILL. With `--png` it draws rate, p99, disk and memory over time, of the last run of each peer.
+disk for each byte changed; what other programs write counts, too. With `--restart` it has the time
+until the server answers again after SIGKILL. With `--png` it draws rate, p99, disk and memory over
+time, of the last run of each peer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import workload
-from benchmarks.peers import PEERS, Peer, folder_bytes, memory_bytes, written_bytes
+from benchmarks.peers import PEERS, Peer, disk_written_bytes, folder_bytes, memory_bytes
 from benchmarks.report import Report
 from benchmarks.run import (
     LOAD_SHAPE,
@@ -48,13 +49,13 @@ def measure(
     what = f"{options.keys:,} keys, {options.seconds:.0f} s"
     prebuilt = min(PREBUILT_MAX, max(PREBUILT_MIN, PREBUILT_PER_KEY * options.keys))
     peer.start()
-    written = written_bytes(peer.pid)
+    written = disk_written_bytes(peer.folder.parent)
     if options.load:
         loaded = generate(peer.protocol, peer.port, LOAD_SHAPE, "--load", "--keys", options.keys)
         rate = loaded["operations_per_second"]
         report.add(peer.name, f"{options.keys:,} new keys", rate, unit="op/s", more_is_better=True)
         say(f"  {peer.name:6} wrote {options.keys:,} keys, {rate:,.0f} op/s")
-        written = written_bytes(peer.pid)
+        written = disk_written_bytes(peer.folder.parent)
     with sampled(peer) as samples:
         result = generate(
             peer.protocol, peer.port, LOAD_SHAPE, "--seconds", options.seconds,
@@ -68,10 +69,12 @@ def measure(
     for kind, count in memory_bytes(peer.pid).items():
         report.add(peer.name, f"{what}, memory, {kind}", count / MIB, unit="MiB",
                    more_is_better=False)  # fmt: skip
-    changed = result["operations"] * (VALUE_BYTES + len(workload.key_of(0)))
-    report.add(peer.name, f"{what}, written for each byte changed",
-               (written_bytes(peer.pid) - written) / changed, unit="bytes",
-               more_is_better=False)  # fmt: skip
+    written_now = disk_written_bytes(peer.folder.parent)
+    if written is not None and written_now is not None:
+        changed = result["operations"] * (VALUE_BYTES + len(workload.key_of(0)))
+        report.add(peer.name, f"{what}, written for each byte changed",
+                   (written_now - written) / changed, unit="bytes",
+                   more_is_better=False)  # fmt: skip
     report.add(peer.name, f"{what}, on disk", folder_bytes(peer.folder) / MIB, unit="MiB",
                more_is_better=False)  # fmt: skip
     if not options.restart:

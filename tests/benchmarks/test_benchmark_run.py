@@ -11,7 +11,14 @@ import sys
 import pytest
 
 from benchmarks import workload
-from benchmarks.peers import KEY_VALUE_PORT, PEERS, PeerError, descendants, memory_bytes
+from benchmarks.peers import (
+    KEY_VALUE_PORT,
+    PEERS,
+    PeerError,
+    descendants,
+    disk_written_bytes,
+    memory_bytes,
+)
 from benchmarks.report import Report, number_text
 
 
@@ -50,6 +57,17 @@ def test_memory_counts_what_a_process_started():
         assert len(descendants(child.pid)) == 2
         assert memory_bytes(os.getpid())["Rss"] > before["Rss"] + 25_000_000
         child.communicate(b"\n")
+
+
+def test_what_a_disk_was_sent_is_counted(tmp_path):
+    before = disk_written_bytes(tmp_path)
+    with (tmp_path / "file").open("wb") as file:
+        file.write(bytes(1 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+    after = disk_written_bytes(tmp_path)
+    assert (before is None) == (after is None)
+    assert (after or 1 << 20) >= (before or 0) + (1 << 20)
 
 
 def test_the_port_is_found_in_what_the_server_prints():
