@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Final
 
 from clients.testing.process import ServerHandle
 from support.server import DcpdProcess
+from vbucket.upkeep.merge import SLICE_PAGES
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -69,6 +70,8 @@ class ForkedServer(DcpdProcess):
     """A dcpd process that is forked, unless `is_forked` is turned off before a start."""
 
     is_forked = True
+    slice_pages = SLICE_PAGES
+    """Of a forked server: how many pages a slice of a merge may change."""
 
     def _launch(self, arguments: list[str]) -> ServerHandle:
         if not self.is_forked:
@@ -76,7 +79,7 @@ class ForkedServer(DcpdProcess):
         _FORKS.set_forkserver_preload(["soak.fork_server_imports"])
         ours, theirs = _FORKS.Pipe(duplex=False)
         process = _FORKS.Process(
-            target=_serve, args=(arguments, theirs, self.log_path), daemon=True
+            target=_serve, args=(arguments, theirs, self.log_path, self.slice_pages), daemon=True
         )
         process.start()
         theirs.close()
@@ -85,7 +88,7 @@ class ForkedServer(DcpdProcess):
         return ForkedProcess(process, output)
 
 
-def _serve(arguments: list[str], output: Connection, log_path: Path) -> None:
+def _serve(arguments: list[str], output: Connection, log_path: Path, slice_pages: int) -> None:
     """Run `dcpd` in the forked process."""
     # Ctrl-C at the terminal reaches this process. Its starter ends it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -95,5 +98,7 @@ def _serve(arguments: list[str], output: Connection, log_path: Path) -> None:
         os.dup2(log.fileno(), 2)
     sys.argv = ["dcpd", *arguments]
     from dcp.server.main import main
+    from dcp.server.storage.store_process import StoreProcess
 
+    StoreProcess.slice_pages = slice_pages
     main()

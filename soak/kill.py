@@ -41,9 +41,15 @@ from clients.consumer.consumer import Consumer
 from clients.errors import ConnectError
 from clients.event import Deletion, Mutation, Rollback
 from clients.testing import ServerStartError
+from dcp.server.storage.folder import store_path
 from soak.fork_server import ForkedServer
 from soak.kill_writer import WAIT_S, KillLoopError, PartitionTruth, Writer
 from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.store.environment import StoreFailedError
+from vbucket.store.environment_lmdb import LmdbPageReader
+from vbucket.store.records import TABLES
+from vbucket.store.store import StoreView
+from vbucket.upkeep.merge import SLICE_PAGES
 
 WRITERS: Final = 4
 MEMTABLE: Final = "1MiB"
@@ -51,6 +57,9 @@ MEMTABLE: Final = "1MiB"
 MERGE_WAIT_S: Final = 1.5
 EXEC_SHARE: Final = 1 / 16
 """Share of the starts that start the program. The others fork a process that has its imports."""
+SLICES_PAGES: Final = (SLICE_PAGES, 64, 16)
+"""How many pages a slice of a merge may change, life by life. With few most kills leave a merge
+unfinished; merges of such memtables have one slice otherwise."""
 LIFE_KILLS: Final = 250
 """Then a new folder begins: every version is kept, and a life's disk space should stay bounded."""
 KILLS_IN_LINE: Final = 10
@@ -164,6 +173,9 @@ class Life:
                 writer.resume(document)
         # Writers take a refusal for a failure, so they wait while a store process is replaced.
         self.server = ForkedServer(folder, "--memtable-bytes", MEMTABLE, "--write-wait", "25s")
+        self.server.slice_pages = SLICES_PAGES[seed % len(SLICES_PAGES)]
+        self.unfinished = 0
+        """Starts that found an unfinished merge, since this object was made."""
         self._start_s = 0.0
         """Duration of the last start. A kill during a start comes at any point of that time."""
         self._start()
@@ -283,6 +295,7 @@ class Life:
         """Start the server so that it ignores Ctrl-C at the terminal: this process ends it."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self.server.is_forked = self._draw.random() >= EXEC_SHARE
+        self.unfinished += has_unfinished_merge(self.server.data)
         began_s = time.monotonic()
         try:
             self.server.start()
@@ -330,6 +343,19 @@ class Life:
             if rows[vb_id] < seqno:
                 raise KillLoopError(f"vb {vb_id} is at {rows[vb_id]}, {seqno} was answered")
         return rows
+
+
+def has_unfinished_merge(data: Path) -> bool:
+    """Whether the store of a data folder that no server uses has an unfinished merge."""
+    try:
+        reader = LmdbPageReader(store_path(data), TABLES)
+    except StoreFailedError:
+        return False  # there is no store yet
+    try:
+        node = StoreView(reader).node()
+    finally:
+        reader.close()
+    return node is not None and node.part_merged is not None
 
 
 def describe(kills: Counter[str]) -> str:
@@ -406,7 +432,8 @@ def run_lane(kills_wanted: int, folder: Path, lane: int, *, life_kills: int = LI
                     print(
                         f"lane {lane}: {state['kills']:,} of {kills_wanted:,} kills, "
                         f"{rate * 60:.0f}/min; life {state['life']}: {life.answers:,} answered "
-                        f"changes, {describe(life.kills)}",
+                        f"changes, {describe(life.kills)}; "
+                        f"{life.unfinished} starts after an unfinished merge",
                         flush=True,
                     )
             if is_over:

@@ -13,7 +13,7 @@
 
 This is all work of the store process. A turn is one request to it, which is not interrupted. Plans
 and compactions take many short turns (SLICE_S), so a merge waits for one of them at most. A merge
-is one transaction and takes one turn, and so does a load.
+takes one turn with all of its slices, and so does a load.
 
 The most urgent kind is next, with one exception, so that nothing starves. Work that waits during
 a turn of a more urgent kind is owed a part of that time (RATIO). Once a slice is owed, it goes

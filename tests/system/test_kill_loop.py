@@ -45,6 +45,7 @@ def test_no_answered_change_is_lost_over_many_kills(life: Life) -> None:
     life.finish()
     assert life.answers > 0
     assert set(life.kills) == {"load", "merge", "start", "store process"}
+    assert life.unfinished > 0
 
 
 def mark_end(log: Path, end: LogEnd) -> None:

@@ -9,7 +9,8 @@ write lock, and the GIL that py-lmdb releases on every put, do not disturb the e
 
 Invariants
 - requests are handled one after another, in order;
-- a request has its whole effect or none, whenever the child dies;
+- a request has its whole effect or none, whenever the child dies; a merge may have the effect of
+  its first slices, and the next one goes on after them;
 - a child that sends neither beat nor reply for `silence_s` is killed: it was stopped, or hangs.
   A long transaction on a slow disk does not count, because another thread sends the beats;
 - a child does nothing after its server's end: it is killed with the server (Linux), ends at the end
@@ -29,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import cbor2
 
@@ -63,7 +64,7 @@ from vbucket.store.key_record import RecordDamagedError
 from vbucket.store.records import BY_SEQNO_TABLE, TABLES, put_failover
 from vbucket.store.store import StoreView
 from vbucket.upkeep.compaction import FREE_PAGES_BYTES, Compactor, Floors, SliceReport
-from vbucket.upkeep.merge import MergeReport, merge
+from vbucket.upkeep.merge import SLICE_PAGES, MergeReport, merge
 from vbucket.upkeep.retention import DiskUse, FloorStep, Planner, PlanReport, Windows
 from vbucket.upkeep.staging import MergeRefusedError
 
@@ -79,6 +80,7 @@ STOP_S: Final = 3.0
 _GONE_S: Final = 1.0
 """Time for the system to remove a killed child."""
 _PR_SET_PDEATHSIG: Final = 1
+_WHOLE: Final = "it stored all of that, nothing, or, of a merge, whole slices"
 _ERRORS: Final[dict[str, type[Exception]]] = {
     error.__name__: error
     for error in (
@@ -95,6 +97,9 @@ class StoreProcessDiedError(Exception):
 
 class StoreProcess:
     """The server's end of a running store process. Create it with `start`."""
+
+    slice_pages: ClassVar[int] = SLICE_PAGES
+    """How many pages a slice of a merge may change. `soak.kill` lowers it."""
 
     def __init__(self, process: asyncio.subprocess.Process, silence_s: float = SILENCE_S) -> None:
         import asyncio
@@ -134,7 +139,7 @@ class StoreProcess:
 
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "dcp.server.storage.store_process",
-            str(data_path), str(os.getpid()), str(nice), str(map_size_bytes),
+            str(data_path), str(os.getpid()), str(nice), str(map_size_bytes), str(cls.slice_pages),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=(lock_fd,),
         )  # fmt: skip
         return cls(process, silence_s)
@@ -281,14 +286,13 @@ class StoreProcess:
             self.kill()
             raise StoreProcessDiedError(
                 f"the store process {self.pid} sent nothing for {self._silence_s:g} s during "
-                f"{request['op']!r} and was killed; it stored all of that, or nothing. "
-                "Start another one"
+                f"{request['op']!r} and was killed; {_WHOLE}. Start another one"
             ) from error
         except (EOFError, ConnectionError) as error:
             status = await self._process.wait()
             raise StoreProcessDiedError(
                 f"the store process {self.pid} ended with status {status} during "
-                f"{request['op']!r}; it stored all of that, or nothing. Start another one"
+                f"{request['op']!r}; {_WHOLE}. Start another one"
             ) from error
         if "error" in reply:
             raise _ERRORS[reply["error"]](reply["text"])
@@ -327,11 +331,14 @@ class StoreWork:
         log_folder: Path,
         before_commit: Callable[[], None] = lambda: None,
         packets: Packets | None = None,
+        *,
+        slice_pages: int = SLICE_PAGES,
     ) -> None:
         self._env = env
         self._log_folder = log_folder
         self._packets = packets or Packets()
         self._before_commit = before_commit
+        self._slice_pages = slice_pages
         self._compactor = Compactor()
         self._planner = Planner()
 
@@ -353,7 +360,9 @@ class StoreWork:
     def merge(self, request: dict[str, Any]) -> MergeReport:
         """Merge sealed segments."""
         segments = _SealedSegments(self._log_folder, request["segments"])
-        return merge(self._env, segments, before_commit=self._before_commit)
+        return merge(
+            self._env, segments, before_commit=self._before_commit, slice_pages=self._slice_pages
+        )
 
     def set_failovers(self, request: dict[str, Any]) -> None:
         """Write the failover logs of partitions."""
@@ -425,8 +434,11 @@ OPERATIONS: Final[dict[str, Callable[[StoreWork, dict[str, Any]], Any]]] = {
 
 
 def main(arguments: list[str]) -> None:
-    """Serve requests until stdin ends. Arguments: data folder, parent's pid, nice, map size."""
-    data_path, parent_pid, nice, map_size_bytes = Path(arguments[0]), *map(int, arguments[1:])
+    """Serve requests until stdin ends. Arguments: data folder, parent's pid, nice, map size, pages
+    of a slice.
+    """
+    data_path = Path(arguments[0])
+    parent_pid, nice, map_size_bytes, slice_pages = map(int, arguments[1:])
 
     def end_without_parent() -> None:
         if os.getppid() != parent_pid:
@@ -446,7 +458,9 @@ def main(arguments: list[str]) -> None:
         _serve(partial(_refusal, error=error), Packets())
         return
     packets = Packets()
-    _serve(StoreWork(env, log_path(data_path), end_without_parent, packets).handle, packets)
+    log_folder = log_path(data_path)
+    work = StoreWork(env, log_folder, end_without_parent, packets, slice_pages=slice_pages)
+    _serve(work.handle, packets)
     env.close()
 
 
