@@ -322,7 +322,7 @@ class ReplicationCore:
         self._now_ns = now_ns
         self.leading.is_step_due = False
         self.following.tick(now_ns)
-        self._dropped.tick()
+        self._dropped.tick(now_ns)
         masterships = self.leading.masterships
         if self.following.take_gaps():
             for vb_id, stored in self._records.items():

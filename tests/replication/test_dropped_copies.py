@@ -8,6 +8,7 @@ import pytest
 
 from dcp.cluster.cluster_records import ClusterRecord, encode_record
 from dcp.cluster.metastore import Put, Txn
+from dcp.replication.dropped_copies import REST_NS, ROOM_NS, DroppedCopies
 from dcp.replication.loss_receipt import CutOff
 from dcp.replication.mastership import ReplicationSettings
 from failover.promotion import kept_elsewhere_seqno
@@ -62,6 +63,32 @@ def test_a_dropped_copy_is_emptied_and_its_documents_leave_the_store() -> None:
     cluster.show(cluster.b)
     assert is_empty(cluster.b)
     assert cluster.a.part.committed_seqno == 5, "the others go on"
+
+
+def test_a_merge_waits_until_no_copy_is_dropped_any_more() -> None:
+    cluster = holding()
+    keyspace = cluster.b.engine.keyspace
+    drop_b(cluster)
+    cluster.run(LONG)
+    assert is_empty(cluster.b)
+    cluster.run(REST_NS - 2 * LONG)
+    assert not keyspace.is_merging, "the next partition may be emptied soon"
+    cluster.run(2 * LONG)
+    assert keyspace.is_merging
+
+
+def test_a_merge_comes_after_a_while_although_copies_are_dropped_all_the_time() -> None:
+    cluster = holding()
+    keyspace = cluster.b.engine.keyspace
+    dropped = DroppedCopies(cluster.b.engine, cluster.b.hub, lambda _vb_id: True)
+    step_ns = REST_NS // 2
+    for now_ns in range(0, ROOM_NS, step_ns):
+        dropped.note(VB, holds_copy=False)
+        dropped.tick(now_ns)
+        assert not keyspace.wants_freeze
+    dropped.note(VB, holds_copy=False)
+    dropped.tick(ROOM_NS)
+    assert keyspace.wants_freeze
 
 
 def test_who_gets_a_copy_again_is_filled_from_the_beginning() -> None:
