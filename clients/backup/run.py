@@ -179,6 +179,9 @@ class Backup:
         self._dialing: Dialing | None = None
         self._chunker = Chunker(chunk_bytes)
         self._queue: list[asyncio.Future[None]] = []
+        """Chunks whose result was not looked at yet; those that are written, too."""
+        self._waiting = 0
+        """How many of them are not written yet."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="backup-writer")
         self._writer: SegmentWriter | None = None
@@ -254,7 +257,7 @@ class Backup:
             self._dialing.add_moved(intake.gone)
             intake.gone.clear()
             self.wake.set()
-        if len(self._queue) > self._queue_chunks and not self._is_paused:
+        if self._waiting > self._queue_chunks and not self._is_paused:
             self._is_paused = True
             for other in self._sessions.values():
                 other.link.pause_reading()
@@ -372,16 +375,26 @@ class Backup:
     def _submit(self, chunk: RawChunk) -> None:
         assert self._writer is not None
         assert self._loop is not None
-        self._queue.append(self._loop.run_in_executor(self._executor, self._writer.add, chunk))
+        written = self._loop.run_in_executor(self._executor, self._writer.add, chunk)
+        written.add_done_callback(self._on_written)
+        self._queue.append(written)
+        self._waiting += 1
 
-    def _check_queue(self) -> None:
-        """Drop written chunks, raise errors of the thread, resume reading if there is room."""
-        while self._queue and self._queue[0].done():
-            self._queue.pop(0).result()
-        if self._is_paused and len(self._queue) <= self._queue_chunks // 2:
+    def _on_written(self, _written: asyncio.Future[None]) -> None:
+        """A chunk is written, or failed: resume reading if there is room.
+
+        At once, and not at the next tick: until then the thread would run out of chunks.
+        """
+        self._waiting -= 1
+        if self._is_paused and self._waiting <= self._queue_chunks // 2:
             self._is_paused = False
             for session in self._sessions.values():
                 session.link.resume_reading()
+
+    def _check_queue(self) -> None:
+        """Forget written chunks; raise errors of the thread."""
+        while self._queue and self._queue[0].done():
+            self._queue.pop(0).result()
 
     async def _finish_writing(self) -> None:
         assert self._writer is not None

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -144,6 +145,58 @@ def test_an_archive_that_is_slow_is_waited_for(server, archive, monkeypatch):
     asyncio.run(Backup(made, parse_address(server.address), queue_chunks=0).run())
     assert passed_s[0] > 5000
     assert len(made.runs()) == 1
+
+
+class CountedLink(Link):
+    """Counts how often reading was paused."""
+
+    pauses = 0
+
+    def pause_reading(self):
+        CountedLink.pauses += 1
+        super().pause_reading()
+
+
+class WritesAtOnce:
+    """An executor without a thread."""
+
+    def __init__(self, _threads, thread_name_prefix):
+        self.name = thread_name_prefix
+
+    def submit(self, work, *arguments):
+        done = Future()
+        done.set_result(work(*arguments))
+        return done
+
+    def shutdown(self, wait):
+        pass
+
+
+def back_up_without_ticks(server, archive, monkeypatch, queue_chunks):
+    """Return how often it paused. What would wait for the next tick ends in a TimeoutError."""
+    fill(server, b"soon", 3000, size=1000)
+    monkeypatch.setattr(run_module, "TICK_S", 3600.0)
+    monkeypatch.setattr(run_module, "Link", CountedLink)
+    monkeypatch.setattr(CountedLink, "pauses", 0)
+    made = create_archive(str(archive), 1)
+    work = Backup(
+        made, parse_address(server.address), queue_chunks=queue_chunks, chunk_bytes=20_000
+    )
+    report = asyncio.run(asyncio.wait_for(work.run(), 60))
+    assert report.record.changes >= 3000
+    return CountedLink.pauses
+
+
+def test_reading_goes_on_as_soon_as_the_archive_has_room(server, archive, monkeypatch):
+    """Until the next tick the thread that compresses would have nothing to do."""
+    assert back_up_without_ticks(server, archive, monkeypatch, queue_chunks=0)
+
+
+def test_chunks_that_are_written_do_not_pause_the_reading(server, archive, monkeypatch):
+    """They counted until the next tick, so a run was paused after 16 MiB of a tick."""
+    monkeypatch.setattr(run_module, "ThreadPoolExecutor", WritesAtOnce)
+    # A read has up to 13 chunks, and a result is known a turn of the loop or two later.
+    assert back_up_without_ticks(server, archive, monkeypatch, queue_chunks=64) == 0
 
 
 KILLED = """
