@@ -41,6 +41,7 @@ from dcp.server.config.sources import (
     read_config_file,
     resolve,
 )
+from dcp.server.interpreter_lock import share_quickly
 from dcp.server.signal_watch import KEPT, SignalWatch, say
 
 if TYPE_CHECKING:
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
     OnReady = Callable[[Node], None]
 
 STOP_AFTER_FAILURE_S: Final = 9.0
-SWITCH_INTERVAL_S: Final = 0.0002
-"""How long a thread waits for the interpreter lock. The default of 5 ms would delay a commit."""
 
 GC_THRESHOLDS: Final = (50_000, 20, 50)
 """The data is bytes in dictionaries and lists, which the cyclic collector does not track. It should
@@ -235,7 +234,7 @@ def run(
         if plan.notice:
             log.warning(plan.notice)
         settings = within_open_files(plan.settings, allow_open_files(), log)
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        share_quickly()
         gc.set_threshold(*GC_THRESHOLDS)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(

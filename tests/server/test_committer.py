@@ -27,7 +27,13 @@ VB = 7
 class Server:
     """A committer and what it told."""
 
-    def __init__(self, *, syncs_groups: bool = True, memtable_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self,
+        *,
+        syncs_groups: bool = True,
+        memtable_bytes: int = 64 << 20,
+        room_bytes_min: int = MEMORY_AHEAD_BYTES // 2,
+    ) -> None:
         self.node = MemoryNode()
         self.engine, self.device = self.node.engine, self.node.device
         self.engine.keyspace.memtable_bytes_max = memtable_bytes
@@ -47,7 +53,7 @@ class Server:
             sync_seconds=Histogram(),
             retry_first_s=0.001,
             retry_max_s=0.004,
-            room_bytes_min=MEMORY_AHEAD_BYTES // 2,
+            room_bytes_min=room_bytes_min,
         )
         self.committer.start()
         self.is_stopped = False
@@ -106,6 +112,38 @@ async def test_a_group_waits_for_room_and_goes_before_what_came_later(
     assert server.committed == list(range(1, len(server.committed) + 1))
     assert server.groups() == server.committed
     assert server.failures == []
+
+
+async def test_the_loop_does_not_wait_for_a_slow_disk_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a slow sync the thread writes some groups; more if the next try is slow, too."""
+    server = Server(room_bytes_min=0)  # while zeros are written, the thread writes groups, too
+    sync, by_loop = server.node.writer.sync_unmarked, []
+
+    def noted() -> None:
+        by_loop.append(threading.current_thread() is threading.main_thread())
+        sync()
+
+    async def avoided() -> int:
+        """Return how many groups the thread wrote before the loop wrote one."""
+        by_loop.clear()
+        while not any(by_loop):
+            server.set(b"key")
+            await server.committer.drain()
+        return len(by_loop) - 1
+
+    server.node.writer.sync_unmarked = noted  # type: ignore[method-assign]
+    first, most = module.AVOIDING_GROUPS, module.AVOIDING_GROUPS_MAX
+    monkeypatch.setattr(module, "SLOW_SYNC_NS", 0)  # each sync is slow
+    assert [await avoided() for _ in range(4)] == [0, first, 2 * first, 4 * first]
+    while await avoided() < most:
+        pass
+    monkeypatch.setattr(module, "SLOW_SYNC_NS", 10**18)
+    assert [await avoided() for _ in range(3)] == [most, 0, 0]
+    monkeypatch.setattr(module, "SLOW_SYNC_NS", 0)
+    assert [await avoided() for _ in range(2)] == [0, first]
+    server.committer.stop()
 
 
 async def test_a_full_disk_is_told_once_and_so_is_its_end(server: Server) -> None:

@@ -3,10 +3,12 @@
 `dcp.core.groups` says what the log has to do next. Here are the thread, the clock and the retries.
 Everything that arrives while a group is written forms the next group. The loop itself writes small
 groups, because a hand-over to a thread would take longer than the disk. The committer's own thread
-writes larger ones, so the loop can decode the next batches meanwhile. While groups are small, the
-thread also writes zeros ahead of the log's end: overwriting them takes a third less time. While the
-log grows fast, another thread writes the zeros of its next segment, as fast as this one grows. A
-sync that extends the file waits for the file system's journal, which waits for the store's commits.
+writes larger ones, so the loop can decode the next batches meanwhile, and small ones for a while
+after a sync of the loop was slow: beside a commit of the store a sync takes tens of milliseconds,
+and reads and heartbeats should not wait for it. While groups are small, the thread also writes
+zeros ahead of the log's end: overwriting them takes a third less time. While the log grows fast,
+another thread writes the zeros of its next segment, as fast as this one grows. A sync that extends
+the file waits for the file system's journal, which waits for the store's commits.
 One more thread syncs the log's end mark.
 
 Invariants
@@ -40,6 +42,13 @@ from vbucket.log.writer import LogWriter
 
 INLINE_BYTES_MAX: Final = 8 * 1024
 """Groups up to this size are written by the loop itself (docs/lab-notes.md)."""
+SLOW_SYNC_NS: Final = 2_000_000
+"""A sync of the loop that takes longer holds up the rest of the server by more than what the thread
+would cost (60 us)."""
+AVOIDING_GROUPS: Final = 16
+AVOIDING_GROUPS_MAX: Final = 256
+"""How many groups the thread writes before the loop tries again: first, and if it is slow every
+time."""
 ROOM_BYTES_MIN: Final = AHEAD_BYTES // 2
 """Room below which more zeros are written: some hundred small groups fill it meanwhile."""
 PREPARED_FROM_BYTES: Final = 4 << 20
@@ -123,6 +132,9 @@ class Committer:
             for name, jobs in (("log", self._jobs), ("log mark", self._marks))
         }
         self._is_marking = False
+        self._avoiding = 0
+        """Groups that are the thread's, because the disk was slow."""
+        self._avoids_next = AVOIDING_GROUPS
         self._is_scheduled = False
         self._is_reserving = False
         self._reserves = finds_room
@@ -229,7 +241,7 @@ class Committer:
             self._give(job)
             return
         try:
-            self._write(job, self._sync_unmarked)
+            self._write(job, self._sync_on_loop)
         except LogFullError as error:
             self._wait_for_room(job, error)
             return
@@ -256,8 +268,19 @@ class Committer:
         record_bytes = RECORD_BYTES + len(job.group.payload)
         if job.rotates or record_bytes > INLINE_BYTES_MAX:
             return False
+        if self._avoiding:
+            self._avoiding -= 1
+            return False
         # An append that extends the file would wait while zeros are being written.
         return not (self._is_reserving and record_bytes > self._device.room_bytes)
+
+    def _sync_on_loop(self) -> None:
+        """Sync. If it is slow, the thread syncs the next groups."""
+        if self._sync_unmarked() < SLOW_SYNC_NS:
+            self._avoids_next = AVOIDING_GROUPS
+            return
+        self._avoiding = self._avoids_next
+        self._avoids_next = min(2 * self._avoids_next, AVOIDING_GROUPS_MAX)
 
     def _give(self, job: Job) -> None:
         """Let the thread do a job."""
@@ -387,7 +410,7 @@ class Committer:
             else:
                 call_soon(self._guarded, job.then, result)
 
-    def _write(self, job: WriteGroup, sync: Callable[[], None]) -> None:
+    def _write(self, job: WriteGroup, sync: Callable[[], object]) -> None:
         # The newest segment cannot change before: one job is under way at a time.
         group = job.group
         self._writer.append(group.number, group.payload, sync_follows=job.is_synced)
@@ -398,10 +421,13 @@ class Committer:
         self._sync_unmarked()
         self._writer.mark_end()
 
-    def _sync_unmarked(self) -> None:
+    def _sync_unmarked(self) -> int:
+        """Return how long it took, in nanoseconds."""
         began_ns = time.monotonic_ns()
         self._writer.sync_unmarked()
-        self._sync_seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
+        took_ns = time.monotonic_ns() - began_ns
+        self._sync_seconds.observe(took_ns / 1e9)
+        return took_ns
 
 
 class PeriodicSync:
