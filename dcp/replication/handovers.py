@@ -5,7 +5,9 @@
 
 Writers of a partition wait from HELD on, until its new master serves. A node may have to hand over
 a thousand partitions, and each costs work on every node. So only GROUP_MAX of them are on their way
-at a time: held, or handed over and not yet followed here. The others are served meanwhile.
+at a time: held, or handed over and not yet followed here. The others are served meanwhile. After a
+group the cluster rests as long as the group took: then what the group delayed is done before the
+next one delays more.
 
 Partitions of which nothing waits for a commit come first: they are written in the step in which
 they are held, so their writers do not wait for a commit. Others are held once hardly any are left.
@@ -13,7 +15,7 @@ they are held, so their writers do not wait for a commit. Others are held once h
 Who calls it: `dcp.replication.leading`.
 
 Invariants
-- at most GROUP_MAX partitions are on their way;
+- at most GROUP_MAX partitions are on their way, and a group begins when none is;
 - a partition whose new master is not followed here within FOLLOWED_NS_MAX holds up nobody;
 - a record is handed over only with all of the partition's changes committed.
 """
@@ -27,11 +29,12 @@ from dcp.replication.mastership import Mastership
 from failover.replication_record import HandedOver, ReplicationRecord, hand_over
 from vbucket.engine.partition import Hold, Partition, VbState
 
-GROUP_MAX: Final = 16
-"""Partitions on their way. A group takes some tens of milliseconds on two busy cores, most of it
-work for each partition; 1,024 partitions are handed over within some seconds."""
-ROOM_MIN: Final = GROUP_MAX // 2
-"""No group begins with less room: each one costs a transaction and a map for every client."""
+GROUP_MAX: Final = 8
+"""Partitions on their way. Writers of all of them wait for the whole group, most of whose time is
+work for each partition: 16 take twice as long. Each group costs a transaction and a map for every
+client; 1,024 partitions are handed over within some seconds."""
+GROUP_REST_NS_MAX: Final = 100_000_000
+"""The longest rest after a group: a new master that stands still holds up the others anyway."""
 DRAINED_MIN: Final = 4
 """With fewer partitions that can be handed over at once, others are held: a partition that is
 written all the time has never committed all of its changes."""
@@ -55,6 +58,10 @@ class Handovers:
         """Partitions to hand over, in turn."""
         self._next: frozenset[int] = frozenset()
         """Those of them that may be held now."""
+        self._began_ns = 0
+        """When the group began that is on its way."""
+        self._rests_until_ns: int | None = None
+        """No group begins before."""
         self._resting: dict[int, int] = {}
         """Partition -> when it may be held again, because its handover was given up."""
         self._held: set[int] = set()
@@ -77,8 +84,8 @@ class Handovers:
         """Return the partitions to look at: those that are held, or else those that come next."""
         if self._held:
             return list(self._held)
-        room = GROUP_MAX - len(self._handed)
-        if room < ROOM_MIN:
+        is_resting = self._rests_until_ns is not None and now_ns < self._rests_until_ns
+        if self._handed or is_resting:
             return []
         drained: list[int] = []
         others: list[int] = []
@@ -89,7 +96,7 @@ class Handovers:
             is_drained = mastership is None or _is_drained(mastership.part)
             (drained if is_drained else others).append(vb_id)
         chosen = drained if len(drained) >= DRAINED_MIN or not others else others
-        del chosen[room:]
+        del chosen[GROUP_MAX:]
         for vb_id in chosen:  # who cannot be handed over now lets others pass
             self._waiting[vb_id] = self._waiting.pop(vb_id)
         self._next = frozenset(chosen)
@@ -121,6 +128,8 @@ class Handovers:
                 self._waiting[part.vb_id] = None
                 return None
             self._waiting.pop(part.vb_id, None)
+            if not self._held and not self._handed:
+                self._began_ns = now_ns
             self._held.add(part.vb_id)
         if not mastership.handing_since_ns:
             mastership.handing_since_ns = now_ns
@@ -149,10 +158,27 @@ class Handovers:
                 self._handed[vb_id] = now_ns
 
     def note_followed(self, now_ns: int, is_followed: Callable[[int], bool]) -> None:
-        """Forget the partitions whose new master is followed here, or was not for too long."""
+        """Forget the partitions whose new master is followed here, or was not for too long. If the
+        last one of a group is followed, the cluster rests.
+        """
+        if not self._handed:
+            return
+        has_followed = False
         for vb_id, since_ns in tuple(self._handed.items()):
-            if is_followed(vb_id) or now_ns - since_ns >= FOLLOWED_NS_MAX:
+            is_late = now_ns - since_ns >= FOLLOWED_NS_MAX
+            if is_followed(vb_id) or is_late:
                 del self._handed[vb_id]
+                has_followed = not is_late
+        # Nobody works off what a new master that stands still has delayed: no rest after its group.
+        if has_followed and self._waiting and not self._handed and not self._held:
+            self._rests_until_ns = now_ns + min(now_ns - self._began_ns, GROUP_REST_NS_MAX)
+
+    def take_rested(self, now_ns: int) -> bool:
+        """Return whether a rest is over, once: the next group may begin."""
+        if self._rests_until_ns is None or now_ns < self._rests_until_ns:
+            return False
+        self._rests_until_ns = None
+        return True
 
     def any_held(self, vb_ids: Iterable[int]) -> bool:
         """Whether writers of any of these partitions wait."""

@@ -307,12 +307,15 @@ class ReplicationCore:
     def check_fence(self, now_ns: int) -> None:
         """Fence the partitions that are not confirmed any more, and mark those whose master is not
         heard. Call it before every batch: the process may have been stopped since the last tick.
+        Go on with handovers that have rested: nothing else may ask for a step before the next tick.
         """
         fence_ns = self.leading.serving.fence_ns
         if fence_ns is not None and now_ns >= fence_ns:
             self.leading.serve(now_ns)
         if self.leading.arriving:
             self.leading.arrivals.expire(now_ns)
+        if self.leading.handovers.take_rested(now_ns):
+            self.leading.step_due()
         if now_ns >= self._unheard_from_ns:
             self.following.note_heard(now_ns)
             self._mark_unheard()

@@ -13,9 +13,9 @@ from dcp.replication.handovers import (
     DRAINED_NS_MAX,
     FOLLOWED_NS_MAX,
     GROUP_MAX,
+    GROUP_REST_NS_MAX,
     HANDING_NS_MAX,
     REST_NS,
-    ROOM_MIN,
 )
 from dcp.replication.mastership import Service
 from dcp.replication.messages import FORMAT, Greeting, encode
@@ -472,11 +472,12 @@ def test_handovers_go_in_groups_and_hold_the_writers_of_no_other_partition() -> 
     for vb_id in range(GROUP_MAX):
         handovers.ended(vb_id, cluster.now_ns, is_handed=True)
     assert not handovers.due(cluster.now_ns, others), "their new masters do not serve yet"
-    handovers.note_followed(cluster.now_ns, lambda vb_id: vb_id < ROOM_MIN)
-    assert handovers.due(cluster.now_ns, others) == list(range(GROUP_MAX, GROUP_MAX + ROOM_MIN))
+    handovers.note_followed(cluster.now_ns, lambda vb_id: vb_id > 0)
+    assert not handovers.due(cluster.now_ns, others), "a group begins when none is on its way"
     handovers.note_followed(cluster.now_ns + FOLLOWED_NS_MAX, lambda vb_id: False)
-    due = [*range(GROUP_MAX + ROOM_MIN, 2 * GROUP_MAX), *range(GROUP_MAX, GROUP_MAX + ROOM_MIN)]
-    assert handovers.due(cluster.now_ns, others) == due, "neither of them holds up others"
+    rested_ns = cluster.now_ns + FOLLOWED_NS_MAX + GROUP_REST_NS_MAX
+    due = handovers.due(rested_ns, others)
+    assert due == list(range(GROUP_MAX, 2 * GROUP_MAX)), "it holds up nobody any longer"
 
 
 def test_partitions_without_a_change_under_way_are_handed_over_first() -> None:
