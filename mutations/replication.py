@@ -7,6 +7,12 @@ from mutations.mutation import Mutation
 REPLICATION = (
     # -- replication ---------------------------------------------------------------------------
     Mutation(
+        "groups-of-handovers-without-a-rest",
+        "now_ns + min(now_ns - self._began_ns, GROUP_REST_NS_MAX)\n",
+        "now_ns\n",
+        ("test_handovers",),
+    ),
+    Mutation(
         "stale-acknowledgement-counts",
         "        if given is None or given.epoch != epoch:\n",
         "        if given is None:\n",

@@ -243,6 +243,12 @@ MUTATIONS = (
         ("test_committer", "test_failing_sync", "test_node_durability"),
     ),
     Mutation(
+        "slow-disk-stops-the-loop",
+        "        self._avoiding = self._avoids_next\n",
+        "        self._avoiding = 0\n",
+        ("test_committer",),
+    ),
+    Mutation(
         "branches-not-synced",
         "WriteGroup(group, self._syncs_groups or bool(group.branched), rotates)\n",
         "WriteGroup(group, self._syncs_groups, rotates)\n",

@@ -133,7 +133,7 @@ class Committer:
         }
         self._is_marking = False
         self._avoiding = 0
-        """Groups that are the thread's, because the disk was slow."""
+        """Groups that the thread is still to write, because the disk was slow."""
         self._avoids_next = AVOIDING_GROUPS
         self._is_scheduled = False
         self._is_reserving = False
@@ -266,10 +266,7 @@ class Committer:
 
     def _is_for_the_loop(self, job: WriteGroup) -> bool:
         record_bytes = RECORD_BYTES + len(job.group.payload)
-        if job.rotates or record_bytes > INLINE_BYTES_MAX:
-            return False
-        if self._avoiding:
-            self._avoiding -= 1
+        if job.rotates or record_bytes > INLINE_BYTES_MAX or self._avoiding:
             return False
         # An append that extends the file would wait while zeros are being written.
         return not (self._is_reserving and record_bytes > self._device.room_bytes)
@@ -286,6 +283,7 @@ class Committer:
         """Let the thread do a job."""
         self._idle.clear()
         if isinstance(job, WriteGroup):
+            self._avoiding = max(self._avoiding - 1, 0)
             work = _Work(partial(self._write, job, self._sync), partial(self._written, job), job)
         elif job is LogTask.ROTATE:
             self._last_segment_bytes = self._device.current_bytes
