@@ -132,11 +132,18 @@ class ClusterHere:
         records = replicated.session.view.partitions.values()
         return {len(stored.content.record.isr) for stored in records}
 
+    def hands_over(self, name: str) -> bool:
+        """Return whether a node hands partitions over, or rests between two groups of them."""
+        replicated = self.nodes[name].replicated
+        assert replicated is not None
+        return replicated.core.leading.handovers.is_under_way
+
     async def until_all_in_sync(self, copies: int) -> None:
-        """Return once each partition is served, with so many copies in sync."""
+        """Return once each partition is served, with so many copies in sync, and none moves."""
         await until_so(
             lambda: (
-                sum(len(self.active(name)) for name in self.nodes) == 1024
+                not any(self.hands_over(name) for name in self.nodes)
+                and sum(len(self.active(name)) for name in self.nodes) == 1024
                 and all(self.in_sync(name) == {copies} for name in self.nodes)
             )
         )
