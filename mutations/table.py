@@ -249,6 +249,18 @@ MUTATIONS = (
         ("test_committer",),
     ),
     Mutation(
+        "merges-rest-while-somebody-waits",
+        "            if self._must_hurry:\n                self._duty",
+        "            if not loop:\n                self._duty",
+        ("test_merging",),
+    ),
+    Mutation(
+        "merges-never-rest",
+        "        self._rest = 1 / share - 1\n",
+        "        self._rest = 0.0\n",
+        ("test_rests", "test_store_process"),
+    ),
+    Mutation(
         "branches-not-synced",
         "WriteGroup(group, self._syncs_groups or bool(group.branched), rotates)\n",
         "WriteGroup(group, self._syncs_groups, rotates)\n",

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
+from dcp.core.merge_duty import SHARE_UNKNOWN
 from dcp.core.merges import DROP_SLICE_VBUCKETS
 from dcp.core.pacing import left_of_merge_s
 from dcp.core.store_turns import SLICE_S, Work
 from dcp.server.config.settings import Settings
 from dcp.server.observe.meter import Meter
-from dcp.server.storage import store_queue
+from dcp.server.storage import merging, store_queue
 from dcp.server.storage.backpressure import Backpressure, Pressure
 from dcp.server.storage.compaction_schedule import Compaction, CompactionError
-from dcp.server.storage.merging import MergeTroubleError, Merging
+from dcp.server.storage.merging import CHECK_S, MergeTroubleError, Merging
 from dcp.server.storage.store_process import StoreProcessDiedError
 from dcp.server.storage.store_queue import StoreQueue
 from dcp.server.storage.store_supervisor import StoreSupervisor
@@ -41,12 +42,22 @@ class Process:
         self.node = node
         self.error = error
         self.merge_s = 1.5
+        self.shares: list[float] = []
+        self.rests = False
+        """Whether merges wait until they are hurried."""
+        self.hurried = asyncio.Event()
 
-    async def merge(self, segments: list[int]) -> MergeReport:
+    async def merge(self, segments: list[int], share: float) -> MergeReport:
+        self.shares.append(share)
         if self.error is not None:
             raise self.error
+        if share < 1 and self.rests:
+            await asyncio.wait_for(self.hurried.wait(), 20)
         sealed = [(segment, self.node.device.read(segment)) for segment in segments]
         return merge(self.node.env, sealed)
+
+    def hurry(self) -> None:
+        self.hurried.set()
 
     async def used_bytes(self) -> int:
         if self.error is not None:
@@ -137,6 +148,72 @@ async def test_what_a_merge_still_takes_includes_the_wait_for_its_turn(
     await compacting
     await shell.task
     assert shell.merging.left_s() == 0.0
+
+
+async def resting(shell: Shell) -> Process:
+    """Begin a merge, and return when it rests."""
+    await shell.queue.start()
+    process: Any = shell.queue.process
+    process.rests = True
+    shell.node.engine.store(SET, 5, b"\0k", b"\0kv", 0, 0, 0, 0)
+    shell.kick()
+    await until(lambda: bool(process.shares))
+    await asyncio.sleep(2 * CHECK_S)
+    assert not process.hurried.is_set()
+    assert process.shares == [SHARE_UNKNOWN]
+    return process
+
+
+async def test_a_merge_that_rests_hurries_when_the_next_memtable_is_half_full() -> None:
+    shell = Shell(None)
+    process = await resting(shell)
+    shell.node.engine.keyspace.memtable_bytes_max = 1
+    await process.hurried.wait()
+    await shell.task
+
+
+async def test_a_merge_that_rests_hurries_for_a_caller() -> None:
+    shell = Shell(None)
+    process = await resting(shell)
+    await asyncio.wait_for(shell.merging.merge_now(), 20)
+    assert process.hurried.is_set()
+    shell.node.engine.store(SET, 5, b"\0l", b"\0lv", 0, 0, 0, 0)
+    process.hurried.clear()
+    await asyncio.wait_for(shell.merging.merge_now(), 20)
+    assert process.shares[1:] == [1.0], "a merge that somebody waits for does not begin to rest"
+
+
+@pytest.mark.parametrize("work", [Work.FAILOVER_LOG, Work.LOAD])
+async def test_a_merge_that_rests_hurries_for_urgent_work(work: Work) -> None:
+    shell = Shell(None)
+    process = await resting(shell)
+    assert await asyncio.wait_for(shell.queue.do(work, lambda child: child.used_bytes()), 20) == 7
+    assert process.hurried.is_set()
+    await shell.task
+
+
+async def test_compaction_waits_for_a_merge_that_rests() -> None:
+    shell = Shell(None)
+    process = await resting(shell)
+    plan = asyncio.create_task(shell.queue.do(Work.PLAN, lambda child: child.used_bytes()))
+    await asyncio.sleep(2 * CHECK_S)
+    assert not process.hurried.is_set()
+    process.hurry()
+    assert await plan == 7
+
+
+async def test_rests_are_no_part_of_what_a_merge_still_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1_000.0
+    monkeypatch.setattr(merging, "time", SimpleNamespace(monotonic=lambda: now_s))
+    shell = Shell(None)
+    process = await resting(shell)
+    shell.meter.last_merge_s = 4.0
+    now_s += 2.0
+    assert shell.merging.left_s() == left_of_merge_s(4.0, SHARE_UNKNOWN * 2.0)
+    process.hurry()
+    await shell.task
 
 
 @pytest.mark.parametrize("first", [DIED, FULL])

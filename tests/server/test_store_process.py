@@ -124,6 +124,53 @@ async def test_requests_are_done_in_order(server: Server, process: StoreProcess)
     assert (record.failover, record.epoch, record.high_seqno) == ([[77, 1, 6], [1, 0, 0]], 6, 3)
 
 
+RESTING = 0.000_1
+"""A share of the time with which the first rest takes most of a minute."""
+GROUPS = 20_000
+"""So many groups take longer than the work between two rests."""
+
+
+async def resting(server: Server, process: StoreProcess) -> asyncio.Task[MergeReport]:
+    """Begin a merge, and return when it rests."""
+    for seqno in range(1, GROUPS + 1):
+        server.writer.append(seqno, entry(seqno))
+    segment = server.writer.rotate() - 1
+    merging = asyncio.create_task(process.merge([segment], RESTING))
+    done, _ = await asyncio.wait({merging}, timeout=1.0)
+    assert not done
+    return merging
+
+
+async def test_a_merge_rests_until_the_server_is_in_a_hurry(
+    server: Server, process: StoreProcess
+) -> None:
+    merging = await resting(server, process)
+    process.hurry()
+    report = await asyncio.wait_for(merging, 20)
+    assert report.high_seqnos == {VB: GROUPS}
+    process.hurry()  # nobody merges now
+
+
+async def test_a_merge_that_rests_is_finished_when_the_server_stops(
+    server: Server, process: StoreProcess
+) -> None:
+    merging = await resting(server, process)
+    assert await process.stop()
+    await asyncio.wait({merging})
+    server.store.refresh()
+    record = server.store.partition(VB)
+    assert record is not None
+    assert record.high_seqno == GROUPS
+
+
+async def test_a_merge_that_rests_holds_up_nobody_once_it_is_cancelled(
+    server: Server, process: StoreProcess
+) -> None:
+    merging = await resting(server, process)
+    merging.cancel()
+    assert await asyncio.wait_for(process.used_bytes(), 20) > 0
+
+
 async def test_it_compacts_while_others_read(server: Server, process: StoreProcess) -> None:
     for seqno in (1, 2, 3):
         again = pack_mutation(
@@ -294,7 +341,7 @@ def test_a_request_of_a_lost_server_commits_nothing(tmp_path: Path) -> None:
     device.rotate()
     device.close()
     for request in (
-        {"id": 1, "op": "merge", "segments": [1]},
+        {"id": 1, "op": "merge", "segments": [1], "share": 1.0},
         {"id": 2, "op": "failover", "logs": {VB: [[9, 0, 1]]}},
     ):
         with pytest.raises(SystemExit):
@@ -306,7 +353,8 @@ def test_a_request_of_a_lost_server_commits_nothing(tmp_path: Path) -> None:
 
 def test_an_error_is_a_reply(tmp_path: Path) -> None:
     env = MemoryEnv(TABLES)
-    reply = StoreWork(env, tmp_path, lambda: None).handle({"id": 3, "op": "merge", "segments": []})
+    request = {"id": 3, "op": "merge", "segments": [], "share": 1.0}
+    reply = StoreWork(env, tmp_path, lambda: None).handle(request)
     assert (reply["id"], reply["error"]) == (3, "MergeRefusedError")
 
 

@@ -13,9 +13,11 @@ import cbor2
 import pytest
 
 from dcp.server.storage import store_process as module
+from dcp.server.storage.rests import Rests
 from dcp.server.storage.store_messages import (
     FORGET,
     HEAD,
+    HURRY,
     PACKET,
     Inbox,
     Packets,
@@ -39,13 +41,14 @@ class Pipes:
         self.has_request = asyncio.Event()
         self.packets: list[tuple[int, bytes]] = []
         self.forgotten: list[int] = []
+        self.hurried: list[int] = []
         self._data = b""
 
     def write(self, data: bytes) -> None:
         self._data += data
         while len(self._data) >= HEAD.size:
             kind, length, number = HEAD.unpack_from(self._data)
-            stop = HEAD.size + (0 if kind == FORGET else length)
+            stop = HEAD.size + (0 if kind in {FORGET, HURRY} else length)
             if len(self._data) < stop:
                 return
             body, self._data = self._data[HEAD.size : stop], self._data[stop:]
@@ -53,6 +56,8 @@ class Pipes:
                 self.packets.append((number, body))
             elif kind == FORGET:
                 self.forgotten.append(number)
+            elif kind == HURRY:
+                self.hurried.append(number)
             else:
                 self.requests.append(cbor2.loads(body))
                 self.has_request.set()
@@ -129,12 +134,29 @@ async def test_times_are_those_of_the_work_and_not_of_the_wait_for_it(
     await answer("compact", done, 0.25)
     assert await first == done
     assert process.compact_s == 0.25
-    await answer("merge", MergeReport(1, {}, 0, {}, []), 3.0)
+    await answer("merge", (MergeReport(1, {}, 0, {}, []), 1.0), 3.0)
     assert await merged == MergeReport(1, {}, 0, {}, [])
-    assert process.merge_s == 3.0
+    assert process.merge_s == 2.0, "it rested for a second"
     await answer("compact", done, 2.0)
     await second
     assert process.compact_s == 2.0
+
+
+async def test_a_hurry_names_the_merge_under_way_once() -> None:
+    pipes = Pipes()
+    process = process_of(pipes)
+    process.hurry()
+    for _ in range(2):
+        merged = asyncio.create_task(process.merge([1], 0.5))
+        request = await pipes.request()
+        assert request["share"] == 0.5
+        process.hurry()
+        process.hurry()
+        pipes.stdout.feed_data(pipes.reply(request, (MergeReport(1, {}, 0, {}, []), 0.0)))
+        await merged
+        process.hurry()
+        assert pipes.hurried[-1] == request["id"]
+    assert len(pipes.hurried) == 2
 
 
 async def test_packets_travel_once_and_before_the_load_that_names_them() -> None:
@@ -182,7 +204,8 @@ def test_a_child_reads_packets_while_it_works_and_drops_what_is_forgotten() -> N
         HEAD.pack(PACKET, 3, 8) + b"two", HEAD.pack(FORGET, 0, 7), pack_request({"id": 2}),
         HEAD.pack(PACKET, 3, 9) + b"cu",
     ])  # fmt: skip
-    inbox = Inbox(Told(data), packets)
+    rests = Rests()
+    inbox = Inbox(Told(data), packets, rests)
     assert told.wait(20), "nobody has asked for a request"
     assert inbox.next_request() == {"id": 1, "op": "merge"}
     assert packets.get(8) == b"two"

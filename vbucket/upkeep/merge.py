@@ -94,13 +94,15 @@ def merge(
     body_bytes_target: int = BODY_BYTES_TARGET,
     native: bool = True,
     slice_pages: int = SLICE_PAGES,
+    step: Callable[[], None] = lambda: None,
 ) -> MergeReport:
     """Merge sealed segments (id, bytes), in order, into the store; durable on return.
 
     Segments that are in the store already are skipped. If a partition's data is damaged, the
     transaction is aborted, and `segments` is iterated again without that partition; so it is after
     an earlier merge was finished. `before_commit` is called for each slice, and may raise to abort
-    the merge. `native`: use the loops in C where they are built (the result is the same).
+    the merge. `native`: use the loops in C where they are built (the result is the same). `step` is
+    called after each staged group and each merged partition, and may wait.
     Raises MergeRefusedError, LogDamagedError, StoreFullError, StoreFailedError, UnknownFormatError;
     StoreDamagedError if more than DAMAGED_MAX partitions are damaged, or shared data is. Then some
     slices may have been merged, and the next merge goes on after them.
@@ -109,7 +111,7 @@ def merge(
     high_seqnos: dict[int, int] = {}
     entries = 0
     while True:
-        one = _Pass(segments, damaged, body_bytes_target, slice_pages, native=native)
+        one = _Pass(segments, damaged, body_bytes_target, slice_pages, step, native=native)
         try:
             while one.has_more:
                 with env.write() as write:
@@ -139,6 +141,7 @@ class _Pass:
         damaged: Mapping[int, str],
         body_bytes_target: int,
         slice_pages: int,
+        step: Callable[[], None],
         *,
         native: bool,
     ) -> None:
@@ -146,6 +149,7 @@ class _Pass:
         self._damaged = damaged
         self._body_bytes_target = body_bytes_target
         self._slice_pages = slice_pages
+        self._step = step
         self._native = native
         self._staging: Staging | None = None
         self._order: list[int] = []
@@ -183,6 +187,7 @@ class _Pass:
                 record = self._merge_stage(write, view, staging, stage, rows)
             self._high_seqnos[stage.vb_id] = record.high_seqno
             pages += stage.written_pages
+            self._step()
         rows.write(write)
         if self._order:
             self._put_progress(write, view, staging)
@@ -242,6 +247,7 @@ class _Pass:
                     payload = entries_from(payload, part.vb_id)  # noqa: PLW2901 - what is left of it
                 staging.add_group(segment, payload)
                 end = LogEnd(segment, at, group, crc)
+                self._step()
             if self.stopped_early:
                 assert end is None or end.segment != segment, "a merge ends with a segment"
                 break

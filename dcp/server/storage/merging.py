@@ -7,6 +7,10 @@ The node calls `merge` once per rotation of the log. A merge is retried until it
 (dcp.server.storage.store_queue). Meanwhile the log has everything, reads and streams continue, and
 `trouble` says why the merge waits.
 
+While nobody waits for it, a merge rests in between (`dcp.core.merge_duty`). It hurries from the
+moment when the next memtable is half full, a caller of `merge_now` waits, or urgent work waits for
+the store process.
+
 `dcp.core.merges` has the rules and their invariants.
 """
 
@@ -15,8 +19,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
+from dcp.core.merge_duty import MergeDuty
 from dcp.core.merges import MergeCycle
 from dcp.core.pacing import left_of_merge_s
 from dcp.core.store_turns import Work
@@ -27,6 +33,9 @@ from dcp.server.storage.store_queue import StoreQueue
 from vbucket.engine.engine import Engine
 from vbucket.log.device import LogDevice
 from vbucket.upkeep.merge import MergeReport
+
+CHECK_S: Final = 0.1
+"""How often it is checked whether a merge that rests must hurry."""
 
 
 class MergeTroubleError(Exception):
@@ -62,8 +71,10 @@ class Merging:
         """Notified at the end of a merge, and when a merge fails."""
         self._began_s = 0.0
         """When the running merge began, monotonic; 0: none runs."""
-        self._turn_began_s = 0.0
-        """When its turn in the store process came; 0: it waits for it."""
+        self._duty = MergeDuty()
+        """Under way while the merge has its turn in the store process, and until its end."""
+        self._callers = 0
+        """Who waits for a merge."""
         self._deleting: asyncio.Future[None] | None = None
         """The deletion of merged segments, in a thread: removing 64 MiB takes milliseconds."""
         self.count = 0
@@ -84,8 +95,8 @@ class Merging:
         if not self._began_s:
             return 0.0
         ahead_s = under_way_s = 0.0
-        if self._turn_began_s:
-            under_way_s = time.monotonic() - self._turn_began_s
+        if self._duty.is_under_way:
+            under_way_s = self._duty.worked_s(time.monotonic())
         else:
             ahead_s = self._queue.ahead_s(Work.MERGE)
         return ahead_s + left_of_merge_s(self._meter.last_merge_s, under_way_s)
@@ -102,18 +113,16 @@ class Merging:
         """Merge the sealed segments of the log; then drop the frozen layer, in slices."""
         segments = self._cycle.begin(self._device.segments())
         self._began_s = time.monotonic()
+        self._duty.rotated(self._began_s)
         merged = self._cycle.merged(await self._merge(segments))
         for vb_id, why in merged.entered.items():
             self._log.error("quarantined", vb_id=vb_id, reason=why)
         for vb_id in merged.left:
             self._log.info("out of quarantine", vb_id=vb_id)
         await self._delete(merged.deletable)
-        is_over = False
-        while not is_over:
-            is_over = self._cycle.drop_slice()
-            self._on_room()
-            await asyncio.sleep(0)
-        self._began_s = self._turn_began_s = 0.0
+        await self._drop_frozen()
+        self._began_s = 0.0
+        self._duty.end()
         self.count += 1
         if self._engine.keyspace.wants_freeze:
             # If writers wait, no group comes that would begin the next merge.
@@ -121,6 +130,15 @@ class Merging:
         if self._engine.keyspace.has_pending:
             self._kick()
         await self._notify()
+
+    async def _drop_frozen(self) -> None:
+        is_over = False
+        while not is_over:
+            began_s = time.monotonic()
+            is_over = self._cycle.drop_slice()
+            self._on_room()
+            took_s = time.monotonic() - began_s
+            await asyncio.sleep(0 if self._must_hurry else self._duty.rest_s(took_s))
 
     async def wait(self, timeout_s: float) -> None:
         """Return at the end of the next merge, or after `timeout_s`."""
@@ -131,6 +149,13 @@ class Merging:
 
     async def merge_now(self) -> None:
         """Return once everything applied so far is in the store. Raises MergeTroubleError."""
+        self._callers += 1
+        try:
+            await self._merge_now()
+        finally:
+            self._callers -= 1
+
+    async def _merge_now(self) -> None:
         engine = self._engine
         group = engine.keyspace.merge_soon()
         while engine.keyspace.merged_group < group:
@@ -149,8 +174,8 @@ class Merging:
 
     async def _merge(self, segments: list[int]) -> MergeReport:
         async def ask(process: StoreProcess) -> MergeReport:
-            self._turn_began_s = time.monotonic()
-            report = await process.merge(segments)
+            with self._hurrying(process) as share:
+                report = await process.merge(segments, share)
             self._meter.merged_in(process.merge_s)
             return report
 
@@ -159,6 +184,38 @@ class Merging:
             self._log.info("merging continues")
         self.trouble = ""
         return report
+
+    @property
+    def _must_hurry(self) -> bool:
+        return bool(self._callers) or not self._engine.keyspace.has_room or self._queue.is_urgent
+
+    @contextlib.contextmanager
+    def _hurrying(self, process: StoreProcess) -> Iterator[float]:
+        """Give the share of the time that a merge may work, and let it hurry as soon as it must,
+        until the block ends.
+        """
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle | None = None
+
+        def check() -> None:
+            nonlocal timer
+            if self._must_hurry:
+                self._duty.hurry(time.monotonic())
+                process.hurry()
+            else:
+                timer = loop.call_later(CHECK_S, check)
+
+        share = self._duty.begin(time.monotonic(), self._meter.last_merge_s)
+        if self._must_hurry:
+            self._duty.hurry(time.monotonic())
+            share = 1.0
+        if share < 1:
+            timer = loop.call_later(CHECK_S, check)
+        try:
+            yield share
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def _delete(self, segments: Sequence[int]) -> None:
         loop = asyncio.get_running_loop()
@@ -173,7 +230,7 @@ class Merging:
         if not self.trouble:
             self._log.error("merge put off", reason=str(error), retry_s=pause_s)
         self.trouble = str(error)
-        self._turn_began_s = 0.0
+        self._duty.end()
         self.on_trouble()
         await self._notify()
 

@@ -4,6 +4,7 @@
       REQUEST        then CBOR: {"id", "op": one of store_process.OPERATIONS, ...}
       PACKET         then a packet of a restore, which a later request names by its number
       FORGET         no request will name this packet
+      HURRY          this request rests no more (dcp.server.storage.rests)
     to the server    u32 length, then CBOR
       reply          {"id", "result"} or {"id", "error": name of the exception, "text"}
       beat           {"beat"}, every BEAT_S while a request is handled: the child is alive
@@ -30,6 +31,8 @@ from typing import Any, BinaryIO, Final
 
 import cbor2
 
+from dcp.server.storage.rests import Rests
+
 MESSAGE_BYTES_MAX: Final = 16 << 20
 BEAT_S: Final = 1.0
 HEAD: Final = struct.Struct(">BIQ")
@@ -37,6 +40,7 @@ LENGTH: Final = struct.Struct(">I")
 REQUEST: Final = 0
 PACKET: Final = 1
 FORGET: Final = 2
+HURRY: Final = 3
 
 
 def pack_request(request: dict[str, Any]) -> bytes:
@@ -74,9 +78,10 @@ class Packets:
 class Inbox:
     """Reads what the server sends, on a thread of its own."""
 
-    def __init__(self, stream: BinaryIO, packets: Packets) -> None:
+    def __init__(self, stream: BinaryIO, packets: Packets, rests: Rests) -> None:
         self._stream = stream
         self._packets = packets
+        self._rests = rests
         self._requests: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         threading.Thread(target=self._read_all, name="inbox", daemon=True).start()
 
@@ -89,6 +94,7 @@ class Inbox:
             while (request := self._read_request()) is not None:
                 self._requests.put(request)
         finally:
+            self._rests.hurry()
             self._requests.put(None)
 
     def _read_request(self) -> dict[str, Any] | None:
@@ -104,6 +110,9 @@ class Inbox:
             assert length <= MESSAGE_BYTES_MAX, f"a message of {length} bytes"
             if kind == FORGET:
                 self._packets.forget((number,))
+                continue
+            if kind == HURRY:
+                self._rests.hurry(number)
                 continue
             data = stream.read(length)
             if len(data) < length:

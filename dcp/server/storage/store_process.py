@@ -36,9 +36,11 @@ import cbor2
 
 from dcp.core.store_turns import SLICE_S
 from dcp.server.storage.folder import log_path, store_path
+from dcp.server.storage.rests import Rests
 from dcp.server.storage.store_messages import (
     FORGET,
     HEAD,
+    HURRY,
     LENGTH,
     PACKET,
     Inbox,
@@ -114,10 +116,12 @@ class StoreProcess:
         """Bytes of the packets that the child has, or will have read, by number."""
         self.ahead_bytes = 0
         """The sum of these, those of a load under way included."""
+        self._merge_id = 0
+        """The merge under way, unless it was hurried; 0: there is none."""
         self.merge_s = 0.0
         self.compact_s = 0.0
         """Durations of the last merge and of the last slice of a compaction, without the wait for
-        earlier requests."""
+        earlier requests, and without rests."""
 
     @classmethod
     async def start(
@@ -149,17 +153,36 @@ class StoreProcess:
         """Process id of the child."""
         return self._process.pid
 
-    async def merge(self, segments: list[int]) -> MergeReport:
-        """Merge sealed segments; durable on return.
+    async def merge(self, segments: list[int], share: float = 1.0) -> MergeReport:
+        """Merge sealed segments; durable on return. The child works for `share` of the time, and
+        rests in between, until `hurry`.
 
         Raises what vbucket.upkeep.merge.merge raises (LogDamagedError for a missing segment), and
         StoreProcessDiedError.
         """
+        import asyncio
+
         async with self._turn:
             began_s = time.monotonic()
-            report = MergeReport(*await self._ask({"op": "merge", "segments": segments}))
-            self.merge_s = time.monotonic() - began_s
-        return report
+            self._merge_id = self._last_id + 1
+            try:
+                report, rested_s = await self._ask(
+                    {"op": "merge", "segments": segments, "share": share}
+                )
+            except asyncio.CancelledError:
+                self.hurry()  # nobody waits for it, but other work may
+                raise
+            finally:
+                self._merge_id = 0
+            self.merge_s = time.monotonic() - began_s - rested_s
+        return MergeReport(*report)
+
+    def hurry(self) -> None:
+        """Let the merge under way, if there is one, rest no more. Does not wait."""
+        stdin = self._process.stdin
+        if self._merge_id and stdin is not None and not stdin.is_closing():
+            stdin.write(HEAD.pack(HURRY, 0, self._merge_id))
+            self._merge_id = 0
 
     async def set_failovers(self, logs: dict[int, list[list[int]]]) -> None:
         """Write the failover logs of partitions, after earlier requests: all or none. Raises as
@@ -331,12 +354,14 @@ class StoreWork:
         log_folder: Path,
         before_commit: Callable[[], None] = lambda: None,
         packets: Packets | None = None,
+        rests: Rests | None = None,
         *,
         slice_pages: int = SLICE_PAGES,
     ) -> None:
         self._env = env
         self._log_folder = log_folder
         self._packets = packets or Packets()
+        self._rests = rests or Rests()
         self._before_commit = before_commit
         self._slice_pages = slice_pages
         self._compactor = Compactor()
@@ -357,12 +382,15 @@ class StoreWork:
                 self._packets.forget(number for _, number in named)
         return {"id": request["id"], "result": result}
 
-    def merge(self, request: dict[str, Any]) -> MergeReport:
-        """Merge sealed segments."""
+    def merge(self, request: dict[str, Any]) -> tuple[MergeReport, float]:
+        """Merge sealed segments. Return the seconds that it rested, too."""
         segments = _SealedSegments(self._log_folder, request["segments"])
-        return merge(
-            self._env, segments, before_commit=self._before_commit, slice_pages=self._slice_pages
-        )
+        self._rests.begin(request["id"], request["share"])
+        report = merge(
+            self._env, segments, before_commit=self._before_commit,
+            slice_pages=self._slice_pages, step=self._rests.step,
+        )  # fmt: skip
+        return report, self._rests.rested_s
 
     def set_failovers(self, request: dict[str, Any]) -> None:
         """Write the failover logs of partitions."""
@@ -455,20 +483,22 @@ def main(arguments: list[str]) -> None:
     try:
         env = LmdbEnv(store_path(data_path), TABLES, map_size_bytes=map_size_bytes)
     except tuple(_ERRORS.values()) as error:
-        _serve(partial(_refusal, error=error), Packets())
+        _serve(partial(_refusal, error=error), Packets(), Rests())
         return
-    packets = Packets()
+    packets, rests = Packets(), Rests()
     log_folder = log_path(data_path)
-    work = StoreWork(env, log_folder, end_without_parent, packets, slice_pages=slice_pages)
-    _serve(work.handle, packets)
+    work = StoreWork(env, log_folder, end_without_parent, packets, rests, slice_pages=slice_pages)
+    _serve(work.handle, packets, rests)
     env.close()
 
 
-def _serve(handle: Callable[[dict[str, Any]], dict[str, Any]], packets: Packets) -> None:
+def _serve(
+    handle: Callable[[dict[str, Any]], dict[str, Any]], packets: Packets, rests: Rests
+) -> None:
     """Answer requests until stdin ends."""
     # Not sys.stdin: a process that ends waits for a thread that reads it.
     stdin = open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115 - read until the end
-    inbox, replies = Inbox(stdin, packets), Replies(sys.stdout.buffer)
+    inbox, replies = Inbox(stdin, packets, rests), Replies(sys.stdout.buffer)
     while (request := inbox.next_request()) is not None:
         with replies.beating():
             reply = handle(request)

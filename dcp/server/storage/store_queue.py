@@ -48,6 +48,8 @@ FAILURES: Final = (
     StoreFullError, StoreProcessDiedError, UnknownFormatError,
 )  # fmt: skip
 """Expected failures of a job. OSError: no memory, or no descriptor, for another process."""
+URGENT: Final = (Work.FAILOVER_LOG, Work.LOAD)
+"""What a merge makes haste for. Plans and compactions have time, as merges have."""
 _T = TypeVar("_T")
 
 Ask = Callable[[StoreProcess], Awaitable[_T]]
@@ -73,6 +75,11 @@ class StoreQueue:
     def ahead_s(self, work: Work) -> float:
         """Estimate how long a waiting job of this kind waits for its turn."""
         return self._turns.ahead_s(work, time.monotonic())
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether work waits that a server or its clients wait for."""
+        return not self._waiting.keys().isdisjoint(URGENT)
 
     @property
     def process(self) -> StoreProcess | None:

@@ -1,0 +1,61 @@
+"""A merge that nobody waits for rests, and no more once somebody does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp.core.merge_duty import REST_MAX_S, SHARE_MIN, SHARE_UNKNOWN, TIME_SHARE, MergeDuty
+
+SECONDS = st.floats(0.001, 10_000.0)
+
+
+def begun(filled_s: float, usual_s: float) -> tuple[MergeDuty, float]:
+    """Begin the merge of a memtable that took so long to get full, at second 20,000."""
+    duty = MergeDuty()
+    duty.rotated(20_000.0 - filled_s)
+    duty.rotated(20_000.0)
+    return duty, duty.begin(20_000.0, usual_s)
+
+
+@pytest.mark.parametrize(
+    ("filled_s", "usual_s", "share"),
+    [(10.0, 2.0, 0.4), (10.0, 5.0, 1.0), (10.0, 50.0, 1.0), (1000.0, 2.0, SHARE_MIN)],
+)
+def test_a_merge_takes_half_of_the_time_until_the_next_one_is_due(
+    filled_s: float, usual_s: float, share: float
+) -> None:
+    assert begun(filled_s, usual_s)[1] == pytest.approx(share)
+
+
+@given(SECONDS, SECONDS)
+def test_a_merge_ends_in_time_and_takes_a_few_times_as_long_at_most(
+    filled_s: float, usual_s: float
+) -> None:
+    _, share = begun(filled_s, usual_s)
+    assert SHARE_MIN <= share <= 1
+    assert usual_s / share <= max(usual_s, TIME_SHARE * filled_s) * 1.000001
+
+
+def test_the_first_merges_are_guessed() -> None:
+    duty = MergeDuty()
+    duty.rotated(1.0)
+    assert duty.begin(1.0, 5.0) == SHARE_UNKNOWN, "how long the memtable took is not known"
+    assert begun(10.0, 0.0)[1] == SHARE_UNKNOWN, "how long a merge takes is not known"
+
+
+def test_what_it_has_worked_is_known_and_a_hurry_ends_all_rests() -> None:
+    duty, share = begun(10.0, 2.0)
+    assert share == 0.4
+    assert duty.is_under_way
+    assert duty.worked_s(20_005.0) == pytest.approx(2.0)
+    assert duty.rest_s(0.002) == pytest.approx(0.003)
+    assert duty.rest_s(5.0) == REST_MAX_S
+    duty.hurry(20_005.0)
+    assert duty.worked_s(20_006.0) == pytest.approx(3.0)
+    assert duty.rest_s(0.002) == 0.0
+    duty.end()
+    assert not duty.is_under_way
+    assert duty.begin(30_000.0, 2.0) == 0.4, "the next one rests again"
+    assert duty.worked_s(30_001.0) == pytest.approx(0.4)
