@@ -168,7 +168,7 @@ async def test_a_merge_that_rests_hurries_when_the_next_memtable_is_half_full() 
     shell = Shell(None)
     process = await resting(shell)
     shell.node.engine.keyspace.memtable_bytes_max = 1
-    await process.hurried.wait()
+    await asyncio.wait_for(process.hurried.wait(), 20)
     await shell.task
 
 
