@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,14 @@ from clients.event import Rollback
 from clients.kv.client import KvClient
 from clients.operation import MutationResult
 from support.server import DcpdProcess
-from vbucket.log.device_files import MARK_NAME, read_segment, segment_path, segments_in
+from vbucket.log.device_files import (
+    MARK_NAME,
+    read_mark_slots,
+    read_segment,
+    segment_path,
+    segments_in,
+)
+from vbucket.log.end_mark import read_marks
 from vbucket.log.record import ScannedGroup, scan_segment, written_bytes
 from vbucket.model.ids import vbucket_of
 
@@ -36,6 +44,18 @@ async def fill(server: DcpdProcess) -> dict[bytes, MutationResult]:
     return results
 
 
+def until_marked(data: Path) -> None:
+    """Return once the end mark names the last group: it is written after the answer."""
+    until_s = time.monotonic() + 10
+    while True:
+        _, groups = newest_with_groups(data)
+        marked = read_marks(read_mark_slots(data / "log")).end
+        if marked is not None and marked.group == groups[-1].group:
+            return
+        assert time.monotonic() < until_s, f"{marked} is marked, {groups[-1].group} is the last"
+        time.sleep(0.01)
+
+
 @pytest.fixture(scope="module", params=["stopped", "killed"])
 def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The data folder of a server that was stopped, or killed, after some writes."""
@@ -44,6 +64,7 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     data: Path = tmp_path_factory.mktemp("ended") / "data"
     with DcpdProcess(data) as server:
         asyncio.run(fill(server))
+        until_marked(data)
         if request.param == "stopped":
             assert server.stop() == 0
             server.start()  # so that the last segment has no more than the rest
