@@ -54,6 +54,8 @@ PARTS: Final[dict[str, Part]] = {
     "sustained": Part("Ten minutes of uniform SETs", "sustained",
                       f"--seconds 30 --keys 200000 --png {OUT}/sustained.png",
                       f"--seconds 600 --keys 1000000 --restart --png {OUT}/sustained.png"),
+    "disk": Part("The disk alone: one commit group, at the rate of the ten minutes", "disk",
+                 "--seconds 5 --rate 400", "--seconds 120 --rate 400"),
     "large": Part("Ten million keys", "sustained",
                   "--peers dcpd --seconds 10 --keys 300000 --load --restart",
                   "--peers dcpd,redis-bounded --seconds 40 --keys 10000000 --load --restart"),

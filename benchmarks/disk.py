@@ -4,12 +4,11 @@
     python -m benchmarks.disk --seconds 600 --rate 450          so many a second
     python -m benchmarks.disk --seconds 600 --rate 450 --beside 150
 
-Each group is a write past the page cache into a file of zeros, and a sync, as dcpd's log makes them.
-With `--beside` a second thread writes so many megabytes a second into another file, in runs of
-pages at random places, with a sync after each slice. That is what merges do to the disk. The
-latencies are the floor for every server that keeps what it answers on this disk: one whose
-processor time costs nothing has them, too. So run it shortly before and after what it is compared
-with: a disk that others share has good and bad hours.
+Each group is a write past the page cache into a file of zeros, and a sync. dcpd's log does the
+same. With `--beside` a second thread writes so many megabytes a second into another file, in runs
+of pages at random places, with a sync after each slice. Merges do that. The latencies are the floor
+for every server that keeps what it answers on this disk, however fast its code is. A disk that
+others share has good and bad hours, so run this right before and after what it is compared with.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ RUN_BYTES: Final = 32 * KIB
 """What a merge writes at one place: a block of a partition."""
 SLICE_BYTES: Final = 8 * MIB
 """What it writes between two syncs."""
+GROUP_KIB_MAX: Final = 1024
 PERCENTILES: Final = (50, 99, 99.9, 99.99)
 
 
@@ -59,30 +59,52 @@ def direct(folder: Path, name: str) -> int:
         return os.open(folder / name, os.O_RDWR | os.O_CLOEXEC)
 
 
-def write_groups(
-    fd: int, group_bytes: int, rate: float, seconds: float, now: Callable[[], float]
-) -> tuple[Histogram, float]:
-    """Return the latencies in microseconds, and how many seconds it took.
+class Log:
+    """A file of zeros, whose groups are written one after another, and go round."""
+
+    def __init__(self, folder: Path, group_bytes: int) -> None:
+        os.close(filled(folder, "log", LOG_BYTES))
+        self._fd = direct(folder, "log")
+        self._group = mmap.mmap(-1, group_bytes)  # direct writes begin at a page's beginning
+        self._group.write(random.Random(1).randbytes(group_bytes))
+        self._at = 0
+
+    def write_group(self) -> None:
+        """Return when one more group is on disk."""
+        os.pwrite(self._fd, self._group, self._at)
+        os.fdatasync(self._fd)
+        self._at += len(self._group)
+        if self._at + len(self._group) > LOG_BYTES:
+            self._at = 0
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def latencies(
+    write_group: Callable[[], None],
+    rate: float,
+    seconds: float,
+    *,
+    now: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> Histogram:
+    """Return the latencies of groups in microseconds.
 
     A latency begins when the group is due, so groups that wait for a slow one before them count
     that wait. With a rate of 0 each is due when the one before is done.
     """
     found = Histogram()
-    group = mmap.mmap(-1, group_bytes)  # direct writes need an address at the beginning of a page
-    group.write(random.Random(1).randbytes(group_bytes))
     began = due = now()
-    at = 0
     while now() < began + seconds:
-        if rate and (early := due - now()) > 0:
-            time.sleep(early)
         if not rate:
             due = now()
-        os.pwrite(fd, group, at)
-        os.fdatasync(fd)
+        elif (early := due - now()) > 0:
+            sleep(early)
+        write_group()
         found.add(round(1e6 * (now() - due)))
         due += 1 / rate if rate else 0
-        at = (at + group_bytes) % (LOG_BYTES - group_bytes) // PAGE_BYTES * PAGE_BYTES
-    return found, now() - began
+    return found
 
 
 def write_beside(fd: int, bytes_a_second: float, done: threading.Event) -> None:
@@ -99,9 +121,7 @@ def write_beside(fd: int, bytes_a_second: float, done: threading.Event) -> None:
 
 def measured(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Return the figures by name: groups a second, and milliseconds."""
-    group_bytes = -(-options.group * KIB // PAGE_BYTES) * PAGE_BYTES
-    os.close(filled(folder, "log", LOG_BYTES))
-    log = direct(folder, "log")
+    log = Log(folder, -(-options.group * KIB // PAGE_BYTES) * PAGE_BYTES)
     store = filled(folder, "store", STORE_BYTES if options.beside else 0)
     done = threading.Event()
     beside = threading.Thread(
@@ -110,18 +130,18 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     try:
         if options.beside:
             beside.start()
-        found, seconds = write_groups(
-            log, group_bytes, options.rate, options.seconds, time.perf_counter
+        found = latencies(
+            log.write_group, options.rate, options.seconds, now=time.perf_counter, sleep=time.sleep
         )
     finally:
         done.set()
-        if beside.ident is not None:
+        if options.beside:
             beside.join()
         os.close(store)
-        os.close(log)
+        log.close()
     figures = {f"p{percent:g}, ms": found.percentile(percent) / 1000 for percent in PERCENTILES}
     return {
-        "groups a second": len(found) / seconds,
+        "groups a second": len(found) / options.seconds,
         **figures,
         "longest, ms": found.percentile(100) / 1000,
     }
@@ -134,10 +154,17 @@ def at_least_0(text: str) -> float:
     return number
 
 
+def above_0(text: str) -> float:
+    number = at_least_0(text)
+    if not number:
+        raise argparse.ArgumentTypeError("0 is not above 0")
+    return number
+
+
 def group_kib(text: str) -> int:
     number = int(text)
-    if not 1 <= number <= MIB // KIB:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {MIB // KIB} KiB")
+    if not 1 <= number <= GROUP_KIB_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {GROUP_KIB_MAX} KiB")
     return number
 
 
@@ -146,7 +173,7 @@ def parse_arguments() -> argparse.Namespace:
         prog="benchmarks.disk", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--seconds", type=at_least_0, default=60.0)
+    parser.add_argument("--seconds", type=above_0, default=60.0)
     parser.add_argument("--group", type=group_kib, default=48, metavar="KIB",
                         help="bytes of a group: 256 SETs of 128 bytes make 48 KiB")  # fmt: skip
     parser.add_argument("--rate", type=at_least_0, default=0.0, metavar="GROUPS",
