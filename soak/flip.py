@@ -27,10 +27,11 @@ from typing import Final, NamedTuple
 from dcp.server.operate.verify import page_findings
 from vbucket.check.store_check import StoreCheck
 from vbucket.log.device import UnknownFormatError
-from vbucket.log.device_files import FileLogDevice, read_mark_slots, read_segment, segments_in
+from vbucket.log.device_files import FileLogDevice
 from vbucket.log.end_mark import NO_RECORD, LogEnd
 from vbucket.log.record import LogDamagedError
 from vbucket.log.recovery import recover
+from vbucket.log.segment_files import read_mark_slots, read_segment, segments_in
 from vbucket.log.writer import LogWriter
 from vbucket.model.entry import pack_mutation
 from vbucket.store.environment import StoreDamagedError, StoreFailedError

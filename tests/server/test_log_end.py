@@ -18,15 +18,15 @@ from clients.event import Rollback
 from clients.kv.client import KvClient
 from clients.operation import MutationResult
 from support.server import DcpdProcess
-from vbucket.log.device_files import (
+from vbucket.log.end_mark import read_marks
+from vbucket.log.record import ScannedGroup, scan_segment, written_bytes
+from vbucket.log.segment_files import (
     MARK_NAME,
     read_mark_slots,
     read_segment,
     segment_path,
     segments_in,
 )
-from vbucket.log.end_mark import read_marks
-from vbucket.log.record import ScannedGroup, scan_segment, written_bytes
 from vbucket.model.ids import vbucket_of
 
 pytestmark = pytest.mark.crash

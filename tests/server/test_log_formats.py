@@ -17,7 +17,6 @@ from dcp.wire.status import Status
 from support.raw_client import RawClient
 from support.server import DcpdProcess
 from vbucket.log.device import SEGMENT_FORMAT_VERSION
-from vbucket.log.device_files import MARK_NAME, read_segment, segment_path, segments_in
 from vbucket.log.record import (
     KIND_GROUP,
     OLD_RECORD_HEAD,
@@ -25,6 +24,7 @@ from vbucket.log.record import (
     read_segment_header,
     scan_segment,
 )
+from vbucket.log.segment_files import MARK_NAME, read_segment, segment_path, segments_in
 from vbucket.store.environment_lmdb import LmdbPageReader
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, RecordView
 

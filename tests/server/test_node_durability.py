@@ -22,8 +22,9 @@ from dcp.server.node import Node
 from dcp.server.observe.event_log import EventLog
 from support.server import DcpdProcess
 from vbucket.engine import startup as recovery
-from vbucket.log.device_files import MARK_NAME, FileLogDevice
+from vbucket.log.device_files import FileLogDevice
 from vbucket.log.record import written_bytes
+from vbucket.log.segment_files import MARK_NAME
 from vbucket.log.writer import LogWriter
 
 pytestmark = pytest.mark.crash

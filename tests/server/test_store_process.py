@@ -15,8 +15,9 @@ import pytest_asyncio
 
 from dcp.server.storage.folder import DataFolder, FolderInUseError, open_folder
 from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError, StoreWork
-from vbucket.log.device_files import FileLogDevice, segment_path
+from vbucket.log.device_files import FileLogDevice
 from vbucket.log.record import LogDamagedError, pack_group
+from vbucket.log.segment_files import segment_path
 from vbucket.log.writer import LogWriter
 from vbucket.model.entry import pack_mutation
 from vbucket.store.environment import StoreFailedError

@@ -20,7 +20,7 @@ from dcp.server.operate import verify as shell
 from dcp.server.storage.folder import FolderInUseError, open_folder
 from support.server import DcpdProcess
 from vbucket.check.finding import Finding, Kind
-from vbucket.log.device_files import segment_path, segments_in
+from vbucket.log.segment_files import segment_path, segments_in
 from vbucket.model.ids import vbucket_of
 
 KEYS = 400

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vbucket.log.device_files import segment_path, segments_in
 from vbucket.log.record import written_bytes
+from vbucket.log.segment_files import segment_path, segments_in
 
 
 @contextmanager

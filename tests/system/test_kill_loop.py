@@ -16,9 +16,9 @@ from soak.fork_server import ForkedServer
 from soak.kill import LANE_LIVES, Life, run
 from soak.kill_writer import KillLoopError
 from vbucket.log.device import MARK_SLOT_BYTES, MARK_SLOTS
-from vbucket.log.device_files import MARK_NAME, segment_path, segments_in
 from vbucket.log.end_mark import LogEnd, pack_mark
 from vbucket.log.record import scan_segment
+from vbucket.log.segment_files import MARK_NAME, segment_path, segments_in
 
 KILLS = 14
 FAILED_LIFE = {

@@ -18,9 +18,10 @@ from vbucket.log.device import (
     LogWriteError,
     SyncFailedError,
 )
-from vbucket.log.device_files import FileLogDevice, segment_path, sync_folder
+from vbucket.log.device_files import FileLogDevice, sync_folder
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.record import SegmentHeader, read_segment_header
+from vbucket.log.segment_files import READ_BYTES, read_segment, segment_path
 
 HEADER = SEGMENT_HEADER_BYTES
 
@@ -517,3 +518,24 @@ def test_an_append_fault_may_leave_a_torn_group_behind() -> None:
     with pytest.raises(LogWriteError):
         device.append(b"efgh")
     assert device.crash(keep_unsynced_bytes=9).read(1)[HEADER:].rstrip(b"\0") == b"ab"
+
+
+def test_a_segment_is_loaded_in_small_pieces_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would read megabytes ahead, and a sync of the log would wait for them."""
+    data = os.urandom(2 * READ_BYTES + 5)
+    segment_path(tmp_path, 7).write_bytes(data)
+    loaded: list[int] = []
+    load = os.preadv
+
+    def preadv(fd: int, buffers: list[bytearray], at: int) -> int:
+        assert at == sum(loaded), "one after another"
+        loaded.append(load(fd, buffers, at))
+        return loaded[-1]
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert read_segment(tmp_path, 7) == data
+    assert loaded == [READ_BYTES, READ_BYTES, 5, 0]
+    with pytest.raises(KeyError):
+        read_segment(tmp_path, 8)

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from support.forgetful_disk import ForgetfulDisk, Power
 from support.power_node import FILE_SYNCS, SHARES, PowerCutError, Story, live
 from vbucket.log.device import SyncFailedError, mark_slots
-from vbucket.log.device_files import MARK_NAME, FileLogDevice
+from vbucket.log.device_files import FileLogDevice
 from vbucket.log.end_mark import read_marks
 from vbucket.log.recovery import recover
+from vbucket.log.segment_files import MARK_NAME
 from vbucket.log.writer import LogWriter
 
 FIXED_LIFE = (

@@ -1,8 +1,8 @@
 """The log as real files: `0000000001.log`, `0000000002.log`, ... and `end.mark` in one folder.
 
-Who calls it: the shell opens it; the engine appends and syncs. The store process uses only
-`read_segment`. What a full disk or a short write leaves behind is cut at once. If even that fails,
-the device takes no more appends, and the next start cuts it as a torn tail.
+Who calls it: the shell opens it; the engine appends and syncs. What a full disk or a short write
+leaves behind is cut at once. If even that fails, the device takes no more appends, and the next
+start cuts it as a torn tail. Others read the files with `vbucket.log.segment_files`.
 
 A new segment is written under a temporary name, synced and renamed, so it appears as a whole. It
 begins with zeros ahead of its end. `reserve` writes more of them, `prepare` those of the next
@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -41,9 +40,8 @@ from vbucket.log.device import (
     pack_segment_header,
 )
 from vbucket.log.disk_folder import Disk, FolderDisk
+from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME, segment_name
 
-SEGMENT_NAME: Final = re.compile(r"\A(\d{10,20})\.log\Z")
-MARK_NAME: Final = "end.mark"
 _NEW_NAME: Final = "new-segment.tmp"
 _BLOCK_BYTES: Final = 4096
 """Direct writes are whole blocks: a page of the page cache, and no disk has larger ones."""
@@ -51,38 +49,6 @@ _NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
 """The process or the system has reached its limit of open files (ulimit -n)."""
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}) | _NO_DESCRIPTOR
 """Errors that may pass: also a full disk, an exhausted quota, the file size limit (ulimit -f)."""
-
-
-def segment_path(folder: Path, segment: int) -> Path:
-    """Return the file of a segment."""
-    return folder / segment_name(segment)
-
-
-def segment_name(segment: int) -> str:
-    """Return the name of a segment's file."""
-    return f"{segment:010d}.log"
-
-
-def segments_in(folder: Path) -> list[int]:
-    """Return the ids of the segments in a folder, ascending."""
-    found = (SEGMENT_NAME.match(path.name) for path in folder.iterdir())
-    return sorted(int(name[1]) for name in found if name)
-
-
-def read_segment(folder: Path, segment: int) -> bytes:
-    """Return all bytes of a segment. Raises KeyError when there is no such segment."""
-    try:
-        return segment_path(folder, segment).read_bytes()
-    except FileNotFoundError:
-        raise KeyError(segment) from None
-
-
-def read_mark_slots(folder: Path) -> list[bytes]:
-    """Return the slots of the log's end mark, [] if there is none."""
-    try:
-        return mark_slots((folder / MARK_NAME).read_bytes())
-    except FileNotFoundError:
-        return []
 
 
 def sync_folder(folder: Path) -> None:

@@ -40,9 +40,9 @@ from vbucket.check.finding import Finding, Kind
 from vbucket.check.log_check import KnownEnds, LogCheck
 from vbucket.check.store_check import CheckProgress, StoreCheck
 from vbucket.log.device import UnknownFormatError
-from vbucket.log.device_files import read_mark_slots, read_segment, segments_in
 from vbucket.log.end_mark import read_marks
 from vbucket.log.record import LogDamagedError
+from vbucket.log.segment_files import read_mark_slots, read_segment, segments_in
 from vbucket.model.ids import CAS_AHEAD_NS, CAS_DRIFT_NS, NUM_VBUCKETS
 from vbucket.store.environment import StoreDamagedError, StoreFailedError
 from vbucket.store.environment_lmdb import LmdbPageReader

@@ -18,7 +18,8 @@ from typing import Final
 
 from dcp.server.storage.folder import log_path
 from vbucket.engine.startup import LogLoss
-from vbucket.log.device_files import MARK_NAME, segment_name, sync_folder
+from vbucket.log.device_files import sync_folder
+from vbucket.log.segment_files import MARK_NAME, segment_name
 
 RECEIPT_NAME: Final = "receipt.json"
 _FOLDER: Final = re.compile(r"\Alost-log-(\d+)\Z")

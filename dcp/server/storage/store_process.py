@@ -50,8 +50,8 @@ from dcp.server.storage.store_messages import (
 )
 from vbucket.engine.store_load import LoadReport, LoadRequest, Packet, load
 from vbucket.log.device import UnknownFormatError
-from vbucket.log.device_files import read_segment
 from vbucket.log.record import LogDamagedError
+from vbucket.log.segment_files import read_segment
 from vbucket.store.block import BlockDamagedError
 from vbucket.store.environment import (
     KvEnv,
