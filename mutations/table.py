@@ -249,6 +249,24 @@ MUTATIONS = (
         ("test_committer",),
     ),
     Mutation(
+        "thread-forgets-a-failed-sync",
+        "        if written.sync_errno:\n",
+        "        if written.sync_errno < 0:\n",
+        ("test_log_thread",),
+    ),
+    Mutation(
+        "thread-writes-while-zeros-are-written",
+        "if self._group_thread is None or self._is_reserving or not job.is_synced:\n",
+        "if self._group_thread is None or not job.is_synced:\n",
+        ("test_log_thread",),
+    ),
+    Mutation(
+        "end-not-marked-before-the-mark-is-synced",
+        "        self._next_mark_sync = None\n        self._writer.mark_end()\n",
+        "        self._next_mark_sync = None\n",
+        ("test_committer",),
+    ),
+    Mutation(
         "merges-rest-while-somebody-waits",
         "            if self._must_hurry:\n                self._duty",
         "            if not loop:\n                self._duty",

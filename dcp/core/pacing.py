@@ -57,6 +57,11 @@ class Pacing:
         self.paused_s = 0.0
         """Sum of all pauses."""
 
+    @property
+    def is_slowing(self) -> bool:
+        """Whether a group may have to wait."""
+        return self._not_before_s > 0
+
     def taken(self, now_s: float, group_bytes: int, left_s: float) -> None:
         """Take note of a group. `left_s`: the time until a merge makes room; 0: none runs."""
         keyspace = self._keyspace

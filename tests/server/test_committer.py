@@ -386,35 +386,49 @@ async def test_what_nobody_expected_in_the_thread_is_final(server: Server) -> No
 async def test_the_end_mark_is_synced_soon_after_the_last_group(server: Server) -> None:
     server.set(b"k")
     await server.until(lambda: server.committed)
-    assert server.node.writer.has_unsynced_mark
+    await server.until(lambda: server.node.writer.has_unsynced_mark)
     await server.until(lambda: not server.node.writer.has_unsynced_mark)
     assert read_marks(server.device.marks()).end == server.node.writer.end
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_the_end_is_marked_also_where_answers_leave_before(server: Server, size: int) -> None:
-    """A small group is published first: replicas and clients need not wait for the mark."""
-    seen: list[bool] = []
-    commit = server.committer._on_publish
+async def test_the_end_is_marked_after_the_answers_of_many_groups(
+    server: Server, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas and clients need not wait for the mark, and it is not written for each group."""
+    monkeypatch.setattr(module, "MARK_AFTER_S", 0.2)
+    marks: list[int] = []
+    mark = server.device.mark
 
-    def publish(published: Published) -> None:
-        mark = read_marks(server.device.marks()).end
-        seen.append(mark == server.node.writer.synced_end)
-        commit(published)
+    def noted(slot: int, data: bytes) -> None:
+        marks.append(server.committed[-1])
+        mark(slot, data)
 
-    server.committer._on_publish = publish
-    server.set(b"k", size)
-    await server.committer.drain()
-    await server.until(lambda: server.committed == [1])
-    assert seen == [size == LARGE]
+    server.device.mark = noted  # type: ignore[method-assign]
+    for _ in range(3):
+        server.set(b"k", size)
+        await server.committer.drain()
+    await server.until(lambda: marks)
+    assert marks[0] == 3
     assert read_marks(server.device.marks()).end == server.node.writer.synced_end
+
+
+async def test_a_group_that_comes_after_the_mark_is_marked_before_the_mark_is_synced(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing follows the sync of the mark if no group follows."""
+    monkeypatch.setattr(module, "MARK_AFTER_S", 60)
+    server.set(b"k")
+    await server.until(lambda: server.committed == [1])
+    await server.until(lambda: read_marks(server.device.marks()).end == server.node.writer.end)
+    await server.until(lambda: not server.node.writer.has_unsynced_mark)
 
 
 async def test_a_mark_of_a_sync_without_a_group_is_synced() -> None:
     """With `interval`: the last sync comes long after the last group."""
     server = Server(syncs_groups=False)
     server.set(b"k")
-    await server.until(lambda: server.committed and server.committer._next_mark is None)
+    await server.until(lambda: server.committed and server.committer._next_mark_sync is None)
     assert not server.node.writer.has_unsynced_mark
     server.cycle.sync_soon()
     server.committer.kick()
@@ -443,7 +457,9 @@ async def test_the_end_is_marked_while_the_next_group_waits_for_room(server: Ser
     server.set(b"small")
     await server.until(lambda: server.committer.full_why)
     assert server.committed == [1]
-    assert read_marks(server.device.marks()).end == server.node.writer.synced_end
+    await server.until(
+        lambda: read_marks(server.device.marks()).end == server.node.writer.synced_end
+    )
     server.device.append = append  # type: ignore[method-assign]
     await server.until(lambda: server.committed == [1, 2])
 

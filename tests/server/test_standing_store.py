@@ -160,6 +160,8 @@ async def test_a_stop_does_not_wait_for_a_store_that_stands_still(tmp_path: Path
 
 
 HANGING = """\
+from dcp.server.storage import committer
+committer.SLOW_SYNC_NS = 1 << 60  # or a thread writes small groups, too
 import os, time
 good = os.fdatasync
 def hang(fd):

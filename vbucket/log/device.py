@@ -26,6 +26,8 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from struct import Struct
 from typing import Final, Protocol
 
@@ -89,6 +91,26 @@ class UnknownFormatError(Exception):
     """The data was written in a format that this version does not know."""
 
 
+@dataclass(slots=True)
+class AppendAside:
+    """An append that the caller makes with system calls of its own: write `data` to the descriptor
+    `fd` from position `at` on, then sync the data of `sync_fd`.
+
+    Until one of `done` and `sync_failed` is called, or the same is appended by `LogDevice.append`,
+    nothing else may be appended, reserved or rotated. Given up, it has changed nothing.
+    """
+
+    fd: int
+    sync_fd: int
+    data: bytes | memoryview
+    """Valid until the next append."""
+    at: int
+    done: Callable[[], None]
+    """Takes note that all is written and synced."""
+    sync_failed: Callable[[OSError], None]
+    """Takes note that it could not be synced. Raises SyncFailedError."""
+
+
 class LogDevice(Protocol):
     """Segments of the log. Not thread-safe, except that `sync`, `reserve`, `prepare` and `delete`
     may run beside the others, each on one thread at a time.
@@ -124,6 +146,12 @@ class LogDevice(Protocol):
 
         `sync_follows`: the caller syncs next, so the write may wait for the disk.
         Raises LogFullError, LogWriteError (nothing was added), SyncFailedError (one failed before).
+        """
+
+    def begin_append(self, data: bytes) -> AppendAside | None:
+        """Prepare an append and a sync that the caller makes. None: only `append` can do it.
+
+        Raises as `append` does.
         """
 
     def reserve(self) -> None:

@@ -20,6 +20,7 @@ import errno
 import mmap
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +34,7 @@ from vbucket.log.device import (
     PIECE_BYTES,
     PREPARE_BYTES,
     SEGMENT_HEADER_BYTES,
+    AppendAside,
     LogFullError,
     LogWriteError,
     SyncFailedError,
@@ -49,18 +51,6 @@ _NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
 """The process or the system has reached its limit of open files (ulimit -n)."""
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}) | _NO_DESCRIPTOR
 """Errors that may pass: also a full disk, an exhausted quota, the file size limit (ulimit -f)."""
-
-
-def sync_folder(folder: Path) -> None:
-    """Make creations, renames and removals in a folder durable. Raises SyncFailedError."""
-    try:
-        disk = FolderDisk(folder)
-        try:
-            disk.sync_folder()
-        finally:
-            disk.release()
-    except OSError as error:
-        raise SyncFailedError(f"{folder}: the folder could not be synced: {error}") from error
 
 
 class FileLogDevice:
@@ -166,7 +156,7 @@ class FileLogDevice:
         self._refuse_if_broken()
         if self._fd < 0:
             raise LogWriteError(f"{self._folder}: there is no segment yet; call rotate() first")
-        is_direct = sync_follows and self._direct_bytes_min <= len(data) <= DIRECT_BYTES_MAX
+        is_direct = sync_follows and self._is_direct(len(data))
         if (is_direct or self._direct_fd >= 0) and self._append_blocks(data, is_direct=is_direct):
             return
         if self._end + len(data) <= self._ahead_end:
@@ -174,6 +164,24 @@ class FileLogDevice:
             return
         with self._growing:
             self._append(data)
+            self._ahead_end = max(self._ahead_end, self._end)
+
+    def begin_append(self, data: bytes) -> AppendAside | None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        if self._fd < 0 or not self._disk.has_system_descriptors:
+            return None
+        is_direct = self._is_direct(len(data))
+        whole = self._whole_blocks(data) if is_direct or self._direct_fd >= 0 else None
+        pieces, at = ((data,), self._end) if whole is None else whole
+        direct = self._direct_blocks(pieces) if is_direct and whole is not None else None
+        fd, written = (self._fd, b"".join(pieces)) if direct is None else (self._direct_fd, direct)
+        done = partial(self._end_append, data)
+        return AppendAside(fd, self._fd, written, at, done, self._fail_sync_of_segment)
+
+    def _end_append(self, data: bytes) -> None:
+        with self._growing:
+            self._advance(data)
             self._ahead_end = max(self._ahead_end, self._end)
 
     def sync(self) -> None:
@@ -184,7 +192,10 @@ class FileLogDevice:
         try:
             self._disk.sync_data(self._fd)
         except OSError as error:
-            self._fail_sync(f"segment {self._segments[-1]} could not be synced: {error}", error)
+            self._fail_sync_of_segment(error)
+
+    def _fail_sync_of_segment(self, error: OSError) -> None:
+        self._fail_sync(f"segment {self._segments[-1]} could not be synced: {error}", error)
 
     def reserve(self) -> None:
         """See LogDevice."""
@@ -368,19 +379,18 @@ class FileLogDevice:
             text = f"{self._folder}: cannot create {MARK_NAME}: {error}; free some space"
             raise _write_error(text, error) from error
 
+    def _is_direct(self, size_bytes: int) -> bool:
+        """Whether an append of this size goes past the page cache if a sync follows."""
+        return self._direct_bytes_min <= size_bytes <= DIRECT_BYTES_MAX
+
     def _append_blocks(self, data: bytes, *, is_direct: bool) -> bool:
         """Append by writing whole blocks; return whether it was done. If not, nothing has changed
         that a plain append does not set right.
         """
-        tail = self._tail
-        if tail is None:
+        whole = self._whole_blocks(data)
+        if whole is None:
             return False
-        at = self._end - len(tail)
-        used_bytes = len(tail) + len(data)
-        size_bytes = -(-used_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
-        if at + size_bytes > self._ahead_end:
-            return False
-        pieces = tail, data, bytes(size_bytes - used_bytes)
+        pieces, at = whole
         if not (is_direct and self._write_directly(pieces, at)):
             blocks = b"".join(pieces)
             try:
@@ -390,26 +400,45 @@ class FileLogDevice:
         self._advance(data)
         return True
 
+    def _whole_blocks(self, data: bytes) -> tuple[tuple[bytes, bytes, bytes], int] | None:
+        """Return the whole blocks that append `data`, in pieces, and their position. None: the
+        bytes before `_end` are not known, or there are no zeros to overwrite.
+        """
+        tail = self._tail
+        if tail is None:
+            return None
+        at = self._end - len(tail)
+        used_bytes = len(tail) + len(data)
+        size_bytes = -(-used_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+        if at + size_bytes > self._ahead_end:
+            return None
+        return (tail, data, bytes(size_bytes - used_bytes)), at
+
     def _write_directly(self, pieces: tuple[bytes, ...], at: int) -> bool:
         """Write blocks past the page cache; return whether all were written. After an error some of
         them may be: the caller writes them again, and the sync tells whether that was possible.
         """
         with self._growing:
-            if not self._opens_directly():
+            blocks = self._direct_blocks(pieces)
+            if blocks is None:
                 return False
-            size_bytes = sum(map(len, pieces))
-            self._blocks.seek(0)
-            for piece in pieces:
-                self._blocks.write(piece)
-            blocks = memoryview(self._blocks)[:size_bytes]
             try:
-                is_written = self._disk.write(self._direct_fd, blocks, at) == size_bytes
+                is_written = self._disk.write(self._direct_fd, blocks, at) == len(blocks)
             except OSError:
                 is_written = False
             if not is_written:
                 self._may_be_direct = False
                 self._close_direct()
             return is_written
+
+    def _direct_blocks(self, pieces: tuple[bytes, ...]) -> memoryview | None:
+        """Return the pieces where a direct write can take them from; None: it cannot be made."""
+        if not self._opens_directly():
+            return None
+        self._blocks.seek(0)
+        for piece in pieces:
+            self._blocks.write(piece)
+        return memoryview(self._blocks)[: self._blocks.tell()]
 
     def _opens_directly(self) -> bool:
         """Open the newest segment for direct writes, if it is not; return whether it is open."""

@@ -108,6 +108,9 @@ class MemoryLogDevice:
             self._settle(max(self._data), start, end)
         self._rewritten.clear()
 
+    def begin_append(self, data: bytes) -> None:
+        """See LogDevice: there is nothing that others could write to."""
+
     def reserve(self) -> None:
         """See LogDevice."""
         if self._refusal is None and self._data:

@@ -14,9 +14,15 @@ import os
 from pathlib import Path
 from typing import Protocol
 
+from vbucket.log.device import SyncFailedError
+
 
 class Disk(Protocol):
     """Files by name. Every call may raise OSError."""
+
+    has_system_descriptors: bool
+    """Whether the descriptors are those of the operating system, so that others may write to them
+    past this object."""
 
     def names(self) -> list[str]:
         """Return the names of all files."""
@@ -73,6 +79,8 @@ class FolderDisk:
 
     The folder stays open: its sync must not fail because the process has no descriptor left.
     """
+
+    has_system_descriptors = True
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -144,3 +152,15 @@ class FolderDisk:
         if self._folder_fd >= 0:
             os.close(self._folder_fd)
             self._folder_fd = -1
+
+
+def sync_folder(folder: Path) -> None:
+    """Make creations, renames and removals in a folder durable. Raises SyncFailedError."""
+    try:
+        disk = FolderDisk(folder)
+        try:
+            disk.sync_folder()
+        finally:
+            disk.release()
+    except OSError as error:
+        raise SyncFailedError(f"{folder}: the folder could not be synced: {error}") from error

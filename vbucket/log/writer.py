@@ -13,10 +13,19 @@ Invariants
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
-from vbucket.log.device import MARK_SLOTS, LogDevice
+from vbucket.log.device import MARK_SLOTS, AppendAside, LogDevice
 from vbucket.log.end_mark import NO_RECORD, LogEnd, pack_mark, read_marks
 from vbucket.log.record import pack_group, record_crc
+
+
+class GroupAside(NamedTuple):
+    """A group that somebody else writes and syncs."""
+
+    aside: AppendAside
+    end: LogEnd
+    """The end of the log then."""
 
 
 class LogWriter:
@@ -53,6 +62,24 @@ class LogWriter:
         record = pack_group(group, payload, device.salt, self.end.crc)
         device.append(record, sync_follows=sync_follows)
         self.end = LogEnd(self._segment, device.current_bytes, group, record_crc(record))
+
+    def begin_append(self, group: int, payload: bytes) -> GroupAside | None:
+        """Prepare a group that the caller writes and syncs. None: only `append` can do it; it may
+        also take over a group that the caller could not write. Raises as `append` does.
+        """
+        device = self.device
+        record = pack_group(group, payload, device.salt, self.end.crc)
+        aside = device.begin_append(record)
+        if aside is None:
+            return None
+        end_bytes = device.current_bytes + len(record)
+        return GroupAside(aside, LogEnd(self._segment, end_bytes, group, record_crc(record)))
+
+    def end_append(self, group: GroupAside) -> None:
+        """Take note that a group is on disk, written and synced by the caller."""
+        group.aside.done()
+        self.end = self.synced_end = group.end
+        assert self.device.current_bytes == self.end.size_bytes
 
     def sync(self) -> None:
         """Return when all that was appended is on disk, and mark it. Raises SyncFailedError."""

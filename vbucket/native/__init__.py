@@ -7,10 +7,12 @@ database, and have no effect but their result. Four work on partitions: SETs do 
 does and look up keys in LMDB's pages, GETs are answered from memory, a replica applies the commit
 groups of its master, and a start applies entries of the log as `Replay` does. Whatever the loops do
 not know, or find damaged, they leave to Python, which does it, or says what is wrong. So both forms
-give the same results, byte by byte, and only Python has error texts.
+give the same results, byte by byte, and only Python has error texts. `LogThread` is no loop: it
+makes two system calls for the committer, on a thread of its own.
 
-Who calls it: `vbucket.upkeep`, `vbucket.engine`, `vbucket.store`, `clients.backup.strip`,
-`clients.streaming.change_runs`. `loops` is built by hatch_build.py from the C sources here.
+Who calls it: `vbucket.upkeep`, `vbucket.engine`, `vbucket.store`, `dcp.server.storage.log_thread`,
+`clients.backup.strip`, `clients.streaming.change_runs`. `loops` is built by hatch_build.py from the
+C sources here.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
         GetRun,
         GroupRun,
         KeyTree,
+        LogThread,
         ReplayRun,
         SetRun,
         Staged,
@@ -205,6 +208,20 @@ def key_tree(
     try:
         return KeyTree(file, page_bytes, last_page, depth, root)
     except ValueError:
+        return None
+
+
+def log_thread(done_fd: int) -> LogThread | None:
+    """Return a thread that writes the log without the interpreter lock. None: the loops are not
+    built, this is not Linux, or there is no room for a thread.
+    """
+    try:
+        from vbucket.native.loops import LogThread
+    except ImportError:
+        return None
+    try:
+        return LogThread(done_fd)
+    except OSError:
         return None
 
 

@@ -11,6 +11,7 @@
 #include "get_run.h"
 #include "group_run.h"
 #include "key_tree.h"
+#include "log_thread.h"
 #include "packets.h"
 #include "replay_run.h"
 #include "set_run.h"
@@ -66,6 +67,12 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec)
     return is_added;
 }
 
+#ifdef __linux__
+#define ADD_LOG_THREAD(module) add_type(module, "LogThread", &log_thread_spec)
+#else
+#define ADD_LOG_THREAD(module) 1 /* the thread of Python writes the log */
+#endif
+
 PyMODINIT_FUNC PyInit_loops(void)
 {
     crc32c_init();
@@ -78,6 +85,7 @@ PyMODINIT_FUNC PyInit_loops(void)
         add_type(module, "GroupRun", &group_run_spec) &&
         add_type(module, "GetRun", &get_run_spec) &&
         add_type(module, "KeyTree", &key_tree_spec) &&
+        ADD_LOG_THREAD(module) &&
         PyModule_AddStringConstant(module, "CRC32C_WAY", crc32c_way()) == 0 &&
         PyModule_AddIntConstant(module, "LOADS_DICTS_AHEAD", loads_ahead) == 0)
         return module;

@@ -205,6 +205,34 @@ class KeyTree:
     def unproven(self, prefix: bytes, keys: list[bytes], /) -> list[bytes]:
         """Return the keys for which no sound record of a document is found in `by_key`."""
 
+class LogThread:
+    """A thread that writes and syncs one thing at a time, without the interpreter lock. Linux only.
+
+    `done_fd` gets eight bytes whenever a write is done (an eventfd).
+    """
+
+    def __init__(self, done_fd: int, /) -> None:
+        """Raises OSError if no thread can be started."""
+
+    def give(self, fd: int, sync_fd: int, data: bytes | memoryview, at: int, /) -> None:
+        """Have `data` written to `fd` from position `at` on, and then `sync_fd` synced. Nobody may
+        change the data before `take`. Raises ValueError if the last result was not taken.
+        """
+
+    def take(self) -> tuple[bool, int, int, int]:
+        """Return of a write that is done: whether all was written, or else the errno of the write;
+        the errno of the sync, 0 if it succeeded; and its nanoseconds. Raises ValueError if none is
+        done.
+        """
+
+    def wait(self, seconds: float, /) -> bool:
+        """Wait until nothing is being written; return whether that is so."""
+
+    def close(self, seconds: float, /) -> bool:
+        """End the thread, after what it was given; return whether it has ended in time. If not, the
+        disk does not answer: what it holds is never freed.
+        """
+
 class Staged:
     """Entries of the log, by partition. Partitions must be open."""
 

@@ -1,15 +1,18 @@
 """Group commit: does the jobs of the log, and reports what they publish.
 
-`dcp.core.groups` says what the log has to do next. Here are the thread, the clock and the retries.
+`dcp.core.groups` says what the log has to do next. Here are the threads, the clock and the retries.
 Everything that arrives while a group is written forms the next group. The loop itself writes small
-groups, because a hand-over to a thread would take longer than the disk. The committer's own thread
-writes larger ones, so the loop can decode the next batches meanwhile, and small ones for a while
-after a sync of the loop was slow: beside a commit of the store a sync takes tens of milliseconds,
-and reads and heartbeats should not wait for it. While groups are small, the thread also writes
-zeros ahead of the log's end: overwriting them takes a third less time. While the log grows fast,
-another thread writes the zeros of its next segment, as fast as this one grows. A sync that extends
-the file waits for the file system's journal, which waits for the store's commits.
-One more thread syncs the log's end mark.
+groups, because a hand-over to a thread would take longer than the disk. A thread that needs no
+interpreter lock (`dcp.server.storage.log_thread`) writes larger ones, so the loop can decode the
+next batches meanwhile, and small ones for a while after a sync of the loop was slow: beside a
+commit of the store a sync takes tens of milliseconds, and reads and heartbeats should not wait for
+it. A thread of Python does all other jobs. It also writes groups that the disk did not take, to
+find out why, and all of them if the loops in C are not built.
+
+While groups are small, that thread writes zeros ahead of the log's end: overwriting them takes a
+third less time. While the log grows fast, another thread writes the zeros of its next segment, as
+fast as this one grows. A sync that extends the file waits for the file system's journal, which
+waits for the store's commits. One more thread syncs the log's end mark.
 
 Invariants
 - jobs are done one at a time, in the order in which the cycle gives them;
@@ -27,6 +30,7 @@ per group; the operating system decides when to write.
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 import time
@@ -36,9 +40,10 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from dcp.core.groups import GroupCycle, Job, LogTask, Published, WriteGroup
 from dcp.server.observe.meter import Histogram
+from dcp.server.storage.log_thread import GroupThread, Written, start_group_thread
 from vbucket.log.device import AHEAD_BYTES, PREPARE_BYTES, LogFullError, SyncFailedError
 from vbucket.log.record import RECORD_BYTES
-from vbucket.log.writer import LogWriter
+from vbucket.log.writer import GroupAside, LogWriter
 
 INLINE_BYTES_MAX: Final = 8 * 1024
 """Groups up to this size are written by the loop itself (docs/lab-notes.md)."""
@@ -60,6 +65,9 @@ full, even if a sync takes long."""
 RETRY_FIRST_S: Final = 0.25
 RETRY_MAX_S: Final = 5.0
 """Pauses between attempts on a full disk: short at first, and no burden if it stays full."""
+MARK_AFTER_S: Final = 0.005
+"""How soon the log's end is marked after a sync. Marking takes a tenth of a small commit, so it is
+not done for each of them."""
 MARK_S: Final = 0.1
 """Time between syncs of the log's end mark while groups are committed, and after the last one. A
 sync has a thread of its own: beside a large commit of the store it takes tens of milliseconds, and
@@ -131,6 +139,10 @@ class Committer:
             name: threading.Thread(target=self._work, args=(jobs,), name=name, daemon=True)
             for name, jobs in (("log", self._jobs), ("log mark", self._marks))
         }
+        self._group_thread: GroupThread | None = None
+        """Writes large groups, if the loops in C are built."""
+        self._aside: GroupAside | None = None
+        """The group that it writes."""
         self._is_marking = False
         self._avoiding = 0
         """Groups that the thread is still to write, because the disk was slow."""
@@ -150,6 +162,7 @@ class Committer:
         self._has_started = False
         self._has_failed = False
         self._next_mark: asyncio.TimerHandle | None = None
+        self._next_mark_sync: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._pause_s = self._retry_first_s
         self._idle = asyncio.Event()
@@ -162,6 +175,7 @@ class Committer:
         self._has_started = True
         for thread in self._threads.values():
             thread.start()
+        self._group_thread = start_group_thread(self._loop)
 
     def kick(self) -> None:
         """Write what is pending, once this turn of the loop has read everything there is."""
@@ -209,18 +223,23 @@ class Committer:
         """End the threads; sync what it has appended, unless it failed. A group that waits for room
         is dropped: nobody has seen it. Raises SyncFailedError, also if the disk does not answer.
         """
-        for timer in (self._retry, self._next_mark, self._pausing):
+        for timer in (self._retry, self._next_mark, self._next_mark_sync, self._pausing):
             if timer is not None:
                 timer.cancel()
         if not self._has_started:
             return
         self._jobs.put(None)
         self._marks.put(None)
+        has_ended, written = True, None
+        if self._group_thread is not None:
+            has_ended, written = self._group_thread.close(JOIN_S)
         for thread in self._threads.values():
             thread.join(JOIN_S)
-        if any(thread.is_alive() for thread in self._threads.values()):
+        if not has_ended or any(thread.is_alive() for thread in self._threads.values()):
             self._has_failed = True
             raise SyncFailedError(f"the log's disk has not answered for {JOIN_S:g} s")
+        if written is not None and written.is_written and self._aside is not None:
+            self._end_aside(self._aside, written)
         if not self._has_failed:
             self._writer.sync()
             self._writer.sync_mark()
@@ -246,8 +265,6 @@ class Committer:
             self._wait_for_room(job, error)
             return
         self._publish(job)
-        if self._cycle.job is None:  # else the thread marks what it syncs
-            self._writer.mark_end()
         if self._finds_room and self._device.room_bytes < self._room_bytes_min:
             self._reserve()
 
@@ -273,24 +290,54 @@ class Committer:
 
     def _sync_on_loop(self) -> None:
         """Sync. If it is slow, the thread syncs the next groups."""
-        if self._sync_unmarked() < SLOW_SYNC_NS:
+        if self._sync() < SLOW_SYNC_NS:
             self._avoids_next = AVOIDING_GROUPS
             return
         self._avoiding = self._avoids_next
         self._avoids_next = min(2 * self._avoids_next, AVOIDING_GROUPS_MAX)
 
     def _give(self, job: Job) -> None:
-        """Let the thread do a job."""
+        """Let a thread do a job."""
         self._idle.clear()
         if isinstance(job, WriteGroup):
             self._avoiding = max(self._avoiding - 1, 0)
-            work = _Work(partial(self._write, job, self._sync), partial(self._written, job), job)
+            if self._begin_aside(job):
+                return
+            work = self._work_of(job)
         elif job is LogTask.ROTATE:
             self._last_segment_bytes = self._device.current_bytes
             work = _Work(self._writer.rotate, self._rotated, job)
         else:
             work = _Work(self._sync, partial(self._written, job), job)
         self._jobs.put(work)
+
+    def _work_of(self, job: WriteGroup) -> _Work:
+        return _Work(partial(self._write, job, self._sync), partial(self._written, job), job)
+
+    def _begin_aside(self, job: WriteGroup) -> bool:
+        """Give a group to the thread that needs no interpreter lock, if that can write it."""
+        # While zeros are written, no group may be, and the thread of Python does one at a time.
+        if self._group_thread is None or self._is_reserving or not job.is_synced:
+            return False
+        self._aside = self._writer.begin_append(job.group.number, job.group.payload)
+        if self._aside is not None:
+            done = partial(self._guarded, self._aside_done, job, self._aside)
+            self._group_thread.give(self._aside.aside, done)
+        return self._aside is not None
+
+    def _aside_done(self, job: WriteGroup, group: GroupAside, written: Written) -> None:
+        self._aside = None
+        if written.is_written:
+            self._end_aside(group, written)
+            self._written(job, None)
+        else:
+            self._jobs.put(self._work_of(job))  # it does what can be done, or says what is wrong
+
+    def _end_aside(self, group: GroupAside, written: Written) -> None:
+        if written.sync_errno:
+            group.aside.sync_failed(OSError(written.sync_errno, os.strerror(written.sync_errno)))
+        self._sync_seconds.observe(written.sync_ns / 1e9)
+        self._writer.end_append(group)
 
     def _written(self, job: Job, _: None) -> None:
         self._has_room()
@@ -348,7 +395,6 @@ class Committer:
         """Retry a job later: the disk is full, and the log is as it was before."""
         self._retry = self._loop.call_later(self._pause_s, self._guarded, self._give, job)
         self._pause_s = min(2 * self._pause_s, self._retry_max_s)
-        self._writer.mark_end()  # of groups before it, as the thread could not
         if not self.full_why:
             self.full_why = str(error)
             self._on_full(self.full_why)
@@ -357,18 +403,26 @@ class Committer:
     def _publish(self, job: Job) -> None:
         published = self._cycle.done(job)
         if published.group is not None:
+            self._on_publish(published)
             if self._preparing is None:
                 self._prepare()
-            self._on_publish(published)
-        if self._next_mark is None:  # a sync or a new segment marks the end, too
-            self._next_mark = self._loop.call_later(MARK_S, self._sync_mark)
+        if self._next_mark is None:  # a sync or a new segment moves the end on disk, too
+            self._next_mark = self._loop.call_later(MARK_AFTER_S, self._guarded, self._mark)
+        if self._next_mark_sync is None:
+            self._next_mark_sync = self._loop.call_later(MARK_S, self._guarded, self._sync_mark)
+
+    def _mark(self) -> None:
+        """Mark the end of what is on disk."""
+        self._next_mark = None
+        self._writer.mark_end()
 
     def _sync_mark(self) -> None:
         """Sync the newest end mark, beside groups: nobody waits for it."""
-        self._next_mark = None
+        self._next_mark_sync = None
+        self._writer.mark_end()
         if self._is_marking:
-            self._next_mark = self._loop.call_later(MARK_S, self._sync_mark)
-        elif self._writer.has_unsynced_mark and not self._has_failed:
+            self._next_mark_sync = self._loop.call_later(MARK_S, self._guarded, self._sync_mark)
+        elif self._writer.has_unsynced_mark:
             self._is_marking = True
             self._marks.put(_Work(self._writer.sync_mark, self._marked))
 
@@ -415,12 +469,8 @@ class Committer:
         if job.is_synced:
             sync()
 
-    def _sync(self) -> None:
-        self._sync_unmarked()
-        self._writer.mark_end()
-
-    def _sync_unmarked(self) -> int:
-        """Return how long it took, in nanoseconds."""
+    def _sync(self) -> int:
+        """Sync what was appended. Return how long it took, in nanoseconds."""
         began_ns = time.monotonic_ns()
         self._writer.sync_unmarked()
         took_ns = time.monotonic_ns() - began_ns

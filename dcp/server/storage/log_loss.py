@@ -18,7 +18,7 @@ from typing import Final
 
 from dcp.server.storage.folder import log_path
 from vbucket.engine.startup import LogLoss
-from vbucket.log.device_files import sync_folder
+from vbucket.log.disk_folder import sync_folder
 from vbucket.log.segment_files import MARK_NAME, segment_name
 
 RECEIPT_NAME: Final = "receipt.json"

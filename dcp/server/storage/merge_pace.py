@@ -19,9 +19,12 @@ class MergePace:
 
     def taken(self, group_bytes: int) -> None:
         """A group was taken."""
-        self._pacing.taken(time.monotonic(), group_bytes, self._merging.left_s())
+        left_s = self._merging.left_s()
+        if not left_s and not self._pacing.is_slowing:
+            return  # most groups
+        self._pacing.taken(time.monotonic(), group_bytes, left_s)
         self._meter.paced_s = self._pacing.paused_s
 
     def pause_s(self) -> float:
         """Return how long the next group has to wait; 0 if it need not."""
-        return self._pacing.pause_s(time.monotonic())
+        return self._pacing.pause_s(time.monotonic()) if self._pacing.is_slowing else 0.0

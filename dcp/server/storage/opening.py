@@ -23,7 +23,8 @@ from dcp.server.storage.log_loss import keep_copies, lost_words, write_receipt
 from dcp.server.storage.memory_share import item_cache_size
 from vbucket.engine.startup import recover_node
 from vbucket.log.device import LogFullError
-from vbucket.log.device_files import FileLogDevice, sync_folder
+from vbucket.log.device_files import FileLogDevice
+from vbucket.log.disk_folder import sync_folder
 from vbucket.model.ids import NUM_VBUCKETS, vb_uuid_from_random
 from vbucket.store.environment import StoreFailedError, StoreFullError
 from vbucket.store.environment_lmdb import LmdbEnv
