@@ -53,7 +53,7 @@ PARTS: Final[dict[str, Part]] = {
                    "--only catchup,memory,get,serve,tail,idle,restart --runs 5"),
     "sustained": Part("Ten minutes of uniform SETs", "sustained",
                       f"--seconds 30 --keys 200000 --png {OUT}/sustained.png",
-                      f"--seconds 600 --keys 1000000 --restart --png {OUT}/sustained.png"),
+                      f"--seconds 600 --keys 1000000 --load --restart --png {OUT}/sustained.png"),
     "disk": Part("The disk alone: one commit group, at the rate of the ten minutes", "disk",
                  "--seconds 5 --rate 400", "--seconds 120 --rate 400"),
     "large": Part("Ten million keys", "sustained",

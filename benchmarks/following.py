@@ -20,20 +20,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import select
 import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import workload
 from benchmarks.answers import AnswerError
 from benchmarks.generator import open_session
 from benchmarks.histogram import Histogram
-from benchmarks.peers import descendants, memory_bytes
+from benchmarks.peers import cpu_seconds, memory_bytes
 from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
@@ -65,9 +63,11 @@ def stream_requests(flags: int, name: bytes) -> bytes:
     return b"".join([opened, noop, *streams])
 
 
-def follow(port: int, name: bytes, flags: int = 0) -> socket.socket:
+def follow(
+    port: int, name: bytes, flags: int = 0, features: tuple[int, ...] = workload.FEATURES
+) -> socket.socket:
     connection = connect(port)
-    open_session(connection)
+    open_session(connection, features)
     connection.sendall(stream_requests(flags, name))
     return connection
 
@@ -99,6 +99,14 @@ def drain(ask: Callable[[], socket.socket], changes: int) -> dict[str, float]:
 
 def drain_dcpd(options: argparse.Namespace) -> dict[str, float]:
     return drain(lambda: follow(options.port, b"drain", StreamFlag.TO_LATEST), options.changes)
+
+
+def drain_bare(options: argparse.Namespace) -> dict[str, float]:
+    """A client that knows no collections, and gets keys without the collection's byte."""
+    features = tuple(code for code in workload.FEATURES if code != workload.COLLECTIONS)
+    return drain(
+        lambda: follow(options.port, b"drain", StreamFlag.TO_LATEST, features), options.changes
+    )
 
 
 def drain_redis(options: argparse.Namespace) -> dict[str, float]:
@@ -186,15 +194,6 @@ def tail(options: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def cpu_seconds(pid: int) -> float:
-    """Processor seconds of a process and its descendants."""
-    total = 0
-    for process in descendants(pid):
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")
-
-
 def idle(options: argparse.Namespace) -> dict[str, float]:
     """The cost of streams without changes, and of a change that all of them follow."""
     before = memory_bytes(options.pid)
@@ -236,7 +235,8 @@ def idle(options: argparse.Namespace) -> dict[str, float]:
 
 
 TOOLS: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
-    "drain-dcpd": drain_dcpd, "drain-redis": drain_redis, "tail": tail, "idle": idle,
+    "drain-dcpd": drain_dcpd, "drain-bare": drain_bare, "drain-redis": drain_redis, "tail": tail,
+    "idle": idle,
 }  # fmt: skip
 
 

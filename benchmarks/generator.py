@@ -159,9 +159,9 @@ class Connection:
         return self.counter.feed(chunk)
 
 
-def open_session(connection: socket.socket) -> None:
+def open_session(connection: socket.socket, features: tuple[int, ...] = workload.FEATURES) -> None:
     """Say HELLO, authenticate, select the bucket. Raises AnswerError if one is refused."""
-    connection.sendall(b"".join(workload.session_frames()))
+    connection.sendall(b"".join(workload.session_frames(features)))
     for step in ("HELLO", "SASL_AUTH", "SELECT_BUCKET"):
         head = _read_exactly(connection, 24)
         body = _read_exactly(connection, int.from_bytes(head[8:12], "big"))
@@ -169,8 +169,8 @@ def open_session(connection: socket.socket) -> None:
         if head[0] != 0x81 or status:
             raise AnswerError(f"{step} was answered with status 0x{status:02x} {body[:80]!r}")
         granted = {int.from_bytes(body[at : at + 2], "big") for at in range(0, len(body), 2)}
-        if step == "HELLO" and not granted.issuperset(workload.FEATURES):
-            raise AnswerError(f"HELLO granted {sorted(granted)}, {workload.FEATURES} are needed")
+        if step == "HELLO" and not granted.issuperset(features):
+            raise AnswerError(f"HELLO granted {sorted(granted)}, {features} are needed")
 
 
 def _open_nats(connection: socket.socket, counter: Counter) -> None:

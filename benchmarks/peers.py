@@ -257,6 +257,16 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor seconds of a process and its descendants."""
+    total = 0
+    for process in descendants(pid):
+        with suppress(OSError):  # it ended meanwhile
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
 def memory_bytes(pid: int) -> dict[str, int]:
     """Rss, Pss and Anonymous of a process and its descendants, in bytes."""
     total = {"Rss": 0, "Pss": 0, "Anonymous": 0}

@@ -13,7 +13,8 @@ Parts
 - catchup    a Python consumer follows all changes from the beginning
 - memory     of the server with its child processes, after all keys were written
 - get        GETs a second and latency, 8 x 64 in flight, of existing keys
-- serve      all changes from the beginning into a socket that counts, 128-byte and 1 KiB values
+- serve      all changes from the beginning into a socket that counts, 128-byte and 1 KiB values;
+             of dcpd also to a client that knows no collections
 - tail       from sending a SET to its answer and to its event, at 10,000 a second (dcpd alone)
 - idle       1,024 streams on each of 100 connections: memory, processor time (dcpd alone)
 - restart    SIGKILL, start again, until the first GET is answered
@@ -182,8 +183,9 @@ def measure_large_values(report: Report, options: argparse.Namespace, folder: Pa
                 peer.discard()
 
 
-def record_serving(report: Report, peer: Peer, changes: int, what: str) -> None:
-    document = tool("following", f"drain-{peer.name}", "--port", peer.port, "--changes", changes)
+def record_serving(report: Report, peer: Peer, changes: int, what: str, client: str = "") -> None:
+    drained = f"drain-{client or peer.name}"
+    document = tool("following", drained, "--port", peer.port, "--changes", changes)
     rate = changes / document["seconds"]
     report.add(peer.name, what, rate, unit="changes/s", more_is_better=True)
     mb_per_second = document["bytes"] / document["seconds"] / 1e6
@@ -193,6 +195,8 @@ def record_serving(report: Report, peer: Peer, changes: int, what: str) -> None:
 
 def measure_serve(report: Report, peer: Peer, options: argparse.Namespace) -> None:
     record_serving(report, peer, options.keys, "served")
+    if peer.name == "dcpd":
+        record_serving(report, peer, options.keys, "served without collections", "bare")
 
 
 def measure_get(report: Report, peer: Peer, options: argparse.Namespace) -> None:

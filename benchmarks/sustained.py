@@ -5,8 +5,9 @@
 
 Keys are chosen uniformly; 8 connections x 64 in flight, 128-byte values. With `--load` every key is
 written once first. The peers run in turn, each alone on the machine; `--runs` repeats everything.
-Besides rate and latency, the output has memory and disk at the end, and what was written to the
-disk for each byte changed; what other programs write counts, too. With `--restart` it has the time
+Besides rate and latency, the output has the processor time of all processes of the server for each
+SET, memory and disk at the end, and what was written to the disk for each byte changed; what other
+programs write counts, too. With `--restart` it has the time
 until the server answers again after SIGKILL. With `--png` it draws rate, p99, disk and memory over
 time, of the last run of each peer.
 """
@@ -19,7 +20,15 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import workload
-from benchmarks.peers import PEERS, Peer, disk_written_bytes, folder_bytes, memory_bytes
+from benchmarks.generator import Load
+from benchmarks.peers import (
+    PEERS,
+    Peer,
+    cpu_seconds,
+    disk_written_bytes,
+    folder_bytes,
+    memory_bytes,
+)
 from benchmarks.report import Report
 from benchmarks.run import (
     LOAD_SHAPE,
@@ -56,13 +65,19 @@ def measure(
         report.add(peer.name, f"{options.keys:,} new keys", rate, unit="op/s", more_is_better=True)
         say(f"  {peer.name:6} wrote {options.keys:,} keys, {rate:,.0f} op/s")
         written = disk_written_bytes(peer.folder.parent)
+    spent = cpu_seconds(peer.pid)
     with sampled(peer) as samples:
         result = generate(
             peer.protocol, peer.port, LOAD_SHAPE, "--seconds", options.seconds,
             "--keys", options.keys, "--prebuilt", prebuilt, "--seed", run + 1, "--timeline",
         )  # fmt: skip
+    spent = cpu_seconds(peer.pid) - spent
     lines[peer.name] = Lines(result["timeline"], samples)
     record_sets(report, peer.name, result, what)
+    # The warm-up's operations are not in the result, and their processor time is.
+    sets = result["operations_per_second"] * (options.seconds + Load.warmup_seconds)
+    report.add(peer.name, f"{what}, processor time a SET", 1e6 * spent / sets, unit="us",
+               more_is_better=False)  # fmt: skip
     for name, key in (("p99.99", "p9999_us"), ("longest", "max_us")):
         report.add(peer.name, f"{what}, {name}", result[key] / 1000, unit="ms",
                    more_is_better=False)  # fmt: skip

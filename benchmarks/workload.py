@@ -24,7 +24,8 @@ OP_SASL_AUTH: Final = 0x21
 OP_SELECT_BUCKET: Final = 0x89
 STREAM_ENTRIES: Final = b"2000"
 """About the number of entries in each of the 1,024 streams of a bounded Redis."""
-FEATURES: Final = (0x04, 0x08, 0x12)  # mutation tokens, SELECT_BUCKET, collections
+COLLECTIONS: Final = 0x12
+FEATURES: Final = (0x04, 0x08, COLLECTIONS)  # mutation tokens, SELECT_BUCKET
 
 
 def key_of(index: int) -> bytes:

@@ -105,4 +105,6 @@ def test_a_sustained_run_draws_itself_and_counts_what_it_wrote(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     row = next(line for line in done.stdout.splitlines() if "for each byte changed" in line)
     assert float(row.split("|")[4]) > 0.5, "the log at least has every change"
+    row = next(line for line in done.stdout.splitlines() if "processor time a SET" in line)
+    assert 0.5 < float(row.split("|")[4]) < 500, "microseconds"
     assert picture.read_bytes().startswith(PNG_MAGIC)

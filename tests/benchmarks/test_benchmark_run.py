@@ -20,6 +20,7 @@ from benchmarks.peers import (
     memory_bytes,
 )
 from benchmarks.report import Report, number_text
+from benchmarks.run import generate, tool
 
 
 def test_a_row_holds_medians_and_their_ratio():
@@ -145,7 +146,23 @@ def test_reading_and_streams_fill_the_table_too(tmp_path):
     rows = {row["what"]: row["samples"] for row in json.loads(written.read_text())["rows"]}
     for what in ("GET 8 x 64", "served", "served, bytes", "served, 1 KiB values"):
         assert set(rows[what]) == set(peers.split(","))
-    assert set(rows["at 10,000 SETs/s: event, p99"]) == {"dcpd"}
+    for what in ("served without collections", "at 10,000 SETs/s: event, p99"):
+        assert set(rows[what]) == {"dcpd"}
+
+
+@pytest.mark.crash
+def test_a_client_without_collections_gets_a_byte_less_for_each_change(tmp_path):
+    peer = PEERS["dcpd"](tmp_path / "data")
+    peer.start()
+    try:
+        generate("binary", peer.port, (1, 10), "--load", "--keys", 50)
+        drained = [
+            tool("following", name, "--port", peer.port, "--changes", 50)["bytes"]
+            for name in ("drain-dcpd", "drain-bare")
+        ]
+    finally:
+        peer.discard()
+    assert drained[0] - drained[1] == 50
 
 
 @pytest.mark.crash
