@@ -153,6 +153,28 @@ async def test_while_zeros_are_written_python_writes_the_groups(files: Files) ->
     assert len(files.by_python) == 1
 
 
+async def test_no_zeros_are_written_while_the_thread_writes(files: Files) -> None:
+    """Answers leave within `_publish`, and a client's next write may begin the next group there."""
+    publish = files.committer._on_publish
+
+    def and_go_on(published: Published) -> None:
+        publish(published)
+        if len(files.published) == 1:
+            files.committer._room_bytes_min = 1 << 60
+            files.give(b"\0large", LARGE)
+            files.committer._is_scheduled = False
+            files.committer.kick_now()
+
+    files.committer._on_publish = and_go_on
+    files.give(b"\0small", 3)
+    files.committer._is_scheduled = False
+    files.committer.kick_now()
+    assert files.committer._aside is not None
+    assert not files.committer._is_reserving
+    await files.until(lambda: len(files.published) == 2)
+    assert files.failures == []
+
+
 async def test_a_group_that_the_disk_did_not_take_is_written_when_there_is_room(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:

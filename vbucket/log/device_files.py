@@ -63,10 +63,11 @@ class FileLogDevice:
       `_end` <= `_ahead_end` <= the file's length;
     - the bytes between `_end` and `_ahead_end` are zeros on disk. Bytes after them are zeros, too,
       except after a failed append that could not be cut (then `_refusal` is set);
-    - the file grows and shrinks only under `_growing`, so `reserve` never overwrites an append;
+    - the file grows and shrinks only under `_growing`, and while others write an append
+      (`_is_aside`) not at all: so `reserve` never overwrites an append;
     - a direct write has whole blocks, rewrites the bytes before `_end` in the first one, and ends
-      below `_ahead_end` with zeros. It runs under `_growing`: if zeros were written into the page
-      cache beside it, the kernel could report an error of the disk;
+      below `_ahead_end` with zeros. No zeros are written beside it (`_growing`, `_is_aside`): the
+      kernel could report an error of the disk;
     - once a segment has direct writes, every append writes whole blocks where it can. The page
       cache lacks the block before `_end`, so a shorter write would have to read it from the disk;
     - the file with the temporary name is used only under `_preparing`. Its first `_prepared_bytes`
@@ -90,15 +91,15 @@ class FileLogDevice:
         self._end = self._ahead_end = 0
         self._direct_bytes_min = direct_bytes_min
         self._direct_fd = -1
-        """The newest segment past the page cache; -1: it has no direct writes."""
-        self._may_be_direct = True
-        """Whether the file system takes direct writes, as far as known."""
+        """The newest segment past the page cache; -1: not open."""
+        self._may_be_direct = True  # as far as known
         # Direct writes need an address like that of a map: at the beginning of a page.
         self._blocks = mmap.mmap(-1, DIRECT_BYTES_MAX + 2 * _BLOCK_BYTES)
         self._tail: bytes | None = None
         """The segment's bytes in the block that holds `_end`. None: not known, because this device
         did not begin the segment, or has cut it."""
         self._growing = threading.RLock()
+        self._is_aside = False
         self._next_fd = -1
         """The file that `prepare` writes."""
         self._prepared_bytes = 0
@@ -154,6 +155,7 @@ class FileLogDevice:
     def append(self, data: bytes, *, sync_follows: bool = False) -> None:
         """See LogDevice."""
         self._refuse_if_broken()
+        self._is_aside = False
         if self._fd < 0:
             raise LogWriteError(f"{self._folder}: there is no segment yet; call rotate() first")
         is_direct = sync_follows and self._is_direct(len(data))
@@ -176,10 +178,12 @@ class FileLogDevice:
         pieces, at = ((data,), self._end) if whole is None else whole
         direct = self._direct_blocks(pieces) if is_direct and whole is not None else None
         fd, written = (self._fd, b"".join(pieces)) if direct is None else (self._direct_fd, direct)
+        self._is_aside = True
         done = partial(self._end_append, data)
         return AppendAside(fd, self._fd, written, at, done, self._fail_sync_of_segment)
 
     def _end_append(self, data: bytes) -> None:
+        self._is_aside = False
         with self._growing:
             self._advance(data)
             self._ahead_end = max(self._ahead_end, self._end)
@@ -199,16 +203,16 @@ class FileLogDevice:
 
     def reserve(self) -> None:
         """See LogDevice."""
+        assert not self._is_aside, "zeros could go over what is being written"
         with self._growing:
             if self._refusal is not None or self._fd < 0:
                 return
             segment, at = self._segments[-1], self._ahead_end
-            # A descriptor of its own, because each descriptor gets an error of the disk once. If
-            # the sync here got it on the log's descriptor, a sync of the log would miss it.
+            # Each descriptor gets an error of the disk once: a sync of the log must not miss it.
             try:
                 fd = self._disk.open(segment_name(segment))
             except OSError:
-                return  # no descriptor is left; the log works without zeros ahead
+                return  # no descriptor is left
             try:
                 self._write_all(fd, bytes(AHEAD_BYTES), at)
             except OSError:
@@ -244,6 +248,7 @@ class FileLogDevice:
 
     def rotate(self, at_least: int = 1) -> int:
         """See LogDevice."""
+        assert not self._is_aside, "the segment could be sealed below what is being written"
         self.sync()
         with self._growing:
             segment = self._segments[-1] + 1 if self._segments else at_least
@@ -441,7 +446,7 @@ class FileLogDevice:
         return memoryview(self._blocks)[: self._blocks.tell()]
 
     def _opens_directly(self) -> bool:
-        """Open the newest segment for direct writes, if it is not; return whether it is open."""
+        """Open the newest segment for direct writes; return whether it is open."""
         if self._direct_fd < 0 and self._may_be_direct:
             try:
                 self._direct_fd = self._disk.open_direct(segment_name(self._segments[-1]))

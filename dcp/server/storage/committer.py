@@ -366,7 +366,8 @@ class Committer:
             self._idle.set()
 
     def _reserve(self) -> None:
-        if not self._is_reserving:
+        # Publishing a group may have begun the next one.
+        if not self._is_reserving and self._aside is None:
             self._is_reserving = True
             self._jobs.put(_Work(self._device.reserve, self._reserved))
 
