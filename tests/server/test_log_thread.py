@@ -186,8 +186,7 @@ async def test_a_group_that_the_disk_did_not_take_is_written_when_there_is_room(
     def refused(data: bytes) -> AppendAside | None:
         aside = begin(data)
         assert aside is not None
-        aside.fd = read_only
-        return aside
+        return aside._replace(fd=read_only)
 
     def full(_fd: int, _data: bytes, _at: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -217,8 +216,7 @@ async def test_a_failed_sync_of_the_thread_is_final(
     def failing(data: bytes) -> AppendAside | None:
         aside = begin(data)
         assert aside is not None
-        aside.sync_fd = cannot_be_synced.fileno()
-        return aside
+        return aside._replace(sync_fd=cannot_be_synced.fileno())
 
     await files.set(b"before", LARGE)
     monkeypatch.setattr(files.device, "begin_append", failing)

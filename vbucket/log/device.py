@@ -27,9 +27,8 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from struct import Struct
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import google_crc32c
 
@@ -91,8 +90,7 @@ class UnknownFormatError(Exception):
     """The data was written in a format that this version does not know."""
 
 
-@dataclass(slots=True)
-class AppendAside:
+class AppendAside(NamedTuple):
     """An append that the caller makes with system calls of its own: write `data` to the descriptor
     `fd` from position `at` on, then sync the data of `sync_fd`.
 
