@@ -263,6 +263,19 @@ def test_nothing_names_a_registry_or_a_machine():
     assert found == []
 
 
+def test_options_of_scripts_compile_that_are_named_exist():
+    """In docs, in messages and in reasons of tests that do not run."""
+    known = set(re.findall(r"^  (--\w+)", hatch_build.USAGE, re.MULTILINE))
+    named = [
+        (name_of(path), option)
+        for path in [*SCRIPTS, *PYTHON, *(path for path in TRACKED if path.suffix == ".md")]
+        for option in re.findall(r"scripts/compile +(--\w+)", path.read_text())
+    ]
+    assert len(known) > 1
+    assert [each for each in named if each[1] not in known] == []
+    assert len(named) > 1
+
+
 def test_asserts_are_kept():
     """Invariants are asserts: nothing may start Python with them removed."""
     # `python -O` itself is refused, see test_main.py.

@@ -40,7 +40,7 @@ TARGET = 300
 """Bytes of a block: a few versions."""
 
 needs_loops = pytest.mark.skipif(
-    new_staged() is None, reason="the C loops are not built (scripts/compile --native)"
+    new_staged() is None, reason="the C loops are not built (scripts/compile --loops)"
 )
 pytestmark = needs_loops
 
