@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dcp.core.groups import GroupCycle, Published
 from dcp.core.pacing import PACED_FROM, PAUSE_MAX_S, Pacing, left_of_merge_s
+from dcp.server.node import Node
 from dcp.server.observe.meter import Histogram
 from dcp.server.storage.committer import Committer
+from dcp.server.storage.store_process import StoreProcess
+from dcp.wire.frame import pack_request
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
 from support.full_load import GROUP_BYTES, MEMTABLE
 from support.memory_node import MemoryNode
+from support.node_here import Client, node_here, until
+from support.raw_http import ask, login
 from vbucket.engine.engine import SET
 from vbucket.engine.keyspace import Keyspace
+from vbucket.model.ids import vbucket_of
+from vbucket.upkeep.merge import MergeReport
 
 
 @dataclass
@@ -168,6 +180,46 @@ async def test_the_committer_waits_before_a_group_and_not_while_it_drains() -> N
         await committer.drain()
     assert len(published) == 2
     committer.stop()
+
+
+async def test_a_server_slows_its_writers_down_while_a_merge_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merge does not begin to work before the test lets it."""
+    may_merge = asyncio.Event()
+    merge = StoreProcess.merge
+
+    async def held_merge(*arguments: Any) -> MergeReport:
+        await may_merge.wait()
+        return await merge(*arguments)
+
+    def set_packet(number: int) -> bytes:
+        key = b"k%d" % number
+        return pack_request(
+            Opcode.SET, key=key, value=bytes(300_000), extras=bytes(8), vb_id=vbucket_of(key)
+        )
+
+    monkeypatch.setattr(StoreProcess, "merge", held_merge)
+    async with (
+        node_here(tmp_path, {}, memtable_bytes=1 << 20) as node,
+        Client.connect(node) as client,
+    ):
+        for number in range(4):
+            assert (await client.ask(set_packet(number))).status == Status.OK
+        await until(node._merging.left_s)
+        assert node.engine.keyspace.frozen_bytes >= PACED_FROM * (1 << 20)
+        assert await paced_seconds(node) == 0.0, "nothing was written beside it"
+        assert (await client.ask(set_packet(4))).status == Status.OK
+        assert await paced_seconds(node) > 0.0
+        may_merge.set()
+
+
+async def paced_seconds(node: Node) -> float:
+    """What a server's metrics say of its writers' pauses."""
+    page = (await ask(node.ports.admin, "GET", "/metrics", login())).body
+    found = re.search(rb"^dcpd_writers_paced_seconds_total (\S+)$", page, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
 
 
 class SteadyPace:
