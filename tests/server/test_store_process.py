@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from dcp.server.storage import store_process
 from dcp.server.storage.folder import DataFolder, FolderInUseError, open_folder
 from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError, StoreWork
 from vbucket.log.device_files import FileLogDevice
+from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.record import LogDamagedError, pack_group
 from vbucket.log.segment_files import segment_path
 from vbucket.log.writer import LogWriter
@@ -26,7 +28,8 @@ from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.records import TABLES, NodeRecord, PartitionRecord
 from vbucket.store.store import Store
 from vbucket.upkeep.compaction import Floors, SliceReport
-from vbucket.upkeep.merge import MergeRefusedError, MergeReport
+from vbucket.upkeep.merge import MergeRefusedError, MergeReport, merge
+from vbucket.upkeep.retention import PlanReport, Windows
 
 VB = 5
 
@@ -357,6 +360,76 @@ def test_an_error_is_a_reply(tmp_path: Path) -> None:
     request = {"id": 3, "op": "merge", "segments": [], "share": 1.0}
     reply = StoreWork(env, tmp_path, lambda: None).handle(request)
     assert (reply["id"], reply["error"]) == (3, "MergeRefusedError")
+
+
+def rewritten(vb_ids: tuple[int, ...]) -> MemoryEnv:
+    """A store in which partitions have one key, written twice."""
+    env = MemoryEnv(TABLES)
+    empty = PartitionRecord(1, 0, 0, 0, 0, 0, 0, [[1, 0, 0]])
+    node = NodeRecord(1, "memory", "00", clean_shutdown=False, durability="commit",
+                      merged_segment=0)  # fmt: skip
+    Store.create(env, node, dict.fromkeys(vb_ids, empty))
+    entries = b"".join(
+        pack_mutation(
+            vb_id=vb_id, key=b"\0k", value=b"v", cas=seqno << 16, seqno=seqno, rev_seqno=seqno,
+            prev_seqno=seqno - 1,
+        )
+        for vb_id in vb_ids
+        for seqno in (1, 2)
+    )  # fmt: skip
+    device = MemoryLogDevice()
+    device.rotate()
+    device.append(pack_group(1, entries, device.salt))
+    merge(env, [(1, device.read(1))])
+    return env
+
+
+class StandingClock:
+    """A clock by which work takes no time."""
+
+    def monotonic(self) -> float:
+        return 1_000.0
+
+
+def test_compaction_ends_with_its_slice_and_goes_on_when_it_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More urgent work waits for a slice at most (dcp.core.store_turns)."""
+    vb_ids = (3, 4, 5)
+    monkeypatch.setattr(store_process, "time", StandingClock())
+
+    def compacted(work: StoreWork, vb_ids: tuple[int, ...]) -> SliceReport:
+        request = {"id": 1, "op": "compact", "floors": dict.fromkeys(vb_ids, (2, 0))}
+        report: SliceReport = work.handle(request)["result"]
+        return report
+
+    unhurried = StoreWork(rewritten(vb_ids), tmp_path)
+    assert compacted(unhurried, vb_ids) == SliceReport([3, 4, 5], 3, 0, [])
+    monkeypatch.setattr(store_process, "SLICE_S", 0.0)
+    work = StoreWork(rewritten(vb_ids), tmp_path)
+    for left in ((3, 4, 5), (4, 5), (5,)):
+        assert compacted(work, left) == SliceReport([left[0]], 1, 0, [])
+
+
+def test_a_plan_ends_with_its_slice_and_says_how_far_it_got(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vb_ids = (3, 4, 5)
+    monkeypatch.setattr(store_process, "time", StandingClock())
+    work = StoreWork(rewritten(vb_ids), tmp_path)
+
+    def planned(vb_ids: tuple[int, ...]) -> tuple[list[int], int]:
+        request = {
+            "id": 1, "op": "plan", "vbs": list(vb_ids), "windows": Windows(0, 0, 0), "now_ns": 1,
+            "inflow": 0, "forced": True,
+        }  # fmt: skip
+        report: PlanReport = work.handle(request)["result"]
+        return [step.vb_id for step in report.steps], report.planned
+
+    assert planned(vb_ids) == ([3, 4, 5], 3)
+    monkeypatch.setattr(store_process, "SLICE_S", 0.0)
+    for left in ((3, 4, 5), (4, 5), (5,)):
+        assert planned(left) == ([left[0]], 1)
 
 
 def test_it_starts_without_imports_that_take_long() -> None:
