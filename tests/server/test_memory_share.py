@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import subprocess
 import sys
@@ -10,12 +11,15 @@ from pathlib import Path
 import pytest
 
 from dcp.server.config.sources import ConfigError, resolve
+from dcp.server.observe.event_log import EventLog
+from dcp.server.storage import memory_share
 from dcp.server.storage.memory_share import (
     AUTO_BYTES_MAX,
     auto_size,
     item_cache_size,
     usable_bytes,
 )
+from dcp.server.storage.opening import Storage
 
 MIB = 1 << 20
 
@@ -39,6 +43,29 @@ def test_auto_is_the_default_and_a_size_is_taken_as_it_is() -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match="or auto"):
         resolve({"item_cache_bytes": "much"}, {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "bytes_max", "why"),
+    [("auto", 10 * MIB, "auto: 1/8 of a limit (80 MiB)"), ("3MiB", 3 * MIB, "item_cache_bytes")],
+)
+def test_the_cache_of_an_opened_store_has_that_size(
+    setting: str, bytes_max: int, why: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """And the log says where it comes from."""
+    monkeypatch.setattr(memory_share, "usable_bytes", lambda: {"a limit": 80 * MIB})
+    settings = resolve({"data": str(tmp_path / "data"), "item_cache_bytes": setting}, {}).settings
+    storage = Storage(settings.data, settings)
+    try:
+        assert storage.engine.item_cache.bytes_max == bytes_max
+        with caplog.at_level(logging.INFO, "test"):
+            storage.tell(EventLog(logging.getLogger("test")))
+    finally:
+        storage.close(is_clean=False)
+    (told,) = [record.__dict__["fields"] for record in caplog.records if record.msg == "item cache"]
+    assert told["bytes"] == bytes_max
+    assert told["why"].startswith(why)
 
 
 @pytest.mark.parametrize(
