@@ -1,5 +1,5 @@
-"""The hot modules compiled, as they are by default: they work, and say so. Where they cannot be
-compiled, plain Python is installed, and says why.
+"""The hot modules compiled, as they are by default: they work, and say so. test_plain_python.py has
+installations where they cannot be compiled.
 """
 
 from __future__ import annotations
@@ -12,21 +12,28 @@ import subprocess
 import sys
 import sysconfig
 import venv
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import hatch_build
-from dcp.compiled import compiled_modules, form_text, problem, version_and_form, version_text
+from dcp.compiled import compiled_modules, form_text, problem
+from support.installations import (
+    COMPILED_OR_FAILED,
+    COMPILING,
+    ROOT,
+    WITHOUT_COMPILER,
+    build_wheel,
+    copied_sources,
+    no_compiler,
+    plain_environment,
+    run,
+    unpack,
+    use,
+)
 from support.registry import no_registry
 
-ROOT = Path(__file__).parents[2]
-SOURCES = (
-    "dcp", "vbucket", "failover", "clients", "requirements", "pyproject.toml", "hatch_build.py",
-    "README.md", "LICENSE",
-)  # fmt: skip
 PACKAGES = ("dcp", "vbucket", "failover", "clients")
 BUILT_FROM = (
     "dcp", "vbucket", "failover", "requirements/compile.txt", "pyproject.toml", "hatch_build.py",
@@ -35,10 +42,6 @@ BUILT_FROM = (
 SOURCE_SUFFIXES = {".py", ".pyi", ".c", ".h", ".txt", ".toml"}
 CACHE = Path(sys.prefix) / "compiled-tests"
 """Beside what is installed; remove it to compile again."""
-COMPILING = {"DCPD_COMPILE_LEVEL": "0"}
-"""The C compiler's quickest level."""
-COMPILED_OR_FAILED = {"DCPD_COMPILE": "1", **COMPILING}
-WITHOUT_COMPILER = {"CC": "no-such-compiler"}
 LOOPS_SAID = "compiled the loops in C beside the sources\n"
 CORE = (
     "session/test_session_documents.py", "session/test_session_get_runs.py",
@@ -57,33 +60,6 @@ for name in hatch_build.COMPILED:
 importlib.import_module(hatch_build.LOOPS)
 print(len(hatch_build.COMPILED))
 """
-
-
-def no_compiler() -> str:
-    """Why nothing can be compiled here, "" if it can."""
-    command = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    if shutil.which(command) is None:
-        return f"there is no C compiler here ({command}; Debian: sudo apt-get install gcc)"
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.exists():
-        return f"Python's headers are missing ({header}; Debian: sudo apt-get install python3-dev)"
-    return ""
-
-
-def plain_environment() -> dict[str, str]:
-    """The environment without what would compile, or lead to other sources."""
-    left_out = {*COMPILED_OR_FAILED, "PYTHONPATH"}
-    return {name: value for name, value in os.environ.items() if name not in left_out}
-
-
-def run(
-    *arguments: str, cwd: Path | None = None, python: Path | str = sys.executable, **more: str
-) -> subprocess.CompletedProcess[str]:
-    """Run Python with `more` in its environment."""
-    return subprocess.run(
-        [str(python), *arguments], cwd=cwd, env=plain_environment() | more,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
 
 
 def digest(*names: str) -> str:
@@ -117,7 +93,7 @@ class Built:
     def build(self) -> None:
         """Build as the README says, or with what is installed where nothing can be fetched."""
         self.folder.mkdir(parents=True)
-        self.copy_sources()
+        copied_sources(self.folder)
         self.not_run = no_registry(self.folder / "probe")
         if self.not_run:
             self.build_here()
@@ -131,19 +107,10 @@ class Built:
             return False
         self.not_run = (self.folder / "not-run").read_text()
         shutil.rmtree(self.source)
-        self.copy_sources()
+        copied_sources(self.folder)
         shutil.rmtree(self.site / "clients")  # not compiled, so it may have changed
         shutil.copytree(self.source / "clients", self.site / "clients")
         return True
-
-    def copy_sources(self) -> None:
-        self.source.mkdir()
-        without = shutil.ignore_patterns("__pycache__", "*.so", "*.pyd", "compiled_sources.txt")
-        for name in SOURCES:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, self.source / name, ignore=without)
-            else:
-                shutil.copyfile(ROOT / name, self.source / name)
 
     def install(self) -> None:
         """Do as the README says, in an environment of its own."""
@@ -159,18 +126,9 @@ class Built:
 
     def build_here(self) -> None:
         """Make a wheel with what is installed here: where nothing can be fetched."""
-        built = run("-m", "hatchling", "build", "-t", "wheel", "-d", str(self.folder),
-                    cwd=self.source, **COMPILED_OR_FAILED)  # fmt: skip
+        built = build_wheel(self.source, self.folder, **COMPILED_OR_FAILED)
         assert built.returncode == 0, built.stdout + built.stderr
         unpack(self.folder, self.site)
-
-
-def unpack(folder: Path, target: Path) -> str:
-    """Unpack the one wheel in a folder; return its name."""
-    (wheel,) = folder.glob("dcpd-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(target)
-    return wheel.name
 
 
 @pytest.fixture(scope="module")
@@ -193,36 +151,6 @@ def site(built: Built) -> Path:
     return built.site
 
 
-def use(python: Path, folder: Path, **more: str) -> str:
-    """Start dcpd from an environment, write and read with dcpctl; return what dcpd printed."""
-    output = ""
-    bin_folder = python.parent
-    server = subprocess.Popen(
-        [str(bin_folder / "dcpd"), "--port", "0", "--admin-port", "0", "--data", "data"],
-        cwd=folder, env=plain_environment() | more, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert server.stdout is not None
-        for line in server.stdout:
-            output += line
-            if "dcpctl --server" in line:
-                break
-        address = re.search(r"dcpctl --server (\S+)", output)
-        assert address is not None, "it did not start"
-        for command, wanted in (("set hello world", ""), ("get hello", "world")):
-            done = run(
-                str(bin_folder / "dcpctl"), "--server", address[1], *command.split(),
-                python=python, cwd=folder, **more,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr
-            assert wanted in done.stdout
-    finally:
-        server.terminate()
-        server.communicate(timeout=30)
-    assert server.returncode == 0
-    return output
-
-
 @pytest.mark.timeout(900)
 def test_pip_compiles_in_an_empty_environment(built: Built, tmp_path: Path) -> None:
     """Nothing is there but what pip brings; the locked versions, beside hatchling."""
@@ -233,67 +161,6 @@ def test_pip_compiles_in_an_empty_environment(built: Built, tmp_path: Path) -> N
     smoke = run(str(ROOT / "scripts" / "smoke.py"), python=python, cwd=tmp_path)
     assert smoke.returncode == 0, smoke.stderr
     assert "(compiled), Python" in smoke.stdout
-
-
-@pytest.mark.timeout(900)
-def test_pip_installs_plain_python_without_a_compiler(built: Built, tmp_path: Path) -> None:
-    """It says so in one line, and in `dcpd --version`. Nothing but hatchling is asked for."""
-    python = built.python()
-    made = run("-m", "pip", "wheel", "-v", "--no-deps", "--wheel-dir", str(tmp_path), ".",
-               cwd=built.source, python=python, **WITHOUT_COMPILER)  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    why = "nothing can be compiled: there is no C compiler (no-such-compiler)"
-    said = (made.stdout + made.stderr).splitlines()
-    (line,) = [line for line in said if "built as plain Python" in line]
-    assert line.strip() == f"dcpd: built as plain Python: {why}"
-    assert not [line for line in said if re.search(r"Collecting (mypy|setuptools)", line)]
-    plain = tmp_path / "plain"
-    assert unpack(tmp_path, plain).endswith("-py3-none-any.whl")
-    output = use(python, tmp_path, PYTHONPATH=str(plain))
-    assert "is ready" in output
-    assert "compiled" not in output
-    version = run("-m", "dcp.server.main", "--version",
-                  cwd=tmp_path, python=python, PYTHONPATH=str(plain))  # fmt: skip
-    assert version.stdout.endswith(f"(plain Python: {why})\n"), version.stderr
-
-
-def build_wheel(source: Path, target: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Build with what is installed here."""
-    return run("-m", "hatchling", "build", "-t", "wheel", "-d", str(target), cwd=source, **more)
-
-
-def copied_sources(folder: Path) -> Path:
-    built = Built(folder)
-    built.copy_sources()
-    return built.source
-
-
-def test_a_compiler_that_fails_is_no_error_unless_asked(tmp_path: Path) -> None:
-    """It is there, and makes nothing: as if a header of the system is missing."""
-    if why := no_compiler():
-        pytest.skip(why)
-    source = copied_sources(tmp_path)
-    made = build_wheel(source, tmp_path / "made", CC="false", **COMPILING)
-    assert made.returncode == 0, made.stderr
-    reason = "the hot modules could not be compiled"
-    assert f"dcpd: built as plain Python: {reason}\n" in made.stderr
-    plain = tmp_path / "plain"
-    assert unpack(tmp_path / "made", plain).endswith("-py3-none-any.whl")
-    assert form_text(plain) == f"plain Python: {reason}"
-    for more in ({"CC": "false"}, WITHOUT_COMPILER):
-        failed = build_wheel(source, tmp_path / "failed", **COMPILED_OR_FAILED, **more)
-        assert failed.returncode != 0
-        assert "CompileError" in failed.stderr
-    assert not (tmp_path / "failed").exists() or not list((tmp_path / "failed").iterdir())
-
-
-def test_plain_python_can_be_asked_for(tmp_path: Path) -> None:
-    made = build_wheel(copied_sources(tmp_path), tmp_path / "made", DCPD_COMPILE="0")
-    assert made.returncode == 0, made.stderr
-    assert unpack(tmp_path / "made", tmp_path / "plain").endswith("-py3-none-any.whl")
-    assert form_text(tmp_path / "plain") == "plain Python: DCPD_COMPILE=0"
-    wrong = build_wheel(tmp_path / "source", tmp_path / "made", DCPD_COMPILE="yes")
-    assert "DCPD_COMPILE is 'yes'; it must be 0 or 1" in wrong.stderr
 
 
 def in_place(source: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -585,10 +452,3 @@ def test_a_compiled_server_says_so_and_refuses_changed_sources(site: Path, tmp_p
     )
     assert "scripts/compile" in refused.stderr
     assert not (tmp_path / "data").exists()
-
-
-def test_plain_modules_are_no_problem_and_say_nothing(tmp_path: Path) -> None:
-    assert compiled_modules(tmp_path) == []
-    assert problem(tmp_path) == ""
-    assert version_text("1.2", tmp_path) == "1.2"
-    assert version_and_form("1.2", tmp_path) == "1.2 (plain Python)"
