@@ -6,8 +6,9 @@
 Where they cannot be built, the same modules run as plain Python, and `dcpd --version` says why.
 DCPD_COMPILE=0 builds plain Python; DCPD_COMPILE=1 fails where the extensions cannot be built.
 DCPD_COMPILE_LEVEL is the C compiler's optimisation level (3). pip installs what the build needs
-into its isolated build environment, in the versions that requirements/compile.txt locks.
-scripts/compile takes it from .venv. `COMPILED` lists the compiled modules: the path of a SET, a GET
+into its isolated build environment, in the versions of pyproject.toml (hatchling, and what it
+requires) and of requirements/compile.txt (what compiling takes). scripts/compile takes it from
+.venv. `COMPILED` lists the compiled modules: the path of a SET, a GET
 and a stream, and what the store process does.
 """
 
@@ -125,7 +126,7 @@ LIBRARY_PATTERNS: Final = ("*.so", "*.pyd")
 NEW: Final = ".new"
 """After the name of a file that is being written: nobody loads half of a library."""
 LOCK: Final = "requirements/compile.txt"
-"""What a compiled build needs in addition to hatchling; written by scripts/lock."""
+"""What a compiled build needs, hatchling included; written by scripts/lock."""
 _PIN: Final = re.compile(r"^([A-Za-z0-9_.-]+==[^\\\n]+?)\s*\\?$", re.MULTILINE)
 """A locked package with version and environment marker. Its hashes are on the lines below."""
 
@@ -304,7 +305,9 @@ class CustomBuildHook(BuildHookInterface[Any]):
     PLUGIN_NAME = "custom"
 
     def dependencies(self) -> list[str]:
-        """Return what the build needs besides hatchling; pip asks before it builds."""
+        """Return what the build needs; pip asks before it builds. If nothing is compiled, that is
+        only what it has installed already, by pyproject.toml.
+        """
         wish = _wish()
         if wish == "0" or (not wish and cannot_compile()):
             return []

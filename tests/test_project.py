@@ -5,9 +5,11 @@ import re
 import subprocess
 import tomllib
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import hatch_build
 
@@ -249,6 +251,27 @@ def test_locks_agree_with_each_other():
     assert {name: test.get(name) for name in compiling} == compiling, "tests compile with the same"
     site = locked("docs")
     assert {name: test.get(name) for name in site} == site, "tests build the site with the same"
+
+
+def test_what_builds_the_project_has_the_versions_of_the_locks():
+    """Hatchling, and all that it requires: pip would take the newest of what is not named."""
+    pins = dict(item.split("==") for item in pyproject()["build-system"]["requires"])
+    for lock in ("run", "test", "compile"):
+        found = locked(lock)
+        assert {name: found.get(name) for name in pins} == pins, f"run scripts/lock for {lock}"
+    wanted = (ROOT / "requirements" / "build.in").read_text().splitlines()
+    todo = [normal(line) for line in wanted if not line.startswith("#")]
+    needed = set()
+    while todo:
+        name = todo.pop()
+        needed.add(name)
+        required = map(Requirement, metadata.requires(name) or ())
+        todo += [
+            normal(item.name)
+            for item in required
+            if item.marker is None or item.marker.evaluate({"extra": ""})
+        ]
+    assert needed == set(pins), "run scripts/lock"
 
 
 def test_nothing_names_a_registry_or_a_machine():

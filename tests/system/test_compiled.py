@@ -153,7 +153,7 @@ def site(built: Built) -> Path:
 
 @pytest.mark.timeout(900)
 def test_pip_compiles_in_an_empty_environment(built: Built, tmp_path: Path) -> None:
-    """Nothing is there but what pip brings; the locked versions, beside hatchling."""
+    """Nothing is there but what pip brings. The build has hatchling and the rest as locked."""
     python = built.python()
     version = run(str(python.with_name("dcpd")), "--version", python=python)
     assert version.stdout.endswith("(compiled)\n"), version.stderr
@@ -406,7 +406,9 @@ def test_what_compiling_needs_is_locked_to_versions(tmp_path: Path) -> None:
     without_lock = run("-c", ask, cwd=tmp_path, **COMPILED_OR_FAILED)
     assert "requirements/compile.txt is missing" in without_lock.stderr
     asked = run("-c", ask, cwd=ROOT, **COMPILED_OR_FAILED).stdout
-    for name in ("mypy", "setuptools", "msgspec", "cbor2", "lmdb", "sortedcontainers-stubs"):
+    for name in (
+        "mypy", "setuptools", "msgspec", "cbor2", "lmdb", "sortedcontainers-stubs", "hatchling",
+    ):  # fmt: skip
         assert re.search(rf"'{name}==[0-9.]+'", asked), asked
 
 
