@@ -45,13 +45,24 @@ CACHE = Path(sys.prefix) / "compiled-tests"
 LOOPS_SAID = "compiled the loops in C beside the sources\n"
 CORE = (
     "session/test_session_documents.py", "session/test_session_get_runs.py",
-    "session/test_session_set_runs.py", "session/test_session_with_meta.py",
-    "stream/test_codec_plain.py", "stream/test_stream_snapshots.py", "vbucket/test_compaction.py",
-    "vbucket/test_damaged_pages.py", "vbucket/test_engine.py", "vbucket/test_group_runs.py",
-    "vbucket/test_key_tree.py", "vbucket/test_log.py", "vbucket/test_merge.py",
+    "session/test_session_put_frames.py", "session/test_session_set_runs.py",
+    "session/test_session_with_meta.py", "stream/test_codec_plain.py", "stream/test_send_state.py",
+    "stream/test_stream_model.py", "stream/test_stream_snapshots.py", "vbucket/test_apply_paths.py",
+    "vbucket/test_block.py", "vbucket/test_compaction.py", "vbucket/test_damaged_pages.py",
+    "vbucket/test_engine.py", "vbucket/test_engine_model.py", "vbucket/test_group_runs.py",
+    "vbucket/test_item_cache.py", "vbucket/test_key_record.py", "vbucket/test_key_tree.py",
+    "vbucket/test_kvenv.py", "vbucket/test_loads.py", "vbucket/test_loads_beside.py",
+    "vbucket/test_log.py", "vbucket/test_merge.py", "vbucket/test_merge_slices.py",
     "vbucket/test_native.py", "vbucket/test_replay_run.py", "vbucket/test_runs.py",
-    "vbucket/test_store.py",
+    "vbucket/test_store.py", "vbucket/test_tally.py", "vbucket/test_walks.py", "wire/test_frame.py",
 )  # fmt: skip
+"""Tests of compiled modules, which also run as plain Python, like all tests."""
+REPLACING_METHODS = (
+    "session/test_session_put_frames.py::test_damaged_data_changes_nothing",
+    "vbucket/test_item_cache.py::test_a_change_with_a_condition_asks_the_store_once",
+)
+"""Tests of these files that run as plain Python only: they put methods of their own into objects,
+which compiled callers do not use, or which compiled objects refuse."""
 CHECK = """
 import importlib, hatch_build
 for name in hatch_build.COMPILED:
@@ -422,16 +433,24 @@ def run_python(site: Path, *arguments: str, cwd: Path) -> subprocess.CompletedPr
 @pytest.mark.timeout(900)
 def test_the_core_passes_its_tests_compiled(site: Path, tmp_path: Path) -> None:
     tests = [f"tests/{name}" for name in CORE]
-    stamp = (
-        site.parent / f"passed-{digest('clients', 'tests/support', 'tests/conftest.py', *tests)}"
-    )
+    shared = [
+        str(path.relative_to(ROOT))
+        for folder in sorted({(ROOT / name).parent for name in tests})
+        for path in sorted(folder.glob("*.py"))
+        if not path.name.startswith("test_")
+    ]
+    made_of = digest("clients", "tests/support", "tests/conftest.py", *shared, *tests)
+    stamp = site.parent / f"passed-{made_of}"
     if stamp.exists():
         pytest.skip(f"the same tests have passed with the same modules; remove {stamp} to run them")
     checked = run_python(site, "-c", CHECK, cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("npm"))
     shutil.copyfile(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
-    ran = run_python(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=tmp_path)
+    left_out = [f"--deselect=tests/{name}" for name in REPLACING_METHODS]
+    ran = run_python(
+        site, "-m", "pytest", "-q", "-p", "no:cacheprovider", *left_out, *tests, cwd=tmp_path
+    )
     assert ran.returncode == 0, ran.stdout[-5000:]
     stamp.touch()
 
