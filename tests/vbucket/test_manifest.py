@@ -76,6 +76,8 @@ def test_ids_begin_at_8_and_are_never_given_twice() -> None:
     assert again.collection_id("inventory.hotel") is None
     assert again.uid == 6
     assert (now.has_dropped, again.has_dropped) == (False, True)
+    assert [now.is_gone(number) for number in (0, 8, 9, 10)] == [False] * 4, "9 and 10 may come"
+    assert [again.is_gone(number) for number in (0, 8, 9, 10)] == [False, True, True, False]
 
 
 @pytest.mark.parametrize("path", ["_default._default", "._default", "_default.", "."])

@@ -6,8 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vbucket.model.collection_counts import CollectionCounts
+from vbucket.model.manifest import INITIAL_MANIFEST, Collection, Manifest
 
-KNOWN = frozenset({0, 8, 200})
+KNOWN = INITIAL_MANIFEST._replace(
+    collections={0: INITIAL_MANIFEST.collections[0], 8: Collection(8, "old", 0)},
+    next_collection_id=10,
+)
+"""Collection 9 is gone, 200 is not known yet."""
 KEYS = (b"\0k", b"\x01event", b"\x08k", b"\xc8\x01k", b"\x09dropped")
 IDS = {b"\x08k": 8, b"\xc8\x01k": 200}
 
@@ -43,7 +48,7 @@ def test_seqnos_are_those_of_the_changes_that_are_left(script: list[Step], part:
     for key, collection_id in IDS.items():
         expected = max((seqno for seqno, found in changes if found == key), default=0)
         assert tally.collections.get(collection_id, [0, 0])[0] == expected
-    assert tally.collections.keys() <= KNOWN
+    assert tally.collections.keys() <= set(IDS.values())
     high = changes[-1][0] if changes else 0
     asked = int(high * part)
     found = tally.default_seqno_at(asked)
@@ -73,8 +78,15 @@ def test_what_is_forgotten_is_counted_out() -> None:
     tally.count(8, 3)
     tally.count(200, 2)
     assert tally.documents == 5
-    assert tally.forget({200}) == 3
+    assert tally.forget(KNOWN) == 0
+    assert tally.forget(KNOWN.drop_collection("_default", "old")) == 3
     assert (tally.documents, list(tally.collections)) == (2, [200])
+    assert tally.forget(without(200)) == 2, "it was created and dropped meanwhile"
+
+
+def without(collection_id: int) -> Manifest:
+    """Return a manifest in whose past a collection was dropped."""
+    return INITIAL_MANIFEST._replace(next_collection_id=collection_id + 1)
 
 
 def test_a_copy_of_a_document_is_independent() -> None:

@@ -249,7 +249,7 @@ class PartitionCheck:
 
     def _is_unreachable(self, key: bytes) -> bool:
         """Whether the collection of a key was dropped, so that compaction may remove all of it."""
-        return key[0] != SYSTEM_COLLECTION and collection_of(key) not in self._manifest.collections
+        return key[0] != SYSTEM_COLLECTION and self._manifest.is_gone(collection_of(key))
 
     def _problem_of(self, seqno: int, frame: bytes, key: bytes, crc: int) -> str:
         """Count one version, and say what is wrong with it by itself; "" if nothing is."""
@@ -342,10 +342,10 @@ class PartitionCheck:
 
     def _counts(self) -> Iterator[Finding]:
         """Compare the partition's record with the data."""
-        record, known = self._record, self._manifest.collections
+        record, manifest = self._record, self._manifest
         tally = CollectionCounts(record.tally)
-        item_count = record.item_count - tally.forget(known)
-        live = {cid: count for cid, count in self._live.items() if cid in known}
+        item_count = record.item_count - tally.forget(manifest)
+        live = {cid: count for cid, count in self._live.items() if not manifest.is_gone(cid)}
         if item_count != sum(live.values()):
             yield self._differs("item_count", item_count, sum(live.values()))
         for name, found in (("keys", self.keys), ("versions", self.versions)):
@@ -365,7 +365,9 @@ class PartitionCheck:
         if self._defaults_in_run:
             what = f"{self._defaults_in_run} changes of the default collection"
             yield self._found(Kind.COUNT, f"the record counts {what} as those of others")
-        for cid in known.keys() - {DEFAULT_COLLECTION}:
+        counted = manifest.collections.keys() | tally.collections.keys()
+        counted |= {cid for cid in self._collection_seqnos if not manifest.is_gone(cid)}
+        for cid in counted - {DEFAULT_COLLECTION}:
             seqno, documents = tally.collections.get(cid, (0, 0))
             if documents != live.get(cid, 0):
                 yield self._differs(

@@ -390,10 +390,10 @@ class Engine:
         part.max_cas = max(part.max_cas, *frames.cas)
         self._count_many(part, frames, live)
         if not frames.has_default_keys_only:
-            known = self.keyspace.manifest.collections
+            manifest = self.keyspace.manifest
             for seqno, key in enumerate(keys, first_seqno):
                 if key[0]:
-                    part.tally.note(key, seqno, seqno - 1, known)
+                    part.tally.note(key, seqno, seqno - 1, manifest)
         if any(frames.expiries):
             add_due = self.due.active.add
             for opcode, expiry, entry in zip(opcodes, frames.expiries, entries, strict=True):

@@ -150,7 +150,7 @@ class Keyspace:
             part.last_group = self.group
         seqno_before, part.high_seqno = part.high_seqno, seqno
         if key[0]:
-            part.tally.note(key, seqno, seqno_before, self.manifest.collections)
+            part.tally.note(key, seqno, seqno_before, self.manifest)
             if documents:
                 self.count(part, key, documents)
         else:
@@ -190,7 +190,7 @@ class Keyspace:
         """Add to the number of live documents; documents of dropped collections do not count."""
         if key[0]:
             collection_id = collection_of(key)
-            if collection_id not in self.manifest.collections:
+            if self.manifest.is_gone(collection_id):
                 return
             part.tally.count(collection_id, documents)
         part.item_count += documents
@@ -341,7 +341,7 @@ class Keyspace:
         for key, prev_seqno in first_changes.items():
             entry = self.versions.entry_at(part, prev_seqno) if prev_seqno else ABSENT
             if entry is None:
-                if prev_seqno > part.purge_seqno and self.is_reachable(key):
+                if prev_seqno > part.purge_seqno and not self.manifest.is_gone(collection_of(key)):
                     raise StoreDamagedError(
                         f"vb {part.vb_id}: a rollback needs seqno {prev_seqno} of key {key!r}, "
                         "which the store does not have; restore a backup"
@@ -451,7 +451,7 @@ class Keyspace:
     def _adopt_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest
         for part in self.partitions:
-            part.item_count -= part.tally.forget(manifest.collections)
+            part.item_count -= part.tally.forget(manifest)
 
     # -- merging -----------------------------------------------------------------------------
 

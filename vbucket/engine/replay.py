@@ -105,7 +105,7 @@ class Replay:
             if (head.opcode == MUTATION) != was_live:
                 engine.keyspace.count(part, key, -1 if was_live else 1)
             if key[0]:
-                part.tally.note(key, seqno, part.high_seqno, engine.keyspace.manifest.collections)
+                part.tally.note(key, seqno, part.high_seqno, engine.keyspace.manifest)
             part.high_seqno = part.committed_seqno = part.synced_seqno = seqno
             part.max_cas = max(part.max_cas, cas)
             part.newest[key] = entry

@@ -170,7 +170,7 @@ class ReplicatedChanges:
                 part.last_group = group
                 touch(part)
             if key[0]:
-                part.tally.note(key, seqno, seqno - 1, keyspace.manifest.collections)
+                part.tally.note(key, seqno, seqno - 1, keyspace.manifest)
                 if documents:
                     keyspace.count(part, key, documents)
             elif documents:

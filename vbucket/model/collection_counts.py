@@ -7,18 +7,22 @@ with the same rules.
     default_high_seqno   the last change in the default collection before the run of changes that
                          ends with `other_high_seqno`; above that run the default collection's
                          high seqno is the partition's
-    collections          collection id -> [high seqno, live documents], of collections that exist
+    collections          collection id -> [high seqno, live documents], of collections that are not
+                         gone
 
-Invariant: everything in (default_high_seqno, other_high_seqno] is outside of the default collection
-(or a gap).
+Invariants
+- everything in (default_high_seqno, other_high_seqno] is outside of the default collection (or a
+  gap);
+- a collection counts from its first change on, also before the manifest has it: replicas may get
+  the changes first. It counts until a manifest says that it is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from vbucket.model.manifest import collection_of
+from vbucket.model.manifest import Manifest, collection_of
 
 
 class CollectionCounts:
@@ -41,14 +45,17 @@ class CollectionCounts:
             return None
         return [self.other_high_seqno, self.default_high_seqno, self.collections]
 
-    def note(self, key: bytes, seqno: int, seqno_before: int, known: Container[int]) -> None:
+    def note(self, key: bytes, seqno: int, seqno_before: int, manifest: Manifest) -> None:
         """Note a change outside the default collection; `seqno_before` is the previous change."""
         if self.other_high_seqno != seqno_before:
             self.default_high_seqno = seqno_before
         self.other_high_seqno = seqno
         collection_id = collection_of(key)
-        if collection_id in known:
-            self.collections.setdefault(collection_id, [0, 0])[0] = seqno
+        numbers = self.collections.get(collection_id)
+        if numbers is not None:
+            numbers[0] = seqno
+        elif not manifest.is_gone(collection_id):
+            self.collections[collection_id] = [seqno, 0]
 
     def count(self, collection_id: int, documents: int) -> None:
         """Add to the number of live documents; a negative number subtracts."""
@@ -59,21 +66,21 @@ class CollectionCounts:
         other_high_seqno: int,
         default_high_seqno: int,
         changes: Iterable[tuple[int, int, int]],
-        known: Container[int],
+        manifest: Manifest,
     ) -> None:
         """Take the seqnos after many changes, and for each collection that has some (id, high
         seqno, more documents).
         """
         self.other_high_seqno, self.default_high_seqno = other_high_seqno, default_high_seqno
         for collection_id, high_seqno, documents in changes:
-            if collection_id in known:
+            if not manifest.is_gone(collection_id):
                 numbers = self.collections.setdefault(collection_id, [0, 0])
                 numbers[0] = high_seqno
                 numbers[1] += documents
 
-    def forget(self, known: Container[int]) -> int:
-        """Forget collections that no longer exist; return how many documents they had."""
-        gone = [key for key in self.collections if key not in known]
+    def forget(self, manifest: Manifest) -> int:
+        """Forget collections that are gone; return how many documents they had."""
+        gone = [key for key in self.collections if manifest.is_gone(key)]
         return sum(self.collections.pop(key)[1] for key in gone)
 
     @property

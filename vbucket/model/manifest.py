@@ -175,6 +175,14 @@ class Manifest(NamedTuple):
         others = len(self.collections) - (DEFAULT_COLLECTION in self.collections)
         return self.next_collection_id - FIRST_FREE_ID != others
 
+    def is_gone(self, collection_id: int) -> bool:
+        """Whether there is no such collection, and there will be none.
+
+        Ids are given in order and not reused. So a collection with a higher id may exist: a replica
+        can have its documents before its node has read of it.
+        """
+        return collection_id not in self.collections and collection_id < self.next_collection_id
+
     # -- changes -------------------------------------------------------------------------------
 
     def create_scope(self, name: str) -> Manifest:

@@ -240,7 +240,7 @@ class PartitionCompaction:
             kinds = {_ANY}
             if collection_id != DEFAULT_COLLECTION:
                 kinds.add(_ANY_OTHER)
-            if collection_id in self._manifest.collections:
+            if not self._manifest.is_gone(collection_id):
                 kinds.add(collection_id)
             if not kinds <= self._seen:
                 self._seen |= kinds
@@ -532,6 +532,6 @@ def _gone_collections(
     gone = set()
     for key, meta in view.metas(vb_id, head):
         collection_id = SYSTEM_KEY.unpack_from(key)[3]
-        if meta.seqno <= floor and collection_id not in manifest.collections:
+        if meta.seqno <= floor and manifest.is_gone(collection_id):
             gone.add(collection_id)
     return frozenset(gone)

@@ -64,7 +64,7 @@ def merge_partition(
 ) -> PartitionRecord:  # fmt: skip
     """Write one partition's stage; return its record. Reads come first, then writes.
 
-    `manifest` is that of the last segment: documents of collections that it lacks do not count. The
+    `manifest` is that of the last segment: documents of collections that are gone do not count. The
     changes of the expiry table are added to `rows`.
     """
     vb_id, entries = stage.vb_id, stage.entries
@@ -100,7 +100,7 @@ def merge_partition(
         raise missing_blocks(vb_id, last_seqno, record.last_seqno)
     if any(map(_first_of, newest)):
         _note(tally, manifest, entries, last_seqno)
-    tally.forget(manifest.collections)
+    tally.forget(manifest)
     blocks = _blocks_of(vb_id, entries, last_seqno, tail, body_bytes_target)
     write.put_sorted(BY_SEQNO_TABLE, blocks)
     stage.wrote([*newest, *gone], record.keys + changes.more_keys, blocks)
@@ -148,8 +148,8 @@ def put_plain(
     )
     tally = CollectionCounts(record.tally)
     default_documents = record.item_count - tally.documents + more_documents
-    tally.take(*others, manifest.collections)
-    tally.forget(manifest.collections)
+    tally.take(*others, manifest)
+    tally.forget(manifest)
     for full_key, expiry_before, expiry in expiries:
         rows.change(full_key, expiry_before, expiry)
     write.put_sorted(BY_KEY_TABLE, items)
@@ -209,7 +209,7 @@ class _KeyChanges:
             key = full_key[2:]
             if not key[0]:
                 default_documents += documents
-            elif documents and (collection_id := collection_of(key)) in manifest.collections:
+            elif documents and not manifest.is_gone(collection_id := collection_of(key)):
                 tally.count(collection_id, documents)
         return default_documents
 
@@ -237,7 +237,7 @@ def _note(
     for entry in entries:
         key, seqno = key_of(entry), seqno_of(entry)
         if key[0]:
-            tally.note(key, seqno, seqno_before, manifest.collections)
+            tally.note(key, seqno, seqno_before, manifest)
         seqno_before = seqno
 
 
@@ -304,7 +304,7 @@ def _entry_as_of(
     entry = view.entry(stage.vb_id, seqno)
     if entry is not None and key_of(entry) == key:
         return entry
-    may_be_gone = seqno <= stage.purged_seqno or collection_of(key) not in manifest.collections
+    may_be_gone = seqno <= stage.purged_seqno or manifest.is_gone(collection_of(key))
     if entry is not None or not may_be_gone:
         raise StoreDamagedError(
             f"vb {stage.vb_id}: a rollback needs seqno {seqno} of key {key!r}, which the store "
