@@ -10,6 +10,8 @@ Who calls it: `dcp.replication.leading`.
 Invariants
 - clients are served only while the in-sync set confirms this master. Who is not served any more has
   its streams ended, so that a consumer that reaches only a deposed master notices;
+- a partition that is not served gets no change, also no system event: it may be handed over with
+  its end as of the fence. What is missing is added when it is served;
 - a calm partition is served, nothing is under way for its record, and the stream of each member in
   sync was confirmed. Nothing of that has changed since but the time of confirmations.
 """

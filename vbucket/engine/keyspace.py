@@ -388,6 +388,9 @@ class Keyspace:
     def set_manifest(self, manifest: Manifest) -> None:
         """Replace the collections manifest. Each active partition gets the system events.
 
+        One that is fenced gets them when it is served again (`tell_missing_events`). It may be
+        handed over with its end as of the fence: then its next master adds what is missing.
+
         Documents of a dropped collection are unreachable from now on and no longer counted.
         """
         assert not self.loading, "the seqnos of events are taken"
@@ -397,7 +400,7 @@ class Keyspace:
         document: dict[str, object] = {"kind": "manifest", "manifest": manifest.to_document()}
         self._put_control(NODE_VB_ID, document)
         for part in self.partitions:
-            if part.durable_state == VbState.ACTIVE:
+            if part.state == VbState.ACTIVE:
                 for event in events:
                     self._tell(part, event)
 
