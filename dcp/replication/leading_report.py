@@ -73,6 +73,9 @@ def unwritable(leading: Leading, member: str, now_ns: int) -> Iterator[Unwritabl
         elif missing := _missing(mastership, leading.feeds, member, now_ns):
             why = "a copy in sync does not confirm the master, so it may answer nothing"
             yield Unwritable(vb_id, why, missing)
+        elif vb_id in leading.serving.awaited:
+            why = "the master has not read of all collections in the metadata store yet"
+            yield Unwritable(vb_id, why)
         else:
             yield Unwritable(vb_id, "the new master waits until copies in sync have caught up")
 

@@ -2,7 +2,8 @@
 
     PREPARING   its version of this epoch is not on disk yet: nobody is served, no replica either
     REPLAYING   replicas are fed; the high watermark has not reached the start of the epoch, or
-                replicas that confirmed the former master may still do so
+                replicas that confirmed the former master may still do so, or this node has not read
+                of all collections that the partition has (dcp.replication.serving)
     SERVING     clients are served, as long as the in-sync set confirms this master
     HANDING     writers are held back: the wanted master gets the partition next
 

@@ -12,6 +12,8 @@ Invariants
   its streams ended, so that a consumer that reaches only a deposed master notices;
 - a partition that is not served gets no change, also no system event: it may be handed over with
   its end as of the fence. What is missing is added when it is served;
+- a partition is not served before this node has read of the collections that the partition tells
+  of: its record may be known here first. Streams would leave them out, and be told of their drop;
 - a calm partition is served, nothing is under way for its record, and the stream of each member in
   sync was confirmed. Nothing of that has changed since but the time of confirmations.
 """
@@ -31,6 +33,7 @@ from dcp.stream.hub import StreamHub
 from failover.isr import confirmed_until_ns, may_answer_reads
 from failover.promotion import may_send_back
 from vbucket.engine.engine import Engine
+from vbucket.engine.leadership import knows_collections
 from vbucket.engine.partition import Hold, Partition, VbState
 
 LOOK_NS_PER_PARTITION: Final = 20_000
@@ -72,6 +75,9 @@ class Serving:
         """Partitions that were not served when they were looked at last."""
         self._look_ns = 0
         """When they are looked at again."""
+        self.awaited: dict[int, int] = {}
+        """Partition that has events of a newer manifest than this node -> the uid of this node's
+        when they were compared."""
 
     # -- what changes ------------------------------------------------------------------------------
 
@@ -84,6 +90,7 @@ class Serving:
     def ended(self, vb_id: int) -> None:
         """A partition has not its master here any more."""
         self._unserved.discard(vb_id)
+        self.awaited.pop(vb_id, None)
         self._arrivals.ended(vb_id)
         self._calm.discard(vb_id)
         self._left.discard(vb_id)
@@ -179,6 +186,8 @@ class Serving:
         """Let one partition serve what it may; note when it is fenced."""
         until_ns = mastership.confirmed_until_ns(self.confirmations(mastership))
         service = mastership.service(now_ns, until_ns)
+        if service in _SERVED and not self._knows_collections(mastership.part):
+            service = Service.REPLAYING
         self._set_service(mastership, service)
         if service in _SERVED:
             self._unserved.discard(mastership.part.vb_id)
@@ -186,6 +195,19 @@ class Serving:
         else:
             self._unserved.add(mastership.part.vb_id)
         return service
+
+    def _knows_collections(self, part: Partition) -> bool:
+        """Whether this node has read of the collections of a partition that it is to serve."""
+        if part.state == VbState.ACTIVE:
+            return True
+        uid = self._engine.keyspace.manifest.uid
+        if self.awaited.get(part.vb_id) == uid:
+            return False
+        if not knows_collections(self._engine, part.vb_id):
+            self.awaited[part.vb_id] = uid
+            return False
+        self.awaited.pop(part.vb_id, None)
+        return True
 
     def _set_service(self, mastership: Mastership, service: Service | None) -> None:
         part = mastership.part

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+
+from dcp.replication.leading_report import unwritable
 from failover.isr import CONFIRMATION_NS, PROMOTED_WAIT_NS
 from failover.replication_record import HandedOver, want
 from support.core_cluster import MS, VB, CoreCluster, CoreNode
@@ -75,3 +80,48 @@ def test_a_master_that_is_not_confirmed_tells_of_a_collection_when_it_serves_aga
     cluster.run(500 * MS)
     assert cluster.a.part.state == VbState.ACTIVE
     assert [events(node) for node in cluster.nodes.values()] == [[2], [2]]
+
+
+# -- a new master whose node has not read of the newest collections --------------------------------
+
+
+def others_changed(change: Callable[[Manifest], Manifest]) -> CoreCluster:
+    """Return a cluster in which a has told of a change that b's node has not read of."""
+    cluster = serving()
+    for node in cluster.nodes.values():
+        read_manifest(node)
+    cluster.settle()
+    read_manifest(cluster.a, change(FIRST))
+    cluster.a.put()
+    cluster.run(100 * MS)
+    assert [events(node) for node in cluster.nodes.values()] == [[2, 3], [2, 3]]
+    cluster.write(want(cluster.record, "b"))
+    cluster.run(300 * MS)
+    assert cluster.record.master == "b"
+    return cluster
+
+
+CHANGES = pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest.create_collection("_default", "newer"),
+        lambda manifest: manifest.create_scope("newer"),
+        lambda manifest: manifest.drop_collection("_default", "new"),
+    ],
+    ids=["collection", "scope", "drop"],
+)
+
+
+@CHANGES
+def test_a_master_serves_when_its_node_has_read_of_what_its_partition_has(
+    change: Callable[[Manifest], Manifest],
+) -> None:
+    """It would tell consumers that a collection is gone, and leave it out of streams."""
+    cluster = others_changed(change)
+    assert cluster.b.part.state == VbState.FENCED
+    (found,) = unwritable(cluster.b.core.leading, "b", cluster.now_ns)
+    assert "not read of all collections" in found.why
+    read_manifest(cluster.b, change(FIRST))
+    cluster.run(100 * MS)
+    assert cluster.b.part.state == VbState.ACTIVE
+    assert [events(node) for node in cluster.nodes.values()] == [[2, 3], [2, 3]]

@@ -26,6 +26,7 @@ from vbucket.model.manifest import (
     decode_leb128,
     encode_leb128,
     events_between,
+    is_ahead,
     manifest_from_json,
     missing_events,
     parse_system_event,
@@ -300,3 +301,16 @@ def test_events_are_told_again_where_they_are_missing() -> None:
     missing = missing_events(told, gone)
     assert [event.kind for event in missing] == [KIND.DROP_COLLECTION, KIND.DROP_SCOPE]
     assert missing_events(told + [system_key(event) for event in missing], gone) == []
+
+
+@pytest.mark.parametrize("last", [
+    HOTELS.create_collection("inventory", "car"), HOTELS.create_scope("more"),
+    HOTELS.drop_collection("inventory", "hotel"), HOTELS.drop_scope("inventory"),
+])  # fmt: skip
+def test_events_of_a_newer_manifest_are_noticed(last: Manifest) -> None:
+    manifests = (INITIAL_MANIFEST, INVENTORY, HOTELS, last)
+    keys: list[bytes] = []
+    for told, before in zip(manifests, (INITIAL_MANIFEST, *manifests), strict=False):
+        keys += [system_key(event) for event in events_between(before, told)]
+        for manifest in manifests:
+            assert is_ahead(keys, manifest) == (told.uid > manifest.uid)

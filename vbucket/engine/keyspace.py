@@ -386,10 +386,8 @@ class Keyspace:
     # -- collections -------------------------------------------------------------------------
 
     def set_manifest(self, manifest: Manifest) -> None:
-        """Replace the collections manifest. Each active partition gets the system events.
-
-        One that is fenced gets them when it is served again (`tell_missing_events`). It may be
-        handed over with its end as of the fence: then its next master adds what is missing.
+        """Replace the collections manifest. Each active partition gets the system events; one that
+        is fenced may be handed over, and gets them when it is served (`tell_missing_events`).
 
         Documents of a dropped collection are unreachable from now on and no longer counted.
         """

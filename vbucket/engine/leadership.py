@@ -11,6 +11,8 @@ Documents are not changed.
     begin_snapshot           a replica: a part of a de-duplicated snapshot follows, or more of it
     end_snapshot             a replica: the whole of it is here; its end is the history floor
 
+`knows_collections` changes nothing.
+
 The leader epoch never falls: an operation for a lower one comes from a master that was replaced,
 and is refused with StaleEpochError. In all errors nothing was changed.
 """
@@ -21,6 +23,7 @@ from failover.history import EPOCH_MAX, FailoverLog
 from vbucket.engine.branch import Branch, check_undo
 from vbucket.engine.engine import Engine
 from vbucket.model.control import SnapshotWindow
+from vbucket.model.manifest import is_ahead
 
 
 class StaleEpochError(Exception):
@@ -113,6 +116,17 @@ def end_snapshot(engine: Engine, vb_id: int, purge: int, cas: int) -> None:
     part.history_floor, part.purge_seqno = part.floors_within(window.end, purge, window.end)
     part.max_cas = max(part.max_cas, cas)
     _note_snapshot(engine, vb_id)
+
+
+def knows_collections(engine: Engine, vb_id: int) -> bool:
+    """Whether this node's manifest is as new as the events that a partition has of other masters.
+
+    If it is not, nobody may be served: what is newer would count as undone.
+    """
+    part = engine.partitions[vb_id]
+    if not part.tally.other_high_seqno:
+        return True
+    return not is_ahead(engine.versions.system_keys(part), engine.keyspace.manifest)
 
 
 def _note_snapshot(engine: Engine, vb_id: int) -> None:

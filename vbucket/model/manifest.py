@@ -473,6 +473,20 @@ def missing_events(keys: Iterable[bytes], manifest: Manifest) -> list[ManifestEv
     return events_between(told, manifest)
 
 
+def is_ahead(keys: Iterable[bytes], manifest: Manifest) -> bool:
+    """Whether a partition with these system events tells of a newer manifest than this one."""
+    for key in keys:
+        _, kind, scope_id, collection_id = SYSTEM_KEY.unpack_from(key)
+        known: Mapping[int, object] = manifest.collections
+        number, next_number = collection_id, manifest.next_collection_id
+        if kind in {SystemEventKind.CREATE_SCOPE, SystemEventKind.DROP_SCOPE}:
+            known, number, next_number = manifest.scopes, scope_id, manifest.next_scope_id
+        is_drop = kind in {SystemEventKind.DROP_COLLECTION, SystemEventKind.DROP_SCOPE}
+        if number >= next_number or (is_drop and number in known):
+            return True
+    return False
+
+
 def encode_leb128(number: int) -> bytes:
     """Return a collection id (u32) as unsigned LEB128."""
     assert 0 <= number <= ID_MAX
