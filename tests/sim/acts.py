@@ -323,12 +323,26 @@ def moving_away(scene: Scene) -> None:
     scene.when(lambda: bool(before - controls.in_sync(vb_id)), strike)
 
 
+def collections(scene: Scene) -> None:
+    """Collections come and go while a partition moves, and a node hears late of them."""
+    faults, controls = scene.faults, scene.controls
+    if faults.world.chance(0.6):
+        machine = (scene.master, *scene.others)[faults.world.below(1 + len(scene.others))]
+        scene.later(0, scene.one_of("store_late", "one_store_deaf"), machine, 1200 * MS)
+    if faults.world.chance(0.4):
+        scene.later(scene.between(0, 400), scene.one_of("kill", "isolate"), scene.master)
+    for at_ms in (50, 350):
+        scene.after(at_ms * MS, partial(controls.handover, scene.vb_id))
+    for _ in range(12):
+        scene.after(scene.between(40, 500), controls.change_collections)
+
+
 ACTS: Final[dict[str, Callable[[Scene], None]]] = {
     "deposed": deposed, "blink": blink, "two_deaths": two_deaths,
     "master_and_replica": master_and_replica, "all_die": all_die, "to_and_fro": to_and_fro,
     "late_acks": late_acks, "moved_under_load": moved_under_load, "behind": behind,
     "came_back": came_back, "forgotten": forgotten, "unanswered": unanswered,
-    "moving": moving, "moving_away": moving_away,
+    "moving": moving, "moving_away": moving_away, "collections": collections,
 }  # fmt: skip
 
 

@@ -37,7 +37,10 @@ from failover.replication_record import ReplicationRecord, add_copy, drop_copies
 from sim.cluster_node import ClusterNode
 from sim.network import Side
 from sim.serving import ServedConnection
+from vbucket.engine.keyspace import Keyspace
+from vbucket.engine.partition import VbState
 from vbucket.engine.replicated import ReplicatedChange
+from vbucket.model.manifest import Manifest, events_between
 
 
 class Replaced(NamedTuple):
@@ -54,6 +57,8 @@ class ClusterBug(NamedTuple):
     what: str
     replaced: tuple[Replaced, ...] = ()
     node: type[ClusterNode] | None = None
+    act: str = ""
+    """The act that it takes; "": what seeds have."""
 
 
 # -- the high watermark ----------------------------------------------------------------------------
@@ -286,6 +291,22 @@ def _take_record_only(mastership: Mastership, record: ReplicationRecord) -> list
     return []
 
 
+# -- collections -----------------------------------------------------------------------------------
+
+
+_set_manifest = Keyspace.set_manifest
+
+
+def _fenced_are_told(keyspace: Keyspace, manifest: Manifest) -> None:
+    """A partition that is fenced gets system events, too."""
+    events = events_between(keyspace.manifest, manifest)
+    _set_manifest(keyspace, manifest)
+    for part in keyspace.partitions:
+        if part.state == VbState.FENCED:
+            for event in events:
+                keyspace._tell(part, event)
+
+
 CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
     "hw-counts-received": ClusterBug(
         "the HW counts what was received, not synced",
@@ -362,6 +383,11 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
     "old-copy-counts": ClusterBug(
         "an acknowledgement of an earlier copy counts",
         (Replaced(Mastership, "take_record", _take_record_only),),
+    ),
+    "fenced-are-told": ClusterBug(
+        "a partition that is handed over gets system events",
+        (Replaced(Keyspace, "set_manifest", _fenced_are_told),),
+        act="collections",
     ),
 }
 """Name -> the bug."""

@@ -7,7 +7,7 @@ What a server's shell does with time, bytes and effects is done here in virtual 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
@@ -23,6 +23,7 @@ from dcp.replication.mastership import ReplicationSettings, Service
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.replica_link import LinkState, ReplicaLink
 from dcp.replication.shell_effects import Dial, PartitionsArrived, ReplicationEffect, StepDue
+from dcp.server.cluster.shared_manifest import SharedManifest
 from dcp.session.held_answers import HeldAnswers
 from dcp.stream.producer import Producer
 from failover.replication_record import ReplicationRecord
@@ -34,8 +35,9 @@ from sim.quarantine import keep
 from sim.store_client import ROOT
 from sim.world import MS
 from vbucket.engine.partition import Partition, VbState
-from vbucket.model.entry import META, seqno_of
+from vbucket.model.entry import META, key_of, prev_seqno_of, seqno_of
 from vbucket.model.ids import vb_uuid_from_random
+from vbucket.model.manifest import SYSTEM_COLLECTION, is_ahead, missing_events
 from vbucket.model.partition_map import MapNode, PartitionMap, bucket_config
 
 if TYPE_CHECKING:
@@ -143,6 +145,7 @@ class ClusterNode(SingleNode):
             cluster="sim", carry_out=self._carry_out, depose=self._depose,
             now_ns=self.clock.monotonic_ns(),
         )  # fmt: skip
+        self._manifest = SharedManifest(self.session.view, self.engine, store, self.core.settle)
         self.replication = self.core.leading
         self._handlers: list[LinkHandler] = []
         self._told: dict[int, int] = {}
@@ -202,6 +205,7 @@ class ClusterNode(SingleNode):
     def _take(self, effect: SessionEffect) -> None:
         now_ns = self.clock.monotonic_ns()
         if isinstance(effect, ViewChanged):
+            self._manifest.adopt()
             self._note_records(effect.vb_ids)
             self.core.records_changed(now_ns, effect.vb_ids)
         elif isinstance(effect, WriteOutcome):
@@ -371,6 +375,25 @@ class ClusterNode(SingleNode):
             for key, value in super().documents().items()
             if self.serves(self._plan.vb_of(key))
         }
+
+    def damages(self) -> list[str]:
+        """See SimNode."""
+        return [*super().damages(), *self._wrong_events()]
+
+    def _wrong_events(self) -> Iterator[str]:
+        """Look at the system events of the partitions that it serves: they are those of the
+        manifest, and each is told once.
+        """
+        manifest, versions = self.engine.keyspace.manifest, self.engine.versions
+        for part in self.engine.partitions:
+            if part.state != VbState.ACTIVE or not part.tally.other_high_seqno:
+                continue
+            where, keys = f"{self.name}, vb {part.vb_id}", versions.system_keys(part)
+            if is_ahead(keys, manifest) or missing_events(keys, manifest):
+                yield f"{where}: its system events are not those of manifest {manifest.uid}"
+            for entry in versions.entries(part, 1, part.high_seqno, 1 << 30):
+                if key_of(entry)[0] == SYSTEM_COLLECTION and prev_seqno_of(entry):
+                    yield f"{where}: the system event with seqno {seqno_of(entry)} was told before"
 
     def is_quiet(self) -> bool:
         """See SimNode."""

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 
 from sim.bugs import BUGS
 from sim.cluster_bugs import CLUSTER_BUGS, MOVE_BUGS
-from sim.plan import ACTS, MOVE_NODES
+from sim.plan import ACTS, ASKED_ACTS, MOVE_NODES
 from sim.run import Options, Report, replay_command, run_seed
 from sim.world import SECOND, Trace
 
@@ -113,7 +113,7 @@ def find_bugs(options: Options, seeds: tuple[int, int], *, keep_on: bool) -> int
             options = options._replace(nodes=max(options.nodes, MOVE_NODES))
         found: list[Report] = []
         for seed in range(first, last + 1):
-            report = attempt(seed, options._replace(bug=bug))
+            report = attempt(seed, options._replace(bug=bug, act=CLUSTER_BUGS[bug].act))
             if report.violations:
                 found.append(report)
                 if not keep_on:
@@ -185,6 +185,9 @@ def _parser() -> argparse.ArgumentParser:
         help="put in a known bug",
     )
     parser.add_argument(
-        "--act", default="", choices=sorted(ACTS), help="let each seed have this act"
+        "--act",
+        default="",
+        choices=sorted((*ACTS, *ASKED_ACTS)),
+        help="let each seed have this act",
     )
     return parser

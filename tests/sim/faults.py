@@ -58,6 +58,9 @@ class Controls(Protocol):
         It records the excuse, as `SimNode.branch` does.
         """
 
+    def change_collections(self) -> None:
+        """Create a collection, or drop one."""
+
     def operate(self, kind: str) -> bool:
         """Let an operator ask for a move of copies or masters; return whether it begins."""
 

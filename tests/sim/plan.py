@@ -45,6 +45,8 @@ RARE = ("blink", "behind", "came_back", "forgotten", "unanswered")
 """Acts for what random faults hardly ever bring about: most plans have one of them."""
 MOVE_ACTS = ("moving", "moving_away")
 """Acts that take operators."""
+ASKED_ACTS = ("collections",)
+"""Acts that only `--act` brings, so that recorded seeds stay what they are."""
 OF_PATIENCE = frozenset({"unanswered"})
 """Acts that show nothing to clients who give up before the next election."""
 OF_THREE = frozenset({"blink", "behind", "came_back", "unanswered"})

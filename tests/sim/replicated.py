@@ -7,10 +7,12 @@ import json
 from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
 from dcp.cluster.cluster_records import (
     ClusterRecord,
+    ManifestRecord,
     MemberRecord,
     OperatorCommand,
     StoredPartition,
     decode_partition,
+    decode_record,
     encode_partition,
     encode_record,
 )
@@ -37,6 +39,7 @@ from sim.world import Host, World
 from support.metastore_faults import Absence
 from vbucket.log.device import LogWriteError, SyncFailedError
 from vbucket.log.record import LogDamagedError
+from vbucket.model.manifest import DEFAULT_NAME, INITIAL_MANIFEST
 from vbucket.store.environment import StoreDamagedError
 
 KEYS = ClusterKeys(ROOT)
@@ -276,6 +279,22 @@ class ReplicatedNodes:
         key = KEYS.of_partition(KeyKind.COMMAND, vb_id)
         self.store.apply(self._world.now_ns, Txn((), (Put(key, encode_record(command)),)))
         return True
+
+    def change_collections(self) -> None:
+        """See Controls."""
+        found = self.store.apply(self._world.now_ns, Range(KEYS.manifest))
+        assert isinstance(found, RangeResult)
+        manifest = INITIAL_MANIFEST
+        for item in found.items:
+            manifest = decode_record(item, ManifestRecord).manifest()
+        names = [each.name for key, each in manifest.collections.items() if key]
+        if names and self._world.chance(0.4):
+            manifest = manifest.drop_collection(DEFAULT_NAME, names[0])
+        else:
+            manifest = manifest.create_collection(DEFAULT_NAME, f"c{manifest.uid}")
+        put = Put(KEYS.manifest, encode_record(ManifestRecord.of(manifest)))
+        self.store.apply(self._world.now_ns, Txn((), (put,)))
+        self._world.note(f"collections {manifest.uid}")
 
     def operate(self, kind: str) -> bool:
         """See Controls."""

@@ -41,6 +41,7 @@ FOUND_BY = {
     "added-is-full": (2, "in the in-sync set"),
     "not-emptied": (2, "without a copy"),
     "old-copy-counts": (36, "in the in-sync set"),
+    "fenced-are-told": (2, "has another change with seqno"),
 }
 """Bug -> a seed that finds it, and how it is told. After a change of the simulator, look for others
 with `python -m tests.sim --nodes 3 --bug all`; MOVE_BUGS take 4 nodes.
@@ -69,13 +70,20 @@ def test_clusters_that_move_copies_pass(first: int) -> None:
     assert sum(asked[kind] for kind in MOVE_FAULTS) > CHUNK / 2
 
 
+def test_clusters_whose_collections_change_during_handovers_pass() -> None:
+    options = Options(nodes=NODES, act="collections")
+    for seed in range(ACT_SEEDS):
+        assert run_seed(seed, options).violations == [], replay_command(seed, options)
+
+
 @pytest.mark.parametrize("bug", FOUND_BY)
 def test_a_bug_of_replication_that_is_put_in_is_found(bug: str) -> None:
     seed, words = FOUND_BY[bug]
     nodes = MOVE_NODES if bug in MOVE_BUGS else NODES
-    violations = run_seed(seed, Options(nodes=nodes, bug=bug)).violations
+    options = Options(nodes=nodes, act=CLUSTER_BUGS[bug].act)
+    violations = run_seed(seed, options._replace(bug=bug)).violations
     assert any(words in violation for violation in violations), violations
-    assert run_seed(seed, Options(nodes=nodes)).violations == [], "without the bug it passes"
+    assert run_seed(seed, options).violations == [], "without the bug it passes"
 
 
 def test_every_bug_is_found() -> None:
@@ -83,7 +91,7 @@ def test_every_bug_is_found() -> None:
 
 
 def test_every_act_is_in_plans() -> None:
-    assert {*plan.ACTS, *plan.MOVE_ACTS} == acts.ACTS.keys()
+    assert {*plan.ACTS, *plan.MOVE_ACTS, *plan.ASKED_ACTS} == acts.ACTS.keys()
     assert {*plan.RARE, *plan.OF_THREE, *plan.OF_PATIENCE} <= acts.ACTS.keys()
     drawn = [plan.drawn(random.Random(seed), nodes=3).acts for seed in range(200)]
     for act in plan.ACTS:
