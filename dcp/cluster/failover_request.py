@@ -113,7 +113,7 @@ def _failover_uncleanly(view: ClusterView, vb_ids: list[int], member: str, subje
         return RequestRefused(
             f"{subject}: each partition still has a copy in sync on a node that is up, so no change"
             " has to be lost. Leave out --unclean; if that node has just died, wait for the end of "
-            "its lease (3 s)"
+            "its lease (its setting `lease`; 3 s by default)"
         )
     compares: list[Compare] = []
     puts: list[Put] = []
