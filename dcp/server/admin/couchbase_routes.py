@@ -1,7 +1,7 @@
 """What Couchbase clients ask for over HTTP: go-dcp, gocbcore's bootstrap, tests of collections.
 
     GET /pools                                 the version, for go-dcp
-    GET /pools/default                         the node, as a cluster of one
+    GET /pools/default                         the nodes of the cluster, and its bucket
     GET /pools/default/nodeServices            ports
     GET /pools/default/buckets[/B]             type, backend, nodes, partition map
     POST, DELETE of those; POST /pools/default  refused: there is one bucket, and no quota
@@ -87,8 +87,8 @@ def routes(config: ClusterConfig, collections: CollectionsView, health: Health) 
     scope = f"{bucket}/scopes/{{scope}}"
     return [
         _read("/pools", field.pools, "The version, and the only pool."),
-        _read("/pools/default", field.pool, "The node, as a cluster of one."),
-        _read("/pools/default/nodeServices", field.node_services, "The node's ports."),
+        _read("/pools/default", field.pool, "The nodes of the cluster, and its bucket."),
+        _read("/pools/default/nodeServices", field.node_services, "The nodes' ports."),
         _refusal("POST", "/pools/default", field.set_quota, "memory has settings of its own"),
         *(
             _read(path, field.buckets, "The only bucket, in a list.", list[dict[str, Any]])
@@ -174,7 +174,7 @@ class _Field:
         )
 
     async def pool(self, request: Request) -> Response:
-        """Answer the node, as a cluster of one."""
+        """Answer the nodes of the cluster: those that clients' maps list."""
         document = json.loads(self.details(request))
         return json_answer(
             {
@@ -188,7 +188,7 @@ class _Field:
         )
 
     async def node_services(self, _request: Request) -> Response:
-        """Answer the ports of the node."""
+        """Answer the ports of the nodes."""
         return raw_answer(self._config.global_config())
 
     async def buckets(self, request: Request) -> Response:
