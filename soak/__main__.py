@@ -19,6 +19,7 @@ from soak import check, churn, flip, kill, power, proxy, simulate, subdoc
 from soak.attack import run as attacking
 from soak.cluster import run as cluster
 from soak.fuzz import resident_bytes, run_round
+from support.etcd_members import IS_MISSING
 
 GROWTH_BYTES_MAX = 64 << 20
 SETTLED_ROUNDS = 200
@@ -78,6 +79,9 @@ def add_cluster(commands: Any) -> None:
 
 def soak_cluster(arguments: argparse.Namespace) -> int:
     """Run what `add_cluster` has parsed; return the exit code."""
+    if IS_MISSING:
+        print("this needs the command etcd: sudo apt-get install etcd-server", file=sys.stderr)
+        return 1
     if arguments.round is not None:
         print(cluster.run_seed(arguments.round, arguments.keep).words())
         return 0

@@ -83,6 +83,19 @@ def test_sigterm_ends_what_was_started_and_unmounts_the_disk(tmp_path: Path) -> 
                 subprocess.run(["umount", "--lazy", str(path)], check=False)
 
 
+@pytest.mark.parametrize("words", [(), ("--round", "7")])
+def test_without_etcd_it_says_what_is_missing(tmp_path: Path, words: tuple[str, ...]) -> None:
+    state = tmp_path / "state.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "soak", "cluster", "--state", str(state), *words],
+        env=os.environ | {"PATH": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "this needs the command etcd: sudo apt-get install etcd-server\n"
+    assert not state.exists()
+
+
 class _Cluster:
     def __init__(self, disks: list[str]) -> None:
         self._disks = disks
