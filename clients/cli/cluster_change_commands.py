@@ -6,6 +6,7 @@ moves copies or masters is a plan, which the cluster carries out by itself; --wa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -225,17 +226,23 @@ COMMANDS: Final = (
 def _change(
     target: Target, name: str, body: dict[str, Any], choices: Choices, *, word: str | None = None
 ) -> int:
-    """Preview a request, ask, do it, and follow it. `word` has to be typed to go on."""
+    """Preview a request, ask, do it, and follow it. `word` has to be typed to go on.
+
+    A question stands on stderr, and what it is about above it, whatever the output is.
+    """
     admin, path = admin_of_named(target), f"/api/v1/cluster/{name}"
     is_json = target.output_or("plain") == "json"
     preview = admin.request("POST", path, body | {"dry_run": True})
-    if not is_json:
-        _write_preview(preview, target.output_or("table" if is_terminal() else "plain"))
     if choices.dry_run or not preview["has_changes"]:
         if is_json:
             write_json(preview)
+        else:
+            _write_preview(preview, target.output)
         return EXIT_OK
-    if not choices.yes and not _is_wanted(word):
+    if choices.yes:
+        if not is_json:
+            _write_preview(preview, target.output)
+    elif not _is_wanted(preview, target.output, word):
         click.echo("dcpctl: nothing was changed", err=True)
         return EXIT_FAILED
     epochs = _epochs(admin) if preview["unclean_vbs"] else {}
@@ -252,8 +259,10 @@ def _change(
     return code
 
 
-def _is_wanted(word: str | None) -> bool:
+def _is_wanted(preview: dict[str, Any], output: str | None, word: str | None) -> bool:
     """Ask the operator. Raises click.UsageError if nobody can answer."""
+    with contextlib.redirect_stdout(sys.stderr):
+        _write_preview(preview, None if output == "json" else output)
     if not input_is_terminal():
         raise click.UsageError(_NO_TERMINAL)
     if word is None:
@@ -262,8 +271,9 @@ def _is_wanted(word: str | None) -> bool:
     return typed == word
 
 
-def _write_preview(preview: dict[str, Any], mode: str) -> None:
+def _write_preview(preview: dict[str, Any], output: str | None) -> None:
     moves = preview["moves"]
+    mode = output or ("table" if is_terminal() else "plain")
     _line(f"{preview['what']}{'' if preview['has_changes'] else ': there is nothing to do'}")
     if moves:
         copies = sum(len(set(each["after"]) - set(each["before"])) for each in moves)

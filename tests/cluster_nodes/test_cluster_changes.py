@@ -114,6 +114,7 @@ async def test_a_preview_is_shown_and_nothing_is_done_unasked(two: ClusterHere) 
     assert ran.code == 1
     assert "Do it? [y/N]" in ran.err
     assert "nothing was changed" in ran.err
+    assert ran.err.index("n2\t0 -> 512\t0 -> 512") < ran.err.index("Do it?")
     assert records(cluster) == before
     assert "there is nothing to do" in await done(cluster, "set", "--copies", "1")
 
@@ -299,15 +300,20 @@ async def test_an_unclean_failover_says_what_may_be_lost_and_needs_the_name(
         ran = await run(cluster, "n1", "failover", *words, "--unclean", typed="yes\n")
         assert ran.code == 1
         assert f"Type {word} to go on" in ran.err
-        assert "also those that were answered" in ran.out
-        assert "the leases of the former masters (n2) are over" in ran.out
+        assert "also those that were answered" in ran.err
+        assert "the leases of the former masters (n2) are over" in ran.err
         assert "nothing was changed" in ran.err
-    assert "n1 ends at seqno" in ran.out
+    assert "n1 ends at seqno" in ran.err
+    unclean = ("failover", "n2", "--unclean")
+    ran = await run(cluster, "n1", *unclean, "-o", "json", typed="no\n")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.index("also those that were answered") < ran.err.index("Type n2 to go on")
     assert not cluster.active("n1")
 
-    ran = await run(cluster, "n1", "failover", "n2", "--unclean", "--wait", typed="n2\n")
+    ran = await run(cluster, "n1", *unclean, "--wait", "-o", "json", typed="n2\n")
     assert ran.code == 0, ran.err
-    assert "elected uncleanly: partitions 0-1023" in ran.out
+    assert "elected uncleanly: partitions 0-1023" in ran.err
+    assert ran.document["unclean_vbs"] == "0-1023"
     await until_so(lambda: len(cluster.active("n1")) == 1024)
     async with cluster.client("n1") as kv:
         await kv.set(b"new", b"v")
