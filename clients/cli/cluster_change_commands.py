@@ -246,7 +246,7 @@ def _change(
         click.echo("dcpctl: nothing was changed", err=True)
         return EXIT_FAILED
     epochs = _epochs(admin) if preview["unclean_vbs"] else {}
-    done = admin.request("POST", path, body)
+    done = admin.request("POST", path, body | _confirmed(preview))
     code = EXIT_OK
     if target.waits and (done["is_plan"] or done["unclean_vbs"]):
         code = _follow(admin, done, epochs)
@@ -257,6 +257,12 @@ def _change(
     elif code == EXIT_OK:
         write_raw(b"done\n")
     return code
+
+
+def _confirmed(preview: dict[str, Any]) -> dict[str, Any]:
+    """Return what limits a request to the losses of its preview: nodes may die meanwhile."""
+    shown = sorted(ids_in(preview["unclean_vbs"]))
+    return {"shown_vbs": shown} if shown else {}
 
 
 def _is_wanted(preview: dict[str, Any], output: str | None, word: str | None) -> bool:

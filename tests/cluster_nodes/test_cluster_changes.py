@@ -13,7 +13,14 @@ import pytest
 import pytest_asyncio
 
 from clients.errors import DcpdError
-from dcp.cluster.metastore import OutcomeUnknown, StoreRequest, Txn, if_created_at
+from dcp.cluster.failover_request import failover
+from dcp.cluster.metastore import (
+    TXN_OPERATIONS_MAX,
+    OutcomeUnknown,
+    StoreRequest,
+    Txn,
+    if_created_at,
+)
 from dcp.server.cluster import cluster_changes
 from dcp.server.cluster.replicated_node import MembershipOverError
 from support.cluster_here import ClusterHere
@@ -277,7 +284,7 @@ async def test_a_clean_failover_loses_nothing_and_needs_a_copy_in_sync(two: Clus
 
 
 async def test_an_unclean_failover_says_what_may_be_lost_and_needs_the_name(
-    two: ClusterHere,
+    two: ClusterHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = two
     await done(cluster, "set", "--copies", "2", "--min-in-sync", "1", "--yes", "--wait")
@@ -308,6 +315,22 @@ async def test_an_unclean_failover_says_what_may_be_lost_and_needs_the_name(
     ran = await run(cluster, "n1", *unclean, "-o", "json", typed="no\n")
     assert (ran.code, ran.out) == (1, "")
     assert ran.err.index("also those that were answered") < ran.err.index("Type n2 to go on")
+
+    # More partitions than were shown are lost when the name was typed.
+    cuts = iter([1])
+
+    def some_at_first(*arguments: Any, **choices: Any) -> Any:
+        answer = failover(*arguments, **choices)
+        return answer._replace(txns=answer.txns[: next(cuts, None)])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster_changes, "failover", some_at_first)
+        ran = await run(cluster, "n1", *unclean, typed="n2\n")
+    assert ran.code == REFUSED, ran
+    first = TXN_OPERATIONS_MAX
+    assert f"elected uncleanly: partitions 0-{first - 1}" in ran.err
+    assert f"{1024 - first} partitions (vb {first} is the first) have lost their last" in ran.err
+    assert not view.commands
     assert not cluster.active("n1")
 
     ran = await run(cluster, "n1", *unclean, "--wait", "-o", "json", typed="n2\n")

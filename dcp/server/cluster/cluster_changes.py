@@ -158,12 +158,13 @@ class ClusterChanges:
             self._check_node(asked.node)
         if asked.vb is not None:
             self._check_partition(asked.vb)
+        shown = None if asked.shown_vbs is None else frozenset(asked.shown_vbs)
         return await self._change(
             lambda view, stamp: failover(
                 view, stamp, node=asked.node, vb_id=asked.vb, is_unclean=asked.unclean
             ),
-            is_dry=asked.dry_run,
-        )
+            is_dry=asked.dry_run, shown=shown,
+        )  # fmt: skip
 
     # -- how it is done ----------------------------------------------------------------------------
 
@@ -199,10 +200,15 @@ class ClusterChanges:
             await asyncio.sleep(AGAIN_S)
 
     async def _change(
-        self, prepare: Callable[[ClusterView, Stamp], Answer], *, is_dry: bool
+        self,
+        prepare: Callable[[ClusterView, Stamp], Answer],
+        *,
+        is_dry: bool,
+        shown: frozenset[int] | None = None,
     ) -> ChangeReport:
         """Write a request. What it relies on may change meanwhile, for example because a node has
-        just joined: then it is made anew from a newer view.
+        just joined: then it is made anew from a newer view. `shown`: the partitions that it may
+        elect uncleanly; None: all.
         """
         for tries_left in reversed(range(TRIES_MAX)):
             self._check_view()
@@ -210,6 +216,7 @@ class ClusterChanges:
             prepared = prepare(self._view, Stamp(operation, time.time_ns() // 1_000_000))
             if isinstance(prepared, RequestRefused):
                 raise ClusterRefusedError(prepared.text)
+            _check_shown(_commanded(self._view, prepared), shown)
             report = self._report(prepared, operation)
             if is_dry or not prepared.txns:
                 return report
@@ -312,6 +319,21 @@ def _commanded(view: ClusterView, prepared: Prepared) -> list[int]:
     keys = [put.key for txn in prepared.txns for put in txn.then if isinstance(put, Put)]
     parsed = [view.keys.parse(key) for key in keys]
     return [name.vb_id for name in parsed if name is not None and name.kind is KeyKind.COMMAND]
+
+
+def _check_shown(commanded: list[int], shown: frozenset[int] | None) -> None:
+    """Refuse to elect partitions uncleanly that the operator was not shown: more nodes may have
+    died while the question stood.
+    """
+    if shown is None:
+        return
+    more = sorted(set(commanded) - shown)
+    if more:
+        raise ClusterRefusedError(
+            f"{len(more)} partitions (vb {more[0]} is the first) have lost their last copy in sync "
+            "since you were shown what may be lost, so more would be lost now",
+            "Look at it again with --dry-run, and see whether those nodes come back",
+        )
 
 
 def plan_progress(view: ClusterView) -> PlanProgress | None:

@@ -55,6 +55,13 @@ class MasterFailoverRequest(Struct, frozen=True, forbid_unknown_fields=True):
     unclean: Annotated[
         bool, Meta(description="Elect a copy that is not in sync. Answered changes may be lost.")
     ] = False
+    shown_vbs: Annotated[
+        list[VbId] | None,
+        Meta(
+            description="Those of unclean_vbs of a dry run. If others would be elected uncleanly "
+            "by now, the request is refused. null: all may."
+        ),
+    ] = None
     dry_run: _DryRun = False
 
 
