@@ -35,6 +35,8 @@ BATCHES_PER_NODE = 2
 SDK_BATCH = 48
 SDK_THREADS = 4
 SDK_TIMEOUT = timedelta(seconds=8)
+PROBE_PREFIX = b"probe-"
+"""Of the keys that are no documents of the backlog."""
 PAUSE_S = 0.02
 """Where there is nothing to write now."""
 Document = tuple[bytes, bytes]
@@ -64,13 +66,13 @@ class Backlog:
         for document in documents:
             self._queues[vbucket_of(document[0])].append(document)
             self._left += 1
-        self.total = self._left
+        self.total = self._unanswered = self._left
         self._allowed = 0
 
     @property
-    def left(self) -> int:
-        """How many documents nobody has taken, or were given back."""
-        return self._left
+    def unanswered(self) -> int:
+        """How many documents are not answered yet, also those that a writer has just taken."""
+        return self._unanswered
 
     def allow(self, share: float) -> None:
         """Let this share of the documents be written now, so that some are left for later acts."""
@@ -91,12 +93,13 @@ class Backlog:
             self._left -= len(taken)
             return taken
 
-    def give_back(self, documents: Sequence[Document]) -> None:
-        """Take documents back that were not answered."""
+    def settle(self, taken: int, again: Sequence[Document]) -> None:
+        """Note that so many documents were written, and take those back that were not answered."""
         with self._lock:
-            for document in documents:
+            for document in again:
                 self._queues[vbucket_of(document[0])].appendleft(document)
-            self._left += len(documents)
+            self._left += len(again)
+            self._unanswered -= taken - len(again)
 
 
 class KvWriters:
@@ -108,9 +111,11 @@ class KvWriters:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Write until everything is answered. Cancel it to stop earlier."""
+        """Write until everything is answered, also what other writers have taken: they may give it
+        back. Cancel it to stop earlier.
+        """
         try:
-            while self._backlog.left or self._tasks:
+            while self._backlog.unanswered:
                 for place, vb_ids in self._places().items():
                     self._begin(place, vb_ids)
                 for task in [task for task in self._tasks if task.done()]:
@@ -155,7 +160,7 @@ class KvWriters:
             assert isinstance(result, DcpdError)
             ledger.ambiguous += result.may_have_applied
             again.append(document)
-        self._backlog.give_back(again)
+        self._backlog.settle(len(batch), again)
 
 
 class SdkWriters:
@@ -217,7 +222,7 @@ class SdkWriters:
             is_open = isinstance(error, AmbiguousTimeoutException | RequestCanceledException)
             ledger.ambiguous += is_open
             again.append((key, value))
-        self._backlog.give_back(again)
+        self._backlog.settle(len(batch), again)
 
 
 class Probes:
@@ -252,7 +257,7 @@ def _keys_of_partitions() -> dict[int, bytes]:
     keys: dict[int, bytes] = {}
     number = 0
     while len(keys) < PARTITIONS:
-        key = b"probe-%d" % number
+        key = PROBE_PREFIX + b"%d" % number
         keys.setdefault(vbucket_of(key), key)
         number += 1
     return keys

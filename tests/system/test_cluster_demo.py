@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -14,7 +15,10 @@ from types import ModuleType
 
 import pytest
 
+from clients import MutationResult
+from clients.link.topology import single_node
 from support.etcd_members import IS_MISSING
+from support.waiting import until_so
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -59,8 +63,10 @@ def test_flights_through_a_cluster_whose_nodes_die_end_equal(tmp_path: Path) -> 
     assert lines[0] == "cluster-demo: all equal, nothing lost"
     summary = {line[:16].strip(): line[16:] for line in lines[1:]}
     assert list(summary) == [
-        "answered", "lost", "failovers", "versions", "ambiguous", "differences", "rate", "time",
+        "documents", "answered", "lost", "failovers", "versions", "ambiguous", "differences",
+        "rate", "time",
     ]  # fmt: skip
+    assert summary["documents"] == f"{ROWS:,} of {ROWS:,} were answered"
     by = {client: int(count) for count, client in re.findall(r"(\d+) by (\w+)", _plain(summary))}
     assert by["KvClient"] + by["SDK"] == ROWS
     assert by["SDK"] > 0
@@ -125,22 +131,56 @@ def flights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleT
             del sys.modules[name]
 
 
+async def test_writers_go_on_while_another_has_documents_in_its_hands(
+    flights: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the SDK has taken may come back: nobody else would write it."""
+    writers = sys.modules["cluster_writers"]
+    monkeypatch.setattr(writers, "PAUSE_S", 0)
+    backlog, ledger = writers.Backlog([(b"a", b"1"), (b"b", b"2")]), writers.Ledger()
+    backlog.allow(1)
+    taken = backlog.take(range(1024), 1)
+    running = asyncio.create_task(writers.KvWriters(AnsweringKv(), backlog, ledger).run())
+    await until_so(lambda: len(ledger.answered) == 1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not running.done()
+    backlog.settle(len(taken), taken)
+    await running
+    assert ledger.answered == {b"a": b"1", b"b": b"2"}
+    assert backlog.unanswered == 0
+
+
+class AnsweringKv:
+    """A KvClient whose writes are all answered."""
+
+    topology = single_node("127.0.0.1", 1)
+
+    async def set_many(self, batch: list[tuple[bytes, bytes]]) -> list[MutationResult]:
+        return [MutationResult(1, 0, 0, 0) for _ in batch]
+
+
 @pytest.mark.parametrize(
-    ("stored", "held", "word"),
+    ("stored", "held", "documents", "word"),
     [
-        ({b"k": b"1"}, {b"k": b"1"}, "all equal"),
-        ({}, {}, "answered is b'1', the nodes have nothing"),
-        ({b"k": b"0"}, {b"k": b"0"}, "answered is b'1', the nodes have b'0'"),
-        ({b"k": b"1"}, {}, "the consumer is nothing, the nodes have b'1'"),
-        ({b"k": b"1"}, {b"k": b"1", b"x": b"2"}, "x: the consumer is b'2', the nodes have nothing"),
+        ({b"k": b"1"}, {b"k": b"1"}, 1, "all equal"),
+        ({}, {}, 1, "answered is b'1', the nodes have nothing"),
+        ({b"k": b"0"}, {b"k": b"0"}, 1, "answered is b'1', the nodes have b'0'"),
+        ({b"k": b"1"}, {}, 1, "the consumer is nothing, the nodes have b'1'"),
+        (
+            {b"k": b"1"}, {b"k": b"1", b"x": b"2"}, 1,
+            "x: the consumer is b'2', the nodes have nothing",
+        ),
+        ({b"k": b"1"}, {b"k": b"1"}, 3, "2 of 3 documents were never answered"),
     ],
-)
-def test_what_is_lost_or_different_makes_it_fail(
+)  # fmt: skip
+def test_what_is_lost_different_or_never_written_makes_it_fail(
     flights: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     stored: dict[bytes, bytes],
     held: dict[bytes, bytes],
+    documents: int,
     word: str,
 ) -> None:
     ledger = flights.Ledger()
@@ -149,7 +189,7 @@ def test_what_is_lost_or_different_makes_it_fail(
 
     async def run_demo(*_: object) -> object:
         return flights.judged(
-            1, ledger, stored, held, gaps_s=[0.5, 1.5], deaths=1, versions=2, rollbacks=0,
+            documents, ledger, stored, held, gaps_s=[0.5, 1.5], deaths=1, versions=2, rollbacks=0,
             load_s=1.0,
         )  # fmt: skip
 
