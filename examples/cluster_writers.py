@@ -19,11 +19,7 @@ from typing import Any
 from couchbase.auth import PasswordAuthenticator
 from couchbase.cluster import Cluster
 from couchbase.durability import Durability, ServerDurability
-from couchbase.exceptions import (
-    AmbiguousTimeoutException,
-    CouchbaseException,
-    RequestCanceledException,
-)
+from couchbase.exceptions import CouchbaseException, ExceptionMap
 from couchbase.options import ClusterOptions, ClusterTimeoutOptions, UpsertMultiOptions
 from couchbase.transcoder import RawJSONTranscoder
 
@@ -37,6 +33,13 @@ SDK_THREADS = 4
 SDK_TIMEOUT = timedelta(seconds=8)
 PROBE_PREFIX = b"probe-"
 """Of the keys that are no documents of the backlog."""
+SDK_AMBIGUOUS = {
+    ExceptionMap.AmbiguousTimeoutException.value,
+    ExceptionMap.RequestCanceledException.value,
+    ExceptionMap.DurabilitySyncWriteAmbiguousException.value,
+}
+"""Codes of errors after which a write may have happened. The code counts, not the class: after a
+retry the SDK raises TemporaryFailException with them, too."""
 PAUSE_S = 0.02
 """Where there is nothing to write now."""
 Document = tuple[bytes, bytes]
@@ -219,8 +222,7 @@ class SdkWriters:
                 continue
             if not isinstance(error, CouchbaseException):
                 raise error
-            is_open = isinstance(error, AmbiguousTimeoutException | RequestCanceledException)
-            ledger.ambiguous += is_open
+            ledger.ambiguous += error.error_code in SDK_AMBIGUOUS
             again.append((key, value))
         self._backlog.settle(len(batch), again)
 

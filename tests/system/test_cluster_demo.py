@@ -11,9 +11,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+from couchbase.exceptions import (
+    AmbiguousTimeoutException,
+    DurabilitySyncWriteAmbiguousException,
+    RequestCanceledException,
+    TemporaryFailException,
+    UnAmbiguousTimeoutException,
+)
 
 from clients import MutationResult
 from clients.link.topology import single_node
@@ -149,6 +156,30 @@ async def test_writers_go_on_while_another_has_documents_in_its_hands(
     await running
     assert ledger.answered == {b"a": b"1", b"b": b"2"}
     assert backlog.unanswered == 0
+
+
+def test_ambiguous_answers_of_the_sdk_are_counted_by_their_code(flights: ModuleType) -> None:
+    writers = sys.modules["cluster_writers"]
+    failures = [
+        AmbiguousTimeoutException(error_code=13),
+        RequestCanceledException(error_code=2),
+        DurabilitySyncWriteAmbiguousException(error_code=109),
+        TemporaryFailException(error_code=13),
+        TemporaryFailException(error_code=2),
+        TemporaryFailException(error_code=7),
+        UnAmbiguousTimeoutException(error_code=14),
+    ]
+    backlog = writers.Backlog([(b"%d" % number, b"v") for number in range(len(failures))])
+    backlog.allow(1)
+    batch = backlog.take(range(1024), len(failures))
+    sdk = object.__new__(writers.SdkWriters)  # without a cluster
+    sdk._backlog, sdk._ledger = backlog, writers.Ledger()
+    keys = [key.decode() for key, _ in batch]
+    done = SimpleNamespace(exceptions=dict(zip(keys, failures, strict=True)))
+    sdk._documents = SimpleNamespace(upsert_multi=lambda *_: done)
+    sdk._write(batch)
+    assert sdk._ledger.ambiguous == 5
+    assert backlog.unanswered == len(failures), "all are written again"
 
 
 class AnsweringKv:
