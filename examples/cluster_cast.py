@@ -25,6 +25,7 @@ MASTERS_RETURN_S = 1.0
 """How long a node is back and in sync before it is master again. A year passes quickly here."""
 POLL_S = 0.05
 STATUS = "/api/v1/cluster/status"
+MAP = "/api/v1/cluster/map"
 
 
 def until(is_so: Callable[[], object], what: str) -> None:
@@ -197,6 +198,11 @@ class Nodes:
     def view(self) -> dict[str, Any]:
         """Return what any node that runs knows of the cluster."""
         return self.status(min(self.running))
+
+    def map(self) -> list[dict[str, Any]]:
+        """Return master and copies of each partition, as any node that runs knows them."""
+        rows: list[dict[str, Any]] = self.servers[min(self.running)].ask("GET", MAP)
+        return rows
 
     def change(self, name: str, **body: Any) -> dict[str, Any]:
         """Change the cluster as `dcpctl cluster` does; return when copies and masters have moved.

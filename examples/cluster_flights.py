@@ -11,8 +11,8 @@ What happens, with real processes only
 4. a node is frozen with SIGSTOP, and goes on later;
 5. the leader of etcd is killed;
 6. a fourth node joins, copies and masters are spread over all four, and one node is drained;
-7. what the writers were answered, what the nodes hold and what the consumer has are compared key by
-   key.
+7. what the writers were answered, what the masters hold, what each replica holds and what the
+   consumer has are compared key by key.
 
 The exit code is 0 only if nothing that was answered is lost and all are equal. Whatever happens,
 all processes that it started have ended when it ends.
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster_cast import PARTITIONS, Etcd, Nodes
+from cluster_copies import Compared, compare_replicas
 from cluster_writers import (
     PROBE_PREFIX,
     Backlog,
@@ -66,6 +67,8 @@ class Summary(NamedTuple):
     """How many there are to write."""
     ledger: Ledger
     lost: list[str]
+    replicated: int
+    """Documents of replicas that were compared with the masters'."""
     differences: list[str]
     gaps_s: list[float]
     deaths: int
@@ -238,15 +241,16 @@ async def _loaded(documents: list[Document], deaths: int, cast: Cast) -> Summary
         await asyncio.to_thread(sdk.close)
     sdk.check()
     load_s = time.monotonic() - begun_s
-    say("comparing what was answered, the nodes and the consumer, key by key")
+    say("comparing what was answered, masters, replicas and the consumer, key by key")
     await asyncio.to_thread(nodes.until_in_sync)
     cast.replica.kill()
     await asyncio.to_thread(cast.replica.catch_up, nodes.address)
     stored = await _stored(kv, ledger.answered)
+    replicas = await compare_replicas(nodes, stored, ledger.answered)
     held = consumer_documents(cast.replica)
     after = await _versions(kv)
     return judged(
-        len(documents), ledger, stored, held, gaps_s=probes.gaps_s, deaths=story.deaths,
+        len(documents), ledger, stored, held, replicas, gaps_s=probes.gaps_s, deaths=story.deaths,
         versions=after - before, rollbacks=len(cast.replica.file.rollbacks()), load_s=load_s,
     )  # fmt: skip
 
@@ -256,14 +260,23 @@ def judged(
     ledger: Ledger,
     stored: Mapping[bytes, bytes],
     held: Mapping[bytes, bytes],
+    replicas: Compared,
     **figures: Any,
 ) -> Summary:
-    """Compare what was answered and what the consumer has with what the nodes have."""
+    """Compare what was answered and what the consumer has with what the masters have. Of `replicas`
+    that is done.
+    """
+    differences = compare("the consumer", held, stored)
+    for name, found in sorted(replicas.wrong.items()):
+        those = {key: stored[key] for key in found if key in stored}
+        there = {key: value for key, value in found.items() if value is not None}
+        differences += compare(f"the replica on {name}", there, those)
     return Summary(
         documents=documents,
         ledger=ledger,
         lost=compare("answered", ledger.answered, stored),
-        differences=compare("the consumer", held, stored),
+        replicated=replicas.documents,
+        differences=differences,
         **figures,
     )
 
@@ -307,7 +320,7 @@ def consumer_documents(replica: ReplicaProcess) -> dict[bytes, bytes]:
 
 
 def compare(name: str, ours: Mapping[bytes, bytes], nodes: Mapping[bytes, bytes]) -> list[str]:
-    """Return in words how `ours` differs from the documents of the nodes."""
+    """Return in words how `ours` differs from the documents of the masters."""
     return [
         f"{key.decode()}: {name} is {show(ours.get(key))}, the nodes have {show(nodes.get(key))}"
         for key in sorted(ours.keys() | nodes.keys())
@@ -351,6 +364,7 @@ def summary_text(summary: Summary, time_s: float) -> str:
             "ambiguous",
             f"{ledger.ambiguous:,} of writers, {ledger.unsure:,} of probes; all written again",
         ),
+        ("replicas", f"{summary.replicated:,} documents compared with the masters'"),
         ("differences", f"{len(summary.differences):,}"),
         ("rate", f"{total / summary.load_s:,.0f} writes/s, all deaths included"),
         ("time", f"{time_s:.1f} s"),

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 from couchbase.exceptions import (
     AmbiguousTimeoutException,
@@ -22,8 +24,9 @@ from couchbase.exceptions import (
     UnAmbiguousTimeoutException,
 )
 
-from clients import MutationResult
+from clients import MutationResult, vbucket_of
 from clients.link.topology import single_node
+from support.cluster_here import ClusterHere
 from support.etcd_members import IS_MISSING
 from support.waiting import until_so
 
@@ -70,12 +73,15 @@ def test_flights_through_a_cluster_whose_nodes_die_end_equal(tmp_path: Path) -> 
     assert lines[0] == "cluster-demo: all equal, nothing lost"
     summary = {line[:16].strip(): line[16:] for line in lines[1:]}
     assert list(summary) == [
-        "documents", "answered", "lost", "failovers", "versions", "ambiguous", "differences",
-        "rate", "time",
+        "documents", "answered", "lost", "failovers", "versions", "ambiguous", "replicas",
+        "differences", "rate", "time",
     ]  # fmt: skip
     assert summary["documents"] == f"{ROWS:,} of {ROWS:,} were answered"
     by = {client: int(count) for count, client in re.findall(r"(\d+) by (\w+)", _plain(summary))}
     assert by["KvClient"] + by["SDK"] == ROWS
+    replicated = int(summary["replicas"].split()[0].replace(",", ""))
+    assert 2 * ROWS < replicated <= 2 * (ROWS + 1024), "both replicas of each document and probe"
+    assert replicated % 2 == 0
     assert by["SDK"] > 0
     assert by["KvClient"] > 0
     assert by["probes"] > 300
@@ -182,6 +188,46 @@ def test_ambiguous_answers_of_the_sdk_are_counted_by_their_code(flights: ModuleT
     assert backlog.unanswered == len(failures), "all are written again"
 
 
+async def test_each_replica_is_asked_and_one_that_differs_is_named(
+    flights: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    documents = {b"k%d" % number: b"v%d" % number for number in range(3000)}
+    async with ClusterHere(tmp_path) as here:
+        await here.of_three()
+        async with here.client("n1") as kv:
+            await kv.set_many(documents)
+        nodes = NodesHere(here)
+        found = await flights.compare_replicas(nodes, documents, documents)
+        assert found == (2 * len(documents), {})
+        monkeypatch.setattr(sys.modules["cluster_copies"], "LEARN_S", 0.0)
+        masters = documents | {b"k7": b"other"}
+        del masters[b"k8"]
+        _, wrong = await flights.compare_replicas(nodes, masters, documents)
+        rows = {row["vb"]: row for row in nodes.map()}
+    for key, value in ((b"k7", b"v7"), (b"k8", b"v8")):
+        row = rows[vbucket_of(key)]
+        who = {name for name, found in wrong.items() if found.get(key) == value}
+        assert who == set(row["copies"]) - {row["master"]}
+    assert sum(map(len, wrong.values())) == 4
+
+
+class NodesHere:
+    """What `compare_replicas` needs of the demo's nodes."""
+
+    def __init__(self, here: ClusterHere) -> None:
+        self._here = here
+        self.servers = {
+            name: SimpleNamespace(address=f"127.0.0.1:{node.ports.kv}")
+            for name, node in here.nodes.items()
+        }
+
+    def map(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = msgspec.to_builtins(
+            self._here.nodes["n1"]._cluster_operations().map()
+        )
+        return rows
+
+
 class AnsweringKv:
     """A KvClient whose writes are all answered."""
 
@@ -192,17 +238,25 @@ class AnsweringKv:
 
 
 @pytest.mark.parametrize(
-    ("stored", "held", "documents", "word"),
+    ("stored", "held", "wrong", "documents", "word"),
     [
-        ({b"k": b"1"}, {b"k": b"1"}, 1, "all equal"),
-        ({}, {}, 1, "answered is b'1', the nodes have nothing"),
-        ({b"k": b"0"}, {b"k": b"0"}, 1, "answered is b'1', the nodes have b'0'"),
-        ({b"k": b"1"}, {}, 1, "the consumer is nothing, the nodes have b'1'"),
+        ({b"k": b"1"}, {b"k": b"1"}, {}, 1, "all equal"),
+        ({}, {}, {}, 1, "answered is b'1', the nodes have nothing"),
+        ({b"k": b"0"}, {b"k": b"0"}, {}, 1, "answered is b'1', the nodes have b'0'"),
+        ({b"k": b"1"}, {}, {}, 1, "the consumer is nothing, the nodes have b'1'"),
         (
-            {b"k": b"1"}, {b"k": b"1", b"x": b"2"}, 1,
+            {b"k": b"1"}, {b"k": b"1", b"x": b"2"}, {}, 1,
             "x: the consumer is b'2', the nodes have nothing",
         ),
-        ({b"k": b"1"}, {b"k": b"1"}, 3, "2 of 3 documents were never answered"),
+        (
+            {b"k": b"1"}, {b"k": b"1"}, {"n3": {b"k": b"0"}}, 1,
+            "k: the replica on n3 is b'0', the nodes have b'1'",
+        ),
+        (
+            {b"k": b"1"}, {b"k": b"1"}, {"n3": {b"k": None}}, 1,
+            "k: the replica on n3 is nothing, the nodes have b'1'",
+        ),
+        ({b"k": b"1"}, {b"k": b"1"}, {}, 3, "2 of 3 documents were never answered"),
     ],
 )  # fmt: skip
 def test_what_is_lost_different_or_never_written_makes_it_fail(
@@ -211,17 +265,19 @@ def test_what_is_lost_different_or_never_written_makes_it_fail(
     capsys: pytest.CaptureFixture[str],
     stored: dict[bytes, bytes],
     held: dict[bytes, bytes],
+    wrong: dict[str, dict[bytes, bytes | None]],
     documents: int,
     word: str,
 ) -> None:
     ledger = flights.Ledger()
     ledger.answered[b"k"] = b"1"
     ledger.by["KvClient"] = 1
+    replicas = flights.Compared(2, wrong)
 
     async def run_demo(*_: object) -> object:
         return flights.judged(
-            documents, ledger, stored, held, gaps_s=[0.5, 1.5], deaths=1, versions=2, rollbacks=0,
-            load_s=1.0,
+            documents, ledger, stored, held, replicas, gaps_s=[0.5, 1.5], deaths=1, versions=2,
+            rollbacks=0, load_s=1.0,
         )  # fmt: skip
 
     monkeypatch.setattr(flights, "run_demo", run_demo)
