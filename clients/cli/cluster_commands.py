@@ -197,7 +197,10 @@ def map_(*, target: Target) -> None:
         "dcpctl cluster demo --meta etcd",
     )
 )
-@click.option("--nodes", type=click.IntRange(1, 9), default=3, show_default=True)
+@click.option(
+    "--nodes", type=click.IntRange(1, 9), metavar="N",
+    help="How many. Default: 3, or those that the folder has. Those always start.",
+)  # fmt: skip
 @click.option("--copies", type=click.IntRange(1, 4), default=3, show_default=True)
 @click.option(
     "--data", "folder", default="dcpd-demo", show_default=True, metavar="DIR",
@@ -209,25 +212,29 @@ def map_(*, target: Target) -> None:
     " installed.",
 )  # fmt: skip
 @with_target
-def demo(*, target: Target, nodes: int, copies: int, folder: str, meta: str | None) -> None:
+def demo(*, target: Target, nodes: int | None, copies: int, folder: str, meta: str | None) -> None:
     """Start a cluster on this machine."""
     from clients.cli.cluster_demo import run_demo
 
-    run_demo(folder, nodes, copies, meta=meta, timeout_s=target.timeout_s)
+    is_json = target.output_or("plain") == "json"
+    run_demo(folder, nodes, copies, meta=meta, timeout_s=target.timeout_s, is_json=is_json)
 
 
-def _signal_command(action: str, summary: str) -> None:
+def _signal_command(action: str, summary: str, result: str) -> None:
     @cluster.command(
         action, help=help_text(f"{summary} Only of a demo.", f"dcpctl cluster {action} n2")
     )
     @click.argument("node")
     @click.option("--data", "folder", default="dcpd-demo", show_default=True, metavar="DIR")
-    def send(node: str, folder: str) -> None:
+    @with_target
+    def send(*, target: Target, node: str, folder: str) -> None:
         from clients.cli.cluster_demo import signal_node
 
         signal_node(folder, node, action)
+        if target.output_or("plain") == "json":
+            write_json({"result": result, "name": node})
 
 
-_signal_command("kill", "Kill a node (SIGKILL).")
-_signal_command("pause", "Freeze a node (SIGSTOP).")
-_signal_command("resume", "Let a frozen node go on (SIGCONT).")
+_signal_command("kill", "Kill a node (SIGKILL).", "killed")
+_signal_command("pause", "Freeze a node (SIGSTOP).", "paused")
+_signal_command("resume", "Let a frozen node go on (SIGCONT).", "resumed")

@@ -5,6 +5,8 @@
     DIR/demo.json           name -> process id, while the demo runs
     DIR/etcd, ...           with --meta etcd (`demo_etcd`)
 
+With JSON output it writes one line when all nodes serve, and one when a node ends or is back.
+
 A node that was killed with `dcpctl cluster kill` is started again after a while. One that ended by
 itself is not: its log says why.
 """
@@ -26,7 +28,7 @@ from typing import Any, Final
 import click
 
 from clients.cli.demo_etcd import PORTS_FILE, DemoEtcd
-from clients.cli.output import write_raw
+from clients.cli.output import write_json, write_raw
 from clients.errors import ConnectError, DcpdError, OperationTimeoutError
 
 STATE_FILE: Final = "demo.json"
@@ -37,6 +39,9 @@ START_S: Final = 20.0
 FILL_S: Final = 30.0
 """How long the copies of one node may take, on a machine that is busy with other things."""
 POLL_S: Final = 0.1
+EMBEDDED: Final = "embedded"
+NODES: Final = 3
+NODES_MAX: Final = 9
 _PORTS: Final = re.compile(
     r"key-value\s+127\.0\.0\.1:(\d+)[\s\S]*admin\s+http://127\.0\.0\.1:(\d+)"
 )
@@ -84,6 +89,11 @@ class _DemoNode:
         self.port, self.admin_port = int(found[1]), int(found[2])
         self.ended_s = 0.0
 
+    @property
+    def runs(self) -> bool:
+        """Whether its process runs."""
+        return self.process is not None and self.process.poll() is None
+
     def status(self) -> dict[str, Any]:
         """Ask the node how the cluster is; {} if it does not answer."""
         connection = HTTPConnection("127.0.0.1", self.admin_port, timeout=2.0)
@@ -99,16 +109,22 @@ class _DemoNode:
 
 
 def run_demo(
-    folder_name: str, count: int, copies: int, *, meta: str | None, timeout_s: float
+    folder_name: str,
+    count: int | None,
+    copies: int,
+    *,
+    meta: str | None,
+    timeout_s: float,
+    is_json: bool,
 ) -> None:
-    """Start the nodes, tell where they are, and keep them until Ctrl-C. `meta` is embedded or etcd;
-    None: embedded, or what the folder has.
+    """Start the nodes, tell where they are, and keep them until Ctrl-C. `meta` is embedded or etcd.
+    None for it and for `count`: what the folder has, or embedded and `NODES`.
     """
     folder = Path(folder_name).absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = folder / "token"
     etcd = _etcd_of(folder, folder_name, meta)
-    nodes = [_DemoNode(folder, f"n{number + 1}") for number in range(count)]
+    nodes = [_DemoNode(folder, name) for name in _names(folder, folder_name, count)]
     # SIGTERM ends the demo like Ctrl-C, so that it takes its nodes with it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -121,19 +137,49 @@ def run_demo(
             node.start(*way, "--cluster-token-file", str(token), "--cluster-copies", str(copies))
         _note(folder, nodes)
         _wait_until_served(nodes, timeout_s)
-        lines = [f"{node.name}  127.0.0.1:{node.port}" for node in nodes]
-        lines += [] if etcd is None else [f"metadata store  {etcd.url}"]
-        first = nodes[0].port
-        lines.append(f"try  dcpctl --server 127.0.0.1:{first} cluster status")
-        lines.append(f"     dcpctl cluster kill n2 --data {folder_name}")
-        write_raw(("\n".join(lines) + "\n").encode())
-        _keep(folder, nodes)
+        url = EMBEDDED if etcd is None else etcd.url
+        if is_json:
+            write_json(_document(folder, nodes, url))
+        else:
+            write_raw(_text(folder_name, nodes, url).encode())
+        _keep(folder, nodes, is_json=is_json)
     finally:
         _stop(nodes)
         if etcd is not None:
             etcd.stop()
         with contextlib.suppress(OSError):
             (folder / STATE_FILE).unlink()
+
+
+def _document(folder: Path, nodes: list[_DemoNode], url: str) -> dict[str, Any]:
+    rows = [
+        {"name": node.name, "address": f"127.0.0.1:{node.port}", "admin_port": node.admin_port}
+        for node in nodes
+    ]
+    return {"result": "started", "folder": str(folder), "metadata_store": url, "nodes": rows}
+
+
+def _text(folder_name: str, nodes: list[_DemoNode], url: str) -> str:
+    lines = [f"{node.name}  127.0.0.1:{node.port}" for node in nodes]
+    lines += [] if url == EMBEDDED else [f"metadata store  {url}"]
+    lines.append(f"try  dcpctl --server 127.0.0.1:{nodes[0].port} cluster status")
+    lines.append(f"     dcpctl cluster kill {nodes[:2][-1].name} --data {folder_name}")
+    return "\n".join(lines) + "\n"
+
+
+def _names(folder: Path, shown: str, count: int | None) -> list[str]:
+    """Return the nodes of a demo: those that the folder has, and more if more are wanted."""
+    all_names = [f"n{number}" for number in range(1, NODES_MAX + 1)]
+    present = [name for name in all_names if (folder / name).is_dir()]
+    wanted = all_names[: count or (1 if present else NODES)]
+    names = [name for name in all_names if name in present or name in wanted]
+    if count is not None and count < len(names):
+        click.echo(
+            f"dcpctl: {shown} has {', '.join(present)}, and all of them start. --data names another"
+            " folder",
+            err=True,
+        )
+    return names
 
 
 def _etcd_of(folder: Path, shown: str, meta: str | None) -> DemoEtcd | None:
@@ -189,18 +235,34 @@ def _wait_until_served(nodes: list[_DemoNode], timeout_s: float) -> None:
     """Wait until each partition has its copies in sync, and nothing moves any more."""
     give_up_s = time.monotonic() + max(timeout_s, START_S) + FILL_S * len(nodes)
     while time.monotonic() < give_up_s:
-        found = nodes[0].status()
-        able = sum(not node["is_drained"] for node in found.get("nodes", ()))
-        copies = min(found.get("copies", 0), able)
-        is_in_sync = found.get("in_sync_sizes") == {str(copies): found.get("partitions")}
-        if is_in_sync and not found["plan"] and able == len(nodes):
+        running = {node.name for node in nodes if node.runs}
+        if _is_served(nodes[0].status(), running):
             return
         time.sleep(POLL_S)
     raise OperationTimeoutError("the copies are not in sync", hint="The logs of the nodes say why.")
 
 
-def _keep(folder: Path, nodes: list[_DemoNode]) -> None:
+def _is_served(status: dict[str, Any], running: set[str]) -> bool:
+    """Whether all nodes that run take part, and the rest of `_wait_until_served`. One that is
+    drained takes part without copies; one that was removed has ended by itself.
+    """
+    alive = {node["name"]: node for node in status.get("nodes", ()) if node["is_alive"]}
+    able = sum(not node["is_drained"] for node in alive.values())
+    if not able or not running <= alive.keys() or status["plan"]:
+        return False
+    copies = min(status["copies"], able)
+    return bool(status["in_sync_sizes"] == {str(copies): status["partitions"]})
+
+
+def _keep(folder: Path, nodes: list[_DemoNode], *, is_json: bool) -> None:
     """Start nodes again that were killed."""
+
+    def tell(node: _DemoNode, result: str, text: str, **more: Any) -> None:
+        if is_json:
+            write_json({"result": result, "name": node.name, **more})
+        else:
+            write_raw(f"{node.name} {text}\n".encode())
+
     while True:
         time.sleep(POLL_S)
         now_s = time.monotonic()
@@ -209,12 +271,14 @@ def _keep(folder: Path, nodes: list[_DemoNode]) -> None:
                 continue
             if not node.ended_s:
                 node.ended_s = now_s
-                told = "it starts again in 10 s" if _was_killed(node) else f"see {node.log_path}"
-                write_raw(f"{node.name} has ended; {told}\n".encode())
+                again = _was_killed(node)
+                told = "it starts again in 10 s" if again else f"see {node.log_path}"
+                more = {"starts_again": again, "log": str(node.log_path)}
+                tell(node, "ended", f"has ended; {told}", **more)
             elif _was_killed(node) and now_s - node.ended_s >= RESTART_S:
                 node.start()
                 _note(folder, nodes)
-                write_raw(f"{node.name} is back\n".encode())
+                tell(node, "back", "is back")
 
 
 def _was_killed(node: _DemoNode) -> bool:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -121,6 +122,46 @@ def test_a_token_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         assert "Traceback" not in run.stderr
 
 
+def test_a_demo_goes_on_with_the_nodes_of_its_folder_also_with_a_drained_one(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "demo"
+    with demo(folder) as addresses:
+        run = dcpctl_at(addresses["n1"], "cluster", "drain", "n2", "--yes", "--wait")
+        assert run.returncode == 0, run.stderr
+    words = ("cluster", "demo", "--data", str(folder), "--nodes", "1", "-o", "json")
+    with subprocess.Popen(
+        [sys.executable, "-m", "clients.cli", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            started = next_line(process)
+            assert (started["v"], started["result"]) == (1, "started")
+            assert started["metadata_store"] == "embedded"
+            nodes = {node["name"]: node["address"] for node in started["nodes"]}
+            assert alive_of(nodes["n1"]) == {"n1": True, "n2": True}
+            for action, result in (("pause", "paused"), ("resume", "resumed"), ("kill", "killed")):
+                ran = in_demo(folder, action, "n2", "-o", "json")
+                assert json.loads(ran.stdout) == {"v": 1, "result": result, "name": "n2"}
+            ended = next_line(process)
+            assert (ended["result"], ended["name"]) == ("ended", "n2")
+            assert ended["starts_again"] is True
+            assert next_line(process) == {"v": 1, "result": "back", "name": "n2"}
+        finally:
+            process.terminate()
+            _, error = process.communicate(timeout=60)
+    assert "has n1, n2, and all of them start" in error
+
+
+def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Return the next JSON line of a process."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, "it has ended"
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
 @contextmanager
 def demo(folder: Path, *arguments: str) -> Iterator[dict[str, str]]:
     """Run a demo of two nodes; yield name -> HOST:PORT, as it prints them."""
@@ -141,20 +182,26 @@ def demo(folder: Path, *arguments: str) -> Iterator[dict[str, str]]:
             process.wait(60)
 
 
-def in_demo(folder: Path, action: str, name: str) -> subprocess.CompletedProcess[str]:
+def in_demo(
+    folder: Path, action: str, name: str, *options: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "clients.cli", "cluster", action, name, "--data", str(folder)],
+        [sys.executable, "-m", "clients.cli", "cluster", action, name, "--data", str(folder),
+         *options],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def dcpctl_at(address: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "clients.cli", "--server", address, "--timeout", "30", *words],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
 def alive_of(address: str) -> dict[str, bool]:
     """Return node -> whether it is up, as a node says."""
-    run = subprocess.run(
-        [sys.executable, "-m", "clients.cli", "--server", address, "cluster", "status",
-         "-o", "json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    run = dcpctl_at(address, "cluster", "status", "-o", "json")
     assert "Traceback" not in run.stderr
     found = json.loads(run.stdout) if run.returncode == 0 else {"nodes": []}
     return {node["name"]: node["is_alive"] for node in found["nodes"]}
