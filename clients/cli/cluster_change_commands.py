@@ -51,7 +51,7 @@ class Choices(NamedTuple):
     yes: bool
 
 
-def _with_choices(command: _F) -> _F:
+def with_choices(command: _F) -> _F:
     """Add --dry-run and --yes, and the shared options."""
     for option in (
         click.option("--yes", is_flag=True, help="Do not ask."),
@@ -105,7 +105,7 @@ def _complete_node(
     "--masters-return", "masters_return_s", type=float, metavar="SECONDS",
     help="How long a node is back and in sync before it gets its masters back; 0 is never.",
 )  # fmt: skip
-@_with_choices
+@with_choices
 def set_(*, target: Target, dry_run: bool, yes: bool, **numbers: float | None) -> int:
     """Change numbers."""
     body = {name: value for name, value in numbers.items() if value is not None}
@@ -124,7 +124,7 @@ def set_(*, target: Target, dry_run: bool, yes: bool, **numbers: float | None) -
     )
 )
 @click.option("--cancel", "cancels", is_flag=True, help="Stop the moves that are under way.")
-@_with_choices
+@with_choices
 def rebalance(*, target: Target, dry_run: bool, yes: bool, cancels: bool) -> int:
     """Spread copies and masters."""
     return _change(target, "cancel" if cancels else "rebalance", {}, Choices(dry_run, yes))
@@ -136,7 +136,7 @@ def rebalance(*, target: Target, dry_run: bool, yes: bool, cancels: bool) -> int
         "dcpctl cluster cancel",
     )
 )
-@_with_choices
+@with_choices
 def cancel(*, target: Target, dry_run: bool, yes: bool) -> int:
     """Stop the plan."""
     return _change(target, "cancel", {}, Choices(dry_run, yes))
@@ -153,7 +153,7 @@ def cancel(*, target: Target, dry_run: bool, yes: bool) -> int:
     "--to", "node", required=True, metavar="NODE", help="The new master.",
     shell_complete=_complete_node,
 )  # fmt: skip
-@_with_choices
+@with_choices
 def move(*, target: Target, dry_run: bool, yes: bool, vb: int, node: str) -> int:
     """Move a partition."""
     return _change(target, "move", {"vb": vb, "to": node}, Choices(dry_run, yes))
@@ -172,7 +172,7 @@ def move(*, target: Target, dry_run: bool, yes: bool, vb: int, node: str) -> int
 @click.argument("node", required=False, shell_complete=_complete_node)
 @click.option("--vb", type=click.IntRange(min=0), metavar="VB", help="One partition only.")
 @click.option("--unclean", is_flag=True, help="Give up what only lost copies have.")
-@_with_choices
+@with_choices
 def failover(
     *, target: Target, dry_run: bool, yes: bool, node: str | None, vb: int | None, unclean: bool
 ) -> int:
@@ -189,7 +189,7 @@ def _of_node(name: str, summary: str, *examples: str) -> click.Command:
 
     @click.command(name, help=help_text(summary, *examples))
     @click.argument("node", shell_complete=_complete_node)
-    @_with_choices
+    @with_choices
     def run(*, target: Target, dry_run: bool, yes: bool, node: str) -> int:
         return _change(target, name, {"node": node}, Choices(dry_run, yes))
 
@@ -243,8 +243,7 @@ def _change(
         if not is_json:
             _write_preview(preview, target.output)
     elif not _is_wanted(preview, target.output, word):
-        click.echo("dcpctl: nothing was changed", err=True)
-        return EXIT_FAILED
+        return not_changed()
     epochs = _epochs(admin) if preview["unclean_vbs"] else {}
     done = admin.request("POST", path, body | _confirmed(preview))
     code = EXIT_OK
@@ -257,6 +256,12 @@ def _change(
     elif code == EXIT_OK:
         write_raw(b"done\n")
     return code
+
+
+def not_changed() -> int:
+    """Say so; return the exit code."""
+    click.echo("dcpctl: nothing was changed", err=True)
+    return EXIT_FAILED
 
 
 def _confirmed(preview: dict[str, Any]) -> dict[str, Any]:
@@ -295,6 +300,11 @@ def _write_preview(preview: dict[str, Any], output: str | None) -> None:
         write_rows(mode, _COLUMNS, rows)
     if preview["unclean_vbs"]:
         _line(f"elected uncleanly: partitions {preview['unclean_vbs']}")
+    write_notes(preview)
+
+
+def write_notes(preview: dict[str, Any]) -> None:
+    """Write what an operator should know before."""
     for note in preview["notes"]:
         _line(f"! {note}")
 

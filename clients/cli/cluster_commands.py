@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +13,21 @@ import click
 
 from clients.cli import cluster_change_commands
 from clients.cli.admin_api import AdminClient
+from clients.cli.cluster_change_commands import (
+    Choices,
+    not_changed,
+    with_choices,
+    write_notes,
+)
 from clients.cli.cluster_nodes import STATUS_PATH, admin_of_named
 from clients.cli.cluster_status_command import receipts, status, words
-from clients.cli.dcpctl import Target, help_text, with_target
+from clients.cli.dcpctl import EXIT_OK, Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
-from clients.cli.standard_input import standard_input
+from clients.cli.standard_input import input_is_terminal, standard_input
 from clients.errors import DcpdError, OperationTimeoutError
 
+INIT_PATH: Final = "/api/v1/cluster/init"
+JOIN_PATH: Final = "/api/v1/cluster/join"
 POLL_S: Final = 0.1
 TOKEN_BYTES_MAX: Final = 4096
 """A token has about 250 bytes; the rest is the URL of its metadata store."""
@@ -56,6 +66,7 @@ for _command in (status, receipts, *cluster_change_commands.COMMANDS):
         " in about a second.",
         "dcpctl cluster init",
         "dcpctl cluster init --copies 2 --name a",
+        "dcpctl cluster init --copies 2 --dry-run",
     )
 )
 @click.option("--copies", type=int, default=3, show_default=True, help="Copies of each partition.")
@@ -69,14 +80,18 @@ for _command in (status, receipts, *cluster_change_commands.COMMANDS):
 )  # fmt: skip
 @click.option("--name", default="", help="Name of the node.")
 @click.option("--rack", default="", help="Its rack.")
-@with_target
-def init(*, target: Target, **wanted: Any) -> None:
+@with_choices
+def init(*, target: Target, dry_run: bool, yes: bool, **wanted: Any) -> int:
     """Make a cluster."""
     admin = admin_of_named(target)
     body = {name: value for name, value in wanted.items() if value not in {None, ""}}
-    answer = admin.request("POST", "/api/v1/cluster/init", body)
+    end = _previewed(admin, target, INIT_PATH, body, Choices(dry_run, yes))
+    if end is not None:
+        return end
+    answer = admin.request("POST", INIT_PATH, body)
     _wait(admin, target, lambda told: told["served_here"] == told["partitions"])
     _tell_token(target, answer)
+    return EXIT_OK
 
 
 @cluster.command(
@@ -91,15 +106,26 @@ def init(*, target: Target, **wanted: Any) -> None:
 @click.option("--token-file", metavar="FILE", help="File with it; - is standard input.")
 @click.option("--name", default="", help="Name of the node.")
 @click.option("--rack", default="", help="Its rack.")
-@with_target
-def join(*, target: Target, token: str | None, token_file: str | None, **wanted: Any) -> None:
+@with_choices
+def join(
+    *,
+    target: Target,
+    dry_run: bool,
+    yes: bool,
+    token: str | None,
+    token_file: str | None,
+    **wanted: Any,
+) -> int:
     """Join a cluster."""
     if (token is None) == (token_file is None):
         raise click.UsageError("name the token: --token TOKEN, or --token-file FILE")
     body = {name: value for name, value in wanted.items() if value}
     body["token"] = _read_token(token_file) if token is None else token
     admin = admin_of_named(target)
-    answer = admin.request("POST", "/api/v1/cluster/join", body)
+    end = _previewed(admin, target, JOIN_PATH, body, Choices(dry_run, yes))
+    if end is not None:
+        return end
+    answer = admin.request("POST", JOIN_PATH, body)
     found = _wait(
         admin, target,
         lambda told: any(
@@ -110,6 +136,29 @@ def join(*, target: Target, token: str | None, token_file: str | None, **wanted:
         write_json(answer)
     else:
         write_raw(f"{found['node']} is in cluster {answer['cluster']}\n".encode())
+    return EXIT_OK
+
+
+def _previewed(
+    admin: AdminClient, target: Target, path: str, body: dict[str, Any], choices: Choices
+) -> int | None:
+    """Show what a request would do, and ask. Return the exit code if that is the end.
+
+    Without a terminal nobody is asked, and it goes on: scripts make clusters, and the node loses
+    nothing but its connections.
+    """
+    if not choices.dry_run and (choices.yes or not input_is_terminal()):
+        return None
+    preview = admin.request("POST", path, body | {"dry_run": True})
+    if choices.dry_run and target.output_or("plain") == "json":
+        write_json(preview)
+        return EXIT_OK
+    with contextlib.redirect_stdout(sys.stdout if choices.dry_run else sys.stderr):
+        write_raw(f"{preview['what']}\n".encode())
+        write_notes(preview)
+    if choices.dry_run:
+        return EXIT_OK
+    return None if click.confirm("Do it?", err=True) else not_changed()
 
 
 def _read_token(name: str | None) -> str:

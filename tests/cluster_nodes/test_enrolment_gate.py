@@ -22,6 +22,7 @@ from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_clust
 from dcp.server.cluster.enrolment_gate import REFUSAL
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.node import Node
+from dcp.server.operate.cluster_reports import InitAnswer, InitRequest, JoinAnswer, JoinRequest
 from dcp.server.operate.collection_changes import CollectionsRefusedError
 from dcp.server.storage.folder import CLUSTER_FILE
 from dcp.wire.frame import pack_request
@@ -84,14 +85,12 @@ async def enrolling_node(
         await store.close()
 
 
-def join(node: Node) -> Awaitable[str]:
-    return node._cluster_operations().join(token=TOKEN.to_text(), name="b", rack="")
+def join(node: Node) -> Awaitable[JoinAnswer]:
+    return node._cluster_operations().join(JoinRequest(token=TOKEN.to_text(), name="b"))
 
 
-def init(node: Node) -> Awaitable[str]:
-    return node._cluster_operations().init(
-        copies=1, min_in_sync=None, meta=TOKEN.meta, name="a", rack=""
-    )
+def init(node: Node) -> Awaitable[InitAnswer]:
+    return node._cluster_operations().init(InitRequest(copies=1, meta=TOKEN.meta, name="a"))
 
 
 def add_user_over_http(port: int) -> tuple[int, str]:
@@ -127,7 +126,7 @@ async def check_nothing_changes(node: Node) -> None:
 
 @pytest.mark.parametrize("enrol", [join, init])
 async def test_a_failed_enrolment_refuses_changes_only_until_it_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enrol: Callable[[Node], Awaitable[str]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enrol: Callable[[Node], Awaitable[object]]
 ) -> None:
     async with enrolling_node(tmp_path, monkeypatch) as (node, store):
         monkeypatch.setattr(enrolment, "ANSWER_S", 60.0)
@@ -150,7 +149,7 @@ async def test_a_failed_enrolment_refuses_changes_only_until_it_fails(
 
 @pytest.mark.parametrize("enrol", [join, init])
 async def test_changes_are_refused_until_the_restart_of_a_new_member(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enrol: Callable[[Node], Awaitable[str]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enrol: Callable[[Node], Awaitable[object]]
 ) -> None:
     monkeypatch.setattr(enrolment, "ANSWER_S", 60.0)
     async with enrolling_node(tmp_path, monkeypatch) as (node, store):
@@ -194,7 +193,7 @@ async def test_a_document_that_was_applied_is_counted_and_on_disk_first(
 
 @pytest.mark.parametrize("enrol", [join, init])
 async def test_no_node_becomes_a_member_while_a_restore_loads_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enrol: Callable[[Node], Awaitable[str]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enrol: Callable[[Node], Awaitable[object]]
 ) -> None:
     async with enrolling_node(tmp_path, monkeypatch) as (node, store):
         loads = node.engine.loads

@@ -18,7 +18,7 @@ from clients.errors import AuthenticationError
 from clients.kv.sync_client import SyncKv
 from clients.testing import DcpServer
 from dcp.server.cluster.cluster_file import ClusterToken
-from support.ctl import STATUS, done, refused
+from support.ctl import STATUS, ctl, done, refused
 from support.etcd_members import IS_MISSING, EtcdMembers
 from support.waiting import until
 
@@ -103,6 +103,52 @@ def test_commands_make_a_cluster_that_follows_a_dead_node_and_refuse_what_cannot
             for number in range(100):
                 assert kv.get(b"k%d" % number).value == b"v"
             kv.set(b"k", b"w")
+
+
+async def test_init_and_join_say_what_they_would_do_and_ask_at_a_terminal(tmp_path: Path) -> None:
+    with DcpServer(tmp_path / "a") as a, DcpServer(tmp_path / "b") as b:
+        init = ("cluster", "init", "--name", "first", "--copies", "2")
+        ran = await ctl(a.port, *init, "--dry-run")
+        assert ran.code == 0, ran.err
+        assert ran.out.startswith("first becomes the first node of a new cluster\n")
+        assert "! copies of each partition: 2; in sync for a write: a majority\n" in ran.out
+        assert "! its data stays: 0 documents" in ran.out
+        assert "! the node restarts: its connections end" in ran.out
+        ran = await ctl(a.port, *init, "--dry-run", "-o", "json")
+        assert ran.document["is_written"] is False
+        assert ran.document["token"] == ""
+        for words, why in (
+            (("--copies", "9"), "9 copies are not possible"),
+            (("--meta", "ftp://x"), "ftp://x' is not possible"),
+        ):
+            ran = await ctl(a.port, *init, *words, "--dry-run")
+            assert (ran.code, ran.out) == (4, "")
+            assert why in ran.err
+        for words in ((), ("-o", "json")):
+            ran = await ctl(a.port, *init, *words, typed="n\n")
+            assert (ran.code, ran.out) == (1, "")
+            assert ran.err.index("its connections end") < ran.err.index("Do it? [y/N]")
+            assert "nothing was changed" in ran.err
+        assert "this node is alone" in done(a, "status")
+        ran = await ctl(a.port, *init, typed="y\n")
+        assert ran.code == 0, ran.err
+        (token,) = ran.out.splitlines()
+
+        join = ("cluster", "join", "--token", token, "--name", "second")
+        ran = await ctl(b.port, *join, "--dry-run")
+        assert ran.code == 0, ran.err
+        assert ran.out.startswith("second becomes a node of cluster ")
+        ran = await ctl(b.port, *join, "--name", "first", "--dry-run")
+        assert ran.code == 4
+        assert "another member has the name first" in ran.err
+        ran = await ctl(b.port, *join, typed="n\n")
+        assert (ran.code, ran.out) == (1, "")
+        assert "Do it? [y/N]" in ran.err
+        assert "this node is alone" in done(b, "status")
+        assert len(a.ask("GET", STATUS)["nodes"]) == 1
+        ran = await ctl(b.port, *join, "--yes", typed="")
+        assert ran.code == 0, ran.err
+        assert "Do it?" not in ran.err
 
 
 def test_a_token_that_cannot_be_read_is_told(tmp_path: Path) -> None:

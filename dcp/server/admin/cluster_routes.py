@@ -8,8 +8,8 @@
     GET  /api/v1/cluster/receipts loss receipts in the data folder of this node
     POST /api/v1/cluster/set, rebalance, cancel, move, drain, undrain, remove, failover
 
-With `dry_run` the last ones only say what they would do. Init and join restart the node in its
-process: connections end, and it listens again at once.
+With `dry_run` these, init and join only say what they would do. Init and join restart the node in
+its process: connections end, and it listens again at once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dcp.server.admin.answers import AdminError, RouteSpec, json_answer, read_bo
 from dcp.server.admin.bodies import NoMembers
 from dcp.server.operate.cluster_reports import (
     ClusterReport,
+    InitAnswer,
     InitRequest,
     JoinAnswer,
     JoinRequest,
@@ -55,16 +56,11 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
 
     async def init(request: Request) -> Response:
         body = await read_body(request, InitRequest)
-        done = commands().init(
-            copies=body.copies, min_in_sync=body.min_in_sync, meta=body.meta, name=body.name,
-            rack=body.rack,
-        )  # fmt: skip
-        return json_answer(TokenAnswer(await _settled(done, "the cluster was not made")))
+        return json_answer(await _settled(commands().init(body), "the cluster was not made"))
 
     async def join(request: Request) -> Response:
         body = await read_body(request, JoinRequest)
-        done = commands().join(token=body.token, name=body.name, rack=body.rack)
-        return json_answer(JoinAnswer(await _settled(done, "the node did not join")))
+        return json_answer(await _settled(commands().join(body), "the node did not join"))
 
     async def token(request: Request) -> Response:
         await read_body(request, NoMembers)
@@ -84,7 +80,7 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
     return [
         *_change_routes(commands, path),
         RouteSpec(
-            "POST", f"{path}/init", init, body=InitRequest, answer=TokenAnswer,
+            "POST", f"{path}/init", init, body=InitRequest, answer=InitAnswer,
             summary="Make this node, with its data, the first member of a new cluster.",
         ),
         RouteSpec(

@@ -11,7 +11,7 @@ import random
 import secrets
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -29,8 +29,10 @@ from dcp.server.cluster.cluster_file import (
 from dcp.server.cluster.enrolment import (
     EnrolmentError,
     NewCluster,
+    check_join,
     check_name,
     check_new,
+    check_store,
     found_cluster,
     join_cluster,
     withdraw,
@@ -55,6 +57,7 @@ Gate = AbstractAsyncContextManager[None]
 _NOBODY_CHANGES: Gate = nullcontext()
 """Of a node that does not listen yet."""
 _RANDOM: random.Random = random.SystemRandom()
+_RESTARTS: Final = "the node restarts: its connections end, and it serves again in about a second"
 
 
 class NewMember(NamedTuple):
@@ -98,19 +101,11 @@ async def init_cluster(
 
     After it the gate stays closed; the caller restarts the node.
     """
-    check_new(wanted)
-    name, rack = newcomer.name_or(name), rack or newcomer.settings.rack or ""
-    _check(newcomer, name)
-    content = ClusterFile(
-        cluster=secrets.token_hex(CLUSTER_ID_BYTES), meta=_url_of(meta, draw),
-        owns_store=meta == EMBEDDED,
-        secret=secrets.token_urlsafe(SECRET_BYTES), name=name, rack=rack,
-        min_in_sync=wanted.min_in_sync,
-    )  # fmt: skip
+    content = _content_of_new(newcomer, wanted, meta, name, rack, draw)
     async with gate:
         access = await _opened(content, newcomer)
         try:
-            record = newcomer.record(name, rack)
+            record = newcomer.record(content.name, content.rack)
             await found_cluster(
                 access.meta,
                 content.root,
@@ -126,6 +121,47 @@ async def init_cluster(
     return token_of(content)
 
 
+async def check_init(
+    newcomer: NewMember,
+    wanted: NewCluster,
+    *,
+    meta: str = EMBEDDED,
+    name: str = "",
+    rack: str = "",
+) -> list[str]:
+    """Return what an operator should know before `init_cluster`, and change nothing. Raises
+    EnrolmentError.
+    """
+    content = _content_of_new(newcomer, wanted, meta, name, rack, _RANDOM)
+    if not content.owns_store:  # its own one it would make
+        access = await _opened(content, newcomer)
+        try:
+            await check_store(access.meta, content.root)
+        finally:
+            await access.close()
+    in_sync = "a majority" if wanted.min_in_sync is None else wanted.min_in_sync
+    held = sum(part.item_count for part in newcomer.engine.partitions)
+    return [
+        f"copies of each partition: {wanted.copies}; in sync for a write: {in_sync}",
+        f"its data stays: {held} documents, their versions, users and collections",
+        _RESTARTS,
+    ]
+
+
+def _content_of_new(
+    newcomer: NewMember, wanted: NewCluster, meta: str, name: str, rack: str, draw: random.Random
+) -> ClusterFile:
+    check_new(wanted)
+    name, rack = newcomer.name_or(name), rack or newcomer.settings.rack or ""
+    _check(newcomer, name)
+    return ClusterFile(
+        cluster=secrets.token_hex(CLUSTER_ID_BYTES), meta=_url_of(meta, draw),
+        owns_store=meta == EMBEDDED,
+        secret=secrets.token_urlsafe(SECRET_BYTES), name=name, rack=rack,
+        min_in_sync=wanted.min_in_sync,
+    )  # fmt: skip
+
+
 async def join_by_token(
     newcomer: NewMember,
     text: str,
@@ -135,19 +171,11 @@ async def join_by_token(
     gate: Gate = _NOBODY_CHANGES,
 ) -> ClusterFile:
     """Make a node one more member. Raises EnrolmentError. The gate: as for `init_cluster`."""
-    try:
-        token = ClusterToken.from_text(text)
-    except ClusterTokenError as error:
-        raise EnrolmentError(error.why, error.try_this) from None
-    name, rack = newcomer.name_or(name), rack or newcomer.settings.rack or ""
-    _check(newcomer, name)
-    content = ClusterFile(
-        cluster=token.cluster, meta=token.meta, secret=token.secret, name=name, rack=rack
-    )
+    content = _content_of_token(newcomer, text, name, rack)
     async with gate:
         access = await _opened(content, newcomer)
         try:
-            record = newcomer.record(name, rack)
+            record = newcomer.record(content.name, content.rack)
             cluster = await join_cluster(
                 access.meta, content.root, newcomer.engine, record, proof=content.secret_proof
             )
@@ -156,6 +184,36 @@ async def join_by_token(
         finally:
             await access.close()
     return content
+
+
+async def check_join_by_token(
+    newcomer: NewMember, text: str, *, name: str = "", rack: str = ""
+) -> tuple[ClusterFile, list[str]]:
+    """Return what the folder would have, and what an operator should know before `join_by_token`;
+    change nothing. Raises EnrolmentError.
+    """
+    content = _content_of_token(newcomer, text, name, rack)
+    access = await _opened(content, newcomer)
+    try:
+        record = newcomer.record(content.name, content.rack)
+        await check_join(
+            access.meta, content.root, newcomer.engine, record, proof=content.secret_proof
+        )
+    finally:
+        await access.close()
+    return content, ["its users are those of the cluster from then on", _RESTARTS]
+
+
+def _content_of_token(newcomer: NewMember, text: str, name: str, rack: str) -> ClusterFile:
+    try:
+        token = ClusterToken.from_text(text)
+    except ClusterTokenError as error:
+        raise EnrolmentError(error.why, error.try_this) from None
+    name, rack = newcomer.name_or(name), rack or newcomer.settings.rack or ""
+    _check(newcomer, name)
+    return ClusterFile(
+        cluster=token.cluster, meta=token.meta, secret=token.secret, name=name, rack=rack
+    )
 
 
 async def _write_or_withdraw(

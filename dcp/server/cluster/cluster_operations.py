@@ -13,6 +13,8 @@ from dcp.cluster.request_answers import name_of
 from dcp.server.cluster.becoming_member import (
     Gate,
     NewMember,
+    check_init,
+    check_join_by_token,
     init_cluster,
     join_by_token,
     token_of,
@@ -25,6 +27,10 @@ from dcp.server.cluster.receipt_files import receipts_in
 from dcp.server.cluster.replicated_node import ReplicatedNode
 from dcp.server.operate.cluster_reports import (
     ClusterReport,
+    InitAnswer,
+    InitRequest,
+    JoinAnswer,
+    JoinRequest,
     PartitionReport,
     ReceiptsReport,
 )
@@ -47,24 +53,37 @@ class ClusterOperations:
 
     # -- changes -----------------------------------------------------------------------------------
 
-    async def init(
-        self, *, copies: int, min_in_sync: int | None, meta: str, name: str, rack: str
-    ) -> str:
-        """Make this node the first member; return the token. Raises ClusterRefusedError."""
-        wanted = NewCluster(copies, min_in_sync)
+    async def init(self, asked: InitRequest) -> InitAnswer:
+        """Make this node the first member. Raises ClusterRefusedError."""
+        newcomer, wanted = self._newcomer, NewCluster(asked.copies, asked.min_in_sync)
+        what = f"{newcomer.name_or(asked.name)} becomes the first node of a new cluster"
+        if asked.dry_run:
+            notes = await check_init(
+                newcomer, wanted, meta=asked.meta, name=asked.name, rack=asked.rack
+            )
+            return InitAnswer(what=what, is_written=False, notes=notes)
         token = await init_cluster(
-            self._newcomer, wanted, meta=meta, name=name, rack=rack, gate=self._gate
+            newcomer, wanted, meta=asked.meta, name=asked.name, rack=asked.rack, gate=self._gate
         )
         self._restart()
-        return token.to_text()
+        return InitAnswer(what=what, is_written=True, notes=[], token=token.to_text())
 
-    async def join(self, *, token: str, name: str, rack: str) -> str:
-        """Make this node one more member; return the cluster's id. Raises
-        ClusterRefusedError.
-        """
-        content = await join_by_token(self._newcomer, token, name=name, rack=rack, gate=self._gate)
-        self._restart()
-        return content.cluster
+    async def join(self, asked: JoinRequest) -> JoinAnswer:
+        """Make this node one more member. Raises ClusterRefusedError."""
+        newcomer, notes = self._newcomer, list[str]()
+        if asked.dry_run:
+            content, notes = await check_join_by_token(
+                newcomer, asked.token, name=asked.name, rack=asked.rack
+            )
+        else:
+            content = await join_by_token(
+                newcomer, asked.token, name=asked.name, rack=asked.rack, gate=self._gate
+            )
+            self._restart()
+        return JoinAnswer(
+            what=f"{content.name} becomes a node of cluster {content.cluster}",
+            is_written=not asked.dry_run, notes=notes, cluster=content.cluster,
+        )  # fmt: skip
 
     def token(self) -> str:
         """Return the token for new members. Raises ClusterRefusedError."""

@@ -149,6 +149,11 @@ def check_name(name: str) -> None:
         )
 
 
+async def check_store(meta: MetaStore, root: bytes) -> None:
+    """Raises EnrolmentError if the store of a new cluster does not answer."""
+    await ask_again(meta, Range(ClusterKeys(root).cluster))
+
+
 async def found_cluster(
     meta: MetaStore,
     root: bytes,
@@ -184,6 +189,17 @@ async def join_cluster(
 
     `proof`: `ClusterFile.secret_proof` of this node. etcd lets in whoever has its own password.
     """
+    cluster = await check_join(meta, root, engine, member, proof=proof)
+    await _put_member(meta, ClusterKeys(root), member)
+    return cluster
+
+
+async def check_join(
+    meta: MetaStore, root: bytes, engine: Engine, member: MemberRecord, *, proof: str = ""
+) -> ClusterRecord:
+    """Return what holds for the cluster, if this node may join it; write nothing. Raises
+    EnrolmentError. As for `join_cluster`, which finds a name that is taken when it writes it.
+    """
     documents = sum(part.item_count for part in engine.partitions)
     if documents:
         held = "1 document" if documents == 1 else f"{documents} documents"
@@ -213,9 +229,11 @@ async def join_cluster(
         raise EnrolmentError(str(error)) from None
     if cluster.secret_proof not in {"", proof}:
         raise EnrolmentError("the secret in the token is not that of this cluster", JOIN_ADVICE)
-    _check_rack(await _members(meta, keys), member)
+    members = await _members(meta, keys)
+    if any(each.name == member.name and each.member != member.member for each in members):
+        raise _taken(keys.of_name(member.name))
+    _check_rack(members, member)
     await _check_fits(meta, keys, member)
-    await _put_member(meta, keys, member)
     return cluster
 
 

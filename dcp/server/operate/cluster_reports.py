@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
-from dcp.server.operate.cluster_requests import PlanProgress
+from dcp.server.operate.cluster_requests import DryRun, PlanProgress
 from dcp.server.operate.reports import Count, UnixTime, VbId
 from vbucket.model.ids import NUM_VBUCKETS
 
@@ -27,6 +27,7 @@ class InitRequest(Struct, frozen=True, forbid_unknown_fields=True):
     ] = "embedded"
     name: _Name = ""
     rack: _Rack = ""
+    dry_run: DryRun = False
 
 
 class JoinRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,6 +36,7 @@ class JoinRequest(Struct, frozen=True, forbid_unknown_fields=True):
     token: Annotated[str, Meta(description="From init, or from another member.")]
     name: _Name = ""
     rack: _Rack = ""
+    dry_run: DryRun = False
 
 
 class TokenAnswer(Struct, frozen=True):
@@ -43,9 +45,24 @@ class TokenAnswer(Struct, frozen=True):
     token: str
 
 
-class JoinAnswer(Struct, frozen=True):
-    """The cluster that the node is in now."""
+class InitAnswer(Struct, frozen=True, kw_only=True):
+    """The new cluster, or what it would be."""
 
+    what: Annotated[str, Meta(description="The request in words.")]
+    is_written: Annotated[bool, Meta(description="false: it was a dry run.")]
+    notes: Annotated[list[str], Meta(description="What the operator should know before.")]
+    token: Annotated[
+        str,
+        Meta(description="For new members. Whoever has it can become one. Empty: a dry run."),
+    ] = ""
+
+
+class JoinAnswer(Struct, frozen=True, kw_only=True):
+    """The cluster that the node is in now, or would be in."""
+
+    what: Annotated[str, Meta(description="The request in words.")]
+    is_written: Annotated[bool, Meta(description="false: it was a dry run.")]
+    notes: Annotated[list[str], Meta(description="What the operator should know before.")]
     cluster: Annotated[str, Meta(description="Its id.")]
 
 

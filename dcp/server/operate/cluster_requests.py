@@ -8,14 +8,14 @@ from msgspec import Meta, Struct
 
 from dcp.server.operate.reports import Count, VbId
 
-_DryRun = Annotated[bool, Meta(description="Only say what would be done.")]
+DryRun = Annotated[bool, Meta(description="Only say what would be done.")]
 _Node = Annotated[str, Meta(description="Name, id or HOST:PORT of a node.")]
 
 
 class PlainRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """A request without choices."""
 
-    dry_run: _DryRun = False
+    dry_run: DryRun = False
 
 
 class SetRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,7 +29,7 @@ class SetRequest(Struct, frozen=True, forbid_unknown_fields=True):
         float | None,
         Meta(description="How long the first copy is in sync before it is master. 0: never."),
     ] = None
-    dry_run: _DryRun = False
+    dry_run: DryRun = False
 
 
 class MoveRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,14 +37,14 @@ class MoveRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
     vb: VbId
     to: _Node
-    dry_run: _DryRun = False
+    dry_run: DryRun = False
 
 
 class NodeRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """The node that a request is about."""
 
     node: _Node
-    dry_run: _DryRun = False
+    dry_run: DryRun = False
 
 
 class MasterFailoverRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class MasterFailoverRequest(Struct, frozen=True, forbid_unknown_fields=True):
             "by now, the request is refused. null: all may."
         ),
     ] = None
-    dry_run: _DryRun = False
+    dry_run: DryRun = False
 
 
 class NodeChange(Struct, frozen=True, kw_only=True):
