@@ -72,6 +72,9 @@ class SdkTold(msgspec.Struct):
     """Answered writes with a durability level."""
     plain: int = 0
     """Answered writes without."""
+    read_from_replicas: tuple[str, list[Any], Any] = ("", [], None)
+    """A document, what all its copies have, and what any replica has. Only the Node.js SDK fills it
+    in: the test reads with the Python SDK itself."""
 
     def wrong(self, found: dict[str, Any]) -> list[str]:
         """Return what is lost, was done twice, or is there although it was not sent.

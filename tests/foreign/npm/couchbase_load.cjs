@@ -68,6 +68,20 @@ function countAnswered(counter, value) {
   }
 }
 
+// A copy learns that a change is committed with its master's next message.
+async function readFromReplicas(collection) {
+  const key = Object.keys(told.answered)[0];
+  const giveUpMs = Date.now() + TIMEOUT_MS;
+  for (;;) {
+    const all = (await collection.getAllReplicas(key)).map((copy) => copy.content);
+    const any = (await collection.getAnyReplica(key)).content;
+    const turns = new Set([any, ...all].map((copy) => copy.turn));
+    if ((all.length === 3 && turns.size === 1) || Date.now() > giveUpMs) {
+      return [key, all, any];
+    }
+  }
+}
+
 async function main(address, writers, documents) {
   const cluster = await couchbase.connect(`couchbase://${address}`, {
     username: "guest",
@@ -78,6 +92,7 @@ async function main(address, writers, documents) {
   process.stdin.on("end", () => { isOver = true; }).resume();
   const numbers = Array.from({ length: writers }, (_, number) => number);
   await Promise.all(numbers.map((number) => write(collection, number, documents)));
+  told.read_from_replicas = await readFromReplicas(collection);
   await cluster.close();
   console.log(JSON.stringify(told));
 }
