@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import pytest_asyncio
@@ -20,12 +22,17 @@ from dcp.server.storage.committer import INLINE_BYTES_MAX, Committer
 from dcp.server.storage.log_thread import start_group_thread
 from support.log_disks import draw_salt
 from support.memory_node import MemoryNode
+from support.waiting import until
 from vbucket.engine.engine import SET
 from vbucket.log.device import DIRECT_BYTES_MAX, AppendAside, SyncFailedError
 from vbucket.log.device_files import FileLogDevice
+from vbucket.log.end_mark import read_marks
 from vbucket.log.recovery import recover
 from vbucket.log.writer import LogWriter
 from vbucket.native import log_thread
+
+if TYPE_CHECKING:
+    from vbucket.native.loops import LogThread
 
 VB = 7
 LARGE = 2 * INLINE_BYTES_MAX
@@ -244,6 +251,64 @@ async def test_a_stop_waits_for_the_group_under_way(files: Files) -> None:
     assert len(files.published) == 1
 
 
+class LateThread:
+    """Is done with a group right after `wait` has given up."""
+
+    def __init__(self, thread: LogThread) -> None:
+        self._thread = thread
+
+    def wait(self, _: float) -> bool:
+        assert self._thread.wait(20)
+        return False
+
+    def close(self, _: float) -> bool:
+        return self._thread.close(20)
+
+
+async def test_a_stop_that_does_not_know_what_became_of_a_group_is_not_clean(files: Files) -> None:
+    """The group may be on disk, or its sync may have failed. A clean end would name another end."""
+    await files.set(b"before", LARGE)
+    files.give(b"\0large", LARGE)
+    files.committer._begin()
+    thread = files.committer._group_thread
+    assert thread is not None
+    thread._thread = cast("LogThread", LateThread(thread._thread))
+    with pytest.raises(SyncFailedError, match="has not answered for"):
+        files.stop()
+    assert [number for number, _ in files.groups()] == [1, 2]
+
+
+async def test_a_group_that_was_written_in_part_at_a_stop_is_cut(files: Files) -> None:
+    """A clean end follows, and nothing may be behind it."""
+    await files.set(b"fills the zeros ahead", 2 << 20)
+    assert files.device.room_bytes == 0
+    limit, hard = files.device.current_bytes + 70_000, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard[1]))
+    try:
+        files.give(b"\0large", 2 << 20)
+        files.committer._begin()
+        assert files.committer._aside is not None
+        files.stop()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, hard)
+    files.device.close()
+    found = recover(FileLogDevice(files.folder, draw_salt), 0, clean_end=files.writer.end)
+    assert found.torn is None
+    assert [group.group for group in found.groups()] == [1]
+
+
+async def test_the_end_is_marked_when_the_committer_fails(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was answered before is answered. The disk may lose it now."""
+    monkeypatch.setattr(module, "MARK_AFTER_S", 60)
+    monkeypatch.setattr(module, "MARK_S", 60)
+    await files.set(b"answered", LARGE)
+    assert read_marks(files.device.marks()).end != files.writer.synced_end
+    files.committer._fail(SyncFailedError("the next group's sync"))
+    assert read_marks(files.device.marks()).end == files.writer.synced_end
+
+
 async def test_a_stop_does_not_wait_for_a_disk_that_hangs(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,8 +321,15 @@ async def test_a_stop_does_not_wait_for_a_disk_that_hangs(
     thread.close(20)
 
 
+def threads_now() -> int:
+    return len([*Path("/proc/self/task").iterdir()])
+
+
 def test_a_busy_thread_is_left_alone(tmp_path: Path) -> None:
-    """What it writes must outlive the object, so nothing is freed."""
+    """What it writes must outlive the object, so nothing is freed, and nobody is told: the
+    descriptor may be another file by then.
+    """
+    threads = threads_now()
     done_fd = os.eventfd(0, os.EFD_NONBLOCK)
     thread = log_thread(done_fd)
     assert thread is not None
@@ -269,9 +341,10 @@ def test_a_busy_thread_is_left_alone(tmp_path: Path) -> None:
         assert not thread.wait(0)
         assert not thread.close(0)
         del thread, data
-        os.set_blocking(done_fd, True)
-        assert os.eventfd_read(done_fd) == 1
+        until(lambda: threads_now() == threads)
     assert (tmp_path / "file").stat().st_size == 64 << 20
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(done_fd)
     os.close(done_fd)
 
 

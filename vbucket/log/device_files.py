@@ -107,8 +107,7 @@ class FileLogDevice:
         self._preparing = threading.Lock()
         self._mark_fd = -1
         self._is_mark_name_doubtful = True
-        """Whether a power cut could take the marks' file; the last process may not have synced its
-        name."""
+        """Whether a power cut could take the marks' file: the last process may have left that."""
         names = self._disk.names()
         if MARK_NAME in names:
             self._mark_fd = self._disk.open(MARK_NAME)
@@ -363,7 +362,8 @@ class FileLogDevice:
 
     def close(self) -> None:
         """See LogDevice."""
-        if self._fd >= 0 and self._refusal is None and self._ahead_end > self._end:
+        has_more = self._fd >= 0 and (self._ahead_end > self._end or self._is_aside)
+        if has_more and self._refusal is None:
             with contextlib.suppress(OSError):  # the next start cuts it
                 self._disk.cut(self._fd, self._end)
         self._closing.set()

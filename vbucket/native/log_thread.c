@@ -9,7 +9,8 @@
    - the thread reads the data of a write only while it is GIVEN, and the buffer is held until
      `take`. So nobody may change the data before that;
    - the state outlives the Python object if the thread does not end (a disk that hangs). It is
-     never freed then, and neither is the buffer that the kernel may still read. */
+     never freed then, and neither is the buffer that the kernel may still read. The thread makes
+     no further call then: its descriptors may have become those of other files. */
 
 #ifdef __linux__
 
@@ -19,6 +20,7 @@
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <time.h>
@@ -30,6 +32,7 @@ typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     int state, is_closing, has_ended;
+    atomic_int is_abandoned;
     int done_fd;
     int fd, sync_fd;
     Py_buffer data;
@@ -68,6 +71,8 @@ static void do_write(Work *work)
             return;
         }
         work->written += count;
+        if (work->is_abandoned)
+            return;
     }
     int64_t began_ns = now_ns();
     while (fdatasync(work->sync_fd) < 0) {
@@ -101,7 +106,8 @@ static void *run(void *argument)
         work->state = DONE;
         /* With the lock, so that `close` cannot return, and the descriptor be another file, before
            this. It does not wait: nothing else fills the descriptor. */
-        tell(work->done_fd);
+        if (!work->is_abandoned)
+            tell(work->done_fd);
         pthread_cond_broadcast(&work->changed);
     }
     work->has_ended = 1;
@@ -182,6 +188,7 @@ static int close_work(LogThread *self, double seconds)
     work->is_closing = 1;
     pthread_cond_broadcast(&work->changed);
     is_over = wait_until(work, has_ended, seconds);
+    work->is_abandoned = !is_over;
     pthread_mutex_unlock(&work->lock);
     Py_END_ALLOW_THREADS
     if (is_over) {

@@ -197,6 +197,7 @@ class Committer:
     def halt(self) -> None:
         """Write no more groups: the server has failed, and what is pending may be wrong."""
         self._has_failed = True
+        self._writer.mark_end()  # the timer for it does nothing any more
         self._idle.set()
 
     async def drain(self) -> None:
@@ -228,6 +229,7 @@ class Committer:
                 timer.cancel()
         if not self._has_started:
             return
+        self._writer.mark_end()  # the rest may fail
         self._jobs.put(None)
         self._marks.put(None)
         has_ended, written = True, None
@@ -442,8 +444,7 @@ class Committer:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        self._has_failed = True
-        self._idle.set()
+        self.halt()
         self._on_failure(error)
 
     # -- on a thread, or on the loop for small groups ----------------------------------------------

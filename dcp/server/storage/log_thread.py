@@ -62,7 +62,8 @@ class GroupThread:
         has_ended = self._thread.close(0 if self._then else seconds)
         if has_ended:
             os.close(self._done_fd)
-        return has_ended, written
+        # What the disk answered only now is not known: as if it had not answered.
+        return has_ended and self._then is None, written
 
     def _done(self) -> None:
         os.eventfd_read(self._done_fd)
