@@ -7,15 +7,18 @@ What a plan has
   fewer racks than copies they are spread over the racks as evenly as the racks' sizes permit
 - each node has the same number of copies, and of masters, to within one. Racks come first: the
   nodes of a small rack may have more than others, or fewer
-- of all such plans it is one that adds the fewest copies, and of the masters one that moves fewest
+- of all such plans it is one that adds the fewest copies, of these one that drops the copies of the
+  fewest masters that could stay masters, and of the masters one that moves fewest
 - the same nodes and partitions give the same plan, in whatever order they are given
 
 Racks count only if every node names one: a node without a rack may be in any.
 
-The plan is two flows of least cost: from partitions over racks to nodes, where a copy that is there
-costs nothing and a new one costs 1, and then from partitions to one of their nodes. Partitions that
-look alike are one vertex, because the coordinator plans on its event loop: the time for a plan
-grows with the kinds of chains and hardly with the number of partitions.
+The plan is two flows of least cost: from partitions over racks to nodes, and then from partitions
+to one of their nodes. In the first one a copy that stays master costs nothing, another copy that is
+there costs 1, and a new one costs more than all of these together. A node's share of masters limits
+how many of them stay. Partitions that look alike are one vertex, because the coordinator plans on
+its event loop: the time for a plan grows with the kinds of chains and hardly with the number of
+partitions.
 """
 
 from __future__ import annotations
@@ -125,22 +128,31 @@ def _place(
     network = FlowNetwork()
     source, sink = network.add_vertex(), network.add_vertex()
     vertex_of = {member: network.add_vertex() for member in rack_of}
+    masters_of = _masters_that_stay(network, vertex_of, len(vb_ids))
+    new_cost = len(vb_ids) + 2  # one new copy outweighs that every master stays
     holders: dict[int, set[str]] = {vb_id: set() for vb_id in vb_ids}
     alike = _alike(
-        vb_ids, len(rack_of), lambda vb_id: frozenset(rack_of.keys() & set(present[vb_id]))
-    )
+        vb_ids, len(rack_of),
+        lambda vb_id: (frozenset(rack_of.keys() & set(present[vb_id])), present[vb_id][:1]),
+    )  # fmt: skip
     dealt: list[tuple[list[int], list[tuple[str, int]]]] = []
-    for (held, turn), same in alike.items():
+    for ((held, first), turn), same in alike.items():
         vertex = network.add_vertex()
         network.add_edge(source, vertex, copies * len(same))
         edges: list[tuple[str, int]] = []
         for rack in _turned(sorted(nodes_in), turn):
-            in_rack = network.add_vertex()
-            network.add_edge(vertex, in_rack, per_rack * len(same))
+            in_rack = vertex
+            if len(nodes_in[rack]) > 1:
+                in_rack = network.add_vertex()
+                network.add_edge(vertex, in_rack, per_rack * len(same))
             for member in _turned(nodes_in[rack], turn):
-                cost = 0 if member in held else 1
-                edge = network.add_edge(in_rack, vertex_of[member], len(same), cost)
-                edges.append((member, edge))
+                if first == (member,):
+                    to, cost = network.add_vertex(), 0
+                    network.add_edge(to, masters_of[member], len(same))
+                    network.add_edge(to, vertex_of[member], len(same), 1)
+                else:
+                    to, cost = vertex_of[member], 1 if member in held else new_cost
+                edges.append((member, network.add_edge(in_rack, to, len(same), cost)))
         dealt.append((same, edges))
     for group in _fair_groups(nodes_in, per_rack, len(vb_ids), copies):
         _limit(network, group, vertex_of, sink)
@@ -150,6 +162,20 @@ def _place(
         for vb_id, member in _deal(same, edges, network):
             holders[vb_id].add(member)
     return holders
+
+
+def _masters_that_stay(
+    network: FlowNetwork, vertex_of: dict[str, int], partitions: int
+) -> dict[str, int]:
+    """Return a vertex for each member: copies flow through it that stay masters, no more of them
+    than the member's share of masters.
+    """
+    share = -(-partitions // len(vertex_of))
+    masters_of: dict[str, int] = {}
+    for member, vertex in vertex_of.items():
+        masters_of[member] = network.add_vertex()
+        network.add_edge(masters_of[member], vertex, share)
+    return masters_of
 
 
 def _alike(

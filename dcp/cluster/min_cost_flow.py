@@ -3,8 +3,8 @@
 Who calls it: the placement of copies, which is such a flow: from partitions to nodes.
 
 Primal-dual: find the distances by cost from the source, push as much as possible along shortest
-paths (Dinic's algorithm), and repeat while the sink can be reached. With costs of 0 and 1 a few
-rounds are enough, so 1,024 partitions on some dozen nodes take about a second.
+paths (Dinic's algorithm), and repeat while the sink can be reached. With costs of 0 and 1 and a
+larger one a few rounds are enough, so 1,024 partitions on 50 nodes take less than a second.
 
 Invariants
 - the flow so far has the least cost for its size: no cycle of negative cost is left to push along

@@ -168,6 +168,50 @@ def test_no_other_plan_is_more_even_or_adds_less(cluster):
     assert sum(len(move.added) for move in plan.moves) == fewest
 
 
+def as_good(racks, count, plan, present):
+    """Return the placements that are as even as a plan, and add as few copies."""
+    rack_of = racks if all(racks.values()) else {member: member for member in racks}
+    wanted = [plan.wanted[vb_id] for vb_id in range(len(present))]
+    own = tuple(sorted(loads(racks, wanted)[0].values()))
+    added = sum(len(move.added) for move in plan.moves)
+    return [
+        placed
+        for placed, counts in placements(tuple(sorted(rack_of.items())), len(present), count)
+        if counts == own
+        and sum(len(nodes - set(present[vb_id])) for vb_id, nodes in enumerate(placed)) == added
+    ]
+
+
+@settings(max_examples=200)
+@given(clusters(nodes_max=4, partitions_max=4))
+def test_no_other_plan_that_adds_as_little_lets_more_masters_stay(cluster):
+    racks, copies, present = cluster
+    plan = plan_placement(racks, copies, present)
+    share = -(-len(present) // len(racks))
+
+    def may_stay(placed):
+        firsts = (chain[0] for vb_id, chain in present.items() if {*chain[:1]} & {*placed[vb_id]})
+        return sum(min(share, count) for count in Counter(firsts).values())
+
+    others = as_good(racks, min(copies, len(racks)), plan, present)
+    assert may_stay(plan.wanted) == max(map(may_stay, others))
+
+
+@settings(max_examples=300)
+@given(clusters(nodes_max=4, partitions_max=4), st.randoms())
+def test_no_master_moves_if_another_plan_that_adds_as_little_moves_none(cluster, random):
+    """Copies and masters together. The first of each chain is drawn anew, so masters are even."""
+    racks, copies, present = cluster
+    racks = dict.fromkeys(racks, "")
+    firsts = random.sample(sorted(racks), len(racks)) * len(present)
+    for vb_id, chain in present.items():
+        present[vb_id] = (firsts[vb_id], *(each for each in chain if each != firsts[vb_id]))
+    plan = plan_placement(racks, copies, present)
+    others = as_good(racks, min(copies, len(racks)), plan, present)
+    if any(all(chain[0] in placed[vb_id] for vb_id, chain in present.items()) for placed in others):
+        assert not any(move.new_master for move in plan.moves)
+
+
 @settings(max_examples=200)
 @given(clusters(nodes_max=4, partitions_max=4))
 def test_no_other_choice_of_masters_moves_fewer(cluster):
@@ -182,6 +226,12 @@ def test_no_other_choice_of_masters_moves_fewer(cluster):
             moved = (present[vb_id][:1] != (one,) for vb_id, one in enumerate(masters))
             fewest = min(fewest, sum(moved))
     assert sum(bool(move.new_master) for move in plan.moves) == fewest
+
+
+def test_fewer_copies_leave_every_master_where_it_is():
+    racks = dict.fromkeys("ab", "")
+    plan = plan_placement(racks, 1, {0: ("b", "a"), 1: ("a", "b")})
+    assert plan.wanted == {0: ("b",), 1: ("a",)}
 
 
 # ---- Sizes of the product
@@ -200,12 +250,16 @@ def test_a_node_more_gets_its_share_and_nothing_else_moves():
     assert set(masters_of.values()) == {256}
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 4), (5, 4)])
+@pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 4), (5, 4), (4, 4)])
 def test_a_plan_costs_as_much_as_there_are_kinds_of_chains(before, after, monkeypatch):
     """Otherwise a plan for 1,024 partitions holds up the event loop for 20 to 80 ms."""
     chains = dict.fromkeys(range(1024), ())
     if before:
         chains = plan_placement(nodes(before), 3, chains).wanted
+        # All orders of each chain, as after failovers: the most kinds that there can be.
+        orders = {vb_id: vb_id // 4 % 3 for vb_id in chains}
+        chains = {vb_id: chain[orders[vb_id]:] + chain[:orders[vb_id]]
+                  for vb_id, chain in chains.items()}  # fmt: skip
     networks = []
 
     class Counted(FlowNetwork):
@@ -218,6 +272,16 @@ def test_a_plan_costs_as_much_as_there_are_kinds_of_chains(before, after, monkey
     assert len(plan.wanted) == 1024
     assert len(networks) == 2
     assert all(network.add_vertex() < 200 for network in networks)
+
+
+@pytest.mark.parametrize("copies", [2, 1])
+def test_fewer_copies_of_all_partitions_move_no_master(copies):
+    before = plan_placement(nodes(4), 3, dict.fromkeys(range(1024), ())).wanted
+    # As after failovers and their way back: chains in any order, masters even.
+    before = {vb_id: (chain[0], *reversed(chain[1:])) for vb_id, chain in before.items()}
+    plan = plan_placement(nodes(4), copies, before)
+    assert not any(move.new_master or move.added for move in plan.moves)
+    assert len(plan.moves) == 1024
 
 
 def test_a_drained_node_loses_all_and_the_others_keep_theirs():
