@@ -89,8 +89,8 @@ def init(*, target: Target, dry_run: bool, yes: bool, **wanted: Any) -> int:
     if end is not None:
         return end
     answer = admin.request("POST", INIT_PATH, body)
+    _tell_token(target, answer)  # at once: the node is a member, even if it is not back in time
     _wait(admin, target, lambda told: told["served_here"] == told["partitions"])
-    _tell_token(target, answer)
     return EXIT_OK
 
 

@@ -1,7 +1,8 @@
 """The start of a node of a cluster: its folder's file, or the settings, and the metadata store.
 
 The settings `cluster` and `cluster_token_file` make a node a member before it listens, so that it
-never takes a write of its own. Once the folder has cluster.json, they are not looked at.
+never takes a write of its own. Once the folder has cluster.json, they say nothing new: only a token
+file that is missing is written again, because nodes that join may wait for it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dcp.server.access.users_file import replace_file
-from dcp.server.cluster.becoming_member import NewMember, init_cluster, join_by_token
+from dcp.server.cluster.becoming_member import NewMember, init_cluster, join_by_token, token_of
 from dcp.server.cluster.cluster_file import ClusterFile
 from dcp.server.cluster.enrolment import EnrolmentError, NewCluster
 from dcp.server.cluster.membership_of_node import begun_identity
@@ -37,6 +38,7 @@ async def entered(
         except EnrolmentError as error:
             raise FolderError(f"this node does not become a member: {error}") from error
     identity = begun_identity(newcomer.data_dir, newcomer.settings)
+    _write_missing_token(newcomer, identity)
     if open_meta is not None:
         return identity, open_meta(identity)
     try:
@@ -62,6 +64,23 @@ async def _enrol(newcomer: NewMember, settings: Settings) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise EnrolmentError(f"the token file {path} cannot be read: {error}") from error
     await join_by_token(newcomer, text)
+
+
+def _write_missing_token(newcomer: NewMember, identity: ClusterFile) -> None:
+    """Write the token file of `--cluster init` if it is missing: the start that made the cluster
+    could not write it. A member that cannot write it either runs all the same.
+    """
+    path = newcomer.settings.cluster_token_file
+    if newcomer.settings.cluster != "init" or path is None:
+        return
+    try:
+        if not path.exists():
+            _write_token(path, token_of(identity).to_text())
+    except (EnrolmentError, OSError) as error:
+        newcomer.log.error(
+            "nodes that join may wait for the token file",
+            reason=f"{error}. `dcpctl cluster token` prints the token",
+        )
 
 
 def _write_token(path: Path, text: str) -> None:
