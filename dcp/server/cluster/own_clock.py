@@ -9,7 +9,15 @@ from dcp.cluster.clock_watch import ClockWatch
 from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import ClockRecord, encode_record
 from dcp.cluster.cluster_session import ClusterSession
-from dcp.cluster.metastore import MetaStore, Put, StoreResult, Txn
+from dcp.cluster.metastore import (
+    Compare,
+    CompareTarget,
+    MetaStore,
+    Put,
+    StoreResult,
+    Txn,
+    if_unchanged,
+)
 from dcp.server.observe.event_log import EventLog
 
 TELL_NS: Final = 20_000_000_000
@@ -31,14 +39,20 @@ class OwnClock:
 
     def tick(self, now_ns: int) -> None:
         """Let time pass: write the clock if that is due. A record that gets lost is no loss."""
-        membership = self._session.membership
-        if now_ns < self._next_ns or not membership.is_alive:
+        membership, view = self._session.membership, self._session.view
+        if now_ns < self._next_ns or not membership.is_alive or not view.is_loaded:
             return
         self._next_ns = now_ns + TELL_NS
         record = ClockRecord(member=membership.member, unix_ms=time.time_ns() // 1_000_000)
-        key = self._session.view.keys.of_member(KeyKind.CLOCK, membership.member)
+        key = view.keys.of_member(KeyKind.CLOCK, membership.member)
+        alive = view.keys.of_member(KeyKind.ALIVE, membership.member)
+        compares = (
+            # The lease of the alive key: a newer process of this member has another one.
+            Compare(alive, CompareTarget.LEASE, membership.lease_id),
+            if_unchanged(key, view.mod_revision(key)),
+        )
         put = Put(key, encode_record(record), membership.lease_id)
-        self._meta.submit(Txn((), (put,)), _written)
+        self._meta.submit(Txn(compares, (put,)), _written)
 
     def view_changed(self) -> None:
         """Look at the clocks of the view."""
