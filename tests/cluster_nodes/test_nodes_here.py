@@ -191,18 +191,12 @@ async def test_without_the_store_a_node_that_starts_serves_nothing(tmp_path: Pat
         node = await cluster.become_member("n1", copies=1)
         await cluster.until_all_in_sync(1)
         await node.stop()
-        cluster._client = lambda name: away_client(cluster)  # type: ignore[method-assign]
+        cluster.starts_without_store = True
         node = await cluster.start("n1")
         assert {part.state for part in node.engine.partitions} == {VbState.REPLICA}
         async with cluster.client("n1", timeout_s=0.5) as kv:
             with pytest.raises(DcpdError):
                 await kv.set(b"k", b"v")
-
-
-def away_client(cluster: ClusterHere):
-    client = cluster.meta.client()
-    client.is_away = True
-    return client
 
 
 async def test_masters_go_on_without_the_store(tmp_path: Path) -> None:
@@ -322,7 +316,7 @@ async def test_users_are_those_of_the_whole_cluster(tmp_path: Path) -> None:
             assert (await client.ask(plain("bob", "builder"))).status == Status.OK
         for client in cluster.clients.values():
             client.is_away = True
-        with pytest.raises(UsersFileError, match="did not answer"):
+        with pytest.raises(UsersFileError, match="does not answer: it is away"):
             await asyncio.to_thread(two.add, "carl", "password")
         assert one.names() == two.names() == ["bob"], "nobody changes users alone"
 

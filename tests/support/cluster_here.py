@@ -40,6 +40,8 @@ class ClusterHere:
         self.nodes: dict[str, Node] = {}
         self.clients: dict[str, LoopClient] = {}
         self._ports: dict[str, tuple[int, int]] = {}
+        self.starts_without_store = False
+        """Whether nodes that start do not reach the store."""
 
     async def __aenter__(self) -> ClusterHere:
         self.meta = LoopMetaStore()
@@ -70,6 +72,7 @@ class ClusterHere:
 
     def _client(self, name: str) -> LoopClient:
         client = self.clients[name] = self.meta.client()
+        client.is_away = self.starts_without_store
         return client
 
     async def start(self, name: str) -> Node:

@@ -176,8 +176,8 @@ class ReplicatedNode:
         self.access = access
         self._own: OwnRecord
         self._map: MapShown
-        self.manifest = SharedManifest(session.view, parts.engine, access.meta, self.core.settle)
-        self._users = SharedUsers(session.view, parts.users, access.meta, parts.tasks, parts.log)
+        self.manifest = SharedManifest(session.view, parts.engine, access, self.core.settle)
+        self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
         self._clock = OwnClock(session, access.meta, parts.log)
         self._elections = ElectionLog(session.view)
         self._links: list[MemberLink] = []

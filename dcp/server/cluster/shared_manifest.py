@@ -14,8 +14,12 @@ from typing import Final
 
 from dcp.cluster.cluster_records import ManifestRecord, encode_record
 from dcp.cluster.cluster_view import ClusterView
-from dcp.cluster.metastore import MetaStore, Put, Txn, TxnResult, if_unchanged
-from dcp.server.cluster.enrolment import EnrolmentError, ask
+from dcp.server.cluster.meta_access import MetaAccess
+from dcp.server.cluster.shared_record import (
+    MayBeReplacedError,
+    NotReplacedError,
+    replace_record,
+)
 from vbucket.engine.engine import Engine
 from vbucket.model.manifest import Manifest
 
@@ -33,11 +37,11 @@ class SharedManifest:
     """See the module. `settle` is called before the engine's list changes."""
 
     def __init__(
-        self, view: ClusterView, engine: Engine, meta: MetaStore, settle: Callable[[], None]
+        self, view: ClusterView, engine: Engine, access: MetaAccess, settle: Callable[[], None]
     ) -> None:
         self._view = view
         self._engine = engine
-        self._meta = meta
+        self._access = access
         self._settle = settle
         self._adopted = asyncio.Event()
 
@@ -60,21 +64,23 @@ class SharedManifest:
             if stored is None:
                 raise ManifestNotChangedError("this node has not read the metadata store yet")
             after = change(stored.content.manifest())
-            key = self._view.keys.manifest
-            put = Put(key, encode_record(ManifestRecord.of(after)))
+            if trouble := self._access.trouble:
+                raise ManifestNotChangedError(
+                    f"the metadata store does not answer: {trouble}. Collections cannot change "
+                    "before it does"
+                )
+            key, value = self._view.keys.manifest, encode_record(ManifestRecord.of(after))
             adopted = self._adopted
             try:
-                result = await ask(
-                    self._meta, Txn((if_unchanged(key, stored.item.mod_revision),), (put,))
-                )
-            except EnrolmentError as error:
+                is_replaced = await replace_record(self._access.meta, key, value, stored.item)
+            except NotReplacedError as error:
                 raise ManifestNotChangedError(str(error)) from error
-            if not isinstance(result, TxnResult):
+            except MayBeReplacedError as error:
                 raise ManifestNotChangedError(
-                    f"the metadata store did not answer ({result}). List the collections to see "
+                    f"the metadata store did not answer ({error}). List the collections to see "
                     "whether it happened"
-                )
-            if result.succeeded:
+                ) from error
+            if is_replaced:
                 await self._until_seen(after.uid)
                 return after
             await self._wait(adopted)

@@ -14,26 +14,32 @@ from typing import Final
 
 from dcp.cluster.cluster_records import UsersRecord, encode_record
 from dcp.cluster.cluster_view import ClusterView
-from dcp.cluster.metastore import MetaStore, Put, Txn, TxnResult, if_unchanged
 from dcp.server.access.users import Users
 from dcp.server.access.users_file import UsersFileError
-from dcp.server.cluster.enrolment import ANSWER_S, EnrolmentError, ask
+from dcp.server.cluster.enrolment import ANSWER_S
+from dcp.server.cluster.meta_access import MetaAccess
+from dcp.server.cluster.shared_record import (
+    MayBeReplacedError,
+    NotReplacedError,
+    replace_record,
+)
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
 
 TABLE_BYTES_MAX: Final = 1 << 20
 """Below the longest request of a metadata store: about a thousand users."""
+_LIST: Final = "List the users to see whether it happened"
 
 
 class SharedUsers:
     """See the module. Make it on the event loop; `share` is called in threads."""
 
     def __init__(
-        self, view: ClusterView, users: Users, meta: MetaStore, tasks: Tasks, log: EventLog
+        self, view: ClusterView, users: Users, access: MetaAccess, tasks: Tasks, log: EventLog
     ) -> None:
         self._view = view
         self._users = users
-        self._meta = meta
+        self._access = access
         self._tasks = tasks
         self._log = log
         self._loop = asyncio.get_running_loop()
@@ -63,7 +69,7 @@ class SharedUsers:
             writing.result(2 * ANSWER_S)
         except FutureTimeoutError:
             writing.cancel()
-            raise UsersFileError("the metadata store did not answer") from None
+            raise UsersFileError(f"the metadata store did not answer. {_LIST}") from None
 
     async def _write(self, before: bytes, after: bytes) -> None:
         if len(after) > TABLE_BYTES_MAX:
@@ -78,16 +84,17 @@ class SharedUsers:
             raise UsersFileError(
                 "the users of this node are not those of the cluster now; try again in a moment"
             )
-        put = Put(key, encode_record(UsersRecord(text=after.decode())))
-        compare = if_unchanged(key, 0 if stored is None else stored.item.mod_revision)
-        try:
-            result = await ask(self._meta, Txn((compare,), (put,)))
-        except EnrolmentError as error:
-            raise UsersFileError(str(error)) from error
-        if not isinstance(result, TxnResult):
+        if trouble := self._access.trouble:
             raise UsersFileError(
-                f"the metadata store did not answer ({result}). List the users to see whether it "
-                "happened"
+                f"the metadata store does not answer: {trouble}. Users cannot change before it does"
             )
-        if not result.succeeded:
+        value = encode_record(UsersRecord(text=after.decode()))
+        item = None if stored is None else stored.item
+        try:
+            is_replaced = await replace_record(self._access.meta, key, value, item)
+        except NotReplacedError as error:
+            raise UsersFileError(str(error)) from error
+        except MayBeReplacedError as error:
+            raise UsersFileError(f"the metadata store did not answer ({error}). {_LIST}") from error
+        if not is_replaced:
             raise UsersFileError("another node changed the users at the same time; try again")
