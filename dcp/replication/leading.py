@@ -25,6 +25,7 @@ from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
 from dcp.replication.arrivals import Arrivals
 from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import Followed, window_of
+from dcp.replication.fence_reasons import FenceReasons, no_trouble
 from dcp.replication.fill_pace import FillPace
 from dcp.replication.handovers import Handovers
 from dcp.replication.late_members import LateMembers
@@ -77,6 +78,7 @@ class Leading:
         depose: Callable[[tuple[int, ...], str], None],
         effects: list[ReplicationEffect],
         now_ns: int,
+        store_trouble: Callable[[], str] = no_trouble,
     ) -> None:
         self._engine = engine
         self._hub = hub
@@ -110,6 +112,9 @@ class Leading:
         self.serving = Serving(
             engine, hub, view, member, self.masterships, self.feeds, self._wholes, self.arrivals
         )  # fmt: skip
+        self.fences = FenceReasons(
+            view, member, self.masterships, self.feeds, self.serving.awaited, store_trouble
+        )
         self.handovers = Handovers(self.serving.fence)
         self._is_leaving = False
         """Whether this node hands over all that it has."""
@@ -320,6 +325,10 @@ class Leading:
         feed.beat_ns = self._settings.beat_ns
         self.feeds[told.member] = feed
         return feed
+
+    def why_fenced(self, vb_id: int) -> str:
+        """See ReplicationPort."""
+        return self.fences.text(vb_id, self._now_ns)
 
     def feed_closed(self, feed: ReplicaFeed) -> None:
         """See MasterSide."""

@@ -6,13 +6,11 @@ Who calls it: the shell, when somebody asks for the status. Nothing is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from dcp.replication.leading import Leading
-from dcp.replication.mastership import Mastership
 from dcp.replication.replica_feed import ReplicaFeed
-from failover.isr import CONFIRMATION_NS
 from vbucket.engine.partition import VbState
 
 
@@ -59,36 +57,12 @@ def _heard_ns(feed: ReplicaFeed | None, now_ns: int) -> int | None:
     return None if feed is None or not feed.asked_ns else max(0, now_ns - feed.asked_ns)
 
 
-def unwritable(leading: Leading, member: str, now_ns: int) -> Iterator[Unwritable]:
+def unwritable(leading: Leading, now_ns: int) -> Iterator[Unwritable]:
     """Yield the partitions of this master that take no writes now, and why."""
     for vb_id, mastership in leading.masterships.items():
         part = mastership.part
         if part.state == VbState.ACTIVE:
             if part.holds:
                 yield Unwritable(vb_id, next(iter(part.holds.values())))
-        elif not mastership.is_ready:
-            yield Unwritable(vb_id, "the beginning of the new master's epoch is not on disk yet")
-        elif mastership.has_handed:
-            yield Unwritable(vb_id, "another node becomes the partition's master")
-        elif missing := _missing(mastership, leading.feeds, member, now_ns):
-            why = "a copy in sync does not confirm the master, so it may answer nothing"
-            yield Unwritable(vb_id, why, missing)
-        elif vb_id in leading.serving.awaited:
-            why = "the master has not read of all collections in the metadata store yet"
-            yield Unwritable(vb_id, why)
         else:
-            yield Unwritable(vb_id, "the new master waits until copies in sync have caught up")
-
-
-def _missing(
-    mastership: Mastership, feeds: Mapping[str, ReplicaFeed], member: str, now_ns: int
-) -> tuple[str, ...]:
-    """Return the members in sync that have not confirmed this master in time."""
-    vb_id = mastership.part.vb_id
-    late = []
-    for other in sorted(mastership.isr - {member}):
-        feed = feeds.get(other)
-        confirmed_ns = None if feed is None else feed.confirmed_ns(vb_id)
-        if confirmed_ns is None or now_ns - confirmed_ns >= CONFIRMATION_NS:
-            late.append(other)
-    return tuple(late)
+            yield Unwritable(vb_id, *leading.fences.of(mastership, now_ns))

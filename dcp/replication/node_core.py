@@ -39,6 +39,7 @@ from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import OutcomeKind, WriteOutcome
 from dcp.core.groups import GroupCycle
 from dcp.replication.dropped_copies import DroppedCopies
+from dcp.replication.fence_reasons import no_trouble
 from dcp.replication.following import Following, Identity
 from dcp.replication.leading import Leading
 from dcp.replication.loss_receipt import ElectionLoss
@@ -71,10 +72,12 @@ class ReplicationCore:
         carry_out: CarryOut,
         depose: Callable[[tuple[int, ...], str], None],
         now_ns: int,
+        store_trouble: Callable[[], str] = no_trouble,
     ) -> None:
         """`carry_out` carries out effects of the session with the metadata store. `depose` answers
         what waits in connections for a commit in partitions that this node does not master any
-        more, for the reason given: it may or may not be committed.
+        more, for the reason given: it may or may not be committed. `store_trouble` tells why the
+        metadata store does not answer.
         """
         membership = session.membership
         self._engine = engine
@@ -111,7 +114,7 @@ class ReplicationCore:
         self.leading = Leading(
             engine, hub, session.view, settings, cluster=cluster, member=membership.member,
             raise_watermarks=self._raise_watermarks, commit_many=self._commit_many,
-            depose=depose, effects=self._effects, now_ns=now_ns,
+            depose=depose, effects=self._effects, now_ns=now_ns, store_trouble=store_trouble,
         )  # fmt: skip
         self._dropped = DroppedCopies(engine, hub, self.following.empty)
         for part in engine.partitions:

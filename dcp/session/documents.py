@@ -16,7 +16,7 @@ from typing import Final
 
 from dcp.session.compressed_values import check_datatype, packed_body
 from dcp.session.oversized import remove_old, too_big
-from dcp.session.state import ANSWER_BYTES_MAX, SessionState, fence_text
+from dcp.session.state import ANSWER_BYTES_MAX, SessionState
 from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import (
@@ -379,7 +379,7 @@ class DocumentCommands:
             return
         if status == Status.ETMPFAIL:  # it tells nothing about stored data
             part = self._engine.partitions[vb_id]
-            default = fence_text(part) if part.state == VbState.FENCED else _COME_BACK
+            default = state.fence_text(part) if part.state == VbState.FENCED else _COME_BACK
             state.refuse(opcode, opaque, status, next(iter(part.holds.values()), default))
             return
         state.observes(vb_id)

@@ -83,6 +83,9 @@ class ReplicationPort(Protocol):
         same object for ever.
         """
 
+    def why_fenced(self, vb_id: int) -> str:
+        """Return why this node, as its master, does not serve a partition now; "": not known."""
+
     def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaSender:
         """Begin to feed the node that sends this greeting. Raises ReplicationError."""
 

@@ -45,6 +45,7 @@ CONTEXT_CHARS_MAX: Final = 300
 FLUSH_PAUSE_NS: Final = 250_000_000
 """How long a flush waits before it checks again whether writes are taken, or loads are done."""
 
+_UNCONFIRMED: Final = "its replicas have not confirmed for a while that this node is its master"
 _PARTLY_FLUSHED: Final = "some documents were deleted before; flush again to delete the rest"
 
 NOTES_MAX: Final = 16
@@ -429,9 +430,14 @@ class SessionState:
         partition's state waits until that is in this node's log.
         """
         if part.state == VbState.FENCED:
-            return RefusedError(Status.ETMPFAIL, fence_text(part))
+            return RefusedError(Status.ETMPFAIL, self.fence_text(part))
         self._await_sync(part.state_group)
         return WrongVbucketError(part.vb_id)
+
+    def fence_text(self, part: Partition) -> str:
+        """Return why a fenced partition does not answer."""
+        why = "" if self.replication is None else self.replication.why_fenced(part.vb_id)
+        return f"vb {part.vb_id}: {why or _UNCONFIRMED}; try again"
 
     def place_text(self, vb_id: int) -> str:
         """Return where a partition is, for clients that know none and take no map."""
@@ -443,7 +449,7 @@ class SessionState:
     def check_is_current(self, part: Partition) -> None:
         """Raise RefusedError if what this node would tell of the partition may be out of date."""
         if part.state == VbState.FENCED:
-            raise RefusedError(Status.ETMPFAIL, fence_text(part))
+            raise RefusedError(Status.ETMPFAIL, self.fence_text(part))
         if part.is_unheard:
             raise RefusedError(
                 Status.ETMPFAIL,
@@ -549,14 +555,6 @@ class SessionState:
             Mark(opcode, 0, first_answer, answers, first_entry, answers, is_read=False,
                  is_run=True)
         )  # fmt: skip
-
-
-def fence_text(part: Partition) -> str:
-    """Return why a fenced partition does not answer."""
-    return (
-        f"vb {part.vb_id}: its replicas have not confirmed for a while that this node is its master"
-        "; try again"
-    )
 
 
 def _nothing_to_schedule() -> None:

@@ -211,11 +211,22 @@ async def test_masters_go_on_without_the_store(tmp_path: Path) -> None:
         async with cluster.client("n1") as kv:
             for turn in range(50):
                 await kv.set(b"k%d" % turn, b"v")
+            own = min(cluster.active("n1"))
             await cluster.kill("n2")
             # Its copies cannot leave the in-sync sets: writes stop, with the reason.
             kv.timeout_s = 2.0
             outcomes = await kv.set_many({b"k%d" % turn: b"w" for turn in range(50)})
             assert all(isinstance(outcome, DcpdError) for outcome in outcomes), outcomes
+        await until_so(lambda: not cluster.active("n1"))
+        async with Client.connect(cluster.nodes["n1"]) as client:
+            await client.ask(pack_request(Opcode.HELLO, value=pack(">H", Feature.XERROR)))
+            write = pack_request(Opcode.SET, vb_id=own, extras=bytes(8), key=b"k", value=b"v")
+            refused = await client.ask(write)
+            assert refused.status == Status.ETMPFAIL
+            assert json.loads(refused.value)["error"]["context"] == (
+                f"vb {own}: no confirmation from n2 for a while that this node is its master; no "
+                "copy can leave the in-sync set while the metadata store is away; try again"
+            )
 
 
 async def test_a_member_needs_durability_commit(tmp_path: Path) -> None:

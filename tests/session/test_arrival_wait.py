@@ -29,6 +29,9 @@ class Port:
     def __init__(self) -> None:
         self.arriving: set[int] = set()
 
+    def why_fenced(self, vb_id: int) -> str:
+        return ""
+
     def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaSender:
         raise AssertionError("no session of these tests becomes a feed")
 

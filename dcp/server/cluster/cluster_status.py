@@ -126,7 +126,7 @@ def _unwritable(replicated: ReplicatedNode, *, is_store_away: bool) -> list[Unwr
     """
     view = replicated.session.view
     groups: dict[_Reason, list[int]] = defaultdict(list)
-    for found in unwritable(replicated.core.leading, replicated.member, elapsed_ns()):
+    for found in unwritable(replicated.core.leading, elapsed_ns()):
         groups[_words(view, found, is_store_away=is_store_away)].append(found.vb_id)
     for vb_id, stored in view.partitions.items():
         record = stored.content.record

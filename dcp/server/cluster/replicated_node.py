@@ -170,7 +170,7 @@ class ReplicatedNode:
                 fill_bytes_per_s=choices.fill_bytes_per_s,
             ),
             cluster=identity.cluster, carry_out=self._driver.carry_out, depose=self._depose,
-            now_ns=elapsed_ns(),
+            now_ns=elapsed_ns(), store_trouble=lambda: access.trouble,
         )  # fmt: skip
         self.port: ReplicationPort = self.core.leading
         self.access = access
