@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import pairwise
 
 import msgspec
@@ -57,6 +58,7 @@ class Cluster(ModelCluster):
         copies: int = 3,
         *,
         cut: str = "",
+        racks: Mapping[str, str] | None = None,
         **numbers: float,
     ) -> None:
         super().__init__(members, 0, settings=CoordinatorSettings())
@@ -67,7 +69,7 @@ class Cluster(ModelCluster):
         cluster = ClusterRecord(copies=copies, **numbers)  # type: ignore[arg-type]
         self.put_key(KEYS.cluster, encode_record(cluster))
         for member in members:
-            self.join(member)
+            self.join(member, rack=(racks or {}).get(member, ""))
         if cut:
             self.cuts.add(frozenset(cut))
         self.keep_history()
@@ -154,6 +156,27 @@ def test_a_rebalance_makes_copies_and_masters_even_and_never_has_fewer_copies() 
     assert even(cluster.masters(), "abcd", PARTITIONS)
     assert all(record.master == record.copies[0] for record in cluster.records().values())
     cluster.check_history(3)
+
+
+RACKS = {"a": "r1", "b": "r1", "c": "r2", "d": "r2"}
+
+
+def test_a_rebalance_puts_the_copies_of_each_partition_on_different_racks() -> None:
+    cluster = Cluster(plain="ab", copies=2, racks=RACKS)
+    cluster.ask(rebalance(cluster.view, cluster.stamp()))
+    cluster.until_done()
+    for record in cluster.records().values():
+        assert {RACKS[copy] for copy in record.copies} == {"r1", "r2"}
+    assert even(cluster.copies(), "abcd", 2 * PARTITIONS)
+    assert even(cluster.masters(), "abcd", PARTITIONS)
+
+
+def test_missing_copies_are_added_on_other_racks() -> None:
+    cluster = Cluster("abc", "a", copies=2, racks=RACKS)
+    cluster.run_until(lambda: all(len(record.isr) == 2 for record in cluster.records().values()))
+    cluster.until_done()
+    for record in cluster.records().values():
+        assert {RACKS[copy] for copy in record.copies} == {"r1", "r2"}
 
 
 def test_a_rebalance_of_an_even_cluster_has_nothing_to_do() -> None:

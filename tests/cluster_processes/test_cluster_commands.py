@@ -53,7 +53,9 @@ def test_commands_make_a_cluster_that_follows_a_dead_node_and_refuse_what_cannot
         with a.connect() as kv:
             kv.set(b"k", b"v")
         pid = a.pid
-        words = ("--copies", "2", "--min-in-sync", "1", "--name", "first", "--meta", url)
+        words = (
+            "--copies", "2", "--min-in-sync", "1", "--name", "first", "--rack", "r1", "--meta", url
+        )  # fmt: skip
         token = done(a, "init", *words).strip()
         assert a.pid == pid, "the process goes on"
         with a.connect() as kv:
@@ -76,11 +78,12 @@ def test_commands_make_a_cluster_that_follows_a_dead_node_and_refuse_what_cannot
         assert "holds 1 document" in refused(b, "join", "--token", token)
         with b.connect() as kv:
             kv.delete(b"mine")
-        assert "another member has the name first" in refused(
-            b, "join", "--token", token, "--name", "first"
-        )
+        words = ("--token", token, "--rack", "r2", "--name")
+        assert "another member has the name first" in refused(b, "join", *words, "first")
         assert "this node is alone" in done(b, "status"), "a refusal changes nothing"
-        done(b, "join", "--token", token, "--name", "second")
+        done(b, "join", *words, "second")
+        nodes = a.ask("GET", STATUS)["nodes"]
+        assert {node["name"]: node["rack"] for node in nodes} == {"first": "r1", "second": "r2"}
 
         def is_complete() -> bool:
             status = json.loads(done(a, "status", "-o", "json"))
@@ -319,7 +322,8 @@ def test_containers_become_members_with_a_password_file_for_their_first_user(
     def node(name: str, way: str) -> DcpServer:
         return DcpServer(
             tmp_path / f"data-{name}", "--cluster", way, "--cluster-token-file", str(token),
-            "--node-name", name, "--admin-password-file", str(tmp_path / name),
+            "--node-name", name, "--rack", f"rack-{name}",
+            "--admin-password-file", str(tmp_path / name),
         )  # fmt: skip
 
     def lets_in(server: DcpServer, password: str) -> bool:
@@ -335,3 +339,7 @@ def test_containers_become_members_with_a_password_file_for_their_first_user(
         until(lambda: lets_in(first, "password of first"))
         until(lambda: lets_in(second, "password of first"))
         assert not lets_in(second, "password of second")
+        nodes = second.ask("GET", STATUS)["nodes"]
+        assert {node["name"]: node["rack"] for node in nodes} == {
+            name: f"rack-{name}" for name in ("first", "second")
+        }

@@ -1,0 +1,61 @@
+"""The start and the stop of a member's process: who it fits to, and who takes over from it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
+from dcp.cluster.cluster_records import AliveRecord, encode_record
+from dcp.cluster.metastore import Put, Txn, TxnResult
+from dcp.replication.messages import FORMAT
+from dcp.server.cluster import replicated_node
+from dcp.server.cluster.enrolment import ask
+from dcp.server.cluster.replicated_node import MembershipOverError
+from support.cluster_here import CLUSTER, ClusterHere
+from support.waiting import until_so
+
+KEYS = ClusterKeys(f"/dcpd/{CLUSTER}/".encode())
+
+
+async def test_a_member_of_another_version_than_those_that_run_ends_at_its_start(
+    tmp_path: Path,
+) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        n1 = await cluster.become_member("n1", copies=1)
+        await n1.stop()
+        other = AliveRecord(member="m2", incarnation=1, name="n2", protocol=FORMAT + 1)
+        put = Put(KEYS.of_member(KeyKind.ALIVE, "m2"), encode_record(other))
+        assert isinstance(await ask(cluster.meta.client(), Txn((), (put,))), TxnResult)
+        n1 = await cluster.start("n1")
+        why = rf"node n2 speaks version {FORMAT + 1} .* speaks version {FORMAT}\. .* stop all of"
+        with pytest.raises(MembershipOverError, match=why):
+            async with asyncio.timeout(30):
+                await n1.run_until_stopped()
+        assert not cluster.active("n1")
+        assert n1.replicated is not None
+        assert not n1.replicated.session.membership.has_registered
+
+
+async def test_a_stop_does_not_wait_for_a_successor_that_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease goes on, but it takes over nothing, and takes nobody out of an in-sync set."""
+    monkeypatch.setattr(replicated_node, "LEAVE_S", 1.0)
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        n1 = await cluster.become_member("n1", copies=2)
+        await cluster.start("n2")
+        n2 = await cluster.become_member("n2")
+        await until_so(lambda: 2 in cluster.in_sync("n1"))
+        assert n1.replicated is not None
+        assert n2.replicated is not None
+        for step in ("records_changed", "tick", "step", "outcome"):
+            monkeypatch.setattr(n2.replicated.core, step, lambda *_: None)
+        async with asyncio.timeout(30):
+            await n1.replicated.leave()
+        assert n1.replicated._is_in_sync(), "the time was over before that"
+        assert n1.replicated.session.view.stays(n2.replicated.member), "n2 lives"
