@@ -24,6 +24,7 @@ from dcp.cluster.metastore import (
     StoreUnavailable,
     Txn,
     TxnResult,
+    if_absent,
 )
 from dcp.metastore.embedded_client import WATCHES_MAX
 from dcp.metastore.embedded_server import (
@@ -58,6 +59,33 @@ def put(embedded, client, key=b"k", value=b"v", lease_id=0):
 
 def values(embedded, client, prefix=b""):
     return [item.value for item in run_on(embedded, client, Range(prefix, is_prefix=True)).items]
+
+
+# ---- Syncs
+
+
+def test_each_change_is_answered_after_a_sync_of_its_own(embedded, monkeypatch):
+    """Also of changes that come together; reads and refused changes take none."""
+    client = embedded.client()
+    put(embedded, client)
+    syncs, at_answers = [], []
+    disk = embedded.server._disk
+    sync_data = disk.sync_data
+    monkeypatch.setattr(disk, "sync_data", lambda fd: (sync_data(fd), syncs.append(fd)))
+
+    async def together():
+        for number in range(5):
+            txn = Txn(then=(Put(b"a%d" % number, b"v"), Put(b"b%d" % number, b"v")))
+            client.submit(txn, lambda _: at_answers.append(len(syncs)))
+
+    embedded.run(together())
+    embedded.wait(lambda: len(at_answers) == 5)
+    assert len(syncs) == 5
+    assert all(count > number for number, count in enumerate(at_answers))
+    values(embedded, client)
+    refused = Txn((if_absent(b"k"),), (Put(b"k", b"other"),))
+    assert not run_on(embedded, client, refused).succeeded
+    assert len(syncs) == 5
 
 
 # ---- Start

@@ -65,6 +65,16 @@ def test_what_was_appended_is_there(disk):
     assert read(disk) == [b"snapshot", *RECORDS, b"fourth"]
 
 
+def test_a_record_takes_one_sync(disk, monkeypatch):
+    file = written(disk)
+    syncs = []
+    sync_data = disk.sync_data
+    monkeypatch.setattr(disk, "sync_data", lambda fd: (sync_data(fd), syncs.append(fd)))
+    for number in range(1, 4):
+        file.append(b"more")
+        assert len(syncs) == number
+
+
 def test_a_rewritten_file_begins_with_the_new_snapshot(disk):
     file = written(disk)
     file.rewrite(b"all of it")
