@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count, pairwise
+
 import pytest
 
 from clients.consumer.partition_stream import PartitionStreamState
 from sim.facts import Outcome
+from sim.machine import Machine
 from sim.scenario import Scenario
-from sim.world import SECOND
+from sim.world import MS, SECOND
 
 ANSWERED = frozenset({Outcome.OK, Outcome.ABSENT})
 
@@ -279,18 +282,36 @@ def test_a_master_that_dies_while_the_store_fails_is_followed_after_that(
     cluster.passes()
 
 
-def test_a_coordinator_that_dies_is_followed(cluster: Scenario) -> None:
-    """Its node is the master of a partition too: both are followed."""
+def coordinator(cluster: Scenario) -> Machine:
     leaders = [
         machine
         for machine in cluster.machines
         if cluster.node(machine.name).session.coordinator.is_leading
     ]
     (leader,) = leaders
+    return leader
+
+
+def test_a_coordinator_that_dies_is_followed(cluster: Scenario) -> None:
+    """Its node is the master of a partition too: both are followed."""
+    leader = coordinator(cluster)
     died_ns = cluster.now_ns
     leader.kill()
     for vb_id in range(cluster.plan.partitions):
         assert cluster.first_answer_s(died_ns, vb_id) < 5
+    cluster.passes()
+
+
+def test_a_coordinator_and_another_node_that_is_master_die_together_and_are_followed() -> None:
+    """Only then somebody can be elected, as quickly as if one of them had died."""
+    clusters = (Scenario(seed, nodes=4) for seed in count(1))
+    cluster = next(each for each in clusters if coordinator(each).name not in each.in_sync())
+    leader, master = coordinator(cluster), cluster.machine(cluster.master())
+    died_ns = cluster.now_ns
+    leader.kill()
+    master.kill()
+    assert cluster.first_answer_s(died_ns) < 4
+    assert cluster.master() not in {leader.name, master.name}
     cluster.passes()
 
 
@@ -315,6 +336,26 @@ def test_a_handover_loses_nothing_and_makes_no_version(cluster: Scenario) -> Non
     cluster.want(0, new)
     assert cluster.until(lambda: cluster.master() == new) < 1
     assert cluster.node(new).engine.partitions[0].vb_uuid == uuid
+    cluster.passes()
+
+
+def test_a_handover_holds_writes_up_for_less_than_100_ms() -> None:
+    """Clients see a slower write, and no error."""
+    cluster = Scenario(think_ns=MS, sync_min_ns=MS // 10, sync_max_ns=MS // 5)
+    began_ns = cluster.now_ns
+    for number in range(6):
+        new = cluster.replicas()[number % 2]
+        cluster.want(0, new)
+        cluster.until(lambda new=new: cluster.master() == new)
+        cluster.run_for(0.05)
+    seen = [
+        item
+        for item in cluster.facts.operations
+        if item.vb_id == 0 and item.ended_ns is not None and item.ended_ns > began_ns
+    ]
+    assert {item.outcome for item in seen}.isdisjoint({Outcome.REFUSED, Outcome.AMBIGUOUS})
+    written = sorted(item.ended_ns for item in seen if item.outcome is Outcome.OK and item.seqno)
+    assert max(after - before for before, after in pairwise([began_ns, *written])) < 100 * MS
     cluster.passes()
 
 
