@@ -10,6 +10,7 @@
     <root>clock/<member>         its wall clock, at times  the same
     <root>member/<member>        a member of the cluster
     <root>name/<name>            the member that has a name
+    <root>removed                written whenever a member is removed: the map's revision rises
     <root>partition/<vb>         one partition's record
     <root>suspect/<member>       a member's report        under its member's lease
     <root>command/<vb>           an operator's command for one partition
@@ -40,6 +41,7 @@ class KeyKind(StrEnum):
     ALIVE = "alive"
     CLOCK = "clock"
     MEMBER = "member"
+    REMOVED = "removed"
     PARTITION = "partition"
     SUSPECT = "suspect"
     COMMAND = "command"
@@ -47,7 +49,14 @@ class KeyKind(StrEnum):
 
 _KINDS: Final = {str(kind): kind for kind in KeyKind}
 _SINGLE: Final = frozenset(
-    {KeyKind.CLUSTER, KeyKind.MANIFEST, KeyKind.USERS, KeyKind.PLAN, KeyKind.LEADER}
+    {
+        KeyKind.CLUSTER,
+        KeyKind.MANIFEST,
+        KeyKind.USERS,
+        KeyKind.PLAN,
+        KeyKind.LEADER,
+        KeyKind.REMOVED,
+    }
 )
 _OF_PARTITIONS: Final = frozenset({KeyKind.PARTITION, KeyKind.COMMAND})
 
@@ -68,6 +77,7 @@ class ClusterKeys:
             raise ValueError(f"cluster keys: the root {root!r} must end with a slash")
         self.root: Final = root
         self.leader: Final = root + b"leader"
+        self.removed: Final = root + b"removed"
         self.cluster: Final = root + b"cluster"
         self.manifest: Final = root + b"manifest"
         self.users: Final = root + b"users"

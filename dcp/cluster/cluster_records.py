@@ -49,7 +49,7 @@ class ClusterRecord(_Record, frozen=True, kw_only=True):
     masters stay where they are."""
     life: int = 1
     """Grows when the metadata store was set back, whose revisions begin again lower then. Clients
-    compare (life, revision)."""
+    compare (life, revision): `dcp.cluster.map_life`."""
     secret_proof: str = ""
     """`ClusterFile.secret_proof`: a node with another secret does not become a member. Empty:
     anyone does."""
@@ -131,6 +131,12 @@ class MemberRecord(_Record, frozen=True, kw_only=True):
     """Whether the embedded metadata store is in its folder."""
     is_drained: bool = False
     """Whether the operator wants no copy and no master there."""
+
+
+class RemovedRecord(_Record, frozen=True, kw_only=True):
+    """Says by its revision only when a member was removed last. The member's own record, which may
+    have been the newest one of the partition map, is gone.
+    """
 
 
 class PlanKind(StrEnum):

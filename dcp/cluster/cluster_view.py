@@ -36,6 +36,8 @@ from dcp.cluster.cluster_records import (
 )
 from dcp.cluster.metastore import KeyValue, WatchBatch
 
+_OF_MAP: Final = frozenset({KeyKind.CLUSTER, KeyKind.MEMBER, KeyKind.PARTITION, KeyKind.REMOVED})
+"""What the partition map is made of."""
 _Content = TypeVar("_Content")
 
 
@@ -53,6 +55,10 @@ class ClusterView:
         self.keys = keys
         self.revision = 0
         """All changes up to here are in the view; 0: nothing was read yet."""
+        self.map_revision = 0
+        """The newest mod revision that a record of the partition map ever had, readable or not."""
+        self.life = 0
+        """The highest life that the cluster's record ever had; 0: none was read."""
         self.partitions: dict[int, Stored[StoredPartition]] = {}
         self.members: dict[str, Stored[MemberRecord]] = {}
         self.alive: dict[str, Stored[AliveRecord]] = {}
@@ -89,6 +95,7 @@ class ClusterView:
                 self.commands, name.vb_id, item, OperatorCommand
             ),
             KeyKind.PARTITION: self._change_partition,
+            KeyKind.REMOVED: lambda _name, _item: None,
         }
 
     @property
@@ -164,6 +171,8 @@ class ClusterView:
             self._items[key] = item
         if name is None:
             return None  # a key of a newer version: not ours to judge
+        if item is not None and name.kind in _OF_MAP:
+            self.map_revision = max(self.map_revision, item.mod_revision)
         try:
             self._changes[name.kind](name, item)
         except RecordUnreadableError as error:
@@ -176,6 +185,8 @@ class ClusterView:
     def _change_cluster(self, name: ParsedKey, item: KeyValue | None) -> None:
         assert name.kind is KeyKind.CLUSTER
         self.cluster = None if item is None else Stored(decode_record(item, ClusterRecord), item)
+        if self.cluster is not None:
+            self.life = max(self.life, self.cluster.content.life)
 
     def _change_manifest(self, name: ParsedKey, item: KeyValue | None) -> None:
         assert name.kind is KeyKind.MANIFEST

@@ -26,7 +26,7 @@ from dcp.cluster.metastore import (
     if_created_at,
 )
 from dcp.cluster.plan_steps import eligible_members, growth, is_plan_done
-from dcp.cluster.plan_writing import compares_of_all, plan_record, removal_deletes, unchanged
+from dcp.cluster.plan_writing import compares_of_all, plan_record, removal, unchanged
 from dcp.cluster.request_answers import plan_words
 
 MEMBERS_MAX: Final = TXN_OPERATIONS_MAX - 3
@@ -79,7 +79,7 @@ class PlanKeeper:
             is_named = any(
                 plan.about in stored.content.record.copies for stored in view.partitions.values()
             )
-            then += () if is_named else removal_deletes(view, plan.about)
+            then += () if is_named else removal(view, plan.about)
         compares = (if_created_at(view.keys.leader, term), unchanged(view, view.keys.plan))
         text = f"cluster: {plan_words(view, plan)} is done, {len(plan.chains)} partitions"
         return KeptPlan(Txn(compares, tuple(then)), text)

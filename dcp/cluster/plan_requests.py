@@ -32,7 +32,7 @@ from dcp.cluster.plan_writing import (
     plan_put,
     planned,
     prepared_of,
-    removal_deletes,
+    removal,
     unchanged,
     with_drained,
 )
@@ -138,7 +138,7 @@ def remove(view: ClusterView, node: str, stamp: Stamp) -> Answer:
         return prepared_of(
             f"remove {name}", (), ("its process ends; its folder stays as it is",),
             (*compares_of_all(view), unchanged(view, member_key(view, member))),
-            removal_deletes(view, member),
+            removal(view, member),
         )  # fmt: skip
     if member in view.alive:
         return RequestRefused(

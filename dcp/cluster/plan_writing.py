@@ -20,6 +20,7 @@ from dcp.cluster.cluster_records import (
     MemberRecord,
     PlanKind,
     PlanRecord,
+    RemovedRecord,
     encode_record,
 )
 from dcp.cluster.cluster_view import ClusterView
@@ -183,16 +184,17 @@ def plan_record(
     )  # fmt: skip
 
 
-def removal_deletes(view: ClusterView, member: str) -> tuple[Delete, ...]:
-    """Return what deletes a member: its record, its name, and what its process wrote."""
+def removal(view: ClusterView, member: str) -> tuple[Operation, ...]:
+    """Return what removes a member: its record, its name, and what its process wrote."""
     stored = view.members.get(member)
-    deletes = [
+    operations: list[Operation] = [Put(view.keys.removed, encode_record(RemovedRecord()))]
+    operations += [
         Delete(view.keys.of_member(kind, member))
         for kind in (KeyKind.MEMBER, KeyKind.ALIVE, KeyKind.SUSPECT)
     ]
     if stored is not None and stored.content.name:
-        deletes.append(Delete(view.keys.of_name(stored.content.name)))
-    return tuple(deletes)
+        operations.append(Delete(view.keys.of_name(stored.content.name)))
+    return tuple(operations)
 
 
 def compares_of_all(view: ClusterView) -> tuple[Compare, ...]:

@@ -89,6 +89,7 @@ async def test_what_a_failed_join_has_left_is_used_by_the_next_one(store: Store)
     await join(store, ROOT, engine, member(2, "c", 22))  # other ports, another name
     assert store.names() == {
         b"cluster", b"manifest", b"users", b"member/m1", b"name/a", b"member/m2", b"name/c",
+        b"removed",
     }  # fmt: skip
     found = store.store.apply(0, Range(KEYS.of_member(KeyKind.MEMBER, "m2")))
     assert isinstance(found, RangeResult)
@@ -145,6 +146,7 @@ async def test_a_join_that_cannot_write_its_file_leaves_nothing(
             patch.setattr(becoming_member, "write_cluster_file", full)
             with pytest.raises(EnrolmentError, match=r"No space left.* has room"):
                 await join_by_token(newcomer, TOKEN.to_text(), name="b")
+        before |= {b"removed"}  # the revision of the map does not fall
         assert store.names() == before
         await join_by_token(newcomer, TOKEN.to_text(), name="b")
         assert read_cluster_file(node.about.data_dir) is not None

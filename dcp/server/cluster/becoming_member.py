@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
+import time
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -16,6 +18,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from dcp.cluster.cluster_records import MemberRecord
+from dcp.cluster.map_life import life_from
 from dcp.cluster.metastore import MetaStore
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import (
@@ -95,9 +98,10 @@ async def init_cluster(
     rack: str = "",
     gate: Gate = _NOBODY_CHANGES,
     draw: random.Random = _RANDOM,
+    unix_s: Callable[[], float] = time.time,
 ) -> ClusterToken:
     """Make a node with its data the first member of a new cluster. Raises EnrolmentError. `draw`
-    chooses the port of an embedded store.
+    chooses the port of an embedded store, `unix_s` is the wall clock.
 
     After it the gate stays closed; the caller restarts the node.
     """
@@ -114,6 +118,7 @@ async def init_cluster(
                 wanted,
                 newcomer.users.text,
                 proof=content.secret_proof,
+                life=life_from(unix_s()),
             )
         finally:
             await access.close()

@@ -23,6 +23,7 @@ from dcp.cluster.cluster_records import (
     ManifestRecord,
     MemberRecord,
     RecordUnreadableError,
+    RemovedRecord,
     StoredPartition,
     UsersRecord,
     decode_partition,
@@ -30,6 +31,7 @@ from dcp.cluster.cluster_records import (
     encode_partition,
     encode_record,
 )
+from dcp.cluster.map_life import FIRST_LIFE
 from dcp.cluster.metastore import (
     TXN_OPERATIONS_MAX,
     Delete,
@@ -163,11 +165,15 @@ async def found_cluster(
     users: bytes,
     *,
     proof: str = "",
+    life: int = FIRST_LIFE,
 ) -> None:
-    """Write the records of a new cluster whose only member is this node. Raises EnrolmentError."""
+    """Write the records of a new cluster whose only member is this node. Raises EnrolmentError.
+
+    `life`: above that of any cluster that clients may know at these addresses.
+    """
     keys = ClusterKeys(root)
     cluster = ClusterRecord(
-        copies=wanted.copies, min_in_sync=wanted.min_in_sync, secret_proof=proof
+        copies=wanted.copies, min_in_sync=wanted.min_in_sync, life=life, secret_proof=proof
     )
     manifest = engine.keyspace.manifest
     puts = [
@@ -275,8 +281,9 @@ async def withdraw(meta: MetaStore, root: bytes, member: MemberRecord) -> None:
 async def _delete(meta: MetaStore, keys: ClusterKeys, left: MemberRecord, revision: int) -> None:
     """Delete a member's record and its name, unless the record has changed."""
     key = keys.of_member(KeyKind.MEMBER, left.member)
-    deletes = (Delete(key), Delete(keys.of_name(left.name)))
-    await ask_again(meta, Txn((if_unchanged(key, revision),), deletes))
+    removed = Put(keys.removed, encode_record(RemovedRecord()))
+    operations = (removed, Delete(key), Delete(keys.of_name(left.name)))
+    await ask_again(meta, Txn((if_unchanged(key, revision),), operations))
 
 
 async def _check_fits(meta: MetaStore, keys: ClusterKeys, newcomer: MemberRecord) -> None:

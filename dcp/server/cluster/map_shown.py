@@ -1,62 +1,57 @@
 """The partition map that this node tells its clients, made from the view of the metadata store.
 
-The map's revision is the newest mod revision of what it is made of. It is made only when the view
-has come that far, so that the same revision is the same map on every node. A node that was read
-ahead of the watch, for example after its own write, tells the former map for a few milliseconds.
+The map's version is the life of the cluster, and the newest mod revision of what the map is made of
+(`dcp.cluster.map_life`). It is made only when the view has come that far, so that the same version
+is the same map on every node. A node that was read ahead of the watch, for example after its own
+write, tells the former map for a few milliseconds.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
 from dcp.cluster.cluster_records import MemberRecord
 from dcp.cluster.cluster_view import ClusterView
+from dcp.cluster.map_life import NEVER_TOLD, MapLife
 from dcp.replication.cluster_map import bucket_map
 from dcp.server.net.cluster_config import ClusterConfig
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.partition_map import MapNode
 
-FIRST_REV: Final = 1
-"""Of the map before anything is known: any other is newer."""
-
 
 class MapShown:
-    """See the module."""
+    """See the module. `life` says which versions may be told."""
 
     def __init__(
-        self, view: ClusterView, config: ClusterConfig, cluster: str, own: MemberRecord
+        self,
+        view: ClusterView,
+        life: MapLife,
+        config: ClusterConfig,
+        cluster: str,
+        own: MemberRecord,
     ) -> None:
         self._view = view
+        self._life = life
         self._config = config
         self._cluster = cluster
         self._own = own
-        self.rev = 0
-        """The revision that clients were told last; 0: none."""
+        self.version = NEVER_TOLD
+        """What clients were told last."""
 
     def update(self) -> bool:
         """Tell clients the newest map; return whether it is a newer one."""
-        view = self._view
-        rev = self._rev()
-        if rev == self.rev or (rev > FIRST_REV and view.revision < rev):
+        view, version = self._view, self._life.version()
+        if version <= self.version or not self._life.may_tell(version):
+            return False
+        if view.is_loaded and view.revision < version.rev:
             return False
         members = {name: stored.content for name, stored in view.members.items()}
         members.setdefault(self._own.member, self._own)
-        life = 1 if view.cluster is None else view.cluster.content.life
         shown = bucket_map(
-            view, NUM_VBUCKETS, self._own.member, _nodes(members), rev=rev, rev_epoch=life
-        )
+            view, NUM_VBUCKETS, self._own.member, _nodes(members),
+            rev=version.rev, rev_epoch=version.life,
+        )  # fmt: skip
         self._config.show(shown, self._cluster)
-        self.rev = rev
+        self.version = version
         return True
-
-    def _rev(self) -> int:
-        """Return the newest mod revision of what the map is made of."""
-        view = self._view
-        revisions = [stored.item.mod_revision for stored in view.partitions.values()]
-        revisions += [stored.item.mod_revision for stored in view.members.values()]
-        if view.cluster is not None:
-            revisions.append(view.cluster.item.mod_revision)
-        return max(revisions, default=FIRST_REV)
 
 
 def _nodes(members: dict[str, MemberRecord]) -> dict[str, MapNode]:

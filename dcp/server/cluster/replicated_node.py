@@ -31,6 +31,7 @@ from dcp.cluster.cluster_records import MemberRecord
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.coordinator import Elected
 from dcp.cluster.effects import Notice, ViewChanged
+from dcp.cluster.map_life import MapLife
 from dcp.cluster.membership import MembershipState
 from dcp.cluster.metastore import Range, RangeResult, TxnResult
 from dcp.cluster.partition_choices import CoordinatorSettings
@@ -56,9 +57,11 @@ from dcp.server.cluster.own_clock import OwnClock
 from dcp.server.cluster.own_record import OwnRecord
 from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.quarantine_files import keep_cut_off
+from dcp.server.cluster.raised_life import RaisedLife
 from dcp.server.cluster.receipt_files import keep_election
 from dcp.server.cluster.shared_manifest import ManifestNotChangedError, SharedManifest
 from dcp.server.cluster.shared_users import SharedUsers
+from dcp.server.cluster.told_map import ToldMap
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns
@@ -176,6 +179,9 @@ class ReplicatedNode:
         self.access = access
         self._own: OwnRecord
         self._map: MapShown
+        self._told = ToldMap(parts.data_dir, identity.cluster, parts.tasks, parts.log)
+        self._life = MapLife(session.view, self._told.version)
+        self._raising = RaisedLife(self._life, access.meta)
         self.manifest = SharedManifest(session.view, parts.engine, access, self.core.settle)
         self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
         self._clock = OwnClock(session, access.meta, parts.log)
@@ -237,7 +243,9 @@ class ReplicatedNode:
         view = self.session.view
         self.session.membership.introduce(facts_of(self._parts.data_dir, own))
         self._own = OwnRecord(view, own, self.access.meta)
-        self._map = MapShown(view, self._parts.config, self.identity.cluster, own)
+        self._map = MapShown(
+            view, self._life, self._parts.config, self.identity.cluster, own
+        )  # fmt: skip
         self._map.update()
 
     async def change_manifest(self, change: Callable[[Manifest], Manifest]) -> Manifest:
@@ -356,6 +364,7 @@ class ReplicatedNode:
         if self._next_tick is not None:
             self._next_tick.cancel()
         self._map_pace.cancel()
+        self._told.finish()
         for each in self._links:
             each.link.closed()
             each.flush()
@@ -398,6 +407,7 @@ class ReplicatedNode:
         if not self._check_membership():
             return
         self._own.tick(now_ns)
+        self._raising.tick(now_ns)
         self._clock.tick(now_ns)
         for feed in tuple(self.core.leading.feeds.values()):
             feed.tick(now_ns)
@@ -416,6 +426,8 @@ class ReplicatedNode:
         now_ns = elapsed_ns()
         may_act = self._check_membership()
         if isinstance(effect, ViewChanged):
+            if was_set_back := self._life.look():
+                self._log.warning(was_set_back)
             self.manifest.adopt()
             self._users.adopt()
             self._clock.view_changed()
@@ -505,6 +517,7 @@ class ReplicatedNode:
 
     def _show_map(self) -> None:
         if self._map.update():
+            self._told.note(self._map.version)
             self._map_pace.told()
             self._parts.connections.tell_map()
         self._elections.tell(self._log)
