@@ -1,7 +1,8 @@
 """Handovers to wanted masters, a few partitions at a time. Sans-IO.
 
     waiting ── there is room ──> HELD ── all is committed ──> written ──> FOLLOWED
-                                  └── not within HANDING_NS_MAX ──> given up, waits again later
+                                  ├── not within HANDING_NS_MAX ──> given up, waits again later
+                                  └── nor in a failover ──> the wanted master is elected
 
 Writers of a partition wait from HELD on, until its new master serves. A node may have to hand over
 a thousand partitions, and each costs work on every node. So only GROUP_MAX of them are on their way
@@ -12,12 +13,20 @@ next one delays more.
 Partitions of which nothing waits for a commit come first: they are written in the step in which
 they are held, so their writers do not wait for a commit. Others are held once hardly any are left.
 
+An operator's failover does not wait for this node's own disk for ever: a master whose disk is full
+cannot sync, and so not commit, its last changes, and is failed over because of that. Its record is
+written as by an election: the wanted master is in sync, so it has all that is committed, and begins
+a version. The last changes were not answered; their clients are told that they are ambiguous, and
+they are cut off.
+
 Who calls it: `dcp.replication.leading`.
 
 Invariants
 - at most GROUP_MAX partitions are on their way, and a group begins when none is;
 - a partition whose new master is not followed here within FOLLOWED_NS_MAX holds up nobody;
-- a record is handed over only with all of the partition's changes committed.
+- a record is handed over only with all of the partition's changes committed. Without that, a member
+  in sync is elected only if an operator wants this master to be replaced, and if all that is on its
+  disk is committed.
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from dcp.replication.mastership import Mastership
-from failover.replication_record import HandedOver, ReplicationRecord, hand_over
+from failover.replication_record import HandedOver, ReplicationRecord, elect, hand_over
 from vbucket.engine.partition import Hold, Partition, VbState
 
 GROUP_MAX: Final = 8
@@ -40,6 +49,8 @@ DRAINED_MIN: Final = 4
 written all the time has never committed all of its changes."""
 HANDING_NS_MAX: Final = 2_000_000_000
 """A handover that has not happened after so long is given up, and tried again after REST_NS."""
+STUCK_NS_MAX: Final = 200_000_000
+"""The same once a failover has waited in vain: the other partitions wait for the same disk."""
 REST_NS: Final = 500_000_000
 """How long writers go on in between."""
 DRAINED_NS_MAX: Final = 30_000_000
@@ -68,6 +79,8 @@ class Handovers:
         """Writers of these wait, and this node is still the master."""
         self._handed: dict[int, int] = {}
         """Partition -> when its record was written, until its new master is followed here."""
+        self._is_stuck = False
+        """Whether a failover has waited in vain for a commit, and is not over."""
 
     @property
     def is_under_way(self) -> bool:
@@ -111,12 +124,18 @@ class Handovers:
         )
 
     def next_record(
-        self, mastership: Mastership, record: ReplicationRecord, now_ns: int, *, may_write: bool
+        self,
+        mastership: Mastership,
+        record: ReplicationRecord,
+        now_ns: int,
+        *,
+        may_write: bool,
+        is_failover: bool = False,
     ) -> ReplicationRecord | None:
         """Return the record after the handover to the wanted master; None: not yet, or not wanted.
 
         The record must be written: the partition is fenced. With `may_write` False writers are held
-        back, and that is all.
+        back, and that is all. `is_failover`: an operator wants this master to be replaced.
         """
         part, wanted = mastership.part, record.wanted_master
         if wanted is None or wanted not in record.isr or part.state != VbState.ACTIVE:
@@ -134,15 +153,22 @@ class Handovers:
         if not mastership.handing_since_ns:
             mastership.handing_since_ns = now_ns
             part.hold_writes(Hold.REPLICATION, mastership.why_writes_wait)
-        elif now_ns - mastership.handing_since_ns > HANDING_NS_MAX:
+        held_ns = now_ns - mastership.handing_since_ns
+        may_elect = is_failover and _waits_for_own_disk(part)
+        if held_ns > HANDING_NS_MAX and not may_elect:
             self._resting[part.vb_id] = now_ns + REST_NS
             self._release(mastership)
             return None
-        if not may_write or not _is_drained(part):
+        is_drained = _is_drained(part)
+        is_in_vain = held_ns > (STUCK_NS_MAX if self._is_stuck else HANDING_NS_MAX)
+        if not may_write or not (is_drained or (may_elect and is_in_vain)):
             return None
         mastership.has_handed = True
         self._fence(part)
-        return hand_over(record, HandedOver(part.vb_uuid, part.high_seqno))
+        if is_drained:
+            return hand_over(record, HandedOver(part.vb_uuid, part.high_seqno))
+        self._is_stuck = True
+        return elect(record, wanted)
 
     def _release(self, mastership: Mastership) -> None:
         mastership.handing_since_ns = 0
@@ -156,6 +182,7 @@ class Handovers:
             self._held.discard(vb_id)
             if is_handed:
                 self._handed[vb_id] = now_ns
+        self._is_stuck &= self.is_under_way
 
     def note_followed(self, now_ns: int, is_followed: Callable[[int], bool]) -> None:
         """Forget the partitions whose new master is followed here, or was not for too long. If the
@@ -188,3 +215,10 @@ class Handovers:
 def _is_drained(part: Partition) -> bool:
     """Whether all of a partition's changes are committed."""
     return part.committed_seqno == part.high_seqno
+
+
+def _waits_for_own_disk(part: Partition) -> bool:
+    """Whether all that is on this node's disk is committed. What it has beyond that was answered to
+    nobody, whatever answers wait for.
+    """
+    return part.committed_seqno == part.synced_seqno

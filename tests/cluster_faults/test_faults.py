@@ -198,9 +198,14 @@ async def test_a_full_disk_stops_a_masters_writes_and_leaves_in_sync_sets(cluste
         record = cluster.partition_map("a")[vb_id]
         assert record["in_sync"] == ["a", "b"]
         assert cluster.partition_map("a")[vbucket_of(mine)]["master"] == "c", "it stays master"
+        # An operator fails it over, although the write that found no room is in no log.
+        await asyncio.to_thread(cluster.change, "failover", vb=vbucket_of(mine))
+        assert cluster.partition_map("a")[vbucket_of(mine)]["master"] in {"a", "b"}
+        await _until_written(kv, mine, b"failed over")
     finally:
         filler.unlink()
     await asyncio.to_thread(cluster.until_in_sync)
+    assert (await kv.get(mine)).value == b"failed over"
     await _until_written(kv, mine, b"after")
     assert (await kv.get(other)).value == b"during"
     link.close()

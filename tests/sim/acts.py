@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple
 
+from dcp.replication.handovers import HANDING_NS_MAX
 from sim.faults import BRANCHES_MAX, Controls, Faults, Mend
 from sim.machine import Machine
 from sim.world import MS, SECOND
@@ -337,12 +338,38 @@ def collections(scene: Scene) -> None:
         scene.after(scene.between(40, 500), controls.change_collections)
 
 
+def full_master(scene: Scene) -> None:
+    """The disk of a master is full, and an operator fails it over. There is room, or the master is
+    lost to the others, at about the moment at which the handover is given up.
+    """
+    controls, vb_id, master = scene.controls, scene.vb_id, scene.master
+    given_up_ms = HANDING_NS_MAX // MS
+    scene.later(0, "disk_full", master, scene.between(given_up_ms + 300, given_up_ms + 2500))
+
+    def is_stuck() -> bool:
+        node = master.node
+        return node is not None and node.committed_seqno(vb_id) < scene.end(master)
+
+    def ask() -> None:
+        if is_stuck() and controls.operate("fail_over", master.name):
+            scene.faults.began("fail_over", _nothing, 1)
+            trouble = scene.one_of("kill", "power_cut", "pause", "isolate", "disk_full")
+            scene.later(scene.between(given_up_ms - 50, given_up_ms + 250), trouble, master)
+
+    scene.when(is_stuck, lambda: scene.after(scene.between(200, 700), ask))
+
+
+def _nothing() -> None:
+    """There is nothing to mend."""
+
+
 ACTS: Final[dict[str, Callable[[Scene], None]]] = {
     "deposed": deposed, "blink": blink, "two_deaths": two_deaths,
     "master_and_replica": master_and_replica, "all_die": all_die, "to_and_fro": to_and_fro,
     "late_acks": late_acks, "moved_under_load": moved_under_load, "behind": behind,
     "came_back": came_back, "forgotten": forgotten, "unanswered": unanswered,
     "moving": moving, "moving_away": moving_away, "collections": collections,
+    "full_master": full_master,
 }  # fmt: skip
 
 

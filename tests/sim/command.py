@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 
 from sim.bugs import BUGS
 from sim.cluster_bugs import CLUSTER_BUGS, MOVE_BUGS
-from sim.plan import ACTS, ASKED_ACTS, MOVE_NODES
+from sim.plan import ACTS, ASKED_ACTS, FAILOVER_ACTS, MOVE_ACTS, MOVE_NODES
 from sim.run import Options, Report, replay_command, run_seed
 from sim.world import SECOND, Trace
 
@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--act",
         default="",
-        choices=sorted((*ACTS, *ASKED_ACTS)),
-        help="let each seed have this act",
+        choices=sorted((*ACTS, *ASKED_ACTS, *MOVE_ACTS, *FAILOVER_ACTS)),
+        help="let each seed have this act; those with operators do nothing below --nodes 4",
     )
     return parser

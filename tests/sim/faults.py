@@ -61,8 +61,10 @@ class Controls(Protocol):
     def change_collections(self) -> None:
         """Create a collection, or drop one."""
 
-    def operate(self, kind: str) -> bool:
-        """Let an operator ask for a move of copies or masters; return whether it begins."""
+    def operate(self, kind: str, machine: str | None = None) -> bool:
+        """Let an operator ask for a move of copies or masters; return whether it begins. What is
+        about a node is about that of the machine, or any.
+        """
 
     def may_lose_folder(self, machine: str) -> bool:
         """Whether a machine may lose its folder now without a loss of what was committed."""

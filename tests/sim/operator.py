@@ -49,23 +49,23 @@ class Operator:
         """Look after lost members from now on."""
         self._world.after(LOOK_NS, self._look)
 
-    def ask(self, kind: str) -> bool:
-        """Ask for something of a kind; return whether it was written."""
+    def ask(self, kind: str, about: str | None = None) -> bool:
+        """Ask for something of a kind, for a member or any; return whether it was written."""
         views = self._views()
         if not views:
             return False
         view = views[self._world.below(len(views))]
         if refused_unreadable(view) is not None:
             return False
-        return self._write(self._request(kind, view, self._stamp()))
+        return self._write(self._request(kind, view, self._stamp(), about))
 
     def _stamp(self) -> Stamp:
         self._asked += 1
         return Stamp(f"operator{self._asked}", 0)
 
-    def _request(self, kind: str, view: ClusterView, stamp: Stamp) -> Answer:
+    def _request(self, kind: str, view: ClusterView, stamp: Stamp, about: str | None) -> Answer:
         members = sorted(view.members)
-        node = members[self._world.below(len(members))]
+        node = members[self._world.below(len(members))] if about is None else about
         vb_id = self._world.below(max(1, len(view.partitions)))
         drained = [name for name in members if view.members[name].content.is_drained]
         if kind == "rebalance":

@@ -47,6 +47,10 @@ MOVE_ACTS = ("moving", "moving_away")
 """Acts that take operators."""
 ASKED_ACTS = ("collections",)
 """Acts that only `--act` brings, so that recorded seeds stay what they are."""
+FAILOVER_ACTS = ("full_master",)
+"""Acts that take an operator who fails a master over."""
+FAILOVER_NS = 3 * SECOND
+"""What such an act takes, beside the time that the others get."""
 OF_PATIENCE = frozenset({"unanswered"})
 """Acts that show nothing to clients who give up before the next election."""
 OF_THREE = frozenset({"blink", "behind", "came_back", "unanswered"})
@@ -157,6 +161,7 @@ def about_elections(
     is_patient = not OF_PATIENCE.isdisjoint(acts)
     if is_patient:
         kinds = COUNTING
+    longer_ns = 0 if set(FAILOVER_ACTS).isdisjoint(acts) else FAILOVER_NS
     is_of_three = not OF_THREE.isdisjoint(acts)
     if is_of_three:
         copies = 3
@@ -176,7 +181,7 @@ def about_elections(
         acts=acts,
         fault_every_ns=draw.choice((500, 1500)) * MS,
         waits_for_masters=True,
-        load_ns=int((seconds or draw.choice((3.0, 4.0))) * SECOND),
+        load_ns=int((seconds or draw.choice((3.0, 4.0))) * SECOND) + longer_ns,
         window_bytes=draw.choice((500, 64 << 10)),
         section_bytes=1 if is_of_three else draw.choice((1, 1, 4 << 10)),
     )
@@ -187,8 +192,9 @@ def _acts(draw: random.Random, nodes: int) -> tuple[str, ...]:
     possible = [name for name in ACTS if nodes > 2 or name not in OF_THREE]
     if nodes >= MOVE_NODES:
         possible += MOVE_ACTS
-        if draw.random() < 0.5:
-            return MOVE_ACTS
+        share = draw.random()
+        if share < 0.5:
+            return MOVE_ACTS if share >= 0.1 else (*MOVE_ACTS, *FAILOVER_ACTS)
     first = draw.choice([name for name in RARE if name in possible])
     acts = draw.sample(possible, draw.choice((1, 2, 3)))
     return tuple(dict.fromkeys([first, *acts[1:]])) if draw.random() < 0.6 else tuple(acts)

@@ -296,9 +296,10 @@ class ReplicatedNodes:
         self.store.apply(self._world.now_ns, Txn((), (put,)))
         self._world.note(f"collections {manifest.uid}")
 
-    def operate(self, kind: str) -> bool:
+    def operate(self, kind: str, machine: str | None = None) -> bool:
         """See Controls."""
-        return self.operator is not None and self.operator.ask(kind)
+        about = None if machine is None else self._members[machine]
+        return self.operator is not None and self.operator.ask(kind, about)
 
     def may_lose_folder(self, machine: str) -> bool:
         """See Controls: somebody else has all that is committed."""

@@ -13,7 +13,9 @@ from typing import Any, Final
 
 from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import StoredPartition, decode_partition, encode_partition
-from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn
+from dcp.cluster.failover_request import failover
+from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn, TxnResult
+from dcp.cluster.request_answers import Prepared, Stamp
 from failover.replication_record import ReplicationRecord, want
 from sim.cluster import Setting
 from sim.cluster_node import ClusterNode
@@ -118,6 +120,22 @@ class Scenario(Simulation):
         stored = StoredPartition(want(self.record(vb_id), f"{name}-1"), f"wanted{self.now_ns}")
         put = Put(KEYS.of_partition(KeyKind.PARTITION, vb_id), encode_partition(stored))
         self.cluster.store.apply(self.now_ns, Txn((), (put,)))
+
+    def plan_under_way(self) -> KeyValue | None:
+        """Return the plan that the metadata store has."""
+        result = self.cluster.store.apply(self.now_ns, Range(KEYS.plan))
+        assert isinstance(result, RangeResult)
+        return result.items[0] if result.items else None
+
+    def fail_over(self, name: str) -> None:
+        """An operator asks another node for a failover of a node."""
+        asked = next(machine.name for machine in self.machines if machine.name != name)
+        answer = failover(self.node(asked).session.view, Stamp("operator", 0), node=f"{name}-1")
+        assert isinstance(answer, Prepared)
+        for txn in answer.txns:
+            result = self.cluster.store.apply(self.now_ns, txn)
+            assert isinstance(result, TxnResult)
+            assert result.succeeded
 
     # -- what clients see --------------------------------------------------------------------------
 

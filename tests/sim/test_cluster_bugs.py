@@ -23,6 +23,7 @@ SEEDS = 250
 CHUNK = 25
 MOVE_SEEDS = 50
 ACT_SEEDS = 20
+FAILOVER_SEEDS = 10
 FOUND_BY = {
     "hw-counts-received": (0, "in the in-sync set"),
     "old-epoch-counts": (4, "in the in-sync set"),
@@ -91,7 +92,8 @@ def test_every_bug_is_found() -> None:
 
 
 def test_every_act_is_in_plans() -> None:
-    assert {*plan.ACTS, *plan.MOVE_ACTS, *plan.ASKED_ACTS} == acts.ACTS.keys()
+    of_operators = {*plan.MOVE_ACTS, *plan.FAILOVER_ACTS}
+    assert {*plan.ACTS, *plan.ASKED_ACTS, *of_operators} == acts.ACTS.keys()
     assert {*plan.RARE, *plan.OF_THREE, *plan.OF_PATIENCE} <= acts.ACTS.keys()
     drawn = [plan.drawn(random.Random(seed), nodes=3).acts for seed in range(200)]
     for act in plan.ACTS:
@@ -116,6 +118,20 @@ def test_an_act_comes_to_its_end(act: str) -> None:
         if wanted[act] <= report.faults.keys():
             return
     raise AssertionError(f"{act} did not come to its end in {ACT_SEEDS} seeds")
+
+
+def test_masters_whose_disks_are_full_are_failed_over() -> None:
+    """The plans of some clusters that move copies have this act, too."""
+    (act,) = plan.FAILOVER_ACTS
+    drawn = [plan.drawn(random.Random(seed), nodes=MOVE_NODES).acts for seed in range(200)]
+    assert sum(act in each for each in drawn) > 5
+    asked = 0
+    for seed in range(FAILOVER_SEEDS):
+        options = Options(nodes=MOVE_NODES, act=act)
+        report = run_seed(seed, options)
+        assert report.violations == [], replay_command(seed, options)
+        asked += report.faults.get("fail_over", 0)
+    assert asked >= FAILOVER_SEEDS / 2
 
 
 def digest_in_another_process(seed: int, hash_seed: str) -> str:

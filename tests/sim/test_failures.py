@@ -9,7 +9,7 @@ import pytest
 from clients.consumer.partition_stream import PartitionStreamState
 from sim.facts import Outcome
 from sim.machine import Machine
-from sim.scenario import Scenario
+from sim.scenario import PARTITIONS, Scenario
 from sim.world import MS, SECOND
 
 ANSWERED = frozenset({Outcome.OK, Outcome.ABSENT})
@@ -117,6 +117,72 @@ def test_a_master_whose_disk_is_full_refuses_writes_until_there_is_room(cluster:
     master.disk.is_full = False
     freed_ns = cluster.now_ns
     assert cluster.first_answer_s(freed_ns) < 4
+    cluster.passes()
+
+
+def with_a_full_master(seed: int) -> tuple[Scenario, Machine, list[int]]:
+    """Return a cluster, a master whose disk is full, and its partitions, those first that have
+    changes which it cannot sync.
+    """
+    cluster = Scenario(seed, nodes=4)
+    master = cluster.machine(cluster.master())
+    mine = [vb_id for vb_id in range(PARTITIONS) if cluster.master(vb_id) == master.name]
+    master.disk.is_full = True
+    cluster.run_for(1)  # what is prepared for the log takes some more
+    parts = cluster.node(master.name).engine.partitions
+    stuck = [vb_id for vb_id in mine if parts[vb_id].synced_seqno < parts[vb_id].high_seqno]
+    assert stuck
+    return cluster, master, sorted(mine, key=lambda vb_id: vb_id not in stuck)
+
+
+def test_a_master_whose_disk_is_full_is_failed_over_with_changes_that_it_cannot_sync() -> None:
+    """It commits nothing more, so a handover would wait until there is room."""
+    cluster, master, mine = with_a_full_master(1)
+    stuck = mine[0]
+    assert cluster.write(stuck).outcome is not Outcome.OK
+    epoch, asked_ns = cluster.record(stuck).epoch, cluster.now_ns
+    cluster.fail_over(master.name)
+    for vb_id in mine:
+        assert cluster.first_answer_s(asked_ns, vb_id) < 4
+        assert cluster.master(vb_id) != master.name
+    assert cluster.record(stuck).epoch == epoch + 1
+    assert cluster.record(stuck).handover is None, "an election: it begins a version"
+    cluster.until(lambda: cluster.plan_under_way() is None)
+    cluster.until(lambda: master.name not in cluster.in_sync(stuck))
+    assert master.disk.is_full
+    master.disk.is_full = False
+    cluster.until(lambda: len(cluster.in_sync(stuck)) == 3)
+    cluster.passes()
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("after_ms", [1000, 1950, 2010, 2060, 2110, 2300])
+def test_the_disk_of_a_master_that_is_failed_over_may_get_room_at_any_moment(
+    seed: int, after_ms: int
+) -> None:
+    cluster, master, mine = with_a_full_master(seed)
+    asked_ns = cluster.now_ns
+    cluster.fail_over(master.name)
+    cluster.run_for(after_ms / 1000)
+    master.disk.is_full = False
+    for vb_id in mine:
+        assert cluster.first_answer_s(asked_ns, vb_id) < 5
+    cluster.until(lambda: cluster.plan_under_way() is None)
+    assert all(cluster.record(vb_id).master != f"{master.name}-1" for vb_id in mine)
+    cluster.passes()
+
+
+def test_a_move_away_from_a_master_whose_disk_is_full_elects_nobody() -> None:
+    """Only a failover asks for that."""
+    cluster, master, (stuck, *_) = with_a_full_master(1)
+    epoch = cluster.record(stuck).epoch
+    new = next(name for name in cluster.in_sync(stuck) if name != master.name)
+    cluster.want(stuck, new)
+    cluster.run_for(6)
+    assert cluster.record(stuck).epoch == epoch
+    master.disk.is_full = False
+    cluster.until(lambda: cluster.master(stuck) == new)
+    assert cluster.record(stuck).handover is not None
     cluster.passes()
 
 
