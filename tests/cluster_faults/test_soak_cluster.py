@@ -10,16 +10,20 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
-from soak.cluster import run
+from soak.cluster import faults, run
 from soak.cluster.contents import _against_answers, _different
 from soak.cluster.faults import ALONE, FAULTS, Scene
 from soak.cluster.history import Kind, Operation
 from soak.cluster.load import Load
+from soak.cluster.network import Network
 from soak.cluster.nodes import FaultyCluster
 from soak.cluster.run import RoundReport, choose, soak
+from support.etcd_members import EtcdMembers
 from support.small_disk import small_disk
 from support.waiting import until
 
@@ -125,6 +129,66 @@ def test_no_disk_is_full_after_the_node_with_a_disk_of_its_own_was_lost(tmp_path
     begun.heal()
     assert begun.words.startswith("no disk is full")
     assert not list((tmp_path / "c").iterdir())
+
+
+CALLS: dict[str, tuple[set[str], set[str]]] = {
+    "kill node": ({"kill"}, {"start"}),
+    "freeze node": ({"freeze_process"}, {"thaw_process"}),
+    "kill store": ({"store_process"}, set()),
+    "freeze store": ({"store_process", "freeze_process"}, {"thaw_process"}),
+    "kill etcd": ({"etcd.leader", "etcd.kill"}, {"start_member"}),
+    "freeze etcd": ({"etcd.leader", "freeze_process"}, {"thaw_process"}),
+    "cut pair": ({"network.cut"}, set()),
+    "cut one way": ({"network.hold"}, set()),
+    "cut from nodes": ({"network.cut"}, set()),
+    "deaf node": ({"network.hold"}, set()),
+    "cut from etcd": ({"network.cut"}, set()),
+    "no etcd": ({"network.cut"}, set()),
+    "cut from clients": ({"network.hold"}, set()),
+    "cut from all": ({"network.cut"}, set()),
+    "late": ({"network.delay"}, set()),
+    "break": ({"network.reset"}, set()),
+    "drain": ({"ask_to"}, {"insist"}),
+    "full disk": ({"with_disks"}, set()),
+    "wipe": ({"kill", "wipe"}, {"replace"}),
+}
+"""Fault -> what it does to the cluster, and how it is healed, whatever the dice say."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_does_what_the_cluster_can_do(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For those that are too long for test_faults.py. Calls that do not fit raise."""
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(faults.os, "kill", lambda *call: killed.append(call))
+    monkeypatch.setattr(faults, "fill", lambda disk: disk / "filler")
+    cluster = create_autospec(FaultyCluster, instance=True)
+    cluster.network = create_autospec(Network, instance=True)
+    cluster.network.reset.return_value = 1
+    cluster.etcd = create_autospec(EtcdMembers, instance=True)
+    cluster.etcd.leader.return_value = 2
+    process = create_autospec(subprocess.Popen, instance=True, pid=7)
+    cluster.etcd.processes = [process] * 3
+    cluster.nodes = dict.fromkeys("abc", process)
+    cluster.running.return_value = list("abc")
+    cluster.member_names = ["m0", "m1", "m2"]
+    cluster.disks = {"c": tmp_path}
+    cluster.with_disks.return_value = ["c"]
+    cluster.store_process.return_value = 8
+    begun = [FAULTS[name].fault(Scene(cluster, random.Random(seed))) for seed in range(20)]
+    done = calls_of(cluster)
+    cluster.reset_mock()
+    for each in begun:
+        assert each.words
+        each.heal()
+    assert (done, calls_of(cluster)) == CALLS[name]
+    assert bool(killed) == (name == "kill store")
+
+
+def calls_of(cluster: Any) -> set[str]:
+    """Return the methods that were called, but for those that only look."""
+    return {name for name, _, _ in cluster.mock_calls} - {"running"}
 
 
 @pytest.fixture
