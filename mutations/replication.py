@@ -198,8 +198,8 @@ REPLICATION = (
     ),
     Mutation(
         "handed-over-before-all-is-committed",
-        "        if not may_write or not _is_drained(part):\n",
-        "        if not may_write:\n",
+        "        is_drained = _is_drained(part)\n        is_in_vain",
+        "        is_drained = True\n        is_in_vain",
         ("test_leading",),
     ),
     Mutation(

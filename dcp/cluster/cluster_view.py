@@ -26,6 +26,7 @@ from dcp.cluster.cluster_records import (
     MemberRecord,
     MemberReport,
     OperatorCommand,
+    PlanKind,
     PlanRecord,
     RecordUnreadableError,
     StoredPartition,
@@ -107,6 +108,12 @@ class ClusterView:
         """Whether a member's process runs, and is not about to stop."""
         stored = self.alive.get(member)
         return stored is not None and not stored.content.is_leaving
+
+    def fails_over(self, vb_id: int, member: str | None) -> bool:
+        """Whether an operator wants this member to replace a partition's master."""
+        chain = self.wanted.get(vb_id)
+        is_failover = self.plan is not None and self.plan.content.kind is PlanKind.FAILOVER
+        return is_failover and chain is not None and chain[0] == member
 
     def mod_revision(self, key: bytes) -> int:
         """Return the mod revision of a key; 0 if it does not exist."""

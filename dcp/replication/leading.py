@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from dcp.cluster.cluster_records import PlanKind, StoredPartition
+from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
 from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
@@ -518,18 +518,8 @@ class Leading:
             record = self._successors.wanted(record)
         return self.handovers.next_record(
             mastership, record, self._now_ns, may_write=self._may_hand_over,
-            is_failover=self._is_failed_over(part.vb_id, record),
+            is_failover=self._view.fails_over(part.vb_id, record.wanted_master),
         )  # fmt: skip
-
-    def _is_failed_over(self, vb_id: int, record: ReplicationRecord) -> bool:
-        """Whether an operator wants the partition's master to be replaced, and by whom."""
-        plan, chain = self._view.plan, self._view.wanted.get(vb_id)
-        return (
-            plan is not None
-            and plan.content.kind is PlanKind.FAILOVER
-            and chain is not None
-            and record.wanted_master == chain[0]
-        )
 
     def handover_changes(
         self, now_ns: int, records: Mapping[int, Stored[StoredPartition]]
