@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster_cast import PARTITIONS, Etcd, Nodes
-from cluster_copies import Compared, compare_replicas
 from cluster_writers import (
     PROBE_PREFIX,
     Backlog,
@@ -47,6 +46,7 @@ from flight_data import DataError, packaged_csv, read_flights
 from processes import ProcessFailedError, ReplicaProcess
 
 from clients import DcpdError, KvClient
+from soak.cluster.replicas import Compared, compare_replicas
 
 DIFFERENCES_SHOWN = 20
 FREEZE_S = 3.0

@@ -6,5 +6,6 @@ namespaces               the same with packets, in network namespaces
 nodes                    three nodes and etcd behind that network
 load                     writers, counters, compare-and-set, readers, a consumer
 faults                   what can go wrong, and how it is healed
+replicas                 documents of replicas held against those of the masters
 run                      one seed: load and faults in turn, then every check
 """

@@ -495,7 +495,7 @@ def test_a_partition_without_a_node_does_not_keep_the_others(server, archive, mo
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "parse_topology", lambda *_, **__: lost)
         with pytest.raises(TopologyError, match="no node is active") as info:
-            asyncio.run(Backup(made, address, give_up_after_s=0.3).run())
+            asyncio.run(Backup(made, address, give_up_after_s=2).run())
     assert info.value.vb_id == 7
     assert made.runs() == []
     assert made.unfinished(1), "though less than a segment came"

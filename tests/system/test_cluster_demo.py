@@ -26,6 +26,7 @@ from couchbase.exceptions import (
 
 from clients import MutationResult, vbucket_of
 from clients.link.topology import single_node
+from soak.cluster import replicas
 from support.cluster_here import ClusterHere
 from support.etcd_members import IS_MISSING
 from support.waiting import until_so
@@ -105,7 +106,7 @@ def _plain(summary: dict[str, str]) -> str:
 @pytest.mark.timeout(900)
 def test_everything_is_gone_when_it_is_interrupted(tmp_path: Path) -> None:
     with subprocess.Popen(
-        command("--rows", "500"), env=environment(tmp_path),
+        command(), env=environment(tmp_path),  # all rows, or it may be over before the signal
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as demo:  # fmt: skip
         assert demo.stderr is not None
@@ -199,7 +200,7 @@ async def test_each_replica_is_asked_and_one_that_differs_is_named(
         nodes = NodesHere(here)
         found = await flights.compare_replicas(nodes, documents, documents)
         assert found == (2 * len(documents), {})
-        monkeypatch.setattr(sys.modules["cluster_copies"], "LEARN_S", 0.0)
+        monkeypatch.setattr(replicas, "LEARN_S", 0.0)
         masters = documents | {b"k7": b"other"}
         del masters[b"k8"]
         _, wrong = await flights.compare_replicas(nodes, masters, documents)

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
-
-from cluster_cast import PARTITIONS, Nodes
-from processes import ProcessFailedError
+from typing import Any, NamedTuple, Protocol
 
 from clients.address import parse_address
+from clients.errors import DcpdError
 from clients.link.pipelined_link import Link
 from clients.operation import get_replica_operation, pack_operations, partitions_of
 from dcp.wire.status import Status
+from vbucket.model.ids import NUM_VBUCKETS
 
 ASKED_AT_ONCE = 2_000
 ANSWER_S = 30.0
@@ -26,6 +25,23 @@ LEARN_S = 30.0
 PAUSE_S = 0.1
 Found = dict[bytes, bytes | None]
 """Key -> what a replica answers; None: nothing."""
+
+
+class Server(Protocol):
+    """A node's process."""
+
+    address: str
+    """Of its key-value port."""
+
+
+class Nodes(Protocol):
+    """The nodes of a cluster."""
+
+    servers: Mapping[str, Server]
+    """By name."""
+
+    def map(self) -> list[dict[str, Any]]:
+        """Return the cluster's map, a row for each partition."""
 
 
 class Compared(NamedTuple):
@@ -41,7 +57,7 @@ async def compare_replicas(
     nodes: Nodes, stored: Mapping[bytes, bytes], keys: Iterable[bytes]
 ) -> Compared:
     """Ask each replica of each key; compare with `stored`, what the masters have. Raises
-    ProcessFailedError, DcpdError.
+    DcpdError, DcpdError.
     """
     give_up_s = time.monotonic() + LEARN_S
     left, documents = set(keys), 0
@@ -58,15 +74,15 @@ async def compare_replicas(
         await asyncio.sleep(PAUSE_S)
 
 
-def replicas_of(rows: Iterable[Mapping], keys: Iterable[bytes]) -> dict[str, list[bytes]]:
+def replicas_of(rows: Iterable[Mapping[str, Any]], keys: Iterable[bytes]) -> dict[str, list[bytes]]:
     """Return the keys of which each node has a replica. `rows`: the cluster's map."""
-    nodes: list[list[str]] = [[] for _ in range(PARTITIONS)]
+    nodes: list[list[str]] = [[] for _ in range(NUM_VBUCKETS)]
     for row in rows:
         nodes[row["vb"]] = [name for name in row["copies"] if name != row["master"]]
     asked: dict[str, list[bytes]] = {}
     ordered = list(keys)
     operations = [get_replica_operation(key) for key in ordered]
-    for key, vb_id in zip(ordered, partitions_of(operations, PARTITIONS), strict=True):
+    for key, vb_id in zip(ordered, partitions_of(operations, NUM_VBUCKETS), strict=True):
         for name in nodes[vb_id]:
             asked.setdefault(name, []).append(key)
     return asked
@@ -89,14 +105,14 @@ async def _answers(link: Link, keys: list[bytes]) -> Found:
     operations = [get_replica_operation(key) for key in keys]
     opaque = link.take_opaques(len(keys))
     packets = pack_operations(
-        operations, partitions_of(operations, PARTITIONS), opaque=opaque,
+        operations, partitions_of(operations, NUM_VBUCKETS), opaque=opaque,
         has_collections=link.has_collections,
     )  # fmt: skip
     try:
         async with asyncio.timeout(ANSWER_S):
             frames = await link.send_batch(packets, opaque, len(keys))
     except TimeoutError:
-        raise ProcessFailedError(
+        raise DcpdError(
             f"{link.node} did not answer {len(keys)} reads within {ANSWER_S:g} s"
         ) from None
     return {
