@@ -26,6 +26,7 @@ from mutations.table import MUTATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("dcp", "vbucket", "failover", "clients")
+LOOPS = "vbucket/native/loops.*.so"
 LIMIT_S = 240.0
 """For the tests of one mutation. On an idle machine they take seconds."""
 _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.so", "*.pyd", "compiled_sources.txt")
@@ -107,12 +108,22 @@ def run_tests(folder: Path, tests: Sequence[str], limit_s: float) -> tuple[int |
     return process.returncode, output
 
 
+def _place_loops(folder: Path, *, are_needed: bool) -> None:
+    for built in ROOT.glob(LOOPS):
+        copy = folder / built.relative_to(ROOT)
+        if are_needed:
+            shutil.copyfile(built, copy)
+        else:
+            copy.unlink(missing_ok=True)
+
+
 def try_mutation(mutation: Mutation, folder: Path, limit_s: float) -> Finding:
     """Apply a mutation in a copy, run its tests, and take it back."""
     path = place_of(mutation, folder)
     place = str(path.relative_to(folder))
     tests = files_of_tests(mutation, folder)
     sound = path.read_text()
+    _place_loops(folder, are_needed=mutation.needs_loops)
     path.write_text(sound.replace(mutation.old, mutation.new))
     began = time.monotonic()
     try:

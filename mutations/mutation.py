@@ -12,3 +12,7 @@ class Mutation(NamedTuple):
     old: str
     new: str
     tests: tuple[str, ...]
+    needs_loops: bool = False
+    """Whether the tests need the loops in C, which must be built. Others are tried without them, so
+    that a fault in Python is not passed by.
+    """

@@ -253,12 +253,14 @@ MUTATIONS = (
         "        if written.sync_errno:\n",
         "        if written.sync_errno < 0:\n",
         ("test_log_thread",),
+        needs_loops=True,
     ),
     Mutation(
         "thread-writes-while-zeros-are-written",
         "if self._group_thread is None or self._is_reserving or not job.is_synced:\n",
         "if self._group_thread is None or not job.is_synced:\n",
         ("test_log_thread",),
+        needs_loops=True,
     ),
     Mutation(
         "end-not-marked-before-the-mark-is-synced",
