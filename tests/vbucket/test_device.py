@@ -540,3 +540,13 @@ def test_a_segment_is_loaded_in_small_pieces_before_it_is_read(
     assert loaded == [READ_BYTES, READ_BYTES, 5, 0]
     with pytest.raises(KeyError):
         read_segment(tmp_path, 8)
+
+
+def test_a_mark_after_the_end_of_the_device_changes_nothing(tmp_path: Path) -> None:
+    """A server that fails while it stops may still mark."""
+    device = FileLogDevice(tmp_path, draw_salt)
+    device.rotate()
+    device.mark(1, b"the log's end")
+    device.close()
+    device.mark(1, b"too late")
+    assert FileLogDevice(tmp_path, draw_salt).marks()[1].startswith(b"the log's end")

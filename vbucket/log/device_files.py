@@ -331,7 +331,7 @@ class FileLogDevice:
         """See LogDevice."""
         assert 0 <= slot < MARK_SLOTS
         assert len(data) <= MARK_BYTES_MAX
-        if self._mark_fd < 0:
+        if self._mark_fd < 0 and not self._closing.is_set():
             self._create_mark()
         with contextlib.suppress(OSError):
             self._disk.write(self._mark_fd, data, slot * MARK_SLOT_BYTES)
