@@ -165,6 +165,8 @@ class ReplicaNode(CoreNode):
         """Write and publish everything that is pending."""
         while (job := self.groups.next_job()) is not None:
             if isinstance(job, WriteGroup):
+                if self.core is not None:
+                    self.core.group_begun(self.now_ns, job.group)
                 self.writer.append(job.group.number, job.group.payload)
                 self.writer.sync()
             published = self.groups.done(job)

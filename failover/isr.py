@@ -50,11 +50,13 @@ class Acknowledgement(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """The former master from which a new master has its log: it had the same changes on disk."""
+    """The former master from which a new master has its log: it had the same changes on disk, up to
+    a seqno.
+    """
 
     member: str
     seqno: int
-    """The new master's end when it became master. What is above was written in its own epoch."""
+    """See `sender_seqno`."""
 
 
 def has_sent(reconciled_epoch: int, epoch: int) -> bool:
@@ -82,13 +84,23 @@ class LeaveReason(StrEnum):
 
 
 def sendable_seqno(synced_seqno: int, high_seqno: int) -> int:
-    """Return the last seqno that a master sends to replicas: the last one on its own disk.
+    """Return the last seqno that a master sends to replicas: all that it has begun to write.
 
-    A replica must never be ahead of its master's disk. Otherwise a power cut of the master makes
-    two different changes with one seqno in one version.
+    It need not be on its own disk yet, so all disks of a partition sync a change at the same time.
+    A power cut of the master may then leave it with less than its replicas. It is not a master when
+    it has started again (`replication_record.is_master`), so it gives none of these seqnos to
+    another change of the same version.
     """
     assert synced_seqno <= high_seqno
-    return synced_seqno
+    return high_seqno
+
+
+def sender_seqno(told_seqno: int, high_seqno: int) -> int:
+    """Return up to where a new master counts the former one as a copy of its log (`Sender`).
+
+    `told_seqno` is what it knows the former master to have synced. What it received is not enough.
+    """
+    return min(told_seqno, high_seqno)
 
 
 def acknowledgeable_seqno(synced_seqno: int, received_seqno: int) -> int:
@@ -123,9 +135,9 @@ def high_watermark(
     member has not reconciled with this master. The HW does not rise while the ISR has fewer members
     than `min_in_sync`, and it never falls.
 
-    A `sender` that is not in the ISR counts as one more member up to its seqno. A master sends only
-    what it has synced, so these changes were on its disk, too. A node that is left alone can thus
-    serve reads of what it has; it takes no writes.
+    A `sender` that is not in the ISR counts as one more member up to its seqno: these changes were
+    on its disk, too. A node that is left alone can thus serve reads of what it has; it takes no
+    writes.
 
     For partitions with the same ISR that are in step, commit group numbers may stand for seqnos.
     """

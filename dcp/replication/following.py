@@ -30,10 +30,11 @@ from dcp.replication.messages import (
     versions_of,
 )
 from dcp.replication.replica_link import LinkState, ReplicaLink, from_here
+from dcp.replication.senders import Senders
 from dcp.replication.shell_effects import Dial, ReplicationEffect
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.message import StreamRequest
-from failover.isr import has_sent
+from failover.isr import Sender
 from failover.promotion import kept_elsewhere_seqno, may_have_been_answered
 from failover.replication_record import ReplicationRecord
 from vbucket.engine.branch import BranchRefusedError
@@ -103,9 +104,7 @@ class Following:
         """Whether some partition may not be followed, because its master's link is closed."""
         self._hw: dict[int, int] = {}
         """The high watermarks that masters told, above those of here."""
-        self._senders: dict[int, tuple[int, str]] = {}
-        """The last epoch in which a partition's log was reconciled, and its master then: all of the
-        log was on that master's disk."""
+        self._senders = Senders()
         self._quarantine = Quarantine(engine, effects)
         self._damaged: dict[int, str] = {}
         """Partitions that could not be cut back, and what was said about it."""
@@ -151,6 +150,7 @@ class Following:
             return None
         if link is not None:
             self._keep_confirmations(link)
+            self._senders.link_gone(member, link.newest_group)
             self._has_gaps = True  # what it followed is followed on the new one
         self._dialled_ns[member] = self._now_ns
         identity = self._identity
@@ -260,7 +260,7 @@ class Following:
             raise ReplicationError(str(error)) from error
         record = self._record_of(vb_id)
         if record.master is not None and record.epoch == welcome.epoch:
-            self._senders[vb_id] = record.epoch, record.master
+            self._senders.welcomed(vb_id, record.epoch, record.master, part.high_seqno)
         # An earlier master's word about changes that are not here says nothing about this history:
         # a branch or an unclean election may have replaced them.
         self._cap_told(part, part.high_seqno)
@@ -455,13 +455,13 @@ class Following:
         """Return the same and forget it: this node becomes the master."""
         return self._hw.pop(vb_id, 0)
 
-    def take_sender(self, vb_id: int, epoch: int) -> str | None:
-        """Return the master that sent this node a partition's log, and forget it: this node becomes
-        the master in an epoch. None: it did not follow the master of the epoch before, so the end
-        of its log may be on no other disk.
+    def take_sender(self, vb_id: int, epoch: int) -> Sender | None:
+        """Return what of a partition's log its former master has on disk, and forget it: this node
+        becomes the master in an epoch (`Senders.take`).
         """
-        found_epoch, master = self._senders.pop(vb_id, (0, None))
-        return master if has_sent(found_epoch, epoch) else None
+        newest = {member: link.newest_group for member, link in self.links.items()}
+        high_seqno = self._engine.partitions[vb_id].high_seqno
+        return self._senders.take(vb_id, epoch, high_seqno, newest)
 
     def _note_told(self, vb_id: int, seqno: int) -> None:
         if seqno > self._hw.get(vb_id, 0):

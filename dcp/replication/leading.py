@@ -27,6 +27,7 @@ from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import Followed, window_of
 from dcp.replication.fence_reasons import FenceReasons, no_trouble
 from dcp.replication.fill_pace import FillPace
+from dcp.replication.group_sending import GroupSending
 from dcp.replication.handovers import Handovers
 from dcp.replication.late_members import LateMembers
 from dcp.replication.mastership import Mastership, ReplicationSettings
@@ -43,7 +44,7 @@ from dcp.replication.replica_feed import ReplicaFeed
 from dcp.replication.serving import Serving
 from dcp.replication.shell_effects import BranchEnded, ReplicationEffect, StepDue
 from dcp.replication.successors import Successors
-from dcp.replication.whole_groups import WholeGroup, WholeGroups, changes_for_replicas
+from dcp.replication.whole_groups import WholeGroup, WholeGroups
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
@@ -97,6 +98,7 @@ class Leading:
         self._wholes = WholeGroups(member, self.masterships, engine.num_vbuckets)
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
+        self._sending = GroupSending(self.masterships, self.feeds, self._wholes)
         self.branches = AskedBranches(engine, self.masterships, member)
         self._level_ns: dict[str, int] = {}
         """When members had all that was synced here, in all partitions that they follow."""
@@ -127,12 +129,12 @@ class Leading:
 
     def begin(
         self, vb_id: int, record: ReplicationRecord, *,
-        confirmed_ns: int, told_seqno: int, sent_by: str | None, now_ns: int,
+        confirmed_ns: int, told_seqno: int, sender: Sender | None, now_ns: int,
     ) -> None:  # fmt: skip
         """Become master in the record's epoch.
 
         `confirmed_ns` is when this process may last have confirmed another master, `told_seqno` the
-        high watermark that the former master told, `sent_by` the master that sent all of the log.
+        high watermark that the former master told, `sender` the master that sent all of the log.
         """
         self._now_ns = now_ns
         part = self._engine.partitions[vb_id]
@@ -158,7 +160,7 @@ class Leading:
                 confirmed_ns, was_handed_over=record.handover is not None or was_master
             ),
             known_seqno=max(told_seqno, first.committed_seqno),
-            sender=None if sent_by is None else Sender(sent_by, part.high_seqno),
+            sender=sender,
             changed=partial(self._mastership_changed, vb_id),
         )  # fmt: skip
         part.guard = mastership
@@ -232,6 +234,10 @@ class Leading:
         """Whether nothing is done for each partition: all are calm."""
         return not self.serving.restless()
 
+    def group_begun(self, now_ns: int, group: CommitGroup) -> bool:
+        """A group is about to be written; return whether replicas get it already."""
+        return self._sending.begun(now_ns, group)
+
     def group_synced(self, now_ns: int, group: CommitGroup) -> Iterable[int]:
         """A group is on disk: replicas get its changes, wholly where all of it is in step.
 
@@ -239,35 +245,13 @@ class Leading:
         where something else may be committed now.
         """
         self._note_ready()
-        if not group.has_control and group.high_seqnos.keys().isdisjoint(self.masterships.keys()):
-            return ()  # all of it came from other masters
-        for feed in self.feeds.values():
-            feed.at(now_ns)
-        whole = self._begin_whole(group)
-        apart = set() if whole is None else whole.sections
-        taken = {member for member, feed in self.feeds.items() if whole and feed.send_whole(whole)}
-        if (apart or len(taken) < len(self.feeds)) and (
-            changes := changes_for_replicas(group.changes, self.masterships)
-        ):
-            few = {vb_id: changes[vb_id] for vb_id in apart & changes.keys()}
-            for member, feed in self.feeds.items():
-                feed.group_synced(few if member in taken else changes)
-        if whole is None:
-            return group.high_seqnos.keys() & self.masterships.keys()
-        self.groups_acknowledged(self._member, (whole,))
-        return ()
-
-    def _begin_whole(self, group: CommitGroup) -> WholeGroup | None:
-        """Return what of a synced group all replicas can get as a whole; None: nothing."""
-        whole = self._wholes.begin(group) if self.feeds else None
-        if whole is None:
-            return None
-        apart = set().union(*(feed.out_of_step(whole) for feed in self.feeds.values()))
-        if apart:
-            if apart >= whole.seqnos.keys():
-                return None
-            whole.put_apart(apart)
-        return whole
+        whole = self._sending.synced(now_ns, group)
+        found: Iterable[int] = ()
+        if whole is None or whole.revision != self._wholes.revision:
+            found = group.high_seqnos.keys() & self.masterships.keys()
+        if whole is not None:
+            self.groups_acknowledged(self._member, (whole,))
+        return found
 
     def _note_ready(self) -> None:
         """Note which masterships are ready, because the beginning of their epoch is on disk."""
@@ -376,7 +360,7 @@ class Leading:
         decision = decide(question, part.failover, part.high_seqno, part.purge_seqno)
         if decision.rollback_seqno is not None:
             return FeedAnswer(Status.ROLLBACK, U64.pack(decision.rollback_seqno))
-        if asked.snap_end_seqno > part.synced_seqno:
+        if max(asked.start_seqno, asked.snap_end_seqno) > part.synced_seqno:
             return FeedAnswer(Status.ETMPFAIL, b"the master has not synced so much yet")
         whole_seqno = asked.start_seqno
         if window is not None:

@@ -6,7 +6,8 @@
 The shell (a server, or a simulated node) tells it what happens:
 
     records_changed(vb_ids)   the view of the metadata store has changed
-    group_synced(group)       a commit group of this node is on disk
+    group_begun(group)        a commit group of this node is about to be written
+    group_synced(group)       it is on disk
     tick()                    time passes, at least every 100 ms
     step()                    the effect StepDue asked for it
     check_fence()             before every batch of requests
@@ -211,7 +212,7 @@ class ReplicationCore:
             self._tell_loss(vb_id, record, told_seqno)
             self.leading.begin(
                 vb_id, record, confirmed_ns=confirmed_ns, told_seqno=told_seqno,
-                sent_by=self.following.take_sender(vb_id, record.epoch), now_ns=self._now_ns,
+                sender=self.following.take_sender(vb_id, record.epoch), now_ns=self._now_ns,
             )  # fmt: skip
         else:
             self.leading.take_record(vb_id, record)
@@ -242,6 +243,13 @@ class ReplicationCore:
             self._take_record(vb_id, stored)
 
     # -- high watermarks ---------------------------------------------------------------------------
+
+    def group_begun(self, now_ns: int, group: CommitGroup) -> bool:
+        """A commit group of this node is about to be written, and to be synced; return whether
+        replicas get it already.
+        """
+        self._now_ns = now_ns
+        return self.leading.group_begun(now_ns, group)
 
     def group_synced(self, now_ns: int, group: CommitGroup) -> None:
         """A commit group of this node is on disk."""

@@ -1,6 +1,7 @@
 """The master's side of a replication link: what one replica's node gets. Sans-IO.
 
-    IN_STEP   the partition is in every group message: all that is synced here was sent
+    IN_STEP   the partition is in every group message: all that is synced here was sent, and the
+              group that is being written, if that was sent already
     BEHIND    it is read from its cursor, from memory or from blocks, until it is level
 
 A commit group goes wholly, as one message, if all of its partitions that the replica follows are
@@ -18,7 +19,7 @@ Who calls it: the session passes requests and acknowledgements on, the connectio
 synced groups and answers what the feed asks (`MasterSide`).
 
 Invariants
-- only what is synced here is sent (`failover.isr.sendable_seqno`);
+- what is sent is synced here, or is the group that is being written (`group_sending`);
 - at most `window_bytes` of messages are sent and not acknowledged, and one more section. A
   partition that does not fit into the window goes BEHIND: it costs a cursor, no memory, no wait;
 - what the feed holds is bounded, whatever the replica does: messages count with what is remembered
@@ -52,7 +53,6 @@ from dcp.replication.master_side import MasterSide
 from dcp.replication.messages import (
     GROUP_BYTES_MAX,
     NOTHING,
-    TOLD_GROUPS_MAX,
     EntriesSection,
     ReplicaPosition,
     SharedGroup,
@@ -61,7 +61,15 @@ from dcp.replication.messages import (
     pack_group,
     unpack_ack,
 )
-from dcp.replication.sent_messages import RECORD_BYTES, AckDelays, Sent, SentWhole, first_run
+from dcp.replication.sent_messages import (
+    RECORD_BYTES,
+    AckDelays,
+    CommitsTold,
+    Questions,
+    Sent,
+    SentWhole,
+    check_numbers,
+)
 from dcp.replication.waiting_requests import WaitingRequests
 from dcp.replication.whole_groups import StreamChanges, WholeGroup
 from dcp.session.replication_port import FeedAnswer, ReplicationError
@@ -125,27 +133,19 @@ class ReplicaFeed:
         """Of the stream requests that were answered OK."""
         self._group_seqnos: dict[int, int] = {}
         """Partition -> what the replica has acknowledged of it in whole groups."""
-        self._untold: dict[int, int] = {}
-        """Commit group -> its message, for whole groups of which the replica does not know whether
-        they are committed; the newest ones, in their order."""
-        self._given_up = 0
-        """The last message that `_untold` had and has not any more, because newer ones came."""
-        self._committed: list[int] = []
-        """Messages of whole groups that are committed, which the replica is not told yet."""
+        self._committed = CommitsTold()
+        self._begun_revision = 0
+        """That of `_changes` when the last group was sent that was not synced yet."""
         self._number_at_call = 0
         """The last message that was made when `is_level` was asked last."""
-        self._asked: deque[tuple[int, int]] = deque()
-        """Questions that are not confirmed: question, when it was asked."""
-        self._confirmations = 0
-        self._confirmed_ns = 0
-        """When the question was asked that was confirmed last."""
+        self._questions = Questions()
         self._now_ns = self._heard_ns = now_ns
         self._next_beat_ns, self.beat_ns = now_ns, BEAT_NS
 
     @property
     def asked_ns(self) -> int:
         """When the question was asked that the replica confirmed last; 0: none was."""
-        return self._confirmed_ns
+        return self._questions.confirmed_ns
 
     # -- streams -----------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class ReplicaFeed:
         """
         self._drop(vb_id)
         self._streams[vb_id] = stream = FedStream(
-            epoch, opaque, seqno, self._confirmations, self._number, window
+            epoch, opaque, seqno, self._questions.confirmations, self._number, window
         )
         stream.is_paced = is_filling
         self._newest_opaque = max(self._newest_opaque, opaque)
@@ -236,9 +236,9 @@ class ReplicaFeed:
         confirmation that arrives while the stream is open is for this master.
         """
         stream = self._streams.get(vb_id)
-        if stream is None or stream.confirmations == self._confirmations:
+        if stream is None or stream.confirmations == self._questions.confirmations:
             return None
-        return self._confirmed_ns
+        return self._questions.confirmed_ns
 
     @property
     def is_filling(self) -> bool:
@@ -262,9 +262,31 @@ class ReplicaFeed:
 
     # -- what the node core tells ------------------------------------------------------------------
 
+    def send_begun(self, group: WholeGroup) -> bool:
+        """Send a group that is about to be written here, if all of it is in step that the replica
+        follows, and there is room; return whether it was.
+        """
+        self._begun_revision = self._changes.revision
+        followed = group.seqnos.keys() & self._streams.keys()
+        is_in_step = self._takes_all(group.mastered) or followed <= self._in_step
+        return is_in_step and self.send_whole(group)
+
+    def begun_synced(self, group: WholeGroup) -> None:
+        """The last group that `send_begun` has sent is synced. It is not for streams that were
+        opened since, and those may have read all that was synced before: they read on.
+        """
+        if self._begun_revision != self._changes.revision:
+            changed = self._changes.since(self._begun_revision)
+            for vb_id in changed & group.seqnos.keys() & self._streams.keys():
+                self._in_step.discard(vb_id)
+                self._takes_all_of = None
+                self._streams[vb_id].pace = FeedPace.BEHIND
+                self._is_behind(vb_id)
+            self._schedule()
+
     def send_whole(self, group: WholeGroup) -> bool:
-        """Send what is in step of a synced group as one message; False: the window is full. What is
-        behind is read from its cursor.
+        """Send what is in step of a group as one message; False: the window is full. What is behind
+        is read from its cursor.
         """
         seqnos, shared = group.seqnos, group.shared
         if not self._takes_all(group.mastered) and not seqnos.keys() <= self._in_step:
@@ -282,9 +304,7 @@ class ReplicaFeed:
             return False
         group.sent_to[self.member] = seqnos
         self._post(shared)
-        self._untold[group.number] = self._number
-        if len(self._untold) > TOLD_GROUPS_MAX:
-            self._given_up = self._untold.pop(next(iter(self._untold)))
+        self._committed.sent(group.number, self._number)
         whole = SentWhole(group, seqnos, self._changes.revision)
         self._sent.append(Sent(self._number, cost, self._now_ns, whole=whole))
         self._sent_bytes += cost
@@ -305,36 +325,27 @@ class ReplicaFeed:
     def _post(self, shared: SharedGroup) -> None:
         """Make a message with a whole group, or with nothing. It tells what is committed."""
         self._number += 1
-        self._asked.append((self._number, self._now_ns))
+        self._questions.ask(self._number, self._now_ns)
         self._out += pack_group(
-            self._number, self._number, self._newest_opaque, self._take_committed(), shared
+            self._number, self._number, self._newest_opaque, self._committed.take(), shared
         )
         self._schedule()
-
-    def _take_committed(self) -> tuple[int, int]:
-        """Return the first committed messages that no other one separates: from, to."""
-        if not self._committed:
-            return 0, 0
-        first, last = first_run(self._committed, self._untold.values(), self._given_up)
-        self._committed = [number for number in self._committed if number > last]
-        return first, last
 
     def group_committed(self, group: WholeGroup, committed: Mapping[int, int]) -> None:
         """Partitions of a whole group are committed; the replica is told with the next message."""
         seqnos = group.sent_to.get(self.member)
-        number = self._untold.get(group.number)
         # Another group may have brought less of the same partitions. Of partitions that the replica
         # does not follow any more, it commits nothing by number.
         is_all = seqnos is committed or (group.is_committed and not group.left_out)
         if not is_all and seqnos is not None:
             followed = seqnos.keys() & self._streams.keys()
             is_all = all(seqnos[vb_id] <= committed.get(vb_id, -1) for vb_id in followed)
-        told = seqnos if number is not None and seqnos is not None and is_all else {}
+        can_tell = is_all and self._committed.can_tell(group.number)
+        told = seqnos if seqnos is not None and can_tell else {}
         if told is not committed:  # others came from cursors, maybe before they were committed
             self.hw_rose((group.seqnos.keys() & committed.keys()) - told.keys())
-        if number is not None and told:
-            del self._untold[group.number]
-            self._committed.append(number)
+        if told:
+            self._committed.committed(group.number)
             self._schedule()
 
     def group_synced(self, changes: Mapping[int, Sequence[bytes]]) -> None:
@@ -395,7 +406,7 @@ class ReplicaFeed:
     ) -> None:
         self._number += 1
         question = self._number
-        self._asked.append((question, self._now_ns))
+        self._questions.ask(question, self._now_ns)
         message = pack_entries(self._number, question, sections)
         self._out.append(message)
         if sections:
@@ -517,7 +528,7 @@ class ReplicaFeed:
         self._now_ns = now_ns
         if self._fill.has_next(now_ns):
             self._schedule()
-        is_read = not self._out and len(self._asked) < QUESTIONS_MAX
+        is_read = not self._out and len(self._questions) < QUESTIONS_MAX
         if now_ns >= self._next_beat_ns and is_read:  # else enough questions are on their way
             self._next_beat_ns = now_ns + self.beat_ns
             self._send((), ())
@@ -526,16 +537,7 @@ class ReplicaFeed:
     def take_acknowledgement(self, extras: bytes) -> None:
         """Take an X_REPLICA_ACK. Raises ReplicationError."""
         number, question = unpack_ack(extras)
-        if number > self._number or question > self._number:
-            raise ReplicationError(
-                f"member {self.member} acknowledges message {number} and question {question}; "
-                f"the last one sent is {self._number}"
-            )
-        if question < number:
-            raise ReplicationError(
-                f"member {self.member} has synced message {number} and confirms question {question}"
-                " only: it confirms a message's question before it syncs the message"
-            )
+        check_numbers(self.member, number, question, last=self._number)
         self._acknowledged_number = max(self._acknowledged_number, number)
         newest: dict[int, Followed] = {}
         wholes: list[WholeGroup] = []
@@ -551,9 +553,7 @@ class ReplicaFeed:
                 # A stream that was closed and opened again may have left this message out.
                 if self._streams.get(each.vb_id) is stream:
                     newest[each.vb_id] = each
-        while self._asked and self._asked[0][0] <= question:
-            self._confirmed_ns = self._asked.popleft()[1]
-            self._confirmations += 1
+        self._questions.confirmed(question)
         if newest:
             self._side.acknowledged(self.member, tuple(newest.values()))
         if wholes:

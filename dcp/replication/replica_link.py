@@ -52,6 +52,7 @@ from dcp.replication.messages import (
     unpack_entries,
     unpack_group,
 )
+from dcp.replication.senders import NewestGroup
 from dcp.replication.whole_entries import checked_group
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_request
@@ -206,6 +207,8 @@ class ReplicaLink:
         """How many streams were left, or have ended."""
         self._groups: dict[int, _AppliedGroup] = {}
         """Whole groups that may not be committed, by message; the newest ones."""
+        self.newest_group: NewestGroup | None = None
+        """The last whole group, as long as the master may not have synced it."""
         self.heard_ns = now_ns
         self.master_heard_ns = 0
         """When the last message of the member that is followed came; 0: none has."""
@@ -496,6 +499,7 @@ class ReplicaLink:
         if highs is not self._highs:
             self._highs.update(ends)
         self._groups[message.number] = _AppliedGroup(ends, opened, self._left)
+        self.newest_group = NewestGroup(message.number, message.entries)
         if len(self._groups) > _REMEMBERED_GROUPS:
             del self._groups[next(iter(self._groups))]
         return group
@@ -521,6 +525,9 @@ class ReplicaLink:
 
     def _take_committed(self, first: int, last: int) -> None:
         """The whole groups of the messages from the first to the last are committed."""
+        newest = self.newest_group
+        if newest is not None and first <= newest.number <= last:
+            self.newest_group = None
         seqnos: dict[int, int] = {}
         for number in [number for number in self._groups if first <= number <= last]:
             ends, opened, left = self._groups.pop(number)

@@ -5,11 +5,14 @@ Who calls it: `dcp.replication.replica_feed`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from dcp.replication.fed_stream import FedStream, Followed
+from dcp.replication.messages import TOLD_GROUPS_MAX
 from dcp.replication.whole_groups import WholeGroup
+from dcp.session.replication_port import ReplicationError
 
 RECORD_BYTES: Final = 256
 """What this node remembers of a message, and of each of its sections, until it is acknowledged."""
@@ -80,6 +83,92 @@ class AckDelays:
         """
         worst_ns, self._worst_ns = self._worst_ns, None
         return worst_ns, now_ns - self._sent[0].sent_ns if self._sent else 0
+
+
+class Questions:
+    """What a master asks a replica: is it still the master?"""
+
+    def __init__(self) -> None:
+        self._asked: deque[tuple[int, int]] = deque()
+        """Questions that are not confirmed: question, when it was asked."""
+        self.confirmations = 0
+        self.confirmed_ns = 0
+        """When the question was asked that was confirmed last; 0: none was."""
+
+    def __len__(self) -> int:
+        """How many are not confirmed."""
+        return len(self._asked)
+
+    def ask(self, question: int, now_ns: int) -> None:
+        """A question leaves."""
+        self._asked.append((question, now_ns))
+
+    def confirmed(self, question: int) -> None:
+        """The replica confirms a question, and all before it."""
+        while self._asked and self._asked[0][0] <= question:
+            self.confirmed_ns = self._asked.popleft()[1]
+            self.confirmations += 1
+
+
+def check_numbers(member: str, number: int, question: int, *, last: int) -> None:
+    """Raise ReplicationError if a member cannot acknowledge these numbers. `last` is that of the
+    last message that was made.
+    """
+    if number > last or question > last:
+        raise ReplicationError(
+            f"member {member} acknowledges message {number} and question {question}; "
+            f"the last one sent is {last}"
+        )
+    if question < number:
+        raise ReplicationError(
+            f"member {member} has synced message {number} and confirms question {question}"
+            " only: it confirms a message's question before it syncs the message"
+        )
+
+
+class CommitsTold:
+    """Which whole groups are committed that a replica was not told of yet, by their messages."""
+
+    def __init__(self) -> None:
+        self._untold: dict[int, int] = {}
+        """Commit group -> its message, for whole groups of which the replica does not know whether
+        they are committed; the newest ones, in their order."""
+        self._given_up = 0
+        """The last message that `_untold` had and has not any more, because newer ones came."""
+        self._committed: list[int] = []
+        """Messages of whole groups that are committed, which the replica is not told yet."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self._committed)
+
+    def sent(self, group: int, number: int) -> None:
+        """A message with a whole group leaves."""
+        self._untold[group] = number
+        if len(self._untold) > TOLD_GROUPS_MAX:
+            self._given_up = self._untold.pop(next(iter(self._untold)))
+
+    def can_tell(self, group: int) -> bool:
+        """Whether a group can be told to be committed by its message."""
+        return group in self._untold
+
+    def committed(self, group: int) -> None:
+        """All that the replica got of a group is committed."""
+        self._committed.append(self._untold.pop(group))
+
+    def take(self) -> tuple[int, int]:
+        """Return the first committed messages that no other one separates: from, to. 0, 0: there
+        are none.
+        """
+        if not self._committed:
+            return 0, 0
+        first, last = first_run(self._committed, self._untold.values(), self._given_up)
+        self._committed = [number for number in self._committed if number > last]
+        return first, last
+
+    def clear(self) -> None:
+        """The link is gone: nobody is told."""
+        self._committed.clear()
 
 
 def first_run(committed: Collection[int], others: Iterable[int], given_up: int) -> tuple[int, int]:

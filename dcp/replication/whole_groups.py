@@ -3,10 +3,10 @@
 A replica that is in step gets a commit group of its master as the log has it: one message, the same
 bytes for all replicas. Nothing is done for each partition before the group is committed:
 
-    begin(group)                  what of a synced group replicas get; None: section by section
+    begin(group)                  what of a group replicas get; None: section by section
     acknowledged(member, groups)  a member, or this node, has synced them: says what that commits
 
-Who calls it: `dcp.replication.leading`. Feeds send the groups, and note to whom (`sent_to`).
+Who calls it: `dcp.replication.group_sending`. Feeds send the groups, and note to whom (`sent_to`).
 
 The high watermark is `failover.isr.high_watermark`, with the number of the group instead of seqnos:
 it is asked once for each in-sync set, not for each partition. That is allowed because a member that
@@ -47,7 +47,7 @@ class _Share(NamedTuple):
 
 
 class WholeGroup:
-    """A synced group of a master, as its replicas get it."""
+    """A group of a master, as its replicas get it."""
 
     __slots__ = (
         "_changes",
@@ -73,7 +73,6 @@ class WholeGroup:
         revision: int,
         shares: tuple[_Share, ...],
         mastered: frozenset[int],
-        member: str,
         sections: set[int],
     ) -> None:
         self.number = number
@@ -87,7 +86,7 @@ class WholeGroup:
         they are the same."""
         self.sent_to: dict[str, Mapping[int, int]] = {}
         """Member -> which partitions it got, all of them in step."""
-        self.acknowledged = {member: Acknowledgement(_EPOCH, number)}
+        self.acknowledged: dict[str, Acknowledgement] = {}
         self.is_committed = False
         """Whether all of it was found to be committed, by number."""
         self.sections = sections
@@ -210,8 +209,8 @@ class WholeGroups:
         return self._sets
 
     def begin(self, group: CommitGroup) -> WholeGroup | None:
-        """Return a synced group as replicas get it; None: it goes section by section, if any of it
-        goes to replicas at all.
+        """Return a group as replicas get it; None: it goes section by section, if any of it goes to
+        replicas at all.
         """
         changes, payload = group.changes, group.payload
         seqnos: Mapping[int, int] = group.high_seqnos
@@ -233,7 +232,7 @@ class WholeGroups:
             return None
         return WholeGroup(
             group.number, seqnos, changes, payload, self.revision, shares, self._mastered,
-            self._member, sections,
+            sections,
         )  # fmt: skip
 
     def _shares(self, seqnos: Mapping[int, int]) -> tuple[_Share, ...] | None:

@@ -387,10 +387,11 @@ class Node:
         on_publish: Callable[[Published], None] = after_commit.published
         self._config = ClusterConfig(settings.host, storage.node.node_id, settings.bucket)
         if identity is not None and self._meta is not None:
-            on_publish = self._wire_cluster(identity, self._meta, after_commit)
+            on_publish = self._wire_cluster(identity, self._meta, after_commit).group_published
         self._committer = Committer(
             groups, storage.writer,
             finds_room=settings.durability == "commit",
+            on_begin=None if self.replicated is None else self.replicated.group_begun,
             on_publish=on_publish, on_rotated=self._log_rotated,
             on_full=health.log_full, on_failure=self._fail,
             sync_seconds=self.meter.sync_seconds, pace=pace,
@@ -399,8 +400,8 @@ class Node:
 
     def _wire_cluster(
         self, identity: ClusterFile, access: MetaAccess, after_commit: AfterCommit
-    ) -> Callable[[Published], None]:
-        """Create the replication of a cluster's node; return what takes published groups."""
+    ) -> ReplicatedNode:
+        """Create the replication of a cluster's node."""
         from dcp.server.cluster.membership_of_node import replicated_node
         from dcp.server.cluster.replicated_node import LEAVE_S, ServerParts
 
@@ -416,7 +417,7 @@ class Node:
         )
         self._users.let_cluster_in(identity.secret)
         self.access.logins.nodes.open(self._settings.cluster_tls, self.replicated.hosts)
-        return self.replicated.group_published
+        return self.replicated
 
     def _wire_ports(self) -> None:
         """Create what clients and operators use."""

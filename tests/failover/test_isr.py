@@ -27,6 +27,7 @@ from failover.isr import (
     min_in_sync_of,
     must_leave,
     sendable_seqno,
+    sender_seqno,
     serves_from_ns,
     slow_to_leave,
 )
@@ -118,9 +119,14 @@ def test_the_effective_isr(why, confirmed, asked, expected):
     assert effective_isr(frozenset(confirmed), asked) == frozenset(expected), why
 
 
-def test_what_is_not_on_disk_is_neither_sent_nor_acknowledged():
-    assert sendable_seqno(synced_seqno=7, high_seqno=9) == 7
+def test_what_is_not_on_disk_is_sent_and_not_acknowledged():
+    assert sendable_seqno(synced_seqno=7, high_seqno=9) == 9
     assert acknowledgeable_seqno(synced_seqno=7, received_seqno=9) == 7
+
+
+def test_a_former_master_counts_up_to_what_it_is_known_to_have_synced():
+    assert sender_seqno(told_seqno=7, high_seqno=9) == 7
+    assert sender_seqno(told_seqno=9, high_seqno=8) == 8  # the end was cut off since
 
 
 @pytest.mark.parametrize(("setting", "copies", "wanted"), [(None, 3, 2), (None, 1, 1), (3, 3, 3)])

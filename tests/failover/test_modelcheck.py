@@ -31,6 +31,7 @@ FOUND = {
     "early-shrink": (LOST, "asks the store for an in-sync set without"),
     "late-expand": (LOST, "asks the store for an in-sync set with "),
     "send-early": (DIFFER, "power cut of"),
+    "unsynced-sender": (ON_FEW_DISKS, "receives seqno 1"),
     "old-sender": (ON_FEW_DISKS, "cuts its log back to 0"),
     "old-copy": (LOST, "empties it"),
 }

@@ -177,9 +177,14 @@ BROKEN = {
         "an expansion counts only when it is confirmed",
     ),
     "send-early": BrokenRule(
-        replace(RIGHT, sendable_seqno=received, is_master=same_after_restart),
+        replace(RIGHT, is_master=same_after_restart),
         Bounds(3, 2, 2, 1),
         "a master sends what it has not synced, and goes on as master after a restart",
+    ),
+    "unsynced-sender": BrokenRule(
+        replace(RIGHT, sender_seqno=received),
+        Bounds(3, 1, 2, 0),
+        "the sender of a log counts as a copy of what it may not have synced",
     ),
     "old-sender": BrokenRule(
         replace(RIGHT, has_sent=lambda reconciled_epoch, epoch: True),

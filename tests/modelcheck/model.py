@@ -66,6 +66,7 @@ class Model:
         self._grown: dict[tuple[int, ...], int] = {}
         self._agree: dict[tuple[int, int], str] = {}
         self._heard: dict[tuple[int, ...], int] = {}
+        self._told: dict[tuple[int, int, int, int], int] = {}
         self._cuts: dict[tuple[int, int, int], list[tuple[Step, int]]] = {}
         self._moves = Moves(self)
         self._renaming = Renaming(bounds.replicas, self.stores, self.replicas)
@@ -82,7 +83,7 @@ class Model:
         nobody = (None,) * len(self.members)
         lead = Lead(nobody, record.isr, None, 0, None, self.numbers(record))
         empty = Replica((), 0, versions, 1, 0, is_reconciled=True, lead=None)
-        both = (empty._replace(lead=lead), empty._replace(sender=(0, 1)))
+        both = (empty._replace(lead=lead), empty._replace(sender=(0, 1, 0)))
         master, other = map(self.replicas.number, both)
         others = (other,) * (len(self.members) - 1)
         nothing = self.committed.number(())
@@ -147,10 +148,11 @@ class Model:
         return self._settled(record, changed, rest)
 
     def _settled(self, record: int, now: list[int], rest: tuple[int, ...]) -> State:
-        """The state after what happens at once: masters hear what replicas acknowledge.
+        """The state after what happens at once: masters hear what replicas acknowledge, and
+        replicas what their master has synced.
 
         An acknowledgement that arrives late permits less: the HW rises later, and by one seqno at a
-        time. So nothing that could go wrong is left out.
+        time. So nothing that could go wrong is left out. The same holds for a master's word.
         """
         masters = self.replicas.masters
         for i, each in enumerate(now):
@@ -160,6 +162,9 @@ class Model:
                         key = (now[i], other, j)
                         new = self._heard.get(key)
                         now[i] = self._hear(*key) if new is None else new
+                        pair = (now[i], other, i, j)
+                        told = self._told.get(pair)
+                        now[j] = self._tell(*pair) if told is None else told
                 key = (record, now[i])
                 new = self._heard.get(key)
                 now[i] = self._depose(*key) if new is None else new
@@ -185,6 +190,23 @@ class Model:
             lead = master.lead._replace(acknowledged=tuple(acks))
             new = self.replicas.number(master._replace(lead=lead))
         self._heard[master_number, number, j] = new
+        return new
+
+    def _tell(self, master_number: int, number: int, i: int, j: int) -> int:
+        """Return the replica after it has heard what its master has synced of its log."""
+        master, replica = self.replicas.values[master_number], self.replicas.values[number]
+        new = number
+        if (
+            replica.lead is None
+            and replica.is_reconciled
+            and replica.sender is not None
+            and replica.sender[:2] == (i, master.epoch)
+            and self.rules.is_same_epoch(master.epoch, replica.epoch)
+            and self._moves.is_fed(master, replica, j)
+        ):
+            told = max(replica.sender[2], min(len(replica.log), master.synced))
+            new = self.replicas.number(replica._replace(sender=(i, master.epoch, told)))
+        self._told[master_number, number, i, j] = new
         return new
 
     def _depose(self, store_number: int, number: int) -> int:
@@ -319,7 +341,7 @@ class Model:
         acks = replica.lead.acknowledged if replica.lead else (None,) * len(self.members)
         sender = None
         if new.sender is not None and self.rules.has_sent(new.sender[1], new.epoch):
-            sender = (new.sender[0], end)
+            sender = (new.sender[0], self.rules.sender_seqno(new.sender[2], end))
         lead = Lead(acks, record.isr, None, end, sender, self.numbers(record))
         new = new._replace(
             log=replica.log[:end], synced=end, versions=versions, is_reconciled=True, lead=lead,
@@ -461,7 +483,7 @@ class Model:
     ) -> tuple:
         back = self.rules.truncation(replica.history, master.history)
         if back is None:
-            sender = (i, master.epoch)
+            sender = (i, master.epoch, min(len(replica.log), master.synced))
             new = replica._replace(versions=master.versions, is_reconciled=True, sender=sender)
             return Step("{1} reconciles with {0}", i, j), master_number, self.replicas.number(new)
         kept = tuple(each for each in replica.versions.entries if each.seqno <= back)

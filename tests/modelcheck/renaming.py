@@ -63,7 +63,7 @@ class Renaming:
             copies = sorted(-1 if each is None else each for each in lead.numbers)
             sent = -1 if lead.sender is None else lead.sender[1]
             seen = (tuple(acks), len(lead.confirmed), asked, lead.epoch_start, sent, tuple(copies))
-        nameless = replica._replace(lead=None, sender=replica.sender and (0, replica.sender[1]))
+        nameless = replica._replace(lead=None, sender=replica.sender and (0, *replica.sender[1:]))
         self._look[number] = self.looks.number((*nameless, seen))
         return self._look[number]
 
@@ -112,8 +112,8 @@ class Renaming:
             lead, names, order = replica.lead, self._names(place), self._orders[place]
             renamed = replica
             if replica.sender is not None:
-                by, epoch = replica.sender
-                renamed = replica._replace(sender=(order.index(by), epoch))
+                by, *rest = replica.sender
+                renamed = replica._replace(sender=(order.index(by), *rest))
             if lead is None:
                 return self._replicas.setdefault(key, self._known_replicas.number(renamed))
             asked, sender = lead.asked, lead.sender

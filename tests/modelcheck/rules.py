@@ -57,6 +57,7 @@ class Rules:
         [int, int, Collection[str], Mapping[str, isr.Acknowledgement], int, isr.Sender | None], int
     ] = isr.high_watermark
     has_sent: Callable[[int, int], bool] = isr.has_sent
+    sender_seqno: Callable[[int, int], int] = isr.sender_seqno
     may_join: Callable[[isr.Candidate, int, int, int], bool] = isr.may_join
     is_same_epoch: Callable[[int, int], bool] = fencing.is_same_epoch
     is_same_copy: Callable[[int | None, int | None], bool] = fencing.is_same_copy

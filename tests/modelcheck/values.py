@@ -86,8 +86,9 @@ class Replica(NamedTuple):
     lead: Lead | None
     copy: int | None = 0
     """The number of its copy in the record that it knows; None: it holds none, and has nothing."""
-    sender: tuple[int, int] | None = None
-    """The master with which it has reconciled last, and in which epoch."""
+    sender: tuple[int, int, int] | None = None
+    """The master with which it has reconciled last, in which epoch, and up to where it knows that
+    master to have synced this log."""
 
     @property
     def history(self) -> History:

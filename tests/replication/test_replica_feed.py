@@ -149,7 +149,7 @@ def test_a_group_that_is_larger_than_the_window_comes_in_sections() -> None:
 
 def held(feed: ReplicaFeed) -> int:
     """Everything that a feed keeps, in bytes and pieces."""
-    pieces = sum(len(sent.followed) for sent in feed._sent) + len(feed._asked)
+    pieces = sum(len(sent.followed) for sent in feed._sent) + len(feed._questions)
     tables = len(feed._behind) + len(feed._stale) + len(feed._streams)
     return sum(map(len, feed._out)) + RECORD_BYTES * pieces + tables
 

@@ -17,43 +17,21 @@ from dcp.replication.messages import (
     pack_group,
     pack_told,
     share,
-    unpack_entries,
     unpack_group,
 )
+from dcp.replication.sent_messages import CommitsTold
 from dcp.replication.whole_entries import checked_group
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from failover.replication_record import shrink
 from support.copies import Copies, CopyNode, holdings
-from vbucket.engine.engine import SET
+from support.groups_on_wires import groups_to, messages_to, put
 from vbucket.engine.leadership import begin_snapshot
 from vbucket.log.record import split_entries
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import pack_deletion, pack_mutation, prev_seqno_of, vb_id_of
 from vbucket.native import new_staged
-
-
-def put(copies: Copies, vb_id: int, key: bytes = b"\0k") -> None:
-    node = copies.a
-    node.now_ns += 1 << 16
-    node.engine.begin_batch(node.now_ns)
-    assert node.engine.store(SET, vb_id, key, key + b"v", 0, 0, 0, 0)[0] == 0
-
-
-def messages_to(copies: Copies, member: str) -> list[Message | GroupMessage]:
-    """Return what is on its way to a member, without delivering it."""
-    wire = next(wire for wire in copies.wires if wire.node.member == member)
-    wire.take()
-    kinds = {Opcode.X_REPLICA_ENTRIES: unpack_entries, Opcode.X_REPLICA_GROUP: unpack_group}
-    frames = FrameDecoder().feed(wire.to_replica)
-    return [kinds[Opcode(frame.opcode)](frame) for frame in frames if frame.opcode in kinds]
-
-
-def groups_to(copies: Copies, member: str) -> list[bytes]:
-    """Return the whole groups that are on their way to a member."""
-    found = messages_to(copies, member)
-    return [each.entries for each in found if isinstance(each, GroupMessage) and each.entries]
 
 
 def committed(node: CopyNode, vb_id: int) -> int:
@@ -457,11 +435,12 @@ def test_a_message_with_a_group_comes_back_and_every_changed_byte_is_noticed() -
 
 
 def test_of_what_is_committed_no_group_between_is_told_that_is_not() -> None:
-    copies = level()
-    feed = copies.a.core.leading.feeds["b"]
-    feed._untold = {101: 6}
-    feed._committed = [8, 5, 3]
-    assert [feed._take_committed() for _ in range(3)] == [(3, 5), (8, 8), (0, 0)]
+    told = CommitsTold()
+    for group, number in enumerate((3, 5, 6, 8)):
+        told.sent(group, number)
+    for group in (3, 1, 0):
+        told.committed(group)
+    assert [told.take() for _ in range(3)] == [(3, 5), (8, 8), (0, 0)]
 
 
 def test_a_group_that_is_on_its_way_for_long_is_not_told_with_others() -> None:
@@ -472,11 +451,12 @@ def test_a_group_that_is_on_its_way_for_long_is_not_told_with_others() -> None:
         copies.a.commit()
     numbers = [sent.number for sent in feed._sent if sent.whole is not None]
     assert len(numbers) == TOLD_GROUPS_MAX + 1
-    assert list(feed._untold.values()) == numbers[1:]
-    feed._committed = [numbers[0] - 1, numbers[1]]
-    feed._untold = {}
-    assert feed._take_committed() == (numbers[0] - 1, numbers[0] - 1)
-    assert feed._take_committed() == (numbers[1], numbers[1])
+    told = feed._committed
+    assert list(told._untold.values()) == numbers[1:]
+    told._committed = [numbers[0] - 1, numbers[1]]
+    told._untold = {}
+    assert told.take() == (numbers[0] - 1, numbers[0] - 1)
+    assert told.take() == (numbers[1], numbers[1])
 
 
 def test_a_changed_byte_closes_the_link_and_nothing_of_the_group_is_applied() -> None:

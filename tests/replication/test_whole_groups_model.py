@@ -40,6 +40,14 @@ class Play:
     def commit(self, vb_id: int, number: int) -> None:
         self._node(number).commit()
 
+    def begin(self, vb_id: int, number: int) -> None:
+        """A group is on its way to the disk."""
+        self._node(number).begin()
+
+    def put_and_begin(self, vb_id: int, number: int) -> None:
+        self.put(vb_id, number)
+        self.copies.master(vb_id).begin()
+
     def put_and_commit(self, vb_id: int, number: int) -> None:
         self.put(vb_id, number)
         self.copies.master(vb_id).commit()
@@ -109,7 +117,7 @@ def held(node: CopyNode, vb_id: int, seqno: int) -> list[bytes]:
 
 STEPS = ["put"] * 6 + ["put_and_commit"] * 4 + ["commit"] * 5 + ["move"] * 4 + ["move_some"] * 2
 STEPS += ["cut", "tick", "tick", "follow_anew", "follow_anew", "leave_isr", "elect"]
-STEPS += ["floor"]
+STEPS += ["floor", "begin", "begin"] + ["put_and_begin"] * 4
 steps = st.tuples(st.sampled_from(STEPS), st.integers(0, PARTITIONS - 1), st.integers(0, 40))
 
 

@@ -38,6 +38,7 @@ class Server:
         self.engine, self.device = self.node.engine, self.node.device
         self.engine.keyspace.memtable_bytes_max = memtable_bytes
         self.committed: list[int] = []
+        self.begun: list[int] = []
         self.rotated: list[int] = []
         self.full: list[str] = []
         self.failures: list[Exception] = []
@@ -47,6 +48,7 @@ class Server:
             self.node.writer,
             finds_room=syncs_groups,
             on_publish=self._commit,
+            on_begin=lambda group: self.begun.append(group.number),
             on_rotated=self.rotated.append,
             on_full=self.full.append,
             on_failure=self.failures.append,
@@ -112,6 +114,38 @@ async def test_a_group_waits_for_room_and_goes_before_what_came_later(
     assert server.committed == list(range(1, len(server.committed) + 1))
     assert server.groups() == server.committed
     assert server.failures == []
+
+
+async def test_a_group_is_told_before_its_sync_and_once_though_the_disk_is_full(
+    server: Server,
+) -> None:
+    """Replicas get it then; a sync of the loop would delay them."""
+    sync = server.device.sync
+    begun_at_sync: list[list[int]] = []
+
+    def noted() -> None:
+        begun_at_sync.append(list(server.begun))
+        sync()
+
+    server.device.sync = noted  # type: ignore[method-assign]
+    server.set(b"first")
+    await server.committer.drain()
+    assert begun_at_sync == [server.begun] == [[1]]
+    server.device.fail_append(1)
+    server.set(b"second")
+    await server.until(lambda: len(server.committed) > 1)
+    assert server.full
+    assert server.full[-1] == ""
+    assert server.begun == [1, 2]
+
+
+async def test_a_group_without_a_sync_is_not_told_before() -> None:
+    server = Server(syncs_groups=False)
+    server.set(b"first")
+    await server.committer.drain()
+    assert server.committed == [1]
+    assert server.begun == []
+    server.committer.stop()
 
 
 async def test_the_loop_does_not_wait_for_a_slow_disk_again_and_again(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from dcp.server.net.connection import ClientConnection
 from dcp.wire.frame import pack_request
@@ -129,3 +132,27 @@ async def test_messages_that_can_wait_leave_with_others_or_alone(tmp_path: Path)
             frame = await client.receive()
             assert frame is not None
             assert frame.opaque == opaque
+
+
+def test_messages_for_replicas_leave_at_once_under_uvloop_too(tmp_path: Path) -> None:
+    """The loop may stand still in a sync right after."""
+
+    async def leave_at_once() -> None:
+        async with node_here(tmp_path, {}) as node, Client.connect(node) as client:
+            assert (await client.ask(pack_request(Opcode.NOOP, opaque=1))).opaque == 1
+            (connection,) = node.connections
+            assert isinstance(connection, ClientConnection)
+            sender: Any = Sender()
+            sender.can_wait = False
+            connection.session.state.feed = sender
+            packet = pack_request(Opcode.NOOP, opaque=2)
+            sender.out.append(packet)
+            connection.schedule_pump()
+            node.connections.feed()
+            with socket.socket(
+                fileno=os.dup(client.writer.get_extra_info("socket").fileno())
+            ) as end:
+                assert end.recv(100, socket.MSG_PEEK | socket.MSG_DONTWAIT) == packet
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(leave_at_once())

@@ -172,6 +172,10 @@ class ClusterNode(SingleNode):
         """See Served."""
         self._carry_out_core()
 
+    def begun(self, job: WriteGroup) -> None:
+        """See SingleNode."""
+        self.core.group_begun(self.clock.monotonic_ns(), job.group)
+
     def _done(self, job: Job) -> None:
         published = self.groups.done(job)
         if isinstance(job, WriteGroup):

@@ -254,9 +254,13 @@ class SingleNode:
         self._is_kicked = False
         job = self.groups.next_job()
         if isinstance(job, WriteGroup):
+            self.begun(job)
             self._write(job)
         elif job is not None:
             self._rotate(job)
+
+    def begun(self, job: WriteGroup) -> None:
+        """A group is about to be written; for nodes that tell others."""
 
     def _write(self, job: WriteGroup) -> None:
         try:

@@ -20,7 +20,7 @@ from dcp.cluster.cluster_records import (
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.metastore import KeyValue
 from dcp.cluster.partition_choices import CoordinatorSettings
-from dcp.core.groups import Published
+from dcp.core.groups import Job, Published
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.replica_link import LinkState, ReplicaLink
@@ -29,6 +29,7 @@ from dcp.session.rights import FULL_RIGHTS, Role
 from failover.replication_record import ReplicationRecord, create, elect
 from support.memory_node import MemoryNode, Peer
 from vbucket.engine.partition import Partition, VbState
+from vbucket.log.commit_group import CommitGroup
 from vbucket.model.entry import key_of, vb_id_of
 from vbucket.store.due import EXPIRY_AT, read_due
 
@@ -48,6 +49,7 @@ class CopyNode(MemoryNode):
 
     def _open(self) -> None:
         super()._open()
+        self.under_way: Job | None = None
         self.incarnation += 1
         self.session = ClusterSession(
             KEYS.root, self.member, self.incarnation, CoordinatorSettings()
@@ -60,6 +62,21 @@ class CopyNode(MemoryNode):
 
     def _carry_out(self, effects: Iterable[SessionEffect]) -> None:
         """Write nothing: the test writes the records."""
+
+    def begin(self) -> None:
+        """Take the open group, unless one is being written: it is on its way to the disk."""
+        if self.under_way is None:
+            self.under_way = self.next_job()
+
+    def commit(self) -> None:
+        """Write and sync what is under way, and all else."""
+        if self.under_way is not None:
+            job, self.under_way = self.under_way, None
+            self.finish(job)
+        super().commit()
+
+    def begun(self, group: CommitGroup) -> None:
+        self.core.group_begun(self.copies.now_ns, group)
 
     def published(self, published: Published) -> None:
         if published.group is not None:

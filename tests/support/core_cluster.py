@@ -32,6 +32,7 @@ from failover.replication_record import ReplicationRecord, create, elect
 from support.memory_node import MemoryNode, Peer
 from vbucket.engine.engine import SET
 from vbucket.engine.partition import Partition
+from vbucket.log.commit_group import CommitGroup
 
 KEYS = ClusterKeys(b"/test/")
 MS = 1_000_000
@@ -83,6 +84,9 @@ class CoreNode(MemoryNode):
             if self in {wire.node, wire.master}:
                 wire.cut()
         super().crash(keep_unsynced_bytes)
+
+    def begun(self, group: CommitGroup) -> None:
+        self.core.group_begun(self.cluster.now_ns, group)
 
     def finish(self, job: Job) -> None:
         super().finish(job)

@@ -32,6 +32,7 @@ from support.open_door import OpenDoor
 from vbucket.engine.engine import Engine
 from vbucket.engine.read_view import Views
 from vbucket.engine.startup import new_partitions, replay_log
+from vbucket.log.commit_group import CommitGroup
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.recovery import recover
@@ -156,14 +157,19 @@ class MemoryNode:
 
     def commit(self) -> None:
         """Let the log do what it has to: write and sync the open group, and wake its waiters."""
-        job = self.groups.next_job()
-        while job is not None:
+        while (job := self.next_job()) is not None:
             self.finish(job)
-            job = self.groups.next_job()
+
+    def next_job(self) -> Job | None:
+        """Return what the log has to do next."""
+        job = self.groups.next_job()
+        if isinstance(job, WriteGroup):
+            self.begun(job.group)
+        return job
 
     def take(self) -> WriteGroup:
         """Take the open group, which is not empty; `finish` writes it."""
-        job = self.groups.next_job()
+        job = self.next_job()
         assert isinstance(job, WriteGroup)
         return job
 
@@ -176,6 +182,9 @@ class MemoryNode:
         else:
             self.writer.sync()
         self.published(self.groups.done(job))
+
+    def begun(self, group: CommitGroup) -> None:
+        """A group is about to be written; for nodes that tell others."""
 
     def published(self, published: Published) -> None:
         """A job has made something visible; for nodes that tell others."""

@@ -77,6 +77,8 @@ class Member:
     def commit(self) -> None:
         """Write and sync what is pending."""
         while (job := self.node.groups.next_job()) is not None:
+            if isinstance(job, WriteGroup):
+                self.core.group_begun(self.now_ns, job.group)
             self.node.finish(job)
             if isinstance(job, WriteGroup):
                 self.core.group_synced(self.now_ns, job.group)

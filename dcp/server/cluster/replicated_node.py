@@ -73,6 +73,7 @@ from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
+from vbucket.log.commit_group import CommitGroup
 from vbucket.model.manifest import Manifest
 from vbucket.store.store import Store
 
@@ -344,6 +345,13 @@ class ReplicatedNode:
         """Whether a master waits for this node."""
         records = (stored.content.record for stored in self.session.view.partitions.values())
         return any(self.member in record.isr for record in records)
+
+    def group_begun(self, group: CommitGroup) -> None:
+        """A group is about to be written: the commit path calls this first. Replicas in step get it
+        at once, so that they write and sync it at the same time.
+        """
+        if self.core.group_begun(elapsed_ns(), group):
+            self._parts.connections.feed()
 
     def group_published(self, published: Published) -> None:
         """A job of the log is done: the commit path calls this instead of `publish`."""

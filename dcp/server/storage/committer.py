@@ -16,7 +16,9 @@ waits for the store's commits. One more thread syncs the log's end mark.
 
 Invariants
 - jobs are done one at a time, in the order in which the cycle gives them;
-- `on_publish` runs on the loop, when a group is as safe as the durability requires;
+- `on_begin` runs on the loop when a group is begun that is synced, once for each, and before
+  anything else waits for the disk. `on_publish` runs there when a group is as safe as the
+  durability requires;
 - if the log has no room (`full_why`), the group stays and is retried with the same bytes until
   there is room, before any later group. Nobody is answered meanwhile, and nothing is lost;
 - after any other failed write, a failed sync, or an unexpected exception, nothing is committed any
@@ -41,6 +43,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from dcp.core.groups import GroupCycle, Job, LogTask, Published, WriteGroup
 from dcp.server.observe.meter import Histogram
 from dcp.server.storage.log_thread import GroupThread, Written, start_group_thread
+from vbucket.log.commit_group import CommitGroup
 from vbucket.log.device import AHEAD_BYTES, PREPARE_BYTES, LogFullError, SyncFailedError
 from vbucket.log.record import RECORD_BYTES
 from vbucket.log.writer import GroupAside, LogWriter
@@ -109,6 +112,7 @@ class Committer:
         on_full: Callable[[str], None],
         on_failure: Callable[[Exception], None],
         sync_seconds: Histogram,
+        on_begin: Callable[[CommitGroup], None] | None = None,
         pace: GroupPace | None = None,
         retry_first_s: float = RETRY_FIRST_S,
         retry_max_s: float = RETRY_MAX_S,
@@ -122,6 +126,7 @@ class Committer:
         writer.marking = threading.Lock()
         self._device = writer.device
         self._on_publish = on_publish
+        self._on_begin = on_begin
         self._on_rotated = on_rotated
         self._on_full = on_full
         self._on_failure = on_failure
@@ -260,7 +265,9 @@ class Committer:
             self._pace.taken(len(job.group.payload))
         if not isinstance(job, WriteGroup) or not self._is_for_the_loop(job):
             self._give(job)
+            self._tell_begun(job)
             return
+        self._tell_begun(job)  # before the loop stands still in the sync
         try:
             self._write(job, self._sync_on_loop)
         except LogFullError as error:
@@ -269,6 +276,11 @@ class Committer:
         self._publish(job)
         if self._finds_room and self._device.room_bytes < self._room_bytes_min:
             self._reserve()
+
+    def _tell_begun(self, job: Job) -> None:
+        """Tell that a group is being written, if it is synced as well."""
+        if self._on_begin is not None and isinstance(job, WriteGroup) and job.is_synced:
+            self._on_begin(job.group)
 
     def _pauses(self) -> bool:
         """Whether the next group has to wait; then it begins later."""
