@@ -1,5 +1,5 @@
-"""Three dcpd processes with the embedded metadata store, and our clients on them: a rolling
-restart, SIGKILL and SIGSTOP under load, with the callers' timeouts.
+"""Three dcpd processes with the embedded metadata store, and our clients on them: SIGKILL and
+SIGSTOP under load, with the callers' timeouts.
 """
 
 from __future__ import annotations
@@ -101,25 +101,6 @@ async def following(address: str, vbuckets: list[int] | None = None) -> AsyncIte
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_a_rolling_restart_makes_no_version_and_no_error(cluster: ClusterProcesses) -> None:
-    in_thread, nodes = cluster.in_thread, cluster.nodes
-    async with KvClient.connect(nodes["a"].address, timeout_s=PATIENT_S) as kv:
-        versions = {vb: (await kv.failover_log(vb))[0] for vb in range(0, 1024, 16)}
-        load = ClusterLoad(kv)
-        await until_so(lambda: len(load.answered) == len(load.tried) >= 160)
-        for name in "cb":  # the metadata store is with "a"
-            assert await in_thread(nodes[name].stop) == 0
-            before = load.progress()
-            await until_so(lambda before=before: load.has_gone_on(before))
-            await in_thread(nodes[name].start)
-            await in_thread(cluster.until_in_sync, 3)
-        await load.stop()
-        assert load.errors == []
-        assert await load.lost() == []
-        for vb, version in versions.items():
-            assert (await kv.failover_log(vb))[0] == version, f"vb {vb} has a new version"
 
 
 async def test_reads_writes_and_consumers_go_through_a_freeze_and_a_kill(
