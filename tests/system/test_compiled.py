@@ -42,6 +42,12 @@ BUILT_FROM = (
 SOURCE_SUFFIXES = {".py", ".pyi", ".c", ".h", ".txt", ".toml"}
 CACHE = Path(sys.prefix) / "compiled-tests"
 """Beside what is installed; remove it to compile again."""
+SMALL_LOOPS = """
+#include <Python.h>
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "vbucket.native.loops"};
+PyMODINIT_FUNC PyInit_loops(void) { return PyModule_Create(&definition); }
+"""
+"""Instead of all loops, where only matters that something is built, and when."""
 LOOPS_SAID = "compiled the loops in C beside the sources\n"
 CORE = (
     "session/test_session_documents.py", "session/test_session_get_runs.py",
@@ -183,6 +189,15 @@ def in_place(source: Path, *arguments: str, **more: str) -> subprocess.Completed
     return run("-c", code, str(source.parent / "env"), *arguments, cwd=source, **COMPILING, **more)
 
 
+def small_sources(folder: Path) -> Path:
+    """Copy the sources, with next to nothing to compile."""
+    source = copied_sources(folder)
+    for name in hatch_build.LOOPS_SOURCES:
+        is_module = Path(name).stem == hatch_build.LOOPS.rpartition(".")[2]
+        (source / name).write_text(SMALL_LOOPS if is_module else "")
+    return source
+
+
 def test_the_loops_have_no_warnings() -> None:
     """But one: methods take their own type for `self`, as is usual in extensions."""
     if why := no_compiler():
@@ -200,7 +215,7 @@ def test_the_loops_have_no_warnings() -> None:
 def test_the_loops_are_compiled_in_place_and_again_after_a_change(tmp_path: Path) -> None:
     if why := no_compiler():
         pytest.skip(why)
-    source = copied_sources(tmp_path)
+    source = small_sources(tmp_path)
     said = "compiled the loops in C beside the sources\n"
     assert in_place(source, "--loops").stdout == said
     assert form_text(source) == "plain Python, loops in C"
@@ -232,7 +247,7 @@ def test_two_builds_at_once_wait_for_each_other(tmp_path: Path) -> None:
     """Both wrote to the same folder: one failed, and then removed what the other one had made."""
     if why := no_compiler():
         pytest.skip(why)
-    source = copied_sources(tmp_path)
+    source = small_sources(tmp_path)
     with ThreadPoolExecutor() as threads:
         builds = [threads.submit(in_place, source, "--loops") for _ in range(2)]
         done = [build.result() for build in builds]
@@ -245,7 +260,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     """As in a tree that is read-only, which it is not for root: other things are in the way."""
     if why := no_compiler():
         pytest.skip(why)
-    source = copied_sources(tmp_path)
+    source = small_sources(tmp_path)
     (tmp_path / "env").touch()
     failed = in_place(source, "--loops")
     assert failed.returncode == 1
@@ -269,7 +284,7 @@ def test_a_library_cut_short_is_not_used_again(tmp_path: Path) -> None:
     """What is kept is compared with what was compiled; a server that finds it broken says so."""
     if why := no_compiler():
         pytest.skip(why)
-    source = copied_sources(tmp_path)
+    source = small_sources(tmp_path)
     assert in_place(source, "--loops").stdout == LOOPS_SAID
     (library,) = source.glob("vbucket/native/*.so")
     whole = library.read_bytes()
@@ -298,7 +313,7 @@ def test_sources_that_change_during_a_build_are_noticed(tmp_path: Path) -> None:
     """As by `git pull`: what was compiled is that of before, and so is its list."""
     if why := no_compiler():
         pytest.skip(why)
-    source = copied_sources(tmp_path)
+    source = small_sources(tmp_path)
     real = (sysconfig.get_config_var("CC") or "cc").split()[0]
     compiler = tmp_path / "compiler"
     header = source / "vbucket" / "native" / "counts.h"
