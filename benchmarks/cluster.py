@@ -9,14 +9,18 @@
 
 The nodes and the load share the machine's cores, so its other work is in every figure: the table
 has the machine's load. The cluster has 3 copies and the embedded metadata store, which the first
-node owns. `dcpd` in the table is the cluster.
+node owns, or one member of etcd where any node may be away (`restart`, `kill-coordinator`). `dcpd`
+in the table is the cluster.
 
 Parts
 - set       durable SETs at 1 x 1 and 8 x 64, and the same on one node, in turn
 - idle      processor time and written bytes of three nodes that nobody uses
 - handover  a node stops (SIGTERM) under `--rate` writes a second: what writes wait
+- restart   all nodes in turn stop (SIGTERM), start, and are in sync again, under `--restart-rate`
+            writes a second: what writes wait, and new versions, of which there must be none
 - kill      SIGKILL of a master's node under `--gap-rate` writes a second: the time to the first
             answered write of each of its partitions. With `--isr 2` there are two nodes and copies
+- kill-coordinator   the same with etcd, of the node that is the coordinator each time
 - freeze    the same by SIGSTOP
 - cut       the same by cutting its cables to nodes, clients and the metadata store (by a proxy)
 - sdk       the longest upsert of the official Couchbase SDK around a SIGKILL
@@ -39,8 +43,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.cluster_gaps import ISRS, in_sync, measure_cut, measure_freeze, measure_kill
-from benchmarks.cluster_nodes import CLUSTER, POLL_SECONDS, Nodes, loaded, processor_ns
+from benchmarks.cluster_gaps import (
+    ISRS,
+    in_sync,
+    measure_cut,
+    measure_freeze,
+    measure_kill,
+    measure_kill_coordinator,
+)
+from benchmarks.cluster_nodes import (
+    CLUSTER,
+    POLL_SECONDS,
+    Nodes,
+    NodesOnEtcd,
+    loaded,
+    processor_ns,
+)
 from benchmarks.cluster_sdk import longest_upsert_ms
 from benchmarks.peers import Dcpd, descendants
 from benchmarks.report import Report
@@ -168,6 +186,44 @@ def measure_handover(report: Report, options: argparse.Namespace, folder: Path) 
             nodes.settle(3, is_even=False)
 
 
+def measure_restart(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """A rolling restart of all nodes, `--runs` times."""
+    nodes = NodesOnEtcd(folder / "restart", ISRS[options.isr])
+    with in_sync(nodes, options.isr):
+        for _ in range(options.runs):
+            nodes.settle(options.isr)  # masters return a minute after the run before
+            versions, began = nodes.versions(), time.monotonic()
+            stops_s: dict[str, float] = {}
+            waits_ms: dict[str, float] = {}
+            with loaded(nodes, options.restart_rate) as load:
+                time.sleep(SETTLED_SECONDS)
+                before = load.split()
+                for name in nodes.nodes:
+                    stopped = time.monotonic()
+                    nodes.nodes[name].stop()
+                    stops_s[name] = time.monotonic() - stopped
+                    waits_ms[f"{name} stops"] = load.split()["max_us"] / 1000
+                    nodes.nodes[name].start()
+                    for each in nodes.nodes:
+                        nodes.settle(options.isr, each, is_even=False)
+                    waits_ms[f"{name} starts"] = load.split()["max_us"] / 1000
+                result = load.stop()
+            new = sum(version != versions[vb_id] for vb_id, version in nodes.versions().items())
+            longest_ms = max(waits_ms.values())
+            say(f"  restart of all in {time.monotonic() - began:.0f} s, stops in "
+                + ", ".join(f"{seconds:.1f}" for seconds in stops_s.values())
+                + f" s; longest waits {waits_ms}; p99 before {before['p99_us'] / 1000:.0f} ms; "
+                f"{new} new versions; refusals {result['refusals']}")  # fmt: skip
+            what = f"rolling restart of all nodes at {options.restart_rate:,.0f}/s"
+            for which, value in (
+                ("longest wait of any write", longest_ms),
+                ("longest wait of a refused write", result["longest_refused_ms"]),
+                ("p99 before", before["p99_us"] / 1000),
+            ):
+                report.add(CLUSTER, f"{what}, {which}", value, unit="ms", more_is_better=False)
+            report.add(CLUSTER, f"{what}, new versions", new, unit="", more_is_better=False)
+
+
 def measure_sdk(report: Report, options: argparse.Namespace, folder: Path) -> None:
     """SIGKILL, as users of the official SDK see it."""
     with Nodes(folder / "sdk") as nodes:
@@ -289,7 +345,9 @@ PARTS: Final[dict[str, Callable[[Report, argparse.Namespace, Path], None]]] = {
     "set": measure_set,
     "idle": measure_idle,
     "handover": measure_handover,
+    "restart": measure_restart,
     "kill": measure_kill,
+    "kill-coordinator": measure_kill_coordinator,
     "freeze": measure_freeze,
     "cut": measure_cut,
     "sdk": measure_sdk,
@@ -301,8 +359,8 @@ PARTS: Final[dict[str, Callable[[Report, argparse.Namespace, Path], None]]] = {
 
 QUICK: Final = {
     "runs": 1, "rounds": 2, "seconds": 2.0, "seconds_of_set": 1.0, "rest_seconds": 1.0,
-    "keys": 2_000, "rate": 1_000, "gap_rate": 500, "join_rate": 500, "join_mib": 4,
-    "before_seconds": 1.0,
+    "keys": 2_000, "rate": 1_000, "restart_rate": 500, "gap_rate": 500, "join_rate": 500,
+    "join_mib": 4, "before_seconds": 1.0,
 }  # fmt: skip
 
 
@@ -316,13 +374,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5, help="of kill, freeze, cut and sdk")
     parser.add_argument("--isr", type=int, choices=sorted(ISRS), default=3,
-                        help="nodes and copies of kill, freeze, cut, join and busy")  # fmt: skip
+                        help="nodes and copies of all but handover, sdk and slow")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=600.0, help="of busy")
     parser.add_argument("--before-seconds", type=float, default=20.0, help="of join")
     parser.add_argument("--seconds-of-set", type=float, default=5.0)
     parser.add_argument("--rest-seconds", type=float, default=10.0, help="of idle")
     parser.add_argument("--keys", type=int, default=200_000)
     parser.add_argument("--rate", type=float, default=20_000, help="writes a second, handover")
+    parser.add_argument("--restart-rate", type=float, default=2_000, help="the same, restart")
     parser.add_argument("--gap-rate", type=float, default=2_000, help="the same, kill and slow")
     parser.add_argument("--join-rate", type=float, default=2_000, help="the same, join")
     parser.add_argument("--join-mib", type=int, default=1024, help="documents of 1 KiB in join")

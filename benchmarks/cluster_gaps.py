@@ -4,6 +4,9 @@ One load goes on through all rounds. In each round the fault happens to another 
 goes to each partition that it is master of: how long is it from the fault to its answer? Then the
 fault ends, and the next round begins when all copies are in sync and each node is master of its
 share.
+
+`kill-coordinator` has etcd behind the nodes, and kills each time the node that is the coordinator
+at the moment, and master of its share: the next coordinator elects.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from benchmarks.cluster_nodes import CLUSTER, Nodes, NodesBehindCables, loaded
+from benchmarks.cluster_nodes import CLUSTER, Nodes, NodesBehindCables, NodesOnEtcd, loaded
 from benchmarks.report import Report
 from benchmarks.run import say
 
@@ -28,16 +31,21 @@ ISRS: Final = {3: "abc", 2: "ab"}
 
 
 class Fault(NamedTuple):
-    """What happens to a node, how it ends, and the nodes that it needs."""
+    """What happens to a node, how it ends, the nodes that it needs, and whether it happens to the
+    coordinator each time.
+    """
 
     begin: Callable[[Any, str], object]
     end: Callable[[Any, str], object]
     nodes: type[Nodes] = Nodes
+    is_for_coordinator: bool = False
 
 
+KILL: Final = Fault(lambda nodes, name: nodes.nodes[name].kill(),
+                    lambda nodes, name: nodes.nodes[name].start())  # fmt: skip
 FAULTS: Final[dict[str, Fault]] = {
-    "kill": Fault(lambda nodes, name: nodes.nodes[name].kill(),
-                  lambda nodes, name: nodes.nodes[name].start()),
+    "kill": KILL,
+    "kill-coordinator": KILL._replace(nodes=NodesOnEtcd, is_for_coordinator=True),
     "freeze": Fault(lambda nodes, name: nodes.freeze(name), lambda nodes, _: nodes.thaw_all()),
     "cut": Fault(lambda nodes, name: nodes.cut(name), lambda nodes, _: nodes.heal(),
                  NodesBehindCables),
@@ -66,6 +74,8 @@ def measure_gaps(report: Report, options: argparse.Namespace, folder: Path, how:
             time.sleep(BEFORE_SECONDS)
             for number in range(options.rounds):
                 name = victims[number % len(victims)]
+                if fault.is_for_coordinator:
+                    name = nodes.coordinator()
                 since_s = time.monotonic()
                 fault.begin(nodes, name)
                 load.begin_mark(nodes.nodes[name].port, since_s)
@@ -74,7 +84,7 @@ def measure_gaps(report: Report, options: argparse.Namespace, folder: Path, how:
                     f"{found[0]:.2f} to {found[-1]:.2f} s")  # fmt: skip
                 gaps_s += found
                 fault.end(nodes, name)
-                nodes.settle(options.isr)
+                nodes.settle(options.isr, name)
             result = load.stop()
     say(f"  {options.rounds} rounds in {time.monotonic() - began_s:.0f} s; longest wait of any "
         f"write {result['max_us'] / 1e6:.2f} s; refusals {result['refusals']}")  # fmt: skip
@@ -90,6 +100,11 @@ def measure_gaps(report: Report, options: argparse.Namespace, folder: Path, how:
 def measure_kill(report: Report, options: argparse.Namespace, folder: Path) -> None:
     """SIGKILL."""
     measure_gaps(report, options, folder, "kill")
+
+
+def measure_kill_coordinator(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """SIGKILL of the coordinator, which is a master, too."""
+    measure_gaps(report, options, folder, "kill-coordinator")
 
 
 def measure_freeze(report: Report, options: argparse.Namespace, folder: Path) -> None:

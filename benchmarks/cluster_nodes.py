@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.peers import descendants
+from benchmarks.peers import Etcd, descendants
 from clients.address import parse_address
 from clients.kv.client import KvClient
 from clients.testing import ServerRefusedError
@@ -73,6 +73,18 @@ class Nodes(EmbeddedMembers):
                 return {vb_id: (await kv.failover_log(vb_id))[0][0] for vb_id in range(1024)}
 
         return asyncio.run(ask())
+
+    def coordinator(self) -> str:
+        """Return the node that elects masters. Raises ClusterError if there is none."""
+        found: list[str] = []
+
+        def is_found() -> bool:
+            name = self.status(self.running()[0]).get("coordinator")
+            found.extend([name] if name else [])
+            return bool(found)
+
+        self.until(is_found)
+        return found[-1]
 
     def masters_return_soon(self) -> None:
         """Let nodes get their masters back a second after they are in sync: rounds are short."""
@@ -137,6 +149,29 @@ class Nodes(EmbeddedMembers):
         """SIGSTOP, also for child processes."""
         for pid in descendants(self.nodes[name].pid):
             self.freeze_process(pid)
+
+
+class NodesOnEtcd(Nodes):
+    """Nodes with one member of etcd behind them, so any of them may die."""
+
+    def __init__(self, folder: Path, names: str = "abc", *arguments: str) -> None:
+        super().__init__(folder, names, *arguments)
+        self._etcd = Etcd(folder / "etcd")
+
+    def begin(self) -> None:
+        """Start etcd and all nodes, and return when each has its share."""
+        self._etcd.start()
+        names = tuple(self.nodes)
+        self._arguments += ("--cluster-meta", f"etcd://127.0.0.1:{self._etcd.port}")
+        self.nodes.clear()
+        for name in names:
+            self.add(name)
+        super().begin()
+
+    def end(self) -> None:
+        """Kill everything."""
+        super().end()
+        self._etcd.kill()
 
 
 class NodesBehindCables(Nodes):

@@ -148,6 +148,24 @@ def test_the_command_freezes_cuts_joins_and_keeps_nodes_busy(tmp_path: Path) -> 
     assert {"elections in 2 s of full load", "new versions in 2 s of full load"} <= rows.keys()
 
 
+def test_the_command_restarts_all_nodes_and_kills_the_coordinator(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cluster", "--quick", "--only",
+         "restart,kill-coordinator", "--rounds", "1", "--isr", "2", "--folder", str(tmp_path),
+         "--json", str(figures)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = {row["what"]: row["samples"]["dcpd"] for row in json.loads(figures.read_text())["rows"]}
+    restart = "rolling restart of all nodes at 500/s"
+    assert rows[f"{restart}, longest wait of any write"][0] > 0
+    assert rows[f"{restart}, new versions"] == [0]
+    kills = [what for what in rows if what.startswith("kill-coordinator to the first write, 2 in")]
+    assert len(kills) == 3
+    assert min(rows[what][0] for what in kills) > 0
+
+
 def test_the_command_says_what_it_knows() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.cluster", "--only", "nothing"],
