@@ -1,6 +1,6 @@
 """The client of etcd passes the conformance suite with one member.
 
-One member and three are files of their own, so that two workers share them: most of the time goes
+One member and three are files of their own, so that workers share them: most of the time goes
 by waiting for leases to run out.
 """
 
