@@ -1,4 +1,4 @@
-"""On how many disks a record is that a master commits because its sender had it."""
+"""What replicas have on disk, compared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from .values import Step, ViolationError
 
 if TYPE_CHECKING:
     from .model import Model
+    from .values import Replica
 
 
 def check_disks(
@@ -30,3 +31,19 @@ def check_disks(
     )
     if disks < model.min_in_sync:
         raise ViolationError(f"a record is committed on too few disks: {disks}", step)
+
+
+def disagreement(mine: Replica, theirs: Replica) -> str:
+    """Return in which version two replicas differ; "" if in none."""
+    if mine.lead and theirs.lead and mine.epoch == theirs.epoch:
+        return f"epoch {mine.epoch} has two masters"
+    for version in mine.versions.entries:
+        upper = theirs.versions.upper_of(version.vb_uuid, len(theirs.log))
+        if upper is None:
+            continue
+        own = mine.versions.upper_of(version.vb_uuid, len(mine.log))
+        assert own is not None
+        upto = min(upper, own, len(mine.log), len(theirs.log))
+        if mine.log[:upto] != theirs.log[:upto]:
+            return f"two replicas differ within version {version.vb_uuid}, up to seqno {upto}"
+    return ""

@@ -26,7 +26,7 @@ from failover.replication_record import (
     majority,
 )
 
-from .disks import check_disks
+from .disks import check_disks, disagreement
 from .moves import Moves, emptied
 from .renaming import Renaming
 from .rules import RIGHT, Entry, Rules
@@ -589,23 +589,8 @@ class Model:
             if j != i and other != mine:
                 problem = self._agree.get((mine, other))
                 if problem is None:
-                    problem = self._disagreement(mine, other)
+                    values = self.replicas.values
+                    problem = disagreement(values[mine], values[other])
                     self._agree[mine, other] = self._agree[other, mine] = problem
                 if problem:
                     raise ViolationError(problem, step)
-
-    def _disagreement(self, one: int, other: int) -> str:
-        """Return in which version two replicas differ; "" if in none."""
-        mine, theirs = self.replicas.values[one], self.replicas.values[other]
-        if mine.lead and theirs.lead and mine.epoch == theirs.epoch:
-            return f"epoch {mine.epoch} has two masters"
-        for version in mine.versions.entries:
-            upper = theirs.versions.upper_of(version.vb_uuid, len(theirs.log))
-            if upper is None:
-                continue
-            own = mine.versions.upper_of(version.vb_uuid, len(mine.log))
-            assert own is not None
-            upto = min(upper, own, len(mine.log), len(theirs.log))
-            if mine.log[:upto] != theirs.log[:upto]:
-                return f"two replicas differ within version {version.vb_uuid}, up to seqno {upto}"
-        return ""
