@@ -143,10 +143,11 @@ class ReplicationCore:
     def records_changed(self, now_ns: int, vb_ids: Iterable[int]) -> None:
         """The view has other records of these partitions."""
         self._now_ns = now_ns
+        vb_ids = tuple(sorted(vb_ids))
         cluster = self._session.view.cluster
         if cluster is not None and self.leading.take_min_in_sync(cluster.content.min_in_sync):
             self._raise_watermarks(tuple(self.leading.masterships))
-        for vb_id in sorted(vb_ids):
+        for vb_id in vb_ids:
             if vb_id >= self._engine.num_vbuckets:
                 continue
             stored = self._session.view.partitions.get(vb_id)
@@ -156,7 +157,7 @@ class ReplicationCore:
                 view = self._session.view
                 key = view.keys.of_partition(KeyKind.PARTITION, vb_id)
                 self._distrust(vb_id, view.unreadable.get(key, "its record is gone"))
-        self._effects.append(MapChanged())
+        self._effects.append(MapChanged(vb_ids))
 
     def _distrust(self, vb_id: int, why: str) -> None:
         """Leave a partition as it is, because its record says nothing that can be followed. Say so

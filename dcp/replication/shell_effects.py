@@ -18,6 +18,9 @@ class Dial(NamedTuple):
 class MapChanged(NamedTuple):
     """The partition map that clients get has changed."""
 
+    vb_ids: tuple[int, ...]
+    """Partitions whose records are others now."""
+
 
 class BranchEnded(NamedTuple):
     """A branch that was asked for here (`Leading.want_branch`) is decided: answer the operator."""

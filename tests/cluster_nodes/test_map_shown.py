@@ -34,7 +34,7 @@ from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
-from failover.replication_record import ReplicationRecord, create
+from failover.replication_record import ReplicationRecord, create, shrink
 from support.cluster_here import ClusterHere
 from support.loop_metastore import LoopMetaStore
 from support.memory_node import MemoryNode
@@ -105,6 +105,27 @@ def test_a_record_that_was_read_ahead_of_the_view_is_told_once_the_view_has_come
     node.view.replace([*node.items[:3], member_item("c", 14), own_write], 15)
     assert node.shown.update()
     assert (node.config.config_version(), node.master()) == ((7, 15), 1)
+
+
+def test_other_masters_and_addresses_are_urgent_and_other_replicas_are_not() -> None:
+    node = Shown()
+    node.view.replace(node.items, 12)
+    assert node.shown.is_urgent((0,)), "clients know no master of it"
+    assert node.shown.update()
+    assert not node.shown.is_urgent((0,))
+    node.view.learn([partition_item(shrink(create(("a", "b")), "b"), 15)], 15)
+    assert not node.shown.is_urgent((0,))
+    node.view.learn([partition_item(create(("b", "a")), 16)], 16)
+    assert node.shown.is_urgent((0,))
+    assert not node.shown.is_urgent(())
+    assert node.shown.is_urgent((1,)), "its record is gone"
+    node.view.replace([*node.items[:3], member_item("c", 17), node.items[3]], 17)
+    assert node.shown.is_urgent(()), "there is one more node"
+    assert node.shown.update()
+    assert not node.shown.is_urgent((0,))
+    raised = item(KEYS.cluster, encode_record(ClusterRecord(copies=2, life=8)), 18)
+    node.view.replace([raised, *node.items[1:]], 18)
+    assert node.shown.is_urgent(())
 
 
 def test_a_map_below_what_the_folder_has_told_is_not_told() -> None:

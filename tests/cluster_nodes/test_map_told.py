@@ -17,6 +17,8 @@ from dcp.cluster.cluster_records import encode_record
 from dcp.cluster.metastore import Put, Txn
 from dcp.server.admin import couchbase_routes
 from dcp.server.admin.couchbase_routes import BLOCK_END
+from dcp.server.cluster import map_pace
+from dcp.server.cluster.map_pace import MAP_S
 from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.session.state import CLUSTERMAP_CHANGED
@@ -46,6 +48,12 @@ async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster
         await cluster.until_all_in_sync(2)
         await until_so(lambda: len(versions(cluster)) == 1)
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def quick_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tell maps in which no master has changed as soon as others: there are no others here."""
+    monkeypatch.setattr(map_pace, "REPLICAS_S", MAP_S)
 
 
 def versions(cluster: ClusterHere) -> set[Version]:

@@ -8,6 +8,8 @@ write, tells the former map for a few milliseconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dcp.cluster.cluster_records import MemberRecord
 from dcp.cluster.cluster_view import ClusterView
 from dcp.cluster.map_life import NEVER_TOLD, MapLife
@@ -35,6 +37,26 @@ class MapShown:
         self._own = own
         self.version = NEVER_TOLD
         """What clients were told last."""
+        self._masters: dict[int, str | None] = {}
+        self._members: dict[str, MemberRecord] = {}
+        """What it said: partition -> its master, and the nodes."""
+
+    def is_urgent(self, vb_ids: Iterable[int]) -> bool:
+        """Return whether clients have to know soon of changes of these partitions: one has another
+        master than they were told, or a node another address, or all maps begin anew.
+        """
+        told, partitions = self._masters, self._view.partitions
+        for vb_id in vb_ids:
+            stored = partitions.get(vb_id)
+            if stored is None or stored.content.record.master != told.get(vb_id):
+                return True
+        is_same_life = self._life.version().life == self.version.life
+        return not is_same_life or self._members != self._members_now()
+
+    def _members_now(self) -> dict[str, MemberRecord]:
+        members = {name: stored.content for name, stored in self._view.members.items()}
+        members.setdefault(self._own.member, self._own)
+        return members
 
     def update(self) -> bool:
         """Tell clients the newest map; return whether it is a newer one."""
@@ -43,10 +65,12 @@ class MapShown:
             return False
         if view.is_loaded and view.revision < version.rev:
             return False
-        members = {name: stored.content for name, stored in view.members.items()}
-        members.setdefault(self._own.member, self._own)
+        self._members = self._members_now()
+        self._masters = {
+            vb_id: stored.content.record.master for vb_id, stored in view.partitions.items()
+        }
         shown = bucket_map(
-            view, NUM_VBUCKETS, self._own.member, _nodes(members),
+            view, NUM_VBUCKETS, self._own.member, _nodes(self._members),
             rev=version.rev, rev_epoch=version.life,
         )  # fmt: skip
         self._config.show(shown, self._cluster)

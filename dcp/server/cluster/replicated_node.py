@@ -442,7 +442,7 @@ class ReplicatedNode:
             if may_act:
                 self.core.records_changed(now_ns, effect.vb_ids)
             else:
-                self._map_changed()
+                self._map_changed(MapChanged(tuple(effect.vb_ids)))
         elif isinstance(effect, WriteOutcome):
             self.core.outcome(now_ns, effect)
         elif isinstance(effect, Elected):
@@ -519,9 +519,9 @@ class ReplicatedNode:
     def _link_moved(self) -> None:
         self._guarded(self._carry_out)
 
-    def _map_changed(self, _effect: MapChanged | None = None) -> None:
+    def _map_changed(self, changed: MapChanged) -> None:
         self._parts.connections.release()  # a larger in-sync set may be what an answer waits for
-        self._map_pace.changed()
+        self._map_pace.changed(is_urgent=self._map.is_urgent(changed.vb_ids))
 
     def _show_map(self) -> None:
         if self._map.update():
