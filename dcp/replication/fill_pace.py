@@ -11,6 +11,9 @@ acknowledgement or tick, and not for a timer.
 Groups wait behind what fills on the same link. So no more of it is on its way than the link may
 send within ON_THE_WAY_NS: a replica that stands still for a merge does not collect more.
 
+Copies that are full join their in-sync sets together, once in JOIN_NS. Each alone would be a
+transaction of the metadata store, and every node takes each of them over, and what follows it.
+
 Who calls it: `dcp.replication.replica_feed`; `dcp.replication.leading` tells what was measured.
 """
 
@@ -27,6 +30,9 @@ FILL_SECTION_BYTES: Final = 64 << 10
 ON_THE_WAY_NS: Final = 100_000_000
 BURST_NS: Final = 200_000_000
 """What may be sent at once after a pause: a few turns of a link, which come every 50 ms."""
+JOIN_NS: Final = 500_000_000
+"""How long a full copy waits for others. It protects so much later, and the partition has all the
+copies that it had."""
 ACTIVE_NS: Final = 1_000_000_000
 """How long a link takes part in sharing after it asked last."""
 _NS_PER_S: Final = 1_000_000_000
@@ -50,6 +56,8 @@ class FillPace:
         self._links: dict[str, _Allowance] = {}
         self._lag_ns: int | None = None
         """How late the event loop was at most since the last look."""
+        self._joined_ns: int | None = None
+        """When full copies could join last."""
 
     def was_late(self, lag_ns: int) -> None:
         """The event loop did something so much later than it was due."""
@@ -66,6 +74,13 @@ class FillPace:
             now_ns, acknowledged_ns=max(acknowledged, default=None), lag_ns=lag_ns,
             is_filling=bool(self._links),
         )  # fmt: skip
+
+    def may_join(self, now_ns: int) -> bool:
+        """Return whether copies that are full may join now. Call it at every tick."""
+        may = self._joined_ns is None or now_ns - self._joined_ns >= JOIN_NS
+        if may:
+            self._joined_ns = now_ns
+        return may
 
     def may_send(self, link: str, now_ns: int, on_the_way: int = 0) -> bool:
         """Return whether a link may send something for a copy that is being filled. `on_the_way`:

@@ -449,8 +449,8 @@ class Leading:
         if not self._are_level():
             self.serving.all_changed()
         self.pace.look(self._now_ns, (feed.delays for feed in self.feeds.values()))
-        lateness = self._look_for_late()
-        restless, left = self.serving.restless(), self.serving.take_left()
+        lateness, may_fill = self._look_for_late(), self.pace.may_join(self._now_ns)
+        restless, left = self.serving.restless(may_fill=may_fill), self.serving.take_left()
         rested_ns, self._rested_ns = self._rested_ns, dict(self._level_ns)
         alive = self._view.alive
         heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
@@ -464,13 +464,13 @@ class Leading:
             self.note_acknowledged(mastership)
             if vb_id in left:
                 mastership.rested(ticked_ns, rested_ns)
-            record = mastership.changed_isr(self._now_ns, alive, heard_ns, lateness)
+            record = mastership.changed_isr(
+                self._now_ns, alive, heard_ns, lateness, may_fill=may_fill
+            )
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue
-            if len(changes) == COMPARES_MAX:
-                continue  # the rest comes with the next tick
-            if vb_id not in records:
-                continue  # what the store has is not followed, so it is not written either
+            if len(changes) == COMPARES_MAX or vb_id not in records:
+                continue  # the rest comes with the next tick; what is not followed is not written
             record = record or self._next_record(mastership)
             if record is not None:
                 changes.append(self._change(mastership, record, records[vb_id]))

@@ -295,9 +295,11 @@ class Mastership:
 
     def is_settled(self, alive: Mapping[str, object]) -> bool:
         """Whether nothing is under way. The record changes then only if a member is lost or comes,
-        or if somebody asks for it.
+        if a copy that is filled may join, or if somebody asks for it.
         """
         record = self._record
+        can_wait = is_enough(record.isr, self._min_in_sync, record.counted_copies)
+        filling = record.filling if can_wait else frozenset[str]()
         return (
             not self.is_writing
             and self._asked is None
@@ -305,7 +307,11 @@ class Mastership:
             and self.branch_wanted is None
             and record.branch is None
             and record.wanted_master in {None, record.master}
-            and all((member in record.isr) == (member in alive) for member in record.copies)
+            and all(
+                (member in record.isr) == (member in alive)
+                for member in record.copies
+                if member not in filling
+            )
         )
 
     def confirmed_until_ns(self, asked_ns: Mapping[str, int]) -> int | None:
@@ -342,12 +348,15 @@ class Mastership:
         alive: Mapping[str, object],
         heard_ns: Mapping[str, int],
         lateness: Lateness = NOBODY_LATE,
+        *,
+        may_fill: bool = True,
     ) -> ReplicationRecord | None:
         """Return the record with another in-sync set, if it has to change; None: it need not.
 
         Call it at every tick. `alive` are the members whose nodes are not known to be gone,
         `heard_ns` has when each was asked the question that it confirmed last, `lateness` who
-        acknowledges late, all partitions taken together.
+        acknowledges late, all partitions taken together. `may_fill`: whether a copy that was filled
+        may join now; if there are too few in sync, it need not wait.
         """
         self._note_levels(now_ns, heard_ns)
         if self.is_writing or not self.is_ready or self.record.master != self._member:
@@ -376,12 +385,13 @@ class Mastership:
             return shrink(record, leaving)
         if len(record.isr) == len(record.copies):
             return None
+        filling = record.filling
         can_wait = is_enough(record.isr, self._min_in_sync, record.counted_copies)
         joining = [
             member
             for member in record.copies
             if member not in record.isr and member in alive
-            and not (can_wait and member in lateness.slow)
+            and not (can_wait and (member in lateness.slow or (member in filling and not may_fill)))
             and self._may_join(member, heard_ns.get(member))
         ]  # fmt: skip
         return expand(record, joining) if joining else None
@@ -408,11 +418,12 @@ class Mastership:
 
     def rested(self, until_ns: int, level_ns: Mapping[str, int]) -> None:
         """Up to then, `changed_isr` was not called because nothing had to change. `level_ns` has
-        when members had all that was synced here, in all partitions.
+        when members had all that was synced here, in all partitions but those of which they have a
+        copy that is filled.
         """
         self._ticked_ns = max(self._ticked_ns, until_ns)
-        for member, at_ns in level_ns.items():
-            self._level_ns[member] = max(self._level_ns.get(member, 0), at_ns)
+        for member in level_ns.keys() - self._record.filling:
+            self._level_ns[member] = max(self._level_ns.get(member, 0), level_ns[member])
 
     def _may_join(self, member: str, heard_ns: int | None) -> bool:
         given = self._acknowledged.get(member)

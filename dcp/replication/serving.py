@@ -3,7 +3,8 @@
 Most of the time nothing changes: all partitions are served, and the replicas go on confirming that.
 Such partitions are *calm*. A look at each in-sync set and each feed says the same of them as one at
 each of them, so nothing is done for each. A change of a record, of a replica's stream or of the
-members that live makes the partitions that it is about restless, and no others.
+members that live makes the partitions that it is about restless, and no others. A partition of
+which a copy is filled is calm, too, but for the ticks at which full copies may join.
 
 Who calls it: `dcp.replication.leading`.
 
@@ -70,6 +71,8 @@ class Serving:
         self._calm: set[int] = set()
         self._left: set[int] = set()
         """Partitions that were calm since their in-sync sets were looked at last."""
+        self._filled: set[int] = set()
+        """Partitions that were calm although a copy of them is filled."""
         self._alive: Mapping[str, object] = {}
         self._unserved: set[int] = set()
         """Partitions that were not served when they were looked at last."""
@@ -122,9 +125,15 @@ class Serving:
         """Whether a partition was not served when it was looked at last."""
         return bool(self._unserved)
 
-    def restless(self) -> set[int]:
-        """Return the partitions that are not calm."""
+    def restless(self, *, may_fill: bool = False) -> set[int]:
+        """Return the partitions that are not calm. `may_fill`: those of which a copy is filled are
+        not, because it may join if it is full.
+        """
         self._note_changes()
+        if may_fill:
+            for vb_id in self._filled:
+                self.changed(vb_id)
+            self._filled.clear()
         return self._masterships.keys() - self._calm
 
     def take_left(self) -> set[int]:
@@ -157,6 +166,8 @@ class Serving:
             service = self._look_at(mastership, now_ns)
             if service is Service.SERVING and mastership.is_settled(self._alive):
                 self._calm.add(vb_id)
+                if mastership.record.filling:
+                    self._filled.add(vb_id)
 
     def serve_more(self, now_ns: int) -> None:
         """Let partitions serve that are not served yet, if there is news of them."""

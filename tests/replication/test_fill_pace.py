@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from dcp.replication.fill_pace import BURST_NS, FILL_SECTION_BYTES, FillPace
-from dcp.replication.mastership import ReplicationSettings
+from dcp.replication.fill_pace import BURST_NS, FILL_SECTION_BYTES, JOIN_NS, FillPace
+from dcp.replication.mastership import Mastership, ReplicationSettings
 from dcp.replication.messages import unpack_entries
 from dcp.replication.sent_messages import AckDelays, Sent
 from dcp.wire.frame import FrameDecoder
-from failover.replication_record import add_copy, drop_copies, expand
+from failover.replication_record import ReplicationRecord, add_copy, drop_copies, expand
 from support.core_cluster import MS, CoreCluster
 from support.feeding_node import EPOCH, Master
 
@@ -46,6 +48,14 @@ def test_a_pause_is_not_made_up_for() -> None:
         pace.sent("a", 100)
         sent += 100
     assert sent <= RATE * BURST_NS / SECOND + 100
+
+
+def test_full_copies_may_join_at_some_ticks_only() -> None:
+    pace = FillPace(RATE)
+    may = [turn for turn in range(20) if pace.may_join(turn * 100 * MS)]
+    assert may == [0, 5, 10, 15]
+    assert pace.may_join(100 * SECOND)
+    assert JOIN_NS == 500 * MS
 
 
 def test_a_link_that_fills_nothing_any_more_takes_no_share() -> None:
@@ -148,6 +158,26 @@ def test_copies_that_are_filled_make_no_partition_restless() -> None:
     assert feed.is_filling
     feed.is_level()
     assert feed.is_level()
+
+
+def test_a_partition_of_which_a_copy_is_filled_is_looked_at_when_copies_may_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_ns: list[int] = []
+    changed_isr = Mastership.changed_isr
+
+    def look(*arguments: Any, **named: Any) -> ReplicationRecord | None:
+        looked_ns.append(arguments[1])
+        return changed_isr(*arguments, **named)
+
+    cluster = filling(RATE)
+    cluster.run(500 * MS)
+    monkeypatch.setattr(Mastership, "changed_isr", look)
+    cluster.run(2 * SECOND)
+    assert cluster.record.filling == {"b"}
+    assert len(looked_ns) == 2 * SECOND // JOIN_NS
+    cluster.run(4 * SECOND)
+    assert cluster.record.isr == {"a", "b"}
 
 
 def late_groups(delay_ns: int) -> float:

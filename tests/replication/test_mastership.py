@@ -6,7 +6,15 @@ import pytest
 
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
 from failover.isr import CONFIRMATION_NS, Lateness
-from failover.replication_record import ReplicationRecord, create, elect, expand, shrink, want
+from failover.replication_record import (
+    ReplicationRecord,
+    add_copy,
+    create,
+    elect,
+    expand,
+    shrink,
+    want,
+)
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
 from vbucket.engine.partition import Partition
@@ -159,6 +167,23 @@ def test_who_joins(epoch: int, seqno: int, is_heard: bool, joins: bool) -> None:
     heard_ns = {"b": NOW, "c": NOW} if is_heard else {"b": NOW}
     expected = expand(record, "c") if joins else None
     assert master.changed_isr(NOW, ALIVE, heard_ns) == expected
+
+
+def test_a_copy_that_was_filled_joins_when_others_may_unless_too_few_are_in_sync() -> None:
+    record = add_copy(shrink(RECORD, "c"), "d")
+    master = mastership(5, record)
+    acknowledge(master, "b", "d", seqno=5)
+    alive, heard_ns = ALIVE | {"d": 1}, {"b": NOW, "d": NOW}
+    assert master.changed_isr(NOW, alive, heard_ns, may_fill=False) is None
+    assert master.changed_isr(NOW, alive, heard_ns) == expand(record, "d")
+    acknowledge(master, "c", seqno=5)
+    assert master.changed_isr(NOW, alive, heard_ns | {"c": NOW}, may_fill=False) == expand(
+        record, "c"
+    ), "it was full before"
+    alone = add_copy(shrink(RECORD, "bc"), "d")
+    master = mastership(5, alone)
+    acknowledge(master, "d", seqno=5)
+    assert master.changed_isr(NOW, alive, {"d": NOW}, may_fill=False) == expand(alone, "d")
 
 
 # -- services --------------------------------------------------------------------------------------
