@@ -39,8 +39,13 @@ UNCLEAN_WAIT_NS: Final = 1_000_000_000
 """How long nobody of the ISR has to be left before an unclean election. Members repeat reports
 every 500 ms, so by then all that are left have reported."""
 STEP_NS: Final = 100_000_000
-"""Time between searches for steps of the plan, which look at each of its partitions. Each finds as
-many as fill a transaction, so 1,000 partitions take a second."""
+"""Time between searches for steps of the plan, which look at each of its partitions, while there
+are many. Each finds as many as fill a transaction, so 1,000 partitions take a second."""
+FEW_STEPS: Final = 16
+FEW_STEPS_NS: Final = 500_000_000
+"""The same after a search that found FEW_STEPS at most: copies are filled meanwhile. A search takes
+the coordinator's node some milliseconds, in which nobody is answered, and each step that is written
+is taken over by all nodes."""
 _NS_PER_S: Final = 1_000_000_000
 
 
@@ -69,8 +74,8 @@ class PartitionChoices:
         """Partition -> since when an unclean election is the only way."""
         self._first_in_sync: dict[int, tuple[str, int]] = {}
         """Partition -> its first copy, which is in sync and not the master, and since when."""
-        self._stepped_ns = -STEP_NS
-        """When steps of the plan were looked for last."""
+        self._step_ns = 0
+        """When steps of the plan are looked for next."""
 
     def take_view(self, now_ns: int, vb_ids: Iterable[int]) -> None:
         """Take over that the view changed, and for which partitions."""
@@ -128,9 +133,10 @@ class PartitionChoices:
             if change.vb_id not in wanted:
                 busy.add(change.vb_id)
                 yield change
-        if wanted and now_ns - self._stepped_ns >= STEP_NS:
-            self._stepped_ns = now_ns
-            yield from plan_changes(self._view, wanted, busy)
+        if wanted and now_ns >= self._step_ns:
+            steps = list(plan_changes(self._view, wanted, busy))
+            self._step_ns = now_ns + (STEP_NS if len(steps) > FEW_STEPS else FEW_STEPS_NS)
+            yield from steps
 
     def _reported(self) -> Iterator[tuple[int, Stored[StoredPartition]]]:
         """Yield the partitions with a report and a record that can be read."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
 
-from dcp.cluster import plan_steps
+from dcp.cluster import partition_choices, plan_steps
 from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import (
     ClusterRecord,
@@ -22,7 +23,7 @@ from dcp.cluster.cluster_records import (
 from dcp.cluster.cluster_view import ClusterView
 from dcp.cluster.failover_request import failover
 from dcp.cluster.metastore import Put, TxnResult
-from dcp.cluster.partition_choices import CoordinatorSettings
+from dcp.cluster.partition_choices import FEW_STEPS_NS, STEP_NS, CoordinatorSettings
 from dcp.cluster.plan_requests import (
     cancel,
     drain,
@@ -32,7 +33,8 @@ from dcp.cluster.plan_requests import (
     set_cluster,
     undrain,
 )
-from dcp.cluster.plan_steps import progress_of
+from dcp.cluster.plan_steps import plan_changes, progress_of
+from dcp.cluster.record_writer import RecordChange
 from dcp.cluster.request_answers import (
     Answer,
     Prepared,
@@ -140,6 +142,33 @@ def even(counts: Counter[str], members: str, total: int) -> bool:
 
 
 # ---- What is asked for happens
+
+
+def test_steps_are_looked_for_rarely_while_there_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search looks at all partitions of the plan, and nobody is answered meanwhile."""
+    cluster = Cluster()
+    looked: list[tuple[int, int]] = []
+
+    def search(*arguments: Any) -> Iterator[RecordChange]:
+        found = list(plan_changes(*arguments))
+        looked.append((cluster.time.now_ns, len(found)))
+        yield from found
+
+    def pauses() -> list[int]:
+        return [after_ns - at_ns for (at_ns, _), (after_ns, _) in pairwise(looked)]
+
+    monkeypatch.setattr(partition_choices, "plan_changes", search)
+    monkeypatch.setattr(partition_choices, "FEW_STEPS", 8)
+    cluster.ask(rebalance(cluster.view, cluster.stamp()))
+    cluster.until_done()
+    assert [found > 8 for _, found in looked[:2]] == [True, True], looked
+    assert all(STEP_NS <= pause_ns < FEW_STEPS_NS for pause_ns in pauses()[:2]), looked
+    looked.clear()
+    monkeypatch.setattr(partition_choices, "FEW_STEPS", PARTITIONS)
+    cluster.ask(drain(cluster.view, "n-d", cluster.stamp()))
+    cluster.until_done()
+    assert len(looked) > 2
+    assert min(pauses()) >= FEW_STEPS_NS, looked
 
 
 def test_a_rebalance_makes_copies_and_masters_even_and_never_has_fewer_copies() -> None:
