@@ -183,19 +183,21 @@ async def test_a_merge_that_rests_hurries_for_a_caller() -> None:
     assert process.shares[1:] == [1.0], "a merge that somebody waits for does not begin to rest"
 
 
-@pytest.mark.parametrize("work", [Work.FAILOVER_LOG, Work.LOAD])
-async def test_a_merge_that_rests_hurries_for_urgent_work(work: Work) -> None:
+async def test_a_merge_that_rests_hurries_for_documents_of_a_restore() -> None:
     shell = Shell(None)
     process = await resting(shell)
-    assert await asyncio.wait_for(shell.queue.do(work, lambda child: child.used_bytes()), 20) == 7
+    load = shell.queue.do(Work.LOAD, lambda child: child.used_bytes())
+    assert await asyncio.wait_for(load, 20) == 7
     assert process.hurried.is_set()
     await shell.task
 
 
-async def test_compaction_waits_for_a_merge_that_rests() -> None:
+@pytest.mark.parametrize("work", [Work.FAILOVER_LOG, Work.PLAN])
+async def test_other_work_waits_for_a_merge_that_rests(work: Work) -> None:
+    """Copies that move write failover logs all the time."""
     shell = Shell(None)
     process = await resting(shell)
-    plan = asyncio.create_task(shell.queue.do(Work.PLAN, lambda child: child.used_bytes()))
+    plan = asyncio.create_task(shell.queue.do(work, lambda child: child.used_bytes()))
     await asyncio.sleep(2 * CHECK_S)
     assert not process.hurried.is_set()
     process.hurry()

@@ -48,8 +48,9 @@ FAILURES: Final = (
     StoreFullError, StoreProcessDiedError, UnknownFormatError,
 )  # fmt: skip
 """Expected failures of a job. OSError: no memory, or no descriptor, for another process."""
-URGENT: Final = (Work.FAILOVER_LOG, Work.LOAD)
-"""What a merge makes haste for. Plans and compactions have time, as merges have."""
+URGENT: Final = (Work.LOAD,)
+"""What a merge makes haste for: clients wait for it. Plans and compactions have time, as merges
+have. So have failover logs: the log has them, and while copies move there are some all the time."""
 _T = TypeVar("_T")
 
 Ask = Callable[[StoreProcess], Awaitable[_T]]
