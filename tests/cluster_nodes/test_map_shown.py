@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import threading
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,8 @@ from dcp.cluster.cluster_view import ClusterView
 from dcp.cluster.map_life import NEVER_TOLD, MapLife, MapVersion
 from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn
 from dcp.cluster.revision_store import RevisionStore
+from dcp.server.access.users_file import replace_file
+from dcp.server.cluster import told_map as told_map_module
 from dcp.server.cluster.becoming_member import NewMember, init_cluster
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, read_cluster_file
 from dcp.server.cluster.enrolment import NewCluster, join_cluster, withdraw
@@ -171,6 +174,30 @@ async def test_the_end_of_the_process_writes_what_is_not_written_yet(tmp_path: P
     await until_so(lambda: told._kept == (7, 1))
     told.note(TOLD)
     told.finish()
+    assert told_map(tmp_path).version == TOLD
+    await told._tasks.stop()
+
+
+async def test_the_end_of_the_process_waits_for_a_write_that_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one may have an older version. And one that has not begun must not come later."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slowly(path: Path, data: bytes) -> None:
+        begun.set()
+        assert may_end.wait(20)
+        replace_file(path, data)
+
+    monkeypatch.setattr(told_map_module, "replace_file", slowly)
+    told = told_map(tmp_path, keep_s=0.0)
+    told.note(MapVersion(7, 1))
+    await until_so(begun.is_set)
+    told.note(TOLD)
+    threading.Timer(0.05, may_end.set).start()
+    told.finish()
+    assert told_map(tmp_path).version == TOLD
+    assert told._write(MapVersion(7, 2)) == ""
     assert told_map(tmp_path).version == TOLD
     await told._tasks.stop()
 

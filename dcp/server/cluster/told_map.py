@@ -8,6 +8,7 @@ copy that is not older than that is not recognised. A folder without the file ha
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,7 @@ from dcp.server.observe.tasks import Tasks
 FORMAT: Final = 1
 MAP_FILE: Final = "map.json"
 KEEP_S: Final = 1.0
-"""Time between two writes: a rebalance makes a hundred maps a second."""
+"""Time between two writes: elections and handovers make many maps a second."""
 _ADVICE: Final = "Without it, this node does not notice a metadata store that was set back"
 
 
@@ -46,7 +47,10 @@ class ToldMap:
         self._log = log
         self._keep_s = keep_s
         self._kept = self._newest = self._read()
-        self._is_keeping = self._is_writing = False
+        self._writing = threading.Lock()
+        self._on_disk = self._kept
+        """What the file has; only while `_writing` is held."""
+        self._is_keeping = False
         self._has_failed = False
 
     @property
@@ -75,20 +79,22 @@ class ToldMap:
     async def _keep(self) -> None:
         """Write until the newest one is on disk."""
         while self._newest != self._kept:
-            self._is_writing = True  # also if this task is cancelled: the thread goes on
             version = self._newest
             self._written(version, await asyncio.to_thread(self._write, version))
-            self._is_writing = False
             await asyncio.sleep(self._keep_s)
         self._is_keeping = False
 
     def _write(self, version: MapVersion) -> str:
-        """Write a version; return why that failed, or ""."""
+        """Write a version, unless the file has it or a newer one; return why that failed, or ""."""
         content = _Content(cluster=self._cluster, life=version.life, rev=version.rev)
-        try:
-            replace_file(self._path, msgspec.json.encode(content) + b"\n")
-        except OSError as error:
-            return str(error)
+        with self._writing:
+            if version <= self._on_disk:
+                return ""
+            try:
+                replace_file(self._path, msgspec.json.encode(content) + b"\n")
+            except OSError as error:
+                return str(error)
+            self._on_disk = version
         return ""
 
     def _written(self, version: MapVersion, why_not: str) -> None:
@@ -99,6 +105,6 @@ class ToldMap:
             self._kept = version
 
     def finish(self) -> None:
-        """Write the newest one at the end of the process, unless a write is under way."""
-        if self._newest != self._kept and not self._is_writing:
+        """Write the newest one at the end of the process, after a write that is under way."""
+        if self._newest != self._kept:
             self._written(self._newest, self._write(self._newest))
