@@ -29,7 +29,7 @@ SETTLE_SECONDS: Final = 120.0
 WHILE_MOVING_SECONDS: Final = 3600.0
 """A gigabyte of documents is copied to a node within minutes."""
 POLL_SECONDS: Final = 0.05
-MOVED_POLL_SECONDS: Final = 0.5
+MOVED_POLL_SECONDS: Final = 2.0
 """While writes are measured: each status is a look at all partitions by the node that answers."""
 ANSWER_SECONDS: Final = 120.0
 """Longest time until the load tells what it was asked for."""
