@@ -160,6 +160,30 @@ REPLICATION = (
         ("test_whole_groups",),
     ),
     Mutation(
+        "unsynced-group-counts-for-who-is-left-alone",
+        "            told_seqno = max(welcome.seqno, begin)\n",
+        "            pass\n",
+        ("test_group_sending",),
+    ),
+    Mutation(
+        "newest-group-of-a-link-forgotten",
+        "            self._senders.link_gone(member, link.newest_group)\n",
+        "",
+        ("test_group_sending",),
+    ),
+    Mutation(
+        "stream-opened-amid-a-group-misses-it",
+        "                self._streams[vb_id].pace = FeedPace.BEHIND\n",
+        "",
+        ("test_group_sending",),
+    ),
+    Mutation(
+        "group-that-fell-apart-sent-wholly",
+        "(begun is None or not whole.left_out)",
+        "True",
+        ("test_group_sending",),
+    ),
+    Mutation(
         "branch-below-a-floor",
         "                mastership.check_branch(wanted_branch.seqno)\n",
         "                pass\n",

@@ -360,7 +360,7 @@ class Leading:
         decision = decide(question, part.failover, part.high_seqno, part.purge_seqno)
         if decision.rollback_seqno is not None:
             return FeedAnswer(Status.ROLLBACK, U64.pack(decision.rollback_seqno))
-        if max(asked.start_seqno, asked.snap_end_seqno) > part.synced_seqno:
+        if asked.snap_end_seqno > part.synced_seqno:
             return FeedAnswer(Status.ETMPFAIL, b"the master has not synced so much yet")
         whole_seqno = asked.start_seqno
         if window is not None:

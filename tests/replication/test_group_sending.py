@@ -205,6 +205,10 @@ def test_a_node_that_is_left_alone_commits_what_its_master_had_on_disk(*, is_tol
             copies.a.commit()
     for wire in copies.wires:
         wire.cut()
+    link = core.following.links["a"]
+    for _ in range(10):
+        copies.tick()
+    assert core.following.links["a"] is not link, "it dials again, and nobody answers"
     sender = core.following.take_sender(0, copies.records[0].epoch + 1)
     assert sender == Sender("a", 2 if is_told else 1)
 
