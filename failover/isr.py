@@ -95,6 +95,15 @@ def sendable_seqno(synced_seqno: int, high_seqno: int) -> int:
     return high_seqno
 
 
+def may_send_unsynced(isr_size: int, min_in_sync: int) -> bool:
+    """Return whether a master sends what it writes before it has synced it.
+
+    Not if its death would leave fewer members than `min_in_sync`: these count its disk then, to
+    serve reads (`Sender`), and would not know what is on it.
+    """
+    return isr_size > min_in_sync
+
+
 def sender_seqno(told_seqno: int, high_seqno: int) -> int:
     """Return up to where a new master counts the former one as a copy of its log (`Sender`).
 

@@ -5,7 +5,9 @@
 
 So all disks of a group sync it at the same time, and a small write takes one sync and not two, one
 after the other. A replica may then have more than its master's disk (`failover.isr.sendable_seqno`
-says why that is safe). Nothing is committed before it is synced here, too.
+says why that is safe). Nothing is committed before it is synced here, too. Where the death of this
+node would leave too few members in sync, a group is sent when it is synced
+(`failover.isr.may_send_unsynced`).
 
 Who calls it: `dcp.replication.leading`.
 
@@ -23,6 +25,7 @@ from typing import NamedTuple
 from dcp.replication.mastership import Mastership
 from dcp.replication.replica_feed import ReplicaFeed
 from dcp.replication.whole_groups import WholeGroup, WholeGroups, changes_for_replicas
+from failover.isr import may_send_unsynced
 from vbucket.log.commit_group import CommitGroup
 
 
@@ -53,7 +56,7 @@ class GroupSending:
         if group.has_control or not self._feeds or not self._has_own(group):
             return False
         whole = self._begin_whole(now_ns, group)
-        if whole is not None and not whole.sections:
+        if whole is not None and not whole.sections and _outlives_this_node(whole):
             feeds = tuple(feed for feed in self._feeds.values() if feed.send_begun(whole))
             if feeds:
                 self._begun = _Begun(whole, feeds)
@@ -113,3 +116,11 @@ class GroupSending:
                 return None
             whole.put_apart(apart)
         return whole
+
+
+def _outlives_this_node(whole: WholeGroup) -> bool:
+    """Whether enough members are in sync without this node, in all partitions of a group."""
+    return all(
+        may_send_unsynced(len(part.in_sync.members), part.in_sync.min_in_sync)
+        for part in whole.shares
+    )

@@ -67,13 +67,13 @@ from vbucket.model.entry import (
 )
 from vbucket.model.ids import SEQNO_MAX
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Version of these messages; nodes with different ones do not replicate."""
 _ENTRIES_EXTRAS: Final = Struct(">QQI")
 """Number, question, CRC-32C of the value."""
-_GROUP_EXTRAS: Final = Struct(">QQIQQ")
+_GROUP_EXTRAS: Final = Struct(">QQIQQ?")
 """Number, question, opaque of the newest stream; the messages whose groups are committed: from, to
-(0: none). The CRC-32C of the value and then of these follows."""
+(0: none); whether the group is synced. The CRC-32C of the value and then of these follows."""
 _GROUP_EXTRAS_BYTES: Final = _GROUP_EXTRAS.size + 4
 _ACK_EXTRAS: Final = Struct(">QQ")
 """Number, question."""
@@ -144,6 +144,8 @@ class GroupMessage(NamedTuple):
     """The messages from the first number to the second: their groups are committed; 0: none."""
     entries: bytes
     """The group's; b"": the message only tells what is committed."""
+    is_synced: bool = True
+    """Whether the master had synced the group when it sent it."""
 
 
 class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -302,10 +304,16 @@ NOTHING: Final = share(b"")
 
 
 def pack_group(
-    number: int, question: int, opened: int, committed: tuple[int, int], group: SharedGroup
+    number: int,
+    question: int,
+    opened: int,
+    committed: tuple[int, int],
+    group: SharedGroup,
+    *,
+    is_synced: bool = True,
 ) -> list[bytes]:
     """Return the pieces of a message with a whole commit group; see `GroupMessage`."""
-    extras = _GROUP_EXTRAS.pack(number, question, opened, *committed)
+    extras = _GROUP_EXTRAS.pack(number, question, opened, *committed, is_synced)
     checksum: int = _crc32c_extend(group.checksum, extras)
     head = HEADER.pack(
         Magic.REQUEST, Opcode.X_REPLICA_GROUP, 0, _GROUP_EXTRAS_BYTES, 0, 0,
@@ -322,11 +330,11 @@ def unpack_group(frame: Frame) -> GroupMessage:
     extras, value = frame.extras, frame.value
     if len(extras) != _GROUP_EXTRAS_BYTES:
         raise ReplicationError(f"a message with a group has {_GROUP_EXTRAS_BYTES} bytes of extras")
-    number, question, opened, *committed = _GROUP_EXTRAS.unpack_from(extras)
+    number, question, opened, first, last, is_synced = _GROUP_EXTRAS.unpack_from(extras)
     checksum = _crc32c_extend(_crc32c(value), extras[: _GROUP_EXTRAS.size])
     if checksum != int.from_bytes(extras[_GROUP_EXTRAS.size :], "big"):
         raise _bad_checksum(number, value)
-    return GroupMessage(number, question, opened, (committed[0], committed[1]), value)
+    return GroupMessage(number, question, opened, (first, last), value, is_synced=is_synced)
 
 
 def _bad_checksum(number: int, value: bytes) -> ReplicationError:

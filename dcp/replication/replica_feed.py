@@ -268,8 +268,8 @@ class ReplicaFeed:
         """
         self._begun_revision = self._changes.revision
         followed = group.seqnos.keys() & self._streams.keys()
-        is_in_step = self._takes_all(group.mastered) or followed <= self._in_step
-        return is_in_step and self.send_whole(group)
+        may = self._takes_all(group.mastered) or followed <= self._in_step
+        return may and self.send_whole(group, is_synced=False)
 
     def begun_synced(self, group: WholeGroup) -> None:
         """The last group that `send_begun` has sent is synced. It is not for streams that were
@@ -284,7 +284,7 @@ class ReplicaFeed:
                 self._is_behind(vb_id)
             self._schedule()
 
-    def send_whole(self, group: WholeGroup) -> bool:
+    def send_whole(self, group: WholeGroup, *, is_synced: bool = True) -> bool:
         """Send what is in step of a group as one message; False: the window is full. What is behind
         is read from its cursor.
         """
@@ -303,7 +303,7 @@ class ReplicaFeed:
         if self._sent_bytes + cost > self._window_bytes or size > GROUP_BYTES_MAX:
             return False
         group.sent_to[self.member] = seqnos
-        self._post(shared)
+        self._post(shared, is_synced=is_synced)
         self._committed.sent(group.number, self._number)
         whole = SentWhole(group, seqnos, self._changes.revision)
         self._sent.append(Sent(self._number, cost, self._now_ns, whole=whole))
@@ -322,13 +322,12 @@ class ReplicaFeed:
             self._takes_all_of = mastered
         return self._takes_all_of is mastered
 
-    def _post(self, shared: SharedGroup) -> None:
+    def _post(self, shared: SharedGroup, *, is_synced: bool = True) -> None:
         """Make a message with a whole group, or with nothing. It tells what is committed."""
         self._number += 1
         self._questions.ask(self._number, self._now_ns)
-        self._out += pack_group(
-            self._number, self._number, self._newest_opaque, self._committed.take(), shared
-        )
+        told = self._number, self._number, self._newest_opaque, self._committed.take()
+        self._out += pack_group(*told, shared, is_synced=is_synced)
         self._schedule()
 
     def group_committed(self, group: WholeGroup, committed: Mapping[int, int]) -> None:

@@ -208,7 +208,7 @@ class ReplicaLink:
         self._groups: dict[int, _AppliedGroup] = {}
         """Whole groups that may not be committed, by message; the newest ones."""
         self.newest_group: NewestGroup | None = None
-        """The last whole group, as long as the master may not have synced it."""
+        """The last whole group if the master may not have synced it."""
         self.heard_ns = now_ns
         self.master_heard_ns = 0
         """When the last message of the member that is followed came; 0: none has."""
@@ -499,7 +499,9 @@ class ReplicaLink:
         if highs is not self._highs:
             self._highs.update(ends)
         self._groups[message.number] = _AppliedGroup(ends, opened, self._left)
-        self.newest_group = NewestGroup(message.number, message.entries)
+        self.newest_group = None
+        if not message.is_synced:
+            self.newest_group = NewestGroup(message.number, message.entries)
         if len(self._groups) > _REMEMBERED_GROUPS:
             del self._groups[next(iter(self._groups))]
         return group

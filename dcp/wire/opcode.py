@@ -377,7 +377,7 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
         " master. Never answered",
     ),
     Opcode.X_REPLICA_GROUP: OpSpec(
-        _DCP, "u64 number, u64 question, u32 opaque, u64 from, u64 to, u32 CRC-32C",
+        _DCP, "u64 number, u64 question, u32 opaque, u64 from, u64 to, u8 synced, u32 CRC-32C",
         "value stored entries",
         "sent: between nodes, to a replica's node after control x_replicate: a commit group, or"
         " nothing; the groups of the messages between two numbers are committed",

@@ -24,6 +24,7 @@ from failover.isr import (
     may_answer_reads,
     may_be_deposed,
     may_join,
+    may_send_unsynced,
     min_in_sync_of,
     must_leave,
     sendable_seqno,
@@ -122,6 +123,11 @@ def test_the_effective_isr(why, confirmed, asked, expected):
 def test_what_is_not_on_disk_is_sent_and_not_acknowledged():
     assert sendable_seqno(synced_seqno=7, high_seqno=9) == 9
     assert acknowledgeable_seqno(synced_seqno=7, received_seqno=9) == 7
+
+
+@pytest.mark.parametrize(("isr", "min_in_sync", "may"), [(3, 2, True), (2, 2, False), (2, 1, True)])
+def test_a_master_sends_at_once_only_where_enough_are_left_without_it(isr, min_in_sync, may):
+    assert may_send_unsynced(isr, min_in_sync) == may
 
 
 def test_a_former_master_counts_up_to_what_it_is_known_to_have_synced():

@@ -191,8 +191,6 @@ def test_a_node_that_is_left_alone_commits_what_its_master_had_on_disk(*, is_tol
     copies = Copies("ab")
     copies.rest()
     core = copies.b.core
-    for node in copies.nodes.values():
-        node.core.leading.take_min_in_sync(2)
     for _ in range(2):
         put(copies, 0)
         copies.a.begin()
@@ -211,6 +209,23 @@ def test_a_node_that_is_left_alone_commits_what_its_master_had_on_disk(*, is_tol
     assert core.following.links["a"] is not link, "it dials again, and nobody answers"
     sender = core.following.take_sender(0, copies.records[0].epoch + 1)
     assert sender == Sender("a", 2 if is_told else 1)
+
+
+def test_a_master_whose_death_leaves_too_few_in_sync_sends_what_it_has_synced() -> None:
+    """Its replica would not know what is on its disk, and could not serve all that it has."""
+    copies = Copies("ab")
+    copies.rest()
+    copies.a.core.leading.take_min_in_sync(2)
+    put(copies, 0)
+    copies.a.begin()
+    assert not groups_to(copies, "b")
+    copies.a.commit()
+    copies.move()
+    copies.b.commit()
+    for wire in copies.wires:
+        wire.cut()
+    sender = copies.b.core.following.take_sender(0, copies.records[0].epoch + 1)
+    assert sender == Sender("a", 1)
 
 
 def test_what_was_reconciled_after_a_group_counts_wholly() -> None:

@@ -424,13 +424,15 @@ def test_a_message_with_a_group_comes_back_and_every_changed_byte_is_noticed() -
     entries = mutation(1, 5)
     message = b"".join(pack_group(9, 8, 4, (3, 7), share(entries)))
     assert unpack_group(frame_of([message])) == GroupMessage(9, 8, 4, (3, 7), entries)
+    unsynced = pack_group(9, 8, 4, (3, 7), share(entries), is_synced=False)
+    assert not unpack_group(frame_of(unsynced)).is_synced
     assert unpack_group(frame_of(pack_group(9, 8, 4, (0, 0), NOTHING))).entries == b""
     for place in range(24, len(message)):
         changed = message[:place] + bytes([message[place] ^ 4]) + message[place + 1 :]
         with pytest.raises(ReplicationError, match="checksum"):
             unpack_group(frame_of([changed]))
     short = pack_request(Opcode.X_REPLICA_GROUP, extras=bytes(8))
-    with pytest.raises(ReplicationError, match="40 bytes of extras"):
+    with pytest.raises(ReplicationError, match="41 bytes of extras"):
         unpack_group(frame_of([short]))
 
 
