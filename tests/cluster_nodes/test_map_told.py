@@ -46,8 +46,16 @@ async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster
         await cluster.start("n2")
         await cluster.become_member("n2")
         await cluster.until_all_in_sync(2)
-        await until_so(lambda: len(versions(cluster)) == 1)
+        await at_rest(cluster)
         yield cluster
+
+
+async def at_rest(cluster: ClusterHere) -> None:
+    """Return when the nodes tell one map, and no newer one for longer than such a map may wait."""
+    told: set[Version] = set()
+    while len(told) != 1 or versions(cluster) != told:
+        told = versions(cluster)
+        await asyncio.sleep(1.5 * map_pace.REPLICAS_S)
 
 
 @pytest.fixture(autouse=True)

@@ -128,9 +128,13 @@ def with_a_full_master(seed: int) -> tuple[Scenario, Machine, list[int]]:
     master = cluster.machine(cluster.master())
     mine = [vb_id for vb_id in range(PARTITIONS) if cluster.master(vb_id) == master.name]
     master.disk.is_full = True
-    cluster.run_for(1)  # what is prepared for the log takes some more
     parts = cluster.node(master.name).engine.partitions
-    stuck = [vb_id for vb_id in mine if parts[vb_id].synced_seqno < parts[vb_id].high_seqno]
+    stuck: list[int] = []
+    for _ in range(5):  # what is prepared for the log takes some more
+        cluster.run_for(1)
+        stuck = [vb_id for vb_id in mine if parts[vb_id].synced_seqno < parts[vb_id].high_seqno]
+        if stuck:
+            break
     assert stuck
     return cluster, master, sorted(mine, key=lambda vb_id: vb_id not in stuck)
 
