@@ -19,6 +19,7 @@ from dcp.cluster.record_writer import OutcomeKind, RecordWriter, WriterEffect
 from dcp.core.groups import Job, WriteGroup
 from dcp.replication import leading, mastership
 from dcp.replication.dropped_copies import DroppedCopies
+from dcp.replication.fill_pace import FillPace
 from dcp.replication.following import Following
 from dcp.replication.leading import Leading
 from dcp.replication.mastership import Mastership
@@ -382,7 +383,10 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
     ),
     "old-copy-counts": ClusterBug(
         "an acknowledgement of an earlier copy counts",
-        (Replaced(Mastership, "take_record", _take_record_only),),
+        (
+            Replaced(Mastership, "take_record", _take_record_only),
+            Replaced(FillPace, "may_join", _always),  # else it hardly ever joins in time
+        ),
     ),
     "fenced-are-told": ClusterBug(
         "a partition that is handed over gets system events",

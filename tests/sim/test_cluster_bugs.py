@@ -41,7 +41,7 @@ FOUND_BY = {
     "drops-early": (2, "were dropped"),
     "added-is-full": (2, "in the in-sync set"),
     "not-emptied": (2, "without a copy"),
-    "old-copy-counts": (370, "in the in-sync set"),
+    "old-copy-counts": (6, "in the in-sync set"),
     "fenced-are-told": (2, "has another change with seqno"),
 }
 """Bug -> a seed that finds it, and how it is told. After a change of the simulator, look for others
