@@ -161,7 +161,7 @@ REPLICATION = (
     ),
     Mutation(
         "unsynced-group-counts-for-who-is-left-alone",
-        "            told_seqno = max(welcome.seqno, begin)\n",
+        "            told_seqno = min(told_seqno, max(welcome.seqno, begin))\n",
         "            pass\n",
         ("test_group_sending",),
     ),

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from failover.isr import Sender, has_sent, sender_seqno
 from vbucket.log.record import split_entries
 from vbucket.model.entry import seqno_of, vb_id_of
+from vbucket.model.ids import SEQNO_MAX
 
 
 class NewestGroup:
@@ -45,6 +46,8 @@ class _Welcome(NamedTuple):
     master: str
     seqno: int
     """The end of the log then. The master had all of it on disk."""
+    told_seqno: int = SEQNO_MAX
+    """What the master is known to have on disk, if the link is gone that brought the log."""
 
 
 class Senders:
@@ -52,17 +55,20 @@ class Senders:
 
     def __init__(self) -> None:
         self._welcomes: dict[int, _Welcome] = {}
-        self._newest: dict[str, NewestGroup] = {}
-        """By master, of links that are gone."""
 
     def welcomed(self, vb_id: int, epoch: int, master: str, seqno: int) -> None:
         """A master lets this node follow a partition, whose log here ends at a seqno."""
         self._welcomes[vb_id] = _Welcome(epoch, master, seqno)
 
     def link_gone(self, master: str, newest: NewestGroup | None) -> None:
-        """A link to a master's node is replaced by another one."""
-        if newest is not None:
-            self._newest[master] = newest
+        """A link to a master's node is replaced by another one. What was reconciled on it keeps
+        what is known, until it is reconciled again.
+        """
+        for vb_id, begin in ({} if newest is None else newest.begins()).items():
+            welcome = self._welcomes.get(vb_id)
+            if welcome is not None and welcome.master == master:
+                told_seqno = min(welcome.told_seqno, max(welcome.seqno, begin))
+                self._welcomes[vb_id] = welcome._replace(told_seqno=told_seqno)
 
     def take(
         self, vb_id: int, epoch: int, high_seqno: int, newest: Mapping[str, NewestGroup | None]
@@ -76,9 +82,9 @@ class Senders:
         welcome = self._welcomes.pop(vb_id, None)
         if welcome is None or not has_sent(welcome.epoch, epoch):
             return None
-        told_seqno = high_seqno
-        group = newest.get(welcome.master) or self._newest.get(welcome.master)
+        told_seqno = welcome.told_seqno
+        group = newest.get(welcome.master)
         begin = None if group is None else group.begins().get(vb_id)
         if begin is not None:
-            told_seqno = max(welcome.seqno, begin)
+            told_seqno = min(told_seqno, max(welcome.seqno, begin))
         return Sender(welcome.master, sender_seqno(told_seqno, high_seqno))

@@ -242,10 +242,16 @@ def test_what_was_reconciled_after_a_group_counts_wholly() -> None:
     assert senders.take(7, 2, 5, {"a": newest}) == Sender("a", 5)
     senders.welcomed(9, 1, "a", 2)
     assert senders.take(9, 2, 6, {"a": newest}) == Sender("a", 6), "it is not in the group"
+    senders.welcomed(8, 1, "a", 2)
+    senders.welcomed(7, 1, "b", 2)
     senders.link_gone("a", newest)
     senders.link_gone("a", None)
-    senders.welcomed(8, 1, "a", 2)
     assert senders.take(8, 2, 9, {"a": None}) == Sender("a", 8), "of a link that is gone"
+    assert senders.take(7, 2, 5, {}) == Sender("b", 5), "another master's"
+    senders.welcomed(8, 1, "a", 2)
+    senders.link_gone("a", newest)
+    senders.welcomed(8, 1, "a", 9)
+    assert senders.take(8, 2, 20, {"a": None}) == Sender("a", 20), "it was reconciled since"
     senders.welcomed(8, 1, "a", 2)
     assert senders.take(8, 3, 9, {}) is None, "another epoch is between"
     assert senders.take(8, 2, 9, {}) is None, "it never followed"
