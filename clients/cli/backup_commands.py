@@ -7,7 +7,8 @@ JSON (`-o json`), one object per command or line, `"v": 1`:
     list     a line per run: run, started, ended, kind, history, changes, raw_bytes, stored_bytes,
              rollbacks
     info     archive, runs, changes, bytes, oldest and newest run, broken; --run N: its partitions
-    verify   sound, runs, segments, chunks, changes, stored_bytes, damages, broken
+    verify   sound, runs, segments, chunks, changes, stored_bytes, damages, broken,
+             unused
     restore  result (restored, partial, planned) and counts; damages, earlier, refused
     merge, prune, export: what was done
 
@@ -213,10 +214,12 @@ def verify_(*, target: Target, url: str) -> int:
                 "chunks": report.chunks, "changes": report.changes,
                 "stored_bytes": report.stored_bytes, "broken": report.broken,
                 "damages": [damage._asdict() for damage in report.damages],
+                "unused": report.unused,
             }
         )  # fmt: skip
     else:
         lines = [f"damaged: {path}: {what}" for path, what in report.broken.items()]
+        lines += [f"unused: {path}: {what}" for path, what in report.unused.items()]
         lines += [f"damaged: {damage}" for damage in report.damages]
         sound = "sound" if report.is_sound else "DAMAGED"
         lines.append(
