@@ -1,6 +1,6 @@
 """dcpctl verify: check a data folder that no server uses.
 
-It runs the server's own check (`python -m dcp.server.operate.verify`) in a child process, because
+It runs the server's own check (`python -m dcp.server.check.verify`) in a child process, because
 clients do not know the storage format.
 """
 
@@ -32,6 +32,6 @@ def verify(*, target: Target, folder: Path) -> int:
     mode = target.output_or("plain")
     if mode not in {"plain", "json"}:
         raise click.UsageError(f"verify writes plain or json output, not {mode}")
-    arguments = [sys.executable, "-P", "-m", "dcp.server.operate.verify", str(folder), "-o", mode]
+    arguments = [sys.executable, "-P", "-m", "dcp.server.check.verify", str(folder), "-o", mode]
     done = subprocess.run(arguments, check=False)  # noqa: S603 - our own program
     return done.returncode if done.returncode >= 0 else EXIT_USAGE

@@ -30,6 +30,7 @@ class Kind(StrEnum):
     STRAY = "stray"
     QUARANTINE = "quarantine"
     CAS = "cas"
+    FILE = "file"
 
 
 HARMLESS: Final = frozenset({Kind.TORN_TAIL, Kind.UNSYNCED_TAIL, Kind.LEFTOVER, Kind.CAS})
@@ -75,6 +76,7 @@ ADVICE: Final[dict[Kind, str]] = {
         "merges skip the partition, because its stored data is damaged: start the server, "
         "branch it at 0 (dcpctl vb branch VB --at 0), and restore it from a backup"
     ),
+    Kind.FILE: "check the disk, and restore the file from a copy, or the folder from a backup",
     Kind.CAS: "no data is damaged; run dcpctl vb mend-cas while the server runs",
 }
 
