@@ -204,7 +204,7 @@ def _point_of(run: int | None, moment: str | None, seqnos: str | None) -> Point:
     if seqnos is not None:
         try:
             text = seqnos if seqnos.lstrip().startswith("{") else Path(seqnos).read_text()
-            vector = parse_seqnos(json.loads(text))
+            vector = parse_seqnos(json.loads(text, object_pairs_hook=tuple))
         except OSError as error:
             raise PointError(f"{seqnos}: {error.strerror}") from error
         except ValueError as error:
