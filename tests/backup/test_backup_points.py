@@ -278,6 +278,9 @@ def test_seqnos_of_a_partition_without_changes_are_refused():
 
 def test_the_commands_refuse_seqnos_that_are_given_twice_or_are_not_there(tmp_path, capsys):
     archive = ("--archive", str(tmp_path / "none"))
-    for given, words in (('{"5": 1, "5": 2}', "named twice"), ('{"5": 1, "05": 2}', "named twice")):
-        assert dcpctl(["backup", "restore", *archive, "--dry-run", "--seqnos", given]) == 2
+    for seqnos, words in (
+        ('{"5": 1, "5": 2}', "named twice"),
+        ('{"5": 1, "05": 2}', "named twice"),
+    ):
+        assert dcpctl(["backup", "restore", *archive, "--dry-run", "--seqnos", seqnos]) == 2
         assert words in capsys.readouterr().err
