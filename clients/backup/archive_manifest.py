@@ -83,6 +83,9 @@ class RunRecord(NamedTuple):
     """Bytes of stream messages that the server sent."""
     base_ended_ns: int = 0
     """End of the last run that was folded into this one; 0: none, or unknown."""
+    is_other_server: bool = False
+    """No partition shared a version with the runs before it: another server was backed up, or the
+    same one with a new data folder."""
 
     @property
     def begins_ns(self) -> int:
@@ -172,6 +175,8 @@ def pack_run(record: RunRecord) -> bytes:
     fields = record._asdict()
     if not record.base_ended_ns:
         del fields["base_ended_ns"]  # the same bytes as before this field existed
+    if not record.is_other_server:
+        del fields["is_other_server"]
     return _pack(
         RUN_MAGIC,
         {

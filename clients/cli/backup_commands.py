@@ -3,7 +3,7 @@
 JSON (`-o json`), one object per command or line, `"v": 1`:
 
     run      result, run, changes, raw_bytes, stored_bytes, wire_bytes, rollbacks, seconds, resumed,
-             history
+             history, other_server
     list     a line per run: run, started, ended, kind, history, changes, raw_bytes, stored_bytes,
              rollbacks
     info     archive, runs, changes, bytes, oldest and newest run, broken; --run N: its partitions
@@ -104,6 +104,7 @@ def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) ->
                 "raw_bytes": record.raw_bytes, "stored_bytes": record.stored_bytes,
                 "wire_bytes": record.wire_bytes, "history": record.is_history,
                 "rollbacks": {str(vb): pairs for vb, pairs in record.rollbacks.items()},
+                "other_server": record.is_other_server,
                 "resumed": record.is_resumed, "seconds": round(report.seconds, 3),
             }
         )  # fmt: skip
@@ -114,7 +115,13 @@ def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) ->
     lines = [f"run {record.run}: {record.changes} changes, {sizes}, {took}"]
     if record.is_resumed:
         lines.append(f"resumed a killed run after {report.resumed_segments} segments")
-    if record.rollbacks:
+    if record.is_other_server:
+        lines.append(
+            "this is another server than before, or the same one with a new data folder: no"
+            f" partition has the history of run {record.run - 1}, so everything was copied."
+            f" --run {record.run - 1} still restores what the archive had before"
+        )
+    elif record.rollbacks:
         undone = sum(high - low for pairs in record.rollbacks.values() for high, low in pairs)
         lines.append(
             f"history branched in {len(record.rollbacks)} partitions since the last run: {undone}"
@@ -321,6 +328,8 @@ def _show_run(mode: str, runs: list[RunRecord], run: int) -> None:
 def _kind(record: RunRecord) -> str:
     if record.base_through:
         return "base"
+    if record.is_other_server:
+        return "other server"
     return "full" if record.run == 1 else "incremental"
 
 
