@@ -1,5 +1,4 @@
-"""One consumer at a time uses a checkpoint on disk: a lock of the operating system on a file beside
-it.
+"""One consumer or mirror at a time uses a file: a lock of the operating system on a file beside it.
 
 The lock ends with the process that holds it, however that ends; the file stays, and means nothing.
 A file system without locks is used without one.
@@ -22,10 +21,11 @@ _PID_BYTES_MAX: Final = 20
 class Claim:
     """A lock file. It is locked from `take` to `release`."""
 
-    def __init__(self, path: Path, what: str) -> None:
-        """`what`: what the lock is for, for error texts."""
+    def __init__(self, path: Path, what: str, user: str = "consumer") -> None:
+        """`what` is locked for one `user`, for error texts."""
         self._path = path
         self._what = what
+        self._user = user
         self._fd = -1
 
     @property
@@ -65,7 +65,7 @@ class Claim:
         by = f"process {holder}" if holder.isdigit() else "another process"
         here = " (this one)" if holder == str(os.getpid()) else ""
         return CheckpointError(
-            f"{self._what}: another consumer uses this checkpoint, in {by}{here}",
-            hint="Close that consumer first, or give each its own file or name. Two consumers with"
-            " one checkpoint overwrite each other's positions.",
+            f"{self._what}: another {self._user} uses it, in {by}{here}",
+            hint=f"Close that {self._user} first, or give each its own file or name. Two would"
+            " overwrite each other's positions.",
         )

@@ -18,9 +18,9 @@ from clients.cli.dcpctl import EXIT_USAGE, Target, help_text, with_target
 @click.command(
     "verify",
     help=help_text(
-        "Check a data folder that no server uses: the log, the database pages, and whether all"
-        " records agree. Changes nothing. Exit codes: 0 nothing is wrong, 1 something is wrong, 2"
-        " it cannot be checked. docs/operations.md explains each finding.",
+        "Check a data folder that no server uses: the log, the database pages, whether all records"
+        " agree, and the other files. Changes nothing. Exit codes: 0 nothing is wrong, 1 something"
+        " is wrong, 2 it cannot be checked. docs/operations.md explains each finding.",
         "dcpctl verify dcpd-data",
         "dcpctl verify /var/lib/dcpd -o json",
     ),

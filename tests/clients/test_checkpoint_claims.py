@@ -16,6 +16,7 @@ from clients import (
     Consumer,
     KvClient,
     LmdbCheckpoint,
+    Mirror,
     Position,
     ServerCheckpoint,
 )
@@ -42,9 +43,7 @@ async def test_a_second_consumer_is_refused_while_the_first_is_open(server, tmp_
     store = make(path)
     async with Consumer(server.address, store=store) as first:
         for other in (make(path), store):
-            with pytest.raises(
-                CheckpointError, match=r"another consumer uses this .*this one"
-            ) as e:
+            with pytest.raises(CheckpointError, match=r"another consumer uses it.*this one") as e:
                 await Consumer(server.address, store=other).open()
             assert str(path) in str(e.value)
             assert "its own file or name" in e.value.hint
@@ -79,6 +78,15 @@ def test_positions_can_be_read_while_a_consumer_is_open(tmp_path):
     first.close()
     second.claim()
     second.close()
+
+
+async def test_a_second_mirror_of_a_file_is_refused(server, tmp_path):
+    path = tmp_path / "mirror"
+    async with Mirror(server.address, path=path):
+        with pytest.raises(CheckpointError, match="another mirror uses it"):
+            await Mirror(server.address, path=path).open()
+    async with Mirror(server.address, path=path):
+        pass
 
 
 @pytest.mark.parametrize("kind", STORES)
