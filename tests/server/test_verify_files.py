@@ -14,7 +14,7 @@ from dcp.replication.loss_receipt import CutOff, ElectionLoss
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.check import verify as shell
 from dcp.server.check.folder_files import NotRead, check_files
-from dcp.server.cluster.cluster_file import ClusterFile, write_cluster_file
+from dcp.server.cluster.cluster_file import SECRET_BYTES, ClusterFile, write_cluster_file
 from dcp.server.cluster.quarantine_files import keep_cut_off
 from dcp.server.cluster.receipt_files import keep_election
 from dcp.server.cluster.told_map import MAP_FILE, MapContent
@@ -45,7 +45,10 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def member(folder: Path) -> Path:
-    write_cluster_file(folder, ClusterFile(cluster="c1", meta="none:", secret="s", name="a"))
+    content = ClusterFile(
+        cluster="c1", meta="embedded://127.0.0.1:4711", secret="s" * SECRET_BYTES, name="a"
+    )
+    write_cluster_file(folder, content)
     told = MapContent(cluster="c1", life=1, rev=9)
     (folder / MAP_FILE).write_bytes(msgspec.json.encode(told))
     return folder
@@ -72,6 +75,9 @@ def test_sound_files_have_no_finding(member: Path) -> None:
     [
         (USERS_FILE, b'"iterations": 1', b'"iterations": 3', "the checksum is wrong"),
         (USERS_FILE, b"{", b"[", "is damaged"),
+        (CLUSTER_FILE, b"embedded:", b"embeddee:", "is not possible: no such kind"),
+        (CLUSTER_FILE, b":4711", b":471x", "is not possible"),
+        (CLUSTER_FILE, b"s" * 20, b"s", "secret"),
         (CLUSTER_FILE, b'"secret"', b'"secreu"', "unknown field `secreu`"),
         (CLUSTER_FILE, b'"format": 1', b'"format": 9', "it has format 9, this dcpd reads format 1"),
         (MAP_FILE, b'"rev"', b'"rew"', "unknown field `rew`"),

@@ -22,7 +22,8 @@ from dcp.replication.loss_receipt import QuarantineDamagedError, unpack_cut_off
 from dcp.server.access.users import USERS_FILE
 from dcp.server.access.users_file import NEW_SUFFIX, UsersFileError, parse_file
 from dcp.server.cluster.cluster_file import read_cluster_file
-from dcp.server.cluster.meta_access import STORE_FOLDER
+from dcp.server.cluster.cluster_refusal import ClusterRefusedError
+from dcp.server.cluster.meta_access import STORE_FOLDER, check_access
 from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER
 from dcp.server.cluster.receipt_files import ELECTION_SUFFIX, read_election
 from dcp.server.cluster.told_map import MAP_FILE, read_told_map
@@ -39,6 +40,7 @@ from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME
 from vbucket.store.lmdb_file import DATA_FILE_NAME
 
 _DAMAGE: Final = (
+    ClusterRefusedError,
     FolderError,
     UsersFileError,
     QuarantineDamagedError,
@@ -104,6 +106,12 @@ def _read_users(data_path: Path) -> None:
     parse_file(path, path.read_bytes())
 
 
+def _read_cluster(data_path: Path) -> None:
+    member = read_cluster_file(data_path)
+    if member is not None:
+        check_access(member)
+
+
 def _read_map(data_path: Path) -> None:
     told = read_told_map(data_path)
     try:
@@ -119,7 +127,7 @@ def _read_map(data_path: Path) -> None:
 
 _READERS: Final[dict[str, Callable[[Path], object]]] = {
     USERS_FILE: _read_users,
-    CLUSTER_FILE: read_cluster_file,
+    CLUSTER_FILE: _read_cluster,
     MAP_FILE: _read_map,
 }
 
