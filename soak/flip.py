@@ -24,7 +24,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from dcp.server.operate.verify import page_findings
+from dcp.server.check.verify import page_findings
 from vbucket.check.store_check import StoreCheck
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.device_files import FileLogDevice

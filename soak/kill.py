@@ -254,7 +254,7 @@ class Life:
     def verify(self) -> None:
         """Run the offline check of the folder."""
         done = subprocess.run(
-            [sys.executable, "-m", "dcp.server.operate.verify", str(self.server.data)],
+            [sys.executable, "-m", "dcp.server.check.verify", str(self.server.data)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:

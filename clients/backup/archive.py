@@ -12,6 +12,8 @@ Invariants
 - segments are written first, then the manifest, then the mark. A run without a manifest is
   - unfinished if it has no mark: the next run continues from its segments;
   - lost if it has a mark: the archive accepts no new runs until the user gives it up;
+- a file counts only in its own place: a copied manifest, mark or segment is damage there;
+- a finished run's manifest is replaced only by a fold into that run;
 - only the holder of the lock writes. It checks the lock right before each manifest.
 """
 
@@ -30,6 +32,7 @@ from clients.backup.archive_errors import (
     ArchiveMissingError,
 )
 from clients.backup.archive_manifest import (
+    BASE_SEGMENT,
     ArchiveRecord,
     MarkRecord,
     RunRecord,
@@ -65,7 +68,7 @@ FOOTER_READ_BYTES: Final = 256 * 1024
 
 _RUN_FILE: Final = re.compile(r"runs/(\d{6})\.run")
 _MARK_FILE: Final = re.compile(r"finished/(\d{6})")
-_SEGMENT_FILE: Final = re.compile(r"runs/(\d{6})/(base-)?(\d{4,})\.seg")
+_SEGMENT_FILE: Final = re.compile(rf"runs/(\d{{6}})/({BASE_SEGMENT})?(\d{{4,}})\.seg")
 
 
 class Archive:
@@ -126,30 +129,41 @@ class Archive:
         mark = self._newest_mark()  # read first: otherwise a run that ends now would look lost
         found: dict[int, RunRecord] = {}
         damaged: dict[int, str] = {}
+        unreadable: set[int] = set()
         for name in sorted(self.files()):
             match = _RUN_FILE.fullmatch(name)
             if match is None:
                 continue
+            run = int(match[1])
             try:
-                found[int(match[1])] = parse_run(self.read(name))
+                record = parse_run(self.read(name))
             except DamagedError as error:
-                damaged[int(match[1])] = str(error)
+                damaged[run] = str(error)
+                unreadable.add(run)
             except FileNotFoundError:  # folded since the listing
-                damaged[int(match[1])] = "it is missing"
-        newest = max((0, *found, *damaged))
-        if mark is not None and newest > mark.run:
-            damaged.pop(newest, None)  # the run died while it wrote its manifest
+                damaged[run] = "it is missing"
+            else:
+                if problem := record.problem_as(run, self.record.archive_id):
+                    damaged[run] = problem
+                else:
+                    found[run] = record
+        next_run = max((mark.run if mark is not None else 0, *found)) + 1
+        if mark is not None and next_run in unreadable and next_run == max(damaged):
+            del damaged[next_run]  # the run died while it wrote its manifest
         begin = max((0, *(record.base_through for record in found.values())))
-        end = max((0, *found, *damaged))
+        end = max((0, *found))
         if mark is not None and mark.run not in found:
             begin, end = max(begin, mark.base_through), max(end, mark.run)
+        later = sorted(run for run in damaged if run > end)
         records: list[RunRecord] = []
-        damages: dict[str, str] = {}
-        for run in range(begin + 1, end + 1):
+        damages = self._misplaced_marks()
+        is_whole = True
+        for run in (*range(begin + 1, end + 1), *later):
             if run not in found:
                 what = damaged.get(run, "it is missing")
                 damages[run_file(run)] = what + _of_mark(run, mark)
-            elif not damages:
+                is_whole = False
+            elif is_whole:
                 records.append(found[run])
         return records, damages
 
@@ -186,13 +200,21 @@ class Archive:
             )  # fmt: skip
         return run
 
-    def write_run(self, record: RunRecord, lock: ArchiveLock) -> None:
+    def write_run(self, record: RunRecord, lock: ArchiveLock, *, is_fold: bool = False) -> None:
         """Write a run's manifest, which finishes the run, and then its mark.
 
-        Raises ArchiveLockedError if the lock is lost.
+        Only a fold (`is_fold`) replaces a manifest. Raises ArchiveError if there is one, and
+        ArchiveLockedError if the lock is lost.
         """
         lock.renew()
-        self.write(run_file(record.run), pack_run(record))
+        path = run_file(record.run)
+        if not is_fold and path in self.files():
+            raise ArchiveError(
+                f"{path} is there already, so run {record.run} was not finished: nothing was"
+                " overwritten", node=self.url,
+                hint="Another writer finished a run meanwhile: dcpctl backup verify",
+            )  # fmt: skip
+        self.write(path, pack_run(record))
         mark = self._newest_mark()
         if mark is None or mark.run <= record.run:
             self._write_mark(_mark_of(record))
@@ -212,9 +234,9 @@ class Archive:
     def unfinished(self, run: int) -> list[tuple[str, int, Footer]]:
         """Return (path, bytes, footer) of the segments that a killed run finished, in order.
 
-        Segments after a missing or damaged one are not used, because they build on it.
+        Segments after a missing, damaged or misplaced one are not used: they build on it.
         """
-        found = []
+        found: list[tuple[str, int, Footer]] = []
         files = self.files()
         for number in range(len(files)):
             path = segment_file(run, number)
@@ -224,6 +246,10 @@ class Archive:
                 footer = self.footer(path)
             except (DamagedError, ArchiveFormatError):
                 break
+            started_ns = found[0][2].started_ns if found else footer.started_ns
+            place = (footer.run, footer.number, footer.started_ns)
+            if place != (run, number, started_ns) or self._is_foreign(footer.archive_id):
+                break  # a copy of another run's, or another archive's
             found.append((path, files[path], footer))
         return found
 
@@ -233,17 +259,23 @@ class Archive:
         Raises ArchiveLockedError if the lock is lost.
         """
         lock.renew()
-        spare = [
-            name
-            for name in self.files()
-            if name not in keep
-            and any(
-                kind.fullmatch(name.removesuffix(PARTIAL)) for kind in (_RUN_FILE, _SEGMENT_FILE)
-            )
-        ]
+        spare = [name for name in self.files() if name not in keep and _is_swept(name)]
         for name in sorted(spare):
             self.delete(name)
         return len(spare)
+
+    def unused(self, runs: Sequence[RunRecord]) -> dict[str, str]:
+        """Return the files below runs/ that these runs, all of the archive, do not need, and why
+        they may be there.
+        """
+        begun = {path for path, _, _ in self.unfinished(runs[-1].run + 1 if runs else 1)}
+        needed = needed_files(runs)
+        return {
+            name: "the next run continues from it" if name in begun
+            else "no run needs it, and the next run deletes it" if _is_swept(name)
+            else "it is not a file of an archive"
+            for name in sorted(self.files()) if name not in needed
+        }  # fmt: skip
 
     def lock(self, purpose: str) -> ArchiveLock:
         """Return the lock, to be used with `with`."""
@@ -253,14 +285,32 @@ class Archive:
 
     def _newest_mark(self) -> MarkRecord | None:
         """Return the newest mark; None if only older versions wrote the archive."""
-        runs = [int(match[1]) for name in self._marks() if (match := _MARK_FILE.fullmatch(name))]
-        if not runs:
-            return None
-        run = max(runs)
-        try:
-            return parse_mark(self.read(_mark_file(run)))
-        except (DamagedError, FileNotFoundError):
-            return MarkRecord(run)  # the number in the name is enough
+        marks = [mark for name, mark in self._all_marks().items() if _mark_file(mark.run) == name]
+        return max(marks, default=None)
+
+    def _all_marks(self) -> dict[str, MarkRecord]:
+        """Return the marks by file; of one that cannot be read the number in its name."""
+        found = {}
+        for name in self._marks():
+            match = _MARK_FILE.fullmatch(name)
+            if match is None:
+                continue
+            try:
+                found[name] = parse_mark(self.read(name))
+            except (DamagedError, FileNotFoundError):
+                found[name] = MarkRecord(int(match[1]))
+        return found
+
+    def _misplaced_marks(self) -> dict[str, str]:
+        """Return the marks under another run's number, and what is wrong with them."""
+        return {
+            name: f"it is the mark of run {mark.run}"
+            for name, mark in self._all_marks().items()
+            if _mark_file(mark.run) != name
+        }
+
+    def _is_foreign(self, archive_id: str) -> bool:
+        return archive_id not in {"", self.record.archive_id}
 
     def _write_mark(self, mark: MarkRecord) -> None:
         """Write a mark and delete the older ones."""
@@ -281,7 +331,7 @@ class Archive:
                 f"run {give_up} cannot be given up: no run is lost or damaged", node=self.url,
                 hint="Run again without --give-up.",
             )  # fmt: skip
-        if run_file(give_up) != min(damages):
+        if give_up != _first_run_of(damages):
             raise self._damaged(runs, damages)
 
     def _give_up_after(self, last: int, lock: ArchiveLock) -> None:
@@ -298,7 +348,12 @@ class Archive:
             self.delete(name)
 
     def _damaged(self, runs: Sequence[RunRecord], damages: dict[str, str]) -> ArchiveDamagedError:
-        first = int(min(damages).removeprefix(f"{RUNS_FOLDER}/").removesuffix(".run"))
+        first = _first_run_of(damages)
+        if not first:
+            return ArchiveDamagedError(
+                "; ".join(f"{path}: {what}" for path, what in damages.items()), node=self.url,
+                hint=f"Move {', '.join(damages)} out of the archive.",
+            )  # fmt: skip
         how = f"continues after run {runs[-1].run}" if runs else "starts again from 0"
         before = "restore and export can use the runs before it, with --run or --salvage; "
         return ArchiveDamagedError(
@@ -309,6 +364,12 @@ class Archive:
         )  # fmt: skip
 
 
+def _first_run_of(damages: dict[str, str]) -> int:
+    """Return the first lost or damaged run; 0: only marks are out of their places."""
+    matches = map(_RUN_FILE.fullmatch, damages)
+    return min((int(match[1]) for match in matches if match is not None), default=0)
+
+
 def run_file(run: int) -> str:
     """Return the path of a run's manifest."""
     return f"{RUNS_FOLDER}/{run:06}.run"
@@ -316,7 +377,13 @@ def run_file(run: int) -> str:
 
 def segment_file(run: int, number: int, *, is_base: bool = False) -> str:
     """Return the path of a segment."""
-    return f"{RUNS_FOLDER}/{run:06}/{'base-' if is_base else ''}{number:04}.seg"
+    return f"{RUNS_FOLDER}/{run:06}/{BASE_SEGMENT if is_base else ''}{number:04}.seg"
+
+
+def _is_swept(name: str) -> bool:
+    """Whether a file has the name of a run's file, or of one that was being written."""
+    name = name.removesuffix(PARTIAL)
+    return any(kind.fullmatch(name) for kind in (_RUN_FILE, _SEGMENT_FILE))
 
 
 def _mark_file(run: int) -> str:

@@ -2,7 +2,8 @@
 
 For each segment: the file exists and has its size, the footer matches the run's manifest, the
 chunks' checksums are right, and the frames match the table of sections in partition, order and
-number. For each run: the legs of every partition continue the earlier ones.
+number. For each run: the manifest is in its own place (`RunRecord.problem_as`), and the legs of
+every partition continue the earlier ones.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class VerifyReport(NamedTuple):
     stored_bytes: int
     damages: list[Damage]
     broken: dict[str, str]
-    """Where -> what: manifests that cannot be read, and gaps between legs."""
+    """Where -> what: manifests and marks that are damaged or not in their places, and gaps between
+    legs."""
+    unused: dict[str, str]
+    """File -> why it may be there: files that no run needs. They are no damage."""
 
     @property
     def is_sound(self) -> bool:
@@ -41,6 +45,7 @@ class VerifyReport(NamedTuple):
 def verify(archive: Archive, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
     """Check an archive."""
     runs, broken = archive.runs_and_damages()
+    unused = {} if broken else archive.unused(runs)
     broken |= _legs_that_do_not_follow(runs)
     segments = [(record, segment) for record in runs for segment in record.segments]
     chunks = changes = 0
@@ -53,7 +58,7 @@ def verify(archive: Archive, on_progress: Callable[[int, int], None] | None = No
         if on_progress is not None:
             on_progress(index + 1, len(segments))
     stored = sum(segment.size_bytes for _, segment in segments)
-    return VerifyReport(len(runs), len(segments), chunks, changes, stored, damages, broken)
+    return VerifyReport(len(runs), len(segments), chunks, changes, stored, damages, broken, unused)
 
 
 def _verify_segment(
@@ -65,7 +70,7 @@ def _verify_segment(
         data = archive.read(segment.path)
         if len(data) != segment.size_bytes:
             raise DamagedError(f"it has {len(data)} bytes, but {segment.size_bytes} were written")
-        if footer.held() != segment.held or footer.run != record.run:
+        if not record.wrote(footer, segment):
             raise DamagedError("it is not the segment that the run wrote")
     except FileNotFoundError:
         return 0, 0, _all_of(segment, "the file is missing")

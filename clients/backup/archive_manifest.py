@@ -17,13 +17,15 @@ from google_crc32c import value as crc32c
 
 from clients.backup.archive_errors import ArchiveError, ArchiveFormatError
 from clients.backup.legs import Leg, Placed
-from clients.backup.segment import FORMAT_VERSION, RAW_BYTES_MAX, DamagedError
+from clients.backup.segment import FORMAT_VERSION, RAW_BYTES_MAX, DamagedError, Footer
 from clients.backup.zstd import compress, decompress
 from vbucket.model.ids import NUM_VBUCKETS
 
 ARCHIVE_MAGIC: Final = b"DCPDARC" + bytes([FORMAT_VERSION])
 RUN_MAGIC: Final = b"DCPDRUN" + bytes([FORMAT_VERSION])
 MARK_MAGIC: Final = b"DCPDFIN" + bytes([FORMAT_VERSION])
+BASE_SEGMENT: Final = "base-"
+"""Begins the file names of segments of a base."""
 _HEAD: Final = Struct(">8sII")
 
 
@@ -81,6 +83,9 @@ class RunRecord(NamedTuple):
     """Bytes of stream messages that the server sent."""
     base_ended_ns: int = 0
     """End of the last run that was folded into this one; 0: none, or unknown."""
+    is_other_server: bool = False
+    """No partition shared a version with the runs before it: another server was backed up, or the
+    same one with a new data folder."""
 
     @property
     def begins_ns(self) -> int:
@@ -91,6 +96,37 @@ class RunRecord(NamedTuple):
     def stored_bytes(self) -> int:
         """Size of its segments."""
         return sum(segment.size_bytes for segment in self.segments)
+
+    def problem_as(self, run: int, archive_id: str) -> str | None:
+        """Return why the manifest cannot be that of a run of an archive; None: it can.
+
+        A copy has a right checksum wherever it lies. Read as another run, it would bring changes
+        back out of their order, and the next run would get the number of a finished one.
+        """
+        if self.archive_id != archive_id:
+            return f"it belongs to the archive {self.archive_id}, not to this one, {archive_id}"
+        if self.run != run:
+            return f"it is the manifest of run {self.run}"
+        if self.base_through >= run:
+            return f"it says that the runs up to {self.base_through} are folded into run {run}"
+        paths: set[str] = set()
+        for path, _, _ in self.segments:
+            if not path.startswith(f"runs/{run:06}/"):
+                return f"it lists {path}, which is not a segment of this run"
+            if path in paths:
+                return f"it lists {path} twice"
+            paths.add(path)
+        return None
+
+    def wrote(self, footer: Footer, segment: SegmentRecord) -> bool:
+        """Whether a footer is that of a segment of this run, and not of a file in its place."""
+        is_base = segment.path.rpartition("/")[2].startswith(BASE_SEGMENT)
+        return (
+            footer.run == self.run
+            and footer.held() == segment.held
+            and footer.archive_id in {"", self.archive_id}
+            and (is_base or footer.started_ns == self.started_ns)
+        )
 
     def placed(self, vb_id: int) -> list[Placed]:
         """Return its legs of a partition."""
@@ -139,6 +175,8 @@ def pack_run(record: RunRecord) -> bytes:
     fields = record._asdict()
     if not record.base_ended_ns:
         del fields["base_ended_ns"]  # the same bytes as before this field existed
+    if not record.is_other_server:
+        del fields["is_other_server"]
     return _pack(
         RUN_MAGIC,
         {

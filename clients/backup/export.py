@@ -78,6 +78,8 @@ class Export:
     ) -> None:
         self._runs, self._broken = archive.runs_and_losses_of(point, salvage=salvage)
         self._point = point
+        self._vb_ids = sorted({vb_id for record in self._runs for vb_id in record.legs})
+        point.check_partitions(self._vb_ids)
         self._routes = Routes(selection, self._runs)
         self._prefix = selection.prefix
         self._reader = PointReader(archive, self._runs, salvage=salvage)
@@ -88,8 +90,7 @@ class Export:
 
     def rows(self) -> Iterator[ExportRow]:
         """Yield the documents, partition by partition, in seqno order."""
-        vb_ids = sorted({vb_id for record in self._runs for vb_id in record.legs})
-        for index, vb_id in enumerate(vb_ids):
+        for index, vb_id in enumerate(self._vb_ids):
             view = self._reader.view(vb_id, self._point)
             self.findings.take(view)
             for data, start, stop in self._reader.frames(view):
@@ -98,7 +99,7 @@ class Export:
                     self._documents += 1
                     self._value_bytes += len(row.value)
                     yield row
-            self._on_progress(index + 1, len(vb_ids))
+            self._on_progress(index + 1, len(self._vb_ids))
         self.findings.check(self._url)
 
     def to_json_lines(self, file: IO[bytes]) -> ExportReport:

@@ -99,6 +99,17 @@ class Feed:
         """Return the legs of this run, the growing one included."""
         return [*self._closed, self._leg()] if self.number >= 0 else list(self._closed)
 
+    @property
+    def is_of_other_server(self) -> bool | None:
+        """Whether the server has none of the versions that the runs before this one knew; None:
+        they knew none, or nothing was asked.
+        """
+        legs = self.legs()
+        if not end_of(self._chain) or not legs:
+            return None
+        known = {vb_uuid for vb_uuid, _ in self._chain[-1].leg.versions}
+        return known.isdisjoint(vb_uuid for vb_uuid, _ in legs[-1].versions)
+
     def news(self) -> list[Leg]:
         """Return the legs of this run that have changes or other versions than before.
 

@@ -115,7 +115,7 @@ def fold(
             changes=first.changes + writer.changes,
             raw_bytes=first.raw_bytes + writer.raw_bytes,
         )
-        archive.write_run(merged, lock)
+        archive.write_run(merged, lock, is_fold=True)
         after = [merged, *kept[1:]]
         archive.sweep(needed_files(after), lock)
         return FoldReport(

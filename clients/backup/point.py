@@ -14,7 +14,7 @@ newest complete state before it is used.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
@@ -42,6 +42,19 @@ class Point(NamedTuple):
             )
         last = self._last_of(runs)
         return [record for record in runs if record.run <= last]
+
+    def check_partitions(self, vb_ids: Collection[int]) -> None:
+        """Check that an archive with these partitions has the seqnos. Raises PointError.
+
+        Seqno 0 of any partition is there: it is empty.
+        """
+        absent = [vb for vb, seqno in (self.seqnos or {}).items() if seqno and vb not in vb_ids]
+        if absent:
+            raise PointError(
+                f"seqno {(self.seqnos or {})[absent[0]]} is not in the archive: it has no change of"
+                " this partition", vb_id=absent[0],
+                hint="dcpctl backup info --run N shows the partitions of a run.",
+            )  # fmt: skip
 
     def is_within(self, runs: Sequence[RunRecord]) -> bool:
         """Whether it names a run or time within these runs, so later runs do not matter."""
@@ -107,15 +120,20 @@ def time_text(time_ns: int) -> str:
 
 
 def parse_seqnos(document: Any) -> dict[int, int]:
-    """Return a seqno vector: a JSON object of partition -> seqno. Raises PointError."""
-    if not isinstance(document, dict):
+    """Return a seqno vector: a JSON object of partition -> seqno. Raises PointError.
+
+    An object that was read with `object_pairs_hook=tuple` shows names that occur twice.
+    """
+    if not isinstance(document, dict | tuple):
         raise PointError("seqnos must be a JSON object: partition -> seqno")
-    found = {}
-    for name, seqno in document.items():
+    found: dict[int, int] = {}
+    for name, seqno in document.items() if isinstance(document, dict) else document:
         text = str(name)
         if not (text.isascii() and text.isdigit() and int(text) < NUM_VBUCKETS):
             raise PointError(f"{name!r} is not a partition; use 0 to {NUM_VBUCKETS - 1}")
         if not isinstance(seqno, int) or isinstance(seqno, bool) or not 0 <= seqno <= SEQNO_MAX:
             raise PointError(f"{seqno!r} is not a seqno", vb_id=int(text))
+        if int(text) in found:
+            raise PointError("it is named twice in the seqnos", vb_id=int(text))
         found[int(text)] = seqno
     return found

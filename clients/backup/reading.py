@@ -124,7 +124,7 @@ class PointReader:
         self._archive = archive
         self._runs = runs
         self._salvage = salvage
-        self._segments = {record.run: record.segments for record in runs}
+        self._records = {record.run: record for record in runs}
         self._footers: dict[str, Footer | str] = {}
         """Path -> footer, or why it cannot be read."""
         self._chunks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
@@ -236,8 +236,8 @@ class PointReader:
         parts: list[Part] = []
         damages: list[Damage] = []
         for run, leg, low, high in visible:
-            for segment in self._segments[run]:
-                footer = self._footer(segment)
+            for segment in self._records[run].segments:
+                footer = self._footer(self._records[run], segment)
                 if isinstance(footer, str):
                     damages += (
                         Damage(segment.path, footer, vb_id, max(first, low + 1), min(last, high))
@@ -255,12 +255,12 @@ class PointReader:
         parts.sort(key=lambda part: (part.low_seqno, part.section.first_seqno))
         return parts, damages
 
-    def _footer(self, segment: SegmentRecord) -> Footer | str:
+    def _footer(self, record: RunRecord, segment: SegmentRecord) -> Footer | str:
         footer = self._footers.get(segment.path)
         if footer is None:
             try:
                 footer = self._archive.footer(segment.path)
-                if footer.held() != segment.held:
+                if not record.wrote(footer, segment):
                     footer = "it is not the segment that the run wrote"
             except FileNotFoundError:
                 footer = "the file is missing"

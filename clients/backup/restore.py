@@ -149,6 +149,7 @@ class Restore:
         self._retry_pause_s = retry_pause_s
         self._on_progress = on_progress or (lambda _done, _total: None)
         self._vb_ids = sorted({vb_id for record in self.runs for vb_id in record.legs})
+        point.check_partitions(self._vb_ids)
         self._counts = _Counts()
         self._prefixes: dict[bytes, bytes] = {}
         self._names: dict[bytes, str] = {}

@@ -426,6 +426,7 @@ class Backup:
         assert writer is not None
         granted = [session.intake.has_history for session in self._sessions.values()]
         self._history_was_refused = self._history and not all(granted)
+        strangers = {feed.is_of_other_server for feed in self._feeds.values()} - {None}
         return RunRecord(
             run=run,
             archive_id=self._archive.record.archive_id,
@@ -444,6 +445,7 @@ class Backup:
             changes=writer.changes,
             raw_bytes=writer.raw_bytes,
             wire_bytes=self._wire(),
+            is_other_server=strangers == {True},
         )
 
 

@@ -2,7 +2,7 @@
 
     segment   magic (8), chunk ..., footer, trailer
     chunk     u32 stored bytes, u32 raw bytes, u32 CRC-32C of the stored bytes; a zstd frame
-    footer    zstd frame of CBOR: run, number, started_ns, history, chunks, sections, legs
+    footer    zstd frame of CBOR: run, number, started_ns, history, chunks, sections, legs, archive
     trailer   u64 offset of the footer, u32 its bytes, u32 its raw bytes, u32 CRC-32C of the footer
               and of these three numbers, magic (8)
 
@@ -61,6 +61,8 @@ class Footer(NamedTuple):
     """(offset, size with its head) of each chunk."""
     sections: bytes
     legs: dict[int, list[Leg]]
+    archive_id: str = ""
+    """Its archive; empty: an older program wrote it."""
 
     def section_count(self) -> int:
         """Return the number of sections."""
@@ -105,8 +107,11 @@ def held_in(sections: Iterable[Section]) -> list[tuple[int, int, int, int]]:
 class SegmentBuilder:
     """Collects chunks; `finish` returns the segment's bytes."""
 
-    def __init__(self, run: int, number: int, started_ns: int, *, is_history: bool) -> None:
+    def __init__(
+        self, run: int, number: int, started_ns: int, *, is_history: bool, archive_id: str = ""
+    ) -> None:
         self._head = (run, number, started_ns, is_history)
+        self._archive_id = archive_id
         self._parts = [MAGIC]
         self.size_bytes = len(MAGIC)
         self._chunks: list[tuple[int, int]] = []
@@ -146,6 +151,8 @@ class SegmentBuilder:
                 vb_id: [leg.document() for leg in legs] for vb_id, legs in self._legs.items()
             },
         }  # fmt: skip
+        if self._archive_id:
+            document["archive"] = self._archive_id
         raw = cbor2.dumps(document)
         packed = compress(raw)
         place = _PLACE.pack(self.size_bytes, len(packed), len(raw))
@@ -177,6 +184,7 @@ def parse_footer(packed: bytes, trailer: bytes) -> Footer:
             document["run"], document["number"], document["started_ns"], document["history"],
             [(at, size) for at, size in document["chunks"]], document["sections"],
             {vb_id: [Leg.of(item) for item in legs] for vb_id, legs in document["legs"].items()},
+            str(document.get("archive", "")),
         )  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"the footer cannot be read: {error}") from error

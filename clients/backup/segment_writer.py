@@ -102,5 +102,6 @@ class SegmentWriter:
 
     def _new(self) -> SegmentBuilder:
         return SegmentBuilder(
-            self._run, len(self.records), self._started_ns, is_history=self._is_history
-        )
+            self._run, len(self.records), self._started_ns,
+            is_history=self._is_history, archive_id=self._archive.record.archive_id,
+        )  # fmt: skip

@@ -1,6 +1,7 @@
 """Checkpoints: a consumer's positions, stored in a file or in memory.
 
-    file = CBOR {"format": "dcpd-checkpoint", "version": 3, "crc32": u32, "positions": bytes}
+    file = CBOR {"format": "dcpd-checkpoint", "version": 3, "crc32": u32, "positions": bytes
+                 [, "writer": text]}
     positions = CBOR {vb: position}
     position = [versions, seqno, snap_start, snap_end, complete, base_seqno, collections, filter]
     filter = [names of collections (null: the default one, []: all), key prefixes]; null: unknown
@@ -23,6 +24,7 @@ from zlib import crc32
 
 import cbor2
 
+from clients.checkpoint.claim import Claim
 from clients.errors import CheckpointError
 from clients.position import Filter, Position
 from vbucket.model.ids import SEQNO_MAX
@@ -48,6 +50,8 @@ class CheckpointStore(Protocol):
     - `save_changes(changed)` is called instead of `save`, with the positions that changed;
     - `is_whole = True` says that the store belongs to one consumer and `save` replaces everything.
       Then `save` also gets the positions of partitions that are not followed now;
+    - `claim()` is called before `load`, when the consumer opens. It raises CheckpointError if
+      another consumer uses the checkpoint. `close()` ends the claim;
     - `close()` is called when the consumer closes;
     - `hidden_keys` are key prefixes of the default collection. The consumer does not return such
       documents, and does not save because of them. Stores in the followed server need this.
@@ -96,12 +100,23 @@ class CheckpointFile:
     """A checkpoint in one file. Each save replaces the file as a whole, durably.
 
     A damaged file raises a CheckpointError. The consumer never silently starts from the beginning.
+    One consumer at a time uses it: a second one gets a CheckpointError when it opens. The lock is
+    that of `.NAME.lock` beside the file, and ends with the process.
     """
 
     is_whole: Final = True
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._claim = Claim(self.path.with_name(f".{self.path.name}.lock"), str(self.path))
+
+    def claim(self) -> None:
+        """Keep other consumers away until `close`. Raises CheckpointError if one is there."""
+        self._claim.take()
+
+    def close(self) -> None:
+        """Let other consumers use the file. May be repeated."""
+        self._claim.release()
 
     def load(self) -> Checkpoint:
         """Return the checkpoint in the file, {} where there is no file."""
@@ -152,8 +167,11 @@ def decode_position(raw: bytes) -> Position:
     return _position(0, _cbor(raw, "the position"))
 
 
-def encode_checkpoint(checkpoint: Mapping[int, Position]) -> bytes:
-    """Return a checkpoint in the file's format. Equal checkpoints give equal bytes."""
+def encode_checkpoint(checkpoint: Mapping[int, Position], writer: str = "") -> bytes:
+    """Return a checkpoint in the file's format. Equal checkpoints give equal bytes.
+
+    `writer` names the consumer in stores that several could write to; see `writer_of`.
+    """
     positions = cbor2.dumps({vb_id: list(checkpoint[vb_id]) for vb_id in sorted(checkpoint)})
     document = {
         "format": FORMAT,
@@ -161,7 +179,7 @@ def encode_checkpoint(checkpoint: Mapping[int, Position]) -> bytes:
         "crc32": crc32(positions),
         "positions": positions,
     }
-    return cbor2.dumps(document)
+    return cbor2.dumps(document | {"writer": writer} if writer else document)
 
 
 def decode_checkpoint(raw: bytes) -> Checkpoint:
@@ -180,6 +198,12 @@ def decode_checkpoint(raw: bytes) -> Checkpoint:
     if not isinstance(entries, dict):
         raise ValueError("the checkpoint has no map of positions")
     return {vb_id: _position(vb_id, entry) for vb_id, entry in entries.items()}
+
+
+def writer_of(raw: bytes) -> str:
+    """Return who wrote a checkpoint, "" if it does not say. Raises ValueError."""
+    document = _cbor(raw, "the file")
+    return str(document.get("writer", "")) if isinstance(document, dict) else ""
 
 
 def _cbor(raw: bytes, what: str) -> Any:

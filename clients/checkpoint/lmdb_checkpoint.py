@@ -8,10 +8,12 @@ Several consumers of one process may share a file under different names.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
 from clients.checkpoint.checkpoint import Checkpoint, decode_checkpoint, encode_checkpoint
+from clients.checkpoint.claim import Claim
 from clients.errors import CheckpointError
 from clients.local_lmdb import LocalLmdb, rows_from
 from clients.position import Position
@@ -25,7 +27,8 @@ class LmdbCheckpoint:
     """A checkpoint in an LMDB file. A save writes only the positions that changed.
 
     Several consumers of one process may share a file under different names. The file is opened when
-    the consumer opens, and closed with it.
+    the consumer opens, and closed with it. One consumer at a time uses a name: a second one gets a
+    CheckpointError when it opens. The lock ends with the process.
     """
 
     def __init__(self, path: str | Path, name: str = "consumer") -> None:
@@ -34,6 +37,14 @@ class LmdbCheckpoint:
         self._path = Path(path)
         self._prefix = name.encode() + b"\0"
         self._file: LocalLmdb | None = None
+        # A name may have letters that no file name has.
+        mark = sha256(name.encode()).hexdigest()[:16]
+        lock = self._path.with_name(f".{self._path.name}.{mark}.lock")
+        self._claim = Claim(lock, f"{self._path}, name {name!r}")
+
+    def claim(self) -> None:
+        """Keep other consumers of this name away until `close`. Raises CheckpointError."""
+        self._claim.take()
 
     def load(self) -> Checkpoint:
         """Return the last saved checkpoint, {} if there is none. Raises CheckpointError."""
@@ -63,6 +74,7 @@ class LmdbCheckpoint:
         if self._file is not None:
             self._file.close()
             self._file = None
+        self._claim.release()
 
     def _open(self) -> LocalLmdb:
         if self._file is None:

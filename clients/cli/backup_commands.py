@@ -3,11 +3,12 @@
 JSON (`-o json`), one object per command or line, `"v": 1`:
 
     run      result, run, changes, raw_bytes, stored_bytes, wire_bytes, rollbacks, seconds, resumed,
-             history
+             history, other_server
     list     a line per run: run, started, ended, kind, history, changes, raw_bytes, stored_bytes,
              rollbacks
     info     archive, runs, changes, bytes, oldest and newest run, broken; --run N: its partitions
-    verify   sound, runs, segments, chunks, changes, stored_bytes, damages, broken
+    verify   sound, runs, segments, chunks, changes, stored_bytes, damages, broken,
+             unused
     restore  result (restored, partial, planned) and counts; damages, earlier, refused
     merge, prune, export: what was done
 
@@ -103,6 +104,7 @@ def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) ->
                 "raw_bytes": record.raw_bytes, "stored_bytes": record.stored_bytes,
                 "wire_bytes": record.wire_bytes, "history": record.is_history,
                 "rollbacks": {str(vb): pairs for vb, pairs in record.rollbacks.items()},
+                "other_server": record.is_other_server,
                 "resumed": record.is_resumed, "seconds": round(report.seconds, 3),
             }
         )  # fmt: skip
@@ -113,7 +115,13 @@ def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) ->
     lines = [f"run {record.run}: {record.changes} changes, {sizes}, {took}"]
     if record.is_resumed:
         lines.append(f"resumed a killed run after {report.resumed_segments} segments")
-    if record.rollbacks:
+    if record.is_other_server:
+        lines.append(
+            "this is another server than before, or the same one with a new data folder: no"
+            f" partition has the history of run {record.run - 1}, so everything was copied."
+            f" --run {record.run - 1} still restores what the archive had before"
+        )
+    elif record.rollbacks:
         undone = sum(high - low for pairs in record.rollbacks.values() for high, low in pairs)
         lines.append(
             f"history branched in {len(record.rollbacks)} partitions since the last run: {undone}"
@@ -213,10 +221,12 @@ def verify_(*, target: Target, url: str) -> int:
                 "chunks": report.chunks, "changes": report.changes,
                 "stored_bytes": report.stored_bytes, "broken": report.broken,
                 "damages": [damage._asdict() for damage in report.damages],
+                "unused": report.unused,
             }
         )  # fmt: skip
     else:
         lines = [f"damaged: {path}: {what}" for path, what in report.broken.items()]
+        lines += [f"unused: {path}: {what}" for path, what in report.unused.items()]
         lines += [f"damaged: {damage}" for damage in report.damages]
         sound = "sound" if report.is_sound else "DAMAGED"
         lines.append(
@@ -318,6 +328,8 @@ def _show_run(mode: str, runs: list[RunRecord], run: int) -> None:
 def _kind(record: RunRecord) -> str:
     if record.base_through:
         return "base"
+    if record.is_other_server:
+        return "other server"
     return "full" if record.run == 1 else "incremental"
 
 

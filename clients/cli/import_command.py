@@ -248,6 +248,13 @@ def _csv_rows(
     number, header = next(rows, (1, []))
     if key_column not in header:
         raise _no_column(name, number, key_column, header)
+    twice = sorted({column for column in header if header.count(column) > 1})
+    if twice:
+        raise ImportFileError(
+            f"{name}, line {number}: two columns are named {twice[0]!r}, and a document has room"
+            " for one of them",
+            hint="Rename one of them in the header.",
+        )
     for number, fields in rows:
         if len(fields) != len(header):
             raise ImportFileError(

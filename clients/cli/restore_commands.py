@@ -204,7 +204,7 @@ def _point_of(run: int | None, moment: str | None, seqnos: str | None) -> Point:
     if seqnos is not None:
         try:
             text = seqnos if seqnos.lstrip().startswith("{") else Path(seqnos).read_text()
-            vector = parse_seqnos(json.loads(text))
+            vector = parse_seqnos(json.loads(text, object_pairs_hook=tuple))
         except OSError as error:
             raise PointError(f"{seqnos}: {error.strerror}") from error
         except ValueError as error:
@@ -256,15 +256,16 @@ def _document(plan: RestorePlan, report: RestoreReport | None) -> dict[str, Any]
 
 def _lines(plan: RestorePlan, report: RestoreReport | None) -> list[str]:
     runs = ", ".join(map(str, plan.runs))
-    what = f"{plan.documents} documents and {plan.deletions} deletions of {plan.partitions}"
+    what = f"{_count(plan.documents, 'document')} and {_count(plan.deletions, 'deletion')}"
+    where = f"of {_count(plan.partitions, 'partition')}, from runs {runs}"
     lines = []
     if report is None:
-        lines.append(f"would restore {what} partitions, from runs {runs}")
+        lines.append(f"would restore {what} {where}")
         lines += [f"  {path}: {count}" for path, count in sorted(plan.by_collection.items())]
     else:
+        changes = _count(plan.documents + plan.deletions, "change")
         lines.append(
-            f"restored {report.written} of {what} partitions, from runs {runs},"
-            f" in {report.seconds:.1f} s"
+            f"restored {report.written} of {changes} ({what}) {where}, in {report.seconds:.1f} s"
         )
         if report.kept_newer:
             lines.append(
@@ -293,6 +294,10 @@ def _lines(plan: RestorePlan, report: RestoreReport | None) -> list[str]:
         lines.append(f"  ... {len(plan.earlier)} partitions in all are as of earlier seqnos")
     _complain(plan.damages, plan.broken)
     return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _is_whole(plan: RestorePlan, report: RestoreReport | None) -> bool:

@@ -19,9 +19,14 @@ from typing import Final, NamedTuple
 SIZE_VARIABLE: Final = "DCPD_GROUP_SIZE"
 MEMBER_VARIABLES: Final = ("DCPD_GROUP_MEMBER", "JOB_COMPLETION_INDEX")
 """Variables with the member's number. Kubernetes sets the second one for indexed jobs."""
-NAME_VARIABLES: Final = ("POD_NAME", "HOSTNAME")
-"""Variables with a name that ends in an ordinal, like the pods of a StatefulSet."""
-_ORDINAL: Final = re.compile(r"-(\d+)$")
+NAME_VARIABLE: Final = "DCPD_GROUP_NAME"
+"""The name of the StatefulSet: its pods are NAME-0, NAME-1, ..."""
+POD_VARIABLE: Final = "POD_NAME"
+"""A pod's name. Nothing sets it but the pod's description, so whoever sets it wants its ordinal."""
+HOST_VARIABLE: Final = "HOSTNAME"
+"""A pod's name, too, but any host has one: `ip-10-0-0-1` is no member 1. Used with NAME_VARIABLE
+only."""
+_ORDINAL: Final = re.compile(r"(.+)-(0|[1-9]\d*)")
 
 
 class Group(NamedTuple):
@@ -38,7 +43,8 @@ class Group(NamedTuple):
         """Return the group and member that the environment names for this process.
 
         The size is DCPD_GROUP_SIZE; the member is DCPD_GROUP_MEMBER or JOB_COMPLETION_INDEX, or
-        the ordinal at the end of POD_NAME or HOSTNAME ("indexer-3"). Raises ValueError, which says
+        the ordinal at the end of POD_NAME ("indexer-3"). With DCPD_GROUP_NAME ("indexer") HOSTNAME
+        counts, too, and the name before the ordinal must be that. Raises ValueError, which says
         what is missing.
         """
         known = os.environ if environment is None else environment
@@ -49,13 +55,15 @@ class Group(NamedTuple):
             member = _number(known, name)
             if member is not None:
                 return cls(member, size).checked()
-        for name in NAME_VARIABLES:
-            found = _ORDINAL.search(known.get(name, ""))
-            if found is not None:
-                return cls(int(found[1]), size).checked()
+        wanted = known.get(NAME_VARIABLE, "")
+        for name in (POD_VARIABLE, HOST_VARIABLE) if wanted else (POD_VARIABLE,):
+            found = _ORDINAL.fullmatch(known.get(name, ""))
+            if found is not None and wanted in {"", found[1]}:
+                return cls(int(found[2]), size).checked()
         raise ValueError(
-            f"the member's number is missing: set {MEMBER_VARIABLES[0]}, or let"
-            f" {' or '.join(NAME_VARIABLES)} end in an ordinal, like the pods of a StatefulSet"
+            f"the member's number is missing: set {MEMBER_VARIABLES[0]}, or in a StatefulSet"
+            f" {NAME_VARIABLE} to its name, so that {POD_VARIABLE} or {HOST_VARIABLE} is"
+            f" {wanted or 'NAME'}-0, {wanted or 'NAME'}-1, ...; {_shown(known)}"
         )
 
     def checked(self) -> Group:
@@ -70,6 +78,11 @@ class Group(NamedTuple):
     def vbuckets(self, count: int) -> range:
         """Return the partitions of this member, of `count` in all."""
         return range(self.member, count, self.size)
+
+
+def _shown(environment: Mapping[str, str]) -> str:
+    shown = (f"{name} is {environment.get(name, '')!r}" for name in (POD_VARIABLE, HOST_VARIABLE))
+    return ", ".join(shown)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:

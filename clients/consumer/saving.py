@@ -47,6 +47,8 @@ class Saver:
         self._next_s = time.monotonic() + (every_s or 0)
         self._lock = asyncio.Lock()
         self.hidden_keys: tuple[bytes, ...] = getattr(store, "hidden_keys", ())
+        self._is_ours = True
+        """Whether the store may be closed: not if another consumer uses it."""
         self._told: set[int] = set()
         """With hidden keys: partitions with events for the user since their last save."""
 
@@ -54,6 +56,11 @@ class Saver:
         """Return the last saved checkpoint. Raises CheckpointError."""
         if self._store is None:
             return {}
+        claim = getattr(self._store, "claim", None)
+        if claim is not None:
+            self._is_ours = False
+            await self._call(claim)
+            self._is_ours = True
         self._saved = await self._call(self._store.load)
         return dict(self._saved)
 
@@ -120,7 +127,7 @@ class Saver:
     async def close(self) -> None:
         """Close the store if it has a `close`."""
         close = getattr(self._store, "close", None)
-        if close is not None:
+        if close is not None and self._is_ours:
             await self._call(close)
 
     @staticmethod

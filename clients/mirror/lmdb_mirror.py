@@ -20,6 +20,7 @@ from struct import Struct
 from typing import Any, Final
 
 from clients.checkpoint.checkpoint import decode_position, encode_position
+from clients.checkpoint.claim import Claim
 from clients.errors import CheckpointError
 from clients.local_lmdb import LocalLmdb, rows_from
 from clients.mirror.mirror_state import Changing
@@ -40,7 +41,15 @@ class LmdbStore:
     """See the module and `clients.mirror.mirror_state.MirrorStore`."""
 
     def __init__(self, path: str | Path, *, is_durable: bool = True) -> None:
-        self._file = LocalLmdb(path, FORMAT, version=VERSION, is_durable=is_durable)
+        """Raises CheckpointError, also if another mirror writes the file."""
+        place = Path(path)
+        self._claim = Claim(place.with_name(f".{place.name}.lock"), f"{place}", "mirror")
+        self._claim.take()
+        try:
+            self._file = LocalLmdb(place, FORMAT, version=VERSION, is_durable=is_durable)
+        except BaseException:
+            self._claim.release()
+            raise
 
     @contextmanager
     def changing(self) -> Iterator[Changing]:
@@ -105,6 +114,7 @@ class LmdbStore:
     def close(self) -> None:
         """See MirrorStore."""
         self._file.close()
+        self._claim.release()
 
 
 class _Change:

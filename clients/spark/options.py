@@ -16,7 +16,7 @@ from typing import Any, Final
 from clients.address import ServerAddress, parse_address
 from clients.spark.offset import COLLECTIONS, Offset, decode, partition_number
 from clients.spark.value_schema import check_columns
-from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 NUM_PARTITIONS: Final = 4
 """Tasks of a batch, if there is enough to read. One server can feed about this many readers."""
@@ -117,6 +117,7 @@ def _settings(found: dict[str, Any], *, is_batch: bool) -> SourceSettings:
             " reads everything up to now"
         )
     defaults = SourceSettings(())
+    _check_start(found.get("startingOffsets"), found.get("partitions", defaults.partitions))
     return SourceSettings(
         servers=_servers(found),
         collections=found.get("collections"),
@@ -132,6 +133,18 @@ def _settings(found: dict[str, Any], *, is_batch: bool) -> SourceSettings:
         value_schema=value_schema,
         key_format=found.get("keyFormat", "binary"),
     )
+
+
+def _check_start(starting: object, partitions: tuple[int, ...]) -> None:
+    """Refuse a start in a partition that is not read: the query would never go there."""
+    named = map(int, starting) if isinstance(starting, dict) else ()
+    others = sorted(set(named) - set(partitions))
+    if others:
+        shown = ", ".join(map(str, others[:10])) + (", ..." if len(others) > 10 else "")
+        raise OptionError(
+            f"option startingOffsets names partitions that option partitions leaves out: {shown};"
+            " leave them out here, too, or read them"
+        )
 
 
 def _servers(found: dict[str, Any]) -> tuple[ServerAddress, ...]:
@@ -174,6 +187,8 @@ def _collections(text: str) -> tuple[str, ...]:
     for name in names:
         if name.count(".") != 1 or not all(name.split(".")):
             raise ValueError(f"{name!r} is not SCOPE.COLLECTION")
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is named twice")
     return names
 
 
@@ -194,7 +209,17 @@ def _starting(text: str) -> str | Offset | int:
         return text
     if text.startswith("{"):
         return _starting_offset(text)
-    if text.isascii() and text.isdecimal():
+    time_ns = _time_ns(text)
+    if time_ns < 0:
+        raise ValueError("it is before 1970, and no change is that old: use earliest")
+    if time_ns > SEQNO_MAX:
+        raise ValueError("it is after the year 2554, and no change can be that young")
+    return time_ns
+
+
+def _time_ns(text: str) -> int:
+    """Return a time in ns since 1970."""
+    if text.removeprefix("-").isdecimal() and text.isascii():
         return int(text) * 1_000_000
     try:
         moment = datetime.fromisoformat(text)
@@ -206,13 +231,15 @@ def _starting(text: str) -> str | Offset | int:
 
 
 def _starting_offset(text: str) -> Offset:
-    document = json.loads(text)  # its error is a ValueError
+    members = json.loads(text, object_pairs_hook=tuple)  # its error is a ValueError
     offset: Offset = {}
-    for name, item in document.items():
+    for name, item in members:
         if name == COLLECTIONS:
             continue  # it belongs to the query that the offset comes from
         vb_id = partition_number(name)
-        if type(item) is int and item >= 0:
+        if str(vb_id) in offset:
+            raise ValueError(f"partition {vb_id} is named twice")
+        if type(item) is int and 0 <= item <= SEQNO_MAX:
             offset[str(vb_id)] = str(item)
         elif isinstance(item, str):
             decode(item)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dcp.session.oversized import too_big
 from dcp.session.state import SessionState
 from dcp.wire.status import RefusedError, Status
+from dcp.wire.xattrs import DATATYPE_XATTR
 from vbucket.model.datatype import (
     JSON,
     SNAPPY,
@@ -20,12 +21,20 @@ from vbucket.model.datatype import (
 
 
 def check_datatype(state: SessionState, datatype: int) -> None:
-    """Raise RefusedError for a datatype that the client did not negotiate. Stored, it would mislead
-    whoever streams the document. JSON is dropped instead, by the caller.
+    """Raise RefusedError for a datatype that a command with a plain value cannot have. Stored, it
+    would mislead whoever streams the document. JSON is dropped instead, by the caller.
     """
-    if datatype & ~(state.datatypes | JSON):
-        why = f"datatype 0x{datatype:02x} was not negotiated (HELLO)"
-        raise RefusedError(Status.EINVAL, why)
+    wrong = datatype & ~(state.datatypes | JSON)
+    if not wrong:
+        return
+    unknown = wrong & ~(SNAPPY | DATATYPE_XATTR)
+    if unknown:
+        why = f"has unknown bits 0x{unknown:02x}; known are 0x01 JSON, 0x02 Snappy, 0x04 XATTRs"
+    elif wrong & DATATYPE_XATTR:
+        why = "means XATTRs, which only sub-document and with-meta commands write"
+    else:
+        why = "means Snappy, which was not negotiated (HELLO 0x0a)"
+    raise RefusedError(Status.EINVAL, f"datatype 0x{datatype:02x} {why}")
 
 
 def packed_body(

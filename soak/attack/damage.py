@@ -136,8 +136,7 @@ class _Attack:
         self.case.demand(not changed, Fault.BROKEN, f"a refused start changed {sorted(changed)}")
         is_cut = self.harm.path == DATA and self.harm.kind == "cut"
         self.case.demand(self.verdict.code or not is_cut, Fault.UNNAMED, "verify: not cut short")
-        is_checked = self.harm.path.startswith(("log", "store"))
-        if is_checked and not self.verdict.code:
+        if not self.verdict.code:
             text = f"verify names nothing, but the server refuses: {refusal!r}"
             self.case.find(Fault.UNNAMED, text)
         if ACCEPT in refusal:

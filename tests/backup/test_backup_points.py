@@ -25,6 +25,7 @@ from clients.backup.legs import (
     whole_states,
 )
 from clients.backup.point import Point, parse_seqnos, parse_time, time_text
+from clients.backup.restore import Restore
 from clients.backup.selection import Selection, parse_mapping
 from clients.cli.backup_commands import size_text
 from clients.cli.dcpctl import run as dcpctl
@@ -259,3 +260,27 @@ def test_an_age_that_is_none(tmp_path, capfd):
         url = str(tmp_path / "a")
         assert dcpctl(["backup", "prune", "--archive", url, "--older-than", age]) == 1
         assert "is not an age" in capfd.readouterr().err
+
+
+def test_seqnos_of_a_partition_without_changes_are_refused():
+    """Only 0 is there: as of that seqno it is empty."""
+    node, archive = MemoryNode(1), memory_archive()
+    writer = node.connect()
+    writer.hello(Feature.SELECT_BUCKET, Feature.COLLECTIONS)
+    writer.set(0, b"\0k", b"v")
+    back_up(node, archive, (0, 1))
+    assert len(list(Export(archive, Point(seqnos={0: 1, 900: 0}), Selection()).rows())) == 1
+    for work in (Export, Restore):
+        with pytest.raises(PointError, match="seqno 7 is not in the archive") as caught:
+            work(archive, Point(seqnos={0: 1, 900: 7}), Selection())
+        assert caught.value.vb_id == 900
+
+
+def test_the_commands_refuse_seqnos_that_are_given_twice_or_are_not_there(tmp_path, capsys):
+    archive = ("--archive", str(tmp_path / "none"))
+    for seqnos, words in (
+        ('{"5": 1, "5": 2}', "named twice"),
+        ('{"5": 1, "05": 2}', "named twice"),
+    ):
+        assert dcpctl(["backup", "restore", *archive, "--dry-run", "--seqnos", seqnos]) == 2
+        assert words in capsys.readouterr().err

@@ -129,3 +129,10 @@ def test_json_that_cannot_be_read(refused, value, why):
     err = refused(b'{"id": 1}\n{"id": 2, "a": ' + value + b"}\n")
     assert "standard input, line 2: " in err
     assert why in err
+
+
+def test_two_columns_of_one_name_are_refused(refused):
+    """One of them would be lost without a word."""
+    err = refused(b"id,n,n\n1,1,2\n", "a.csv")
+    assert "line 1: two columns are named 'n'" in err
+    assert "line 3: two columns are named 'id'" in refused(b"\n\nid,n,id\n1,1,2\n")

@@ -62,7 +62,19 @@ async def changes(server, **options):
         ({"DCPD_GROUP_SIZE": "3", "DCPD_GROUP_MEMBER": "2"}, Group(2, 3)),
         ({"DCPD_GROUP_SIZE": "3", "JOB_COMPLETION_INDEX": "0", "HOSTNAME": "a-2"}, Group(0, 3)),
         ({"DCPD_GROUP_SIZE": "12", "POD_NAME": "indexer-blue-11"}, Group(11, 12)),
-        ({"DCPD_GROUP_SIZE": "2", "HOSTNAME": "indexer-1"}, Group(1, 2)),
+        (
+            {"DCPD_GROUP_SIZE": "2", "DCPD_GROUP_NAME": "indexer", "HOSTNAME": "indexer-1"},
+            Group(1, 2),
+        ),
+        (
+            {
+                "DCPD_GROUP_SIZE": "2",
+                "DCPD_GROUP_NAME": "indexer",
+                "POD_NAME": "indexer-0",
+                "HOSTNAME": "ip-10-0-0-1",
+            },
+            Group(0, 2),
+        ),
     ],
 )
 def test_a_member_knows_its_place_from_the_environment(environment, expected):
@@ -74,7 +86,17 @@ def test_a_member_knows_its_place_from_the_environment(environment, expected):
     [
         ({"HOSTNAME": "indexer-1"}, "DCPD_GROUP_SIZE is not set"),
         ({"DCPD_GROUP_SIZE": "2", "HOSTNAME": "indexer"}, "member's number is missing"),
-        ({"DCPD_GROUP_SIZE": "2", "HOSTNAME": "indexer-2"}, "no member 2"),
+        ({"DCPD_GROUP_SIZE": "2", "POD_NAME": "indexer-2"}, "no member 2"),
+        ({"DCPD_GROUP_SIZE": "2", "HOSTNAME": "ip-10-0-0-1"}, "HOSTNAME is 'ip-10-0-0-1'"),
+        ({"DCPD_GROUP_SIZE": "2", "HOSTNAME": "indexer-1"}, "DCPD_GROUP_NAME to its name"),
+        (
+            {"DCPD_GROUP_SIZE": "2", "DCPD_GROUP_NAME": "ip", "HOSTNAME": "ip-10-0-0-1"},
+            "is ip-0, ip-1",
+        ),
+        (
+            {"DCPD_GROUP_SIZE": "2", "DCPD_GROUP_NAME": "indexer", "HOSTNAME": "indexer-01"},
+            "member's number is missing",
+        ),
         ({"DCPD_GROUP_SIZE": "two"}, "must be a number"),
     ],
 )

@@ -19,7 +19,7 @@ from test_store_process_deaths import kill_children
 from clients.consumer.consumer import Consumer
 from clients.event import Mutation
 from clients.testing.process import DcpServer
-from dcp.server.operate import verify
+from dcp.server.check import verify
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.message import FIT_META, MUTATION_EXTRAS, PUT_FRAMES_FITTED_ANSWER, PUT_FRAMES_REQUEST

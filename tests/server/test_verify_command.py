@@ -16,7 +16,7 @@ from clients.address import parse_address
 from clients.errors import ServerError, TemporaryError
 from clients.kv.sync_client import SyncKv
 from clients.testing import ServerStartError
-from dcp.server.operate import verify as shell
+from dcp.server.check import verify as shell
 from dcp.server.storage.folder import FolderInUseError, open_folder
 from support.server import DcpdProcess
 from vbucket.check.finding import Finding, Kind

@@ -311,3 +311,27 @@ def test_nobody_can_tell_how_a_value_came(
         assert seen(found) == (Status.OK, 0, value)
     frames = streamed(reader, 0)
     assert [(frame.datatype, frame.value) for frame in frames] == [(0, v) for v, _ in stored]
+
+
+@pytest.mark.parametrize(
+    ("datatype", "features", "why"),
+    [
+        (SNAPPY, (Feature.JSON,), "0x02 means Snappy, which was not negotiated (HELLO 0x0a)"),
+        (JSON | SNAPPY, (), "0x03 means Snappy, which was not negotiated (HELLO 0x0a)"),
+        (4, (*ALL, Feature.XATTR), "0x04 means XATTRs, which only sub-document and with-meta"),
+        (8, (*ALL, Feature.XATTR), "0x08 has unknown bits 0x08; known are 0x01 JSON, 0x02 Snappy"),
+        (0xFF, ALL, "0xff has unknown bits 0xf8"),
+    ],
+)
+def test_a_refused_datatype_has_its_own_reason(
+    node: MemoryNode, vb: int, datatype: int, features: tuple[int, ...], why: str
+) -> None:
+    """Negotiating more would not help where the command or the bit is the reason."""
+    peer = connect(node, *features)
+    for opcode in (Opcode.SET, Opcode.ADD, Opcode.APPEND):
+        extras = b"" if opcode == Opcode.APPEND else bytes(8)
+        refused = peer.ask(
+            opcode, vb_id=vb, key=KEY, value=PACKED, extras=extras, datatype=datatype
+        )
+        assert refused.status == Status.EINVAL
+        assert f"datatype {why}" in refused.value.decode()

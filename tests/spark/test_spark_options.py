@@ -81,6 +81,15 @@ def test_columns():
         ("startingOffsets", '{"2000": 1}'),
         ("startingOffsets", '{"2": -1}'),
         ("startingOffsets", '{"2": "x"}'),
+        ("startingOffsets", '{"2": 18446744073709551616}'),
+        ("startingOffsets", '{"2": 1, "2": 5}'),
+        ("startingOffsets", '{"2": 1, "02": 5}'),
+        ("startingOffsets", "1969-12-31T23:59:59"),
+        ("startingOffsets", "1970-01-01T00:00:00+01:00"),
+        ("startingOffsets", "-1"),
+        ("startingOffsets", "18446744073710"),
+        ("startingOffsets", "3000-01-01"),
+        ("collections", "a.b,a.b"),
         ("maxRowsPerTrigger", "0"),
         ("maxBytesPerTrigger", "1MB"),
         ("numPartitions", "5000"),
@@ -106,6 +115,12 @@ def test_a_wrong_value_is_named_with_what_the_option_takes(name, text):
         ({**SERVER, "valueFormat": "json"}, "valueSchema"),
         ({**SERVER, "valueSchema": "a INT"}, "valueFormat=json"),
         ({**SERVER, "tlsCa": "x.pem"}, "set tls=true"),
+        ({**SERVER, "startingOffsets": "1969-07-20"}, "it is before 1970"),
+        ({**SERVER, "startingOffsets": '{"2": 1, "02": 5}'}, "partition 2 is named twice"),
+        (
+            {**SERVER, "partitions": "0-2", "startingOffsets": '{"2": 1, "7": 1, "3": 1}'},
+            "startingOffsets names partitions that option partitions leaves out: 3, 7;",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_said(options, words):

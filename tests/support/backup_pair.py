@@ -77,7 +77,10 @@ class _Pair:
         self.lock = lock
         runs, self.run, self.found = archive.begin_run(lock)
         self.history = self.found[0][2].is_history if self.found else history
-        self.writer = SegmentWriter(archive, lock, self.run, node.now_ns, is_history=self.history)
+        self.started_ns = self.found[0][2].started_ns if self.found else node.now_ns
+        self.writer = SegmentWriter(
+            archive, lock, self.run, self.started_ns, is_history=self.history
+        )
         self.writer.adopt(self.found)
         legs = {}
         for _, _, footer in self.found:
@@ -138,7 +141,7 @@ class _Pair:
         manifest = node.engine.keyspace.manifest
         record = RunRecord(
             run=self.run, archive_id=self.archive.record.archive_id, server="memory",
-            started_ns=node.now_ns, ended_ns=node.now_ns, is_history=self.history,
+            started_ns=self.started_ns, ended_ns=node.now_ns, is_history=self.history,
             is_resumed=bool(self.found), base_through=0, segments=writer.records,
             legs={vb_id: legs for vb_id, feed in self.feeds.items() if (legs := feed.news())},
             rollbacks={vb_id: f.rollbacks for vb_id, f in self.feeds.items() if f.rollbacks},

@@ -13,6 +13,7 @@ class Kind(StrEnum):
     """What is wrong. The values are a contract, because the JSON output shows them."""
 
     TORN_TAIL = "torn-tail"
+    UNSYNCED_TAIL = "unsynced-tail"
     LEFTOVER = "leftover"
     LOG = "log"
     PAGES = "pages"
@@ -29,9 +30,10 @@ class Kind(StrEnum):
     STRAY = "stray"
     QUARANTINE = "quarantine"
     CAS = "cas"
+    FILE = "file"
 
 
-HARMLESS: Final = frozenset({Kind.TORN_TAIL, Kind.LEFTOVER, Kind.CAS})
+HARMLESS: Final = frozenset({Kind.TORN_TAIL, Kind.UNSYNCED_TAIL, Kind.LEFTOVER, Kind.CAS})
 """Leftovers of a crash, which the next start removes, and data that is as it was written."""
 
 _RESTORE: Final = "check the disk, and restore the data folder from a backup"
@@ -42,7 +44,14 @@ _BY_STREAM: Final = (
 _REPORT: Final = "every checksum is right, so this is a bug in dcpd: please report it"
 
 ADVICE: Final[dict[Kind, str]] = {
-    Kind.TORN_TAIL: "nothing to do: it was never acknowledged, and the next start cuts it",
+    Kind.TORN_TAIL: (
+        "nothing to do: the group was being written when the server ended, and the next start "
+        "cuts it"
+    ),
+    Kind.UNSYNCED_TAIL: (
+        "the next start cuts it and begins new versions; what was answered in it is lost, as a "
+        "crash may do with this durability"
+    ),
     Kind.LEFTOVER: "nothing to do: the store has all of it, and the next merge removes it",
     Kind.LOG: (
         "check the disk, then restore this file from a copy, or the data folder from a backup; to "
@@ -67,6 +76,7 @@ ADVICE: Final[dict[Kind, str]] = {
         "merges skip the partition, because its stored data is damaged: start the server, "
         "branch it at 0 (dcpctl vb branch VB --at 0), and restore it from a backup"
     ),
+    Kind.FILE: "check the disk, and restore the file from a copy, or the folder from a backup",
     Kind.CAS: "no data is damaged; run dcpctl vb mend-cas while the server runs",
 }
 

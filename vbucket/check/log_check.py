@@ -21,7 +21,7 @@ from vbucket.log.record import (
     split_entries,
     written_bytes,
 )
-from vbucket.log.recovery import end_problem
+from vbucket.log.recovery import LostEnd, lost_end
 from vbucket.model.control import epoch_of
 from vbucket.model.entry import LOG_CONTROL, EntryHead, control_document, head_of, seqno_of
 from vbucket.store.records import PartMerged
@@ -42,6 +42,11 @@ class KnownEnds(NamedTuple):
     """Merged segments that must exist, for partitions in quarantine."""
     part_merged: PartMerged = PartMerged(0, 0)
     """What an unfinished merge has merged; its entries need not continue the store."""
+
+    @property
+    def end(self) -> LogEnd | None:
+        """Return where the log ended on disk, as far as known."""
+        return self.clean_end or (self.mark.end if self.mark is not None else None)
 
 
 class LogCheck:
@@ -68,7 +73,12 @@ class LogCheck:
         self._end = known.merged_end or NO_RECORD
         self._is_end_known = self._end.group > 0
         self._is_synced_per_group = is_synced_per_group
+        self._has_lost_track = False
         self._misfits = 0
+        self._stop: tuple[int, int] | None = None
+        """Where the scan of the newest segment ended; None: it ended with damage."""
+        self._torn_bytes = 0
+        """What follows there, and is no whole group."""
         self._is_comparable = high_seqnos is not None
         self.high_seqnos = high_seqnos or {}
         self._epochs = dict(epochs or {})
@@ -95,39 +105,56 @@ class LogCheck:
             else:
                 yield Finding(Kind.LEFTOVER, f"log segment {segment}", "the store has merged it")
         size_before = 0
-        is_whole, is_chained = True, False
+        is_chained = False
         for segment in live:
             if segment != wanted:
                 yield self._missing(wanted, segment - 1)
                 self._lose_track()
-                size_before, is_whole = 0, False
+                size_before = 0
             wanted = segment + 1
             try:
                 data = self._read(segment)
             except LogDamagedError as error:
                 yield self._unreadable(segment, error)
                 self._lose_track()
-                size_before, is_whole = 0, False
+                self._stop, size_before = None, 0
                 continue
             self.size_bytes += len(data)
+            self._stop, self._torn_bytes = None, 0
             is_chained = yield from self._segment(segment, data, size_before, newest)
-            is_whole = is_whole and self._is_segment_whole
             size_before = len(data)
         if not live:
             yield self._missing(wanted, wanted)
-        elif is_whole:
-            yield from self._log_end(is_marked=is_chained)
+        elif self._stop is not None:
+            yield from self._log_end(self._stop, is_marked=is_chained)
         if self._misfits > FINDINGS_MAX:
             more = self._misfits - FINDINGS_MAX
             yield Finding(Kind.LOG, "log", f"{more} more entries do not continue the store")
 
-    def _log_end(self, *, is_marked: bool) -> Iterator[Finding]:
-        """Check the end of a log that is intact up to there."""
-        known, end = self._known, self._end
-        if problem := end_problem(end, known.clean_end, known.mark, is_marked=is_marked):
-            error = damaged_at(end.segment, end.size_bytes, problem)
-            yield self._unreadable(end.segment, error)
-        elif is_marked and known.mark is not None and known.mark.end is None:
+    def _log_end(self, stop: tuple[int, int], *, is_marked: bool) -> Iterator[Finding]:
+        """Check the end of the log, and what follows its last good record.
+
+        A tail was never answered only if nothing is missing before it.
+        """
+        known, torn_bytes = self._known, self._torn_bytes
+        segment, at = stop
+        lost, end = None, known.end
+        is_end_known = self._is_end_known or not self._has_lost_track
+        if is_end_known:
+            lost = lost_end(self._end, stop, known.clean_end, known.mark, is_marked=is_marked)
+        elif end is not None and (end.segment, end.size_bytes) > stop:
+            lost = LostEnd(segment, damaged_at(segment, at, f"the log had {end} on disk"))
+        elif end is None and known.mark is not None and is_marked and torn_bytes:
+            lost = LostEnd(segment, damaged_at(segment, at, known.mark.problem))
+        torn = f"{torn_bytes} bytes from {at} on are no whole group" if torn_bytes else ""
+        if lost is not None:
+            what = str(lost.error) + (f"; {torn}" if torn and lost.segment == segment else "")
+            yield Finding(Kind.LOG, f"log segment {lost.segment}", what)
+        elif torn:
+            kind = Kind.TORN_TAIL if self._is_synced_per_group else Kind.UNSYNCED_TAIL
+            yield Finding(kind, f"log segment {segment}", torn)
+        is_unmarked = is_marked and known.mark is not None and known.mark.end is None
+        if lost is None and is_end_known and known.mark is not None and is_unmarked:
             what = f"{known.mark.problem}; the next start makes it again"
             yield Finding(Kind.LOG, "log end mark", what)
 
@@ -150,7 +177,6 @@ class LogCheck:
     ) -> Generator[Finding, None, bool]:
         """Yield what is wrong with a segment; return whether its records are chained."""
         where = f"log segment {segment}"
-        self._is_segment_whole = False
         try:
             header = read_segment_header(data, segment)
             end = header.size_bytes
@@ -175,10 +201,7 @@ class LogCheck:
             self._lose_track()
             yield self._unreadable(segment, error)
             return False
-        if written_bytes(data) > end:
-            what = f"{written_bytes(data) - end} bytes from {end} on are no whole group"
-            yield Finding(Kind.TORN_TAIL, where, what)
-        self._is_segment_whole = True
+        self._stop, self._torn_bytes = (segment, end), max(0, written_bytes(data) - end)
         return header.is_chained
 
     def _group(self, where: str, group: int, payload: bytes) -> Iterator[Finding]:
@@ -208,6 +231,7 @@ class LogCheck:
     def _lose_track(self) -> None:
         """A part of the log cannot be read: what follows is not compared with what came before."""
         self._is_end_known = False
+        self._has_lost_track = True
         self._epochs.clear()
         self._last_epochs.clear()
 

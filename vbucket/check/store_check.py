@@ -1,6 +1,6 @@
 """Checks a store and its log off line. Pure: database and segments are arguments.
 
-Who calls it: dcp.server.operate.verify. `vbucket.check.finding` lists what it can find. No damage
+Who calls it: dcp.server.check.verify. `vbucket.check.finding` lists what it can find. No damage
 stops the check, but without a readable node record there is little to compare with.
 
     records     node, manifest, every partition's state and failover log

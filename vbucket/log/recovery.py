@@ -88,6 +88,8 @@ class Recovery:
         """How much of it is known to be synced."""
         self.rewritten_bytes = 0
         """How much was written again."""
+        self._stop = (0, 0)
+        """Segment and position at which the last scan ended."""
         self.end = merged_end or NO_RECORD
         """The last good record so far."""
         self.torn: TornTail | None = None
@@ -161,6 +163,7 @@ class Recovery:
             self.end = found
             self._is_known = True
             yield RecoveredGroup(segment, group, payload)
+        self._stop = (segment, at)
         if at < len(data):
             self._cut_to = (segment, at)
             torn_bytes = written_bytes(data) - at
@@ -181,20 +184,48 @@ class Recovery:
             self._synced_bytes = found.size_bytes
 
     def _check_end(self, *, is_marked: bool) -> None:
-        if problem := end_problem(self.end, self._clean_end, self._mark, is_marked=is_marked):
-            is_merged = self.end.segment <= self._after_segment
-            segment = self._after_segment + 1 if is_merged else self.end.segment
-            raise damaged_at(segment, 0 if is_merged else self.end.size_bytes, problem)
+        lost = lost_end(self.end, self._stop, self._clean_end, self._mark, is_marked=is_marked)
+        if lost is not None:
+            raise lost.error
 
 
-def end_problem(
+class LostEnd(NamedTuple):
+    """A log whose end is missing: the segment that has to be restored, and the error."""
+
+    segment: int
+    error: LogDamagedError
+
+
+def lost_end(
+    found: LogEnd,
+    stop: tuple[int, int],
+    clean_end: LogEnd | None,
+    mark: EndMark | None,
+    *,
+    is_marked: bool,
+) -> LostEnd | None:
+    """Return what is wrong with a log that ends with the record `found`; None: nothing is known to
+    be missing.
+
+    `stop`: segment and position after the last good record, or after the header, of the newest
+    segment. That is the place of the damage: `found` may be of an older segment, which is
+    complete. `mark` is None if nobody looked for it. `is_marked`: the newest segment was written
+    by a version that keeps end marks.
+    """
+    problem = _end_problem(found, clean_end, mark, is_marked=is_marked)
+    if not problem:
+        return None
+    known = clean_end or (mark.end if mark is not None else None)
+    segment, at = stop
+    if known is not None and known.segment > segment:
+        text = f"log segment {known.segment} is missing: {problem}; put the file back, or restore"
+        return LostEnd(known.segment, LogDamagedError(f"{text} a backup"))
+    return LostEnd(segment, damaged_at(segment, at, problem))
+
+
+def _end_problem(
     found: LogEnd, clean_end: LogEnd | None, mark: EndMark | None, *, is_marked: bool
 ) -> str:
-    """Return why a log that ends with `found` is incomplete, "" if nothing is known to be missing.
-
-    `mark` is None if nobody looked for it. `is_marked`: the newest segment was written by a version
-    that keeps end marks.
-    """
     if clean_end is not None:
         if _is_at(found, clean_end):
             return ""

@@ -30,6 +30,8 @@ USERS_FORMAT_VERSION: Final = 3
 _FORMAT_WITHOUT_ROLES: Final = 1
 _FORMATS_WITHOUT_CHECKSUM: Final = frozenset({_FORMAT_WITHOUT_ROLES, 2})
 _CHECKSUM: Final = "crc32c"
+NEW_SUFFIX: Final = ".new"
+"""Of a file that is being written: a crash may leave it."""
 ITERATIONS_MAX: Final = 1_000_000
 """More would block the server for seconds at a login, so a file with more is damaged."""
 
@@ -195,7 +197,7 @@ def _parse_keys(document: Mapping[str, Any]) -> ScramKeys:
 def replace_file(path: Path, data: bytes) -> None:
     """Replace a file durably: a crash leaves either the old file or the new one."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
+    new = path.with_name(path.name + NEW_SUFFIX)
     new.unlink(missing_ok=True)
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

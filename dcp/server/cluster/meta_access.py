@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ from dcp.metastore.embedded_server import (
     StorePortTakenError,
 )
 from dcp.metastore.embedded_wire import check_secret
-from dcp.metastore.etcd_settings import ETCD_SCHEME, settings_of_url
+from dcp.metastore.etcd_settings import ETCD_SCHEME, EtcdSettings, settings_of_url
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.net.fixed_port import PORT_MAX, PORT_MIN, TRIES, free_port
@@ -103,13 +104,7 @@ class MetaAccess:
     @classmethod
     async def open(cls, identity: ClusterFile, data_dir: Path, log: EventLog) -> MetaAccess:
         """Open the store of a cluster. Raises MetaAccessError, MetaUrlError."""
-        secret = identity.secret.encode()
-        try:
-            check_secret(secret)
-        except ValueError as error:
-            raise MetaAccessError(
-                str(error), "Use the whole token, as `dcpctl cluster token` prints it"
-            ) from error
+        secret = _secret_of(identity)
         if identity.meta.startswith(f"{ETCD_SCHEME}:"):
             return cls._of(_etcd_client(identity.meta, log), identity.meta)
         place = place_of(identity.meta)
@@ -149,12 +144,39 @@ class MetaAccess:
             await self._server.close()
 
 
+def check_access(identity: ClusterFile) -> None:
+    """Check what a folder says of its store as `MetaAccess.open` does, without opening it. Files
+    that the URL names are not read. Raises MetaAccessError, MetaUrlError.
+    """
+    _secret_of(identity)
+    if identity.meta.startswith(f"{ETCD_SCHEME}:"):
+        _etcd_settings(identity.meta, lambda _: b"-")
+    else:
+        place_of(identity.meta)
+
+
+def _secret_of(identity: ClusterFile) -> bytes:
+    secret = identity.secret.encode()
+    try:
+        check_secret(secret)
+    except ValueError as error:
+        raise MetaAccessError(
+            str(error), "Use the whole token, as `dcpctl cluster token` prints it"
+        ) from error
+    return secret
+
+
+def _etcd_settings(url: str, read: Callable[[str], bytes]) -> EtcdSettings:
+    try:
+        return settings_of_url(url, KEYS_PREFIX, read)
+    except ValueError as error:
+        raise MetaUrlError(str(error), _URLS) from None
+
+
 def _etcd_client(url: str, log: EventLog) -> StoreClient:
     """Return a client of etcd. Raises MetaAccessError, MetaUrlError."""
     try:
-        settings = settings_of_url(url, KEYS_PREFIX, lambda path: Path(path).read_bytes())
-    except ValueError as error:
-        raise MetaUrlError(str(error), _URLS) from None
+        settings = _etcd_settings(url, lambda path: Path(path).read_bytes())
     except OSError as error:
         raise MetaAccessError(
             f"{error.filename}: cannot be read: {error.strerror}",

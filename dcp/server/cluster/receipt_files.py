@@ -31,7 +31,8 @@ RECEIPTS_MAX: Final = 2000
 HEAD_BYTES: Final = 16 * 1024
 """Of a quarantine file, for its list entry. A failover log has at most 200 versions, in 10 KiB."""
 RECEIPT_BYTES_MAX: Final = 64 * 1024
-_ELECTION_SUFFIX: Final = "-election.receipt.json"
+ELECTION_SUFFIX: Final = "-election.receipt.json"
+"""Of the receipt of an unclean election."""
 _CUT_NAME: Final = re.compile(r"vb(\d+)-version\d+-epoch\d+-(\d+)-(\d+)\.cut")
 _ELECTION_NAME: Final = re.compile(r"vb(\d+)-epoch(\d+)-election\.receipt\.json")
 
@@ -40,7 +41,7 @@ def keep_election(data_dir: Path, lost: ElectionLoss, at_s: float) -> Path:
     """Write the receipt of an unclean election and make it durable; return its path. Call it in a
     thread. Raises OSError.
     """
-    name = f"vb{lost.vb_id:04d}-epoch{lost.epoch}{_ELECTION_SUFFIX}"
+    name = f"vb{lost.vb_id:04d}-epoch{lost.epoch}{ELECTION_SUFFIX}"
     path = data_dir / QUARANTINE_FOLDER / name
     replace_file(path, msgspec.json.encode({**election_receipt(lost), "at": at_s}) + b"\n")
     return path
@@ -54,8 +55,8 @@ def receipts_in(data_dir: Path, node: str) -> ReceiptsReport:
     for at_s, name in times[:RECEIPTS_MAX]:
         path = folder / name
         try:
-            read = _cut_off if name.endswith(".cut") else _election
-            found.append(read(path, at_s))
+            is_cut = name.endswith(".cut")
+            found.append(_cut_off(path, at_s) if is_cut else read_election(path))
         except FileNotFoundError:
             continue  # somebody has moved it away meanwhile
         except (OSError, QuarantineDamagedError, msgspec.MsgspecError) as error:
@@ -107,7 +108,8 @@ class _Election(msgspec.Struct, frozen=True):
     at: float
 
 
-def _election(path: Path, _at_s: float) -> ReceiptReport:
+def read_election(path: Path) -> ReceiptReport:
+    """Return the receipt of an unclean election. Raises OSError, msgspec.MsgspecError."""
     with path.open("rb") as file:
         told: Any = msgspec.json.decode(file.read(RECEIPT_BYTES_MAX), type=_Election)
     return ReceiptReport(

@@ -26,12 +26,24 @@ KEEP_S: Final = 1.0
 _ADVICE: Final = "Without it, this node does not notice a metadata store that was set back"
 
 
-class _Content(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MapContent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the file says."""
+
     format: int = FORMAT
     cluster: str
     """The cluster's id: a folder may get another cluster's file."""
     life: int
     rev: int
+
+
+def read_told_map(data_dir: Path) -> MapContent | None:
+    """Return what the file of a folder says; None: there is none. Raises OSError,
+    msgspec.DecodeError.
+    """
+    try:
+        return msgspec.json.decode((data_dir / MAP_FILE).read_bytes(), type=MapContent)
+    except FileNotFoundError:
+        return None
 
 
 class ToldMap:
@@ -60,14 +72,13 @@ class ToldMap:
 
     def _read(self) -> MapVersion:
         try:
-            content = msgspec.json.decode(self._path.read_bytes(), type=_Content)
-        except FileNotFoundError:
-            return NEVER_TOLD
+            content = read_told_map(self._path.parent)
         except (OSError, msgspec.DecodeError) as error:
             self._log.warning(f"{self._path} cannot be read. {_ADVICE}", reason=str(error))
             return NEVER_TOLD
-        is_ours = content.format == FORMAT and content.cluster == self._cluster
-        return MapVersion(content.life, content.rev) if is_ours else NEVER_TOLD
+        if content is None or content.format != FORMAT or content.cluster != self._cluster:
+            return NEVER_TOLD
+        return MapVersion(content.life, content.rev)
 
     def note(self, version: MapVersion) -> None:
         """Clients are told this version."""
@@ -86,7 +97,7 @@ class ToldMap:
 
     def _write(self, version: MapVersion) -> str:
         """Write a version, unless the file has it or a newer one; return why that failed, or ""."""
-        content = _Content(cluster=self._cluster, life=version.life, rev=version.rev)
+        content = MapContent(cluster=self._cluster, life=version.life, rev=version.rev)
         with self._writing:
             if version <= self._on_disk:
                 return ""

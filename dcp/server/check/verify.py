@@ -1,12 +1,13 @@
-"""Checks a data folder offline: `python -m dcp.server.operate.verify FOLDER`, which `dcpctl verify`
+"""Checks a data folder offline: `python -m dcp.server.check.verify FOLDER`, which `dcpctl verify`
 runs.
 
 It changes nothing in the folder: LMDB's file is read without LMDB. The folder's lock is held
 meanwhile, so no server runs on it.
 
     1. the marker and the lock; refused if a server runs
-    2. LMDB's pages, by lmdb.verify, which is pure Python: damaged pages cannot crash it
-    3. everything else, by vbucket.check.store_check, in a process of its own (`--tables`). If that
+    2. the files beside log and store, by dcp.server.check.folder_files
+    3. LMDB's pages, by lmdb.verify, which is pure Python: damaged pages cannot crash it
+    4. everything else, by vbucket.check.store_check, in a process of its own (`--tables`). If that
        crashes, its findings until then are kept, and the crash is a finding itself. Only a process
        that reports its end can have found nothing
 
@@ -29,6 +30,7 @@ from typing import Any, Final
 import click
 from lmdb import verify as lmdb_verify
 
+from dcp.server.check.folder_files import NotRead, check_files
 from dcp.server.storage.folder import (
     DataFolder,
     FolderError,
@@ -74,6 +76,7 @@ class Report:
         self._told_s = self._began_s
         self._every_s = PROGRESS_EVERY_S if self._is_terminal else PROGRESS_EVERY_S_IN_A_FILE
         self._is_line_open = False
+        self.not_read: list[NotRead] = []
         self.damages = 0
         self.harmless = 0
 
@@ -111,12 +114,17 @@ class Report:
         """Print the summary."""
         self._end_line()
         if self._as_json:
-            summary = {"folder": str(folder), "findings": self.damages, "harmless": self.harmless}
+            summary = {
+                "folder": str(folder), "findings": self.damages, "harmless": self.harmless,
+                "not_read": {item.file: item.why for item in self.not_read},
+            }  # fmt: skip
             click.echo(_json({"summary": summary | progress._asdict()}))
             return
         found = f"{self.damages} findings" if self.damages else "nothing is wrong"
         harmless = f", {self.harmless} harmless" if self.harmless else ""
-        click.echo(f"{folder}: {found}{harmless}: {self.rate(progress)}")
+        not_read = ", ".join(f"{item.file} ({item.why})" for item in self.not_read)
+        end = f"; not read: {not_read}" if not_read else ""
+        click.echo(f"{folder}: {found}{harmless}: {self.rate(progress)}{end}")
 
     def _end_line(self) -> None:
         if self._is_line_open:
@@ -128,7 +136,7 @@ def _json(document: dict[str, object]) -> str:
     return json.dumps({"v": 1, **document}, ensure_ascii=False)
 
 
-# -- the three parts -------------------------------------------------------------------------------
+# -- the parts -------------------------------------------------------------------------------------
 
 
 def page_findings(data_path: Path) -> Iterator[Finding]:
@@ -235,7 +243,7 @@ def _tables_in_a_child(data_path: Path, report: Report) -> CheckProgress:
         sys.executable,
         "-P",
         "-m",
-        "dcp.server.operate.verify",
+        "dcp.server.check.verify",
         "--tables",
         str(data_path),
     ]
@@ -275,6 +283,11 @@ def verify(data_path: Path, *, as_json: bool) -> CheckExitCode:
     except FolderError as error:
         return _refuse(error)
     try:
+        for item in check_files(data_path):
+            if isinstance(item, NotRead):
+                report.not_read.append(item)
+            else:
+                report.finding(item)
         report.progress("checking LMDB's pages")
         for finding in page_findings(data_path):
             report.finding(finding)

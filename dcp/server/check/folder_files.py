@@ -1,0 +1,161 @@
+"""The files of a data folder beside log and store: each is read by the code that the server reads
+it with, or is listed as not read. Changes nothing.
+
+Called by `dcp.server.check.verify`, which holds the folder's lock.
+
+    users.json, cluster.json, map.json         as at a start of the server
+    quarantine/*.cut, *-election.receipt.json  as for `dcpctl cluster receipts`, to the last byte
+    others                                     listed, with the reason why nothing is read
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from dcp.replication.loss_receipt import QuarantineDamagedError, unpack_cut_off
+from dcp.server.access.users import USERS_FILE
+from dcp.server.access.users_file import NEW_SUFFIX, UsersFileError, parse_file
+from dcp.server.cluster.cluster_file import read_cluster_file
+from dcp.server.cluster.cluster_refusal import ClusterRefusedError
+from dcp.server.cluster.meta_access import STORE_FOLDER, check_access
+from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER
+from dcp.server.cluster.receipt_files import ELECTION_SUFFIX, read_election
+from dcp.server.cluster.told_map import MAP_FILE, read_told_map
+from dcp.server.storage.folder import (
+    CLUSTER_FILE,
+    LOCK_NAME,
+    MARKER_NAME,
+    FolderError,
+    log_path,
+    store_path,
+)
+from vbucket.check.finding import Finding, Kind
+from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME
+from vbucket.store.lmdb_file import DATA_FILE_NAME
+
+_DAMAGE: Final = (
+    ClusterRefusedError,
+    FolderError,
+    UsersFileError,
+    QuarantineDamagedError,
+    msgspec.MsgspecError,
+    OSError,
+)
+
+
+class NotRead(NamedTuple):
+    """A file, or a folder of files, that the check does not read."""
+
+    file: str
+    """Relative to the data folder; a folder ends with a slash."""
+    why: str
+
+
+_LMDB_LOCK: Final = "lock.mdb"
+"""LMDB makes it anew."""
+_READ_ELSEWHERE: Final = frozenset({MARKER_NAME, LOCK_NAME})
+"""Read when the folder was locked."""
+_NOT_READ: Final = (
+    (re.compile(r"audit\.log(\.\d+)?"), "the server only writes it"),
+    (re.compile(r"lost-log-\d+/"), "copies of a log that was given up: nothing reads them"),
+    (re.compile(re.escape(STORE_FOLDER) + "/"), "the metadata store's own data: etcd checks it"),
+    (re.compile(rf".*({re.escape(NEW_SUFFIX)}|\.tmp)"), "it was being written when a server ended"),
+)
+"""Files and folders that dcpd knows and the check does not read, and why."""
+_UNKNOWN: Final = "dcpd does not know it; files that settings name are read when it starts"
+
+
+def check_files(data_path: Path) -> Iterator[Finding | NotRead]:
+    """Yield what is wrong with the files, and which are not read."""
+    for path in sorted(data_path.iterdir()):
+        yield from _check(data_path, path)
+
+
+def _check(data_path: Path, path: Path) -> Iterator[Finding | NotRead]:
+    name = path.name + "/" * path.is_dir()
+    if name in _READ_ELSEWHERE:
+        return
+    try:
+        if (read := _READERS.get(name)) is not None:
+            yield from _read(name, partial(read, data_path))
+        elif path in {log_path(data_path), store_path(data_path)}:
+            yield from _strays(path, name)
+        elif name == f"{QUARANTINE_FOLDER}/":
+            yield from _quarantine(path, name)
+        else:
+            yield _not_read(name)
+    except OSError as error:
+        yield Finding(Kind.FILE, name, f"the folder cannot be read: {error.strerror}")
+
+
+def _read(name: str, read: Callable[[], object]) -> Iterator[Finding]:
+    try:
+        read()
+    except _DAMAGE as error:
+        yield Finding(Kind.FILE, name, str(error))
+
+
+def _read_users(data_path: Path) -> None:
+    path = data_path / USERS_FILE
+    parse_file(path, path.read_bytes())
+
+
+def _read_cluster(data_path: Path) -> None:
+    member = read_cluster_file(data_path)
+    if member is not None:
+        check_access(member)
+
+
+def _read_map(data_path: Path) -> None:
+    told = read_told_map(data_path)
+    try:
+        member = read_cluster_file(data_path)
+    except FolderError:
+        return  # a finding of its own
+    if member is not None and told is not None and told.cluster != member.cluster:
+        raise FolderError(
+            f"it is of the cluster {told.cluster}, and {CLUSTER_FILE} of {member.cluster}: the "
+            "server takes it for none"
+        )
+
+
+_READERS: Final[dict[str, Callable[[Path], object]]] = {
+    USERS_FILE: _read_users,
+    CLUSTER_FILE: _read_cluster,
+    MAP_FILE: _read_map,
+}
+
+
+def _quarantine(folder: Path, prefix: str) -> Iterator[Finding | NotRead]:
+    for path in sorted(folder.iterdir()):
+        name = f"{prefix}{path.name}"
+        if path.suffix == ".cut":
+            yield from _read(name, partial(_read_cut, path))
+        elif path.name.endswith(ELECTION_SUFFIX):
+            yield from _read(name, partial(read_election, path))
+        else:
+            yield _not_read(name)
+
+
+def _read_cut(path: Path) -> None:
+    cut = unpack_cut_off(path.read_bytes())
+    if cut.file_name != path.name:
+        raise QuarantineDamagedError(f"it is a copy of {cut.file_name}")
+
+
+def _strays(folder: Path, prefix: str) -> Iterator[NotRead]:
+    """Yield the files of log and store that are none of theirs; the rest is checked."""
+    known = {MARK_NAME, DATA_FILE_NAME, _LMDB_LOCK}
+    for path in sorted(folder.iterdir()):
+        if path.name not in known and not SEGMENT_NAME.match(path.name):
+            yield _not_read(f"{prefix}{path.name}")
+
+
+def _not_read(name: str) -> NotRead:
+    return NotRead(name, next((why for kind, why in _NOT_READ if kind.fullmatch(name)), _UNKNOWN))

@@ -1,0 +1,143 @@
+"""`dcpctl verify`: the files of a data folder beside log and store."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clients.testing import ServerStartError
+from dcp.replication.loss_receipt import CutOff, ElectionLoss
+from dcp.server.access.users import USERS_FILE, Users
+from dcp.server.check import verify as shell
+from dcp.server.check.folder_files import NotRead, check_files
+from dcp.server.cluster.cluster_file import SECRET_BYTES, ClusterFile, write_cluster_file
+from dcp.server.cluster.quarantine_files import keep_cut_off
+from dcp.server.cluster.receipt_files import keep_election
+from dcp.server.cluster.told_map import MAP_FILE, MapContent
+from dcp.server.storage.folder import CLUSTER_FILE
+from support.server import DcpdProcess
+from vbucket.check.finding import Kind
+from vbucket.model.entry import pack_mutation
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a member that has lost something, with one user."""
+    path = tmp_path_factory.mktemp("files") / "data"
+    with DcpdProcess(path) as server:
+        assert server.stop() == 0
+    Users(path / USERS_FILE, iterations=1).add("ada", "correct-horse")
+    entry = pack_mutation(vb_id=3, key=b"\0k", value=b"v", seqno=7, cas=1, rev_seqno=1)
+    keep_cut_off(path, CutOff(3, 2, ((5, 0),), (entry,)))
+    keep_election(path, ElectionLoss(4, 3, ((6, 0),), 9, 8), 12.5)
+    return path
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "data")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def member(folder: Path) -> Path:
+    content = ClusterFile(
+        cluster="c1", meta="embedded://127.0.0.1:4711", secret="s" * SECRET_BYTES, name="a"
+    )
+    write_cluster_file(folder, content)
+    told = MapContent(cluster="c1", life=1, rev=9)
+    (folder / MAP_FILE).write_bytes(msgspec.json.encode(told))
+    return folder
+
+
+def spoil(path: Path, old: bytes, new: bytes) -> None:
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
+
+
+def files_found(folder: Path) -> dict[str, str]:
+    items = list(check_files(folder))
+    assert all(item.kind == Kind.FILE for item in items if not isinstance(item, NotRead))
+    return {item.where: item.what for item in items if not isinstance(item, NotRead)}
+
+
+def test_sound_files_have_no_finding(member: Path) -> None:
+    assert files_found(member) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "what"),
+    [
+        (USERS_FILE, b'"iterations": 1', b'"iterations": 3', "the checksum is wrong"),
+        (USERS_FILE, b"{", b"[", "is damaged"),
+        (CLUSTER_FILE, b"embedded:", b"embeddee:", "is not possible: no such kind"),
+        (CLUSTER_FILE, b":4711", b":471x", "is not possible"),
+        (CLUSTER_FILE, b"s" * 20, b"s", "secret"),
+        (CLUSTER_FILE, b'"secret"', b'"secreu"', "unknown field `secreu`"),
+        (CLUSTER_FILE, b'"format": 1', b'"format": 9', "it has format 9, this dcpd reads format 1"),
+        (MAP_FILE, b'"rev"', b'"rew"', "unknown field `rew`"),
+        (MAP_FILE, b'"c1"', b'"c3"', "it is of the cluster c3, and cluster.json of c1"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    member: Path, name: str, old: bytes, new: bytes, what: str
+) -> None:
+    spoil(member / name, old, new)
+    found = files_found(member)
+    assert list(found) == [name]
+    assert what in found[name]
+
+
+def test_every_flipped_byte_of_a_cut_is_found(member: Path) -> None:
+    (path,) = (member / "quarantine").glob("*.cut")
+    data = path.read_bytes()
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        assert list(files_found(member)) == [f"quarantine/{path.name}"], at
+    path.write_bytes(data)
+    copy = path.with_name(path.name.replace("epoch2", "epoch3"))
+    path.rename(copy)
+    assert files_found(member) == {f"quarantine/{copy.name}": f"it is a copy of {path.name}"}
+
+
+def test_a_receipt_that_cannot_be_read_is_named(member: Path) -> None:
+    (path,) = (member / "quarantine").glob("*-election.receipt.json")
+    spoil(path, b"{", b"(")
+    assert list(files_found(member)) == [f"quarantine/{path.name}"]
+
+
+def test_what_is_not_read_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("audit.log", "audit.log.1", "users.json.new", "ca.pem", "log/notes"):
+        (folder / name).write_bytes(b"x")
+    (folder / "lost-log-1").mkdir()
+    assert shell.verify(folder, as_json=True) == shell.CheckExitCode.CLEAN
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])["summary"]
+    assert summary["not_read"] == {
+        "audit.log": "the server only writes it",
+        "audit.log.1": "the server only writes it",
+        "ca.pem": "dcpd does not know it; files that settings name are read when it starts",
+        "log/notes": "dcpd does not know it; files that settings name are read when it starts",
+        "lost-log-1/": "copies of a log that was given up: nothing reads them",
+        "users.json.new": "it was being written when a server ended",
+    }
+    assert shell.verify(folder, as_json=False) == shell.CheckExitCode.CLEAN
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "; not read: audit.log (the server only writes it), audit.log.1 (" in line
+
+
+@pytest.mark.parametrize("name", [USERS_FILE, CLUSTER_FILE])
+def test_what_a_server_refuses_is_found(
+    member: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(member / name, b"{", b"[")
+    if name == USERS_FILE:
+        (member / CLUSTER_FILE).unlink()
+    with pytest.raises(ServerStartError, match=name), DcpdProcess(member):
+        pass
+    assert shell.verify(member, as_json=False) == shell.CheckExitCode.FINDINGS
+    assert f"file: {name}: " in capsys.readouterr().out
