@@ -21,6 +21,7 @@ from vbucket.store.store import Accepts
 
 _TAKEOVER: Final = int(StreamFlag.TAKEOVER)
 _ACTIVE_ONLY: Final = int(StreamFlag.ACTIVE_ONLY)
+_TO_LATEST: Final = int(StreamFlag.TO_LATEST | StreamFlag.DISK_ONLY)
 _IGNORE_PURGED: Final = int(StreamFlag.IGNORE_PURGED_TOMBSTONES)
 
 
@@ -57,6 +58,7 @@ class ActiveStream:
     __slots__ = (
         "accepts",
         "end_seqno",
+        "ends_at_latest",
         "filter",
         "framing",
         "held_seqno",
@@ -102,6 +104,8 @@ class ActiveStream:
         self.next_seqno = request.start_seqno + 1
         self.held_seqno = request.start_seqno
         self.end_seqno = request.end_seqno
+        self.ends_at_latest = bool(request.flags & _TO_LATEST)
+        """Whether its end is that of a snapshot already: what was the latest at its request."""
         self.snap_start_seqno = request.snap_start_seqno
         """Where the next marker starts."""
         self.snap_end_seqno: int | None = None

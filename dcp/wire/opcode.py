@@ -5,8 +5,10 @@ are those of kv_engine and memcached. A quiet opcode answers errors only (change
 (reads).
 
 0x23 and 0x24 are unknown commands here, because memcached and Couchbase disagree about them: they
-are GATK and GATKQ in one, IOCTL_GET and IOCTL_SET in the other. Names with `X_` are our extensions,
-which a client has to negotiate.
+are GATK and GATKQ in one, IOCTL_GET and IOCTL_SET in the other.
+
+0xea to 0xef are our extensions, which a client has to negotiate. Couchbase numbers its next DCP
+messages from 0x68 on, and its next commands from 0xe4 on.
 """
 
 from __future__ import annotations
@@ -80,13 +82,11 @@ class Opcode(IntEnum):
     DCP_BUFFER_ACK = 0x5D
     DCP_CONTROL = 0x5E
     DCP_SYSTEM_EVENT = 0x5F
+    DCP_PREPARE = 0x60
+    DCP_COMMIT = 0x62
+    DCP_ABORT = 0x63
     DCP_SEQNO_ADVANCED = 0x64
     DCP_OSO_SNAPSHOT = 0x65
-    X_REPLICA_ENTRIES = 0x68
-    X_REPLICA_ACK = 0x69
-    X_REPLICA_GROUP = 0x6A
-    DCP_PREVIOUS_VALUE = 0x6E
-    DCP_SNAPSHOT_END = 0x6F
     GET_REPLICA = 0x83
     SELECT_BUCKET = 0x89
     OBSERVE_SEQNO = 0x91
@@ -122,6 +122,11 @@ class Opcode(IntEnum):
     RANGE_SCAN_CREATE = 0xDA
     RANGE_SCAN_CONTINUE = 0xDB
     RANGE_SCAN_CANCEL = 0xDC
+    X_REPLICA_ENTRIES = 0xEA
+    X_REPLICA_ACK = 0xEB
+    X_REPLICA_GROUP = 0xEC
+    DCP_PREVIOUS_VALUE = 0xED
+    DCP_SNAPSHOT_END = 0xEE
     X_PUT_FRAMES = 0xEF
     GET_ERROR_MAP = 0xFE
 
@@ -338,7 +343,13 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.DCP_ADD_STREAM: OpSpec(
         _DCP, "u32 flags", "-", "for consumer connections; closes a producer connection"
     ),
-    Opcode.DCP_BUFFER_ACK: OpSpec(_DCP, "u32 bytes", "-", "acknowledge bytes; has no answer"),
+    **dict.fromkeys(
+        (Opcode.DCP_PREPARE, Opcode.DCP_COMMIT, Opcode.DCP_ABORT),
+        OpSpec(_DCP, "any", "any", "for consumer connections; closes a producer connection"),
+    ),
+    Opcode.DCP_BUFFER_ACK: OpSpec(
+        _DCP, "u32 bytes", "-", "acknowledge bytes; only a refusal is answered"
+    ),
     Opcode.DCP_NOOP: OpSpec(_DCP, "-", "-", "sent by the server to check that the client is alive"),
     Opcode.DCP_SNAPSHOT_MARKER: OpSpec(
         _DCP, "u64 start, u64 end, u32 type", "-", "sent: a snapshot begins"

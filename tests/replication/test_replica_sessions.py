@@ -93,9 +93,9 @@ def test_a_consumers_role_does_not_let_acknowledge(peer: Peer) -> None:
     peer.state.rights = Rights({Role.STREAM: (EVERYTHING,)})
     [refused] = peer.send(pack_ack(1, 1))
     assert refused.status == Status.EACCESS
-    assert [role for role in Role if any(role in each for each in NEEDS[0x69].roles)] == [
-        Role.REPLICATE
-    ]
+    assert [
+        role for role in Role if any(role in each for each in NEEDS[Opcode.X_REPLICA_ACK].roles)
+    ] == [Role.REPLICATE]
 
 
 @pytest.mark.parametrize(
