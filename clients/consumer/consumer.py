@@ -36,6 +36,15 @@ from typing import Any, Final, Literal
 
 from clients.address import ServerAddress, parse_address
 from clients.checkpoint.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
+from clients.consumer.arguments import (
+    NOOP_INTERVAL_MAX_S,
+    NOOP_INTERVAL_MIN_S,
+    check_buffer,
+    check_name,
+    check_partitions,
+    check_seconds,
+    check_switches,
+)
 from clients.consumer.batch_reader import BatchReader, Delivery
 from clients.consumer.core import ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
@@ -135,18 +144,34 @@ class Consumer:
         give_up_after_s: float | None = None,
         stall_s: float = STALL_S,
     ) -> None:
+        check_switches(
+            until_now=until_now, history=history, previous_values=previous_values, xattrs=xattrs,
+            validate=validate,
+        )  # fmt: skip
+        if save_every_s is not None:
+            check_seconds("save_every_s", save_every_s)
+        check_buffer(buffer_bytes)
+        check_seconds("noop_interval_s", noop_interval_s, NOOP_INTERVAL_MIN_S, NOOP_INTERVAL_MAX_S)
+        check_seconds("connect_timeout_s", connect_timeout_s)
+        if give_up_after_s is not None:
+            check_seconds("give_up_after_s", give_up_after_s, may_be_0=True)
+        check_seconds("stall_s", stall_s)
+        if rollback_to not in ("state", "beginning"):
+            raise ValueError(f'rollback_to {rollback_to!r}: use "state" or "beginning"')
         if vbuckets is not None and group is not None:
             raise ValueError("use either vbuckets or group: a group selects its own vbuckets")
         if save_every_s is not None and store is None:
             raise ValueError("save_every_s needs a store, such as CheckpointFile(path)")
         if store is not None:
             check_store(store, is_part=vbuckets is not None or group is not None)
+        if not isinstance(server, str | ServerAddress):
+            raise ValueError(f"server {server!r}: it must be HOST:PORT or a ServerAddress")
         self.address = parse_address(server) if isinstance(server, str) else server
         self.name = _name_of(name, group)
         self.metrics = ConsumerMetrics()
         """Counters, see `clients.consumer.counters`."""
         self.validator = StreamValidator() if validate else None
-        self._vbuckets = None if vbuckets is None else sorted(set(vbuckets))
+        self._vbuckets = None if vbuckets is None else check_partitions(vbuckets)
         self._group = group
         self._start: Start = check_start(start)
         self._saver = Saver(store, save_every_s, self.metrics, self.name)
@@ -233,7 +258,7 @@ class Consumer:
         vb_ids: Iterable[int] = range(count) if self._vbuckets is None else self._vbuckets
         if self._group is not None:
             vb_ids = self._group.vbuckets(count)
-        for vb_id in vb_ids:
+        for vb_id in (*vb_ids, *(self._start if isinstance(self._start, Mapping) else ())):
             if not 0 <= vb_id < count:
                 raise ValueError(f"there is no partition {vb_id}; the server has 0 to {count - 1}")
         starts = await find_starts(
@@ -418,7 +443,10 @@ class Consumer:
 def _name_of(name: str | None, group: Group | None) -> str:
     """Return the name of the connections. Two with the same name would end each other."""
     if group is not None:
+        if not isinstance(group, Group):
+            raise ValueError(f"group {group!r}: it must be a Group(member, size)")
         group.checked()
     if name is None:
         return f"dcpd-python-{secrets.token_hex(6)}"
-    return name if group is None else f"{name}:{group.member}"
+    check_name(name)
+    return name if group is None else check_name(f"{name}:{group.member}")
