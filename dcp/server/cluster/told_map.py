@@ -63,7 +63,7 @@ class ToldMap:
             content = msgspec.json.decode(self._path.read_bytes(), type=_Content)
         except FileNotFoundError:
             return NEVER_TOLD
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             self._log.warning(f"{self._path} cannot be read. {_ADVICE}", reason=str(error))
             return NEVER_TOLD
         is_ours = content.format == FORMAT and content.cluster == self._cluster
