@@ -108,8 +108,8 @@ def _check_position(vb_id: object, position: Position) -> None:
     """Check the numbers of a Position, which anybody can make."""
     numbers = (position.seqno, position.snap_start, position.snap_end, position.base_seqno)
     pairs = (*position.versions, *position.complete)
-    are_numbers = all(_is_whole(number, 0, 2**64 - 1) for number in numbers) and all(
-        len(pair) == 2 and all(_is_whole(number, 0, 2**64 - 1) for number in pair) for pair in pairs
+    are_numbers = all(
+        _is_whole(number, 0, 2**64 - 1) for group in (numbers, *pairs) for number in group
     )
     if not are_numbers or not position.snap_start <= position.seqno <= position.snap_end:
         raise ValueError(

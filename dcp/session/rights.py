@@ -272,7 +272,7 @@ NEEDS: Final[dict[int, Need]] = {
     **dict.fromkeys(
         (
             Opcode.GET_ALL_VB_SEQNOS, Opcode.GET_FAILOVER_LOG, Opcode.DCP_GET_FAILOVER_LOG,
-            Opcode.OBSERVE_SEQNO,
+            Opcode.OBSERVE_SEQNO, Opcode.SEQNO_PERSISTENCE,
         ),
         _HISTORY_NEED,
     ),
@@ -284,7 +284,13 @@ NEEDS: Final[dict[int, Need]] = {
         _STREAM_NEED,
     ),
     Opcode.X_REPLICA_ACK: Need(((Role.REPLICATE,),)),
-    Opcode.SET_COLLECTIONS_MANIFEST: _ADMIN_NEED,
+    **dict.fromkeys(
+        (
+            Opcode.SET_COLLECTIONS_MANIFEST, Opcode.COMPACT_DB, Opcode.STOP_PERSISTENCE,
+            Opcode.START_PERSISTENCE,
+        ),
+        _ADMIN_NEED,
+    ),
 }  # fmt: skip
 """What each command needs. Every other command needs the role admin."""
 

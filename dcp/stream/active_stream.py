@@ -60,6 +60,7 @@ class ActiveStream:
         "end_seqno",
         "ends_at_latest",
         "filter",
+        "flags",
         "framing",
         "held_seqno",
         "ignores_purges",
@@ -78,6 +79,7 @@ class ActiveStream:
         "skips_deletions",
         "snap_end_seqno",
         "snap_start_seqno",
+        "start_seqno",
         "state",
         "stream_id",
         "takeover",
@@ -101,6 +103,10 @@ class ActiveStream:
         self.framing = stream_id_framing(stream_id) if stream_id else b""
         self.opaque = opaque
         self.opaque_bytes = opaque.to_bytes(4, "big")
+        self.flags = request.flags
+        """Flags of its request."""
+        self.start_seqno = request.start_seqno
+        """Where it was requested from."""
         self.next_seqno = request.start_seqno + 1
         self.held_seqno = request.start_seqno
         self.end_seqno = request.end_seqno

@@ -87,6 +87,8 @@ class Opcode(IntEnum):
     DCP_ABORT = 0x63
     DCP_SEQNO_ADVANCED = 0x64
     DCP_OSO_SNAPSHOT = 0x65
+    STOP_PERSISTENCE = 0x80
+    START_PERSISTENCE = 0x81
     GET_REPLICA = 0x83
     SELECT_BUCKET = 0x89
     OBSERVE_SEQNO = 0x91
@@ -98,8 +100,10 @@ class Opcode(IntEnum):
     SETQ_WITH_META = 0xA3
     DEL_WITH_META = 0xA8
     DELQ_WITH_META = 0xA9
+    COMPACT_DB = 0xB3
     GET_CLUSTER_CONFIG = 0xB5
     GET_RANDOM_KEY = 0xB6
+    SEQNO_PERSISTENCE = 0xB7
     SET_COLLECTIONS_MANIFEST = 0xB9
     GET_COLLECTIONS_MANIFEST = 0xBA
     GET_COLLECTION_ID = 0xBB
@@ -325,6 +329,21 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.OBSERVE_SEQNO: OpSpec(
         _P, "-", "value u64 vb_uuid", "a version's last seqno in memory and on disk"
     ),
+    Opcode.SEQNO_PERSISTENCE: OpSpec(
+        _P, "u64 seqno", "-",
+        "answer when this change of a partition is on disk; ETMPFAIL if it does not exist yet",
+    ),
+    Opcode.COMPACT_DB: OpSpec(
+        _P, "u64 time in s, u64 seqno, u8 all, 7 bytes 0", "-",
+        "purge a partition's deletions up to a time and a seqno (0: any), or all of them. The next"
+        " compaction drops them. A partition with copies is refused",
+    ),
+    Opcode.STOP_PERSISTENCE: OpSpec(
+        _P, "-", "-",
+        "for tests, on a node alone: hold commits, so that writes are not answered and streams show"
+        " nothing new",
+    ),
+    Opcode.START_PERSISTENCE: OpSpec(_P, "-", "-", "commit what STOP_PERSISTENCE held, and go on"),
     Opcode.SET_COLLECTIONS_MANIFEST: OpSpec(
         _C, "-", "value JSON", "replace all scopes and collections"
     ),
