@@ -62,6 +62,28 @@ def check_seconds(
         raise ValueError(f"{name} {value!r}: it must be {above}{below} (seconds)")
 
 
+def check_numbers(
+    buffer_bytes: object,
+    *,
+    noop_interval_s: object,
+    save_every_s: object,
+    connect_timeout_s: object,
+    give_up_after_s: object,
+    stall_s: object,
+) -> None:
+    """Check the sizes and times of a Consumer. None: it does not save by itself, or never gives
+    up.
+    """
+    check_buffer(buffer_bytes)
+    check_seconds("noop_interval_s", noop_interval_s, NOOP_INTERVAL_MIN_S, NOOP_INTERVAL_MAX_S)
+    if save_every_s is not None:
+        check_seconds("save_every_s", save_every_s)
+    check_seconds("connect_timeout_s", connect_timeout_s)
+    if give_up_after_s is not None:
+        check_seconds("give_up_after_s", give_up_after_s, may_be_0=True)
+    check_seconds("stall_s", stall_s)
+
+
 def check_buffer(buffer_bytes: object) -> None:
     """Check the flow control window."""
     if not _is_whole(buffer_bytes, 1, BUFFER_BYTES_MAX):

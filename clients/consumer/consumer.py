@@ -37,12 +37,9 @@ from typing import Any, Final, Literal
 from clients.address import ServerAddress, parse_address
 from clients.checkpoint.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
 from clients.consumer.arguments import (
-    NOOP_INTERVAL_MAX_S,
-    NOOP_INTERVAL_MIN_S,
-    check_buffer,
     check_name,
+    check_numbers,
     check_partitions,
-    check_seconds,
     check_switches,
 )
 from clients.consumer.batch_reader import BatchReader, Delivery
@@ -144,29 +141,19 @@ class Consumer:
         give_up_after_s: float | None = None,
         stall_s: float = STALL_S,
     ) -> None:
-        check_switches(
-            until_now=until_now, history=history, previous_values=previous_values, xattrs=xattrs,
-            validate=validate,
+        events = {"history": history, "previous_values": previous_values, "xattrs": xattrs}
+        check_switches(until_now=until_now, validate=validate, **events)
+        check_numbers(
+            buffer_bytes, noop_interval_s=noop_interval_s, save_every_s=save_every_s,
+            connect_timeout_s=connect_timeout_s, give_up_after_s=give_up_after_s, stall_s=stall_s,
         )  # fmt: skip
-        if save_every_s is not None:
-            check_seconds("save_every_s", save_every_s)
-        check_buffer(buffer_bytes)
-        check_seconds("noop_interval_s", noop_interval_s, NOOP_INTERVAL_MIN_S, NOOP_INTERVAL_MAX_S)
-        check_seconds("connect_timeout_s", connect_timeout_s)
-        if give_up_after_s is not None:
-            check_seconds("give_up_after_s", give_up_after_s, may_be_0=True)
-        check_seconds("stall_s", stall_s)
-        if rollback_to not in ("state", "beginning"):
-            raise ValueError(f'rollback_to {rollback_to!r}: use "state" or "beginning"')
         if vbuckets is not None and group is not None:
             raise ValueError("use either vbuckets or group: a group selects its own vbuckets")
-        if save_every_s is not None and store is None:
-            raise ValueError("save_every_s needs a store, such as CheckpointFile(path)")
         if store is not None:
             check_store(store, is_part=vbuckets is not None or group is not None)
-        if not isinstance(server, str | ServerAddress):
-            raise ValueError(f"server {server!r}: it must be HOST:PORT or a ServerAddress")
-        self.address = parse_address(server) if isinstance(server, str) else server
+        elif save_every_s is not None:
+            raise ValueError("save_every_s needs a store, such as CheckpointFile(path)")
+        self.address = _address_of(server)
         self.name = _name_of(name, group)
         self.metrics = ConsumerMetrics()
         """Counters, see `clients.consumer.counters`."""
@@ -175,8 +162,7 @@ class Consumer:
         self._group = group
         self._start: Start = check_start(start)
         self._saver = Saver(store, save_every_s, self.metrics, self.name)
-        by_name: OnRollback = "restart" if rollback_to == "beginning" else "undo"
-        self._on_rollback: OnRollback = check_strategy(on_rollback or by_name)
+        self._on_rollback: OnRollback = check_strategy(on_rollback or _strategy_of(rollback_to))
         self._collections = chosen_collections(collections)
         prefixes = prefixes_of(key_prefixes)
         self._filter = Filter.of(() if self._collections == "all" else self._collections, prefixes)
@@ -185,8 +171,7 @@ class Consumer:
         self._older_than: dict[int, int] = {}
         """Partition -> CAS. Changes with a lower CAS are dropped."""
         self._core_options: dict[str, Any] = {
-            "until_now": until_now, "history": history, "previous_values": previous_values,
-            "xattrs": xattrs,
+            "until_now": until_now, **events,
             "key_prefixes": prefixes, "filter": self._filter, "buffer_bytes": buffer_bytes,
             "noop_interval_s": noop_interval_s,
         }  # fmt: skip
@@ -438,6 +423,19 @@ class Consumer:
             **self._core_options,
         )
         return ConsumerSession(self._supervisor, link, core)
+
+
+def _address_of(server: str | ServerAddress) -> ServerAddress:
+    if not isinstance(server, str | ServerAddress):
+        raise ValueError(f"server {server!r}: it must be HOST:PORT or a ServerAddress")
+    return parse_address(server) if isinstance(server, str) else server
+
+
+def _strategy_of(rollback_to: str) -> OnRollback:
+    """Return the strategy of an older name."""
+    if rollback_to not in ("state", "beginning"):
+        raise ValueError(f'rollback_to {rollback_to!r}: use "state" or "beginning"')
+    return "restart" if rollback_to == "beginning" else "undo"
 
 
 def _name_of(name: str | None, group: Group | None) -> str:

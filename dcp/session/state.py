@@ -281,11 +281,11 @@ class SessionState:
             self.answer_json(opcode, opaque, error.status, self.map_news.with_refusal())
         elif isinstance(error, UnknownNameError):
             self.observes_manifest()
-            body: dict[str, object] = {"manifest_uid": f"{self.engine.keyspace.manifest.uid:x}"}
+            told: dict[str, object] = {"manifest_uid": f"{self.engine.keyspace.manifest.uid:x}"}
             if self.has_xerror and str(error):
-                body["error"] = {"context": str(error)[:CONTEXT_CHARS_MAX]}
-            packed = json.dumps(body, separators=(",", ":")).encode()
-            self.answer_json(opcode, opaque, error.status, packed)
+                told["error"] = {"context": str(error)[:CONTEXT_CHARS_MAX]}
+            body = json.dumps(told, separators=(",", ":")).encode()
+            self.answer_json(opcode, opaque, error.status, body)
         else:
             self.refuse(opcode, opaque, error.status, str(error))
 

@@ -100,7 +100,8 @@ class DcpCommands:
             Opcode.DCP_BUFFER_ACK: self.buffer_ack,
             Opcode.DCP_NOOP: self.noop,
             Opcode.X_REPLICA_ACK: self.replica_ack,
-        } | dict.fromkeys(MESSAGES_TO_CONSUMERS, self.refuse_message)
+            **dict.fromkeys(MESSAGES_TO_CONSUMERS, self.refuse_message),
+        }
 
     # -- the connection ------------------------------------------------------------------------
 
