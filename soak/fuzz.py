@@ -1,8 +1,9 @@
 """Sends garbage to whole sessions: no crash, no hang, no unbounded memory.
 
 Each round is one node in memory and a few connections. It depends on the round's number only, so a
-failing round can be replayed. The input mixes noise, packets with lying headers, and ordinary
-conversations with some changed bytes, all cut anywhere.
+failing round can be replayed. The input mixes noise, packets with lying headers, sound requests to
+strange partitions, and ordinary conversations with some changed bytes, all cut anywhere. Partitions
+change their state meanwhile.
 
 Invariants, checked after each piece
 - nothing raises;
@@ -30,6 +31,7 @@ from dcp.wire.frame import FLEX_HEADER, HEADER, FrameDecoder, pack_request
 from dcp.wire.message import StreamRequest, pack_control, pack_open, pack_stream_request
 from dcp.wire.opcode import Opcode
 from support.memory_node import MemoryNode, Peer
+from vbucket.engine.partition import VbState
 from vbucket.model.ids import NUM_VBUCKETS
 
 VALUE_BYTES_MAX: Final = 2048
@@ -40,6 +42,31 @@ OPCODES: Final = [int(opcode) for opcode in Opcode]
 SOME_KEYS: Final = Rights(dict.fromkeys((Role.READ, Role.WRITE), (Scope(b"a"), Scope(b"longer"))))
 """A user whose every document command is checked."""
 FEATURES: Final = (0x04, 0x06, 0x07, 0x08, 0x0A, 0x0B, 0x11, 0x12, 0x14, 0x1D)
+USED_PARTITIONS: Final = (0, 5, 9)
+STRANGE_PARTITIONS: Final = (*USED_PARTITIONS, 1023, 1024, 1025, 32_768, 65_535)
+STATES: Final = (VbState.ACTIVE, VbState.ACTIVE, *VbState)
+KEY: Final = b"\0a"
+_PATH: Final = b"\0\1\0"
+PARTS: Final[dict[int, tuple[bytes, bytes, bytes]]] = {
+    **dict.fromkeys((0x00, 0x04, 0x09, 0x0C, 0x0D, 0x14, 0x83, 0x94, 0x95, 0xA0), (b"", KEY, b"")),
+    **dict.fromkeys((0x01, 0x02, 0x03, 0x11, 0x12, 0x13), (bytes(8), KEY, b"1")),
+    **dict.fromkeys((0x05, 0x06, 0x15, 0x16), (bytes(20), KEY, b"")),
+    **dict.fromkeys((0x0E, 0x0F, 0x19, 0x1A), (b"", KEY, b"1")),
+    **dict.fromkeys((0x1C, 0x1D, 0x1E), (bytes(4), KEY, b"")),
+    **dict.fromkeys((0xA2, 0xA3, 0xA8, 0xA9), (bytes(15) + b"\1" + bytes(7) + b"\1", KEY, b"")),
+    **dict.fromkeys((0xC5, 0xC6, 0xD2, 0xC9), (_PATH, KEY, b"a")),
+    **dict.fromkeys((*range(0xC7, 0xC9), *range(0xCA, 0xD0)), (_PATH, KEY, b"a1")),
+    Opcode.SUBDOC_MULTI_LOOKUP: (b"", KEY, b"\xc5\0\0\1a"),
+    Opcode.SUBDOC_MULTI_MUTATION: (b"", KEY, b"\xc8\0\0\1\0\0\0\1a1"),
+    Opcode.OBSERVE_SEQNO: (b"", b"", bytes(7) + b"\1"),
+    Opcode.DCP_STREAM_REQ: (bytes(16) + b"\xff" * 8 + bytes(24), b"", b""),
+    Opcode.DCP_BUFFER_ACK: (bytes(4), b"", b""),
+    Opcode.RANGE_SCAN_CREATE: (b"", b"", b'{"collection":"0","range":{"start":"","end":"/w=="}}'),
+    Opcode.RANGE_SCAN_CONTINUE: (bytes(28), b"", b""),
+    Opcode.RANGE_SCAN_CANCEL: (bytes(16), b"", b""),
+    Opcode.X_PUT_FRAMES: (bytes(8), b"", b""),
+}
+"""Opcode -> extras, key and value of a request that is sound but for its partition."""
 TEXT: Final = (
     b"get a b c\r\n", b"set a 0 0 3\r\nabc\r\n", b"delete a\r\n", b"incr a 1\r\n", b"stats\r\n",
     b"gets a\r\n", b"cas a 0 0 1 5\r\nx\r\n", b"touch a 5\r\n", b"version\r\n", b"noop\r\n",
@@ -77,6 +104,8 @@ def run_round(seed: int) -> Round:
             node.commit()
         if draw.random() < 0.02:
             node.merge()
+        if draw.random() < 0.1:
+            node.engine.partitions[draw.choice(USED_PARTITIONS)].state = draw.choice(STATES)
         pump(draw, peers[place])
         if peers[place].state.is_closing:
             closed += 1
@@ -156,7 +185,7 @@ def piece(draw: random.Random) -> tuple[int, bytes]:
         return count, draw.randbytes(draw.randint(1, 400))
     if kind < 0.20:
         return count, b"".join(draw.choice(TEXT) for _ in range(count))
-    make = lying_header if kind < 0.4 else ordinary
+    make = lying_header if kind < 0.35 else strange_partition if kind < 0.45 else ordinary
     data = bytearray(b"".join(make(draw) for _ in range(count)))
     if kind > 0.7:
         for _ in range(draw.randint(1, 4)):
@@ -186,10 +215,27 @@ def lying_header(draw: random.Random) -> bytes:
     )
 
 
+def strange_partition(draw: random.Random) -> bytes:
+    """Return a sound request to a partition that may not exist."""
+    opcode = draw.choice(OPCODES)
+    return request_of(opcode, draw.choice(STRANGE_PARTITIONS), draw.getrandbits(32))
+
+
+def request_of(opcode: int, vb_id: int, opaque: int) -> bytes:
+    """Return a request with the parts that its command takes: it fails because of its partition, if
+    it fails.
+    """
+    extras, key, value = PARTS.get(opcode, (b"", b"", b""))
+    cas = int(opcode == Opcode.UNLOCK)
+    return pack_request(
+        opcode, vb_id=vb_id, opaque=opaque, cas=cas, extras=extras, key=key, value=value
+    )
+
+
 def ordinary(draw: random.Random) -> bytes:
     """Return a packet that a client could send."""
     key = b"\0" * (draw.random() < 0.7) + draw.choice((b"a", b"b", b"longer-key"))
-    vb_id = draw.choice((0, 5, 9))
+    vb_id = draw.choice(USED_PARTITIONS)
     choice = draw.randrange(15)
     if choice >= 11:
         return subdocument(draw, vb_id, key)

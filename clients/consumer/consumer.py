@@ -36,6 +36,12 @@ from typing import Any, Final, Literal
 
 from clients.address import ServerAddress, parse_address
 from clients.checkpoint.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
+from clients.consumer.arguments import (
+    check_name,
+    check_numbers,
+    check_partitions,
+    check_switches,
+)
 from clients.consumer.batch_reader import BatchReader, Delivery
 from clients.consumer.core import ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
@@ -135,23 +141,28 @@ class Consumer:
         give_up_after_s: float | None = None,
         stall_s: float = STALL_S,
     ) -> None:
+        events = {"history": history, "previous_values": previous_values, "xattrs": xattrs}
+        check_switches(until_now=until_now, validate=validate, **events)
+        check_numbers(
+            buffer_bytes, noop_interval_s=noop_interval_s, save_every_s=save_every_s,
+            connect_timeout_s=connect_timeout_s, give_up_after_s=give_up_after_s, stall_s=stall_s,
+        )  # fmt: skip
         if vbuckets is not None and group is not None:
             raise ValueError("use either vbuckets or group: a group selects its own vbuckets")
-        if save_every_s is not None and store is None:
-            raise ValueError("save_every_s needs a store, such as CheckpointFile(path)")
         if store is not None:
             check_store(store, is_part=vbuckets is not None or group is not None)
-        self.address = parse_address(server) if isinstance(server, str) else server
+        elif save_every_s is not None:
+            raise ValueError("save_every_s needs a store, such as CheckpointFile(path)")
+        self.address = _address_of(server)
         self.name = _name_of(name, group)
         self.metrics = ConsumerMetrics()
         """Counters, see `clients.consumer.counters`."""
         self.validator = StreamValidator() if validate else None
-        self._vbuckets = None if vbuckets is None else sorted(set(vbuckets))
+        self._vbuckets = None if vbuckets is None else check_partitions(vbuckets)
         self._group = group
         self._start: Start = check_start(start)
         self._saver = Saver(store, save_every_s, self.metrics, self.name)
-        by_name: OnRollback = "restart" if rollback_to == "beginning" else "undo"
-        self._on_rollback: OnRollback = check_strategy(on_rollback or by_name)
+        self._on_rollback: OnRollback = check_strategy(on_rollback or _strategy_of(rollback_to))
         self._collections = chosen_collections(collections)
         prefixes = prefixes_of(key_prefixes)
         self._filter = Filter.of(() if self._collections == "all" else self._collections, prefixes)
@@ -160,8 +171,7 @@ class Consumer:
         self._older_than: dict[int, int] = {}
         """Partition -> CAS. Changes with a lower CAS are dropped."""
         self._core_options: dict[str, Any] = {
-            "until_now": until_now, "history": history, "previous_values": previous_values,
-            "xattrs": xattrs,
+            "until_now": until_now, **events,
             "key_prefixes": prefixes, "filter": self._filter, "buffer_bytes": buffer_bytes,
             "noop_interval_s": noop_interval_s,
         }  # fmt: skip
@@ -233,7 +243,7 @@ class Consumer:
         vb_ids: Iterable[int] = range(count) if self._vbuckets is None else self._vbuckets
         if self._group is not None:
             vb_ids = self._group.vbuckets(count)
-        for vb_id in vb_ids:
+        for vb_id in (*vb_ids, *(self._start if isinstance(self._start, Mapping) else ())):
             if not 0 <= vb_id < count:
                 raise ValueError(f"there is no partition {vb_id}; the server has 0 to {count - 1}")
         starts = await find_starts(
@@ -415,10 +425,26 @@ class Consumer:
         return ConsumerSession(self._supervisor, link, core)
 
 
+def _address_of(server: str | ServerAddress) -> ServerAddress:
+    if not isinstance(server, str | ServerAddress):
+        raise ValueError(f"server {server!r}: it must be HOST:PORT or a ServerAddress")
+    return parse_address(server) if isinstance(server, str) else server
+
+
+def _strategy_of(rollback_to: str) -> OnRollback:
+    """Return the strategy of an older name."""
+    if rollback_to not in ("state", "beginning"):
+        raise ValueError(f'rollback_to {rollback_to!r}: use "state" or "beginning"')
+    return "restart" if rollback_to == "beginning" else "undo"
+
+
 def _name_of(name: str | None, group: Group | None) -> str:
     """Return the name of the connections. Two with the same name would end each other."""
     if group is not None:
+        if not isinstance(group, Group):
+            raise ValueError(f"group {group!r}: it must be a Group(member, size)")
         group.checked()
     if name is None:
         return f"dcpd-python-{secrets.token_hex(6)}"
-    return name if group is None else f"{name}:{group.member}"
+    check_name(name)
+    return name if group is None else check_name(f"{name}:{group.member}")

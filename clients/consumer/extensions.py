@@ -4,7 +4,8 @@
     x_snapshot_end    a message at the end of each snapshot
     change_streams    every version of a document, not only the newest (option `history`)
     x_previous_value  the value that a change replaced (option `previous_values`)
-    x_key_prefix      only keys with a prefix (option `key_prefixes`); else the client filters
+    x_key_prefix      only keys with a prefix (option `key_prefixes`); else the client filters. It
+                      does so, too, if there are more prefixes than a request may list
 
 Each is one DCP_CONTROL. A server without the extension answers EINVAL or NOT_SUPPORTED, and the
 connection works without it.
@@ -23,6 +24,11 @@ SNAPSHOT_END: Final = b"x_snapshot_end"
 CHANGE_STREAMS: Final = b"change_streams"
 PREVIOUS_VALUE: Final = b"x_previous_value"
 KEY_PREFIX: Final = b"x_key_prefix"
+
+KEY_PREFIXES_MAX: Final = 64
+"""Most prefixes that the server takes in one request (docs/streams.md)."""
+_NOT_ASKED_FOR: Final = -1
+"""Stands for the status of a control that was not sent."""
 
 DEFAULT_ONLY: Final = (0,)
 """Collection ids by default. An empty tuple means all collections."""
@@ -52,7 +58,7 @@ class Extensions:
             self._status[CHANGE_STREAMS] = None
         if previous_values:
             self._status[PREVIOUS_VALUE] = None
-        if key_prefixes:
+        if 0 < len(key_prefixes) <= KEY_PREFIXES_MAX:
             self._status[KEY_PREFIX] = None
 
     def controls(self) -> list[bytes]:
@@ -72,7 +78,7 @@ class Extensions:
     @property
     def leaves_out_here(self) -> bool:
         """Whether the client must filter by key prefix, because the server does not."""
-        return bool(self.key_prefixes) and bool(self._status[KEY_PREFIX])
+        return bool(self.key_prefixes) and bool(self._status.get(KEY_PREFIX, _NOT_ASKED_FOR))
 
     def is_for(self, position: Position) -> bool:
         """Whether a position belongs to the followed collections, as far as is known."""
@@ -90,6 +96,6 @@ class Extensions:
     def request_document(self) -> dict[str, object]:
         """Return the JSON members of a stream request, without the list of versions."""
         document = dict(self._filter)
-        if self.key_prefixes and self._status[KEY_PREFIX] == 0:
+        if self._status.get(KEY_PREFIX, _NOT_ASKED_FOR) == 0:
             document["key_prefixes"] = [prefix.hex() for prefix in self.key_prefixes]
         return document

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Final, Literal, NamedTuple
 
+from clients.consumer.arguments import check_collections, check_prefixes, check_starts
 from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.node_session import LOG
 from clients.consumer.placement import Placement
@@ -53,13 +54,7 @@ def check_start(start: Start) -> Start:
     if isinstance(start, datetime):
         time_ns_of(start)
     elif isinstance(start, Mapping):
-        items: Iterable[tuple[object, object]] = start.items()
-        for vb_id, place in items:
-            if not (isinstance(vb_id, int) and isinstance(place, Position | int)):
-                raise ValueError(
-                    f"start {{{vb_id!r}: {place!r}}}: map partitions to a Position or a seqno"
-                    " (decode_position reads the bytes of encode_position)"
-                )
+        check_starts(start)  # type: ignore[arg-type]
     elif start not in ("beginning", "now"):
         raise ValueError(
             f'start {start!r}: use "beginning", "now", a datetime with a zone, or a mapping of'
@@ -112,6 +107,7 @@ def chosen_collections(given: Iterable[str | int] | str | None) -> Chosen:
     chosen: list[str | int] = [given] if isinstance(given, str) else list(given)
     if not chosen:
         raise ValueError('collections is empty: use None for the default one, "all" for all')
+    check_collections(list(chosen))
     return chosen
 
 
@@ -132,12 +128,8 @@ async def find_collections(link: Link, wanted: Chosen) -> tuple[int, ...]:
 
 
 def prefixes_of(given: Iterable[str | bytes] | str | bytes) -> tuple[bytes, ...]:
-    """Return one or several key prefixes as bytes. Raises ValueError for an empty one."""
-    several = [given] if isinstance(given, str | bytes) else list(given)
-    prefixes = tuple(item.encode() if isinstance(item, str) else item for item in several)
-    if not all(prefixes):
-        raise ValueError("an empty prefix matches every key: leave out key_prefixes")
-    return prefixes
+    """Return one or several key prefixes as bytes. Raises ValueError for one that no key has."""
+    return check_prefixes([given] if isinstance(given, str | bytes) else given)
 
 
 async def seqnos_at(link: Link, vb_ids: list[int], time_ns: int) -> dict[int, int] | None:

@@ -69,6 +69,9 @@ NAME_BYTES_MAX: Final = 200
 """Maximum length of the name in DCP_OPEN."""
 VERSION_LOG: Final = b"x_version_log"
 """Control: a stream request may list all versions that the client knows."""
+EXACT_END: Final = b"x_exact_end"
+"""Control: a stream stops at its end seqno. DCP completes the snapshot that the end is in; a client
+without this extension of the server may get changes above the end."""
 
 _ACTIVE_ONLY: Final = (1).to_bytes(4, "big")
 
@@ -156,6 +159,7 @@ class StreamConnection(Generic[S]):
         needed += [(key, b"true") for key in setup.needed]
         requests.open(setup.name, setup.flags, needed)
         requests.control(b"set_noop_interval", f"{setup.noop_interval_s:g}".encode(), ignored)
+        requests.control(EXACT_END, b"true", ignored)
         for key in setup.wished:
             requests.control(key, b"true", self._taker_of(key))
 

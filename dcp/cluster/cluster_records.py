@@ -243,13 +243,13 @@ def decode_record(item: KeyValue, kind: type[_Kind]) -> _Kind:
     """Return the record of a key. Raises RecordUnreadableError."""
     try:
         stored_format = msgspec.json.decode(item.value, type=_FormatOnly).format
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise unreadable(item, f"it is no record of a cluster: {error}") from None
     if stored_format != FORMAT:
         raise unreadable(item, f"it has format {stored_format}, this dcpd reads format {FORMAT}")
     try:
         return msgspec.json.decode(item.value, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise unreadable(item, str(error)) from None
 
 

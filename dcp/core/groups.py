@@ -14,6 +14,7 @@ Invariants
   next group: then the frozen layer is exactly what the sealed segments hold;
 - a group that branches a partition's history is synced with any durability: its failover log goes
   into the store next, and the store must not know versions that the log can lose;
+- while groups are held (STOP_PERSISTENCE, for tests), none is taken, so nothing is frozen either;
 - streams see a partition's changes, its new version and its new state after they are committed.
 """
 
@@ -92,14 +93,15 @@ class GroupCycle:
             self.job is not None
             or self._must_rotate
             or self._must_sync
-            or self._keyspace.has_pending
+            or (self._keyspace.has_pending and not self._keyspace.holds_groups)
         )
 
     @property
     def next_is_group(self) -> bool:
         """Whether the next job is a group of changes."""
         is_free = self.job is None and not (self._must_rotate or self._must_sync)
-        return is_free and self._keyspace.has_pending
+        has_group = self._keyspace.has_pending and not self._keyspace.holds_groups
+        return is_free and has_group
 
     def next_job(self) -> Job | None:
         """Return what the log has to do next; it is under way until `done`."""
@@ -112,7 +114,7 @@ class GroupCycle:
             self._must_sync = False
             self.job = LogTask.SYNC
         else:
-            group = self._keyspace.take_group()
+            group = None if self._keyspace.holds_groups else self._keyspace.take_group()
             if group is None:
                 return None
             rotates = self._keyspace.wants_freeze

@@ -160,7 +160,7 @@ def read_to_server(body: bytes) -> ToServer:
     """
     try:
         return _TO_SERVER.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"no message of a client of the metadata store: {error}") from None
 
 
@@ -172,7 +172,7 @@ def read_to_client(body: bytes) -> ToClient:
     """
     try:
         return _TO_CLIENT.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"no message of a metadata store: {error}") from None
 
 

@@ -52,6 +52,16 @@ class EtcdSettings(NamedTuple):
             raise ValueError("a password for etcd was given without a user; give both")
 
 
+def files_of_url(url: str) -> list[str]:
+    """Return the names of the files that a URL names; none where it is no URL of etcd."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # `settings_of_url` says what is wrong with it
+        return []
+    named = parse_qsl(parts.query, keep_blank_values=True)
+    return [path for option, path in named if option in _FILES]
+
+
 def settings_of_url(url: str, prefix: bytes, read: Callable[[str], bytes]) -> EtcdSettings:
     """Return the settings of a URL; `read` returns the content of a file.
 

@@ -165,7 +165,7 @@ def decode_image(data: bytes) -> StoreImage:
     """
     try:
         return _IMAGE.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(str(error)) from None
 
 
@@ -201,7 +201,7 @@ def _check_range(request: object) -> None:
 def _decode(table: dict[str, type], data: bytes | msgspec.Raw) -> Any:
     try:
         tagged = _TAGGED.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(str(error)) from None
     return _decode_tagged(table, tagged)
 
@@ -213,5 +213,5 @@ def _decode_tagged(table: dict[str, type], tagged: _Tagged) -> Any:
         raise CodecError(f"unknown kind {name[:40]!r}; one of {', '.join(table)} is expected")
     try:
         return _DECODERS[cls].decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(f"{name}: {error}") from None

@@ -147,7 +147,7 @@ def unpack_head(data: bytes) -> CutHead:
     size = _check_head(data)
     try:
         return msgspec.json.decode(data[_HEAD.size : _HEAD.size + size], type=CutHead)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise QuarantineDamagedError(f"its head cannot be read: {error}") from None
 
 

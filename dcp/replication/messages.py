@@ -448,7 +448,7 @@ def decode(value: bytes, kind: Any) -> Any:
     """Return a JSON value as a `kind`. Raises ReplicationError."""
     try:
         return msgspec.json.decode(value, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReplicationError(f"not a {kind.__name__}: {error}") from None
 
 

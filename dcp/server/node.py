@@ -36,7 +36,7 @@ from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
 from dcp.server.access.users import Users
 from dcp.server.admin.node_view import AdminParts, ConsoleParts
 from dcp.server.config.settings import Settings
-from dcp.server.config.sources import is_loopback, plain_host_of
+from dcp.server.config.sources import plain_host_of
 from dcp.server.listeners import Listeners, admin_crowd
 from dcp.server.net.after_commit import AfterCommit
 from dcp.server.net.cluster_config import ClusterConfig, Ports
@@ -454,7 +454,7 @@ class Node:
         is_test_mode = settings.test_mode == "on"
         console = ConsoleParts(
             ConsoleView(sources, self._sampler, settings), self._sampler, documents,
-            is_test_mode, allows_faults=is_test_mode or is_loopback(settings.host),
+            is_test_mode, allows_faults=access.limits.allows_faults,
         )  # fmt: skip
         admin_parts = AdminParts(
             access=access, users=self._users, meter=meter, refusals=self._refusals, health=health,
@@ -536,6 +536,7 @@ class Node:
 
     async def _stop_in_order(self) -> None:
         self.health.is_ready = False
+        self.engine.keyspace.holds_groups = False
         if self._enrolment_gate is not None:
             self._enrolment_gate.stopped()
         if self.replicated is not None and self._failure is None:

@@ -50,10 +50,24 @@ def _window(producer: Producer, _state: SessionState, value: str) -> int:
 
 def _stream_ids(producer: Producer, _state: SessionState, value: str) -> int:
     """Refused while streams are open, because those have no names."""
-    if value not in _BOOLEANS or producer.stream_count:
+    if value != "true" or producer.stream_count:
         return Status.EINVAL
-    producer.terms.has_stream_ids = value == "true"
+    producer.terms.has_stream_ids = True
     return Status.OK
+
+
+def _history(producer: Producer, _state: SessionState, value: str) -> int:
+    """It cannot be turned off again, as in kv_engine."""
+    if value != "true":
+        return Status.EINVAL
+    producer.terms.has_history = True
+    return Status.OK
+
+
+def _deleted_user_xattrs(producer: Producer, _state: SessionState, value: str) -> int:
+    """A question rather than a setting: DCP_OPEN flag 0x100 turns it on, as in kv_engine."""
+    has_them = value == "true" and producer.terms.has_deleted_user_xattrs
+    return Status.OK if has_them else Status.EINVAL
 
 
 def _marker_version(producer: Producer, state: SessionState, value: str) -> int:
@@ -140,17 +154,18 @@ CONTROLS: Final[dict[str, Setter]] = {
     "send_stream_end_on_client_close_stream": _switch("sends_end_on_close"),
     "enable_expiry_opcode": _switch("has_expiry_opcode"),
     "enable_stream_id": _stream_ids,
-    "change_streams": _term("has_history"),
+    "change_streams": _history,
     "force_value_compression": _value_compression,
     "enable_out_of_order_snapshots": _out_of_order,
     "max_marker_version": _marker_version,
-    "v7_dcp_status_codes": _term("has_v7_status_codes"),
+    "v7_dcp_status_codes": _accept("true"),
     "consumer_name": _accept(),
     "supports_cursor_dropping": _accept(),
     "supports_cursor_dropping_vulcan": _accept(),
     "supports_hifi_MFU": _accept(),
-    "include_deleted_user_xattrs": _accept("true", "false"),
+    "include_deleted_user_xattrs": _deleted_user_xattrs,
     "x_version_log": _term("has_version_lists"),
+    "x_exact_end": _term("has_exact_ends"),
     "x_snapshot_end": _term("has_snapshot_ends"),
     "x_previous_value": _previous_values,
     "x_key_prefix": _term("has_key_prefixes"),

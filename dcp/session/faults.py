@@ -23,6 +23,8 @@ _OF_A_PARTITION: Final = frozenset(
 ) - {Opcode.FLUSH, Opcode.FLUSHQ} | {
     Opcode.GET_FAILOVER_LOG,
     Opcode.OBSERVE_SEQNO,
+    Opcode.SEQNO_PERSISTENCE,
+    Opcode.COMPACT_DB,
     Opcode.DCP_STREAM_REQ,
     Opcode.DCP_CLOSE_STREAM,
     Opcode.DCP_GET_FAILOVER_LOG,

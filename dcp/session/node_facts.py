@@ -48,5 +48,7 @@ class Limits(NamedTuple):
     """Failed logins after which a connection is closed."""
     syncs_writes: bool = True
     """Whether a change is on disk before its answer (setting durability)."""
+    allows_faults: bool = False
+    """Whether a client with the role admin may hold commits (setting test_mode, or loopback)."""
     oversized_set_removes: bool = False
     """Whether a SET that is refused because of its size removes the document."""

@@ -207,6 +207,14 @@ _HISTORY_NEED: Final = Need(((Role.READ, Role.STREAM),))
 _STREAM_NEED: Final = Need(((Role.STREAM, Role.REPLICATE),))
 _ADMIN_NEED: Final = Need(((Role.ADMIN,),))
 
+MESSAGES_TO_CONSUMERS: Final = (
+    Opcode.DCP_ADD_STREAM, Opcode.DCP_STREAM_END, Opcode.DCP_SNAPSHOT_MARKER, Opcode.DCP_MUTATION,
+    Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION, Opcode.DCP_SET_VBUCKET_STATE,
+    Opcode.DCP_SYSTEM_EVENT, Opcode.DCP_PREPARE, Opcode.DCP_COMMIT, Opcode.DCP_ABORT,
+    Opcode.DCP_SEQNO_ADVANCED, Opcode.DCP_OSO_SNAPSHOT,
+)  # fmt: skip
+"""What this server refuses from others, because it is a producer."""
+
 NEEDS: Final[dict[int, Need]] = {
     **dict.fromkeys(
         (
@@ -264,19 +272,25 @@ NEEDS: Final[dict[int, Need]] = {
     **dict.fromkeys(
         (
             Opcode.GET_ALL_VB_SEQNOS, Opcode.GET_FAILOVER_LOG, Opcode.DCP_GET_FAILOVER_LOG,
-            Opcode.OBSERVE_SEQNO,
+            Opcode.OBSERVE_SEQNO, Opcode.SEQNO_PERSISTENCE,
         ),
         _HISTORY_NEED,
     ),
     **dict.fromkeys(
         (
             Opcode.DCP_OPEN, Opcode.DCP_CONTROL, Opcode.DCP_STREAM_REQ, Opcode.DCP_CLOSE_STREAM,
-            Opcode.DCP_BUFFER_ACK, Opcode.DCP_ADD_STREAM,
+            Opcode.DCP_BUFFER_ACK, *MESSAGES_TO_CONSUMERS,
         ),
         _STREAM_NEED,
     ),
     Opcode.X_REPLICA_ACK: Need(((Role.REPLICATE,),)),
-    Opcode.SET_COLLECTIONS_MANIFEST: _ADMIN_NEED,
+    **dict.fromkeys(
+        (
+            Opcode.SET_COLLECTIONS_MANIFEST, Opcode.COMPACT_DB, Opcode.STOP_PERSISTENCE,
+            Opcode.START_PERSISTENCE,
+        ),
+        _ADMIN_NEED,
+    ),
 }  # fmt: skip
 """What each command needs. Every other command needs the role admin."""
 

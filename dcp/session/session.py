@@ -44,6 +44,7 @@ from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
 from dcp.session.subdoc.subdoc_commands import CHANGES, SINGLE_LOOKUPS, SubdocCommands
 from dcp.session.updates import UpdateCommands
+from dcp.session.upkeep_commands import UpkeepCommands
 from dcp.session.with_meta import WithMetaCommands
 from dcp.wire.frame import (
     FLEX_HEADER,
@@ -126,6 +127,7 @@ class Session:
             | updates.handlers()
             | DocumentReadCommands(state, self._documents).handlers()
             | ScanCommands(state).handlers()
+            | UpkeepCommands(state).handlers()
             | PutFramesCommand(state, self._documents).handlers()
             | dcp.handlers()
         )

@@ -11,6 +11,7 @@ from dcp.session.auth import AuthStep, LoginQuestion
 from dcp.session.map_news import CONFIG_VERSION
 from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.session.state import SessionState
+from dcp.session.stray_parts import refuse_stray
 from dcp.wire.feature import GRANTED, GRANTED_IN_CLUSTERS, MAP_PUSHES, Feature
 from dcp.wire.frame import Frame
 from dcp.wire.message import (
@@ -245,6 +246,7 @@ class ConnectionCommands:
     def all_vb_seqnos(self, request: Frame) -> None:
         """Answer the committed high seqno of every partition in a state (1 to 4; 0: alive)."""
         state = self._state
+        refuse_stray(request, "key", "value")
         extras = request.extras
         if len(extras) not in {0, 4, 8} or (len(extras) == 8 and not state.has_collections):
             raise RefusedError(
@@ -295,8 +297,9 @@ class ConnectionCommands:
         closes its connection with all streams. The next stream request tells it what is new.
         """
         state = self._state
+        refuse_stray(request, "extras", "key", "value")
         producer = state.producer
-        part = self._held_here(request.vb_id)
+        part = self._known_here(request.vb_id)
         if producer is None or producer.terms.has_version_lists:
             state.check_is_current(part)
         if part.state in {VbState.FENCED, VbState.REPLICA}:
@@ -316,6 +319,7 @@ class ConnectionCommands:
         state = self._state
         if len(request.value) != U64.size:
             raise RefusedError(Status.EINVAL, "OBSERVE_SEQNO carries a vb_uuid, 8 bytes")
+        refuse_stray(request, "extras", "key")
         part = self._held_here(request.vb_id)
         state.check_is_current(part)
         if part.state == VbState.REPLICA and part.has_copies:
@@ -338,12 +342,21 @@ class ConnectionCommands:
         )
         state.answer(request, value=value)
 
-    def _held_here(self, vb_id: int) -> Partition:
-        """Return a partition that is not dead here. Raises WrongVbucketError."""
+    def _known_here(self, vb_id: int) -> Partition:
+        """Return a partition that this node has, dead or not. In a cluster, a partition that is
+        dead here is another node's. Raises WrongVbucketError.
+        """
         state = self._state
         if vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
         part = state.engine.partitions[vb_id]
-        if part.state == VbState.DEAD:
+        if part.state == VbState.DEAD and state.replication is not None:
             raise state.elsewhere(part)
+        return part
+
+    def _held_here(self, vb_id: int) -> Partition:
+        """Return a partition that is not dead here. Raises WrongVbucketError."""
+        part = self._known_here(vb_id)
+        if part.state == VbState.DEAD:
+            raise self._state.elsewhere(part)
         return part

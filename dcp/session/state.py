@@ -281,7 +281,10 @@ class SessionState:
             self.answer_json(opcode, opaque, error.status, self.map_news.with_refusal())
         elif isinstance(error, UnknownNameError):
             self.observes_manifest()
-            body = b'{"manifest_uid":"%x"}' % self.engine.keyspace.manifest.uid
+            told: dict[str, object] = {"manifest_uid": f"{self.engine.keyspace.manifest.uid:x}"}
+            if self.has_xerror and str(error):
+                told["error"] = {"context": str(error)[:CONTEXT_CHARS_MAX]}
+            body = json.dumps(told, separators=(",", ":")).encode()
             self.answer_json(opcode, opaque, error.status, body)
         else:
             self.refuse(opcode, opaque, error.status, str(error))
@@ -440,7 +443,11 @@ class SessionState:
         return f"vb {part.vb_id}: {why or _UNCONFIRMED}; try again"
 
     def place_text(self, vb_id: int) -> str:
-        """Return where a partition is, for clients that know none and take no map."""
+        """Return where a partition is, for clients that know none and take no map. The partition
+        may be any number that a client wrote into a header.
+        """
+        if vb_id >= self.engine.num_vbuckets:
+            return f"there is no partition {vb_id}: the last one is {self.engine.num_vbuckets - 1}"
         address = self.facts.address_of(vb_id)
         if address:
             return f"this key is on another node of the cluster: {address}"

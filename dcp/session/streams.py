@@ -11,8 +11,9 @@ from typing import Final
 
 from dcp.session.controls import CONTROLS
 from dcp.session.replication_port import ReplicaSender, ReplicationError
-from dcp.session.rights import Role
+from dcp.session.rights import MESSAGES_TO_CONSUMERS, Role
 from dcp.session.state import SessionState
+from dcp.session.stray_parts import refuse_stray
 from dcp.session.stream_value import StreamValue, parse_stream_value
 from dcp.stream.codec import Known, frame_codec, plain_frames
 from dcp.stream.filter import StreamFilter, filter_of, unfiltered
@@ -98,8 +99,8 @@ class DcpCommands:
             Opcode.DCP_CLOSE_STREAM: self.close_stream,
             Opcode.DCP_BUFFER_ACK: self.buffer_ack,
             Opcode.DCP_NOOP: self.noop,
-            Opcode.DCP_ADD_STREAM: self.add_stream,
             Opcode.X_REPLICA_ACK: self.replica_ack,
+            **dict.fromkeys(MESSAGES_TO_CONSUMERS, self.refuse_message),
         }
 
     # -- the connection ------------------------------------------------------------------------
@@ -107,6 +108,7 @@ class DcpCommands:
     def open(self, request: Frame) -> None:
         """Make this connection a producer."""
         state = self._state
+        refuse_stray(request, "value")
         problem = self._problem_of_open(request)
         if problem:
             raise RefusedError(Status.EINVAL, problem)
@@ -120,7 +122,9 @@ class DcpCommands:
             request.key, state.engine, state.hub, state.schedule, state.limits.backlogs_max
         )
         state.producer = producer
-        producer.terms.skips_deletions = bool(flags & OpenFlag.SKIP_DELETES_IN_BACKFILL)
+        terms = producer.terms
+        terms.skips_deletions = bool(flags & OpenFlag.SKIP_DELETES_IN_BACKFILL)
+        terms.has_deleted_user_xattrs = bool(flags & OpenFlag.INCLUDE_DELETED_USER_XATTRS)
         self._set_codec(producer)
         state.hub.open(request.key, producer)
         state.answer(request)
@@ -135,7 +139,6 @@ class DcpCommands:
             has_json=bool(state.datatypes & JSON),
             has_snappy=bool(state.datatypes & SNAPPY),
             has_expiry_opcode=producer.has_expiry_opcode,
-            has_xattrs=state.has_xattr,
             wants_compression=terms.forces_compression,
         )
         producer.snapshots.plain = plain_frames(self._open_flags, known)
@@ -153,6 +156,8 @@ class DcpCommands:
             return f"unknown flags 0x{flags & ~int(_OPEN_FLAGS):x}"
         if flags & OpenFlag.NO_VALUE and flags & OpenFlag.NO_VALUE_WITH_DATATYPE:
             return "flags 0x08 and 0x40 exclude each other"
+        if flags & OpenFlag.INCLUDE_DELETED_USER_XATTRS and not flags & OpenFlag.INCLUDE_XATTRS:
+            return "flag 0x100 goes with flag 0x04"
         return ""
 
     def control(self, request: Frame) -> None:
@@ -223,19 +228,31 @@ class DcpCommands:
             self._state.close(str(error))
 
     def buffer_ack(self, request: Frame) -> None:
-        """Widen the window. Never answered."""
-        producer = self._state.producer
-        if producer is not None and len(request.extras) == U32.size:
-            producer.acknowledge(U32.unpack(request.extras)[0])
+        """Widen the window. Only a refusal is answered."""
+        producer = self._producer()
+        refuse_stray(request, "key", "value")
+        if len(request.extras) != U32.size:
+            why = f"DCP_BUFFER_ACK has 4 bytes of extras, not {len(request.extras)}"
+            raise RefusedError(Status.EINVAL, why)
+        producer.acknowledge(U32.unpack(request.extras)[0])
 
     def noop(self, request: Frame) -> None:
         """Answer a client's NOOP."""
+        refuse_stray(request, "extras", "key", "value")
         self._state.answer(request)
 
-    def add_stream(self, _request: Frame) -> None:
-        """Refuse and close, as kv_engine does: ADD_STREAM is for consumers."""
-        self._state.close("ADD_STREAM on a producer connection")
-        raise RefusedError(Status.EINVAL, "ADD_STREAM can be sent to a consumer only")
+    def refuse_message(self, request: Frame) -> None:
+        """Refuse what only a producer, or the node of a consumer, is sent. A peer that takes this
+        server for a consumer cannot go on: its connection ends, as in kv_engine (connhandler.cc).
+        """
+        name = Opcode(request.opcode).name
+        if self._state.sender is None:
+            raise RefusedError(
+                Status.EINVAL, f"{name} is for DCP connections: DCP_OPEN comes first"
+            )
+        why = f"{name} is for consumers, and this server is a producer"
+        self._state.close(why)
+        raise RefusedError(Status.EINVAL, why)
 
     # -- streams -------------------------------------------------------------------------------
 
@@ -322,8 +339,9 @@ class DcpCommands:
             self._state.feed.close_stream(request.vb_id)  # a replica expects no answer
             return
         producer = self._producer()
-        stream_id, terms = stream_id_of(request.framing), producer.terms
-        if bool(stream_id) != terms.has_stream_ids:
+        refuse_stray(request, "extras", "key", "value")
+        stream_id = stream_id_of(request.framing)
+        if bool(stream_id) != producer.terms.has_stream_ids:
             raise RefusedError(
                 Status.DCP_STREAMID_INVALID,
                 "CLOSE_STREAM names the stream (frame info 2) where control enable_stream_id is"
@@ -331,10 +349,8 @@ class DcpCommands:
             )
         if not producer.has_stream(request.vb_id, stream_id):
             name = f" with id {stream_id}" if stream_id else ""
-            raise RefusedError(
-                Status.DCP_STREAM_NOT_FOUND if terms.has_v7_status_codes else Status.KEY_ENOENT,
-                f"no stream of vb {request.vb_id}{name}",
-            )
+            # With v7_dcp_status_codes, too: DCP_STREAM_NOT_FOUND is what consumers answer.
+            raise RefusedError(Status.KEY_ENOENT, f"no stream of vb {request.vb_id}{name}")
         self._state.answer(request)
         producer.close_stream(request.vb_id, stream_id)
 

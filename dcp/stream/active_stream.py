@@ -21,6 +21,7 @@ from vbucket.store.store import Accepts
 
 _TAKEOVER: Final = int(StreamFlag.TAKEOVER)
 _ACTIVE_ONLY: Final = int(StreamFlag.ACTIVE_ONLY)
+_TO_LATEST: Final = int(StreamFlag.TO_LATEST | StreamFlag.DISK_ONLY)
 _IGNORE_PURGED: Final = int(StreamFlag.IGNORE_PURGED_TOMBSTONES)
 
 
@@ -57,7 +58,9 @@ class ActiveStream:
     __slots__ = (
         "accepts",
         "end_seqno",
+        "ends_at_latest",
         "filter",
+        "flags",
         "framing",
         "held_seqno",
         "ignores_purges",
@@ -76,6 +79,7 @@ class ActiveStream:
         "skips_deletions",
         "snap_end_seqno",
         "snap_start_seqno",
+        "start_seqno",
         "state",
         "stream_id",
         "takeover",
@@ -99,9 +103,15 @@ class ActiveStream:
         self.framing = stream_id_framing(stream_id) if stream_id else b""
         self.opaque = opaque
         self.opaque_bytes = opaque.to_bytes(4, "big")
+        self.flags = request.flags
+        """Flags of its request."""
+        self.start_seqno = request.start_seqno
+        """Where it was requested from."""
         self.next_seqno = request.start_seqno + 1
         self.held_seqno = request.start_seqno
         self.end_seqno = request.end_seqno
+        self.ends_at_latest = bool(request.flags & _TO_LATEST)
+        """Whether its end is that of a snapshot already: what was the latest at its request."""
         self.snap_start_seqno = request.snap_start_seqno
         """Where the next marker starts."""
         self.snap_end_seqno: int | None = None

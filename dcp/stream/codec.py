@@ -6,9 +6,9 @@ raises StoreDamagedError if it cannot inflate a value.
 
 Rules (kv_engine): an expiry is a DCP_EXPIRATION iff DCP_OPEN had flag 0x20 and the control
 enable_expiry_opcode is on, else a DCP_DELETION; a deletion has version 2 iff DCP_OPEN had flag
-0x20; no value means datatype raw, unless flag 0x40 asks to keep it. XATTRs are sent iff HELLO had
-the feature XATTR and DCP_OPEN flag 0x04, those of users in a removal iff it had flag 0x100, too. A
-stream with XATTRs and without values has the XATTRs only. A compressed value is compressed with its
+0x20; no value means datatype raw, unless flag 0x40 asks to keep it. XATTRs are sent iff DCP_OPEN
+had flag 0x04, whatever HELLO said, those of users in a removal iff it had flag 0x100, too. A stream
+with XATTRs and without values has the XATTRs only. A compressed value is compressed with its
 XATTRs.
 """
 
@@ -46,7 +46,6 @@ class Known(NamedTuple):
     has_collections: bool
     has_json: bool
     has_snappy: bool = False
-    has_xattrs: bool = False
     has_expiry_opcode: bool = False
     wants_compression: bool = False
     """Whether values are compressed that are stored plain (control force_value_compression)."""
@@ -63,7 +62,7 @@ def frame_codec(open_flags: int, known: Known) -> FrameStep:
         steps.append(removal_with_time)
     if not known.has_collections:
         steps.append(without_collection)
-    sends_xattrs = known.has_xattrs and bool(open_flags & OpenFlag.INCLUDE_XATTRS)
+    sends_xattrs = bool(open_flags & OpenFlag.INCLUDE_XATTRS)
     has_values = not open_flags & _NO_VALUES
     if not sends_xattrs:
         steps.append(without_xattrs)
@@ -112,7 +111,7 @@ def plain_frames(open_flags: int, known: Known) -> int | None:
         return plain | ONLY_RAW
     if not known.has_snappy:
         plain |= ONLY_UNPACKED
-    if not (known.has_xattrs and open_flags & OpenFlag.INCLUDE_XATTRS):
+    if not open_flags & OpenFlag.INCLUDE_XATTRS:
         plain |= STRIPPED
     return plain
 

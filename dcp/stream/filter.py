@@ -19,7 +19,7 @@ from typing import Final
 
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import RefusedError, Status
+from dcp.wire.status import RefusedError, Status, UnknownNameError
 from vbucket.model.manifest import (
     DEFAULT_COLLECTION,
     SYSTEM_COLLECTION,
@@ -177,7 +177,7 @@ def filter_of(
         if not isinstance(scope, str) or not is_hexadecimal(scope):
             raise RefusedError(Status.EINVAL, "scope is hexadecimal text")
         if int(scope, 16) not in manifest.scopes:
-            raise RefusedError(
+            raise UnknownNameError(
                 Status.UNKNOWN_SCOPE, f"there is no scope {scope} in manifest {manifest.uid:x}"
             )
         return StreamFilter(scope_id=int(scope, 16), key_prefixes=key_prefixes)
@@ -191,7 +191,7 @@ def filter_of(
     ids = [int(item, 16) for item in collections]
     for collection_id in ids:
         if collection_id not in manifest.collections:
-            raise RefusedError(
+            raise UnknownNameError(
                 Status.UNKNOWN_COLLECTION,
                 f"there is no collection {collection_id:x} in manifest {manifest.uid:x}",
             )

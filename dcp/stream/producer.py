@@ -130,6 +130,8 @@ class Producer:
         self._limited: dict[int, ActiveStream] = {}
         """Streams that have a `rate`, by key."""
         self._noop_opaque = NOOP_OPAQUE_FIRST
+        self._noop_is_open = False
+        """Whether the last NOOP is not answered yet. No other one is sent meanwhile."""
         self._last_noop_ns = 0
         self._last_heard_ns = 0
 
@@ -189,7 +191,12 @@ class Producer:
         return True
 
     def answered(self, opcode: int, opaque: int, status: int) -> None:
-        """The client answered a message of this server. Takeovers wait for some of the answers."""
+        """The client answered a message of this server. Takeovers wait for some of the answers, and
+        the next NOOP for that to the last one.
+        """
+        if opcode == Opcode.DCP_NOOP:
+            self._noop_is_open = False
+            return
         stream = self._takeovers.get(opaque)
         takeover = stream.takeover if stream is not None else None
         if stream is None or takeover is None:
@@ -239,8 +246,8 @@ class Producer:
         self._last_noop_ns = self._last_noop_ns or now_ns
         if now_ns - self._last_heard_ns > IDLE_CLOSE_NS:
             return False
-        if now_ns - self._last_noop_ns >= self.noop_interval_ns:
-            self._last_noop_ns = now_ns
+        if not self._noop_is_open and now_ns - self._last_noop_ns >= self.noop_interval_ns:
+            self._last_noop_ns, self._noop_is_open = now_ns, True
             self._send_urgently(pack_request(Opcode.DCP_NOOP, opaque=self._noop_opaque))
             self._noop_opaque += 1
         return True

@@ -184,10 +184,13 @@ class SnapshotWriter:
     def _limit_of(self, stream: ActiveStream, part: Partition) -> int:
         """Return the highest seqno that the next snapshot may end at.
 
-        It is not below the history floor, because older states may be gone. A client that asks for
-        less gets the state as of the floor.
+        A stream with an end completes the snapshot that the end is in (kv_engine, stream-request),
+        unless the client asked for exact ends. It is not below the history floor, because older
+        states may be gone. A client that asks for less gets the state as of the floor.
         """
-        limit, floor = min(part.committed_seqno, stream.end_seqno), part.history_floor
+        limit, floor = part.committed_seqno, part.history_floor
+        if self._terms.has_exact_ends or stream.ends_at_latest:
+            limit = min(limit, stream.end_seqno)
         if stream.next_seqno <= floor and (self._terms.has_history or limit < floor):
             return floor
         return limit

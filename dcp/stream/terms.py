@@ -26,13 +26,14 @@ class Terms:
     __slots__ = (
         "datatypes",
         "forces_compression",
+        "has_deleted_user_xattrs",
+        "has_exact_ends",
         "has_history",
         "has_key_prefixes",
         "has_oso",
         "has_previous_values",
         "has_snapshot_ends",
         "has_stream_ids",
-        "has_v7_status_codes",
         "has_values",
         "has_version_lists",
         "marker_version",
@@ -46,6 +47,11 @@ class Terms:
         """change_streams: every version without de-duplication, back to the history floor."""
         self.has_snapshot_ends = False
         """x_snapshot_end: a message after the last one of each snapshot."""
+        self.has_exact_ends = False
+        """x_exact_end: a stream stops at its end seqno, even in the middle of a snapshot. DCP
+        completes the snapshot that the end seqno is in."""
+        self.has_deleted_user_xattrs = False
+        """DCP_OPEN flag 0x100: deletions carry the XATTRs of users."""
         self.has_version_lists = False
         """x_version_log: a request may list all versions that the client knows."""
         self.has_previous_values = False
@@ -55,8 +61,6 @@ class Terms:
         self.has_oso = False
         """enable_out_of_order_snapshots: the first snapshot of one collection is framed by
         OSO_SNAPSHOT."""
-        self.has_v7_status_codes = False
-        """v7_dcp_status_codes: "no such stream" has a status of its own."""
         self.has_values = True
         """DCP_OPEN did not ask for streams without values."""
         self.datatypes = 0

@@ -5,8 +5,10 @@ are those of kv_engine and memcached. A quiet opcode answers errors only (change
 (reads).
 
 0x23 and 0x24 are unknown commands here, because memcached and Couchbase disagree about them: they
-are GATK and GATKQ in one, IOCTL_GET and IOCTL_SET in the other. Names with `X_` are our extensions,
-which a client has to negotiate.
+are GATK and GATKQ in one, IOCTL_GET and IOCTL_SET in the other.
+
+0xea to 0xef are our extensions, which a client has to negotiate. Couchbase numbers its next DCP
+messages from 0x68 on, and its next commands from 0xe4 on.
 """
 
 from __future__ import annotations
@@ -80,13 +82,13 @@ class Opcode(IntEnum):
     DCP_BUFFER_ACK = 0x5D
     DCP_CONTROL = 0x5E
     DCP_SYSTEM_EVENT = 0x5F
+    DCP_PREPARE = 0x60
+    DCP_COMMIT = 0x62
+    DCP_ABORT = 0x63
     DCP_SEQNO_ADVANCED = 0x64
     DCP_OSO_SNAPSHOT = 0x65
-    X_REPLICA_ENTRIES = 0x68
-    X_REPLICA_ACK = 0x69
-    X_REPLICA_GROUP = 0x6A
-    DCP_PREVIOUS_VALUE = 0x6E
-    DCP_SNAPSHOT_END = 0x6F
+    STOP_PERSISTENCE = 0x80
+    START_PERSISTENCE = 0x81
     GET_REPLICA = 0x83
     SELECT_BUCKET = 0x89
     OBSERVE_SEQNO = 0x91
@@ -98,8 +100,10 @@ class Opcode(IntEnum):
     SETQ_WITH_META = 0xA3
     DEL_WITH_META = 0xA8
     DELQ_WITH_META = 0xA9
+    COMPACT_DB = 0xB3
     GET_CLUSTER_CONFIG = 0xB5
     GET_RANDOM_KEY = 0xB6
+    SEQNO_PERSISTENCE = 0xB7
     SET_COLLECTIONS_MANIFEST = 0xB9
     GET_COLLECTIONS_MANIFEST = 0xBA
     GET_COLLECTION_ID = 0xBB
@@ -122,6 +126,11 @@ class Opcode(IntEnum):
     RANGE_SCAN_CREATE = 0xDA
     RANGE_SCAN_CONTINUE = 0xDB
     RANGE_SCAN_CANCEL = 0xDC
+    X_REPLICA_ENTRIES = 0xEA
+    X_REPLICA_ACK = 0xEB
+    X_REPLICA_GROUP = 0xEC
+    DCP_PREVIOUS_VALUE = 0xED
+    DCP_SNAPSHOT_END = 0xEE
     X_PUT_FRAMES = 0xEF
     GET_ERROR_MAP = 0xFE
 
@@ -320,6 +329,21 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.OBSERVE_SEQNO: OpSpec(
         _P, "-", "value u64 vb_uuid", "a version's last seqno in memory and on disk"
     ),
+    Opcode.SEQNO_PERSISTENCE: OpSpec(
+        _P, "u64 seqno", "-",
+        "answer when this change of a partition is on disk; ETMPFAIL if it does not exist yet",
+    ),
+    Opcode.COMPACT_DB: OpSpec(
+        _P, "u64 time in s, u64 seqno, u8 all, 7 bytes 0", "-",
+        "purge a partition's deletions up to a time and a seqno (0: any), or all of them. The next"
+        " compaction drops them. A partition with copies is refused",
+    ),
+    Opcode.STOP_PERSISTENCE: OpSpec(
+        _P, "-", "-",
+        "for tests, on a node alone: hold commits, so that writes are not answered and streams show"
+        " nothing new",
+    ),
+    Opcode.START_PERSISTENCE: OpSpec(_P, "-", "-", "commit what STOP_PERSISTENCE held, and go on"),
     Opcode.SET_COLLECTIONS_MANIFEST: OpSpec(
         _C, "-", "value JSON", "replace all scopes and collections"
     ),
@@ -338,7 +362,13 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.DCP_ADD_STREAM: OpSpec(
         _DCP, "u32 flags", "-", "for consumer connections; closes a producer connection"
     ),
-    Opcode.DCP_BUFFER_ACK: OpSpec(_DCP, "u32 bytes", "-", "acknowledge bytes; has no answer"),
+    **dict.fromkeys(
+        (Opcode.DCP_PREPARE, Opcode.DCP_COMMIT, Opcode.DCP_ABORT),
+        OpSpec(_DCP, "any", "any", "for consumer connections; closes a producer connection"),
+    ),
+    Opcode.DCP_BUFFER_ACK: OpSpec(
+        _DCP, "u32 bytes", "-", "acknowledge bytes; only a refusal is answered"
+    ),
     Opcode.DCP_NOOP: OpSpec(_DCP, "-", "-", "sent by the server to check that the client is alive"),
     Opcode.DCP_SNAPSHOT_MARKER: OpSpec(
         _DCP, "u64 start, u64 end, u32 type", "-", "sent: a snapshot begins"

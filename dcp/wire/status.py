@@ -95,12 +95,12 @@ class WrongVbucketError(RefusedError):
 
 
 class UnknownNameError(RefusedError):
-    """There is no such collection or scope. The answer carries the manifest's uid instead of a
-    text, so that the client can tell whether it or the server is behind.
+    """There is no such collection or scope. The answer carries the manifest's uid, so that the
+    client can tell whether it or the server is behind, and with XERROR the text.
     """
 
-    def __init__(self, status: int) -> None:
-        super().__init__(status, "")
+    def __init__(self, status: int, text: str = "") -> None:
+        super().__init__(status, text)
 
 
 ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {

@@ -466,12 +466,17 @@ async def test_scopes_and_collections(ask, node):
     assert (await ask("POST", path, b"name=s", **form))[:2] == (200, {"uid": "a"})
     await ask("POST", f"{path}/s/collections", b"name=c&maxTTL=60", **form)
     await ask("POST", f"{path}/s/collections", b"name=d%25", **form)
+    changed = await ask("PATCH", f"{path}/s/collections/c", b"maxTTL=90", **form)
+    assert changed[:2] == (200, {"uid": "e"})
+    for wrong in (b"maxTTL=-1", b"maxTTL=x", b"maxTTL=", b"maxTTL=99999999999"):
+        assert (await ask("PATCH", f"{path}/s/collections/c", wrong, **form))[0] == 400
     assert (await ask("DELETE", f"{path}/s/collections/c"))[:2] == (200, {"uid": "d"})
     await ask("DELETE", f"{path}/s")
     assert node.collections.told == [
         ("create", "s"),
         ("create", "s", "c", 60),
         ("create", "s", "d%", 0),
+        ("change", "s", "c", 90),
         ("drop", "s", "c"),
         ("drop", "s"),
     ]

@@ -120,6 +120,8 @@ CALLS = (
     Call("POST", SCOPES, {"name": "s"}),
     Call("POST", f"{SCOPES}/{{scope}}/collections", {"name": "c", "maxTTL": "60"}),
     Call("POST", f"{SCOPES}/{{scope}}/collections", {"name": "c", "maxTTL": "soon"}, 400),
+    Call("PATCH", f"{SCOPES}/{{scope}}/collections/{{collection}}", {"maxTTL": "90"}),
+    Call("PATCH", f"{SCOPES}/{{scope}}/collections/{{collection}}", {"maxTTL": "-1"}, 400),
     Call("DELETE", f"{SCOPES}/{{scope}}/collections/{{collection}}"),
     Call("DELETE", f"{SCOPES}/{{scope}}"),
     Call("PUT", "/api/v1/documents", {"key": "described", "value": "1", "only_new": True}),

@@ -111,6 +111,7 @@ def test_connection_is_set_up_before_streams():
         b"set_noop_interval": b"20",
         b"connection_buffer_size": b"1000",
         b"send_stream_end_on_client_close_stream": b"true",
+        b"x_exact_end": b"true",
         b"x_version_log": b"true",
         b"x_snapshot_end": b"true",
     }

@@ -30,7 +30,7 @@ from clients.streaming.outcome import (
     RollbackAsked,
 )
 from clients.streaming.rollback_rounds import agreed_seqno, next_round
-from clients.streaming.stream_connection import VERSION_LOG, Setup, StreamConnection
+from clients.streaming.stream_connection import EXACT_END, VERSION_LOG, Setup, StreamConnection
 from clients.streaming.verdict import Verdict, verdict_of_end, verdict_of_status
 from dcp.wire.frame import FrameDecoder, pack_request, pack_response
 from dcp.wire.message import (
@@ -115,6 +115,7 @@ def test_a_connection_is_opened_with_what_is_needed_and_what_is_wished_for():
         (Opcode.DCP_CONTROL, b"connection_buffer_size", b"77"),
         (Opcode.DCP_CONTROL, b"change_streams", b"true"),
         (Opcode.DCP_CONTROL, b"set_noop_interval", b"120"),
+        (Opcode.DCP_CONTROL, EXACT_END, b"true"),
         (Opcode.DCP_CONTROL, VERSION_LOG, b"true"),
     ]
     assert owner.controls == [(VERSION_LOG, Status.EINVAL)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 
 import pytest
@@ -32,7 +33,15 @@ from dcp.metastore.embedded_server import (
     EmbeddedServer,
     EmbeddedStoreError,
 )
-from dcp.metastore.embedded_wire import LENGTH, LOGIN_FRAME_BYTES_MAX
+from dcp.metastore.embedded_wire import (
+    LENGTH,
+    LOGIN_FRAME_BYTES_MAX,
+    StoreRefusal,
+    WireError,
+    read_to_client,
+    read_to_server,
+)
+from dcp.metastore.store_codec import CodecError, decode_image, decode_request, decode_result
 from support.embedded_store import SECRET, EmbeddedHarness
 
 PUT = Txn(then=(Put(b"k", b"v"),))
@@ -430,3 +439,49 @@ def test_a_store_above_its_quota_takes_no_keys_but_deletes_them(embedded, monkey
     refused = run_on(embedded, client, PUT)
     assert refused.kind is RefusalKind.NO_SPACE
     assert values(embedded, client) == [bytes(5000)]
+
+
+# -- rubbish on the port ---------------------------------------------------------------------------
+
+RUBBISH = (
+    b"\x00\x00\x00\x06\x92\xa2\xff\xfe\x01\xc0",
+    b"\x00\x00\x00\x06\x95\xa5\xff\xff\xff\xff",
+    b"\x00\x00\x00\x06\xc1\xc1\xc1\xc1\xc1\xc1",
+    b"\x00\x00\x00\x06\xdd\xff\xff\xff\xff\x01",
+    b"\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00",
+    b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
+    b"GET / HTTP",
+)
+
+
+async def test_rubbish_gets_a_refusal_and_no_traceback(tmp_path, caplog):
+    server = EmbeddedServer(tmp_path / "store", SECRET, lambda _text: None)
+    port = await server.start()
+    draw = random.Random(7)
+    frames = [LENGTH.pack(6) + draw.randbytes(6) for _ in range(200)]
+    try:
+        for data in (*RUBBISH, *frames):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(data)
+            writer.write_eof()
+            told = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            (challenge_bytes,) = LENGTH.unpack_from(told)
+            assert isinstance(
+                read_to_client(told[LENGTH.size * 2 + challenge_bytes :]), StoreRefusal
+            )
+    finally:
+        await server.close()
+    assert not caplog.records, "asyncio logs what a connection did not handle"
+
+
+@pytest.mark.parametrize("decode", [read_to_server, read_to_client])
+def test_text_that_is_no_utf_8_is_no_message(decode):
+    with pytest.raises(WireError, match="utf-8"):
+        decode(b"\x92\xa2\xff\xfe\x01")
+
+
+@pytest.mark.parametrize("decode", [decode_request, decode_result, decode_image])
+def test_text_that_is_no_utf_8_is_neither_request_nor_result_nor_image(decode):
+    with pytest.raises(CodecError):
+        decode(b"\x92\xa2\xff\xfe\x01")

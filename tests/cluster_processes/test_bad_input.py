@@ -98,11 +98,9 @@ def test_an_etcd_that_is_down_or_unknown(alone: DcpServer, tmp_path: Path) -> No
 
 
 def test_an_etcd_that_does_not_let_the_node_in(alone: DcpServer, stores: Stores) -> None:
-    plain, tls = stores.plain.endpoints[0], stores.tls.endpoints[0]
+    plain = stores.plain.endpoints[0]
     with_users = stores.with_users.endpoints[0]
     for url, words in (
-        (f"etcd://{tls}?ca={stores.other_ca}", "not signed by the CA that was given"),
-        (f"etcd://{plain}?ca={stores.other_ca}", "it speaks no TLS"),
         (f"etcd://someone:secret@{plain}", "etcd knows no users. Leave the user out"),
         (f"etcd://root:wrong@{with_users}", "the user or the password is wrong"),
         (f"etcd://{with_users}", "it asks for a user"),
@@ -111,6 +109,35 @@ def test_an_etcd_that_does_not_let_the_node_in(alone: DcpServer, stores: Stores)
         assert "does not let this node in" in text
         assert words in text
         assert "try: Correct the token, or the URL of --meta" in text
+
+
+def test_an_etcd_with_other_tls(tmp_path: Path, stores: Stores) -> None:
+    plain, tls = stores.plain.endpoints[0], stores.tls.endpoints[0]
+    for number, (endpoint, words) in enumerate(
+        ((tls, "not signed by the CA that was given"), (plain, "it speaks no TLS"))
+    ):
+        url = f"etcd://{endpoint}?ca={stores.other_ca}"
+        with DcpServer(tmp_path / str(number), "--cluster-meta", url) as node:
+            text = no_init(node, url)
+        assert "does not let this node in" in text
+        assert words in text
+
+
+def test_no_file_is_read_for_a_caller_of_the_api(alone: DcpServer, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("what only the server may read")
+    for option in ("ca", "cert", "key", "password"):
+        for path in (secret, tmp_path / "missing"):
+            url = f"etcd://someone@127.0.0.1:1?{option}={path}"
+            token = ClusterToken(cluster="c" * 16, meta=url, secret="s" * 32).to_text()
+            for text in (
+                refused(alone, "init", "--meta", url),
+                refused(alone, "init", "--meta", url, "--dry-run"),
+                refused(alone, "join", "--token", token),
+            ):
+                assert f"names files of this node: {path}" in text
+                assert "setting cluster_meta" in text
+    assert is_alone(alone)
 
 
 def test_an_etcd_that_is_too_old(alone: DcpServer) -> None:
@@ -126,10 +153,12 @@ def test_a_url_that_is_none(alone: DcpServer, tmp_path: Path) -> None:
     for url, words in (
         ("http://127.0.0.1:2379", "is not possible: no such kind"),
         ("etcd://", "is not possible"),
-        (f"etcd://127.0.0.1:2379?ca={missing}", f"{missing}: cannot be read: No such file"),
         ("etcd://127.0.0.1:2379?co=x", "option 'co'"),
     ):
         assert words in no_init(alone, url)
+    url = f"etcd://127.0.0.1:2379?ca={missing}"
+    with DcpServer(tmp_path / "data", "--cluster-meta", url) as node:
+        assert f"{missing}: cannot be read: No such file" in no_init(node, url)
 
 
 def fill(endpoint: str) -> None:

@@ -413,4 +413,6 @@ def test_damaged_history_ends_one_stream_and_says_so(monkeypatch: pytest.MonkeyP
     frames = master.frames()
     assert [f.vb_id for f in frames if f.opcode == Opcode.DCP_STREAM_END] == [0]
     assert master.feed.damages == ["block 7 of vb 0: its checksum is wrong"]
-    assert told([unpack_entries(f) for f in frames if f.opcode == 0x68]) == [(1, [1])]
+    assert told([unpack_entries(f) for f in frames if f.opcode == Opcode.X_REPLICA_ENTRIES]) == [
+        (1, [1])
+    ]

@@ -21,6 +21,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.copies import CLUSTER, Copies
 from support.memory_node import MemoryNode, Peer
+from vbucket.engine.partition import VbState
 
 GREETING = Greeting(FORMAT, CLUSTER, "b", 1, "a")
 
@@ -93,9 +94,9 @@ def test_a_consumers_role_does_not_let_acknowledge(peer: Peer) -> None:
     peer.state.rights = Rights({Role.STREAM: (EVERYTHING,)})
     [refused] = peer.send(pack_ack(1, 1))
     assert refused.status == Status.EACCESS
-    assert [role for role in Role if any(role in each for each in NEEDS[0x69].roles)] == [
-        Role.REPLICATE
-    ]
+    assert [
+        role for role in Role if any(role in each for each in NEEDS[Opcode.X_REPLICA_ACK].roles)
+    ] == [Role.REPLICATE]
 
 
 @pytest.mark.parametrize(
@@ -251,3 +252,25 @@ def test_a_newer_link_ends_the_older_one(copies: Copies, peer: Peer) -> None:
     older.close()  # the connection notices
     assert newer.tick(copies.now_ns)
     assert not newer.is_superseded
+
+
+# -- what a cluster refuses, or answers in its own way ---------------------------------------------
+
+
+@pytest.mark.parametrize("opcode", [Opcode.STOP_PERSISTENCE, Opcode.START_PERSISTENCE])
+def test_a_node_of_a_cluster_holds_no_commits(copies: Copies, opcode: Opcode) -> None:
+    peer = copies.a.accept()
+    peer.hello(Feature.XERROR)
+    refused = peer.ask(opcode)
+    assert refused.status == Status.NOT_SUPPORTED
+    assert "in a cluster" in why(refused)
+    assert "use a node alone" in why(refused)
+
+
+def test_a_partition_that_is_dead_here_is_another_nodes(copies: Copies) -> None:
+    peer = copies.a.accept()
+    peer.hello()
+    vb_id = next(part.vb_id for part in copies.a.engine.partitions if part.state != VbState.DEAD)
+    assert peer.ask(Opcode.GET_FAILOVER_LOG, vb_id=vb_id).status != Status.NOT_MY_VBUCKET
+    copies.a.engine.partitions[vb_id].state = VbState.DEAD
+    assert peer.ask(Opcode.GET_FAILOVER_LOG, vb_id=vb_id).status == Status.NOT_MY_VBUCKET

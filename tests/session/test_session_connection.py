@@ -16,6 +16,7 @@ from dcp.wire.message import (
     OBSERVE_OLD,
     VB_SEQNO,
     pack_open,
+    parse_failover_log,
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import ERROR_TABLE, Status
@@ -322,15 +323,6 @@ def test_seqno_statistics_of_a_bad_partition_are_not_my_vbucket(peer: Peer) -> N
 
 
 SENT_BY_THE_SERVER_ONLY = {
-    Opcode.DCP_STREAM_END,
-    Opcode.DCP_SNAPSHOT_MARKER,
-    Opcode.DCP_MUTATION,
-    Opcode.DCP_DELETION,
-    Opcode.DCP_EXPIRATION,
-    Opcode.DCP_SET_VBUCKET_STATE,
-    Opcode.DCP_SYSTEM_EVENT,
-    Opcode.DCP_SEQNO_ADVANCED,
-    Opcode.DCP_OSO_SNAPSHOT,
     Opcode.DCP_PREVIOUS_VALUE,
     Opcode.DCP_SNAPSHOT_END,
     Opcode.X_REPLICA_ENTRIES,
@@ -457,20 +449,29 @@ def test_the_history_of_an_unknown_partition_is_not_my_vbucket(
     assert (answer.status, answer.value) == (Status.NOT_MY_VBUCKET, node.bucket_config())
 
 
-@pytest.mark.parametrize(
-    "opcode", [Opcode.GET_FAILOVER_LOG, Opcode.DCP_GET_FAILOVER_LOG, Opcode.OBSERVE_SEQNO]
-)
-def test_the_history_of_a_dead_partition_is_not_my_vbucket(
-    node: MemoryNode, peer: Peer, opcode: int
+def test_what_a_dead_partition_holds_is_not_my_vbucket(node: MemoryNode, peer: Peer) -> None:
+    peer.hello()
+    part = node.engine.partitions[VB]
+    value = part.vb_uuid.to_bytes(8, "big")
+    assert peer.ask(Opcode.OBSERVE_SEQNO, vb_id=VB, value=value).status == Status.OK
+    part.state = VbState.DEAD
+    answer = peer.ask(Opcode.OBSERVE_SEQNO, vb_id=VB, value=value)
+    assert (answer.status, answer.value) == (Status.NOT_MY_VBUCKET, node.bucket_config())
+
+
+@pytest.mark.parametrize("opcode", [Opcode.GET_FAILOVER_LOG, Opcode.DCP_GET_FAILOVER_LOG])
+@pytest.mark.parametrize("state", VbState)
+def test_the_failover_log_is_kept_whatever_the_state(
+    node: MemoryNode, peer: Peer, opcode: int, state: VbState
 ) -> None:
     peer.hello()
     peer.open()
     part = node.engine.partitions[VB]
-    value = part.vb_uuid.to_bytes(8, "big") if opcode == Opcode.OBSERVE_SEQNO else b""
-    assert peer.ask(opcode, vb_id=VB, value=value).status == Status.OK
-    part.state = VbState.DEAD
-    answer = peer.ask(opcode, vb_id=VB, value=value)
-    assert (answer.status, answer.value) == (Status.NOT_MY_VBUCKET, node.bucket_config())
+    before = peer.ask(opcode, vb_id=VB).value
+    part.state = state
+    answer = peer.ask(opcode, vb_id=VB)
+    assert (answer.status, answer.value) == (Status.OK, before)
+    assert parse_failover_log(before)[0][0] == part.vb_uuid
 
 
 def observe(peer: Peer, vb_uuid: int) -> Frame:

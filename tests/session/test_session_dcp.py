@@ -6,11 +6,10 @@ import pytest
 
 from dcp.session.node_facts import Limits
 from dcp.wire.feature import Feature
-from dcp.wire.frame import Frame, pack_request
+from dcp.wire.frame import Frame
 from dcp.wire.message import (
     EndReason,
     StreamRequest,
-    pack_buffer_ack,
     pack_stream_request,
     parse_failover_log,
     parse_marker,
@@ -77,12 +76,12 @@ def opened(node: MemoryNode, name: bytes, flags: int) -> int:
     return node.connect().open(name, flags).status
 
 
-@pytest.mark.parametrize("flags", [0x01, 0x05, 0x09, 0x21, 0x41, 0x101, 0x165])
+@pytest.mark.parametrize("flags", [0x01, 0x05, 0x09, 0x21, 0x41, 0x105, 0x165])
 def test_open_takes_the_flags_of_a_producer(node: MemoryNode, flags: int) -> None:
     assert opened(node, b"name", flags) == Status.OK
 
 
-@pytest.mark.parametrize("flags", [0x03, 0x11, 0x81, 0x80000001, 0x49])
+@pytest.mark.parametrize("flags", [0x03, 0x11, 0x81, 0x80000001, 0x49, 0x101])
 def test_open_with_unknown_or_contradicting_flags_is_einval(node: MemoryNode, flags: int) -> None:
     assert opened(node, b"name", flags) == Status.EINVAL
 
@@ -139,12 +138,6 @@ def test_add_stream_disconnects(peer: Peer) -> None:
     assert peer.state.is_closing
 
 
-def test_buffer_ack_is_never_answered(node: MemoryNode, peer: Peer) -> None:
-    assert peer.send(pack_buffer_ack(5)) == []
-    assert peer.send(pack_request(Opcode.DCP_BUFFER_ACK)) == []
-    assert node.connect().send(pack_buffer_ack(5)) == []
-
-
 def test_documents_are_served_on_a_dcp_connection_too(peer: Peer) -> None:
     assert peer.set(VB, b"k", b"v").status == Status.OK
 
@@ -173,14 +166,15 @@ def test_documents_are_served_on_a_dcp_connection_too(peer: Peer) -> None:
         ("supports_cursor_dropping", ["true"], []),
         ("supports_cursor_dropping_vulcan", ["true"], []),
         ("supports_hifi_MFU", ["true"], []),
-        ("include_deleted_user_xattrs", ["true", "false"], ["x"]),
-        ("enable_stream_id", ["true", "false"], ["x"]),
-        ("change_streams", ["true", "false"], ["x"]),
-        ("v7_dcp_status_codes", ["true", "false"], ["x"]),
+        ("include_deleted_user_xattrs", [], ["true", "false", "x"]),
+        ("enable_stream_id", ["true"], ["false", "x"]),
+        ("change_streams", ["true"], ["false", "x"]),
+        ("v7_dcp_status_codes", ["true"], ["false", "x"]),
         ("consumer_name", ["any"], []),
         ("enable_out_of_order_snapshots", ["true", "true_with_seqno_advanced"], ["false", "1"]),
         ("x_version_log", ["true", "false"], ["1"]),
         ("x_snapshot_end", ["true", "false"], ["1"]),
+        ("x_exact_end", ["true", "false"], ["1"]),
         ("x_previous_value", ["true", "false"], ["1"]),
     ],
 )

@@ -44,7 +44,7 @@ FRAMES = [
     )
     for kind, value in VALUES.items()
 ] + [pack_deletion(vb_id=1, key=b"\0k", cas=1 << 40, seqno=1, rev_seqno=1)]
-ALL_KNOWN = [Known(*flags) for flags in product((False, True), repeat=6)]
+ALL_KNOWN = [Known(*flags) for flags in product((False, True), repeat=5)]
 
 
 @pytest.mark.parametrize("open_flags", FLAGS)
@@ -71,7 +71,7 @@ def test_a_plain_frame_is_one_that_the_codec_leaves_alone(open_flags: OpenFlag) 
 def test_a_client_gets_the_value_in_a_datatype_that_it_knows(open_flags: OpenFlag) -> None:
     for known in ALL_KNOWN:
         mask = known.has_json | known.has_snappy << 1
-        has_xattrs = known.has_xattrs and bool(open_flags & OpenFlag.INCLUDE_XATTRS)
+        has_xattrs = bool(open_flags & OpenFlag.INCLUDE_XATTRS)
         for kind, entry in zip(VALUES, FRAMES, strict=False):
             sent = frame_codec(open_flags, known)(entry[PREFIX_BYTES:])
             (frame,) = FrameDecoder().feed(sent)
@@ -99,8 +99,10 @@ def test_what_our_consumer_asks_for_leaves_in_runs() -> None:
 
 def test_a_client_without_collections_gets_runs_too() -> None:
     known = Known(has_collections=False, has_json=True, has_snappy=True)
-    plain = plain_frames(OpenFlag.PRODUCER | OpenFlag.INCLUDE_XATTRS, known)
+    plain = plain_frames(OpenFlag.PRODUCER, known)
     assert plain == ONLY_MUTATIONS | UNPREFIXED | STRIPPED
+    plain = plain_frames(OpenFlag.PRODUCER | OpenFlag.INCLUDE_XATTRS, known)
+    assert plain == ONLY_MUTATIONS | UNPREFIXED, "it asked for the XATTRs"
 
 
 def test_blocks_of_versions_without_snappy_promise_that_there_is_none() -> None:

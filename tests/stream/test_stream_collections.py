@@ -182,12 +182,26 @@ def test_a_stream_with_an_end_ends_there_though_nothing_shown_lies_at_it(node: M
     fill(node)
     for start, end, items in ((0, 9, [5, 8]), (8, 9, []), (0, 7, [5]), (0, 3, [])):
         peer = consumer(node, collections=False)
+        peer.control(b"x_exact_end", b"true")
         uuid = node.engine.partitions[VB].vb_uuid
         assert peer.stream(VB, start, end, uuid=uuid).status == 0
         found = seen(peer.drain())
         assert [item.seqno for item in found if item.what == "mutation"] == items
         assert found[-1].what == f"end {EndReason.OK:d}"
         assert len([item for item in found if item.what == "marker"]) == bool(items)
+
+
+def test_without_the_extension_it_completes_the_snapshot_though_nothing_shown_lies_at_its_end(
+    node: MemoryNode,
+) -> None:
+    fill(node)
+    for end in (3, 7, 8, 9):
+        peer = consumer(node, collections=False)
+        assert peer.stream(VB, 0, end).status == 0
+        found = seen(peer.drain())
+        assert [item.seqno for item in found if item.what == "mutation"] == [5, 8]
+        assert (found[0].what, found[0].seqno) == ("marker", 8)
+        assert found[-1].what == f"end {EndReason.OK:d}"
 
 
 def test_a_filter_brings_its_collections_and_advances_to_the_end(node: MemoryNode) -> None:
@@ -276,6 +290,25 @@ def test_ids_of_more_than_one_byte(node: MemoryNode) -> None:
 def test_filters_are_checked(node: MemoryNode, document: dict, status: Status) -> None:
     peer = consumer(node)
     assert ask(peer, document).status == status
+
+
+@pytest.mark.parametrize(
+    ("document", "why"),
+    [({"collections": ["a"]}, "there is no collection a"), ({"scope": "9"}, "there is no scope 9")],
+)
+@pytest.mark.parametrize("has_xerror", [False, True])
+def test_a_filter_for_what_is_not_there_is_told_the_manifests_uid(
+    node: MemoryNode, document: dict, why: str, has_xerror: bool
+) -> None:
+    peer = node.connect()
+    peer.hello(Feature.COLLECTIONS, *([Feature.XERROR] if has_xerror else []))
+    peer.open()
+    peer.control(b"enable_noop", b"true")
+    body = json.loads(ask(peer, document).value)
+    uid = node.engine.keyspace.manifest.uid
+    assert uid
+    assert body.pop("manifest_uid") == f"{uid:x}"
+    assert body == ({"error": {"context": f"{why} in manifest {uid:x}"}} if has_xerror else {})
 
 
 def test_a_drop_that_is_not_committed_refuses_a_filter_after_the_commit(node: MemoryNode) -> None:

@@ -297,11 +297,24 @@ def test_a_noop_is_sent_every_interval_with_a_fresh_opaque(node: MemoryNode, qui
         for frame in quiet.pump():
             assert (frame.opcode, frame.wire_bytes) == (Opcode.DCP_NOOP, 24)
             sent.append((second, frame.opaque))
+            quiet.send(pack_response(Opcode.DCP_NOOP, opaque=frame.opaque))
     assert sent == [
         (20, NOOP_OPAQUE_FIRST),
         (40, NOOP_OPAQUE_FIRST + 1),
         (60, NOOP_OPAQUE_FIRST + 2),
     ]
+
+
+def test_a_noop_is_not_repeated_while_one_is_open(node: MemoryNode, quiet: Peer) -> None:
+    assert quiet.producer.tick(node.now_ns)
+    assert quiet.producer.tick(node.now_ns + 20 * SECOND_NS)
+    (first,) = quiet.pump()
+    for second in range(21, 300, 20):
+        assert quiet.producer.tick(node.now_ns + second * SECOND_NS)
+        assert quiet.pump() == []
+    quiet.send(pack_response(Opcode.DCP_NOOP, opaque=first.opaque))
+    assert quiet.producer.tick(node.now_ns + 301 * SECOND_NS)
+    assert [frame.opaque for frame in quiet.pump()] == [first.opaque + 1]
 
 
 def test_without_enable_noop_nothing_is_sent_and_nobody_is_idle(node: MemoryNode) -> None:

@@ -46,7 +46,7 @@ def test_a_stream_that_would_end_below_the_floor_shows_the_state_as_of_it(
 ) -> None:
     set_all(node, writer, "abcabd")
     assert compact(node, 5) == (5, 0)
-    peer = connect(node)
+    peer = connect(node, x_exact_end="true")
     peer.stream(VB, end=3)
     assert shape(peer.drain()) == [(0, 5), "3:c", "4:a", "5:b", EndReason.OK]
     uuid = node.engine.partitions[VB].vb_uuid

@@ -196,6 +196,7 @@ def test_an_end_in_the_middle_of_history_gives_exactly_the_state_as_of_it(
     node.commit()
     if is_merged:
         node.merge()
+    assert peer.control(b"x_exact_end", b"true").status == Status.OK
     follower = Follower(peer)
     follower.follow(VB, 0, end)
     follower.drain()
@@ -204,14 +205,37 @@ def test_an_end_in_the_middle_of_history_gives_exactly_the_state_as_of_it(
     assert [tuple(marker[:2]) for marker in follower.markers[VB]] == [(0, end)]
 
 
-def test_an_end_in_the_future_is_waited_for(node: MemoryNode, writer: Peer, peer: Peer) -> None:
+@pytest.mark.parametrize("end", range(1, 8))
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_a_stream_with_an_end_completes_the_snapshot_that_its_end_is_in(
+    node: MemoryNode, writer: Peer, peer: Peer, end: int, is_merged: bool
+) -> None:
+    set_all(writer, "abacbad")
+    node.commit()
+    if is_merged:
+        node.merge()
+    peer.stream(VB, 0, end)
+    found = shape(peer.drain())
+    assert found == [(0, 7), "4:c", "5:b", "6:a", "7:d", EndReason.OK]
+    assert node.hub.stream_count == 0
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_an_end_in_the_future_is_waited_for(
+    node: MemoryNode, writer: Peer, peer: Peer, is_exact: bool
+) -> None:
+    if is_exact:
+        peer.control(b"x_exact_end", b"true")
     peer.stream(VB, 0, 3)
     set_all(writer, "ab")
     node.commit()
     assert shape(peer.drain()) == [(0, 2), "1:a", "2:b"]
     set_all(writer, "bcd")
     node.commit()
-    assert shape(peer.drain()) == [(3, 3), "3:b", EndReason.OK]
+    if is_exact:
+        assert shape(peer.drain()) == [(3, 3), "3:b", EndReason.OK]
+    else:
+        assert shape(peer.drain()) == [(3, 5), "3:b", "4:c", "5:d", EndReason.OK]
 
 
 def test_an_ended_stream_is_no_longer_woken(node: MemoryNode, writer: Peer, peer: Peer) -> None:

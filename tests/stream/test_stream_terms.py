@@ -58,7 +58,10 @@ def test_stream_ids_let_one_connection_stream_a_partition_several_times(
     node: MemoryNode, writer: Peer
 ) -> None:
     set_all(node, writer, "ab")
-    peer = connect(node, enable_stream_id="true", x_snapshot_end="true", x_previous_value="true")
+    peer = connect(
+        node, enable_stream_id="true", x_snapshot_end="true", x_previous_value="true",
+        x_exact_end="true",
+    )  # fmt: skip
     assert ask(peer, 1, opaque=71).status == Status.OK
     assert ask(peer, 0xFFFF, opaque=72, end=2).status == Status.OK
     assert node.hub.stream_count == peer.producer.stream_count == 2
@@ -174,10 +177,11 @@ def test_stream_ids_cannot_be_switched_while_streams_are_open(node: MemoryNode) 
     assert peer.control(b"enable_stream_id", b"true").status == Status.EINVAL
 
 
-def test_v7_dcp_status_codes_tell_a_missing_stream_from_a_missing_key(node: MemoryNode) -> None:
-    peer = connect(node, v7_dcp_status_codes="true")
-    assert peer.ask(Opcode.DCP_CLOSE_STREAM, vb_id=VB).status == Status.DCP_STREAM_NOT_FOUND
-    peer.control(b"v7_dcp_status_codes", b"false")
+@pytest.mark.parametrize("controls", [{}, {"v7_dcp_status_codes": "true"}])
+def test_closing_a_stream_that_is_not_there_is_key_enoent_with_v7_dcp_status_codes_too(
+    node: MemoryNode, controls: dict[str, str]
+) -> None:
+    peer = connect(node, **controls)
     assert peer.ask(Opcode.DCP_CLOSE_STREAM, vb_id=VB).status == Status.KEY_ENOENT
 
 

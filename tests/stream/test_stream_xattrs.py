@@ -75,7 +75,7 @@ NO_VALUES = {
 JSON, X, COLLECTIONS = Feature.JSON, Feature.XATTR, Feature.COLLECTIONS
 CASES = {
     "not asked for": ((JSON, X), OpenFlag.PRODUCER, WITHOUT),
-    "not negotiated": ((JSON,), INCLUDE, WITHOUT),
+    "asked for without HELLO XATTR": ((JSON,), INCLUDE, INCLUDED),
     "asked for": ((JSON, X), INCLUDE, INCLUDED),
     "with deleted user XATTRs": (
         (JSON, X), INCLUDE | OpenFlag.INCLUDE_DELETED_USER_XATTRS,

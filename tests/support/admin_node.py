@@ -52,6 +52,10 @@ class SmallCollections:
         self.told.append(("create", scope, collection, max_ttl_s))
         return 12
 
+    async def change_max_ttl(self, scope, collection, max_ttl_s):
+        self.told.append(("change", scope, collection, max_ttl_s))
+        return 14
+
     async def drop_collection(self, scope, collection):
         self.told.append(("drop", scope, collection))
         return 13

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -314,3 +315,30 @@ def test_events_of_a_newer_manifest_are_noticed(last: Manifest) -> None:
         keys += [system_key(event) for event in events_between(before, told)]
         for manifest in manifests:
             assert is_ahead(keys, manifest) == (told.uid > manifest.uid)
+
+
+# -- a changed maximum time to live ----------------------------------------------------------------
+
+
+def test_the_max_ttl_of_a_collection_can_be_changed_and_no_event_tells_it() -> None:
+    after = HOTELS.change_max_ttl("inventory", "hotel", 90)
+    assert after.collections[8].max_ttl_s == 90
+    assert after.uid == HOTELS.uid + 1
+    assert after.change_max_ttl("inventory", "hotel", 0).collections[8].max_ttl_s == 0
+    assert events_between(HOTELS, after) == []
+    assert manifest_from_json(HOTELS, after.json()) == after, "cluster managers may change it, too"
+
+
+@pytest.mark.parametrize(
+    ("scope", "name", "max_ttl_s", "why"),
+    [
+        ("inventory", "hotel", -1, "maxTTL must be 0 to"),
+        ("inventory", "hotel", 2**31, "maxTTL must be 0 to"),
+        ("inventory", "none", 5, '"none" in scope "inventory" is not found'),
+        ("none", "hotel", 5, '"none" is not found'),
+        ("_default", "_default", 5, "the default collection has no maxTTL"),
+    ],
+)
+def test_a_max_ttl_that_cannot_be(scope: str, name: str, max_ttl_s: int, why: str) -> None:
+    with pytest.raises(ManifestError, match=re.escape(why)):
+        HOTELS.change_max_ttl(scope, name, max_ttl_s)

@@ -127,6 +127,8 @@ class Keyspace:
         self.is_merging = False
         self.merged_group = 0
         """The last group that a merge of this process has brought into the store."""
+        self.holds_groups = False
+        """Whether no group is taken: a test holds commits."""
         self.loading: set[int] = set()
         """Partitions that get documents straight into the store now (`vbucket.engine.loads`)."""
         self.quarantined: dict[int, str] = {}

@@ -202,8 +202,7 @@ class Manifest(NamedTuple):
     def create_collection(self, scope: str, name: str, max_ttl_s: int = 0) -> Manifest:
         """Return the manifest with a new collection. Raises ManifestError."""
         _check_name("collection", name)
-        if not 0 <= max_ttl_s <= MAX_TTL_S_MAX:
-            raise ManifestError(f"maxTTL must be 0 to {MAX_TTL_S_MAX} s, not {max_ttl_s}")
+        _check_max_ttl(max_ttl_s)
         scope_id = self._known_scope(scope)
         if self.collection_id(f"{scope}.{name}") is not None:
             raise NameTakenError(f'Collection with name "{name}" already exists in scope "{scope}"')
@@ -217,6 +216,24 @@ class Manifest(NamedTuple):
             uid=self._next_uid(),
             collections={**self.collections, item.collection_id: item},
             next_collection_id=item.collection_id + 1,
+        )
+
+    def change_max_ttl(self, scope: str, name: str, max_ttl_s: int) -> Manifest:
+        """Return the manifest with another maximum time to live of a collection: for documents that
+        are written from then on. Raises ManifestError.
+        """
+        _check_max_ttl(max_ttl_s)
+        self._known_scope(scope)
+        collection_id = self.collection_id(f"{scope}.{name}") if name else None
+        if collection_id is None:
+            raise UnknownCollectionIdError(
+                f'Collection with name "{name}" in scope "{scope}" is not found'
+            )
+        if collection_id == DEFAULT_COLLECTION:
+            raise ManifestError("the default collection has no maxTTL, and cannot be changed")
+        changed = self.collections[collection_id]._replace(max_ttl_s=max_ttl_s)
+        return self._replace(
+            uid=self._next_uid(), collections={**self.collections, collection_id: changed}
         )
 
     def drop_collection(self, scope: str, name: str) -> Manifest:
@@ -353,6 +370,11 @@ def manifest_from_json(before: Manifest, document: Mapping[str, Any]) -> Manifes
     return after
 
 
+def _check_max_ttl(max_ttl_s: int) -> None:
+    if not 0 <= max_ttl_s <= MAX_TTL_S_MAX:
+        raise ManifestError(f"maxTTL must be 0 to {MAX_TTL_S_MAX} s, not {max_ttl_s}")
+
+
 def _check_free(what: str, number: int) -> None:
     """Raise ManifestError if no id is left for a new scope or collection."""
     if number > ID_MAX:
@@ -376,8 +398,9 @@ def _check_successor(before: Manifest, after: Manifest) -> None:
         if scope_id not in before.scopes and scope_id < before.next_scope_id:
             raise ManifestError(f"scope id {scope_id:x} was used before, or is reserved")
     for key, item in after.collections.items():
-        if before.collections.get(key, item) != item:
-            raise ManifestError(f"collection {key:x} cannot be changed")
+        known = before.collections.get(key, item)
+        if known._replace(max_ttl_s=item.max_ttl_s) != item:
+            raise ManifestError(f"collection {key:x} cannot be changed, except for its maxTTL")
         if key not in before.collections and key < before.next_collection_id:
             raise ManifestError(f"collection id {key:x} was used before, or is reserved")
 

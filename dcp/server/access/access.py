@@ -18,6 +18,7 @@ from dcp.server.access.logins import KV_TLS, LoginLimits, Logins, PeerLogins
 from dcp.server.access.metrics_token import MetricsToken, TokenError
 from dcp.server.access.users import Users
 from dcp.server.config.settings import Settings
+from dcp.server.config.sources import is_loopback
 from dcp.server.observe.event_log import EventLog
 from dcp.session.node_facts import Limits
 from dcp.session.rights import Role
@@ -77,6 +78,7 @@ class Access:
             login_body_bytes_max=settings.login_body_bytes_max,
             login_failures_max=settings.login_failures_max,
             syncs_writes=settings.durability == "commit",
+            allows_faults=settings.test_mode == "on" or is_loopback(settings.host),
             oversized_set_removes=settings.oversized_set == "remove",
         )
         files = tls_files(settings)

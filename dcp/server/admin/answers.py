@@ -25,6 +25,11 @@ BODY_BYTES_MAX: Final = 64 * 1024
 JSON_TYPE: Final = "application/json"
 PROBLEM_TYPE: Final = "application/problem+json"
 """Refusals (RFC 9457)."""
+SAFE_HEADERS: Final = (
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+)
+"""Headers of every answer that does not set them itself."""
 _SECRET_FIELDS: Final = frozenset({"password", "saslPassword", "token", "key", "value"})
 """Members of bodies that the audit log leaves out. Only bodies about documents have "key"."""
 FORM_TYPE: Final = "application/x-www-form-urlencoded"

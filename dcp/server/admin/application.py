@@ -7,7 +7,7 @@ among the running requests (`crowd`). /livez and /readyz need only the first one
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
@@ -26,6 +26,7 @@ from dcp.server.admin import store_routes as storage
 from dcp.server.admin import stream_routes as streams
 from dcp.server.admin import user_routes as users
 from dcp.server.admin.answers import (
+    SAFE_HEADERS,
     AdminError,
     RouteSpec,
     action_of,
@@ -35,7 +36,7 @@ from dcp.server.admin.answers import (
 )
 from dcp.server.admin.node_view import AdminParts
 from dcp.server.admin.openapi import role_of
-from dcp.server.admin.origin import HostRule, page_refusal
+from dcp.server.admin.origin import HostRule, Refusal, page_refusal
 from dcp.server.admin.test_mode import guarded
 from dcp.server.net.crowd import Crowd, Places, TooManyError
 from dcp.session.rights import Rights, Role
@@ -118,14 +119,49 @@ class _PageGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         is_any_host = scope["scheme"] == "https" or scope["path"] in probes.HEALTH_PATHS
+        status = HTTPStatus.FORBIDDEN
         refusal = page_refusal(scope["headers"], None if is_any_host else self._rule)
         if refusal is None:
-            await self._app(scope, receive, partial(_send_sliced, send))
+            status = HTTPStatus.BAD_REQUEST
+            refusal = _framing_refusal(scope["headers"])
+        send = partial(_send_safely, send)
+        if refusal is None:
+            await self._app(scope, receive, send)
             return
         from starlette.requests import Request
 
-        answer = self._door.refuse(Request(scope), HTTPStatus.FORBIDDEN, *refusal)
+        answer = self._door.refuse(Request(scope), status, *refusal)
+        if status is HTTPStatus.BAD_REQUEST:
+            answer.headers["connection"] = "close"  # nobody knows where its body ends
         await answer(scope, receive, send)
+
+
+def _framing_refusal(headers: Iterable[tuple[bytes, bytes]]) -> Refusal | None:
+    """Return why a request whose body ends in two places is refused, None if it has one end.
+
+    A proxy in front of this port may believe the other one, and take the rest of the body for a
+    request of another client (RFC 9112, 6.1).
+    """
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+        return Refusal(
+            "the request is ambiguous",
+            "it has both Content-Length and Transfer-Encoding",
+            "send one of them",
+        )
+    return None
+
+
+async def _send_safely(send: Send, message: Message) -> None:
+    """Send a piece of an answer. What it tells is of now and for its reader: no cache keeps it, and
+    no browser takes it for another type.
+    """
+    if message["type"] == "http.response.start":
+        named = {name for name, _ in message["headers"]}
+        message["headers"] = [
+            *message["headers"],
+            *(header for header in SAFE_HEADERS if header[0] not in named),
+        ]
+    await _send_sliced(send, message)
 
 
 async def _send_sliced(send: Send, message: Message) -> None:

@@ -391,6 +391,19 @@ class CollectionForm(Struct):
     ] = field(name="maxTTL", default=0)
 
 
+class MaxTtlForm(Struct):
+    """The new limit of a collection. Other fields are ignored."""
+
+    max_ttl_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=TTL_MAX_S,
+            description="Documents that are written from now on expire after this; 0: never.",
+        ),
+    ] = field(name="maxTTL")
+
+
 class BucketForm(Struct):
     """A bucket to create, which is refused. Other fields are ignored."""
 

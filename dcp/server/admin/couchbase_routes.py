@@ -9,7 +9,7 @@
     GET /pools/default/bs/B                    the same as a stream: a block now and after changes
     GET /pools/default/bucketsStreaming/B      buckets/B as a stream
     GET /whoami
-    GET, POST, DELETE /pools/default/buckets/B/scopes[/S[/collections[/C]]]
+    GET, POST, PATCH, DELETE /pools/default/buckets/B/scopes[/S[/collections[/C]]]
 
 Blocks of a stream are separated by four newlines. A block comes at least every KEEPALIVE_S.
 `$HOST` in a terse map stands for the address that the client uses for this node.
@@ -40,6 +40,7 @@ from dcp.server.admin.bodies import (
     CollectionForm,
     CouchbaseRefusal,
     ManifestUid,
+    MaxTtlForm,
     ScopeForm,
 )
 from dcp.server.admin.node_view import CollectionsView
@@ -114,6 +115,10 @@ def routes(config: ClusterConfig, collections: CollectionsView, health: Health) 
         _change(
             "POST", f"{scope}/collections", field.create_collection, "Create a collection.",
             CollectionForm,
+        ),
+        _change(
+            "PATCH", f"{scope}/collections/{{collection}}", field.change_collection,
+            "Change the maxTTL of a collection.", MaxTtlForm,
         ),
         _change(
             "DELETE", f"{scope}/collections/{{collection}}", field.drop_collection,
@@ -330,6 +335,14 @@ class _Field:
         form = await read_form(request, CollectionForm)
         scope = request.path_params["scope"]
         change = collections.create_collection(scope, form.name, form.max_ttl_s)
+        return await _changed(change)
+
+    async def change_collection(self, request: Request) -> Response:
+        """Handle PATCH maxTTL=SECONDS of a collection, as Couchbase has it since 7.6."""
+        collections = self._collections(request)
+        form = await read_form(request, MaxTtlForm)
+        path = request.path_params
+        change = collections.change_max_ttl(path["scope"], path["collection"], form.max_ttl_s)
         return await _changed(change)
 
     async def drop_collection(self, request: Request) -> Response:

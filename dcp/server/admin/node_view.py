@@ -40,6 +40,9 @@ class CollectionsView(Protocol):
     async def create_collection(self, scope: str, collection: str, max_ttl_s: int) -> int:
         """Create a collection; `max_ttl_s` 0: no limit for its documents."""
 
+    async def change_max_ttl(self, scope: str, collection: str, max_ttl_s: int) -> int:
+        """Change the limit of documents that are written from now on."""
+
     async def drop_collection(self, scope: str, collection: str) -> int:
         """Drop a collection."""
 

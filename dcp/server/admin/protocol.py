@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from dcp.server.admin.answers import PROBLEM_TYPE, problem
+from dcp.server.admin.answers import PROBLEM_TYPE, SAFE_HEADERS, problem
 from dcp.server.net.crowd import Crowd, Phase, Visitor
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ class AdminProtocol(H11Protocol):
             (b"content-type", PROBLEM_TYPE.encode()),
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
+            *SAFE_HEADERS,
         ]
         start = h11.Response(
             status_code=status.value, headers=headers, reason=status.phrase.encode()

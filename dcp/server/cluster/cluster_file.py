@@ -114,7 +114,7 @@ def read_cluster_file(data_dir: Path) -> ClusterFile | None:
         raise FolderError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         found = msgspec.json.decode(raw, type=ClusterFile)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FolderError(
             f"{path}: cannot be read: {error}. Without it the folder must not be served, because "
             "it may be one of several copies. Restore the file"

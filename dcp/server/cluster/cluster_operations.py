@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 
 from dcp.cluster.request_answers import name_of
+from dcp.metastore.etcd_settings import files_of_url
 from dcp.server.cluster.becoming_member import (
     Gate,
     NewMember,
@@ -20,6 +22,7 @@ from dcp.server.cluster.becoming_member import (
     token_of,
 )
 from dcp.server.cluster.cluster_changes import ClusterChanges
+from dcp.server.cluster.cluster_file import ClusterToken
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.cluster.cluster_status import cluster_report
 from dcp.server.cluster.enrolment import NewCluster
@@ -55,6 +58,7 @@ class ClusterOperations:
 
     async def init(self, asked: InitRequest) -> InitAnswer:
         """Make this node the first member. Raises ClusterRefusedError."""
+        self._check_files(asked.meta)
         newcomer, wanted = self._newcomer, NewCluster(asked.copies, asked.min_in_sync)
         what = f"{newcomer.name_or(asked.name)} becomes the first node of a new cluster"
         if asked.dry_run:
@@ -71,6 +75,7 @@ class ClusterOperations:
     async def join(self, asked: JoinRequest) -> JoinAnswer:
         """Make this node one more member. Raises ClusterRefusedError."""
         newcomer, notes = self._newcomer, list[str]()
+        self._check_files(ClusterToken.from_text(asked.token).meta)
         if asked.dry_run:
             content, notes = await check_join_by_token(
                 newcomer, asked.token, name=asked.name, rack=asked.rack
@@ -84,6 +89,19 @@ class ClusterOperations:
             what=f"{content.name} becomes a node of cluster {content.cluster}",
             is_written=not asked.dry_run, notes=notes, cluster=content.cluster,
         )  # fmt: skip
+
+    def _check_files(self, url: str) -> None:
+        """Raise ClusterRefusedError if a URL of a metadata store names files that nobody on this
+        machine has named: they would be read, and sent to a host of the caller's choice.
+        """
+        named = files_of_url(url)
+        if named and url != self._newcomer.settings.cluster_meta:
+            raise ClusterRefusedError(
+                f"the URL of the metadata store names files of this node: {', '.join(named)[:200]};"
+                " over the network, nobody has a file of it read",
+                "Start this node with that URL in its setting cluster_meta, and ask again",
+                status=HTTPStatus.FORBIDDEN,
+            )
 
     def token(self) -> str:
         """Return the token for new members. Raises ClusterRefusedError."""

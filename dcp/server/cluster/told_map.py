@@ -73,7 +73,7 @@ class ToldMap:
     def _read(self) -> MapVersion:
         try:
             content = read_told_map(self._path.parent)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             self._log.warning(f"{self._path} cannot be read. {_ADVICE}", reason=str(error))
             return NEVER_TOLD
         if content is None or content.format != FORMAT or content.cluster != self._cluster:

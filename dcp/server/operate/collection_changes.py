@@ -66,6 +66,14 @@ class Collections:
             lambda now: now.create_collection(scope, collection, max_ttl_s),
         )
 
+    async def change_max_ttl(self, scope: str, collection: str, max_ttl_s: int) -> int:
+        """Change how long documents that are written from now on live at most; 0: no limit."""
+        return await self._change(
+            "collection changed",
+            f"{scope}.{collection}",
+            lambda now: now.change_max_ttl(scope, collection, max_ttl_s),
+        )
+
     async def drop_collection(self, scope: str, collection: str) -> int:
         """Drop a collection."""
         return await self._change(

@@ -505,7 +505,7 @@ def _why(answer: Frame) -> str:
     """Return the text of an error answer."""
     try:
         return str(msgspec.json.decode(answer.value)["error"]["context"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         return ""
 
 
@@ -526,7 +526,7 @@ def is_json(value: bytes) -> bool:
     """Whether a value is a JSON document."""
     try:
         msgspec.json.decode(value)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return True
 

@@ -7,24 +7,33 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
+from itertools import islice
+from typing import Final, Literal
+
+import msgspec
 
 from dcp.compiled import compiled_modules, form_text
 from dcp.server.net.cluster_config import Ports
 from dcp.server.net.connections import Connections
 from dcp.server.observe.about import About
+from dcp.server.operate.operations import lag_of
 from dcp.server.operate.reports import StatusReport
 from dcp.server.storage.health import Health
 from dcp.server.storage.merging import Merging
 from dcp.session.controls import is_decimal
 from dcp.session.prefix_counts import DELIMITER, PrefixCounts
+from dcp.stream.active_stream import ActiveStream
 from dcp.stream.hub import StreamHub
+from dcp.stream.producer import Producer
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.ids import CAS_AHEAD_NS, NUM_VBUCKETS, SEQNO_MAX
 from vbucket.upkeep.seqno_at_time import seqno_before
 
 Rows = list[tuple[str, str]]
+
+STREAMS_SHOWN_MAX: Final = 1024
+"""Streams of one answer to STAT `dcp`, nine rows each. `dcpctl streams` shows all."""
 
 
 class Stats:
@@ -53,7 +62,6 @@ class Stats:
             "": self._server,
             "vbucket": self._vbucket,
             "settings": self._settings,
-            "dcp": self._dcp,
             "reset": list,
         }
 
@@ -63,6 +71,8 @@ class Stats:
         collect = self._groups.get(group)
         if collect is not None:
             return None if argument else collect()
+        if group == "dcp":
+            return self._dcp(argument)
         if group == "seqno-at":
             return _seqno_at(self._engine, argument.split(" "))
         if group == "version-log" and not argument:
@@ -122,6 +132,7 @@ class Stats:
             ("ep_admin_tls_port", str(self._ports.admin_tls)),
             ("ep_log_groups", str(engine.commits.committed_group)),
             ("ep_memtable_bytes", str(engine.keyspace.active_bytes + engine.keyspace.frozen_bytes)),
+            ("ep_flusher_state", "paused" if engine.keyspace.holds_groups else "running"),
             ("ep_merges", str(self._merging.count)),
             ("ep_merge_running", str(int(engine.keyspace.is_merging))),
             ("ep_cas_ahead_vbuckets", str(len(cas_ahead(engine)))),
@@ -168,7 +179,14 @@ class Stats:
             ("binding_protocol", "auto-negotiate"),
         ]
 
-    def _dcp(self) -> Rows:
+    def _dcp(self, argument: str) -> Rows | None:
+        """Answer "dcp": connections, and their streams with the names of kv_engine's legacy format
+        (docs/dcp/documentation/statistics.md). The argument is JSON; {"stream_format": "skip"}
+        leaves the streams out.
+        """
+        left = _streams_shown(argument)
+        if left is None:
+            return None
         rows: Rows = [
             ("ep_dcp_count", str(self._hub.connection_count)),
             ("ep_dcp_streams", str(self._hub.stream_count)),
@@ -184,7 +202,45 @@ class Stats:
                     (f"{name}:max_buffer_bytes", str(producer.window_bytes)),
                     (f"{name}:peer", connection.peer),
                 ]
+                for stream in islice(producer.streams(), left):
+                    left -= 1
+                    part = self._engine.partitions[stream.vb_id]
+                    rows += _stream_rows(name, producer, stream, part)
         return rows
+
+
+def _streams_shown(argument: str) -> int | None:
+    """Return how many streams STAT `dcp` shows; None: the argument is not understood."""
+    if not argument:
+        return STREAMS_SHOWN_MAX
+    try:
+        asked = msgspec.json.decode(argument, type=_DcpArgument)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return 0 if asked.stream_format == "skip" else STREAMS_SHOWN_MAX
+
+
+class _DcpArgument(msgspec.Struct, forbid_unknown_fields=True):
+    stream_format: Literal["legacy", "skip"] = "legacy"
+
+
+def _stream_rows(name: str, producer: Producer, stream: ActiveStream, part: Partition) -> Rows:
+    """Return the rows of a stream."""
+    prefix = f"{name}:stream_{stream.vb_id}"
+    if stream.stream_id:
+        prefix += f":sid_{stream.stream_id}"
+    sent_seqno = stream.next_seqno - 1
+    return [
+        (f"{prefix}_flags", str(stream.flags)),
+        (f"{prefix}_opaque", str(stream.opaque)),
+        (f"{prefix}_start_seqno", str(stream.start_seqno)),
+        (f"{prefix}_end_seqno", str(stream.end_seqno)),
+        (f"{prefix}_vb_uuid", str(stream.vb_uuid)),
+        (f"{prefix}_snap_end_seqno", str(stream.snap_end_seqno or sent_seqno)),
+        (f"{prefix}_last_sent_seqno", str(sent_seqno)),
+        (f"{prefix}_state", producer.phase_of(stream)),
+        (f"{prefix}_items_remaining", str(lag_of(stream, part.committed_seqno))),
+    ]
 
 
 def cas_ahead(engine: Engine) -> list[int]:
