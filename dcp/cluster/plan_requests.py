@@ -5,7 +5,8 @@ Each function takes a view and returns what to write, with a preview, or why it 
 says `plan_steps.progress_of(view)`.
 
 A plan is one record, <root>plan, and there is one at a time. So the second of two requests at once
-is refused, unless the first one is a cancellation or growth: those give way. The coordinator carries the plan out (`plan_steps`) and deletes it at its end.
+is refused, unless the first one is a cancellation or growth: those give way. The coordinator
+carries the plan out (`plan_steps`) and deletes it at its end.
 
 Who calls it: the admin interface of any node; the simulator. `failover` is in `failover_request`.
 

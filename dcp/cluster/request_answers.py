@@ -22,7 +22,6 @@ from dcp.cluster.copy_placement import PlannedMove
 from dcp.cluster.metastore import KeyValue, Txn, TxnResult
 from dcp.cluster.plan_steps import progress_of
 
-
 GIVES_WAY: Final = frozenset({PlanKind.GROW, PlanKind.CANCEL})
 """Plans that an operator's plan replaces. Growth begins again by itself; a cancellation ends with
 the plan that replaces it, which takes over its chains (`plan_writing`)."""

@@ -52,6 +52,7 @@ from dcp.server.cluster.enrolment_state import Enrolment, Happening, Standing
 from dcp.server.cluster.map_pace import MapPace
 from dcp.server.cluster.map_shown import MapShown, tls_address_of
 from dcp.server.cluster.member_link import MemberLink
+from dcp.server.cluster.membership_over import MembershipOverError, NodeRemovedError
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_clock import OwnClock
 from dcp.server.cluster.own_record import OwnRecord
@@ -95,10 +96,6 @@ _REMOVED_ADVICE: Final = (
     "Its data folder stays as it is. To let this node join again, start it with an empty --data "
     "folder"
 )
-
-
-class MembershipOverError(RuntimeError):
-    """Another process is the member, or has its address, or the versions differ."""
 
 
 class ServerParts(NamedTuple):
@@ -400,7 +397,7 @@ class ReplicatedNode:
         view = self.session.view
         key = view.keys.of_member(KeyKind.MEMBER, self.member)
         if view.is_loaded and not view.mod_revision(key):
-            raise MembershipOverError(
+            raise NodeRemovedError(
                 f"node {self.identity.name} was removed from its cluster, and takes no further "
                 f"part. {_REMOVED_ADVICE}"
             )
