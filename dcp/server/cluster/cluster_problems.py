@@ -19,7 +19,7 @@ class _Problem(NamedTuple):
 
 
 class OwnTroubles(NamedTuple):
-    """What a node knows of itself."""
+    """What a node knows of itself, and which links there are not."""
 
     wrong_store: str
     """Why the store is not that of the cluster; "": it is."""
