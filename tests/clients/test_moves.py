@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from clients.consumer import moves as moves_module
 from clients.consumer.moves import Moves, moves_text
+from support.waiting import until_so
 
 A, B = ("a", 1), ("b", 2)
 
@@ -24,9 +23,7 @@ async def test_a_first_place_is_no_move_and_a_wave_is_told_once(monkeypatch):
     assert told == []
     for vb_id in range(8):  # one after the other, in less time than a wave needs to end
         moves.placed([vb_id], B)
-    async with asyncio.timeout(20):
-        while not told:
-            await asyncio.sleep(0.01)
+    await until_so(lambda: bool(told))
     assert told == ["8 partitions moved to b:2"]
     moves.placed([3], A)
     moves.placed([3], B)
@@ -41,7 +38,5 @@ async def test_a_wave_without_an_end_is_told_after_a_while(monkeypatch):
     moves = Moves(told.append)
     moves.placed([1], A)
     moves.placed([1], B)
-    async with asyncio.timeout(20):
-        while not told:
-            await asyncio.sleep(0.01)
+    await until_so(lambda: bool(told))
     assert told == ["1 partition moved to b:2"]
