@@ -378,7 +378,8 @@ def _taken(key: bytes) -> EnrolmentError:
     if kind.endswith("/name"):
         return EnrolmentError(
             f"another member has the name {name}",
-            "Choose another one with --name (`dcpctl cluster status` shows those in use)",
+            "Choose another one with --name (`dcpctl cluster status` shows those in use). If that "
+            f"node is lost for good, `dcpctl cluster remove {name}` makes the name free",
         )
     return EnrolmentError(
         "a member with the id of this data folder is there already: the folder is a copy of a "

@@ -41,8 +41,8 @@ TLS_DIAL_S: Final = 3.0
 _MECHANISM: Final = "SCRAM-SHA512"
 _RFC_MECHANISM: Final = "SCRAM-SHA-512"
 _LOGIN_ADVICE: Final = (
-    "The log of that node has the reason. The secret in cluster.json and --cluster-tls must be the same on all "
-    "nodes"
+    "The log of that node has the reason. The secret in cluster.json and --cluster-tls must be the "
+    "same on all nodes"
 )
 
 
