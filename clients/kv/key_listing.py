@@ -73,7 +73,7 @@ async def list_keys(
     OperationTimeoutError, TopologyError, UnknownCollectionError, NoAccessError and other
     StatusErrors.
     """
-    listing = _Listing(await _connect(address, timeout_s), timeout_s)
+    listing = _KeyScans(await _connect(address, timeout_s), timeout_s)
     try:
         await listing.begin(prefix, collection)
         async for keys in listing.keys():
@@ -83,7 +83,7 @@ async def list_keys(
         await asyncio.sleep(0)  # lets the transports finish closing
 
 
-class _Listing:
+class _KeyScans:
     """See the module."""
 
     def __init__(self, seed: Link, timeout_s: float) -> None:

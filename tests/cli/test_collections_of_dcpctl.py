@@ -132,7 +132,7 @@ def test_a_scan_that_is_dropped_goes_on_behind_its_last_key(ctl, server, monkeyp
     """Its keys come in several answers, and the second one is a refusal."""
     monkeypatch.setattr(key_listing, "KEYS_AT_ONCE", 10)
     vb = 7
-    keys = [key for n in range(100_000) if vbucket_of(key := b"part:%d" % n) == vb]
+    keys = [key for n in range(100_000) if vbucket_of(key := b"dropped:%d" % n) == vb]
     assert len(keys) > 50
     with server.connect() as kv:
         for key in keys:
@@ -141,7 +141,7 @@ def test_a_scan_that_is_dropped_goes_on_behind_its_last_key(ctl, server, monkeyp
 
     async def read() -> None:
         has_fault = False
-        async for chunk in key_listing.list_keys(parse_address(server.address), b"part:"):
+        async for chunk in key_listing.list_keys(parse_address(server.address), b"dropped:"):
             found.extend(chunk)
             if chunk and not has_fault:
                 has_fault = True

@@ -11,3 +11,8 @@ class MembershipOverError(RuntimeError):
 
 class NodeRemovedError(MembershipOverError):
     """An operator has removed the node: its work is done."""
+
+
+def event_of(error: Exception) -> str:
+    """Return what the log calls the end of a server by this error."""
+    return "removed from the cluster" if isinstance(error, NodeRemovedError) else "server failed"
