@@ -51,8 +51,8 @@ DCPCTL_CODES = {
     dcpctl.EXIT_AUTH: "not authorized",
     dcpctl.EXIT_PARTIAL: "done in part; the same command continues",
     dcpctl.EXIT_AMBIGUOUS: "a write got no answer: it may have been done, or not",
-    dcpctl.EXIT_UNAVAILABLE: "not possible now: the cluster's metadata store is away, or the server "
-    "starts; try again",
+    dcpctl.EXIT_UNAVAILABLE: "not possible now: the cluster's metadata store is away, or the "
+    "server starts; try again",
     dcpctl.EXIT_INTERRUPTED: "Ctrl-C",
 }
 
