@@ -18,6 +18,7 @@ from clients.cli.dcpctl import (
     EXIT_CONFLICT,
     EXIT_FAILED,
     EXIT_NOT_FOUND,
+    EXIT_UNAVAILABLE,
     EXIT_USAGE,
     Target,
 )
@@ -34,6 +35,7 @@ _EXIT_CODES: Final = {
     403: EXIT_AUTH,
     404: EXIT_NOT_FOUND,
     409: EXIT_CONFLICT,
+    503: EXIT_UNAVAILABLE,
 }
 
 

@@ -18,7 +18,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from clients.cli.admin_api import AdminClient
-from clients.cli.cluster_nodes import STATUS_PATH, admin_of_named
+from clients.cli.cluster_nodes import STATUS_PATH, admin_of_named, why_copies_wait
 from clients.cli.dcpctl import (
     EXIT_CONFLICT,
     EXIT_FAILED,
@@ -358,7 +358,7 @@ def _state_of(admin: AdminClient, done: dict[str, Any], epochs: dict[int, int]) 
         click.echo(f"dcpctl: another plan is under way now: {plan['what']}", err=True)
         return EXIT_CONFLICT
     waits = "".join(
-        f"; {count} copies wait for {name}, which is down"
+        f"; {count} copies wait for {name}, which {why_copies_wait(status, name)}"
         for name, count in plan["waits_for"].items()
     )
     return (

@@ -27,6 +27,12 @@ class Answers(NamedTuple):
     errors: dict[str, DcpdError]
 
 
+def why_copies_wait(status: dict[str, Any], name: str) -> str:
+    """Return in words why copies wait for a node: the plan of a status says only that they do."""
+    is_alive = any(node["name"] == name and node["is_alive"] for node in status["nodes"])
+    return "has no link to their master" if is_alive else "is down"
+
+
 def admin_of_named(target: Target) -> AdminClient:
     """Return a client for the admin port of the node that was named. The node says it itself: a map
     has only nodes that are in sync, and commands are needed most for others.

@@ -7,7 +7,13 @@ from typing import Any, Final
 
 import click
 
-from clients.cli.cluster_nodes import STATUS_PATH, Answers, admin_of_named, ask_nodes
+from clients.cli.cluster_nodes import (
+    STATUS_PATH,
+    Answers,
+    admin_of_named,
+    ask_nodes,
+    why_copies_wait,
+)
 from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL, Target, help_text, with_target
 from clients.cli.output import is_terminal, shown_text, write_json, write_raw, write_rows
 from vbucket.model.id_ranges import id_ranges, ids_in
@@ -131,8 +137,10 @@ def _write_status(found: dict[str, Any], mode: str) -> None:
             f"{plan['filling']} copies being filled, {plan['handovers']} masters to hand over"
         )
         for name, count in plan["waits_for"].items():
-            _line(f"  {count} copies wait for {name}, which is down; the other moves go on")
-            _line(f"  try: start {name}, or stop the moves with `dcpctl cluster cancel`")
+            why = why_copies_wait(found, name)
+            then = f"start {name}" if why == "is down" else "do what is said about it below"
+            _line(f"  {count} copies wait for {name}, which {why}; the other moves go on")
+            _line(f"  try: {then}, or stop the moves with `dcpctl cluster cancel`")
     for entry in found["unwritable"]:
         _line(f"! no writes in {entry['count']} partitions ({entry['vbs']}): {entry['why']}")
         _line(f"  try: {entry['try']}")

@@ -41,6 +41,8 @@ EXIT_CONNECT: Final = 6
 EXIT_AUTH: Final = 7
 EXIT_PARTIAL: Final = 8
 EXIT_AMBIGUOUS: Final = 9
+EXIT_UNAVAILABLE: Final = 10
+"""The server cannot do it now, for example because the cluster's metadata store is away."""
 EXIT_INTERRUPTED: Final = 130
 
 _EXIT_CODES: Final[tuple[tuple[type[DcpdError], int], ...]] = (
@@ -59,7 +61,8 @@ _EXIT_CODES: Final[tuple[tuple[type[DcpdError], int], ...]] = (
 EXIT_CODES_TEXT: Final = (
     "Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 conflict (exists, CAS), 5 timeout,"
     " 6 cannot connect, 7 not authorized, 8 partly done (can be resumed), 9 unknown whether it was"
-    " done, 130 Ctrl-C."
+    " done, 10 not possible now (the cluster's metadata store is away, the server starts), 130"
+    " Ctrl-C."
 )
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {

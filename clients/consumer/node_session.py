@@ -23,6 +23,7 @@ from clients.consumer.partition_stream import Wanted
 from clients.errors import DcpdError, StatusError, StreamViolationError
 from clients.link.pipelined_link import Link
 from dcp.wire.frame import ProtocolError
+from dcp.wire.message import EndReason
 
 SILENT_NOOPS: Final = 2
 """After this many NOOP intervals of silence a connection is dead (java-dcp-client's rule)."""
@@ -33,8 +34,9 @@ STALLS_MAX: Final = 3
 """After this many stalls of one partition the consumer reconnects."""
 
 LOG: Final = logging.getLogger("dcpd.consumer")
-_QUIET: Final = frozenset({"retry"})
-"""Kinds of notes that are logged at level INFO, because they repeat."""
+_QUIET: Final = frozenset({"retry", "moved", f"stream_end_{EndReason.STATE_CHANGED}"})
+"""Kinds of notes that are logged at level INFO: they repeat, or come for hundreds of partitions
+when masters move, of which `Moves` tells in one line."""
 
 
 class SessionOwner(Protocol):

@@ -22,6 +22,7 @@ from clients.address import ServerAddress
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.dials import Dials, Pause
 from clients.consumer.map_watch import MapWatch
+from clients.consumer.moves import Moves
 from clients.consumer.node_session import LOG, ConsumerSession
 from clients.consumer.partition_stream import Wanted
 from clients.errors import (
@@ -76,6 +77,7 @@ class Placement:
         self._refreshing: asyncio.Task[None] | None = None
         self._refreshes = 0
         self._watch = MapWatch(self._dial, self.take_pushed)
+        self._moves = Moves(LOG.warning)
         self._spare: dict[Place, Link] = {}
         self._revision: tuple[int, int] | None = None
         """Revision of the newest configuration so far."""
@@ -139,7 +141,7 @@ class Placement:
         is_new = self._revision is not None and topology.revision > self._revision
         if is_new:
             self._metrics.topology_changes += 1
-            LOG.warning(
+            LOG.info(
                 "new cluster configuration %s (was %s): %d nodes",
                 topology.revision, self._revision, len(topology.nodes),
             )  # fmt: skip
@@ -161,6 +163,7 @@ class Placement:
 
     async def close(self) -> None:
         """Close all connections."""
+        self._moves.finish()
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
@@ -446,6 +449,7 @@ class Placement:
             if place in self.sessions:
                 partitions = {vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids}
                 self.sessions[place].add(partitions)
+                self._moves.placed(partitions, place)
                 continue
             spare = self._spare.pop(place, None)
             if spare is None or spare.is_closed:
@@ -467,6 +471,7 @@ class Placement:
         for vb_id, wanted in partitions.items():
             session.core.add(vb_id, wanted)
         session.begin()
+        self._moves.placed(partitions, place)
         assert link.handshake is not None
         if link.handshake.config:
             self.take_pushed(link.handshake.config, place[0])

@@ -8,6 +8,7 @@
     <root>alive/<member>         a running process        under its member's lease
     <root>address/<host:port>    the process reached there   the same
     <root>clock/<member>         its wall clock, at times  the same
+    <root>links/<member>         nodes that run, and do not let it follow them   the same
     <root>member/<member>        a member of the cluster
     <root>name/<name>            the member that has a name
     <root>removed                written whenever a member is removed: the map's revision rises
@@ -40,6 +41,7 @@ class KeyKind(StrEnum):
     LEADER = "leader"
     ALIVE = "alive"
     CLOCK = "clock"
+    LINKS = "links"
     MEMBER = "member"
     REMOVED = "removed"
     PARTITION = "partition"

@@ -114,6 +114,20 @@ class ClockRecord(_Record, frozen=True, kw_only=True):
     unix_ms: int
 
 
+class RefusedLink(NamedTuple):
+    """Why a member has no link to another one that runs, and what to try: sentences for people."""
+
+    what: str
+    try_this: str
+
+
+class LinksRecord(_Record, frozen=True, kw_only=True):
+    """Members that a member cannot follow although they run. It is absent if there are none."""
+
+    member: str
+    refused: dict[str, RefusedLink]
+
+
 class MemberRecord(_Record, frozen=True, kw_only=True):
     """A member of the cluster and where nodes and clients reach it."""
 

@@ -22,6 +22,7 @@ from dcp.cluster.cluster_records import (
     ClockRecord,
     ClusterRecord,
     LeaderRecord,
+    LinksRecord,
     ManifestRecord,
     MemberRecord,
     MemberReport,
@@ -64,6 +65,7 @@ class ClusterView:
         self.members: dict[str, Stored[MemberRecord]] = {}
         self.alive: dict[str, Stored[AliveRecord]] = {}
         self.clocks: dict[str, Stored[ClockRecord]] = {}
+        self.links: dict[str, Stored[LinksRecord]] = {}
         self.reports: dict[str, Stored[MemberReport]] = {}
         self.commands: dict[int, Stored[OperatorCommand]] = {}
         self.cluster: Stored[ClusterRecord] | None = None
@@ -85,6 +87,7 @@ class ClusterView:
             KeyKind.PLAN: self._change_plan,
             KeyKind.LEADER: self._change_leader,
             KeyKind.CLOCK: lambda name, item: _change(self.clocks, name.member, item, ClockRecord),
+            KeyKind.LINKS: lambda name, item: _change(self.links, name.member, item, LinksRecord),
             KeyKind.ALIVE: lambda name, item: _change(self.alive, name.member, item, AliveRecord),
             KeyKind.MEMBER: lambda name, item: _change(
                 self.members, name.member, item, MemberRecord
@@ -108,6 +111,11 @@ class ClusterView:
         """Whether a member's process runs, and is not about to stop."""
         stored = self.alive.get(member)
         return stored is not None and not stored.content.is_leaving
+
+    def can_follow(self, member: str, master: str | None) -> bool:
+        """Whether nothing is known that keeps a member from following a master."""
+        stored = self.links.get(member)
+        return stored is None or master not in stored.content.refused
 
     def fails_over(self, vb_id: int, member: str | None) -> bool:
         """Whether an operator wants this member to replace a partition's master."""

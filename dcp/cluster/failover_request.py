@@ -12,7 +12,7 @@ from dcp.cluster.cluster_records import OperatorCommand, PlanKind, encode_record
 from dcp.cluster.cluster_view import ClusterView
 from dcp.cluster.copy_placement import Chain
 from dcp.cluster.metastore import TXN_OPERATIONS_MAX, Compare, Put, Txn, if_unchanged
-from dcp.cluster.plan_writing import planned
+from dcp.cluster.plan_writing import planned, taken_over
 from dcp.cluster.request_answers import (
     Answer,
     Prepared,
@@ -54,11 +54,12 @@ def failover(
     wanted: dict[int, Chain] = {}
     stuck: list[int] = []
     given = Counter[str]()
+    taken = taken_over(view)
     for each in vb_ids:
         record = view.partitions[each].content.record
         if record.master is None or (member and record.master != member):
             continue
-        chain = _with_other_first(view, record, given)
+        chain = _with_other_first(view, record, taken.get(each, record.copies), given)
         if chain is None:
             stuck.append(each)
         else:
@@ -75,14 +76,14 @@ def failover(
 
 
 def _with_other_first(
-    view: ClusterView, record: ReplicationRecord, given: Counter[str]
+    view: ClusterView, record: ReplicationRecord, copies: Chain, given: Counter[str]
 ) -> Chain | None:
-    """Return the chain with the master last and another copy in sync first: the one that was given
+    """Return the copies with the master last and another one in sync first: the one that was given
     the fewest partitions so far. None: there is none.
     """
     able = [
         member
-        for member in record.copies
+        for member in copies
         if member in record.isr and member != record.master and view.stays(member)
         and not _is_drained(view, member)
     ]  # fmt: skip
@@ -90,8 +91,8 @@ def _with_other_first(
         return None
     chosen = min(able, key=lambda member: given[member])
     given[chosen] += 1
-    rest = [member for member in record.copies if member not in {chosen, record.master}]
-    return (chosen, *rest, *((record.master,) if record.master is not None else ()))
+    rest = [member for member in copies if member not in {chosen, record.master}]
+    return (chosen, *rest, *((record.master,) if record.master in copies else ()))
 
 
 def _is_drained(view: ClusterView, member: str) -> bool:

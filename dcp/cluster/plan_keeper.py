@@ -6,7 +6,7 @@ Who calls it: the coordinator, when no record is to be written.
 Invariants
 - every transaction compares the coordinator's term and the plan that is in the view, and for a new
   plan the members and the cluster's numbers
-- an operator's plan is never replaced. An automatic one is, when other members may have copies
+- no operator's plan is replaced here. An automatic one is, when other members may have copies
 - a member is removed only when no record names it
 """
 

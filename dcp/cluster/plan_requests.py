@@ -5,7 +5,8 @@ Each function takes a view and returns what to write, with a preview, or why it 
 says `plan_steps.progress_of(view)`.
 
 A plan is one record, <root>plan, and there is one at a time. So the second of two requests at once
-is refused. The coordinator carries the plan out (`plan_steps`) and deletes it at its end.
+is refused, unless the first one is a cancellation or growth: those give way. The coordinator
+carries the plan out (`plan_steps`) and deletes it at its end.
 
 Who calls it: the admin interface of any node; the simulator. `failover` is in `failover_request`.
 
@@ -33,6 +34,7 @@ from dcp.cluster.plan_writing import (
     planned,
     prepared_of,
     removal,
+    taken_over,
     unchanged,
     with_drained,
 )
@@ -51,6 +53,8 @@ from failover.replication_record import ReplicationRecord
 
 CLUSTER_COPIES_MAX: Final = 4
 """A master and three replicas: clients know no more."""
+_EMPTYING: Final = frozenset({PlanKind.DRAIN, PlanKind.REMOVE})
+"""Plans that move everything away from the node that they are about."""
 MASTERS_RETURN_S_MAX: Final = 86_400.0
 """A longer time is a mistake: 0 turns the return of masters off."""
 
@@ -75,10 +79,10 @@ def move(view: ClusterView, vb_id: int, to: str, stamp: Stamp) -> Answer:
     if why := _why_no_copies(view, member):
         return RequestRefused(why)
     record = stored.content.record
-    others = [copy for copy in record.copies if copy != member]
-    if member not in record.copies and len(others) >= _cluster(view).copies:
-        leaving = record.master if record.master is not None else record.copies[0]
-        others.remove(leaving)
+    copies = taken_over(view).get(vb_id, record.copies)
+    others = [copy for copy in copies if copy != member]
+    if member not in copies and len(others) >= _cluster(view).copies:
+        others.remove(record.master if record.master in others else copies[0])
     wanted = {vb_id: (member, *others)}
     what = f"move vb {vb_id} to {name_of(view, member)}"
     return planned(view, stamp, what, PlanKind.MOVE, wanted)
@@ -98,18 +102,19 @@ def drain(view: ClusterView, node: str, stamp: Stamp) -> Answer:
 
 def undrain(view: ClusterView, node: str, stamp: Stamp) -> Answer:
     """Let a drained node have copies again. It gets those that are missing; `rebalance` moves
-    others there.
+    others there. While the node is being drained or removed, it means "back": that is cancelled.
     """
     member = member_named(view, node)
     if isinstance(member, RequestRefused):
         return member
-    if refused := refused_by_plan(view):
-        return refused
     what = f"undrain {name_of(view, member)}"
     if not view.members[member].content.is_drained:
         return Prepared(what, notes=(f"{name_of(view, member)} is not drained",))
+    plan = None if view.plan is None else view.plan.content
+    if plan is not None and plan.kind in _EMPTYING and plan.about == member:
+        return cancel(view, stamp)
     put = member_put(view, with_drained(view, member, is_drained=False))
-    compares = (*compares_of_all(view), unchanged(view, put.key))
+    compares = (*compares_of_all(view), unchanged(view, put.key))  # also beside another's plan
     notes = (
         "it gets copies where some are missing; `dcpctl cluster rebalance` moves others there",
     )
@@ -129,10 +134,11 @@ def remove(view: ClusterView, node: str, stamp: Stamp) -> Answer:
         return refused
     if len(view.members) == 1:
         return RequestRefused(f"{name} is the only node; stop it, and the cluster is gone")
+    chains = taken_over(view)
     held = [
         stored.content.record
-        for stored in view.partitions.values()
-        if member in stored.content.record.copies
+        for vb_id, stored in view.partitions.items()
+        if member in {*stored.content.record.copies, *chains.get(vb_id, ())}
     ]
     if not held:
         return prepared_of(
@@ -214,7 +220,7 @@ def cancel(view: ClusterView, stamp: Stamp) -> Answer:
             cluster = msgspec.structs.replace(cluster, min_in_sync=cluster.copies)
         puts.append(Put(view.keys.cluster, encode_record(cluster)))
     compares = [*compares_of_all(view)]
-    if plan.kind in {PlanKind.DRAIN, PlanKind.REMOVE} and plan.about in view.members:
+    if plan.kind in _EMPTYING and plan.about in view.members:
         put = member_put(view, with_drained(view, plan.about, is_drained=False))
         puts.append(put)
         compares.append(unchanged(view, put.key))

@@ -60,7 +60,7 @@ class Progress(NamedTuple):
     handovers: int
     """Partitions that have all their copies, and wait for their master."""
     waits_for: dict[str, int]
-    """Members that do not run -> copies that wait for them."""
+    """Members that do not run, or have no link to the master -> copies that wait for them."""
 
 
 def eligible_members(view: ClusterView) -> dict[str, str]:
@@ -234,7 +234,12 @@ def progress_of(view: ClusterView) -> Progress | None:
             continue
         filling += len(record.filling.intersection(chain))
         handovers += record.isr.issuperset(chain) and record.master != chain[0]
-        waits_for.update(each for each in chain if each not in record.isr and not view.stays(each))
+        waits_for.update(
+            each
+            for each in chain
+            if each not in record.isr
+            and not (view.stays(each) and view.can_follow(each, record.master))
+        )
     return Progress(
         plan.operation, plan.kind, plan.about, plan.asked_at_ms, len(plan.chains), done, filling,
         handovers, dict(waits_for),

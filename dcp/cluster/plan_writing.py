@@ -5,6 +5,7 @@ Who calls it: `plan_requests`, `failover_request`, and the coordinator.
 Invariants
 - every transaction compares what the request was decided by: the plan, the members, the cluster
 - a plan names members that exist, and gives no copy to a drained one
+- a plan that replaces a cancellation has the chains that this has not reached
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from dcp.cluster.metastore import (
     if_absent,
     if_unchanged,
 )
-from dcp.cluster.plan_steps import eligible_members, unseen_members
+from dcp.cluster.plan_steps import eligible_members, is_done, unseen_members
 from dcp.cluster.request_answers import (
     Answer,
     Prepared,
@@ -69,7 +70,8 @@ def placed(
         for member, rack in eligible_members(view).items()
         if not (changed and member in changed)
     }
-    present = {vb_id: stored.content.record.copies for vb_id, stored in view.partitions.items()}
+    chains = {vb_id: stored.content.record.copies for vb_id, stored in view.partitions.items()}
+    present = chains | taken_over(view)
     try:
         placement = plan_placement(racks, copies, present)
     except PlacementError:
@@ -114,9 +116,12 @@ def planned(
     copies_before: int = 0,
     notes: tuple[str, ...] = (),
 ) -> Answer:
-    """Return the request that writes these chains as the plan, and what else it changes."""
+    """Return the request that writes these chains as the plan, and what else it changes. What a
+    cancellation has still to do becomes a part of the plan.
+    """
     if refused := refused_by_plan(view):
         return refused
+    wanted = {**taken_over(view), **wanted}
     members = sorted({member for chain in wanted.values() for member in chain})
     if len(members) > TXN_OPERATIONS_MAX - _COMPARES_SPARE:
         return RequestRefused(f"{len(members)} nodes are too many for one plan")
@@ -133,6 +138,20 @@ def planned(
     elif all(view.value(put.key) == put.value for put in puts):
         return Prepared(what, notes=notes)
     return prepared_of(what, moves_of(view, wanted), notes, compares, puts)
+
+
+def taken_over(view: ClusterView) -> dict[int, Chain]:
+    """Return the chains of a cancellation under way that are not reached yet. Whoever replaces it
+    has to reach them: it gives up copies that are being filled, and drops what is too many.
+    """
+    if view.plan is None or view.plan.content.kind is not PlanKind.CANCEL:
+        return {}
+    return {
+        vb_id: chain
+        for vb_id, chain in view.wanted.items()
+        if (found := view.partitions.get(vb_id)) is not None
+        and not is_done(view, found.content.record, chain)
+    }
 
 
 def moves_of(view: ClusterView, wanted: Mapping[int, Chain]) -> tuple[PlannedMove, ...]:

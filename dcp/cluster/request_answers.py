@@ -14,13 +14,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from dcp.cluster.cluster_records import PlanKind, PlanRecord, RecordUnreadableError, decode_record
 from dcp.cluster.cluster_view import ClusterView
 from dcp.cluster.copy_placement import PlannedMove
 from dcp.cluster.metastore import KeyValue, Txn, TxnResult
 from dcp.cluster.plan_steps import progress_of
+
+GIVES_WAY: Final = frozenset({PlanKind.GROW, PlanKind.CANCEL})
+"""Plans that an operator's plan replaces. Growth begins again by itself; a cancellation ends with
+the plan that replaces it, which takes over its chains (`plan_writing`)."""
 
 
 class Stamp(NamedTuple):
@@ -164,12 +168,25 @@ def was_written(prepared: Prepared, found: Iterable[KeyValue]) -> bool:
 
 
 def refused_by_plan(view: ClusterView) -> RequestRefused | None:
-    """Refuse a request while another plan than an automatic one is under way."""
+    """Refuse a request while a plan is under way that gives way to no other."""
     if refused := refused_unreadable(view):
         return refused
-    if view.plan is None or view.plan.content.kind is PlanKind.GROW:
+    if view.plan is None or view.plan.content.kind in GIVES_WAY:
         return None
     return RequestRefused(_under_way_text(view, view.plan.content))
+
+
+def gives_way(result: TxnResult) -> bool:
+    """Return whether what stopped a transaction of a request is over, or gives way to it: then the
+    request is worth another try with a newer view.
+    """
+    found = result.ranges[0].items if result.ranges else ()
+    if not found:
+        return True
+    try:
+        return decode_record(found[0], PlanRecord).kind in GIVES_WAY
+    except RecordUnreadableError:
+        return False
 
 
 def _under_way_text(view: ClusterView, plan: PlanRecord) -> str:

@@ -55,6 +55,9 @@ from vbucket.store.environment import StoreDamagedError
 
 REDIAL_NS: Final = 200_000_000
 """Pause between two attempts to connect to a node."""
+BARRED_REDIAL_NS_MAX: Final = 32 * REDIAL_NS
+"""The longest pause if one of the two nodes does not accept the other. It doubles with each attempt
+until then: an operator has to do something, and each attempt costs both sides a login."""
 
 
 class Identity(NamedTuple):
@@ -96,6 +99,8 @@ class Following:
         """By member, the links to the nodes of masters."""
         self._heard_ns: dict[str, int] = {}
         self._dialled_ns: dict[str, int] = {}
+        self._pauses_ns: dict[str, int] = {}
+        """By member that does not let this node in, or is not accepted: time between attempts."""
         self._confirmed_ns: dict[int, int] = {}
         """When a partition's master was last confirmed, on links that are left or gone."""
         self.rollbacks = 0
@@ -146,9 +151,13 @@ class Following:
         link = self.links.get(member)
         if link is not None and link.state is not LinkState.CLOSED:
             return link
-        if self._now_ns - self._dialled_ns.get(member, -REDIAL_NS) < REDIAL_NS:
+        pause_ns = self._pauses_ns.get(member, REDIAL_NS)
+        if self._now_ns - self._dialled_ns.get(member, -pause_ns) < pause_ns:
             return None
+        self._pauses_ns.pop(member, None)
         if link is not None:
+            if link.is_barred:
+                self._pauses_ns[member] = min(2 * pause_ns, BARRED_REDIAL_NS_MAX)
             self._keep_confirmations(link)
             self._senders.link_gone(member, link.newest_group)
             self._has_gaps = True  # what it followed is followed on the new one

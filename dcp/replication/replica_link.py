@@ -218,6 +218,8 @@ class ReplicaLink:
         """Why the link was closed by this side."""
         self.is_refused = False
         """Whether nobody listens at the master's address: its process is dead, not silent."""
+        self.is_barred = False
+        """Whether the master's node runs, and one of the two does not accept the other."""
         self._out = [
             pack_request(
                 Opcode.DCP_OPEN,
@@ -310,12 +312,13 @@ class ReplicaLink:
             self._close(str(error))
 
     def refused(self, why: str) -> None:
-        """The connection is of no use, for this reason."""
+        """The other node runs and does not let this one in, or is not let in, for this reason."""
+        self.is_barred = True
         self._close(why)
 
-    def unreachable(self, why: str, *, is_refused: bool) -> None:
+    def unreachable(self, why: str, *, is_refused: bool, is_barred: bool = False) -> None:
         """No connection could be made, for this reason."""
-        self.is_refused = is_refused
+        self.is_refused, self.is_barred = is_refused, is_barred
         self._close(why)
 
     def closed(self) -> None:

@@ -68,12 +68,14 @@ class ExitCode(IntEnum):
     FOLDER = 3
     DAMAGED = 4
     PORT = 5
+    META_STORE = 6
 
 
 EXIT_CODES_TEXT: Final = (
-    "Exit codes: 0 stopped by a signal, 1 failed, 2 usage, settings or protected mode, "
-    "3 the data folder cannot be used (in use, not a dcpd folder, unknown format), 4 data is "
-    "damaged, 5 a port cannot be used. Every option is also a key of the TOML file (admin_port) "
+    "Exit codes: 0 stopped by a signal or removed from its cluster, 1 failed, 2 usage, settings or "
+    "protected mode, 3 the data folder cannot be used (in use, not a dcpd folder, unknown format), "
+    "4 data is damaged, 5 a port cannot be used, 6 the metadata store of the cluster to be joined "
+    "does not answer: try again. Every option is also a key of the TOML file (admin_port) "
     "and an environment variable (DCPD_ADMIN_PORT). Flags override variables, and variables "
     "override the file."
 )
@@ -325,8 +327,13 @@ async def _started(
 
 
 async def _run_to_the_end(node: Node, settings: Settings) -> ExitCode:
+    from dcp.server.cluster.membership_over import NodeRemovedError
+
     try:
-        await node.run_until_stopped()
+        try:
+            await node.run_until_stopped()
+        except NodeRemovedError as error:  # a service manager does not start it again
+            say(f"stopped: {error}.")
         await node.stop()  # raises if the stop failed
     except _run_failures() as error:
         say(f"stopped: {error}. {KEPT[settings.durability]}; start again once the cause is gone.")
@@ -380,6 +387,7 @@ def _run_failures() -> tuple[type[Exception], ...]:
 
 def _start_error(error: Exception, settings: Settings) -> StartError:
     from dcp.server.access.first_admin import FirstAdminError
+    from dcp.server.cluster.enrolment import StoreAwayError
     from dcp.server.net.fixed_port import PortTakenError
     from dcp.server.storage.folder import FolderError
     from vbucket.log.device import UnknownFormatError
@@ -391,6 +399,8 @@ def _start_error(error: Exception, settings: Settings) -> StartError:
         return StartError(ExitCode.USAGE, str(error))
     if isinstance(error, PortTakenError):
         return StartError(ExitCode.PORT, str(error))
+    if isinstance(error, FolderError) and isinstance(error.__cause__, StoreAwayError):
+        return StartError(ExitCode.META_STORE, str(error))
     if isinstance(error, FolderError | UnknownFormatError):
         return StartError(ExitCode.FOLDER, str(error))
     if isinstance(error, LogDamagedError | StoreDamagedError):

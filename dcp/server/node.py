@@ -35,6 +35,7 @@ from dcp.server.access.access import Access
 from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
 from dcp.server.access.users import Users
 from dcp.server.admin.node_view import AdminParts, ConsoleParts
+from dcp.server.cluster.membership_over import MembershipOverError, event_of
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import plain_host_of
 from dcp.server.listeners import Listeners, admin_crowd
@@ -510,8 +511,8 @@ class Node:
         self._failure = error
         self._committer.halt()
         self.health.is_ready = False
-        if isinstance(error, LogWriteError | SyncFailedError):
-            self._log.error("server failed", reason=str(error))
+        if isinstance(error, LogWriteError | SyncFailedError | MembershipOverError):
+            self._log.error(event_of(error), reason=str(error))
         else:
             self._log.failure("server failed", error)
         self.connections.abort(f"the server failed: {error}")

@@ -51,16 +51,20 @@ DCPCTL_CODES = {
     dcpctl.EXIT_AUTH: "not authorized",
     dcpctl.EXIT_PARTIAL: "done in part; the same command continues",
     dcpctl.EXIT_AMBIGUOUS: "a write got no answer: it may have been done, or not",
+    dcpctl.EXIT_UNAVAILABLE: "not possible now: the cluster's metadata store is away, or the "
+    "server starts; try again",
     dcpctl.EXIT_INTERRUPTED: "Ctrl-C",
 }
 
 DCPD_CODES = {
-    ExitCode.STOPPED: "stopped by a signal",
+    ExitCode.STOPPED: "stopped by a signal, or removed from its cluster",
     ExitCode.FAILED: "failed; the log says why",
     ExitCode.USAGE: "wrong usage or settings, or another address than loopback without users",
     ExitCode.FOLDER: "the data folder cannot be used: in use, not a dcpd folder, unknown format",
     ExitCode.DAMAGED: "data is damaged",
     ExitCode.PORT: "a port cannot be used",
+    ExitCode.META_STORE: "the metadata store of the cluster to be joined does not answer; start it "
+    "again when it does",
 }
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
 from clients import SystemEvent
+from clients.address import parse_address
 from clients.cli import keys_command
 from clients.cli.collection_names import CollectionNames
 from clients.cli.dcpctl import run
 from clients.kv import key_listing
+from clients.operation import vbucket_of
 
 SHOP = ("--collection", "shop.orders")
 
@@ -111,10 +114,51 @@ def test_more_keys_than_can_be_sorted(ctl, monkeypatch):
     assert len(ctl("keys", "list:", "--limit", "5")[1].splitlines()) == 5
 
 
+@pytest.mark.parametrize("opcode", ["RANGE_SCAN_CREATE", "RANGE_SCAN_CONTINUE"])
+@pytest.mark.parametrize("status", ["ETMPFAIL", "NOT_MY_VBUCKET"])
+def test_a_listing_goes_on_where_a_partition_moves(ctl, server, opcode, status):
+    wanted = [f"moving:{n:03}" for n in range(300)]
+    lines = "".join(json.dumps({"id": key}) + "\n" for key in wanted)
+    assert ctl("import", "-", "--key", "id", stdin=lines.encode())[0] == 0
+    server.fault(opcode=opcode, status=status, count=40)
+    try:
+        assert ctl("keys", "moving:")[1].decode().splitlines() == wanted
+        assert server.faults() == [], "all of them were met"
+    finally:
+        server.clear_faults()
+
+
+def test_a_scan_that_is_dropped_goes_on_behind_its_last_key(ctl, server, monkeypatch):
+    """Its keys come in several answers, and the second one is a refusal."""
+    monkeypatch.setattr(key_listing, "KEYS_AT_ONCE", 10)
+    vb = 7
+    keys = [key for n in range(100_000) if vbucket_of(key := b"dropped:%d" % n) == vb]
+    assert len(keys) > 50
+    with server.connect() as kv:
+        for key in keys:
+            kv.set(key, b"")
+    found: list[bytes] = []
+
+    async def read() -> None:
+        has_fault = False
+        async for chunk in key_listing.list_keys(parse_address(server.address), b"dropped:"):
+            found.extend(chunk)
+            if chunk and not has_fault:
+                has_fault = True
+                server.fault(opcode="RANGE_SCAN_CONTINUE", vb=vb, status="KEY_ENOENT", count=1)
+
+    try:
+        asyncio.run(read())
+        assert server.faults() == [], "it was met"
+    finally:
+        server.clear_faults()
+    assert sorted(found) == sorted(keys)
+
+
 def test_a_listing_with_a_partition_that_nobody_serves_fails(ctl, server):
     server.set_state(5, "dead")
     try:
-        code, out, err = ctl("keys")
+        code, out, err = ctl("--timeout", "0.5", "keys")
         assert (code, out) == (1, b"")
         assert "vbucket 5" in err
     finally:

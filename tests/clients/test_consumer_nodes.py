@@ -4,6 +4,7 @@ refused later on, and users who stop in the middle."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import struct
 
 import pytest
@@ -50,6 +51,7 @@ def node(on_stream_request=opened) -> ScriptedPeer:
 
 @pytest.mark.parametrize("how", ["moves", "disappears"])
 async def test_a_stream_goes_on_at_another_node_in_the_middle_of_its_snapshot(how, caplog):
+    caplog.set_level(logging.INFO, "dcpd.consumer")
     asked = []
 
     def at_first(frame):
@@ -91,6 +93,34 @@ async def test_a_stream_goes_on_at_another_node_in_the_middle_of_its_snapshot(ho
     else:  # the other node may have told the newer map before
         assert metrics.streams_moved + metrics.connections_lost >= 1
     assert "new cluster configuration (1, 2)" in caplog.text
+
+
+async def test_a_wave_of_moved_partitions_is_told_in_one_line(caplog):
+    asked = []
+
+    def at_first(frame):
+        asked.append(frame)
+        if len(asked) < 512:
+            return opened(frame)
+        second.config = first.config = config_of([first.port, second.port], [1] * 1024, rev=2)
+        ends = (pack_stream_end(each.vb_id, each.opaque, EndReason.STATE_CHANGED) for each in asked)
+        return opened(frame) + b"".join(ends)
+
+    async with node(at_first) as first, node() as second:
+        first.config = config_of([first.port, second.port], [0] * 1024, rev=1)
+        async with (
+            asyncio.timeout(30),
+            Consumer(first.address, vbuckets=range(512)) as consumer,
+        ):
+            count = 0
+            async for event in consumer:
+                count += isinstance(event, StreamOpened)
+                if count == 1024:
+                    break
+            assert consumer.metrics.streams_moved == 512
+    assert [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING] == [
+        f"512 partitions moved to 127.0.0.1:{second.port}"
+    ]
 
 
 async def test_a_server_without_noops_is_taken_for_dead(caplog):

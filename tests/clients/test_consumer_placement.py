@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from scripted_peer import config_of
 
@@ -19,6 +21,7 @@ async def placement():
 
 
 async def test_a_newer_configuration_is_told_and_counted(placement, caplog):
+    caplog.set_level(logging.INFO, "dcpd.consumer")
     placement.adopt(config_of([1], rev=1), "127.0.0.1")
     assert placement._metrics.topology_changes == 0
     placement.adopt(config_of([1, 2], [1] * 1024, rev=2), "127.0.0.1")

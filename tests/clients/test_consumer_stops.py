@@ -296,6 +296,7 @@ async def test_a_request_without_an_answer_is_another_connection(server, caplog)
 
 
 async def test_a_partition_that_moves_is_looked_for(server, caplog):
+    caplog.set_level(logging.INFO, "dcpd.consumer")
     async with KvClient.connect(server.address) as kv, Following(server) as following:
         await kv.set(KEY, b"here")
         await following.sees(b"here")

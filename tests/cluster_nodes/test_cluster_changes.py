@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from clients.cli.dcpctl import EXIT_UNAVAILABLE
 from clients.errors import DcpdError
 from dcp.cluster.failover_request import failover
 from dcp.cluster.metastore import (
@@ -22,7 +23,7 @@ from dcp.cluster.metastore import (
     if_created_at,
 )
 from dcp.server.cluster import cluster_changes
-from dcp.server.cluster.replicated_node import MembershipOverError
+from dcp.server.cluster.membership_over import MembershipOverError
 from support.cluster_here import ClusterHere
 from support.ctl import Ran, ctl
 from support.waiting import until_so
@@ -178,7 +179,7 @@ async def test_nothing_changes_while_the_store_is_away(two: ClusterHere) -> None
     client = cluster.clients["n1"]
     before = records(cluster)
     client.is_away = True
-    error = await refused(cluster, "rebalance", code=1)
+    error = await refused(cluster, "rebalance", code=EXIT_UNAVAILABLE)
     assert "the metadata store does not answer: it is away" in error
     assert "Nothing can change before it does" in error
     client.is_away = False

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from clients.errors import DcpdError
+from dcp.cluster.cluster_records import MemberRecord
 from dcp.replication.loss_receipt import CutOff, ElectionLoss
+from dcp.server.cluster.enrolment import EnrolmentError, join_cluster
 from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER, keep_cut_off
 from dcp.server.cluster.receipt_files import keep_election, receipts_in
 from dcp.server.operate.cluster_reports import ClusterReport
+from dcp.server.operate.cluster_requests import NodeRequest
 from failover.history import FAILOVER_ENTRIES_MAX
 from support.cluster_here import ClusterHere
 from support.waiting import until_so
@@ -185,3 +188,46 @@ async def test_an_unclean_election_leaves_a_receipt_on_disk(tmp_path: Path) -> N
         assert report.node == "n1"
         (receipt,) = report.receipts
         assert (receipt.vb, receipt.end_seqno) == (3, "41")
+
+
+async def test_a_node_with_an_empty_disk_beside_its_dead_self_is_told_what_to_type(
+    tmp_path: Path,
+) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        await cluster.become_member("n1", copies=2)
+        await cluster.start("n2")
+        await cluster.become_member("n2")
+        await cluster.until_all_in_sync(2)
+        await cluster.kill("n2")
+        await until_so(lambda: not status_of(cluster, "n1").nodes[1].is_alive)
+        cluster._ports["n3"] = cluster._ports["n2"]
+        await cluster.start("n3")  # on the same machine, with an empty folder
+        with pytest.raises(EnrolmentError, match="another member has the name n2") as refused:
+            await join_as(cluster, "n3", "n2")
+        assert "`dcpctl cluster remove n2` makes the name free" in refused.value.try_this
+        await cluster.become_member("n3")
+
+        def told() -> str:
+            return "".join(
+                f"{each.what}. {each.try_}" for each in status_of(cluster, "n1").problems
+            )
+
+        await until_so(lambda: "node n3 runs at its address, with another data folder" in told())
+        assert "1024 copies are kept for n2" in told()
+        assert "`dcpctl cluster remove n2` lets n3" in told()
+        operations = cluster.nodes["n1"]._cluster_operations()
+        await operations.changes.remove(NodeRequest(node="n2"))
+        names = ["n1", "n3"]
+        await until_so(lambda: [node.name for node in status_of(cluster, "n1").nodes] == names)
+        await cluster.until_all_in_sync(2)
+        await until_so(lambda: told() == "")
+
+
+async def join_as(cluster: ClusterHere, node: str, name: str) -> None:
+    """Write into the store that a node is a member of this name."""
+    found = cluster.nodes[node]
+    member = MemberRecord(
+        member=found._storage.node.node_id, address=f"127.0.0.1:{found.ports.kv}", name=name
+    )
+    await join_cluster(cluster.meta.client(), cluster._root, found.engine, member)

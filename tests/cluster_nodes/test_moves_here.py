@@ -13,7 +13,7 @@ from dcp.cluster.metastore import TxnResult
 from dcp.cluster.plan_requests import drain, rebalance, remove, set_cluster
 from dcp.cluster.request_answers import Answer, Prepared, Stamp
 from dcp.server.cluster.enrolment import ask
-from dcp.server.cluster.replicated_node import MembershipOverError
+from dcp.server.cluster.membership_over import MembershipOverError
 from dcp.server.node import Node
 from support.cluster_here import ClusterHere
 from support.waiting import until_so

@@ -27,7 +27,7 @@ from dcp.server.cluster import replicated_node
 from dcp.server.cluster.cluster_file import read_cluster_file, write_cluster_file
 from dcp.server.cluster.enrolment import EnrolmentError, ask
 from dcp.server.cluster.member_link import MemberLink
-from dcp.server.cluster.replicated_node import MembershipOverError
+from dcp.server.cluster.membership_over import MembershipOverError
 from dcp.server.node import Node
 from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError

@@ -8,16 +8,20 @@ import ssl
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dcp.server.access.users import CLUSTER_USER
+from dcp.server.cluster.cluster_file import read_cluster_file, write_cluster_file
 from dcp.server.node import Node
+from dcp.server.operate.cluster_requests import PlainRequest
 from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.certificates import TestCa
-from support.cluster_here import ClusterHere
+from support.cluster_here import SECRET, ClusterHere
+from support.ctl import ctl
 from support.node_here import Client
 from support.waiting import until_so
 
@@ -156,10 +160,47 @@ async def test_a_certificate_for_another_host_is_told(tmp_path: Path, ca: TestCa
 
 async def test_tls_on_one_side_only_is_told(tmp_path: Path, ca: TestCa) -> None:
     async with ClusterHere(tmp_path) as cluster:
-        _, n2 = await two(cluster, tls_settings("on", ca))
+        n1, n2 = await two(cluster, tls_settings("on", ca))
         await until_so(lambda: "node n1 offers no TLS" in problems(n2))
         assert "Start it with --tls-cert" in problems(n2)
+        await until_so(lambda: "node n1 offers no TLS" in problems(n1))  # whoever is asked
+        assert problems(n1).count("node n2 has no link to node n1") == 1
     async with ClusterHere(tmp_path / "other", **tls_settings("on", ca)) as cluster:
         _, n2 = await two(cluster, {})
         await until_so(lambda: "the login at node n1" in problems(n2))
         assert "--cluster-tls must be the same on all nodes" in problems(n2)
+
+
+async def test_a_wrong_secret_is_told_by_every_node_and_by_a_plan_that_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        n1 = await cluster.become_member("n1", copies=1)
+        await cluster.start("n2")
+        n2 = await cluster.become_member("n2", secret="w" * 43)
+        operations = n1._cluster_operations()
+        await until_so(lambda: [node.is_alive for node in operations.status().nodes] == [True] * 2)
+        asked = await operations.changes.rebalance(PlainRequest())
+        assert asked.is_plan
+
+        def waits_for() -> dict[str, int]:
+            plan = operations.status().plan
+            return {} if plan is None else plan.waits_for
+
+        await until_so(lambda: waits_for().get("n2", 0) == 512)
+        for node in (n1, n2):
+            assert "node n2 has no link to node n1" in problems(node)
+            assert "The secret in cluster.json and --cluster-tls must be the same" in problems(node)
+        ran = await ctl(n1.ports.kv, "cluster", "status")
+        assert "512 copies wait for n2, which has no link to their master" in ran.out
+        # With the right one it is let in, however often it failed before.
+        await n2.stop()
+        await until_so(lambda: "has no link" not in problems(n1))
+        content = read_cluster_file(tmp_path / "n2")
+        assert content is not None
+        write_cluster_file(tmp_path / "n2", msgspec.structs.replace(content, secret=SECRET))
+        await cluster.start("n2")
+        await until_so(lambda: operations.status().plan is None)
+        assert len(cluster.active("n2")) == 512
+        assert "has no link" not in problems(n1)

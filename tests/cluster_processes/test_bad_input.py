@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,8 +17,10 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from clients.cli.dcpctl import EXIT_UNAVAILABLE
 from clients.testing import DcpServer
 from dcp.server.cluster.cluster_file import ClusterToken
+from dcp.server.main import ExitCode
 from support.certificates import TestCa
 from support.ctl import STATUS, dcpctl, done, refused
 from support.etcd_members import EtcdMembers
@@ -211,3 +215,23 @@ def test_tokens_and_folders_that_do_not_fit(tmp_path: Path) -> None:
         assert "member already" in refused(a, "init")
         assert a.ask("GET", STATUS)["cluster"] == before
         assert dcpctl(b, "join").returncode == 2
+
+
+def test_a_join_while_the_store_is_away_has_exit_codes_of_its_own(
+    alone: DcpServer, tmp_path: Path
+) -> None:
+    token = ClusterToken(cluster="ab" * 16, meta="etcd://127.0.0.1:1", secret="s" * 43).to_text()
+    (tmp_path / "token").write_text(token)
+    with ThreadPoolExecutor() as pool:  # each waits for five seconds
+        asked = pool.submit(dcpctl, alone, "join", "--token", token)
+        started = subprocess.run(
+            [sys.executable, "-m", "dcp.server.main", "--data", tmp_path / "data", "--port", "0",
+             "--admin-port", "0", "--cluster", "join", "--cluster-token-file", tmp_path / "token"],
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+    for text in (asked.result().stderr, started.stderr):
+        assert "the metadata store does not answer" in text
+        assert "Traceback" not in text
+    assert asked.result().returncode == EXIT_UNAVAILABLE
+    assert started.returncode == ExitCode.META_STORE
+    assert is_alone(alone)

@@ -343,3 +343,19 @@ def test_containers_become_members_with_a_password_file_for_their_first_user(
         assert {node["name"]: node["rack"] for node in nodes} == {
             name: f"rack-{name}" for name in ("first", "second")
         }
+
+
+def test_the_process_of_a_removed_node_ends_with_0_and_says_why(tmp_path: Path) -> None:
+    with DcpServer(tmp_path / "a") as a, DcpServer(tmp_path / "b") as b:
+        token = done(a, "init", "--copies", "1", "--name", "first").strip()
+        until(lambda: a.ask("GET", STATUS)["served_here"] == 1024)
+        done(b, "join", "--token", token, "--name", "second")
+        until(lambda: all(node["is_alive"] for node in a.ask("GET", STATUS)["nodes"]))
+        process = b._process
+        assert process is not None
+        done(a, "remove", "second", "--yes", "--wait")
+        assert process.wait(30) == 0
+        log = b.log_path.read_text()
+        assert "node second was removed from its cluster" in log
+        assert "start it with an empty --data folder" in log
+        assert "Traceback" not in log

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from dcp.cluster.effects import Notice
 from dcp.replication.cut_off import Quarantine
+from dcp.replication.following import BARRED_REDIAL_NS_MAX, REDIAL_NS
 from dcp.replication.loss_receipt import CutOff
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.replica_link import RETRY_NS, LinkState
@@ -331,6 +334,31 @@ def test_a_master_that_does_not_answer_a_dial_is_only_silent() -> None:
     cluster.b.core.following.links["a"].unreachable("no answer", is_refused=False)
     cluster.tick("b", ns=50 * MS)
     assert cluster.b.session.reported == ()
+
+
+def test_a_node_that_is_not_let_in_waits_longer_before_each_attempt() -> None:
+    cluster = CoreCluster("abc")
+    cluster.run(LONG)
+    for wire in list(cluster.wires):
+        wire.cut()
+    cluster.wires.clear()
+    following = cluster.b.core.following
+    dialled_ns: list[int] = []
+    link = following.links["a"]
+    while len(dialled_ns) < 10:
+        cluster.tick("b", ns=50 * MS)
+        cluster.wires.clear()  # nobody but this test carries the dial out
+        if following.links["a"] is not link:
+            link = following.links["a"]
+            dialled_ns.append(cluster.now_ns)
+            link.refused("it does not let this node in")
+    pauses_ns = [after - before for before, after in pairwise(dialled_ns)]
+    assert pauses_ns == sorted(pauses_ns)
+    assert pauses_ns[0] < 3 * REDIAL_NS
+    assert pauses_ns[-1] in range(BARRED_REDIAL_NS_MAX, BARRED_REDIAL_NS_MAX + 100 * MS)
+    cluster.run(BARRED_REDIAL_NS_MAX + LONG)
+    assert following.is_followed(VB), "it is let in now"
+    assert not following._pauses_ns or not following.links["a"].is_barred
 
 
 def test_a_new_link_takes_over_all_that_the_lost_one_followed() -> None:

@@ -10,6 +10,7 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scramp import ScramClient
 
 from dcp.server.access import password_checks
 from dcp.server.access import users as users_module
@@ -23,7 +24,7 @@ from dcp.server.access.logins import (
     Logins,
     Peer,
 )
-from dcp.server.access.users import USERS_FILE, Users
+from dcp.server.access.users import CLUSTER_USER, USERS_FILE, Users
 from dcp.server.observe.event_log import EventLog
 from dcp.session.rights import FULL_RIGHTS, Rights, Role
 from dcp.wire.status import Status
@@ -250,3 +251,35 @@ async def test_an_admin_request_that_is_given_up_leaves_nothing_behind(logins):
     with pytest.raises(asyncio.CancelledError):
         await asked
     assert (await plain(logins.peer("h", "h:1", "kv"), "ada", "secret1")).status == Status.OK
+
+
+async def test_a_node_is_let_in_however_often_its_neighbours_have_failed(logins, audited):
+    """They have one address, where all of them run on one machine or behind one router."""
+    logins.users.let_cluster_in("s" * 43)
+    for _ in range(3 * ALL_NAMES_FACTOR + 1):
+        assert scram(logins, "w" * 43).status == Status.AUTH_ERROR
+    assert scram(logins, "s" * 43).status == Status.OK
+    assert (await plain(logins.peer(*HERE[:3]), "ada", "secret1")).status == Status.OK
+    refused = [line for line in audited() if line["result"] == "refused"]
+    assert len(refused) == 3 * ALL_NAMES_FACTOR + 1
+    assert {line["why"] for line in refused} == {"the secret is not that of this cluster"}
+
+
+async def test_a_password_for_the_nodes_user_counts_as_any_other(logins):
+    logins.users.let_cluster_in("s" * 43)
+    for _ in range(3):
+        step = await plain(logins.peer(*HERE[:3]), CLUSTER_USER, "guess-guess")
+        assert step.status == Status.AUTH_ERROR
+    assert "too many wrong logins" in logins.refusal(HERE, CLUSTER_USER)
+
+
+def scram(logins, secret):
+    """Log in as a node; return the last step."""
+    client = ScramClient(["SCRAM-SHA-512"], CLUSTER_USER, secret)
+    peer_logins = logins.peer(*HERE[:3])
+    step = peer_logins.start("SCRAM-SHA512", client.get_client_first().encode(), True)
+    assert step.status == Status.AUTH_CONTINUE
+    client.set_server_first(step.data.decode())
+    step = peer_logins.step(step.exchange, client.get_client_final().encode())
+    peer_logins.leave()
+    return step

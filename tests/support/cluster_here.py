@@ -27,6 +27,7 @@ from vbucket.engine.partition import VbState
 
 CLUSTER = "ab" * 16
 
+SECRET: Final = "s" * 43
 HOST: Final = "127.0.0.1"
 
 
@@ -81,11 +82,11 @@ class ClusterHere:
         await node.start()
         return node
 
-    async def become_member(self, name: str, *, copies: int = 0) -> Node:
+    async def become_member(self, name: str, *, copies: int = 0, secret: str = SECRET) -> Node:
         """Make a node that runs alone a member, and restart it; with `copies`: the first one."""
         await self.joins(name, copies=copies)
         node = self.nodes[name]
-        content = ClusterFile(cluster=CLUSTER, meta="memory", secret="s" * 43, name=name)
+        content = ClusterFile(cluster=CLUSTER, meta="memory", secret=secret, name=name)
         await node.stop()
         write_cluster_file(self._folder / name, content)
         return await self.start(name)

@@ -7,6 +7,8 @@ Invariants
 - each refused login, and each successful one on a key-value port, has a line in the audit log;
 - after too many failures within a minute, logins are refused whatever their password, or guessing
   could go on. This is checked before a password is derived, and again when the outcome is known;
+- a node of the cluster with the right secret or certificate is let in, however often its neighbours
+  at the same address have failed: a secret is too random to be guessed, and costs an HMAC to check;
 - passwords are derived in threads (dcp.server.access.password_checks), which do nothing else.
 """
 
@@ -277,10 +279,12 @@ class PeerLogins:
     def _judge(self, step: AuthStep) -> AuthStep:
         logins, peer = self._logins, self._peer
         name = self._claimed = step.claimed or self._claimed
-        if blocked := logins.refusal(peer, name):
+        is_node = name == CLUSTER_USER and self._mechanism != PLAIN
+        blocked = "" if is_node else logins.refusal(peer, name)
+        if blocked:
             step = AuthStep(Status.AUTH_ERROR, claimed=name, why=blocked)
         elif (
-            name == CLUSTER_USER
+            is_node
             and self._mechanism != EXTERNAL
             and (why := logins.nodes.secret_refusal(is_tls=peer.over == KV_TLS))
         ):
@@ -300,6 +304,8 @@ class PeerLogins:
             step = AuthStep(Status.EBUSY, claimed=name, why=crowded)
         if step.why:  # the password was not checked, or does not matter
             logins.refused(peer, name, step.why)
+        elif is_node:
+            logins.refused(peer, name, "the secret is not that of this cluster")
         else:
             logins.failed(peer, name, "user or password is wrong, or from elsewhere")
         return step

@@ -41,6 +41,7 @@ from dcp.cluster.request_answers import (
     Prepared,
     RequestRefused,
     Stamp,
+    gives_way,
     member_counts,
     member_named,
     name_of,
@@ -282,8 +283,7 @@ class ClusterChanges:
                     return found.revision
             if isinstance(result, TxnResult):
                 why = why_not_written(self._view, result)
-                is_other_plan = bool(result.ranges and result.ranges[0].items)
-                raise (ClusterRefusedError if is_other_plan else ChangedMeanwhileError)(why)
+                raise (ChangedMeanwhileError if gives_way(result) else ClusterRefusedError)(why)
             if isinstance(result, OutcomeUnknown):
                 was_unknown = True
                 continue

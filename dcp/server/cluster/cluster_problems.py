@@ -19,7 +19,7 @@ class _Problem(NamedTuple):
 
 
 class OwnTroubles(NamedTuple):
-    """What a node knows of itself."""
+    """What a node knows of itself, and which links there are not."""
 
     wrong_store: str
     """Why the store is not that of the cluster; "": it is."""
@@ -81,8 +81,18 @@ def _store_problems(
 
 
 def _node_problems(nodes: list[NodeReport]) -> Iterator[_Problem]:
+    living = {node.address: node for node in nodes if node.is_alive}
     for node in nodes:
-        if not node.is_alive:
+        successor = living.get(node.address)
+        if not node.is_alive and successor is not None:
+            yield _Problem(
+                f"node {node.name} ({node.address}) is gone: node {successor.name} runs at its "
+                f"address, with another data folder. {node.copies} copies are kept for "
+                f"{node.name}, and nobody makes them anew",
+                f"`dcpctl cluster remove {node.name}` lets {successor.name} and the other nodes "
+                f"have them. To get {node.name} back, start it with its own folder",
+            )
+        elif not node.is_alive:
             yield _Problem(
                 f"node {node.name} ({node.address}) is down",
                 f"Start it again. If it is lost for good: `dcpctl cluster remove {node.name}`",

@@ -7,11 +7,13 @@ master. Nothing is asked and nothing is changed.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcp.cluster.cluster_view import ClusterView
 from dcp.cluster.request_answers import name_of
 from dcp.replication.leading_report import Unwritable, follower_lags, unwritable
+from dcp.server.access.link_tls import LinkTrouble
 from dcp.server.cluster.cluster_changes import plan_progress
 from dcp.server.cluster.cluster_problems import OwnTroubles, problems_of
 from dcp.server.observe.elapsed import elapsed_ns
@@ -71,10 +73,27 @@ def cluster_report(replicated: ReplicatedNode) -> ClusterReport:
 
 
 def _own_troubles(replicated: ReplicatedNode) -> OwnTroubles:
-    links = tuple(replicated.troubles.values())
     return OwnTroubles(
-        replicated.wrong_store, replicated.why_idle, links, replicated.clock_problems()
-    )
+        replicated.wrong_store, replicated.why_idle, tuple(_link_troubles(replicated)),
+        replicated.clock_problems(),
+    )  # fmt: skip
+
+
+def _link_troubles(replicated: ReplicatedNode) -> Iterator[LinkTrouble]:
+    """Yield which nodes cannot follow which, by what all of them say."""
+    view = replicated.session.view
+    found: dict[str, Mapping[str, tuple[str, str]]] = {
+        member: stored.content.refused for member, stored in view.links.items()
+    }
+    found[replicated.member] = replicated.own_links.troubles  # newer than the view
+    for member, refused in sorted(found.items()):
+        name = name_of(view, member)
+        for other, (what, advice) in sorted(refused.items()):
+            yield LinkTrouble(
+                f"node {name} has no link to node {name_of(view, other)} and gets no changes from "
+                f"there. It says: {what}",
+                f"{advice} (this node: {name})" if "this node" in advice else advice,
+            )
 
 
 def _nodes(view: ClusterView) -> list[NodeReport]:

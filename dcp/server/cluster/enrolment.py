@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Final, NamedTuple
 
 from dcp.cluster.cluster_keys import MEMBER_ID, ClusterKeys, KeyKind
@@ -66,6 +67,13 @@ class EnrolmentError(ClusterRefusedError):
     """The node does not become a member."""
 
 
+class StoreAwayError(EnrolmentError):
+    """The metadata store does not answer now: the same command may succeed later."""
+
+    def __init__(self, why: str, try_this: str = "") -> None:
+        super().__init__(why, try_this, status=HTTPStatus.SERVICE_UNAVAILABLE)
+
+
 JOIN_ADVICE: Final = "Get a new token with `dcpctl cluster token` on a member"
 
 
@@ -89,7 +97,7 @@ async def ask(meta: MetaStore, request: StoreRequest) -> StoreResult:
         async with asyncio.timeout(ANSWER_S):
             return await answered
     except TimeoutError:
-        raise EnrolmentError(
+        raise StoreAwayError(
             f"the metadata store did not answer within {ANSWER_S:g} s", "Check that it runs"
         ) from None
 
@@ -119,7 +127,7 @@ async def ask_again(meta: MetaStore, request: StoreRequest) -> StoreResult:
                 "Correct the token, or the URL of --meta; then try again",
             )
         if loop.time() >= give_up_s:
-            raise EnrolmentError(
+            raise StoreAwayError(
                 f"the metadata store does not answer: {result.text}",
                 "Check that it runs, and that this machine reaches it; then try again",
             )
@@ -370,7 +378,8 @@ def _taken(key: bytes) -> EnrolmentError:
     if kind.endswith("/name"):
         return EnrolmentError(
             f"another member has the name {name}",
-            "Choose another one with --name (`dcpctl cluster status` shows those in use)",
+            "Choose another one with --name (`dcpctl cluster status` shows those in use). If that "
+            f"node is lost for good, `dcpctl cluster remove {name}` makes the name free",
         )
     return EnrolmentError(
         "a member with the id of this data folder is there already: the folder is a copy of a "

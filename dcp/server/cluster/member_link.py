@@ -41,8 +41,8 @@ TLS_DIAL_S: Final = 3.0
 _MECHANISM: Final = "SCRAM-SHA512"
 _RFC_MECHANISM: Final = "SCRAM-SHA-512"
 _LOGIN_ADVICE: Final = (
-    "Its log has the reason. The secret in cluster.json and --cluster-tls must be the same on all "
-    "nodes"
+    "The log of that node has the reason. The secret in cluster.json and --cluster-tls must be the "
+    "same on all nodes"
 )
 
 
@@ -61,9 +61,13 @@ class MemberLink(asyncio.Protocol):
         *,
         tls: LinkTls | None = None,
         name: str = "the node",
+        member: str = "",
     ) -> None:
-        """`tls`: how to dial; None: without TLS. `name` is that of the other node."""
+        """`tls`: how to dial; None: without TLS. `name` and `member` are those of the other
+        node.
+        """
         self.link = link
+        self.member = member
         self.trouble: LinkTrouble | None = None
         """Why there is no link, if an operator has to do something; None: there is, or not yet."""
         self._on_bytes = on_bytes
@@ -97,13 +101,14 @@ class MemberLink(asyncio.Protocol):
             self.link.unreachable(
                 str(self.trouble or f"no connection to {self._where}: {reason}"),
                 is_refused=isinstance(error, ConnectionRefusedError),
+                is_barred=self.trouble is not None,
             )
             self._on_bytes()
 
     def cannot_dial(self, why: LinkTrouble) -> None:
         """Give the link up: there is no address to dial."""
         self.trouble = why
-        self.link.unreachable(str(why), is_refused=False)
+        self.link.unreachable(str(why), is_refused=False, is_barred=True)
         self._on_bytes()
 
     @property
@@ -144,6 +149,8 @@ class MemberLink(asyncio.Protocol):
             self.trouble = link_trouble(exc, self._where) if isinstance(exc, OSError) else None
             if not self.trouble and self._uses_certificate:  # asyncio drops the alert of TLS
                 self.trouble = certificate_trouble(self._where, "it closes the connection")
+            if self.trouble:
+                self.link.refused(str(self.trouble))
         self.link.closed()
         self._on_bytes()
 

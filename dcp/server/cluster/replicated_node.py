@@ -52,8 +52,10 @@ from dcp.server.cluster.enrolment_state import Enrolment, Happening, Standing
 from dcp.server.cluster.map_pace import MapPace
 from dcp.server.cluster.map_shown import MapShown, tls_address_of
 from dcp.server.cluster.member_link import MemberLink
+from dcp.server.cluster.membership_over import MembershipOverError, NodeRemovedError
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_clock import OwnClock
+from dcp.server.cluster.own_links import OwnLinks
 from dcp.server.cluster.own_record import OwnRecord
 from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.quarantine_files import keep_cut_off
@@ -95,10 +97,6 @@ _REMOVED_ADVICE: Final = (
     "Its data folder stays as it is. To let this node join again, start it with an empty --data "
     "folder"
 )
-
-
-class MembershipOverError(RuntimeError):
-    """Another process is the member, or has its address, or the versions differ."""
 
 
 class ServerParts(NamedTuple):
@@ -186,6 +184,7 @@ class ReplicatedNode:
         self.manifest = SharedManifest(session.view, parts.engine, access, self.core.settle)
         self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
         self._clock = OwnClock(session, access.meta, parts.log)
+        self.own_links = OwnLinks(session, access.meta, parts.log)
         self._elections = ElectionLog(session.view)
         self._links: list[MemberLink] = []
         self._loop = asyncio.get_running_loop()
@@ -196,8 +195,6 @@ class ReplicatedNode:
         self._has_started = self._has_registered = False
         self._turns = 0
         self._why_idle = ""
-        self.troubles: dict[str, LinkTrouble] = {}
-        """By node, why this one has no link to it although it runs, and what to try."""
         self.wrong_store = ""
         """Why the metadata store is not that of this cluster; "" if it is, or is not known."""
         self._effects: Final[dict[type, Callable[[Any], None]]] = {
@@ -400,7 +397,7 @@ class ReplicatedNode:
         view = self.session.view
         key = view.keys.of_member(KeyKind.MEMBER, self.member)
         if view.is_loaded and not view.mod_revision(key):
-            raise MembershipOverError(
+            raise NodeRemovedError(
                 f"node {self.identity.name} was removed from its cluster, and takes no further "
                 f"part. {_REMOVED_ADVICE}"
             )
@@ -417,6 +414,7 @@ class ReplicatedNode:
         self._own.tick(now_ns)
         self._raising.tick(now_ns)
         self._clock.tick(now_ns)
+        self.own_links.tick(now_ns)
         for feed in tuple(self.core.leading.feeds.values()):
             feed.tick(now_ns)
         if self._turns % CORE_TURNS == 0:
@@ -493,7 +491,9 @@ class ReplicatedNode:
             return
         record, tls = stored.content, self._parts.link_tls
         name = f"node {record.name or record.member}"
-        connection = MemberLink(link, self.identity.secret, self._link_moved, tls=tls, name=name)
+        connection = MemberLink(
+            link, self.identity.secret, self._link_moved, tls=tls, name=name, member=effect.member
+        )
         self._links.append(connection)
         address = record.address if tls is None else tls_address_of(record)
         if address:
@@ -504,16 +504,12 @@ class ReplicatedNode:
 
     def _has_ended(self, connection: MemberLink) -> bool:
         """Whether nothing more comes of a connection; tell once why there is none."""
-        if connection.is_in:
-            self.troubles.pop(connection.name, None)
+        if connection.is_in or connection.link.is_refused:  # refused: that node is down now
+            self.own_links.over(connection.member)
         if not connection.is_over:
             return False
-        name, trouble = connection.name, connection.trouble
-        if trouble is not None and self.troubles.get(name) != trouble:
-            self.troubles[name] = trouble
-            self._log.warning("no link to another node", reason=str(trouble))
-        elif connection.link.is_refused:
-            self.troubles.pop(name, None)  # that node is down now
+        if connection.trouble is not None:
+            self.own_links.failed(elapsed_ns(), connection.member, connection.trouble)
         return True
 
     def _link_moved(self) -> None:

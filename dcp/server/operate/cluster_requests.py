@@ -113,5 +113,6 @@ class PlanProgress(Struct, frozen=True, kw_only=True):
     filling: Annotated[Count, Meta(description="Copies that are being filled for it now.")]
     handovers: Annotated[Count, Meta(description="Partitions that wait for their master only.")]
     waits_for: Annotated[
-        dict[str, int], Meta(description="Nodes that are down -> copies that wait for them.")
+        dict[str, int],
+        Meta(description="Nodes that are down, or have no link to the master -> copies that wait."),
     ]
