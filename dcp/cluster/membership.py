@@ -241,9 +241,7 @@ class Membership:
         return self._lose(now_ns, "it was not renewed in time")
 
     def _note_kept(self, tag: Tag) -> None:
-        """A keep-alive of the present lease was answered, perhaps late. The ones before it count for
-        nothing any more.
-        """
+        """A keep-alive of the present lease was answered, perhaps late."""
         asked_ns = self._keeping.get(tag)
         if asked_ns is not None:
             self._kept_ns = max(self._kept_ns, asked_ns)
