@@ -19,6 +19,8 @@ from typing import Final
 
 GAP_NS: Final = 100_000_000
 """The longest time between two ticks that counts as time in which the process ran."""
+MISSED_NS_MIN: Final = 10_000_000
+"""Less is no sign of anything: other threads of the process run, too."""
 REMEMBERED_NS: Final = 120_000_000_000
 """How long lost time is remembered: twice the longest silence that can be set."""
 
@@ -28,17 +30,26 @@ class RanTime:
 
     def __init__(self, now_ns: int) -> None:
         self._ticked_ns = now_ns
+        self._missed_ns = 0
+        """What was lost since the last tick, as far as known."""
         self._lost: deque[tuple[int, int]] = deque()
         """When a gap ended, and how much of it was lost; the newest first."""
 
     def tick(self, now_ns: int) -> None:
         """Let time pass; call it at least every 100 ms."""
-        lost_ns = now_ns - self._ticked_ns - GAP_NS
+        lost_ns = now_ns - self._ticked_ns - self._missed_ns - GAP_NS
+        self._missed_ns = 0
         self._ticked_ns = max(self._ticked_ns, now_ns)
         if lost_ns > 0:
             self._lost.appendleft((now_ns, lost_ns))
         while self._lost and now_ns - self._lost[-1][0] > REMEMBERED_NS:
             self._lost.pop()
+
+    def missed(self, now_ns: int, lost_ns: int) -> None:
+        """Work that waits for nothing has ended. It took so much longer than its processor time."""
+        if lost_ns >= MISSED_NS_MIN:
+            self._missed_ns += lost_ns
+            self._lost.appendleft((now_ns, lost_ns))
 
     def lost_since(self, since_ns: int) -> int:
         """Return how much of the time since then, up to the last tick, was lost."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Final
 
 from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
@@ -42,6 +41,7 @@ from dcp.replication.messages import (
     encode,
     versions_of,
 )
+from dcp.replication.own_pace import allowance_ns, is_starved
 from dcp.replication.replica_feed import ReplicaFeed
 from dcp.replication.serving import Serving
 from dcp.replication.shell_effects import BranchEnded, ReplicationEffect, StepDue
@@ -62,12 +62,6 @@ from vbucket.engine.leadership import begin_version, set_leader_epoch
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.log.commit_group import CommitGroup
 from vbucket.store.environment import StoreDamagedError
-
-LOST_TIMES: Final = 3
-"""See `_lost_ns`."""
-STARVED_WINDOW_NS: Final = 5_000_000_000
-STARVED_PART: Final = 10
-"""This process is starved if it did not run for a tenth of the window: it judges nobody's pace."""
 
 
 class Leading:
@@ -440,27 +434,19 @@ class Leading:
                 feed.delays.take(self._now_ns)
             else:
                 delays[member] = feed.delays
-        lost_ns = self._ran.lost_since(self._now_ns - STARVED_WINDOW_NS)
-        is_starved = lost_ns * STARVED_PART > STARVED_WINDOW_NS
-        lateness = self._late_members.look(self._now_ns, delays, is_starved=is_starved)
+        starved = is_starved(self._ran, self._now_ns)
+        lateness = self._late_members.look(self._now_ns, delays, is_starved=starved)
         if any(not lateness.slow.isdisjoint(each.members) for each in self._wholes.in_sync_sets()):
             self.serving.all_changed()
         return lateness
-
-    def _lost_ns(self) -> int:
-        """Return how much later than usual a silent member leaves its in-sync set, because this
-        process did not run all the time. Members share its machine, or its load: they get back what
-        was lost here, and as much again for each way of a question and its answer.
-        """
-        lag_max_ns = self._settings.replica_lag_max_ns
-        return LOST_TIMES * (self._ran.stretched(lag_max_ns) - lag_max_ns)
 
     def _are_level(self) -> bool:
         """Whether no member of an in-sync set may have to leave it."""
         for member, feed in self.feeds.items():
             if feed.is_level():
                 self._level_ns[member] = max(self._level_ns.get(member, 0), feed.asked_ns)
-        since_ns = self._now_ns - self._settings.replica_lag_max_ns - self._lost_ns()
+        lag_max_ns = self._settings.replica_lag_max_ns
+        since_ns = self._now_ns - lag_max_ns - allowance_ns(self._ran, lag_max_ns)
         level = {member for member, at_ns in self._level_ns.items() if at_ns >= since_ns}
         level.add(self._member)
         return all(in_sync.members <= level for in_sync in self._wholes.in_sync_sets())
@@ -479,7 +465,7 @@ class Leading:
         rested_ns, self._rested_ns = self._rested_ns, dict(self._level_ns)
         alive = self._view.alive
         heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
-        lost_ns = self._lost_ns()
+        lost_ns = allowance_ns(self._ran, self._settings.replica_lag_max_ns)
         changes: list[RecordChange] = []
         for vb_id in sorted(restless):
             mastership = self.masterships[vb_id]

@@ -341,6 +341,10 @@ class ReplicationCore:
         self._ran.tick(now_ns)
         self.leading.beat(now_ns)
 
+    def missed(self, now_ns: int, lost_ns: int) -> None:
+        """Note that this process did not run for so long just now, in the middle of its work."""
+        self._ran.missed(now_ns, lost_ns)
+
     def tick(self, now_ns: int) -> None:
         """Let time pass: links, services, in-sync sets, handovers, reports."""
         self._now_ns = now_ns

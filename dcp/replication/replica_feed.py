@@ -142,7 +142,6 @@ class ReplicaFeed:
         self._now_ns = self._heard_ns = now_ns
         self._next_beat_ns, self.beat_ns = now_ns, BEAT_NS
         self.silence_ns = SILENCE_NS_MAX
-        """How long the replica may say nothing: longer if this node has not run."""
 
     @property
     def asked_ns(self) -> int:

@@ -60,3 +60,12 @@ def test_work_gets_a_share_of_the_time_however_long_it_takes() -> None:
     assert pace.is_due((REST_FOR_WORK + 1) * 250 * MS)
     pace.did(2_000 * MS, 2_001 * MS)
     assert pace.is_due(2_004 * MS), "a quick machine is not held up"
+
+
+def test_what_was_lost_within_work_counts_once() -> None:
+    ran, now_ns = ticked(100)
+    ran.missed(now_ns + 250 * MS, 200 * MS)
+    ran.tick(now_ns + 350 * MS)
+    assert ran.lost_since(0) == 250 * MS, "200 ms in the work, and 50 of the rest"
+    ran.missed(now_ns + 351 * MS, MS)
+    assert ran.lost_since(0) == 250 * MS, "a moment is no sign of anything"

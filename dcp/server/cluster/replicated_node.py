@@ -38,7 +38,6 @@ from dcp.cluster.partition_choices import CoordinatorSettings
 from dcp.cluster.prefix_owner import owner_read, owner_trouble
 from dcp.cluster.record_writer import WriteOutcome
 from dcp.cluster.store_driver import StoreDriver
-from dcp.cluster.work_pace import WorkPace
 from dcp.core.groups import GroupCycle, Published
 from dcp.replication.loss_receipt import CutOff, ElectionLoss, cut_off_receipt, election_receipt
 from dcp.replication.mastership import ReplicationSettings
@@ -56,6 +55,7 @@ from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_clock import OwnClock
 from dcp.server.cluster.own_record import OwnRecord
+from dcp.server.cluster.paced_work import PacedWork
 from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.quarantine_files import keep_cut_off
 from dcp.server.cluster.raised_life import RaisedLife
@@ -196,9 +196,10 @@ class ReplicatedNode:
         self._is_stopped = False
         self._has_started = self._has_registered = False
         self._turns = self._core_turn = 0
-        self._core_pace, self._step_pace = WorkPace(), WorkPace()
-        """Of looks at all partitions, and of steps between them."""
-        self._next_step: asyncio.TimerHandle | None = None
+        self._looks = PacedWork(self._loop, self.core.tick, self.core.missed)
+        """Looks at all partitions."""
+        self._steps = PacedWork(self._loop, self.core.step, self.core.missed)
+        """What is done between them."""
         self._why_idle = ""
         self.troubles: dict[str, LinkTrouble] = {}
         """By node, why this one has no link to it although it runs, and what to try."""
@@ -375,8 +376,7 @@ class ReplicatedNode:
         self._driver.close()
         if self._next_tick is not None:
             self._next_tick.cancel()
-        if self._next_step is not None:
-            self._next_step.cancel()
+        self._steps.cancel()
         self._map_pace.cancel()
         self._told.finish()
         for each in self._links:
@@ -424,10 +424,9 @@ class ReplicatedNode:
         self._raising.tick(now_ns)
         self._clock.tick(now_ns)
         self.core.time_passes(now_ns)
-        if self._turns >= self._core_turn and self._core_pace.is_due(now_ns):
+        if self._turns >= self._core_turn and self._looks.is_due(now_ns):
             self._core_turn = self._turns + CORE_TURNS
-            self.core.tick(now_ns)
-            self._core_pace.did(now_ns, elapsed_ns())
+            self._looks.do()
         if self._turns % USERS_TURNS == 0:
             self._users.adopt()  # again, if it could not be written before
         self._turns += 1
@@ -573,22 +572,11 @@ class ReplicatedNode:
         self._log.info("branch decided", **ended._asdict())
 
     def _step(self, _effect: StepDue) -> None:
-        """Take a step between ticks, now or when the one before has left time for other things."""
-        wait_ns = self._step_pace.due_ns - elapsed_ns()
-        if wait_ns <= 0:
-            self._take_step()
-        elif self._next_step is None:
-            self._next_step = self._loop.call_later(wait_ns / 1e9, self._guarded, self._late_step)
+        self._steps.do_when_due(self._later)
 
-    def _late_step(self) -> None:
-        self._next_step = None
-        self._take_step()
-        self._carry_out()
-
-    def _take_step(self) -> None:
-        began_ns = elapsed_ns()
-        self.core.step(began_ns)
-        self._step_pace.did(began_ns, elapsed_ns())
+    def _later(self, work: Callable[[], None]) -> None:
+        self._guarded(work)
+        self._guarded(self._carry_out)
 
     def _arrived(self, _effect: PartitionsArrived) -> None:
         self._parts.connections.arrived()
