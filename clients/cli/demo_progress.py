@@ -55,8 +55,8 @@ class DemoProgress:
         """What was reached."""
         alive, in_sync, _ = self._best
         return (
-            f"nothing has moved for {self._still_s:.0f} s: {alive} nodes take part, and {in_sync:,} "
-            "copies are in sync"
+            f"nothing has moved for {self._still_s:.0f} s: {alive} nodes take part, and "
+            f"{in_sync:,} copies are in sync"
         )
 
 
