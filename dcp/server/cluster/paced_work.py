@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from dcp.cluster.work_pace import WorkPace
+from dcp.replication.node_core import ReplicationCore
 from dcp.server.observe.elapsed import elapsed_ns
 
 
@@ -57,3 +58,10 @@ class PacedWork:
         """Do nothing later: the node stops."""
         if self._timer is not None:
             self._timer.cancel()
+
+
+def paced_work(
+    loop: asyncio.AbstractEventLoop, core: ReplicationCore
+) -> tuple[PacedWork, PacedWork]:
+    """Return a node's looks at all partitions, and its steps between them."""
+    return PacedWork(loop, core.tick, core.missed), PacedWork(loop, core.step, core.missed)

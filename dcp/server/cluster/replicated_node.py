@@ -55,7 +55,7 @@ from dcp.server.cluster.member_link import MemberLink
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_clock import OwnClock
 from dcp.server.cluster.own_record import OwnRecord
-from dcp.server.cluster.paced_work import PacedWork
+from dcp.server.cluster.paced_work import paced_work
 from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.quarantine_files import keep_cut_off
 from dcp.server.cluster.raised_life import RaisedLife
@@ -192,14 +192,10 @@ class ReplicatedNode:
         self._loop = asyncio.get_running_loop()
         self._next_tick: asyncio.TimerHandle | None = None
         self._map_pace = MapPace(self._loop, partial(self._guarded, self._show_map))
-        self._is_scheduled = self._is_carrying = False
-        self._is_stopped = False
+        self._is_scheduled = self._is_carrying = self._is_stopped = False
         self._has_started = self._has_registered = False
         self._turns = self._core_turn = 0
-        self._looks = PacedWork(self._loop, self.core.tick, self.core.missed)
-        """Looks at all partitions."""
-        self._steps = PacedWork(self._loop, self.core.step, self.core.missed)
-        """What is done between them."""
+        self._looks, self._steps = paced_work(self._loop, self.core)
         self._why_idle = ""
         self.troubles: dict[str, LinkTrouble] = {}
         """By node, why this one has no link to it although it runs, and what to try."""
