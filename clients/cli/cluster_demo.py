@@ -5,7 +5,9 @@
     DIR/demo.json           name -> process id, while the demo runs
     DIR/etcd, ...           with --meta etcd (`demo_etcd`)
 
-With JSON output it writes one line when all nodes serve, and one when a node ends or is back.
+With JSON output it writes one line when all nodes serve, and one when a node ends or is back. What
+it waits for meanwhile goes to stderr, a line for each step. It waits as long as anything moves
+(`demo_progress`).
 
 A node that was killed with `dcpctl cluster kill` is started again after a while. One that ended by
 itself is not: its log says why.
@@ -28,6 +30,7 @@ from typing import Any, Final
 import click
 
 from clients.cli.demo_etcd import PORTS_FILE, DemoEtcd
+from clients.cli.demo_progress import STILL_S, DemoProgress, told_while_it_takes
 from clients.cli.output import write_json, write_raw
 from clients.errors import ConnectError, DcpdError, OperationTimeoutError
 
@@ -35,9 +38,6 @@ STATE_FILE: Final = "demo.json"
 RESTART_S: Final = 10.0
 """How long a killed node stays away, so that one can see what the others do."""
 STOP_S: Final = 15.0
-START_S: Final = 20.0
-FILL_S: Final = 30.0
-"""How long the copies of one node may take, on a machine that is busy with other things."""
 POLL_S: Final = 0.1
 EMBEDDED: Final = "embedded"
 NODES: Final = 3
@@ -66,7 +66,11 @@ class _DemoNode:
         """When it was found dead, monotonic; 0: it runs."""
 
     def start(self, *arguments: str) -> None:
-        """Start it, and wait until it listens."""
+        """Start it, and wait until it listens. It ends by itself if that is not possible."""
+        with told_while_it_takes(_tell, f"{self.name} starts", self.log_path):
+            self._start(*arguments)
+
+    def _start(self, *arguments: str) -> None:
         with self.log_path.open("a") as log:
             self.process = process = subprocess.Popen(  # noqa: S603 - our own program
                 [
@@ -130,7 +134,8 @@ def run_demo(
     try:
         store: tuple[str, ...] = ()
         if etcd is not None:
-            etcd.start()
+            with told_while_it_takes(_tell, "etcd starts", folder / "etcd.log"):
+                etcd.start()
             store = ("--cluster-meta", etcd.url)
         for number, node in enumerate(nodes):
             way = ("--cluster", "init", *store) if number == 0 else ("--cluster", "join")
@@ -232,14 +237,25 @@ def _note(folder: Path, nodes: list[_DemoNode]) -> None:
 
 
 def _wait_until_served(nodes: list[_DemoNode], timeout_s: float) -> None:
-    """Wait until each partition has its copies in sync, and nothing moves any more."""
-    give_up_s = time.monotonic() + max(timeout_s, START_S) + FILL_S * len(nodes)
-    while time.monotonic() < give_up_s:
+    """Wait until each partition has its copies in sync, and no plan is under way, for as long as
+    anything moves.
+    """
+    progress = DemoProgress(_tell, time.monotonic(), max(timeout_s, STILL_S))
+    while not progress.is_stuck(time.monotonic()):
         running = {node.name for node in nodes if node.runs}
-        if _is_served(nodes[0].status(), running):
+        status = nodes[0].status()
+        if _is_served(status, running):
             return
+        progress.note(time.monotonic(), status)
         time.sleep(POLL_S)
-    raise OperationTimeoutError("the copies are not in sync", hint="The logs of the nodes say why.")
+    logs = ", ".join(str(node.log_path) for node in nodes)
+    raise OperationTimeoutError(
+        f"the copies are not in sync: {progress.text}", hint=f"The logs say why: {logs}."
+    )
+
+
+def _tell(text: str) -> None:
+    click.echo(f"dcpctl: {text}", err=True)
 
 
 def _is_served(status: dict[str, Any], running: set[str]) -> bool:

@@ -9,7 +9,10 @@ Every member runs one; the leader's key is under its member's lease. That a coor
 lead gives it no right: each of its writes compares the create revision of its key (its *term*) and
 the mod revision of each record. So a successor may try early, before the lease of a dead
 coordinator is over: as soon as its own view of the reports says that an election is due, and
-nothing happens for a while.
+nothing happens for a while. As long as elections that are due become fewer, something happens.
+
+It does as much at a time as it can. A write that took long, because the store or one of the
+processors is slow, is followed by a pause of the same length, and by a smaller one.
 
 What it writes
 - a clean election, when `failover.election` says that the master is gone: the member of the ISR
@@ -31,6 +34,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum, auto
 from typing import Final, NamedTuple, TypeAlias
 
@@ -62,6 +66,7 @@ from dcp.cluster.metastore import (
 )
 from dcp.cluster.partition_choices import CoordinatorSettings, PartitionChoices
 from dcp.cluster.plan_keeper import PlanKeeper
+from dcp.cluster.ran_time import RanTime
 from dcp.cluster.record_writer import (
     COMPARES_MAX,
     Guard,
@@ -82,9 +87,29 @@ LEADER_LATE_NS: Final = 1_000_000_000
 LOOK_NS: Final = 200_000_000
 """Time between looks at all partitions while nothing is reported and the view stays as it is: only
 wishes become due by time alone, and none of them is urgent."""
+BATCH_NS: Final = 1_000_000_000
+"""A write that took longer had too many records."""
+BATCH_SLOW_MIN: Final = 32
+"""Compares left after writes that took long."""
+LATE_LOOK_NS: Final = 50_000_000
+"""Time between looks whether elections are due that another coordinator does not write."""
+DEPOSED_NS: Final = 60_000_000_000
+"""For so long a coordinator that was deposed makes others wait twice as long for the next one."""
+DEPOSED_MAX: Final = 3
+"""How often it doubles."""
 BATCH_MIN: Final = 2
 """Compares left after transactions that failed: one record, and the lease that it relies on."""
 COORDINATOR: Final = "coordinator"
+
+
+class _Late(NamedTuple):
+    """Elections are due, and another coordinator does not write them."""
+
+    leader_revision: int
+    """The create revision of its key."""
+    since_ns: int
+    """Since when they do not become fewer."""
+    due: int
 
 
 class Elected(NamedTuple):
@@ -138,8 +163,14 @@ class Coordinator:
         self._is_waiting = False
         self._until_ns = 0
         """When a missing answer counts as none, or the end of a pause."""
-        self._late_since: tuple[int, int] | None = None
-        """The leader's create revision, and since when an election is due under it."""
+        self._late: _Late | None = None
+        self._late_look_ns = 0
+        self._deposed_ns: deque[int] = deque(maxlen=DEPOSED_MAX)
+        """When this node deposed coordinators."""
+        self._ran: RanTime | None = None
+        """From the first tick on."""
+        self._wrote_ns = 0
+        """When the write that is under way began."""
         self._look_ns = 0
         """Until when nothing is to be written unless the view changes."""
 
@@ -154,6 +185,9 @@ class Coordinator:
     def on_event(self, now_ns: int, event: StoreEvent | ViewChanged) -> list[CoordinatorEffect]:
         """Take one event; return what to do."""
         effects: list[CoordinatorEffect] = []
+        if isinstance(event, Tick):
+            self._ran = self._ran or RanTime(now_ns)
+            self._ran.tick(now_ns)
         if isinstance(event, ViewChanged):
             self._look_ns = 0
             self._choices.take_view(now_ns, event.vb_ids)
@@ -179,6 +213,7 @@ class Coordinator:
         if item is None:
             return [*effects, self._campaign(now_ns)]
         if self._is_leader_late(now_ns):
+            self._deposed_ns.append(now_ns)
             return [*effects, self._depose(now_ns, item.create_revision)]
         return effects
 
@@ -267,14 +302,23 @@ class Coordinator:
         member = leader.content.member if leader is not None else None
         if member == self._membership.member:
             return True  # an earlier process of this member, or its earlier lease
-        masters = self._choices.masters_due(now_ns)
-        if not masters:
-            self._late_since = None
+        if now_ns < self._late_look_ns:
             return False
-        if self._late_since is None or self._late_since[0] != item.create_revision:
-            self._late_since = (item.create_revision, now_ns)
-        limit_ns = LEADER_GONE_NS if member in masters else LEADER_LATE_NS
-        return now_ns - self._late_since[1] >= limit_ns
+        self._late_look_ns = now_ns + LATE_LOOK_NS
+        due, late = self._choices.masters_due(now_ns), self._late
+        if not due:
+            self._late = None
+            return False
+        is_new = late is None or late.leader_revision != item.create_revision
+        if late is None or is_new or len(due) < late.due:
+            late = _Late(item.create_revision, now_ns, len(due))
+        self._late = late = late._replace(due=len(due))
+        limit_ns = LEADER_GONE_NS if member in due.values() else LEADER_LATE_NS
+        recent = sum(now_ns - at_ns < DEPOSED_NS for at_ns in self._deposed_ns)
+        waits_ns = limit_ns << recent
+        if self._ran is not None:
+            waits_ns = self._ran.stretched(waits_ns)
+        return now_ns - late.since_ns >= waits_ns
 
     # ---- Writes
 
@@ -296,6 +340,7 @@ class Coordinator:
             self._plan_text = step.text
             return [self._submit(now_ns, _Asked.PLAN, step.txn)]
         guard = Guard(self._view.keys.leader, self.term)
+        self._wrote_ns = now_ns
         return self._take_outcomes(now_ns, self._writer.write(now_ns, batch, guard))
 
     def _in_turn(self, now_ns: int) -> list[RecordChange]:
@@ -320,7 +365,12 @@ class Coordinator:
             return passed
         vb_ids = {outcome.change.vb_id for outcome in outcomes}
         if outcomes[0].kind is OutcomeKind.WRITTEN:
-            self._batch_max = min(2 * self._batch_max, COMPARES_MAX)
+            took_ns = now_ns - self._wrote_ns
+            if took_ns > BATCH_NS:
+                self._batch_max = max(self._batch_max // 2, min(self._batch_max, BATCH_SLOW_MIN))
+                self._until_ns = now_ns + took_ns
+            else:
+                self._batch_max = min(2 * self._batch_max, COMPARES_MAX)
             self._failed -= vb_ids
             return [*passed, *(told for outcome in outcomes for told in _elected(outcome.change))]
         # One record that changes all the time must not hold up the others: fewer at a time, and

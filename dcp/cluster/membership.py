@@ -19,7 +19,10 @@ records, and reads are fenced by the in-sync set.
 
 Invariants
 - `lease_id` is set only while the store may still hold the lease by this node's own clock: from the
-  time before the last successful grant or keep-alive was asked for
+  time before the last successful grant or keep-alive was asked for. Time in which this process did
+  not run is not counted: it asks first what became of the lease, because something else may have
+  renewed it (`etcd_lease_thread`), or the store stood still as well
+- an answer to any keep-alive of the lease counts, also one that comes late
 - the keys are written in one transaction, with compares on the state that was read, so that a late
   write of an earlier process does not replace a newer one's
 """
@@ -64,6 +67,7 @@ from dcp.cluster.metastore import (
     TxnResult,
     if_unchanged,
 )
+from dcp.cluster.ran_time import RanTime
 
 LEASE_TTL_S: Final = 3
 """How long a dead node's keys stay. etcd grants no less than 2 s; one more for a missed renewal."""
@@ -149,7 +153,13 @@ class Membership:
         """The mod revision that each key has, as far as this process has read."""
         self._blocked_since_ns = 0
         """Since when another process has one of the keys; 0: none has."""
-        self._lapses_ns = 0
+        self._ran: RanTime | None = None
+        """From the first tick on."""
+        self._kept_ns = 0
+        """When the last grant or keep-alive that was answered was asked for."""
+        self._ttl_ns = 0
+        self._keeping: dict[Tag, int] = {}
+        """Keep-alives of the present lease without an answer, and when they were asked for."""
         self._asked_ns = 0
         self._next_ns = 0
         self._written_revision = 0
@@ -176,8 +186,13 @@ class Membership:
         """Take one event; return what to do."""
         if self.state in _OVER:
             return []
-        effects = self._check_lapse(now_ns)
+        if isinstance(event, Answered) and isinstance(event.result, LeaseResult):
+            self._note_kept(event.tag)
+        effects: list[MembershipEffect] = []
         if isinstance(event, Tick):
+            self._ran = self._ran or RanTime(now_ns)
+            self._ran.tick(now_ns)
+            effects = self._check_lapse(now_ns)
             if now_ns >= self._next_ns and self.may_register:
                 effects.append(self._ask(now_ns))
         elif isinstance(event, Answered) and event.tag == self._tag and self._is_waiting:
@@ -217,11 +232,23 @@ class Membership:
         return []
 
     def _check_lapse(self, now_ns: int) -> list[MembershipEffect]:
-        if not self.lease_id or now_ns < self._lapses_ns:
+        if not self.lease_id:
+            return []
+        assert self._ran is not None
+        ran_ns = now_ns - self._kept_ns - self._ran.lost_since(self._kept_ns)
+        if ran_ns < self._ttl_ns:
             return []
         return self._lose(now_ns, "it was not renewed in time")
 
+    def _note_kept(self, tag: Tag) -> None:
+        """A keep-alive of the present lease was answered, perhaps late."""
+        asked_ns = self._keeping.get(tag)
+        if asked_ns is not None:
+            self._kept_ns = max(self._kept_ns, asked_ns)
+            self._keeping = {each: ns for each, ns in self._keeping.items() if ns > asked_ns}
+
     def _lose(self, now_ns: int, why: str) -> list[MembershipEffect]:
+        self._keeping.clear()
         text = f"cluster: lease {self.lease_id} of member {self.member} is over: {why}"
         self.state = MembershipState.ABSENT
         self.lease_id = 0
@@ -234,7 +261,10 @@ class Membership:
         self._is_waiting = True
         self._asked_ns = now_ns
         self._next_ns = now_ns + ANSWER_NS_MAX
-        return Submit(self._tag, self._request())
+        request = self._request()
+        if isinstance(request, LeaseKeepAlive):
+            self._keeping[self._tag] = now_ns
+        return Submit(self._tag, request)
 
     def _request(self) -> StoreRequest:
         if self.state is MembershipState.ABSENT:
@@ -260,7 +290,8 @@ class Membership:
     def _answered(self, now_ns: int, result: StoreResult) -> list[MembershipEffect]:
         if isinstance(result, LeaseResult):
             self.lease_id = result.lease_id
-            self._lapses_ns = self._asked_ns + result.ttl_s * _NS_PER_S
+            self._ttl_ns = result.ttl_s * _NS_PER_S
+            self._kept_ns = max(self._kept_ns, self._asked_ns)
             if self.state is MembershipState.ABSENT:
                 self.state = MembershipState.ANNOUNCING
                 self._next_ns = now_ns

@@ -107,10 +107,10 @@ class PartitionChoices:
         """Whether any member misses a master: what is due then changes with the time."""
         return bool(self._reports)
 
-    def masters_due(self, now_ns: int) -> set[str | None]:
-        """Return the masters of the partitions for which a clean election is due."""
+    def masters_due(self, now_ns: int) -> dict[int, str | None]:
+        """Return partition -> master for which a clean election is due."""
         return {
-            stored.content.record.master
+            vb_id: stored.content.record.master
             for vb_id, stored in self._reported()
             if self._clean_choice(now_ns, vb_id, stored.content.record) is not None
         }

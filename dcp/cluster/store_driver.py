@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Final
 
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.effects import Answered, CancelWatch, Delivered, Submit, Tag, Tick, Watch
@@ -18,6 +19,9 @@ from dcp.cluster.metastore import (
     WatchHandle,
     WatchMessage,
 )
+
+LATE_NS: Final = 200_000_000
+"""A tick that comes so long after the one before is late: at least one is missing."""
 
 
 class StoreDriver:
@@ -41,11 +45,23 @@ class StoreDriver:
         self._guard = guard or _run
         self._watches: dict[Tag, WatchHandle] = {}
         self._is_closed = False
+        self._ticked_ns = now_ns()
+        self._has_waited = False
+        """Whether the last tick was left out."""
 
     def tick(self) -> None:
-        """Let time pass; call it at least every 100 ms."""
-        if not self._is_closed:
-            self.carry_out(self.session.on_event(self._now_ns(), Tick()))
+        """Let time pass; call it at least every 100 ms.
+
+        A call that comes late does nothing, once: answers may have come meanwhile that this process
+        has not read yet, and each of them would else count as none.
+        """
+        if self._is_closed:
+            return
+        now_ns = self._now_ns()
+        ticked_ns, self._ticked_ns = self._ticked_ns, now_ns
+        self._has_waited = not self._has_waited and now_ns - ticked_ns > LATE_NS
+        if not self._has_waited:
+            self.carry_out(self.session.on_event(now_ns, Tick()))
 
     def carry_out(self, effects: Iterable[SessionEffect]) -> None:
         """Carry out effects, also those that `report` and `write` return."""

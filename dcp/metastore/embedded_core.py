@@ -41,9 +41,9 @@ from dcp.metastore.store_codec import (
 HISTORY_BYTES_MAX: Final = 8 << 20
 """How much history is kept for watches that resume: hours of a cluster that changes much. A watch
 that comes later reads everything again."""
-STANDSTILL_NS: Final = 1_000_000_000
-"""If no tick came for so long, the store stood still. Its leases get that time back, because it
-could not hear the keep-alives."""
+STANDSTILL_NS: Final = 300_000_000
+"""If no tick came for so long, three of them, the store stood still. Its leases get that time back,
+because it could not hear the keep-alives."""
 _NS_PER_S: Final = 1_000_000_000
 _REVISION: Final = struct.Struct(">Q")
 _TIME: Final = 0

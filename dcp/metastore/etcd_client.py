@@ -5,6 +5,7 @@ members, and moves on to the next one when that fails. All of it runs on one eve
 
 - Every request ends within `deadline_s`. StoreUnavailable: it was not sent, or etcd refused it
   before it did anything. OutcomeUnknown: anything else without an answer.
+- Leases are renewed by a thread, also while the loop is busy (`etcd_lease_thread`).
 - A watch goes on over new links, from the last delivered revision + 1. It asks etcd for its
   progress every second; without any sign of life for SILENCE_S the link is given up.
 - If etcd's history went back the client refuses everything, as nodes know records that this etcd
@@ -25,6 +26,10 @@ import grpc
 
 from dcp.cluster.metastore import (
     Compacted,
+    LeaseGrant,
+    LeaseKeepAlive,
+    LeaseResult,
+    LeaseRevoke,
     Lost,
     OutcomeUnknown,
     RangeResult,
@@ -45,6 +50,7 @@ from dcp.metastore.etcd_codec import (
     refusal_of,
     result_of,
 )
+from dcp.metastore.etcd_lease_thread import LeaseStreamEndedError, LeaseThread
 from dcp.metastore.etcd_link import (
     LOGIN_S,
     EtcdLink,
@@ -71,6 +77,8 @@ ETCD_SILENCE_S: Final = 3.0
 """Three of them."""
 ETCD_RETRY_S: Final = 0.1
 ETCD_RETRY_S_MAX: Final = 1.0
+LOOP_LATE_S: Final = 0.2
+"""A deadline that this loop notices so late says more of the loop than of etcd."""
 ETCD_CALLS_MAX: Final = 256
 """Requests under way; a node has a few. More are refused."""
 ETCD_WATCHES_MAX: Final = 64
@@ -118,6 +126,7 @@ class EtcdClient:
         self._deadline_s = deadline_s
         self._loop = asyncio.get_running_loop()
         self._link: EtcdLink | None = None
+        self._leases = LeaseThread(settings, deadline_s)
         self._waiters: set[asyncio.Future[EtcdLink | None]] = set()
         self._calls: set[asyncio.Task[None]] = set()
         self._watches: dict[ResumedWatch, asyncio.Task[None]] = {}
@@ -141,6 +150,7 @@ class EtcdClient:
             watch.cancel()
         self._task.cancel()
         await asyncio.wait([self._task])
+        self._leases.close()
         self._answer_waiters(None)
         if self._calls:
             await asyncio.wait(self._calls)
@@ -193,18 +203,33 @@ class EtcdClient:
             text = self.trouble or "etcd: no member answered in time"
             return StoreUnavailable(text, self._is_denied, self._is_unfit)
         try:
-            response = await link.call(request, message, until_s - begun_s)
+            response = await self._call(link, request, message, until_s - begun_s)
         except LinkLostError as error:
             return StoreUnavailable(str(error))
         except RpcError as error:
             return self._failed(link, error, begun_s)
-        except (asyncio.CancelledError, EtcdUnfitError) as error:
+        except (asyncio.CancelledError, LeaseStreamEndedError) as error:
             # The link was closed under it. Nobody cancels this task itself.
             return OutcomeUnknown(f"etcd at {link.endpoint}: the connection ended: {error}")
         result = result_of(response)
         if isinstance(result, RangeResult | TxnResult):
             self._revision = max(self._revision, result.revision)
+        is_new_lease = isinstance(request, LeaseGrant) and not link.lost.done()
+        if is_new_lease and isinstance(result, LeaseResult):
+            self._leases.keep(link.lease_place(), result.lease_id, result.ttl_s)
         return result
+
+    async def _call(
+        self, link: EtcdLink, request: StoreRequest, message: Any, timeout_s: float
+    ) -> Any:
+        """Send a request; return etcd's response. Raises LinkLostError, RpcError."""
+        if isinstance(request, LeaseRevoke):
+            self._leases.forget(request.lease_id)
+        elif isinstance(request, LeaseKeepAlive):
+            answer = await self._leases.renew(link.lease_place(), request.lease_id)
+            link.hear()
+            return answer
+        return await link.call(request, message, timeout_s)
 
     def _failed(self, link: EtcdLink, error: RpcError, begun_s: float) -> StoreResult:
         """Return what an error means for the request, and give up a link that is of no use."""
@@ -215,7 +240,10 @@ class EtcdClient:
                 self._tell_once(NO_SPACE_TEXT)
             return refusal
         text = trouble_of(link.endpoint, details)
-        is_silent = code is _STATUS.DEADLINE_EXCEEDED and link.heard_s < begun_s
+        late_s = self._loop.time() - begun_s - self._deadline_s
+        is_silent = (
+            code is _STATUS.DEADLINE_EXCEEDED and link.heard_s < begun_s and late_s < LOOP_LATE_S
+        )
         is_logged_out = any(part in details for part in _LOGIN_AGAIN)
         if code is _STATUS.UNAVAILABLE or is_silent or is_logged_out:
             link.lose(text)
@@ -308,6 +336,7 @@ class EtcdClient:
         if not self._is_set_back and not is_another and link.revision >= self._revision:
             return
         self._is_set_back = True
+        self._leases.forget()
         for watch in tuple(self._watches):
             self._end_watch(watch)
             self._loop.call_soon(watch.hand_over, Lost(_SET_BACK))

@@ -1,7 +1,8 @@
 """One connection to one member of etcd: login, checks, calls and watch streams.
 
-Who calls it: the client of etcd. All gRPC of a process runs on one event loop: gRPC's threads wake
-one loop, and a second one would wait for ever now and then.
+Who calls it: the client of etcd. All gRPC of a process that runs on an event loop runs on one:
+gRPC's threads wake one loop, and a second one would wait for ever now and then. Renewals of leases
+run on no loop (`etcd_lease_thread`).
 
 - Calls carry `hasleader`: a member without a leader refuses them at once, and ends watches.
 - gRPC does not repeat calls: what may have happened is for the caller to find out.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from typing import Any, Final
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it would write to stderr beside our log
@@ -22,13 +22,13 @@ from grpc import aio
 from dcp.cluster.metastore import (
     Compact,
     LeaseGrant,
-    LeaseKeepAlive,
     LeaseRevoke,
     Range,
     StoreRequest,
     Txn,
 )
 from dcp.metastore.etcd_codec import range_ends
+from dcp.metastore.etcd_lease_thread import LeasePlace
 from dcp.metastore.etcd_settings import EtcdSettings
 from dcp.metastore.etcd_stubs import etcd_api_pb2 as pb
 from dcp.metastore.etcd_trouble import version_trouble
@@ -55,7 +55,6 @@ _UNARY: Final[dict[type, tuple[str, Any]]] = {
     LeaseGrant: ("/etcdserverpb.Lease/LeaseGrant", pb.LeaseGrantResponse),
     LeaseRevoke: ("/etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeResponse),
 }
-_KEEP_ALIVE: Final = ("/etcdserverpb.Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse)
 _WATCH: Final = ("/etcdserverpb.Watch/Watch", pb.WatchResponse)
 _STATUS: Final = ("/etcdserverpb.Maintenance/Status", pb.StatusResponse)
 _AUTHENTICATE: Final = ("/etcdserverpb.Auth/Authenticate", pb.AuthenticateResponse)
@@ -155,9 +154,12 @@ class EtcdLink:
             RpcError: etcd refuses it, or no answer came in time.
         """
         self._check_lost()
-        if isinstance(request, LeaseKeepAlive):
-            return await self._keep_alive(message, timeout_s)
         return await self._unary(_UNARY[type(request)], message, timeout_s)
+
+    def lease_place(self) -> LeasePlace:
+        """Return where and as whom leases are renewed. Raises LinkLostError."""
+        self._check_lost()
+        return LeasePlace(self.endpoint, self._metadata)
 
     def watch_stream(self) -> Any:
         """Return a stream of watch requests and responses. Raises LinkLostError."""
@@ -182,22 +184,6 @@ class EtcdLink:
         answer = await call(message, timeout=timeout_s, metadata=self._metadata)
         self.hear()
         return answer
-
-    async def _keep_alive(self, message: Any, timeout_s: float) -> Any:
-        async def requests() -> AsyncIterator[Any]:
-            yield message
-
-        path, response = _KEEP_ALIVE
-        call = self._channel.stream_stream(
-            path,
-            request_serializer=type(message).SerializeToString,
-            response_deserializer=response.FromString,
-        )(requests(), timeout=timeout_s, metadata=self._metadata)
-        async for answer in call:
-            self.hear()
-            call.cancel()
-            return answer
-        raise EtcdUnfitError("etcd ended the stream of a lease without an answer")
 
     def _stream(self, method: tuple[str, Any], timeout_s: float | None) -> Any:
         path, response = method

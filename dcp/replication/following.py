@@ -6,7 +6,9 @@ Invariants
 - a partition is followed on one link at most: that of its master, in the epoch of its record;
 - an epoch is never followed lower than the partition's own;
 - what this process confirmed to any master is not forgotten with the link: `last_confirmed_ns`
-  bounds from when it may serve if it becomes master.
+  bounds from when it may serve if it becomes master;
+- a master is suspected only after a silence in which this process ran (`ran_time`). What is served
+  here is fenced by the clock alone (`is_unheard`): it may be old, whatever this process did.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from dcp.cluster.effects import Notice
+from dcp.cluster.ran_time import RanTime
 from dcp.replication.cut_off import Quarantine
+from dcp.replication.heard_gaps import HeardGaps
 from dcp.replication.loss_receipt import CutOff
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.messages import (
@@ -29,7 +33,7 @@ from dcp.replication.messages import (
     unpack_told,
     versions_of,
 )
-from dcp.replication.replica_link import LinkState, ReplicaLink, from_here
+from dcp.replication.replica_link import HEARD_NS_MAX, LinkState, ReplicaLink, from_here
 from dcp.replication.senders import Senders
 from dcp.replication.shell_effects import Dial, ReplicationEffect
 from dcp.session.replication_port import ReplicationError
@@ -84,9 +88,11 @@ class Following:
         was_welcomed: Callable[[], None],
         effects: list[ReplicationEffect],
         now_ns: int,
+        ran: RanTime,
     ) -> None:
         self._engine = engine
         self._changes = changes
+        self._ran = ran
         self._identity = identity
         self._settings = settings
         self._record_of = record_of
@@ -98,6 +104,8 @@ class Following:
         self.links: dict[str, ReplicaLink] = {}
         """By member, the links to the nodes of masters."""
         self._heard_ns: dict[str, int] = {}
+        self._gaps: dict[str, HeardGaps] = {}
+        """How long masters' nodes are silent between two words."""
         self._dialled_ns: dict[str, int] = {}
         self._pauses_ns: dict[str, int] = {}
         """By member that does not let this node in, or is not accepted: time between attempts."""
@@ -174,8 +182,9 @@ class Following:
     def tick(self, now_ns: int) -> None:
         """Let time pass; note what links that are gone have confirmed."""
         self.note_heard(now_ns)
-        for link in self.links.values():
-            link.tick(now_ns)
+        for member, link in self.links.items():
+            silence_ns = max(HEARD_NS_MAX, self._patience_ns(member))
+            link.tick(now_ns, self._ran.stretched(silence_ns))
             if link.state is LinkState.CLOSED:
                 self._has_gaps = True
                 self._keep_confirmations(link)
@@ -186,10 +195,36 @@ class Following:
         """
         self._now_ns = now_ns
         for member, link in self.links.items():
-            self._heard_ns[member] = max(self._heard_ns.get(member, 0), link.master_heard_ns)
+            heard_ns = self._heard_ns.get(member, 0)
+            if link.master_heard_ns > heard_ns:
+                self._note_gap(member, heard_ns, link.master_heard_ns)
+            self._heard_ns[member] = max(heard_ns, link.master_heard_ns)
             if link.is_refused:
                 since_ns = now_ns - self._settings.unheard_ns
                 self._heard_ns[member] = min(self._heard_ns[member], since_ns)
+
+    def _note_gap(self, member: str, before_ns: int, heard_ns: int) -> None:
+        gaps = self._gaps.setdefault(member, HeardGaps())
+        if before_ns:
+            gaps.note(heard_ns, heard_ns - before_ns - self._ran.lost_since(before_ns))
+
+    def _patience_ns(self, member: str) -> int:
+        gaps = self._gaps.get(member)
+        unheard_ns = self._settings.unheard_ns
+        return unheard_ns if gaps is None else gaps.patience_ns(self._now_ns, unheard_ns)
+
+    def is_suspect(self, master: str | None, *, has_lease: bool) -> bool:
+        """Whether a master that is unheard is to be reported. `has_lease`: the metadata store has
+        heard of it. Then it may only be slow, and has the time that it lately took.
+        """
+        if master is None or master == self._identity.member:
+            return True
+        link = self.links.get(master)
+        if link is not None and link.is_refused:
+            return True
+        silence_ns = self._patience_ns(master) if has_lease else self._settings.unheard_ns
+        heard_ns = self._heard_ns.get(master, self._started_ns)
+        return self._now_ns - heard_ns >= self._ran.stretched(silence_ns)
 
     @property
     def unheard_from_ns(self) -> int:

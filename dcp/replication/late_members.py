@@ -12,7 +12,8 @@ Who calls it: `dcp.replication.leading`, at every tick.
 
 Invariants
 - a member is SLOW only if each acknowledgement of a whole `lag_max` was late;
-- no evidence comes from a time in which this process stood still.
+- no evidence comes from a time in which this process stood still, or got too little of a processor:
+  then it reads acknowledgements late, and the members on its machine give them late, too.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ class LateMembers:
         """Member -> when it was late last."""
         self._looked_ns = now_ns
 
-    def look(self, now_ns: int, delays: Mapping[str, AckDelays]) -> Lateness:
-        """Take what the links have seen since the last look."""
-        stood_still = now_ns - self._looked_ns > STOOD_STILL_NS
+    def look(
+        self, now_ns: int, delays: Mapping[str, AckDelays], *, is_starved: bool = False
+    ) -> Lateness:
+        """Take what the links have seen since the last look. `is_starved`: this process did not run
+        for a good part of the time.
+        """
+        stood_still = is_starved or now_ns - self._looked_ns > STOOD_STILL_NS
         self._looked_ns = now_ns
         if stood_still:
             self._late.clear()

@@ -21,10 +21,11 @@ from functools import partial
 from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
 from dcp.cluster.effects import Notice
+from dcp.cluster.ran_time import RanTime
 from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
 from dcp.replication.arrivals import Arrivals
 from dcp.replication.asked_branches import AskedBranches
-from dcp.replication.fed_stream import Followed, window_of
+from dcp.replication.fed_stream import SILENCE_NS_MAX, Followed, window_of
 from dcp.replication.fence_reasons import FenceReasons, no_trouble
 from dcp.replication.fill_pace import FillPace
 from dcp.replication.group_sending import GroupSending
@@ -40,6 +41,7 @@ from dcp.replication.messages import (
     encode,
     versions_of,
 )
+from dcp.replication.own_pace import allowance_ns, is_starved
 from dcp.replication.replica_feed import ReplicaFeed
 from dcp.replication.serving import Serving
 from dcp.replication.shell_effects import BranchEnded, ReplicationEffect, StepDue
@@ -79,9 +81,11 @@ class Leading:
         depose: Callable[[tuple[int, ...], str], None],
         effects: list[ReplicationEffect],
         now_ns: int,
+        ran: RanTime,
         store_trouble: Callable[[], str] = no_trouble,
     ) -> None:
         self._engine = engine
+        self._ran = ran
         self._hub = hub
         self._view = view
         self._settings = settings
@@ -104,7 +108,6 @@ class Leading:
         """When members had all that was synced here, in all partitions that they follow."""
         self._rested_ns: dict[str, int] = {}
         """The same when nothing was done for each partition: then members in sync follow all."""
-        self._ticked_ns = now_ns
         self._late_members = LateMembers(settings.replica_lag_max_ns, now_ns)
         self._successors = Successors(view, member)
         self.pace = FillPace(settings.fill_bytes_per_s)
@@ -269,6 +272,13 @@ class Leading:
         for feed in self.feeds.values():
             feed.decide_waiting(vb_id)
 
+    def beat(self, now_ns: int) -> None:
+        """Let feeds ask their replicas whether this node is still the master, where that is due."""
+        silence_ns = self._ran.stretched(SILENCE_NS_MAX)
+        for feed in tuple(self.feeds.values()):
+            feed.silence_ns = silence_ns
+            feed.tick(now_ns)
+
     # -- ReplicationPort and MasterSide ------------------------------------------------------------
 
     def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaFeed:
@@ -424,7 +434,8 @@ class Leading:
                 feed.delays.take(self._now_ns)
             else:
                 delays[member] = feed.delays
-        lateness = self._late_members.look(self._now_ns, delays)
+        starved = is_starved(self._ran, self._now_ns)
+        lateness = self._late_members.look(self._now_ns, delays, is_starved=starved)
         if any(not lateness.slow.isdisjoint(each.members) for each in self._wholes.in_sync_sets()):
             self.serving.all_changed()
         return lateness
@@ -434,7 +445,8 @@ class Leading:
         for member, feed in self.feeds.items():
             if feed.is_level():
                 self._level_ns[member] = max(self._level_ns.get(member, 0), feed.asked_ns)
-        since_ns = self._now_ns - self._settings.replica_lag_max_ns
+        lag_max_ns = self._settings.replica_lag_max_ns
+        since_ns = self._now_ns - lag_max_ns - allowance_ns(self._ran, lag_max_ns)
         level = {member for member, at_ns in self._level_ns.items() if at_ns >= since_ns}
         level.add(self._member)
         return all(in_sync.members <= level for in_sync in self._wholes.in_sync_sets())
@@ -445,7 +457,6 @@ class Leading:
         """Return the changes of this master's records that are due, as many as one transaction
         takes. They must be written. Records that are not in `records` are left alone.
         """
-        ticked_ns, self._ticked_ns = self._ticked_ns, self._now_ns
         if not self._are_level():
             self.serving.all_changed()
         self.pace.look(self._now_ns, (feed.delays for feed in self.feeds.values()))
@@ -454,6 +465,7 @@ class Leading:
         rested_ns, self._rested_ns = self._rested_ns, dict(self._level_ns)
         alive = self._view.alive
         heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
+        lost_ns = allowance_ns(self._ran, self._settings.replica_lag_max_ns)
         changes: list[RecordChange] = []
         for vb_id in sorted(restless):
             mastership = self.masterships[vb_id]
@@ -463,9 +475,9 @@ class Leading:
                 )
             self.note_acknowledged(mastership)
             if vb_id in left:
-                mastership.rested(ticked_ns, rested_ns)
+                mastership.rested(rested_ns)
             record = mastership.changed_isr(
-                self._now_ns, alive, heard_ns, lateness, may_fill=may_fill
+                self._now_ns, alive, heard_ns, lateness, may_fill=may_fill, lost_ns=lost_ns
             )
             if mastership.is_writing or not mastership.is_ready or not may_write:
                 continue

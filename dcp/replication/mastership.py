@@ -29,7 +29,6 @@ from typing import NamedTuple
 from dcp.replication.fed_stream import SECTION_BYTES, WINDOW_BYTES
 from failover.fencing import is_same_copy
 from failover.isr import (
-    CONFIRMATION_NS,
     ELECTION_NS,
     NOBODY_LATE,
     Acknowledgement,
@@ -145,7 +144,6 @@ class Mastership:
         self._acknowledged: dict[str, Acknowledgement] = {}
         self._level_ns = dict.fromkeys(record.copies, now_ns)
         self._synced_at_tick = part.high_seqno
-        self._ticked_ns = now_ns
         self._failed_sync: set[str] = set()
         changed()
 
@@ -350,19 +348,23 @@ class Mastership:
         lateness: Lateness = NOBODY_LATE,
         *,
         may_fill: bool = True,
+        lost_ns: int = 0,
     ) -> ReplicationRecord | None:
         """Return the record with another in-sync set, if it has to change; None: it need not.
 
         Call it at every tick. `alive` are the members whose nodes are not known to be gone,
         `heard_ns` has when each was asked the question that it confirmed last, `lateness` who
         acknowledges late, all partitions taken together. `may_fill`: whether a copy that was filled
-        may join now; if there are too few in sync, it need not wait.
+        may join now; if there are too few in sync, it need not wait. `lost_ns`: for how long this
+        process did not run within the last `replica_lag_max` of its running time. It heard nobody
+        meanwhile, so that time says nothing of the members.
         """
-        self._note_levels(now_ns, heard_ns)
+        self._note_levels(heard_ns)
         if self.is_writing or not self.is_ready or self.record.master != self._member:
             return None
         record = self.record
-        lag_max_ns = self._lag_max_ns(now_ns, alive, heard_ns)
+        is_cut_off = self._may_be_cut_off(now_ns - lost_ns, alive, heard_ns)
+        lag_max_ns = self._lag_max_ns(is_cut_off=is_cut_off) + lost_ns
         leaving = [
             member
             for member in record.isr
@@ -373,8 +375,7 @@ class Mastership:
                 lag_max_ns=lag_max_ns,
             )
         ]  # fmt: skip
-        is_heard = lag_max_ns == self._settings.replica_lag_max_ns
-        if not leaving and lateness.slow and is_heard:
+        if not leaving and lateness.slow and not is_cut_off:
             leaving = sorted(
                 slow_to_leave(
                     record.isr, self._member, lateness,
@@ -396,32 +397,35 @@ class Mastership:
         ]  # fmt: skip
         return expand(record, joining) if joining else None
 
-    def _lag_max_ns(
-        self, now_ns: int, alive: Mapping[str, object], heard_ns: Mapping[str, int]
-    ) -> int:
-        """Return how long a member may not be level before it leaves.
-
-        Members fall silent some heartbeats apart, so half of the time counts as silence. Otherwise
-        the first one would leave alone, and the second one could elect nobody.
-        """
+    def _lag_max_ns(self, *, is_cut_off: bool) -> int:
+        """Return how long a member may not be level before it leaves."""
         settings = self._settings
-        silent_from_ns = now_ns - settings.replica_lag_max_ns // 2
+        if is_cut_off:
+            return max(settings.replica_lag_max_ns, settings.unheard_ns) + ELECTION_NS
+        return settings.replica_lag_max_ns
+
+    def _may_be_cut_off(
+        self, now_ns: int, alive: Mapping[str, object], heard_ns: Mapping[str, int]
+    ) -> bool:
+        """Return whether so many members are silent that they could depose this master.
+
+        They fall silent some heartbeats apart, so half of the time counts as silence. Otherwise the
+        first one would leave alone, and the second one could elect nobody.
+        """
+        silent_from_ns = now_ns - self._settings.replica_lag_max_ns // 2
         silent = [
             member
             for member in self.record.isr
             if member != self._member and member in alive
             and heard_ns.get(member, 0) < silent_from_ns
         ]  # fmt: skip
-        if may_be_deposed(len(self.record.isr), len(silent)):
-            return max(settings.replica_lag_max_ns, settings.unheard_ns) + ELECTION_NS
-        return settings.replica_lag_max_ns
+        return may_be_deposed(len(self.record.isr), len(silent))
 
-    def rested(self, until_ns: int, level_ns: Mapping[str, int]) -> None:
-        """Up to then, `changed_isr` was not called because nothing had to change. `level_ns` has
+    def rested(self, level_ns: Mapping[str, int]) -> None:
+        """`changed_isr` was not called for a while because nothing had to change. `level_ns` has
         when members had all that was synced here, in all partitions but those of which they have a
         copy that is filled.
         """
-        self._ticked_ns = max(self._ticked_ns, until_ns)
         for member in level_ns.keys() - self._record.filling:
             self._level_ns[member] = max(self._level_ns.get(member, 0), level_ns[member])
 
@@ -435,15 +439,12 @@ class Mastership:
         )  # fmt: skip
         return may_join(candidate, self.epoch, self.part.committed_seqno, self.epoch_start_seqno)
 
-    def _note_levels(self, now_ns: int, heard_ns: Mapping[str, int]) -> None:
+    def _note_levels(self, heard_ns: Mapping[str, int]) -> None:
         """A member was level when it was heard, if it has all that was synced here at the last
         tick. One that says nothing is not: while it keeps this master from serving, nothing new
         is synced that it could lack.
         """
-        if now_ns - self._ticked_ns > CONFIRMATION_NS:  # this process stood still
-            self._level_ns = dict.fromkeys(self.record.copies, now_ns)
         for member, given in self._acknowledged.items():
             if given.epoch == self.epoch and given.synced_seqno >= self._synced_at_tick:
                 self._level_ns[member] = max(self._level_ns.get(member, 0), heard_ns.get(member, 0))
         self._synced_at_tick = self.part.synced_seqno
-        self._ticked_ns = now_ns

@@ -8,7 +8,8 @@ The shell (a server, or a simulated node) tells it what happens:
     records_changed(vb_ids)   the view of the metadata store has changed
     group_begun(group)        a commit group of this node is about to be written
     group_synced(group)       it is on disk
-    tick()                    time passes, at least every 100 ms
+    time_passes()             the process runs, at least every 100 ms
+    tick()                    the same, and it is time to look at all links and partitions
     step()                    the effect StepDue asked for it
     check_fence()             before every batch of requests
     outcome(...)              a change of a record that this node wrote was decided
@@ -37,6 +38,7 @@ from dcp.cluster.cluster_records import ReportedPartition, StoredPartition
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.cluster_view import Stored
 from dcp.cluster.effects import Notice
+from dcp.cluster.ran_time import RanTime
 from dcp.cluster.record_writer import OutcomeKind, WriteOutcome
 from dcp.core.groups import GroupCycle
 from dcp.replication.dropped_copies import DroppedCopies
@@ -103,6 +105,7 @@ class ReplicationCore:
         since that was known."""
         self._unheard_masters: frozenset[str | None] = frozenset()
         """Those of them that are not heard."""
+        self._ran = RanTime(now_ns)
         self._unheard_from_ns = now_ns
         """When the next partition counts as unheard, unless its master is heard before."""
         self.following = Following(
@@ -110,12 +113,13 @@ class ReplicationCore:
             Identity(cluster, membership.member, membership.incarnation), settings,
             record_of=self._record_of, raise_watermarks=self._raise_watermarks,
             commit_many=self._commit_many, was_welcomed=self._welcomed,
-            effects=self._effects, now_ns=now_ns,
+            effects=self._effects, now_ns=now_ns, ran=self._ran,
         )  # fmt: skip
         self.leading = Leading(
             engine, hub, session.view, settings, cluster=cluster, member=membership.member,
             raise_watermarks=self._raise_watermarks, commit_many=self._commit_many,
-            depose=depose, effects=self._effects, now_ns=now_ns, store_trouble=store_trouble,
+            depose=depose, effects=self._effects, now_ns=now_ns, ran=self._ran,
+            store_trouble=store_trouble,
         )  # fmt: skip
         self._dropped = DroppedCopies(engine, hub, self.following.empty)
         for part in engine.partitions:
@@ -332,9 +336,19 @@ class ReplicationCore:
             self.following.note_heard(now_ns)
             self._mark_unheard()
 
+    def time_passes(self, now_ns: int) -> None:
+        """Note that the process runs, and send heartbeats that are due."""
+        self._ran.tick(now_ns)
+        self.leading.beat(now_ns)
+
+    def missed(self, now_ns: int, lost_ns: int) -> None:
+        """Note that this process did not run for so long just now, in the middle of its work."""
+        self._ran.missed(now_ns, lost_ns)
+
     def tick(self, now_ns: int) -> None:
         """Let time pass: links, services, in-sync sets, handovers, reports."""
         self._now_ns = now_ns
+        self._ran.tick(now_ns)
         self.leading.is_step_due = False
         self.following.tick(now_ns)
         self._dropped.tick(now_ns)
@@ -420,12 +434,19 @@ class ReplicationCore:
         """Report the partitions whose master is not heard."""
         if not self._unheard_masters and not self._reported:
             return
+        alive = self._session.view.alive
+        suspects = frozenset(
+            master
+            for master in self._unheard_masters
+            if self.following.is_suspect(master, has_lease=master in alive)
+        )
+        if not suspects and not self._reported:
+            return
         reported: list[ReportedPartition] = []
         for vb_id, stored in sorted(self._records.items()):
-            part = self._engine.partitions[vb_id]
-            if not part.is_unheard:
+            part, record = self._engine.partitions[vb_id], stored.content.record
+            if not part.is_unheard or record.master not in suspects:
                 continue
-            record = stored.content.record
             window = part.incomplete_snapshot
             reported.append(
                 ReportedPartition(

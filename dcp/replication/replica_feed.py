@@ -141,6 +141,7 @@ class ReplicaFeed:
         self._questions = Questions()
         self._now_ns = self._heard_ns = now_ns
         self._next_beat_ns, self.beat_ns = now_ns, BEAT_NS
+        self.silence_ns = SILENCE_NS_MAX
 
     @property
     def asked_ns(self) -> int:
@@ -531,7 +532,7 @@ class ReplicaFeed:
         if now_ns >= self._next_beat_ns and is_read:  # else enough questions are on their way
             self._next_beat_ns = now_ns + self.beat_ns
             self._send((), ())
-        return not self._is_closed and now_ns - self._heard_ns < SILENCE_NS_MAX
+        return not self._is_closed and now_ns - self._heard_ns < self.silence_ns
 
     def take_acknowledgement(self, extras: bytes) -> None:
         """Take an X_REPLICA_ACK. Raises ReplicationError."""

@@ -287,9 +287,9 @@ class ReplicaLink:
             self._synced_number = unsynced.popleft()[1]
         self._acknowledge()
 
-    def tick(self, now_ns: int) -> None:
-        """Let time pass; monotonic nanoseconds."""
-        if self.state is not LinkState.CLOSED and now_ns - self.heard_ns >= HEARD_NS_MAX:
+    def tick(self, now_ns: int, silence_ns: int = HEARD_NS_MAX) -> None:
+        """Let time pass; monotonic nanoseconds. `silence_ns`: how long the node may say nothing."""
+        if self.state is not LinkState.CLOSED and now_ns - self.heard_ns >= silence_ns:
             self._close("nothing was heard of the master's node")
         self._ask_what_is_due(now_ns)
 

@@ -63,6 +63,27 @@ def freeze_node(scene: Scene) -> Begun:
     return Begun(f"SIGSTOP of node {name}", lambda: scene.cluster.thaw_process(pid))
 
 
+def starve_node(scene: Scene) -> Begun:
+    """A node gets a tenth of the time, as if its machine were busy with other things."""
+    name = scene.a_node()
+    pid = scene.cluster.nodes[name].pid
+    scene.cluster.starve_process(pid)
+    return Begun(f"node {name} runs a tenth of the time", lambda: scene.cluster.thaw_process(pid))
+
+
+def starve_all(scene: Scene) -> Begun:
+    """All nodes get a tenth of the time."""
+    pids = [scene.cluster.nodes[name].pid for name in scene.cluster.running()]
+    for pid in pids:
+        scene.cluster.starve_process(pid)
+
+    def heal() -> None:
+        for pid in pids:
+            scene.cluster.thaw_process(pid)
+
+    return Begun("all nodes run a tenth of the time", heal)
+
+
 def kill_store(scene: Scene) -> Begun:
     """SIGKILL of a node's store process, which the node replaces."""
     name = scene.a_node()
@@ -239,6 +260,8 @@ class Entry(NamedTuple):
 FAULTS: Final[dict[str, Entry]] = {
     "kill node": Entry(kill_node, 5, (0.0, 5.0)),
     "freeze node": Entry(freeze_node, 5, (0.3, 5.0)),
+    "starve node": Entry(starve_node, 2, (3.0, 8.0)),
+    "starve all": Entry(starve_all, 2, (3.0, 8.0)),
     "kill store": Entry(kill_store, 2, (0.0, 1.0)),
     "freeze store": Entry(freeze_store, 2, (0.5, 4.0)),
     "kill etcd": Entry(kill_member, 2, (0.5, 4.0)),

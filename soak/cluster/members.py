@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
 
 from clients.testing import DcpServer
+from soak.cluster.starving import Starving
 
 STATUS: Final = "/api/v1/cluster/status"
 Process = TypeVar("Process", bound=DcpServer)
@@ -21,6 +22,8 @@ class Members(Generic[Process]):
     def __init__(self) -> None:
         self.nodes: dict[str, Process] = {}
         self._frozen: set[int] = set()
+        self._starving: dict[int, Starving] = {}
+        """By process."""
 
     # -- begin and end -----------------------------------------------------------------------------
 
@@ -63,15 +66,22 @@ class Members(Generic[Process]):
         os.kill(pid, signal.SIGSTOP)
         self._frozen.add(pid)
 
+    def starve_process(self, pid: int) -> None:
+        """Let a process run for a tenth of the time."""
+        if pid not in self._starving:
+            self._starving[pid] = Starving(pid)
+
     def thaw_process(self, pid: int) -> None:
-        """SIGCONT, if the process is still there."""
+        """SIGCONT, if the process is still there, for good."""
         self._frozen.discard(pid)
+        if (starving := self._starving.pop(pid, None)) is not None:
+            starving.end()
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
     def thaw_all(self) -> None:
-        """SIGCONT to all that were frozen."""
-        for pid in tuple(self._frozen):
+        """SIGCONT to all that were frozen or starved."""
+        for pid in (*self._frozen, *self._starving):
             self.thaw_process(pid)
 
     # -- what nodes say ----------------------------------------------------------------------------

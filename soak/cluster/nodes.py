@@ -155,7 +155,7 @@ class FaultyCluster(Members[DcpdProcess]):
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
-        self._frozen.discard(self.nodes[name].pid)
+        self.thaw_process(self.nodes[name].pid)
         self.nodes[name].kill()
 
     def wipe(self, name: str) -> None:

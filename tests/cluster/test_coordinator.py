@@ -247,6 +247,29 @@ def test_all_partitions_of_a_dead_node_move_in_few_transactions():
     assert len(sizes) <= 8, "elections of 300 partitions"
 
 
+def test_a_leader_whose_writes_take_long_writes_less_at_a_time_and_goes_on(monkeypatch):
+    """As long as elections that are due become fewer, nobody deposes it."""
+    monkeypatch.setattr("dcp.cluster.coordinator.BATCH_NS", 300_000_000)
+    cluster = running("abcd", partitions=0)
+    leader = cluster.leader()
+    master, first, second = others(cluster, leader)
+    for vb_id in range(400):
+        cluster.put(vb_id, create([master, first, second]))
+    cluster.run(1)
+    cluster.nodes[leader].faults.answer_ns = (200_000_000, 220_000_000)
+    cluster.nodes[leader].faults.request_ns = (200_000_000, 220_000_000)
+    before, term = cluster.store.revision, cluster.nodes[leader].session.coordinator.term
+    cluster.nodes[master].kill()
+    cluster.run_until(lambda: all(cluster.record(vb_id).epoch == 2 for vb_id in range(400)), 60)
+    batches = cluster.store.batches(ROOT + b"partition/", before + 1)
+    sizes = [len(batch.events) for batch in batches]
+    assert sizes[0] == 127
+    assert max(sizes[1:]) < 127, "it found out"
+    assert min(sizes[1:-1]) >= 31, "the way to the store is the same for few records"
+    assert cluster.leader() == leader
+    assert cluster.nodes[leader].session.coordinator.term == term
+
+
 def test_a_record_that_changes_all_the_time_holds_up_no_other():
     cluster = running("abcd", partitions=0)
     master, first, second = others(cluster, cluster.leader())

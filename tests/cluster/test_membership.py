@@ -9,7 +9,7 @@ import pytest
 from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
 from dcp.cluster.cluster_records import AliveRecord, decode_record
 from dcp.cluster.cluster_session import ClusterSession
-from dcp.cluster.effects import Notice
+from dcp.cluster.effects import Answered, Notice, Submit, Tick
 from dcp.cluster.membership import (
     BLOCKED_LEASES,
     LEASE_TTL_S,
@@ -17,7 +17,14 @@ from dcp.cluster.membership import (
     MembershipState,
     ProcessFacts,
 )
-from dcp.cluster.metastore import OutcomeUnknown, Range, RangeResult, Txn
+from dcp.cluster.metastore import (
+    LeaseResult,
+    OutcomeUnknown,
+    Range,
+    RangeResult,
+    Txn,
+    TxnResult,
+)
 from dcp.cluster.metastore_memory import MemoryMetaStore
 from dcp.cluster.partition_choices import CoordinatorSettings
 from dcp.cluster.revision_store import RevisionStore
@@ -212,3 +219,52 @@ def test_a_lease_that_was_lost_is_replaced_by_another_one(cluster: Cluster) -> N
     cluster.run(1)
     assert process.membership.is_alive
     assert process.membership.lease_id != lease_id
+
+
+def test_a_process_that_did_not_run_asks_what_became_of_its_lease(cluster: Cluster) -> None:
+    process = cluster.start(FOLDER, 1)
+    cluster.run(0.2)
+    process.runs = False
+    cluster.run(LEASE_TTL_S - 0.5)
+    cluster.now_ns += 5 * LEASE_TTL_S * 1_000 * MS  # nobody runs, and the store neither
+    lease_id = process.membership.lease_id
+    process.driver.tick()
+    assert process.membership.lease_id == lease_id, "answers may have come meanwhile"
+    cluster.now_ns += TICK_NS
+    process.driver.tick()
+    assert process.membership.lease_id == lease_id, "it asks first"
+    process.client.advance(cluster.now_ns)
+    process.runs = True
+    cluster.run(0.5)
+    assert process.membership.is_alive, "the lease was over, so it has another one"
+    assert process.membership.lease_id != lease_id
+    assert any("is over" in notice for notice in process.notices)
+
+
+def test_a_lease_lapses_while_its_process_runs_and_gets_no_answer(cluster: Cluster) -> None:
+    process = cluster.start(FOLDER, 1)
+    cluster.run(0.2)
+    for _ in range(round(LEASE_TTL_S * 1_000 * MS / TICK_NS) + 1):
+        cluster.now_ns += TICK_NS
+        process.driver.tick()  # the store answers nothing
+    assert not process.membership.lease_id
+    assert any("not renewed in time" in notice for notice in process.notices)
+
+
+def test_a_late_answer_to_a_keep_alive_counts() -> None:
+    membership = Membership(KEYS, "m1", 1)
+    (grant,) = membership.on_event(0, Tick())
+    (announce,) = membership.on_event(0, Answered(grant.tag, LeaseResult(7, LEASE_TTL_S)))
+    membership.on_event(0, Answered(announce.tag, TxnResult(5, succeeded=True)))
+    assert membership.is_alive
+    asked: list[Submit] = []
+    for now_ns in range(0, 2_900 * MS, TICK_NS):
+        asked += [each for each in membership.on_event(now_ns, Tick()) if isinstance(each, Submit)]
+    assert len(asked) == 2
+    membership.on_event(2_900 * MS, Answered(asked[0].tag, LeaseResult(7, LEASE_TTL_S)))
+    for now_ns in range(2_900 * MS, 3_900 * MS, TICK_NS):
+        membership.on_event(now_ns, Tick())
+    assert membership.lease_id == 7, "it was renewed at 1 s"
+    for now_ns in range(3_900 * MS, 4_100 * MS, TICK_NS):
+        membership.on_event(now_ns, Tick())
+    assert not membership.lease_id

@@ -27,6 +27,8 @@ ANSWER_S = 120.0
 """Longest time until a node answers that is not frozen, on a machine that does other things too."""
 FOLLOWED_S = 120.0
 """Longest time until a master that is lost is followed, on such a machine."""
+STARVED_S = 15.0
+"""Five times a lease."""
 ORDER = (
     "kill node", "cut one way", "freeze node", "kill etcd", "drain", "kill store", "break",
     "cut from clients", "late", "freeze etcd", "cut from etcd", "no etcd", "deaf node",
@@ -100,6 +102,21 @@ def until_not_master(cluster: FaultyCluster, name: str) -> None:
         until(is_so, FOLLOWED_S)
     except AssertionError:
         pytest.fail(f"{name} is still master: {last}")
+
+
+async def test_nodes_that_run_a_tenth_of_the_time_elect_nobody(cluster, kv):
+    """Nobody has died, however late everybody is. Afterwards all copies are in sync again."""
+
+    def epochs() -> dict[int, int]:
+        return {row["vb"]: row["epoch"] for row in cluster.partition_map("a")}
+
+    before = await asyncio.to_thread(epochs)
+    for node in cluster.nodes.values():
+        cluster.starve_process(node.pid)
+    await asyncio.sleep(STARVED_S)
+    cluster.thaw_all()
+    await asyncio.to_thread(cluster.until_in_sync)
+    assert await asyncio.to_thread(epochs) == before
 
 
 async def test_a_frozen_master_that_goes_on_answers_nothing_stale(cluster, kv):

@@ -134,6 +134,8 @@ def test_no_disk_is_full_after_the_node_with_a_disk_of_its_own_was_lost(tmp_path
 CALLS: dict[str, tuple[set[str], set[str]]] = {
     "kill node": ({"kill"}, {"start"}),
     "freeze node": ({"freeze_process"}, {"thaw_process"}),
+    "starve node": ({"starve_process"}, {"thaw_process"}),
+    "starve all": ({"starve_process"}, {"thaw_process"}),
     "kill store": ({"store_process"}, set()),
     "freeze store": ({"store_process", "freeze_process"}, {"thaw_process"}),
     "kill etcd": ({"etcd.leader", "etcd.kill"}, {"start_member"}),

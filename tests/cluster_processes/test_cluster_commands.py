@@ -217,7 +217,7 @@ def demo(folder: Path, *arguments: str) -> Iterator[dict[str, str]]:
     with subprocess.Popen(
         [sys.executable, "-m", "clients.cli", "cluster", "demo", "--nodes", "2", "--copies", "2",
          "--data", str(folder), *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         lines = [process.stdout.readline()]

@@ -184,7 +184,8 @@ def test_a_member_in_sync_does_not_begin_again_at_0() -> None:
     assert cluster.record.isr == {"a", "b", "c"}
     for wire in list(cluster.wires):
         wire.cut()
-    cluster.tick("b", ns=2 * UNHEARD_NS)
+    for _ in range(0, 2 * UNHEARD_NS, 100 * MS):
+        cluster.tick("b", ns=100 * MS)
     (report,) = cluster.b.session.reported
     assert not report.is_electable
     cluster.run(2000 * MS)
@@ -276,17 +277,49 @@ def test_a_master_that_is_not_heard_is_reported() -> None:
     for wire in list(cluster.wires):
         wire.cut()
     cluster.wires.clear()
-    cluster.now_ns += UNHEARD_NS // 2
-    cluster.b.core.tick(cluster.now_ns)
+    for _ in range(0, UNHEARD_NS // 2, 100 * MS):
+        cluster.tick("b", ns=100 * MS)
     assert cluster.b.session.reported == (), "not yet"
-    cluster.now_ns += UNHEARD_NS
-    cluster.b.core.tick(cluster.now_ns)
+    for _ in range(0, UNHEARD_NS, 100 * MS):
+        cluster.tick("b", ns=100 * MS)
     (report,) = cluster.b.session.reported
     assert (report.vb_id, report.epoch, report.end_seqno) == (VB, 2, 0)
     assert (report.vb_uuid, report.version_epoch) == (cluster.a.part.vb_uuid, 2)
     cluster.run(500 * MS)
     assert cluster.b.session.reported == (), "it is heard again"
     assert cluster.a.part.state == VbState.ACTIVE
+
+
+def test_a_node_that_did_not_run_suspects_nobody() -> None:
+    """It could not hear the master meanwhile. What it has may be old all the same."""
+    cluster = CoreCluster("abc")
+    cluster.run(LONG)
+    for wire in list(cluster.wires):
+        wire.cut()
+    cluster.wires.clear()
+    cluster.tick("b", ns=5_000 * MS)
+    assert cluster.b.session.reported == ()
+    assert cluster.b.part.is_unheard, "its copy may be 5 s old"
+    for _ in range(0, UNHEARD_NS, 100 * MS):
+        cluster.tick("b", ns=100 * MS)
+    assert cluster.b.session.reported != (), "now it has listened for long enough"
+
+
+def test_a_master_that_is_often_late_has_more_time_while_it_has_its_lease() -> None:
+    cluster = CoreCluster("abc")
+    cluster.run(LONG)
+    for _ in range(3):  # the node of the master runs every 500 ms
+        for _ in range(5):
+            cluster.tick("b", "c", ns=100 * MS)
+        assert cluster.b.session.reported == ()
+        cluster.run(50 * MS)
+    for _ in range(10):
+        cluster.tick("b", ns=100 * MS)
+    assert cluster.b.part.is_unheard
+    assert cluster.b.session.reported == (), "two silences like those before are nothing yet"
+    cluster.b.session.view.alive.pop("a")
+    cluster.tick("b", ns=100 * MS)
+    assert cluster.b.session.reported != (), "the metadata store does not hear it, either"
 
 
 def test_a_node_that_becomes_master_again_has_time_to_be_heard() -> None:

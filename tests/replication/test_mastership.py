@@ -145,7 +145,13 @@ def test_nobody_leaves_because_the_master_stood_still() -> None:
     acknowledge(master, "b", "c", seqno=5)
     heard_ns = {"b": NOW, "c": NOW}
     assert master.changed_isr(NOW, ALIVE, heard_ns) is None
-    assert master.changed_isr(NOW + 20 * S, ALIVE, heard_ns) is None
+    lost_ns = 20 * S
+    assert master.changed_isr(NOW + lost_ns, ALIVE, heard_ns, lost_ns=lost_ns) is None
+    later_ns, heard_ns = NOW + lost_ns + S, {"b": NOW, "c": NOW + lost_ns + S}
+    assert master.changed_isr(later_ns, ALIVE, heard_ns, lost_ns=lost_ns) is None
+    heard_ns["c"] = later_ns = later_ns + S // 10
+    wanted = master.changed_isr(later_ns, ALIVE, heard_ns, lost_ns=lost_ns)
+    assert wanted == shrink(RECORD, "b"), "b says nothing while this node runs"
 
 
 def test_whose_node_is_gone_leaves_at_once_and_a_handed_partition_changes_nothing() -> None:

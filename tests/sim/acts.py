@@ -338,6 +338,24 @@ def collections(scene: Scene) -> None:
         scene.after(scene.between(40, 500), controls.change_collections)
 
 
+def starved(scene: Scene) -> None:
+    """A node gets a slice of a processor, and perhaps another one dies meanwhile."""
+    machines = (scene.master, *scene.others)
+    scene.later(0, "starve", machines[scene.faults.world.below(len(machines))], 4000 * MS)
+    if scene.faults.world.chance(0.5):
+        scene.later(
+            scene.between(500, 2500), "kill", machines[scene.faults.world.below(len(machines))]
+        )
+
+
+def all_starved(scene: Scene) -> None:
+    """All nodes get slices of a processor, and perhaps one dies meanwhile."""
+    for machine in (scene.master, *scene.others):
+        scene.later(scene.between(0, 100), "starve", machine, 4000 * MS)
+    if scene.faults.world.chance(0.5):
+        scene.later(scene.between(500, 2500), "kill", scene.master)
+
+
 def full_master(scene: Scene) -> None:
     """The disk of a master is full, and an operator fails it over. There is room, or the master is
     lost to the others, at about the moment at which the handover is given up.
@@ -369,6 +387,7 @@ ACTS: Final[dict[str, Callable[[Scene], None]]] = {
     "late_acks": late_acks, "moved_under_load": moved_under_load, "behind": behind,
     "came_back": came_back, "forgotten": forgotten, "unanswered": unanswered,
     "moving": moving, "moving_away": moving_away, "collections": collections,
+    "starved": starved, "all_starved": all_starved,
     "full_master": full_master,
 }  # fmt: skip
 

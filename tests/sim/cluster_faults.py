@@ -15,7 +15,12 @@ from sim.world import MS
 if TYPE_CHECKING:
     from sim.faults import Fault, Faults, Mend
     from sim.machine import Machine
+    from sim.world import World
 
+SLICE_NS: Final = 30 * MS
+"""For how long a starved process runs at a time."""
+STARVED_NS: Final = (100 * MS, 450 * MS)
+"""For how long it stands still between two slices: it gets a tenth of a processor."""
 STRIKE_LOOK_NS: Final = 10 * MS
 """How often new masters are looked for."""
 STRIKE_NS_MAX: Final = 150 * MS
@@ -123,6 +128,34 @@ def slow_from(faults: Faults) -> Mend | None:
     return mend
 
 
+def starve(faults: Faults) -> Mend | None:
+    """A process gets a slice of a processor: it runs for a moment, and stands still for longer."""
+    machine = faults.running()
+    return None if machine is None else starved(faults.world, machine)
+
+
+def starved(world: World, machine: Machine) -> Mend:
+    """Let a process run in slices until that is mended. It may be killed meanwhile."""
+    host, incarnation, is_over = machine.host, machine.host.incarnation, False
+
+    def stop() -> None:
+        if not is_over and host.incarnation == incarnation and not host.is_paused:
+            machine.pause()
+            world.after(world.between(*STARVED_NS), go_on)
+
+    def go_on() -> None:
+        if host.incarnation == incarnation:
+            machine.resume()
+            world.after(SLICE_NS, stop)
+
+    def mend() -> None:
+        nonlocal is_over
+        is_over = True
+
+    stop()
+    return mend
+
+
 def isolate(faults: Faults) -> Mend | None:
     """A node loses all other nodes, and mostly the store. Clients and consumers still reach it."""
     machine = faults.running()
@@ -212,7 +245,7 @@ def _nothing() -> None:
 FAULTS: Final[dict[str, Fault]] = {
     "handover": handover, "handovers": handovers, "unclean_election": unclean_election,
     "isolate": isolate, "lonely_consumer": lonely_consumer, "strike": strike,
-    "cut_off": cut_off, "slow_from": slow_from,
+    "starve": starve, "cut_off": cut_off, "slow_from": slow_from,
     "store_away": _store("away", is_for_all=True), "store_slow": _store("slow", is_for_all=True),
     "store_late": _store("late", is_for_all=True),
     "store_forgets": _store("forgets", is_for_all=True),

@@ -45,7 +45,7 @@ RARE = ("blink", "behind", "came_back", "forgotten", "unanswered")
 """Acts for what random faults hardly ever bring about: most plans have one of them."""
 MOVE_ACTS = ("moving", "moving_away")
 """Acts that take operators."""
-ASKED_ACTS = ("collections",)
+ASKED_ACTS = ("collections", "starved", "all_starved")
 """Acts that only `--act` brings, so that recorded seeds stay what they are."""
 FAILOVER_ACTS = ("full_master",)
 """Acts that take an operator who fails a master over."""
@@ -55,7 +55,9 @@ OF_PATIENCE = frozenset({"unanswered"})
 """Acts that show nothing to clients who give up before the next election."""
 OF_THREE = frozenset({"blink", "behind", "came_back", "unanswered"})
 """Acts that take three copies of a partition."""
-ACT_FAULTS = ("cut_off", "slow_from", "one_store_deaf", "one_store_forgets_write", "store_late")
+ACT_FAULTS = (
+    "cut_off", "slow_from", "one_store_deaf", "one_store_forgets_write", "store_late", "starve",
+)  # fmt: skip
 """Faults that only acts have."""
 COUNTING = (Kind.GET, Kind.INCREMENT, Kind.APPEND, Kind.ADD, Kind.DELETE)
 """Operations that differ if they are done twice."""

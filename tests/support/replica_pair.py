@@ -255,6 +255,7 @@ class ReplicaPair:
     def reports(self) -> tuple[ReportedPartition, ...]:
         """Return what the replica reports once it has not heard its master for a while."""
         self.cut()
-        self.replica.now_ns += 10 * BEAT_NS
-        self.replica.core.tick(self.replica.now_ns)
+        for _ in range(10):
+            self.replica.now_ns += BEAT_NS
+            self.replica.core.tick(self.replica.now_ns)
         return self.replica.core._reported

@@ -57,6 +57,7 @@ from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_clock import OwnClock
 from dcp.server.cluster.own_links import OwnLinks
 from dcp.server.cluster.own_record import OwnRecord
+from dcp.server.cluster.paced_work import paced_work
 from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.quarantine_files import keep_cut_off
 from dcp.server.cluster.raised_life import RaisedLife
@@ -190,10 +191,10 @@ class ReplicatedNode:
         self._loop = asyncio.get_running_loop()
         self._next_tick: asyncio.TimerHandle | None = None
         self._map_pace = MapPace(self._loop, partial(self._guarded, self._show_map))
-        self._is_scheduled = self._is_carrying = False
-        self._is_stopped = False
+        self._is_scheduled = self._is_carrying = self._is_stopped = False
         self._has_started = self._has_registered = False
-        self._turns = 0
+        self._turns = self._core_turn = 0
+        self._looks, self._steps = paced_work(self._loop, self.core)
         self._why_idle = ""
         self.wrong_store = ""
         """Why the metadata store is not that of this cluster; "" if it is, or is not known."""
@@ -368,6 +369,7 @@ class ReplicatedNode:
         self._driver.close()
         if self._next_tick is not None:
             self._next_tick.cancel()
+        self._steps.cancel()
         self._map_pace.cancel()
         self._told.finish()
         for each in self._links:
@@ -415,10 +417,10 @@ class ReplicatedNode:
         self._raising.tick(now_ns)
         self._clock.tick(now_ns)
         self.own_links.tick(now_ns)
-        for feed in tuple(self.core.leading.feeds.values()):
-            feed.tick(now_ns)
-        if self._turns % CORE_TURNS == 0:
-            self.core.tick(now_ns)
+        self.core.time_passes(now_ns)
+        if self._turns >= self._core_turn and self._looks.is_due(now_ns):
+            self._core_turn = self._turns + CORE_TURNS
+            self._looks.do()
         if self._turns % USERS_TURNS == 0:
             self._users.adopt()  # again, if it could not be written before
         self._turns += 1
@@ -562,7 +564,11 @@ class ReplicatedNode:
         self._log.info("branch decided", **ended._asdict())
 
     def _step(self, _effect: StepDue) -> None:
-        self.core.step(elapsed_ns())
+        self._steps.do_when_due(self._later)
+
+    def _later(self, work: Callable[[], None]) -> None:
+        self._guarded(work)
+        self._guarded(self._carry_out)
 
     def _arrived(self, _effect: PartitionsArrived) -> None:
         self._parts.connections.arrived()
