@@ -76,7 +76,11 @@ class Upkeep:
         device, node = self._node.device, self._node
         node.before_merge()
         segments = self._merges.begin(device.segments())
-        report = merge(self._env, [(number, device.read(number)) for number in segments])
+        report = merge(
+            self._env,
+            [(number, device.read(number)) for number in segments],
+            before_undo=self._compactor.begin_again,
+        )
         merged = self._merges.merged(report)
         while not self._merges.drop_slice():
             pass

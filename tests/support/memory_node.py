@@ -226,12 +226,15 @@ class MemoryNode:
             merge(
                 self.env, sealed,
                 before_commit=before_commit, body_bytes_target=self.body_bytes_target,
-                slice_pages=1,
+                slice_pages=1, before_undo=self.compactor.begin_again,
             )  # fmt: skip
         self.store.refresh()
 
     def merge_segments(self, sealed: list[tuple[int, bytes]]) -> MergeReport:
-        return merge(self.env, sealed, body_bytes_target=self.body_bytes_target)
+        return merge(
+            self.env, sealed,
+            body_bytes_target=self.body_bytes_target, before_undo=self.compactor.begin_again,
+        )  # fmt: skip
 
     def merge(self) -> None:
         self.begin_merge()

@@ -59,11 +59,19 @@ class ModelPartition:
 
     def branch(self, seqno: int) -> bytes:
         """Undo what lies above `seqno` and begin a new version; return the control entry."""
-        self.versions = [version for version in self.versions if version.seqno <= seqno]
-        self.high_seqno = min(self.high_seqno, seqno)
         self.epoch += 1
         kept = [entry for entry in self.failover if entry[1] <= seqno]
         self.failover = [[1000 + self.epoch, seqno, self.epoch], *kept][:200]
+        return self.undo(seqno)
+
+    def undo(self, seqno: int) -> bytes:
+        """Undo what lies above `seqno`, as a replica that goes on in the same version; return the
+        control entry.
+        """
+        self.versions = [version for version in self.versions if version.seqno <= seqno]
+        self.high_seqno = min(self.high_seqno, seqno)
+        kept = [entry for entry in self.failover if entry[1] <= seqno]
+        self.failover = kept or self.failover[-1:]
         document = {"kind": "failover", "log": self.failover, "rollback_to": seqno}
         return pack_control(self.vb_id, document)
 

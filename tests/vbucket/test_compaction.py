@@ -18,6 +18,7 @@ from test_merge import BODY_BYTES_TARGET as MODEL_BODY_BYTES_TARGET
 from support.memory_node import LmdbNode, MemoryNode
 from vbucket.check.partition_check import PartitionCheck
 from vbucket.engine.engine import SET, StoredDocument
+from vbucket.engine.leadership import adopt_failover_log
 from vbucket.model.entry import pack_control
 from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFullError
@@ -64,14 +65,27 @@ class CompactionMachine(MergeMachine):
     def new_compactor(self) -> Compactor:
         return Compactor(step_bytes=500, body_bytes_target=MODEL_BODY_BYTES_TARGET)
 
+    def before_undo(self, vb_id: int) -> None:
+        self.compactor.begin_again(vb_id)
+
     @rule(vb_id=st.sampled_from(VB_IDS), data=st.data())
     def branch(self, vb_id: int, data: st.DataObject) -> None:
-        model, floor = self.models[vb_id], self.floors[vb_id][0]
-        seqno = data.draw(st.integers(floor, model.high_seqno + 1) | st.just(0))
+        self.writer.add(self.models[vb_id].branch(self.draw_seqno(vb_id, data)))
+        self.touched[vb_id] = self.models[vb_id].high_seqno
+
+    @rule(vb_id=st.sampled_from(VB_IDS), data=st.data())
+    def undo(self, vb_id: int, data: st.DataObject) -> None:
+        self.writer.add(self.models[vb_id].undo(self.draw_seqno(vb_id, data)))
+        self.touched[vb_id] = self.models[vb_id].high_seqno
+
+    def draw_seqno(self, vb_id: int, data: st.DataObject) -> int:
+        """Return where a rollback ends, and lower the floor for it."""
+        floor = self.floors[vb_id][0]
+        high_seqno = self.models[vb_id].high_seqno
+        seqno = data.draw(st.integers(floor, high_seqno + 1) | st.just(0))
         if not seqno:
             self.floors[vb_id] = (0, 0)
-        self.writer.add(model.branch(seqno))
-        self.touched[vb_id] = model.high_seqno
+        return seqno
 
     @rule(vb_id=st.sampled_from(VB_IDS), data=st.data())
     def raise_floor(self, vb_id: int, data: st.DataObject) -> None:
@@ -422,6 +436,44 @@ def test_a_compaction_under_way_begins_anew_after_a_branch() -> None:
     give_up(node, 12, 0)
     node.compact([VB], slices=4)
     node.engine.keyspace.branch(VB, 0)
+    write(node, *[b"\0%d" % number for number in range(12)])
+    give_up(node, 12, 0)
+    node.compact([VB])
+    assert seqnos(node) == list(range(1, 13))
+
+
+def undo_as_replica(node: MemoryNode, seqno: int) -> None:
+    """Undo what the master does not have. The failover log stays as it is."""
+    part = node.engine.partitions[VB]
+    adopt_failover_log(node.engine, VB, part.failover, part.leader_epoch, rollback_to=seqno)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_a_rollback_shortens_a_block_that_was_looked_at(node: MemoryNode, steps: int) -> None:
+    """A replica drops the end of its version. The block with the floor reaches beyond it."""
+    node.set_sizes(body_bytes_target=500, step_bytes=1)
+    write(node, *([A, B] * 10))
+    node.merge()
+    give_up(node, 15, 0)
+    node.compact([VB], slices=steps)
+    undo_as_replica(node, 16)
+    node.merge()
+    node.compact([VB])
+    assert seqnos(node) == [14, 15, 16]
+    assert [value_of(node, key) for key in (A, B)] == [b"v", b"v"]
+    record = node.store.partition(VB)
+    assert record is not None
+    assert (record.versions, record.keys) == (3, 2)
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_a_replica_that_began_again_at_0_has_other_versions(node: MemoryNode, steps: int) -> None:
+    """Its version is the same, and its floor, too. The master's compaction had left out others."""
+    node.set_sizes(body_bytes_target=200, step_bytes=1)
+    write(node, *([A, B] * 6))
+    give_up(node, 12, 0)
+    node.compact([VB], slices=steps)
+    undo_as_replica(node, 0)
     write(node, *[b"\0%d" % number for number in range(12)])
     give_up(node, 12, 0)
     node.compact([VB])

@@ -11,11 +11,13 @@ import pytest
 
 from support.lmdb_layout import layout_of, overwrite
 from support.memory_node import LmdbNode
-from vbucket.engine.engine import SET
+from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.expiry import Pager
 from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.store.records import BY_KEY_TABLE
 from vbucket.store.store import StoreView
 from vbucket.upkeep.compaction import Compactor, Floors, SliceReport
+from vbucket.upkeep.merge import merge
 from vbucket.upkeep.retention import Planner, Windows
 
 VBS = range(0, 1000, 5)
@@ -129,3 +131,47 @@ def test_documents_on_other_pages_expire(node: LmdbNode) -> None:
     assert pager.expired == len(VBS) * len(KEYS) - len(lost)
     assert pager.damages
     assert all("table by_key" in text for text in pager.damages)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_merge_notices_a_page_of_before(
+    node: LmdbNode, monkeypatch: pytest.MonkeyPatch, *, is_native: bool
+) -> None:
+    """The disk lost a write: a leaf of by_key is as it was a merge ago, with right checksums. The
+    log says what its changes replace, so partitions on the page go into quarantine.
+    """
+    if not is_native:
+        monkeypatch.setattr(node, "merge_segments", lambda sealed: merge(
+            node.env, sealed, native=False
+        ))  # fmt: skip
+    before = by_key_of(node)
+    for vb_id in VBS:
+        assert node.engine.store(SET, vb_id, KEYS[0], KEYS[0] + b"newer", 0, 0, 0, 0)[0] == 0
+    node.merge()
+    stale = {key: record for key, record in before.items() if key[2:] == KEYS[0]}
+    victims = set(sorted(stale)[20:40])
+    for vb_id in VBS:  # before the page is lost: these change what they know to be the newest
+        assert node.engine.store(SET, vb_id, KEYS[0], KEYS[0] + b"newest", 0, 0, 0, 0)[0] == 0
+    with node.env.write() as write:
+        for key in victims:
+            write.put(BY_KEY_TABLE, key, stale[key])
+    node.begin_merge()
+    node.end_merge()
+    quarantined = node.store.quarantine()
+    assert set(quarantined) == {int.from_bytes(key[:2], "big") for key in victims}
+    assert all("replaces seqno" in item.why for item in quarantined.values())
+    others = set(VBS) - set(quarantined)
+    assert {value_of(node, vb_id) for vb_id in others} == {b"newest"}
+
+
+def by_key_of(node: LmdbNode) -> dict[bytes, bytes]:
+    snapshot = node.env.snapshot()
+    rows = {key: bytes(value) for key, value in snapshot.range(BY_KEY_TABLE, b"")}
+    snapshot.close()
+    return rows
+
+
+def value_of(node: LmdbNode, vb_id: int) -> bytes:
+    found = node.engine.get(vb_id, KEYS[0])
+    assert isinstance(found, StoredDocument)
+    return bytes(found.value)

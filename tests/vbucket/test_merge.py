@@ -115,6 +115,9 @@ class MergeMachine(RuleBasedStateMachine):
             merge(self.env, self.writer.sealed(), body_bytes_target=BODY_BYTES_TARGET)
         assert self.env.tables is before
 
+    def before_undo(self, vb_id: int) -> None:
+        """A merge undoes stored versions of a partition."""
+
     def seal_for_merge(self) -> None:
         self.writer.seal()
         self.at_group[self.writer.group] = copy.deepcopy(self.models)
@@ -136,6 +139,7 @@ class MergeMachine(RuleBasedStateMachine):
                 before_commit=before_commit,
                 body_bytes_target=BODY_BYTES_TARGET,
                 slice_pages=1,
+                before_undo=self.before_undo,
             )
             self.touched = {}  # it had no more slices
         self.store.refresh()
@@ -153,8 +157,10 @@ class MergeMachine(RuleBasedStateMachine):
         self.seal_for_merge()
         sealed = self.writer.sealed()
         report = merge(
-            self.env, sealed, body_bytes_target=BODY_BYTES_TARGET, slice_pages=slice_pages
-        )
+            self.env, sealed,
+            body_bytes_target=BODY_BYTES_TARGET, slice_pages=slice_pages,
+            before_undo=self.before_undo,
+        )  # fmt: skip
         high_seqnos = {vb_id: model.high_seqno for vb_id, model in self.models.items()}
         assert report.merged_segment == sealed[-1][0]
         assert report.high_seqnos == (high_seqnos if self.was_interrupted else self.touched)

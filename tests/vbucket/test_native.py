@@ -63,6 +63,10 @@ class BothCompactors:
         self._native = Compactor(**sizes)
         self._plain = Compactor(**sizes, native=False)
 
+    def begin_again(self, vb_id: int) -> None:
+        for compactor in (self._native, self._plain):
+            compactor.begin_again(vb_id)
+
     def run(
         self,
         env: KvEnv,

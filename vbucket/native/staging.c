@@ -31,6 +31,7 @@
 #define SEQNO_AT 36
 #define EXPIRY_AT 56
 #define RECORD_BYTES 38 /* of by_key: vbucket/store/key_record.py */
+#define RECORD_SEQNO_AT 10
 #define RECORD_CRC_AT 34
 #define RECORD_EXPIRY_AT 30
 #define REMOVAL_NUMBERS 24 /* CAS, seqno and revision: a removal has no flags and no expiry */
@@ -53,6 +54,7 @@ typedef struct {
     uint64_t head; /* the first bytes in which keys differ */
     const uint8_t *key;
     const uint8_t *old; /* its record in the store, or NULL */
+    uint64_t replaced;  /* the seqno that the key's oldest entry replaces; 0: none */
     uint32_t key_bytes, entry;
 } Line;
 
@@ -261,13 +263,17 @@ static int make_lines(Staged *self, const Stage *stage)
 }
 
 /* Keeps the newest line of each key, in the order of the keys. */
-static void keep_newest(Staged *self, size_t count)
+static void keep_newest(Staged *self, const Stage *stage, size_t count)
 {
-    size_t kept = 0;
+    size_t kept = 0, oldest = 0;
     qsort(self->lines, count, sizeof(Line), compare_lines);
     for (size_t i = 0; i < count; i++)
-        if (i + 1 == count || compare_keys(&self->lines[i], &self->lines[i + 1]))
-            self->lines[kept++] = self->lines[i];
+        if (i + 1 == count || compare_keys(&self->lines[i], &self->lines[i + 1])) {
+            uint64_t replaced = be64(stage->entries[self->lines[oldest].entry].data);
+            self->lines[kept] = self->lines[i];
+            self->lines[kept++].replaced = replaced;
+            oldest = i + 1;
+        }
     self->lines_count = kept;
 }
 
@@ -293,7 +299,7 @@ static PyObject *staged_newest(Staged *self, PyObject *number)
     }
     if (!stage->count || !make_lines(self, stage))
         Py_RETURN_NONE;
-    keep_newest(self, stage->count);
+    keep_newest(self, stage, stage->count);
     PyObject *keys = PyList_New((Py_ssize_t)self->lines_count);
     PyObject *asked = PyList_New(0);
     int is_done = keys != NULL && asked != NULL;
@@ -343,6 +349,18 @@ static int take_old(Staged *self, PyObject *found)
         next++;
     }
     return next == count;
+}
+
+/* Whether the stored records are those that the entries replace. Python says what is wrong, or
+   that it may be: a tombstone may have been purged. */
+static int are_replaced(const Staged *self)
+{
+    for (size_t i = 0; i < self->lines_count; i++) {
+        const Line *line = &self->lines[i];
+        if (line->replaced != (line->old == NULL ? 0 : be64(line->old + RECORD_SEQNO_AT)))
+            return 0;
+    }
+    return 1;
 }
 
 static void fill_record(uint8_t *record, const uint8_t *entry, PyObject *key)
@@ -494,7 +512,7 @@ static PyObject *staged_merge(Staged *self, PyObject *args)
     Py_ssize_t more_keys = 0, documents = 0;
     uint64_t max_cas = 0;
     Others others = {.other_high_seqno = other_high, .default_high_seqno = default_high};
-    if (!take_old(self, found))
+    if (!take_old(self, found) || !are_replaced(self))
         Py_RETURN_NONE;
     PyObject *items = PyList_New((Py_ssize_t)self->lines_count);
     PyObject *blocks = PyList_New(0), *expiries = PyList_New(0);

@@ -23,9 +23,12 @@ Invariants
   up. Reading needs memory for one seqno per key and one byte per version;
 - the chain of blocks (`seqno_before`) is intact after every step. A step that finds it broken, or a
   block damaged, changes nothing;
-- if the failover log of a partition changed between two slices, its compaction starts again: the
-  partition may have been rolled back to 0 and have other versions under the same seqnos. All other
-  changes are above the floor, or in by_key, which is read when a version is dropped.
+- if a partition was rolled back between two slices, its compaction starts again: blocks are
+  shorter, or, after a rollback to 0, there may be other versions under the same seqnos. The merge
+  says so (`Compactor.begin_again`), because a replica's rollback may leave the failover log as it
+  was. A changed failover log means the same. All other changes are above the floor, or in by_key,
+  which is read when a version is dropped;
+- what is known of a block between two steps is about its versions at or below the floor.
 
 Who calls it: the store process, between merges.
 """
@@ -132,8 +135,8 @@ class PartitionCompaction:
         """Everything below it has been rewritten."""
         self._superseded: set[int] = set()
         self._marked: dict[int, bytes] = {}
-        """First seqno of a block -> a byte for each version, 0 if it is superseded. The block may
-        have grown since.
+        """First seqno of a block -> a byte for each version at or below the floor, 0 if it is
+        superseded. What the block has above the floor may change before it is rewritten.
         """
         self._seen: set[int] = set()
         self._kept: set[int] = set()
@@ -215,7 +218,8 @@ class PartitionCompaction:
             except ValueError:
                 raise block.damaged("has lengths or seqnos that do not ascend") from None
             if kept is not None:
-                self._marked[block.first_seqno] = kept
+                low = bisect_right(block.seqnos, self.floor)
+                self._marked[block.first_seqno] = kept[:low]
             return
         seqnos, superseded = block.seqnos, self._superseded
         low = bisect_right(seqnos, self.floor)
@@ -223,7 +227,8 @@ class PartitionCompaction:
         here = superseded.intersection(seqnos[:low])
         if here:
             superseded -= here
-            self._marked[block.first_seqno] = bytes(map(not_, map(here.__contains__, seqnos)))
+            marks = map(not_, map(here.__contains__, seqnos[:low]))
+            self._marked[block.first_seqno] = bytes(marks)
 
     def _keep(self, block: Block) -> None:
         """Note the versions of a block that are the last ones of their collection."""
@@ -259,7 +264,8 @@ class PartitionCompaction:
         for block in blocks:
             kept = self._marked.pop(block.first_seqno, None)
             if kept is not None:
-                # A merge may have added to the last block since it was read.
+                if len(kept) != bisect_right(block.seqnos, self.floor):
+                    raise block.damaged("has other versions than when it was read before")
                 kept = kept.ljust(len(block.seqnos), b"\1")
             if self._gone or self.purge >= block.first_seqno:
                 kept, keys, deletions = self._without_useless(view, block, kept)
@@ -418,6 +424,11 @@ class Compactor:
         self._slice_bytes = slice_bytes
         self._body_bytes_target = body_bytes_target
         self._under_way: PartitionCompaction | None = None
+
+    def begin_again(self, vb_id: int) -> None:
+        """Forget what is known of a partition, because a merge undoes versions of it."""
+        if self._under_way is not None and self._under_way.vb_id == vb_id:
+            self._under_way = None
 
     def run(
         self,

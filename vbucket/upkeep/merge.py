@@ -95,6 +95,7 @@ def merge(
     native: bool = True,
     slice_pages: int = SLICE_PAGES,
     step: Callable[[], None] = lambda: None,
+    before_undo: Callable[[int], None] = lambda _: None,
 ) -> MergeReport:
     """Merge sealed segments (id, bytes), in order, into the store; durable on return.
 
@@ -102,7 +103,8 @@ def merge(
     transaction is aborted, and `segments` is iterated again without that partition; so it is after
     an earlier merge was finished. `before_commit` is called for each slice, and may raise to abort
     the merge. `native`: use the loops in C where they are built (the result is the same). `step` is
-    called after each staged group and each merged partition, and may wait.
+    called after each staged group and each merged partition, and may wait. `before_undo` is called
+    with each partition of which stored versions are undone: what others know of its blocks ends.
     Raises MergeRefusedError, LogDamagedError, StoreFullError, StoreFailedError, UnknownFormatError;
     StoreDamagedError if more than DAMAGED_MAX partitions are damaged, or shared data is. Then some
     slices may have been merged, and the next merge goes on after them.
@@ -111,7 +113,9 @@ def merge(
     high_seqnos: dict[int, int] = {}
     entries = 0
     while True:
-        one = _Pass(segments, damaged, body_bytes_target, slice_pages, step, native=native)
+        one = _Pass(
+            segments, damaged, body_bytes_target, slice_pages, step, before_undo, native=native
+        )
         try:
             while one.has_more:
                 with env.write() as write:
@@ -142,6 +146,7 @@ class _Pass:
         body_bytes_target: int,
         slice_pages: int,
         step: Callable[[], None],
+        before_undo: Callable[[int], None],
         *,
         native: bool,
     ) -> None:
@@ -150,6 +155,7 @@ class _Pass:
         self._body_bytes_target = body_bytes_target
         self._slice_pages = slice_pages
         self._step = step
+        self._before_undo = before_undo
         self._native = native
         self._staging: Staging | None = None
         self._order: list[int] = []
@@ -183,6 +189,8 @@ class _Pass:
         pages = 0
         while self._order and pages < self._slice_pages:
             stage = staging.stages.pop(self._order.pop())
+            if stage.trim_to is not None:
+                self._before_undo(stage.vb_id)
             with naming_damage(stage.vb_id):
                 record = self._merge_stage(write, view, staging, stage, rows)
             self._high_seqnos[stage.vb_id] = record.high_seqno

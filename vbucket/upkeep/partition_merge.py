@@ -4,7 +4,9 @@ Who calls it: `vbucket.upkeep.merge`, and loads of a restore, which write into t
 
 Invariants
 - all reads come before the first write;
-- the entries of a stage ascend by seqno and lie above what the store keeps.
+- the entries of a stage ascend by seqno and lie above what the store keeps;
+- the record of a key has the seqno that the oldest staged entry of the key replaces. If not, the
+  disk has lost a write, and the page is older than it should be.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from dcp.wire.opcode import Opcode
 from vbucket.model.collection_counts import CollectionCounts
-from vbucket.model.entry import PREFIX_BYTES, key_of, seqno_of
+from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, prev_seqno_of, seqno_of
 from vbucket.model.manifest import Manifest, collection_of
 from vbucket.store.block import Block, block_key, build_blocks
 from vbucket.store.environment import KvWrite, StoreDamagedError
@@ -54,6 +56,7 @@ _NO_SEQNO: Final = bytes(8)
 _first_of: Final = itemgetter(0)
 _prev_seqno_of: Final = itemgetter(slice(8))
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
+_SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
 _EMPTIED_AT_ONCE: Final = 1000
 """Keys that are held in memory while a partition is emptied."""
 
@@ -70,6 +73,7 @@ def merge_partition(
     vb_id, entries = stage.vb_id, stage.entries
     if stage.trim_to == 0:
         _empty(write, stage, rows)
+    was_trimmed = stage.trim_to is not None
     record = stage.record
     undone: dict[bytes, int] = {}
     if stage.trim_to is not None:
@@ -88,6 +92,8 @@ def merge_partition(
     tally = CollectionCounts(record.tally)
     default_documents = record.item_count - tally.documents
     changes = _KeyChanges(write, vb_id, newest, gone, may_be_old=bool(undone))
+    if not was_trimmed:
+        changes.check_replaced(stage, manifest)
     default_documents += changes.count(tally, manifest)
     changes.write(write, rows)
     versions = record.versions + len(entries)
@@ -184,7 +190,7 @@ class _KeyChanges:
         *,
         may_be_old: bool,
     ) -> None:
-        prefix = vb_id.to_bytes(2, "big")
+        prefix = self._prefix = vb_id.to_bytes(2, "big")
         keys = sorted(newest)
         entries = [newest[key] for key in keys]
         self._items = by_key_items(prefix, keys, entries)
@@ -197,6 +203,33 @@ class _KeyChanges:
         check_records(self._old)
         self.more_keys = len(newest) - len(self._old)
         self._are_default = not any(map(_first_of, keys)) and not any(map(_first_of, gone))
+
+    def check_replaced(self, stage: Stage, manifest: Manifest) -> None:
+        """Raise StoreDamagedError if a record is not the version that the log replaces.
+
+        It may be absent if it was a tombstone that is purged, or its collection is gone.
+        """
+        oldest = {key_of(entry): entry for entry in reversed(stage.entries)}
+        for key, entry in oldest.items():
+            replaced = prev_seqno_of(entry)
+            if not replaced or entry[OPCODE_AT] == _SYSTEM_EVENT:
+                continue
+            old = self._old.get(self._prefix + key)
+            if old is None:
+                purged = max(stage.purged_seqno, stage.record.purge_seqno)
+                if replaced <= purged or manifest.is_gone(collection_of(key)):
+                    continue
+                there = "there is none"
+            else:
+                seqno = checked_meta(self._prefix + key, old).seqno
+                if seqno == replaced:
+                    continue
+                there = f"it has seqno {seqno}"
+            raise StoreDamagedError(
+                f"vb {stage.vb_id}: the log replaces seqno {replaced} of key {key!r}, but in the "
+                f"store's record of the key {there}: the disk has lost a write, or has an older "
+                "page; check the disk and restore a backup"
+            )
 
     def count(self, tally: CollectionCounts, manifest: Manifest) -> int:
         """Count the change in live documents; return that of the default collection."""

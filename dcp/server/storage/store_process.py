@@ -389,6 +389,7 @@ class StoreWork:
         report = merge(
             self._env, segments, before_commit=self._before_commit,
             slice_pages=self._slice_pages, step=self._rests.step,
+            before_undo=self._compactor.begin_again,
         )  # fmt: skip
         return report, self._rests.rested_s
 
