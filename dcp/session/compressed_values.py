@@ -10,7 +10,6 @@ from dcp.session.oversized import too_big
 from dcp.session.state import SessionState
 from dcp.wire.status import RefusedError, Status
 from vbucket.model.datatype import (
-    JSON,
     SNAPPY,
     ValueRefusedError,
     ValueTooBigError,
@@ -21,9 +20,9 @@ from vbucket.model.datatype import (
 
 def check_datatype(state: SessionState, datatype: int) -> None:
     """Raise RefusedError for a datatype that the client did not negotiate. Stored, it would mislead
-    whoever streams the document. JSON is dropped instead, by the caller.
+    whoever streams the document.
     """
-    if datatype & ~(state.datatypes | JSON):
+    if datatype & ~state.datatypes:
         why = f"datatype 0x{datatype:02x} was not negotiated (HELLO)"
         raise RefusedError(Status.EINVAL, why)
 

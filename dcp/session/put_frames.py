@@ -26,7 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from dcp.session.documents import DocumentCommands
+from dcp.session.documents import DocumentCommands, latest_expiry
 from dcp.session.state import SessionState
 from dcp.session.with_meta import SKIP_CONFLICT_RESOLUTION, cas_refusal
 from dcp.wire.frame import Frame, pack_response
@@ -41,6 +41,7 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, WrongVbucketError
 from vbucket.engine.bulk import Frames, MalformedFramesError
+from vbucket.engine.limited_expiry import limit_expiries
 from vbucket.engine.loads import LoadTicket
 from vbucket.model.manifest import collection_of
 from vbucket.store.environment import StoreDamagedError
@@ -75,6 +76,14 @@ class PutFramesCommand:
             raise RefusedError(Status.EINVAL, f"unknown options 0x{options:x}")
         if vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
+        manifest = state.engine.keyspace.manifest
+        latest = {
+            number: latest_expiry(state.engine.now_s, collection)
+            for number, collection in manifest.collections.items()
+            if collection.max_ttl_s
+        }
+        if latest:
+            request = request._replace(value=limit_expiries(value, count, latest))
         if self._may_be_loaded(vb_id):
             self._load(request, options, count)
         else:

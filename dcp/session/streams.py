@@ -120,6 +120,9 @@ class DcpCommands:
             request.key, state.engine, state.hub, state.schedule, state.limits.backlogs_max
         )
         state.producer = producer
+        # As in kv_engine, DCP_OPEN turns the datatype JSON on, whatever HELLO said.
+        state.has_json = JSON
+        state.datatypes |= JSON
         producer.terms.skips_deletions = bool(flags & OpenFlag.SKIP_DELETES_IN_BACKFILL)
         self._set_codec(producer)
         state.hub.open(request.key, producer)

@@ -91,6 +91,15 @@ def change_loops() -> ChangeLoops | None:
     )
 
 
+def json_check() -> Callable[[bytes | memoryview], bool] | None:
+    """Return what says whether a text is JSON, None if the loops are not built."""
+    try:
+        from vbucket.native.loops import is_json
+    except ModuleNotFoundError:
+        return None
+    return is_json
+
+
 def frame_cutter() -> CutFrames | None:
     """Return what cuts frames of a backlog, None if the loops are not built."""
     try:
