@@ -205,7 +205,9 @@ class Engine:
             if refusal is not None:
                 return refusal
             self.locks.unlock(part, key)
-        datatype = datatype_of(datatype, body, len(key))
+        # XATTRs are not in `body`: `put` adds those of the present document.
+        bits = datatype_of(datatype & ~DATATYPE_XATTR, body, len(key))
+        datatype = bits | datatype & DATATYPE_XATTR
         return 0, self.put(part, key, body, flags, expiry, datatype, known), part.high_seqno
 
     def put(

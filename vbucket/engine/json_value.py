@@ -13,18 +13,24 @@ vbucket/native/json_text.c does the same in C.
 from __future__ import annotations
 
 from collections.abc import Callable
+from struct import unpack_from
 from typing import Final
 
 import msgspec
 
+from dcp.wire.frame import HEADER_BYTES
+from dcp.wire.message import U32
+from dcp.wire.opcode import Opcode
 from dcp.wire.xattrs import DATATYPE_XATTR, body_at
 from vbucket.model.datatype import JSON, SNAPPY
-from vbucket.native import json_check
+from vbucket.model.entry import MUTATION_EXTRAS_BYTES
+from vbucket.native import json_loops
 from vbucket.store.plain_value import plain
 
 JSON_LEVELS_MAX: Final = 512
 """Containers within one another. It bounds what a check keeps, in C and in Python."""
 
+_DATATYPE_AT: Final = 5
 _decode: Final = msgspec.json.Decoder(msgspec.Raw).decode
 """Checks the grammar, and makes no object for a value. It does not check UTF-8."""
 
@@ -64,8 +70,40 @@ def _levels(text: bytes) -> int:
     return deepest
 
 
-is_json: Final[Callable[[bytes | memoryview], bool]] = json_check() or is_json_text
-"""The loop in C if it is built, else the rule in Python."""
+def mark_frames(packet: bytes, count: int) -> bytes:
+    """Return a packet of `count` frames (`vbucket.engine.bulk`) with the JSON bit of each mutation
+    set by its value: the rule in Python. What is malformed stays as it is.
+    """
+    position = count * U32.size
+    if not 0 < position <= len(packet):
+        return packet
+    marked = bytearray(packet)
+    for body_bytes in unpack_from(f">{count}I", packet):
+        end = position + HEADER_BYTES + body_bytes
+        if end > len(packet):
+            break
+        key_bytes = int.from_bytes(packet[position + 2 : position + 4], "big")
+        value_at = position + HEADER_BYTES + MUTATION_EXTRAS_BYTES + key_bytes
+        head = packet[position + 1], packet[position + 4]
+        if head == (Opcode.DCP_MUTATION, MUTATION_EXTRAS_BYTES) and value_at <= end:
+            value = packet[value_at:end]
+            datatype = marked[position + _DATATYPE_AT]
+            if not datatype & DATATYPE_XATTR:
+                marked[position + _DATATYPE_AT] = _with_bit(datatype, value)
+            elif len(value) >= U32.size and body_at(value) <= len(value):
+                marked[position + _DATATYPE_AT] = _with_bit(datatype, value[body_at(value) :])
+        position = end
+    return bytes(marked)
+
+
+def _with_bit(datatype: int, value: bytes) -> int:
+    return datatype | JSON if is_json_text(value) else datatype & ~JSON
+
+
+_loops: Final = json_loops()
+is_json: Final[Callable[[bytes | memoryview], bool]] = _loops.is_json if _loops else is_json_text
+mark_json: Final[Callable[[bytes, int], bytes]] = _loops.mark_json if _loops else mark_frames
+"""The loops in C if they are built, else the rule in Python."""
 
 
 def datatype_of(datatype: int, body: bytes, key_bytes: int) -> int:

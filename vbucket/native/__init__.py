@@ -91,13 +91,20 @@ def change_loops() -> ChangeLoops | None:
     )
 
 
-def json_check() -> Callable[[bytes | memoryview], bool] | None:
-    """Return what says whether a text is JSON, None if the loops are not built."""
+class JsonLoops(NamedTuple):
+    """What looks at values for JSON; `vbucket.engine.json_value` explains it."""
+
+    is_json: Callable[[bytes | memoryview], bool]
+    mark_json: Callable[[bytes, int], bytes]
+
+
+def json_loops() -> JsonLoops | None:
+    """Return what looks for JSON, None if the loops are not built."""
     try:
-        from vbucket.native.loops import is_json
+        from vbucket.native.loops import is_json, mark_json
     except ModuleNotFoundError:
         return None
-    return is_json
+    return JsonLoops(is_json, mark_json)
 
 
 def frame_cutter() -> CutFrames | None:

@@ -4,6 +4,8 @@
 
 #include "json_text.h"
 
+#include "blocks.h"
+
 #include <string.h>
 
 #define JSON_LEVELS_MAX 512
@@ -18,7 +20,7 @@ static int is_hex(const uint8_t *at, const uint8_t *end, uint32_t *code)
         return 0;
     for (int i = 0; i < 4; i++) {
         uint8_t low = at[i] | 0x20;
-        uint32_t digit = at[i] >= '0' && at[i] <= '9' ? at[i] - '0'
+        uint32_t digit = at[i] >= '0' && at[i] <= '9' ? at[i] - (uint32_t)'0'
                          : low >= 'a' && low <= 'f'   ? low - 'a' + 10u
                                                       : 16u;
         if (digit > 15)
@@ -200,4 +202,50 @@ PyObject *py_is_json(PyObject *Py_UNUSED(module), PyObject *text)
     int is_sound = json_is_sound(view.buf, (size_t)view.len);
     PyBuffer_Release(&view);
     return PyBool_FromLong(is_sound);
+}
+
+#define FRAME_HEADER_BYTES 24
+#define OPCODE_IN_FRAME 1
+#define DATATYPE_IN_FRAME 5
+#define DATATYPE_JSON 1
+#define DATATYPE_XATTR 4
+#define MUTATION_EXTRAS_BYTES 31
+
+/* Sets or clears the JSON bit of the mutation in [frame, frame + bytes) by its value. What is
+   malformed stays as it is. */
+static void mark_frame(uint8_t *frame, size_t bytes)
+{
+    size_t at = FRAME_HEADER_BYTES + MUTATION_EXTRAS_BYTES + be16(frame + 2);
+    if (frame[OPCODE_IN_FRAME] != MUTATION || frame[4] != MUTATION_EXTRAS_BYTES || at > bytes)
+        return;
+    if (frame[DATATYPE_IN_FRAME] & DATATYPE_XATTR) {
+        if (bytes - at < 4 || be32(frame + at) > bytes - at - 4)
+            return;
+        at += 4 + be32(frame + at);
+    }
+    if (json_is_sound(frame + at, bytes - at))
+        frame[DATATYPE_IN_FRAME] |= DATATYPE_JSON;
+    else
+        frame[DATATYPE_IN_FRAME] &= (uint8_t)~DATATYPE_JSON;
+}
+
+PyObject *py_mark_json(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    const char *packet;
+    Py_ssize_t bytes, count;
+    if (!PyArg_ParseTuple(args, "y#n", &packet, &bytes, &count))
+        return NULL;
+    PyObject *marked = PyBytes_FromStringAndSize(packet, bytes);
+    if (marked == NULL || count <= 0 || count > bytes / 4)
+        return marked;
+    uint8_t *data = (uint8_t *)PyBytes_AS_STRING(marked);
+    Py_ssize_t at = 4 * count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_ssize_t frame_bytes = FRAME_HEADER_BYTES + (Py_ssize_t)be32(data + 4 * i);
+        if (frame_bytes > bytes - at)
+            break;
+        mark_frame(data + at, (size_t)frame_bytes);
+        at += frame_bytes;
+    }
+    return marked;
 }
