@@ -22,18 +22,20 @@ from vbucket.model.datatype import (
 
 def check_datatype(state: SessionState, datatype: int) -> None:
     """Raise RefusedError for a datatype that a command with a plain value cannot have. Stored, it
-    would mislead whoever streams the document. JSON is dropped instead, by the caller.
+    would mislead whoever streams the document.
     """
-    wrong = datatype & ~(state.datatypes | JSON)
+    wrong = datatype & ~state.datatypes
     if not wrong:
         return
-    unknown = wrong & ~(SNAPPY | DATATYPE_XATTR)
+    unknown = wrong & ~(JSON | SNAPPY | DATATYPE_XATTR)
     if unknown:
         why = f"has unknown bits 0x{unknown:02x}; known are 0x01 JSON, 0x02 Snappy, 0x04 XATTRs"
     elif wrong & DATATYPE_XATTR:
         why = "means XATTRs, which only sub-document and with-meta commands write"
-    else:
+    elif wrong & SNAPPY:
         why = "means Snappy, which was not negotiated (HELLO 0x0a)"
+    else:
+        why = "means JSON, which was not negotiated (HELLO 0x0b)"
     raise RefusedError(Status.EINVAL, f"datatype 0x{datatype:02x} {why}")
 
 

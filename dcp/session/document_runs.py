@@ -20,6 +20,7 @@ from dcp.session.state import ANSWER_BYTES_MAX, SessionState
 from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status
+from vbucket.engine.json_value import is_json
 from vbucket.engine.keyspace import MUTATION
 from vbucket.model.datatype import JSON
 from vbucket.model.entry import MUTATION_KEY_AT, OPCODE_AT
@@ -132,7 +133,7 @@ class DocumentRuns:
                 buffer, position
             )
             body_end = position + HEADER_BYTES + body_len
-            if form != _SET_FORM or extras & ~JSON != _SET_EXTRAS or body_end > end:
+            if form != _SET_FORM or extras & ~has_json != _SET_EXTRAS or body_end > end:
                 break
             body = buffer[position + head_bytes : body_end]
             key = body[:key_len]
@@ -144,7 +145,8 @@ class DocumentRuns:
             if part.state != 1 or part.is_backed_up:
                 break
             try:
-                new_cas = engine.put(part, key, body, flags, 0, extras & has_json)
+                datatype = JSON if is_json(memoryview(body)[key_len:]) else 0
+                new_cas = engine.put(part, key, body, flags, 0, datatype)
             except (StoreDamagedError, RefusedError):
                 break
             answers.append(

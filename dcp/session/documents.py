@@ -81,6 +81,13 @@ def absolute_expiry(expiry: int, now_s: int) -> int:
     return expiry + now_s if 0 < expiry <= RELATIVE_EXPIRY_MAX_S else expiry
 
 
+def latest_expiry(now_s: int, collection: Collection) -> int:
+    """Return the latest expiry, in Unix seconds, of a document that is stored in a collection with
+    a maxTTL now.
+    """
+    return min(now_s + collection.max_ttl_s, _EXPIRY_MAX)
+
+
 class DocumentCommands:
     """Handlers of the document commands of one session."""
 
@@ -114,7 +121,7 @@ class DocumentCommands:
         key_at = start + 8
         if extras_len != 8 or not key_len or key_at + key_len > end:
             raise RefusedError(Status.EINVAL, "a store needs 8 bytes of extras and a key")
-        if datatype > DATATYPE_JSON:
+        if datatype & ~state.datatypes:
             check_datatype(state, datatype)
         buffer = state.buffer
         key = buffer[key_at : key_at + key_len]
@@ -144,9 +151,7 @@ class DocumentCommands:
         flags, expiry = _unpack_store(buffer, start)
         if expiry and expiry <= RELATIVE_EXPIRY_MAX_S:
             expiry += self._engine.now_s
-        outcome = self._engine.store(
-            mode, vb_id, key, body, flags, expiry, datatype & state.datatypes, cas
-        )
+        outcome = self._engine.store(mode, vb_id, key, body, flags, expiry, datatype, cas)
         self.answer_change(opcode, opaque, vb_id, outcome)
 
     def answer_change(
@@ -331,17 +336,20 @@ class DocumentCommands:
 
     def absolute_expiry(self, key: bytes, expiry: int) -> int:
         """Return an expiry of the wire as Unix time, within what the key's collection allows."""
-        expiry = absolute_expiry(expiry, self._engine.now_s)
-        if not key[0]:
-            return expiry
-        return self._capped(self._engine.keyspace.manifest.collections[collection_of(key)], expiry)
+        return self.limited_expiry(key, absolute_expiry(expiry, self._engine.now_s))
 
     def _capped(self, collection: Collection, expiry: int) -> int:
         """Return an absolute expiry, or the latest one that the collection allows."""
         if not collection.max_ttl_s:
             return expiry
-        latest = min(self._engine.now_s + collection.max_ttl_s, _EXPIRY_MAX)
+        latest = latest_expiry(self._engine.now_s, collection)
         return expiry if 0 < expiry <= latest else latest
+
+    def limited_expiry(self, key: bytes, expiry: int) -> int:
+        """Return an expiry in Unix time (0: never), within what the key's collection allows."""
+        if not key[0]:
+            return expiry
+        return self._capped(self._engine.keyspace.manifest.collections[collection_of(key)], expiry)
 
     def locate(self, vb_id: int, wire_key: bytes) -> tuple[int, bytes]:
         """Return the partition and the stored key. Raises RefusedError."""

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from dcp.session.documents import DocumentCommands
+from dcp.session.documents import DocumentCommands, latest_expiry
 from dcp.session.state import SessionState
 from dcp.session.with_meta import SKIP_CONFLICT_RESOLUTION, cas_refusal
 from dcp.wire.frame import Frame, pack_response
@@ -41,6 +41,8 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, WrongVbucketError
 from vbucket.engine.bulk import Frames, MalformedFramesError
+from vbucket.engine.json_value import mark_json
+from vbucket.engine.limited_expiry import limit_expiries
 from vbucket.engine.loads import LoadTicket
 from vbucket.model.manifest import collection_of
 from vbucket.store.environment import StoreDamagedError
@@ -75,6 +77,14 @@ class PutFramesCommand:
             raise RefusedError(Status.EINVAL, f"unknown options 0x{options:x}")
         if vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
+        manifest = state.engine.keyspace.manifest
+        latest = {
+            number: latest_expiry(state.engine.now_s, collection)
+            for number, collection in manifest.collections.items()
+            if collection.max_ttl_s
+        }
+        value = mark_json(limit_expiries(value, count, latest), count)
+        request = request._replace(value=value)
         if self._may_be_loaded(vb_id):
             self._load(request, options, count)
         else:
@@ -83,7 +93,7 @@ class PutFramesCommand:
     def _may_be_loaded(self, vb_id: int) -> bool:
         """Whether the packet may go straight into the store, where frames keep what they have."""
         state = self._state
-        keeps_all = state.has_json and state.has_xattr and state.marks is None
+        keeps_all = state.has_xattr and state.marks is None
         return bool(keeps_all) and state.engine.loads.takes(vb_id, state.engine.now_ns)
 
     def _load(self, request: Frame, options: int, count: int) -> None:
@@ -123,8 +133,6 @@ class PutFramesCommand:
             frames = Frames(value, count, vb_id, fits_meta=fits_meta, takes_xattrs=state.has_xattr)
         except MalformedFramesError as error:
             raise RefusedError(Status.EINVAL, str(error)) from error
-        if not state.has_json:
-            frames.forget_datatypes()
         refused: list[int] = []
         if not frames.has_default_keys_only:
             refused = self._unknown(frames)

@@ -94,7 +94,7 @@ class ConnectionCommands:
         state.hashes_keys = False
         state.has_collections = Feature.COLLECTIONS in granted
         state.map_news.hello(granted)
-        state.has_json = int(Feature.JSON in granted)
+        state.has_json = int(Feature.JSON in granted or state.producer is not None)
         state.datatypes = state.has_json | SNAPPY * (Feature.SNAPPY in granted)
         state.has_xattr = Feature.XATTR in granted
         state.has_preserve_ttl = Feature.PRESERVE_TTL in granted

@@ -122,6 +122,9 @@ class DcpCommands:
             request.key, state.engine, state.hub, state.schedule, state.limits.backlogs_max
         )
         state.producer = producer
+        # As in kv_engine, DCP_OPEN turns the datatype JSON on, whatever HELLO said.
+        state.has_json = JSON
+        state.datatypes |= JSON
         terms = producer.terms
         terms.skips_deletions = bool(flags & OpenFlag.SKIP_DELETES_IN_BACKFILL)
         terms.has_deleted_user_xattrs = bool(flags & OpenFlag.INCLUDE_DELETED_USER_XATTRS)

@@ -2,7 +2,7 @@
 
 The shell drives it like a binary `Session`: `receive` takes bytes, and the answers in
 `state.answers` go through `dcp.session.held_answers`. A connection speaks text if its
-first byte is a lower-case letter (`begins_text`), and does not change that.
+first byte is a letter or an empty line (`begins_text`), and does not change that.
 
 These clients do not know partitions, so keys are hashed here. In a cluster, a key of another node
 is refused with that node's address; nothing is passed on. They cannot log in, so they are served
@@ -12,8 +12,9 @@ Invariants
 - responses keep the order of the requests, and do not depend on how the network splits the bytes;
 - no input raises out of the session. Bad input is answered with ERROR or CLIENT_ERROR. The data
   block of a refused command is skipped and never read as commands;
-- what a peer can make the session keep is bounded: a line of LINE_BYTES_MAX, one value, and
-  ANSWER_BYTES_MAX of answers plus one. A get of many keys goes on when its first answers are sent.
+- what a peer can make the session keep is bounded: LINE_BYTES_MAX of a line, one value, and
+  ANSWER_BYTES_MAX of answers plus one. A get of many keys goes on when its first answers are sent,
+  and one whose line is longer than LINE_BYTES_MAX is taken in parts.
 
 Rules: memcached's doc/protocol.txt. `noreply` suppresses errors too, because clients that send it
 do not read.
@@ -39,7 +40,8 @@ from vbucket.store.environment import StoreDamagedError
 from vbucket.store.plain_value import plain
 
 LINE_BYTES_MAX: Final = 64 * 1024
-"""Longest command line: a get of 250 keys of the longest kind."""
+"""Longest command line that is held. Of a longer get or gets the keys are taken and answered as
+they arrive, so its length has no limit."""
 
 KEY_BYTES: Final = 64
 """Memory that is counted for a key of a get under way; most keys are short."""
@@ -86,12 +88,13 @@ _DAMAGED: Final = b"SERVER_ERROR the stored data is damaged\r\n"
 
 
 def begins_text(first_byte: int) -> bool:
-    """Whether a connection that begins with this byte speaks the text protocol.
+    """Whether a connection that begins with this byte speaks the text protocol: it is a letter, or
+    the first of an empty line.
 
     Commands are in lower case. A capital letter begins another protocol, such as HTTP, whose body
-    could carry commands if it was read line by line.
+    could carry commands. So such a connection is answered ERROR and ends.
     """
-    return 0x61 <= first_byte <= 0x7A
+    return 0x61 <= first_byte <= 0x7A or 0x41 <= first_byte <= 0x5A or first_byte in b"\r\n"
 
 
 class _Store(NamedTuple):
@@ -113,6 +116,8 @@ class _Read(NamedTuple):
     """In reverse: the next one is the last."""
     shows_cas: bool
     expiry: int | None
+    is_last: bool = True
+    """Whether the line ends with these keys."""
 
 
 class TextSession:
@@ -126,6 +131,10 @@ class TextSession:
         self._read: _Read | None = None
         self._read_mark: Mark | None = None
         """Of the last answers of a get under way."""
+        self._long_get: bytes | None = None
+        """The name of a get whose line goes on with what comes next in the buffer."""
+        self._has_begun = False
+        """Whether a line was handled."""
         self._flushes_quietly = False
         """Whether the last flush_all came with `noreply`."""
         self._skip_bytes = 0
@@ -194,7 +203,7 @@ class TextSession:
     def drop_received(self) -> None:
         """Drop what was received and not handled: the connection is gone."""
         self._buffer = bytearray()
-        self._read = self._store = None
+        self._read = self._store = self._long_get = None
         self.state.held_bytes = 0
 
     def _handle(self, position: int) -> int:
@@ -210,7 +219,8 @@ class TextSession:
         """Do what `_handle` does, and leave a mark for an answer that waits."""
         state, read = self.state, self._read
         if read is not None and self._read_mark is not None and self._read_mark.is_replaced:
-            self._read = self._read_mark = None  # the get has ended with an error already
+            self._end_reading(read)  # with an error that was answered already
+            self._read_mark = None
             return position
         pending = self._engine.keyspace.pending
         first_answer, first_entry = len(state.answers), len(pending)
@@ -236,8 +246,14 @@ class TextSession:
             return len(buffer) if newline < 0 else newline + 1
         if self._store is not None:
             return self._take_block(self._store, position)
+        if self._long_get is not None:
+            return self._take_keys(self._long_get, position)
         newline = buffer.find(b"\n", position, position + LINE_BYTES_MAX)
         if newline < 0:
+            long_get = _LONG_GET.match(buffer, position, position + _LONG_GET_BYTES)
+            if long_get is not None and len(buffer) - position >= LINE_BYTES_MAX:
+                self._long_get = long_get[1]
+                return long_get.end()
             if len(buffer) - position >= LINE_BYTES_MAX:
                 self.state.send(b"CLIENT_ERROR line too long\r\n")
                 self.state.close(f"a text command has more than {LINE_BYTES_MAX} bytes")
@@ -257,8 +273,11 @@ class TextSession:
         if is_quiet and name not in _MODES:
             del arguments[-1]
         handler = self._commands.get(name)
+        is_first, self._has_begun = not self._has_begun, True
         if handler is None:
             self.state.send(_ERROR)
+            if is_first and name[:1].isupper():
+                self.state.close("a text connection begins with a capital letter, as HTTP does")
             return
         answer = handler(name, arguments)
         if answer and not is_quiet:
@@ -350,6 +369,32 @@ class TextSession:
         self._read = _Read(keys[::-1], shows_cas, expiry)
         return b""
 
+    def _take_keys(self, name: bytes, position: int) -> int:
+        """Take keys of a long get, LINE_BYTES_MAX at most; return the position behind them."""
+        buffer, limit = self._buffer, position + LINE_BYTES_MAX
+        end = buffer.find(b"\n", position, limit)
+        is_last = end >= 0
+        if not is_last:
+            end = buffer.rfind(b" ", position, limit)
+        if end < 0 and len(buffer) - position <= MAX_KEY_BYTES:
+            return position  # the rest of a key is missing
+        line = bytes(buffer[position:end]).removesuffix(b"\r") if end >= 0 else b""
+        keys = [part for part in line.split(b" ") if part]
+        read = _Read(keys[::-1], name == b"gets", None, is_last)
+        if end < 0 or any(map(_is_bad_key, keys)):
+            self._end_reading(read)
+            self.state.send(_BAD_FORMAT)
+            return min(limit, len(buffer)) if end < 0 else end + 1
+        if is_last:
+            self._long_get = None
+        self._read = read
+        return end + 1
+
+    def _end_reading(self, read: _Read) -> None:
+        """End a get with an error; skip the rest of its line."""
+        self._read = self._long_get = None
+        self._skips_line = not read.is_last
+
     def _go_on_reading(self, read: _Read) -> None:
         """Answer the keys that are left, until the session is full."""
         state = self.state
@@ -359,7 +404,7 @@ class TextSession:
             if isinstance(found, int):
                 if found == Status.KEY_ENOENT:
                     continue
-                self._read = None
+                self._end_reading(read)
                 if found == Status.NOT_MY_VBUCKET:
                     state.send(self._elsewhere(self._locate(key)[0]))
                 else:
@@ -372,7 +417,8 @@ class TextSession:
             state.send(b"%b\r\n%b\r\n" % (head, found.value))
         if not read.keys:
             self._read = None
-            state.send(b"END\r\n")
+            if read.is_last:
+                state.send(b"END\r\n")
 
     def _look_up(self, wire_key: bytes, expiry: int | None) -> StoredDocument | int:
         vb_id, key = self._locate(wire_key)
@@ -534,6 +580,9 @@ class TextSession:
         return vb_id, DEFAULT_COLLECTION_PREFIX + wire_key
 
 
+_LONG_GET: Final = re.compile(rb" {0,8}(gets?) ")
+_LONG_GET_BYTES: Final = 16
+"""Where the name of a command and the space behind it end at the latest."""
 _WRITES: Final = re.compile(rb" *(gats?|incr|decr|delete|touch|flush_all)\b")
 """Lines of commands that write. Stores are checked at their data block."""
 _ALWAYS_ANSWERED: Final = frozenset({b"get", b"gets", b"gat", b"gats", b"stats", b"version"})

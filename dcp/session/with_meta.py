@@ -14,6 +14,9 @@ expiry field. The time of a deletion is the time of its CAS. With datatype 0x04,
 negotiates, the value begins with XATTRs; a removal can have these. A compressed value is compressed
 with its XATTRs.
 
+A collection's maxTTL bounds the expiry of a document, as kv_engine has it: 0, or a later one than
+allowed, becomes now + maxTTL.
+
 Limits: a revision has 48 bits, as in kv_engine. A CAS is at most `cas_drift_max` ahead of the
 clock, because the partition's own CAS follows it. With FIT_META, our extension that HELLO
 negotiates, values beyond these limits are adjusted, so that restores can bring older data back.
@@ -121,10 +124,11 @@ class WithMetaCommands:
         stored = MUTATION
         if is_removal:
             stored = EXPIRATION if options & IS_EXPIRATION else DELETION
+        else:
+            expiry = documents.limited_expiry(key, expiry)
         outcome = state.engine.put_with_meta(
-            stored, vb_id, key, body, flags, expiry,
-            datatype & (state.datatypes | DATATYPE_XATTR), rev_seqno,
-            meta_cas, cas, resolves_conflict=not options & SKIP_CONFLICT_RESOLUTION,
+            stored, vb_id, key, body, flags, expiry, datatype, rev_seqno, meta_cas,
+            cas, resolves_conflict=not options & SKIP_CONFLICT_RESOLUTION,
             keeps_cas=not options & REGENERATE_CAS, fits_meta=bool(options & FIT_META),
         )  # fmt: skip
         if outcome[0] == Status.CAS_VALUE_INVALID:

@@ -407,10 +407,10 @@ def test_a_datatype_that_was_not_negotiated_is_einval(
     assert node.engine.partitions[VB].high_seqno == 0
 
 
-def test_the_json_bit_that_sdks_always_send_is_taken_and_not_answered(peer: Peer) -> None:
+def test_the_json_bit_must_be_negotiated(peer: Peer) -> None:
     answer = peer.ask(Opcode.SET, vb_id=VB, key=b"k", value=b"1", extras=bytes(8), datatype=1)
-    assert answer.status == Status.OK
-    assert get(peer).datatype == 0
+    assert answer.status == Status.EINVAL
+    assert get(peer).status == Status.KEY_ENOENT
 
 
 # -- collections -------------------------------------------------------------------------------

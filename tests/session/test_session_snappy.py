@@ -18,6 +18,7 @@ from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
+from vbucket.engine.json_value import is_json_text
 from vbucket.model import datatype as datatypes
 from vbucket.model.entry import DATATYPE_AT
 from vbucket.model.ids import vbucket_of
@@ -190,7 +191,7 @@ def test_appends_and_counters_work_on_the_plain_value(node: MemoryNode, vb: int)
     put(peer, vb, bytes(snappy.compress_raw(digits)), SNAPPY)
     number = peer.ask(Opcode.INCREMENT, vb_id=vb, key=KEY, extras=struct.pack(">QQI", 1, 0, 0))
     assert number.value == struct.pack(">Q", 42)
-    assert seen(peer.ask(Opcode.GET, vb_id=vb, key=KEY)) == (0, 0, b"42")
+    assert seen(peer.ask(Opcode.GET, vb_id=vb, key=KEY)) == (0, JSON, b"42")
 
 
 def test_touch_keeps_the_value(node: MemoryNode, vb: int) -> None:
@@ -234,9 +235,9 @@ def test_streams_send_what_the_client_knows(node: MemoryNode, vb: int, is_merged
     packed = [streamed(connect(node, *ALL), vb)]
     assert [frame.datatype for frame in packed[0]] == [JSON | SNAPPY, JSON, JSON] * 10
     assert {frame.value for frame in packed[0]} == {PACKED, PLAIN}
-    for features, datatype in (((Feature.JSON,), JSON), ((), 0)):
+    for features in ((Feature.JSON,), ()):
         frames = streamed(connect(node, *features), vb)
-        assert [(frame.datatype, frame.value) for frame in frames] == [(datatype, PLAIN)] * 30
+        assert [(frame.datatype, frame.value) for frame in frames] == [(JSON, PLAIN)] * 30
         assert [frame.key for frame in frames] == [frame.key for frame in packed[0]]
 
 
@@ -286,7 +287,7 @@ def test_previous_values_are_in_a_form_that_the_client_knows(
     put(writer, vb, b"short", 0)
     node.commit()
     (replaced,) = [f for f in reader.drain() if f.opcode == Opcode.DCP_PREVIOUS_VALUE]
-    wanted = (JSON | SNAPPY, PACKED) if features else (0, PLAIN)
+    wanted = (JSON | SNAPPY, PACKED) if features else (JSON, PLAIN)
     assert (replaced.datatype, replaced.value) == wanted
 
 
@@ -310,7 +311,8 @@ def test_nobody_can_tell_how_a_value_came(
         found = reader.ask(Opcode.GET, vb_id=0, key=b"\0%d" % number)
         assert seen(found) == (Status.OK, 0, value)
     frames = streamed(reader, 0)
-    assert [(frame.datatype, frame.value) for frame in frames] == [(0, v) for v, _ in stored]
+    shown = [(is_json_text(value), value) for value, _ in stored]
+    assert [(frame.datatype, frame.value) for frame in frames] == shown
 
 
 @pytest.mark.parametrize(
@@ -319,6 +321,7 @@ def test_nobody_can_tell_how_a_value_came(
         (SNAPPY, (Feature.JSON,), "0x02 means Snappy, which was not negotiated (HELLO 0x0a)"),
         (JSON | SNAPPY, (), "0x03 means Snappy, which was not negotiated (HELLO 0x0a)"),
         (4, (*ALL, Feature.XATTR), "0x04 means XATTRs, which only sub-document and with-meta"),
+        (JSON, (Feature.SNAPPY,), "0x01 means JSON, which was not negotiated (HELLO 0x0b)"),
         (8, (*ALL, Feature.XATTR), "0x08 has unknown bits 0x08; known are 0x01 JSON, 0x02 Snappy"),
         (0xFF, ALL, "0xff has unknown bits 0xf8"),
     ],

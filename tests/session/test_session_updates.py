@@ -367,7 +367,7 @@ def test_get_meta_tells_of_a_document(node: MemoryNode, peer: Peer, is_merged: b
     told = meta(peer)
     assert (told.status, told.cas, told.value, told.key) == (0, cas, b"", b"")
     assert struct.unpack(">IIIQ", told.extras) == (0, 0xABCD, START_S + 500, 2)
-    assert meta(peer, extras=b"\2").extras == told.extras + b"\0"
+    assert meta(peer, extras=b"\2").extras == told.extras + b"\1"
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
@@ -411,12 +411,10 @@ def test_the_json_bit_is_kept_and_told_to_those_who_negotiated_it(node: MemoryNo
     assert meta(knows, extras=b"\2").extras[-1] == 1
 
 
-def test_the_json_bit_is_dropped_where_it_was_not_negotiated(node: MemoryNode) -> None:
-    knows, ignorant = node.connect(), node.connect()
-    knows.hello(Feature.JSON)
+def test_the_json_bit_is_refused_where_it_was_not_negotiated(node: MemoryNode) -> None:
+    ignorant = node.connect()
     ignorant.hello()
-    assert put_json(ignorant).status == Status.OK
-    assert get(knows).datatype == 0
+    assert put_json(ignorant).status == Status.EINVAL
 
 
 def test_a_second_hello_without_json_takes_it_back(node: MemoryNode) -> None:
@@ -441,9 +439,7 @@ def test_documents_of_the_server_are_json_where_it_was_negotiated(node: MemoryNo
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
-def test_streams_tell_the_datatype_to_those_who_negotiated_it(
-    node: MemoryNode, is_merged: bool
-) -> None:
+def test_streams_tell_the_datatype_whatever_hello_said(node: MemoryNode, is_merged: bool) -> None:
     writer = node.connect()
     writer.hello(Feature.JSON)
     put_json(writer)
@@ -452,9 +448,9 @@ def test_streams_tell_the_datatype_to_those_who_negotiated_it(
         node.merge()
     forms = {
         (Feature.JSON,): (1, b"{}"),
-        (): (0, b"{}"),
+        (): (1, b"{}"),
         (Feature.JSON, Feature.COLLECTIONS): (1, b"{}"),
-        (Feature.COLLECTIONS,): (0, b"{}"),
+        (Feature.COLLECTIONS,): (1, b"{}"),
     }
     for features, expected in forms.items():
         assert first_mutation(node, *features) == expected

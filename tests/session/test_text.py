@@ -289,7 +289,7 @@ def test_the_longest_key_fits(peer: TextPeer) -> None:
 
 
 def test_a_line_without_end_closes_the_connection(peer: TextPeer) -> None:
-    assert peer.send(b"get " + b"a " * (LINE_BYTES_MAX // 2 - 3)) == b""
+    assert peer.send(b"gat 0 " + b"a " * (LINE_BYTES_MAX // 2 - 4)) == b""
     assert not peer.state.is_closing
     assert peer.send(b"abcdef") == b"CLIENT_ERROR line too long\r\n"
     assert peer.state.is_closing
@@ -366,9 +366,82 @@ def test_a_get_of_many_large_values_is_answered_in_parts(node: MemoryNode, peer:
     assert whole.startswith(answer * 20 + b"END\r\nVERSION")
 
 
-def test_text_begins_with_a_lower_case_letter() -> None:
+def test_text_begins_with_a_letter_or_an_empty_line() -> None:
     texts = {byte for byte in range(256) if begins_text(byte)}
-    assert texts == set(b"abcdefghijklmnopqrstuvwxyz")
+    lower = b"abcdefghijklmnopqrstuvwxyz"
+    assert texts == set(lower + lower.upper() + b"\r\n")
+
+
+@pytest.mark.parametrize("line", [b"\r\n", b"\n"])
+def test_a_connection_that_begins_with_an_empty_line_goes_on(peer: TextPeer, line: bytes) -> None:
+    assert peer.send(line) == b"ERROR\r\n"
+    assert peer.send(b"set a 0 0 1\r\nx\r\n") == b"STORED\r\n"
+
+
+def test_a_connection_that_begins_with_a_capital_is_answered_and_ends(peer: TextPeer) -> None:
+    """Its next lines could be commands in the body of a request of HTTP."""
+    answer = peer.send(b"POST / HTTP/1.1\r\n\r\nset a 0 0 1\r\nx\r\n")
+    assert answer == b"ERROR\r\n"
+    assert peer.state.is_closing
+    assert TextPeer(peer.node).send(b"get a\r\n") == b"END\r\n"
+
+
+def test_a_capital_later_is_an_unknown_command(peer: TextPeer) -> None:
+    assert peer.send(b"version\r\n").startswith(b"VERSION")
+    assert peer.send(b"GET a\r\nget a\r\n") == b"ERROR\r\nEND\r\n"
+
+
+# -- lines that are longer than what is held -----------------------------------------------------
+
+MANY = [b"key-%06d" % number for number in range(120_000)]
+"""More than 1 MiB of them in a line."""
+
+
+def pieces(data: bytes, size: int) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+@pytest.mark.parametrize("size", [777, 60_000, 1 << 22])
+@pytest.mark.parametrize("name", [b"get", b"gets"])
+def test_a_get_of_more_than_a_mebibyte_is_answered_as_it_arrives(
+    peer: TextPeer, size: int, name: bytes
+) -> None:
+    stored = MANY[::1000]
+    for key in stored:
+        assert peer.send(b"set %b 7 0 1\r\nx\r\n" % key) == b"STORED\r\n"
+    line = name + b" " + b" ".join(MANY) + b"\r\n"
+    assert len(line) > 1 << 20
+    answers, held = b"", 0
+    for piece in pieces(line + b"version\r\n", size):
+        answers += peer.send(piece)
+        held = max(held, peer.state.held_bytes)
+    shown = [answer for answer in answers.split(b"\r\n") if answer.startswith(b"VALUE")]
+    assert [answer.split(b" ")[1] for answer in shown] == stored
+    assert answers.count(b"END\r\n") == 1
+    assert answers.partition(b"END\r\n")[2].startswith(b"VERSION")
+    assert held < 3 * LINE_BYTES_MAX + size
+
+
+def test_a_long_get_is_answered_before_it_ends(peer: TextPeer) -> None:
+    assert peer.send(b"set a 0 0 1\r\nx\r\n") == b"STORED\r\n"
+    answers = peer.send(b"get a " + b"b " * LINE_BYTES_MAX)
+    assert answers == b"VALUE a 0 1\r\nx\r\n"
+    assert peer.send(b"a\r\n") == b"VALUE a 0 1\r\nx\r\nEND\r\n"
+
+
+def test_a_key_that_is_too_long_ends_a_long_get(peer: TextPeer) -> None:
+    begun = peer.send(b"get " + b"b " * LINE_BYTES_MAX)
+    assert begun == b""
+    answers = peer.send(b"k" * 251 + b" b\r\nversion\r\n")
+    assert answers.startswith(b"CLIENT_ERROR bad command line format\r\nVERSION")
+
+
+def test_a_key_without_end_in_a_long_get_is_not_held(peer: TextPeer) -> None:
+    peer.send(b"get " + b"b " * LINE_BYTES_MAX)
+    assert peer.send(b"k" * 1_000_000) == b"CLIENT_ERROR bad command line format\r\n"
+    assert peer.state.held_bytes < LINE_BYTES_MAX
+    assert peer.send(b"k" * 1_000_000) == b""
+    assert peer.send(b"\r\nversion\r\n").startswith(b"VERSION")
 
 
 # -- any bytes, cut anywhere ---------------------------------------------------------------------

@@ -359,7 +359,7 @@ def test_previous_value_has_the_datatype_that_it_had(
     peer = connect(node, *features, x_previous_value="true")
     peer.stream(VB)
     _, previous, mutation = peer.drain()
-    assert previous.datatype == mutation.datatype == len(features)
+    assert previous.datatype == mutation.datatype == 1
 
 
 def test_previous_value_counts_in_flow_control_and_in_turns(node: MemoryNode, writer: Peer) -> None:

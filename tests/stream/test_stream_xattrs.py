@@ -110,11 +110,11 @@ def test_who_gets_them(
     assert sent(node, *features, *more, flags=flags) == wanted
 
 
-def test_clients_without_json_get_no_other_datatype(node: MemoryNode) -> None:
+def test_dcp_clients_get_the_json_bit_without_asking(node: MemoryNode) -> None:
     write(node)
     found = sent(node, X, COLLECTIONS, flags=INCLUDE)
-    assert {datatype for _, datatype, _ in found.values()} == {0, 4}
-    assert found[b"full"] == (SET, 4, BOTH + BODY)
+    assert {datatype for _, datatype, _ in found.values()} == {1, 4, 5}
+    assert found[b"full"] == (SET, 5, BOTH + BODY)
 
 
 def test_live_changes_and_those_of_a_history_stream(node: MemoryNode) -> None:

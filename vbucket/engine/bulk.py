@@ -287,15 +287,6 @@ class Frames:
             cas[index] = new
         self._heads, self.cas = heads, cas
 
-    def forget_datatypes(self) -> None:
-        """Clear the datatypes except XATTR, for a client without the JSON feature."""
-        if any(self.datatypes):
-            at = _DATATYPE_AT
-            self._heads = [
-                head[:at] + bytes((head[at] & DATATYPE_XATTR,)) + head[at + 1 :]
-                for head in self._heads
-            ]
-
     def entries(
         self, first_seqno: int, prev_seqnos: Sequence[int] | None, epoch: int
     ) -> list[bytes]:

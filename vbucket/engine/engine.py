@@ -23,6 +23,7 @@ from dcp.wire.status import Status
 from dcp.wire.xattrs import DATATYPE_XATTR, body_at
 from vbucket.engine.bulk import REV_SEQNO_MAX, Frames
 from vbucket.engine.conflicts import are_new, winners
+from vbucket.engine.json_value import datatype_of
 from vbucket.engine.kept_xattrs import KeptXattrs, with_xattrs
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
 from vbucket.engine.loads import Loads
@@ -204,6 +205,9 @@ class Engine:
             if refusal is not None:
                 return refusal
             self.locks.unlock(part, key)
+        # XATTRs are not in `body`: `put` adds those of the present document.
+        bits = datatype_of(datatype & ~DATATYPE_XATTR, body, len(key))
+        datatype = bits | datatype & DATATYPE_XATTR
         return 0, self.put(part, key, body, flags, expiry, datatype, known), part.high_seqno
 
     def put(
@@ -329,6 +333,7 @@ class Engine:
             new_cas = max(self._cas_floor, part.max_cas + 1)
         seqno = part.high_seqno + 1
         if opcode == MUTATION:
+            datatype = datatype_of(datatype, body, len(key))
             head = _PACK_MUTATION(
                 prev_seqno, part.leader_epoch, MUTATION_FORM, len(key), MUTATION_EXTRAS | datatype,
                 vb_id, MUTATION_EXTRAS_BYTES + len(body), new_cas, seqno, rev_seqno,

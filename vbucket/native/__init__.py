@@ -91,6 +91,22 @@ def change_loops() -> ChangeLoops | None:
     )
 
 
+class JsonLoops(NamedTuple):
+    """What looks at values for JSON; `vbucket.engine.json_value` explains it."""
+
+    is_json: Callable[[bytes | memoryview], bool]
+    mark_json: Callable[[bytes, int], bytes]
+
+
+def json_loops() -> JsonLoops | None:
+    """Return what looks for JSON, None if the loops are not built."""
+    try:
+        from vbucket.native.loops import is_json, mark_json
+    except ModuleNotFoundError:
+        return None
+    return JsonLoops(is_json, mark_json)
+
+
 def frame_cutter() -> CutFrames | None:
     """Return what cuts frames of a backlog, None if the loops are not built."""
     try:

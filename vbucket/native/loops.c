@@ -10,6 +10,7 @@
 #include "frames.h"
 #include "get_run.h"
 #include "group_run.h"
+#include "json_text.h"
 #include "key_tree.h"
 #include "log_thread.h"
 #include "packets.h"
@@ -40,6 +41,8 @@ static PyObject *loops_crc32c_by_tables(PyObject *Py_UNUSED(module), PyObject *a
 static PyMethodDef functions[] = {
     {"crc32c", loops_crc32c, METH_VARARGS, NULL},
     {"crc32c_by_tables", loops_crc32c_by_tables, METH_VARARGS, NULL},
+    {"is_json", py_is_json, METH_O, NULL},
+    {"mark_json", py_mark_json, METH_VARARGS, NULL},
     {"entries_of", loops_entries_of, METH_VARARGS, NULL},
     {"frame_keys", loops_frame_keys, METH_VARARGS, NULL},
     {"repack", loops_repack, METH_VARARGS, NULL},

@@ -16,6 +16,14 @@ def crc32c(data: bytes, /) -> int:
 def crc32c_by_tables(data: bytes, /) -> int:
     """Return the same, without the processor's instruction."""
 
+def is_json(text: bytes | memoryview, /) -> bool:
+    """Return whether a text is JSON (`vbucket.engine.json_value`)."""
+
+def mark_json(packet: bytes, count: int, /) -> bytes:
+    """Return a packet of `count` frames (`vbucket.engine.bulk`) with the JSON bit of each mutation
+    set by its value. What is malformed stays as it is.
+    """
+
 def entries_of(
     packet: bytes, count: int, vb_id: int, first_seqno: int, epoch: int, cas_max: int, /
 ) -> bytes | None:

@@ -3,6 +3,7 @@
 #include "set_request.h"
 
 #include "blocks.h"
+#include "json_text.h"
 
 #include <string.h>
 
@@ -17,7 +18,7 @@ int request_read(Request *request, const uint8_t *at, size_t bytes, uint64_t val
                  uint8_t json)
 {
     if (bytes < REQUEST_HEAD_BYTES || at[0] != 0x80 || at[1] != SET || at[4] != 8 ||
-        at[5] & ~DATATYPE_JSON)
+        at[5] & ~json)
         return 0;
     uint32_t key_bytes = be16(at + 2), body_bytes = be32(at + 8);
     if (body_bytes > bytes - HEADER_BYTES || body_bytes < 8 + key_bytes)
@@ -27,7 +28,7 @@ int request_read(Request *request, const uint8_t *at, size_t bytes, uint64_t val
     uint32_t value_bytes = body_bytes - 8 - key_bytes;
     if (be64(at + 16) || be32(at + 28) || value_bytes > value_bytes_max)
         return 0;
-    *request = (Request){at, be16(at + 6), key_bytes, value_bytes, at[5] & json};
+    *request = (Request){at, be16(at + 6), key_bytes, value_bytes};
     return 1;
 }
 
@@ -45,7 +46,8 @@ PyObject *entry_made(const Request *request, const Old *old, uint64_t epoch, uin
     at[OPCODE_AT] = MUTATION;
     put_be(at + 14, request->key_bytes, 2);
     at[16] = MUTATION_EXTRAS_BYTES;
-    at[DATATYPE_AT] = request->datatype;
+    const uint8_t *value = request->at + REQUEST_HEAD_BYTES + request->key_bytes;
+    at[DATATYPE_AT] = json_is_sound(value, request->value_bytes) ? DATATYPE_JSON : 0;
     put_be(at + 18, request->vb_id, 2);
     put_be(at + 20, MUTATION_EXTRAS_BYTES + body_bytes, 4);
     memset(at + 24, 0, 4);

@@ -19,7 +19,6 @@
 typedef struct {
     const uint8_t *at;
     uint32_t vb_id, key_bytes, value_bytes;
-    uint8_t datatype;
 } Request;
 
 /* What a change needs from the version that it replaces. */
@@ -28,8 +27,8 @@ typedef struct {
     uint8_t opcode, datatype;
 } Old;
 
-/* Reads a request. Returns 0 if it is no plain SET, or not there wholly. `json`: the bits of
-   datatypes that are kept. */
+/* Reads a request. Returns 0 if it is no plain SET, or not there wholly. `json`: the
+   datatypes that the client negotiated. What is stored says whether the value is JSON. */
 int request_read(Request *request, const uint8_t *at, size_t bytes, uint64_t value_bytes_max,
                  uint8_t json);
 
