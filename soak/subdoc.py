@@ -15,12 +15,18 @@ from copy import deepcopy
 from typing import Any, Final
 
 from dcp.session.subdoc import json_operations as operations
+from dcp.session.subdoc.document_change import run_through
+from dcp.session.subdoc.draft import all_found, new_value
 from dcp.session.subdoc.json_path import DEPTH_MAX, Key, Path, SubdocError, parse_path
 from dcp.wire.status import Status
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-LOOKUPS: Final = {"get": operations.get, "exists": operations.exists, "count": operations.count}
-MUTATIONS: Final = {
+LOOKUPS: Final[dict[str, operations.Lookup]] = {
+    "get": operations.get,
+    "exists": operations.exists,
+    "count": operations.count,
+}
+MUTATIONS: Final[dict[str, operations.Mutation]] = {
     "dict_add": operations.dict_add,
     "dict_upsert": operations.dict_upsert,
     "replace": operations.replace_value,
@@ -314,8 +320,23 @@ def case_of(draw: random.Random) -> tuple[str, bytes, bytes, bytes, bool]:
 def run(name: str, document: bytes, path: Path, value: bytes, makes: bool = False) -> bytes:
     """Run an operation; return what it finds, or the changed document."""
     if name in LOOKUPS:
-        return LOOKUPS[name](document, path)
-    return MUTATIONS[name](document, path, value, makes).text
+        return looked_up(name, document, path)
+    return changed(name, document, path, value, makes)
+
+
+def looked_up(name: str, document: bytes, path: Path) -> bytes:
+    """Return what a look-up finds. Raises SubdocError."""
+    found = run_through(all_found(document, [path]))[0]
+    return bytes(LOOKUPS[name](found))
+
+
+def changed(name: str, document: bytes, path: Path, value: bytes, makes: bool = False) -> bytes:
+    """Return the changed document. Raises SubdocError."""
+    mutate = MUTATIONS[name]
+    new = run_through(new_value(mutate, path, value))
+    wanted = [value.strip()] if name == "add_unique" else [None]
+    found = run_through(all_found(document, [path], wanted, DEPTH_MAX))[0]
+    return mutate(found, new, makes).applied(document)
 
 
 def check(name: str, document: bytes, path_bytes: bytes, value: bytes, makes: bool) -> None:
@@ -328,14 +349,14 @@ def check(name: str, document: bytes, path_bytes: bytes, value: bytes, makes: bo
         expected = refused.status
     try:
         if name in LOOKUPS:
-            found = LOOKUPS[name](document, path)
+            found = looked_up(name, document, path)
             got: Any = loads(found) if name == "get" else int(found) if name == "count" else None
         else:
-            changed = MUTATIONS[name](document, path, value, makes).text
-            got = loads(changed)
+            after = changed(name, document, path, value, makes)
+            got = loads(after)
             if name == "replace":
-                undo = operations.get(document, path)
-                assert operations.replace_value(changed, path, undo, False).text == document
+                undo = looked_up("get", document, path)
+                assert changed("replace", after, path, undo) == document
     except SubdocError as error:
         got = error.status
     assert got == expected, (name, document, path_bytes, value, makes, got, expected)

@@ -33,6 +33,7 @@ from dcp.session.document_runs import DocumentRuns, Run
 from dcp.session.documents import DocumentCommands
 from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
+from dcp.session.long_requests import LongRequest
 from dcp.session.oversized import SKIPPED_BYTES_MAX, remove_old, too_big
 from dcp.session.put_frames import PutFramesCommand
 from dcp.session.replication_port import ACK_BYTES, ACK_HEAD
@@ -191,19 +192,17 @@ class Session:
         state = self.state
         if now_ns < state.held_until_ns or state.login is not None:
             state.is_full = True
-            state.held_bytes = len(state.buffer)
+            self._note_held(state.buffer, 0)
             return
         assert not self._is_entered, "nothing that a handler calls may call the session"
         self._is_entered = True
         state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
+        state.work = 0.0
         state.begin_commands(now_ns)
-        if state.flush is not None:
-            self._continue_flush(now_ns)
-            if state.is_full:
-                state.held_bytes = len(state.buffer)
-                self._is_entered = False
-                return
+        if state.has_steps and not self._took_last_step(now_ns):
+            self._is_entered = False
+            return
         buffer = state.buffer
         end = len(buffer)
         position = missing_bytes = 0
@@ -277,13 +276,14 @@ class Session:
         self.state.login_question = None  # it has a password
         self._gathered = bytearray()
         self.state.held_bytes = self._missing_bytes = 0
+        self.state.end_long()
 
     def _keep_rest(self, buffer: bytes, position: int, missing_bytes: int) -> None:
         """Keep what is not handled; close if no packet can begin so."""
         state = self.state
         end = len(buffer)
         state.taken_bytes += position
-        state.held_bytes = end - position
+        self._note_held(buffer, position)
         if position < end < position + HEADER_BYTES and not state.is_closing:
             # A client of another protocol may never send 24 bytes.
             problem = self._problem_of(buffer[position], 0, 0)
@@ -294,6 +294,13 @@ class Session:
             self._missing_bytes = missing_bytes
             position = end
         state.buffer = buffer[position:] if position else buffer
+
+    def _note_held(self, buffer: bytes, position: int) -> None:
+        """Note how many received bytes are kept; the buffer is handled up to `position`."""
+        state = self.state
+        state.held_bytes = len(buffer) - position
+        if state.long is not None:
+            state.held_bytes += state.long.held_bytes
 
     def _handle_other(self, buffer: bytes, position: int, end: int, now_ns: int) -> tuple[int, int]:
         """Handle a packet that the loop does not pass to a handler directly. Return where the next
@@ -382,16 +389,22 @@ class Session:
             wire_key = state.buffer[key_at : min(key_at + key_len, end)]
             answered = len(state.answers)
             run(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, start, end)
-            _, key = split_key(wire_key, has_collections=state.has_collections)
-            if opcode in _COUNTED_GETS:
-                answer = state.answers[-1] if len(state.answers) > answered else _NO_HIT
-                state.prefixes.got(key, is_hit=answer[6:8] == b"\0\0")
-            elif opcode in _COUNTED_DELETES:
-                state.prefixes.deleted(key)
-            else:
-                state.prefixes.stored(key)
+            if state.long is None:
+                self._count(opcode, wire_key, answered)
 
         return counting
+
+    def _count(self, opcode: int, wire_key: bytes, answered: int) -> None:
+        """Count a command by key prefix; `answered` is how many answers there were before it."""
+        state = self.state
+        _, key = split_key(wire_key, has_collections=state.has_collections)
+        if opcode in _COUNTED_GETS:
+            answer = state.answers[-1] if len(state.answers) > answered else _NO_HIT
+            state.prefixes.got(key, is_hit=answer[6:8] == b"\0\0")
+        elif opcode in _COUNTED_DELETES:
+            state.prefixes.deleted(key)
+        else:
+            state.prefixes.stored(key)
 
     def _must_wait(self, opcode: int) -> bool:
         """Return whether a command that writes has to wait; the session is full then."""
@@ -447,6 +460,17 @@ class Session:
 
         return marked
 
+    def _took_last_step(self, now_ns: int) -> bool:
+        """Go on with the request that takes steps; return whether others may be taken now."""
+        state = self.state
+        if state.flush is not None:
+            self._continue_flush(now_ns)
+        else:
+            self._continue_long(now_ns)
+        if state.is_full:
+            self._note_held(state.buffer, 0)
+        return not state.is_full
+
     def _continue_flush(self, now_ns: int) -> None:
         """Take the next step of the flush under way."""
         state, request = self.state, self._updates.flush_request
@@ -455,6 +479,44 @@ class Session:
         self._updates.continue_flush(now_ns)
         if state.marks is not None:
             state.mark(request.opcode, request.opaque, first_answer, first_entry)
+
+    def _continue_long(self, now_ns: int) -> None:
+        """Take the next step of the long request under way, if it is its turn."""
+        state, request = self.state, self.state.long
+        assert request is not None, "asked before"
+        wait_ns = state.long_queue.wait_ns(request, now_ns)
+        if wait_ns:
+            state.held_until_ns = now_ns + wait_ns
+            state.is_full = True
+            return
+        first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
+        state.durability = request.durability
+        is_done = True
+        try:
+            self._check_still_may(request)
+            is_done = request.step()
+        except (RefusedError, StoreDamagedError) as error:
+            state.answer_error(request.opcode, request.opaque, request.vb_id, error)
+        if not is_done:
+            state.is_full = True
+        else:
+            state.end_long()
+            if state.prefixes.is_on:
+                self._count(request.opcode, request.wire_key, first_answer)
+        if state.marks is not None:
+            state.mark(request.opcode, request.opaque, first_answer, first_entry)
+        state.durability = None
+
+    def _check_still_may(self, request: LongRequest) -> None:
+        """Raise RefusedError if the client may not do any more what it waits for."""
+        state = self.state
+        if state.rights is None:
+            raise RefusedError(Status.AUTH_STALE, _REMOVED.format(state.stale_user))
+        has_all = state.rights.has_all_documents
+        if not has_all and (why := state.denial(request.opcode, request.wire_key)):
+            raise RefusedError(Status.EACCESS, why)
+        if request.durability is not None:
+            self._check_guard(request.vb_id, request.durability)
 
     def _problem_of(self, magic: int, opcode: int, body_len: int) -> str:
         if magic not in _ACCEPTED_MAGICS:
@@ -543,8 +605,7 @@ class Session:
         rights = state.rights
         if rights is None:
             if state.stale_user:
-                why = f"user {state.stale_user!r} was removed; log in again (SASL_AUTH)"
-                raise RefusedError(Status.AUTH_STALE, why)
+                raise RefusedError(Status.AUTH_STALE, _REMOVED.format(state.stale_user))
             raise RefusedError(Status.EACCESS, "log in first (SASL_AUTH)")
         opcode = request.opcode
         if rights.is_full or not (opcode in self._cold or opcode in self._hot):
@@ -578,6 +639,7 @@ _COUNTED_GETS: Final = frozenset(
 _COUNTED_DELETES: Final = frozenset(
     {Opcode.DELETE, Opcode.DELETEQ, Opcode.DEL_WITH_META, Opcode.DELQ_WITH_META}
 )
+_REMOVED: Final = "user {!r} was removed; log in again (SASL_AUTH)"
 _NO_HIT: Final = bytes(6) + b"\0\1"
 """What a quiet miss would have answered."""
 _SETS: Final = frozenset({Opcode.SET, Opcode.SETQ})

@@ -10,6 +10,7 @@ from dcp.session.answer_marks import NO_PARTITION, Mark, Wait, is_change
 from dcp.session.arrival_wait import ArrivalWait
 from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
+from dcp.session.long_requests import LongQueue, LongRequest, Steps
 from dcp.session.map_news import MapNews
 from dcp.session.node_facts import Limits, NodeFacts
 from dcp.session.prefix_counts import PrefixCounts
@@ -102,6 +103,8 @@ class SessionState:
         "login",
         "login_failures",
         "login_question",
+        "long",
+        "long_queue",
         "map_news",
         "marks",
         "notes",
@@ -121,6 +124,7 @@ class SessionState:
         "user",
         "wait_group",
         "waits_for_room",
+        "work",
     )
 
     def __init__(
@@ -137,6 +141,7 @@ class SessionState:
         scans: RangeScans | None = None,
         replication: ReplicationPort | None = None,
         prefixes: PrefixCounts | None = None,
+        long_queue: LongQueue | None = None,
         has_replicas: bool = False,
         acknowledges_as_master: bool = False,
     ) -> None:
@@ -192,6 +197,12 @@ class SessionState:
         self._send_no_streams(replication)
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""
+        self.long: LongRequest | None = None
+        """A long request under way; no other command is taken before it is done."""
+        self.long_queue = LongQueue() if long_queue is None else long_queue
+        """That of the node."""
+        self.work = 0.0
+        """How much of a turn of the event loop the requests since `resume` have taken; 1: all."""
 
     def _send_no_streams(self, replication: ReplicationPort | None) -> None:
         """Set what sends streams: nothing, before DCP_OPEN."""
@@ -393,6 +404,47 @@ class SessionState:
             self.observes(part.vb_id)
         return True
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a request goes on in steps, and has no answer yet."""
+        return self.flush is not None or self.long is not None
+
+    def spend(self, part: float) -> None:
+        """Count work of a request. At 1, others get their turn before this session goes on."""
+        self.work += part
+        if self.work >= 1:
+            self.is_full = True
+
+    def begin_steps(
+        self,
+        make: Callable[[], Steps],
+        opcode: int,
+        opaque: int,
+        vb_id: int,
+        wire_key: bytes,
+        held_bytes: int,
+    ) -> None:
+        """Run a handler that may be long (`dcp.session.long_requests`). Raises RefusedError."""
+        steps = make()
+        try:
+            next(steps)
+        except StopIteration:
+            return
+        steps.close()
+        request = LongRequest(
+            make, opcode, opaque, vb_id, wire_key, held_bytes=held_bytes, user=self.user,
+            durability=self.durability,
+        )  # fmt: skip
+        self.long_queue.enter(request, self.engine.now_ns)
+        self.long = request
+        self.is_full = True
+
+    def end_long(self) -> None:
+        """Forget the long request under way, if there is one."""
+        if self.long is not None:
+            self.long_queue.leave(self.long)
+            self.long = None
+
     def take_login_question(self) -> LoginQuestion | None:
         """Hand over what the authenticator is to be asked, once. The session forgets the password,
         and waits for `Session.login_checked`.
@@ -524,7 +576,7 @@ class SessionState:
         entries = len(self.engine.keyspace.pending) - first_entry
         if observed:
             self.observed.clear()
-        if not (entries or observed) or self.flush is not None:
+        if not (entries or observed) or self.has_steps:
             return None
         answers = self.answers[first_answer:]
         if is_read is None:

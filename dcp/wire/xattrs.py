@@ -37,7 +37,7 @@ _RESERVED: Final = frozenset(b"!\"#$%&'()*+,-./:;<=>?@[\\]^`{|}~") | frozenset(r
 """Bytes that no name begins with: punctuation but "_", and control characters."""
 
 
-def body_at(value: bytes) -> int:
+def body_at(value: bytes | memoryview) -> int:
     """Return where the body of a value with XATTRs begins."""
     length: int = _unpack_length(value)[0]
     return _LENGTH_BYTES + length
