@@ -13,13 +13,19 @@ from dcp.session.subdoc.json_scan import IS_DONE, new_scan
 from dcp.session.subdoc.json_text import COMPILED_KEYS_MAX, Finder, finder_of
 from dcp.wire.status import Status
 from soak import subdoc
-from soak.subdoc import case_of, changed, check, looked_up
+from soak.subdoc import case_of, changed, check, check_request, looked_up, request_of
 
 
 @settings(max_examples=1_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_the_model_agrees(draw: random.Random) -> None:
     check(*case_of(draw))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_a_request_is_its_operations_one_after_the_other(draw: random.Random) -> None:
+    check_request(*request_of(draw))
 
 
 def test_the_model_agrees_in_many_cases() -> None:

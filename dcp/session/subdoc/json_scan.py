@@ -72,7 +72,8 @@ _Step = bytes | int
 
 
 @lru_cache(maxsize=PATHS_CACHED)
-def _steps_of(path: Path) -> tuple[_Step, ...]:
+def steps_of(path: Path) -> tuple[_Step, ...]:
+    """Return a path as a pass takes it: names as UTF-8, and indexes."""
     return tuple(step.name.encode() if isinstance(step, Key) else step for step in path)
 
 
@@ -87,7 +88,7 @@ def new_scan(
     """Return a pass over a text for up to PATHS_MAX paths. `wanted` are texts to look for among the
     elements of the arrays at the paths.
     """
-    steps = tuple(map(_steps_of, paths))
+    steps = tuple(map(steps_of, paths))
     looked_for = (None,) * len(steps) if wanted is None else tuple(wanted)
     return _SCAN(text, steps, looked_for, levels_max, checks_utf8)
 

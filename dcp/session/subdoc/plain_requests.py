@@ -3,8 +3,8 @@
     lookup_run     SUBDOC_MULTI_LOOKUP with one SUBDOC_GET
     mutation_run   SUBDOC_MULTI_MUTATION with one DICT_UPSERT or REPLACE of a value that exists
 
-Both are for keys of the default collection, without flags, CAS or expiry, and documents without
-expiry, with at most SMALL_BYTES_MAX bytes. Any other request, and any that fails, ends the run. The handlers of
+Both are for keys of the default collection, without flags, CAS or expiry, and small documents
+without expiry. Any other request, and any that fails, ends the run. The handlers of
 dcp.session.subdoc.subdoc_commands take it then, so answers and rules are theirs.
 """
 
