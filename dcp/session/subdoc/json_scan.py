@@ -324,7 +324,7 @@ def _unescaped(quoted: bytes) -> bytes:
 
 
 _SCAN: Final = json_scan_loop() or PlainScan
-STEP_BYTES: Final = 2 * 1024 if _SCAN is PlainScan else 512 * 1024
-"""Bytes of a step: up to 4 ms, if each value has one digit."""
+STEP_BYTES: Final = 2 * 1024 if _SCAN is PlainScan else 256 * 1024
+"""Bytes of a step: up to 2 ms, if each value has one digit."""
 INLINE_BYTES: Final = 16 * 1024 if _SCAN is PlainScan else 128 * 1024
 """A text up to this is looked at in one go: with the loop in C within 1 ms."""
