@@ -28,22 +28,24 @@ from typing import Final
 
 from dcp.session.auth import AuthStep
 from dcp.session.collections import CollectionCommands
+from dcp.session.counted_handlers import CountedHandlers
 from dcp.session.document_reads import DocumentReadCommands
 from dcp.session.document_runs import DocumentRuns, Run
 from dcp.session.documents import DocumentCommands
 from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
-from dcp.session.long_requests import LongRequest
+from dcp.session.long_steps import REMOVED, end_long, go_on
 from dcp.session.oversized import SKIPPED_BYTES_MAX, remove_old, too_big
 from dcp.session.put_frames import PutFramesCommand
 from dcp.session.replication_port import ACK_BYTES, ACK_HEAD
+from dcp.session.request_costs import COMMAND_BYTES_MAX, SHARES, SMALL_COMMANDS
 from dcp.session.request_frames import NO_FRAMES, RequestFrames, parse_frames
-from dcp.session.rights import NEEDS, Role, split_key
+from dcp.session.rights import NEEDS, Role
 from dcp.session.scans import ScanCommands
 from dcp.session.session_commands import ConnectionCommands
 from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
-from dcp.session.subdoc.subdoc_commands import CHANGES, SINGLE_LOOKUPS, SubdocCommands
+from dcp.session.subdoc.subdoc_commands import CHANGES, SubdocCommands
 from dcp.session.updates import UpdateCommands
 from dcp.session.with_meta import WithMetaCommands
 from dcp.wire.frame import (
@@ -116,8 +118,7 @@ class Session:
         self._checked: dict[int, DocumentHandler] = {}
         """Handlers with a check of rights, for users who may not read and write everything. Made
         when the first such user needs them."""
-        self._counting: dict[int, DocumentHandler] = {}
-        """Handlers that count by key prefix. Made when the first command is counted."""
+        self._counting = CountedHandlers(state)
         self._connection = connection = ConnectionCommands(state)
         self._updates = updates = UpdateCommands(state, self._documents)
         dcp = DcpCommands(state)
@@ -276,7 +277,7 @@ class Session:
         self.state.login_question = None  # it has a password
         self._gathered = bytearray()
         self.state.held_bytes = self._missing_bytes = 0
-        self.state.end_long()
+        end_long(self.state)
 
     def _keep_rest(self, buffer: bytes, position: int, missing_bytes: int) -> None:
         """Keep what is not handled; close if no packet can begin so."""
@@ -313,7 +314,8 @@ class Session:
         if problem:
             state.close(problem)
             return position, 0
-        if body_len > self._body_bytes_max:
+        is_small = opcode in SMALL_COMMANDS and magic in _REQUEST_MAGICS
+        if body_len > (COMMAND_BYTES_MAX if is_small else self._body_bytes_max):
             missing_bytes = self._refuse_body(buffer, position, end, body_end)
             return (position, missing_bytes) if missing_bytes else (min(body_end, end), 0)
         if body_end > end:
@@ -337,6 +339,9 @@ class Session:
         )
         why = f"opcode 0x{opcode:02x} announces a body of {body_len} bytes"
         refusal: RefusedError = too_big(state, why)
+        if opcode in SMALL_COMMANDS:
+            why += f"; this command takes at most {COMMAND_BYTES_MAX}"
+            refusal = RefusedError(Status.E2BIG, why)
         first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
         if magic == Magic.REQUEST and opcode in _SETS and state.limits.oversized_set_removes:
             key_at: int = position + HEADER_BYTES + extras_len
@@ -367,44 +372,10 @@ class Session:
                 self._marked = {opcode: self._with_mark(run) for opcode, run in hot.items()}
             hot = self._marked
         if rights.has_all_documents:
-            return self._counted(hot) if state.prefixes.is_on else hot
+            return self._counting.of(hot) if state.prefixes.is_on else hot
         if not self._checked:
             self._checked = {opcode: self._with_check(run) for opcode, run in hot.items()}
         return self._checked
-
-    def _counted(self, hot: dict[int, DocumentHandler]) -> dict[int, DocumentHandler]:
-        """Return handlers that count by key prefix. Runs do not, so there are none meanwhile."""
-        if not self._counting:
-            self._counting = {opcode: self._with_count(run) for opcode, run in hot.items()}
-        return self._counting
-
-    def _with_count(self, run: DocumentHandler) -> DocumentHandler:
-        state = self.state
-
-        def counting(
-            opcode: int, key_len: int, extras_len: int, datatype: int, vb_id: int, opaque: int,
-            cas: int, start: int, end: int,
-        ) -> None:  # fmt: skip
-            key_at = min(start + extras_len, end)
-            wire_key = state.buffer[key_at : min(key_at + key_len, end)]
-            answered = len(state.answers)
-            run(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, start, end)
-            if state.long is None:
-                self._count(opcode, wire_key, answered)
-
-        return counting
-
-    def _count(self, opcode: int, wire_key: bytes, answered: int) -> None:
-        """Count a command by key prefix; `answered` is how many answers there were before it."""
-        state = self.state
-        _, key = split_key(wire_key, has_collections=state.has_collections)
-        if opcode in _COUNTED_GETS:
-            answer = state.answers[-1] if len(state.answers) > answered else _NO_HIT
-            state.prefixes.got(key, is_hit=answer[6:8] == b"\0\0")
-        elif opcode in _COUNTED_DELETES:
-            state.prefixes.deleted(key)
-        else:
-            state.prefixes.stored(key)
 
     def _must_wait(self, opcode: int) -> bool:
         """Return whether a command that writes has to wait; the session is full then."""
@@ -466,7 +437,10 @@ class Session:
         if state.flush is not None:
             self._continue_flush(now_ns)
         else:
-            self._continue_long(now_ns)
+            answered = len(state.answers)
+            done = go_on(state, now_ns, self._check_guard)
+            if done is not None and state.prefixes.is_on:
+                self._counting.count(done.opcode, done.wire_key, answered)
         if state.is_full:
             self._note_held(state.buffer, 0)
         return not state.is_full
@@ -479,44 +453,6 @@ class Session:
         self._updates.continue_flush(now_ns)
         if state.marks is not None:
             state.mark(request.opcode, request.opaque, first_answer, first_entry)
-
-    def _continue_long(self, now_ns: int) -> None:
-        """Take the next step of the long request under way, if it is its turn."""
-        state, request = self.state, self.state.long
-        assert request is not None, "asked before"
-        wait_ns = state.long_queue.wait_ns(request, now_ns)
-        if wait_ns:
-            state.held_until_ns = now_ns + wait_ns
-            state.is_full = True
-            return
-        first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
-        state.durability = request.durability
-        is_done = True
-        try:
-            self._check_still_may(request)
-            is_done = request.step()
-        except (RefusedError, StoreDamagedError) as error:
-            state.answer_error(request.opcode, request.opaque, request.vb_id, error)
-        if not is_done:
-            state.is_full = True
-        else:
-            state.end_long()
-            if state.prefixes.is_on:
-                self._count(request.opcode, request.wire_key, first_answer)
-        if state.marks is not None:
-            state.mark(request.opcode, request.opaque, first_answer, first_entry)
-        state.durability = None
-
-    def _check_still_may(self, request: LongRequest) -> None:
-        """Raise RefusedError if the client may not do any more what it waits for."""
-        state = self.state
-        if state.rights is None:
-            raise RefusedError(Status.AUTH_STALE, _REMOVED.format(state.stale_user))
-        has_all = state.rights.has_all_documents
-        if not has_all and (why := state.denial(request.opcode, request.wire_key)):
-            raise RefusedError(Status.EACCESS, why)
-        if request.durability is not None:
-            self._check_guard(request.vb_id, request.durability)
 
     def _problem_of(self, magic: int, opcode: int, body_len: int) -> str:
         if magic not in _ACCEPTED_MAGICS:
@@ -578,6 +514,8 @@ class Session:
                 hot(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, extras_at, body_end)
             elif cold is not None:
                 cold(request)
+                state.spend(SHARES.get(opcode, 0))
+                state.spend_changes(first_entry)
             else:
                 why = f"opcode 0x{opcode:02x} is not known here"
                 raise RefusedError(Status.UNKNOWN_COMMAND, why)
@@ -605,7 +543,7 @@ class Session:
         rights = state.rights
         if rights is None:
             if state.stale_user:
-                raise RefusedError(Status.AUTH_STALE, _REMOVED.format(state.stale_user))
+                raise RefusedError(Status.AUTH_STALE, REMOVED.format(state.stale_user))
             raise RefusedError(Status.EACCESS, "log in first (SASL_AUTH)")
         opcode = request.opcode
         if rights.is_full or not (opcode in self._cold or opcode in self._hot):
@@ -630,18 +568,6 @@ _WRITES: Final = frozenset(
     opcode for opcode, need in NEEDS.items() if any(Role.WRITE in roles for roles in need.roles)
 )
 """Commands that change documents. They wait while the store has fallen behind."""
-_COUNTED_GETS: Final = frozenset(
-    {
-        Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.SUBDOC_MULTI_LOOKUP,
-        *SINGLE_LOOKUPS,
-    }
-)  # fmt: skip
-_COUNTED_DELETES: Final = frozenset(
-    {Opcode.DELETE, Opcode.DELETEQ, Opcode.DEL_WITH_META, Opcode.DELQ_WITH_META}
-)
-_REMOVED: Final = "user {!r} was removed; log in again (SASL_AUTH)"
-_NO_HIT: Final = bytes(6) + b"\0\1"
-"""What a quiet miss would have answered."""
 _SETS: Final = frozenset({Opcode.SET, Opcode.SETQ})
 _FLUSHES: Final = frozenset({Opcode.FLUSH, Opcode.FLUSHQ})
 """Writes that name no partition."""

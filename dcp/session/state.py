@@ -10,7 +10,7 @@ from dcp.session.answer_marks import NO_PARTITION, Mark, Wait, is_change
 from dcp.session.arrival_wait import ArrivalWait
 from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
-from dcp.session.long_requests import LongQueue, LongRequest, Steps
+from dcp.session.long_requests import LongQueue, LongRequest
 from dcp.session.map_news import MapNews
 from dcp.session.node_facts import Limits, NodeFacts
 from dcp.session.prefix_counts import PrefixCounts
@@ -39,6 +39,10 @@ from vbucket.store.environment import StoreDamagedError
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 """Bytes of unsent answers above which a session takes no more commands. So a client that does not
 read costs this much and one answer."""
+
+CHANGES_BYTES_MAX: Final = 1024 * 1024
+"""Bytes of changes that a session writes before others get their turn, if they are larger than what
+was received."""
 
 CONTEXT_CHARS_MAX: Final = 300
 """Longest text in an error response and its log line, because it may quote what a client sent."""
@@ -415,35 +419,12 @@ class SessionState:
         if self.work >= 1:
             self.is_full = True
 
-    def begin_steps(
-        self,
-        make: Callable[[], Steps],
-        opcode: int,
-        opaque: int,
-        vb_id: int,
-        wire_key: bytes,
-        held_bytes: int,
-    ) -> None:
-        """Run a handler that may be long (`dcp.session.long_requests`). Raises RefusedError."""
-        steps = make()
-        try:
-            next(steps)
-        except StopIteration:
-            return
-        steps.close()
-        request = LongRequest(
-            make, opcode, opaque, vb_id, wire_key, held_bytes=held_bytes, user=self.user,
-            durability=self.durability,
-        )  # fmt: skip
-        self.long_queue.enter(request, self.engine.now_ns)
-        self.long = request
-        self.is_full = True
-
-    def end_long(self) -> None:
-        """Forget the long request under way, if there is one."""
-        if self.long is not None:
-            self.long_queue.leave(self.long)
-            self.long = None
+    def spend_changes(self, first_entry: int) -> None:
+        """Count the work of the changes from this place on, which may be larger than what was
+        received: an APPEND of a byte writes the whole document.
+        """
+        for entry in self.engine.keyspace.pending[first_entry:]:
+            self.spend(len(entry) / CHANGES_BYTES_MAX)
 
     def take_login_question(self) -> LoginQuestion | None:
         """Hand over what the authenticator is to be asked, once. The session forgets the password,

@@ -51,7 +51,7 @@ from dcp.session.subdoc.virtual_xattrs import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from dcp.wire.xattrs import pack_xattrs, unpack_xattrs
+from dcp.wire.xattrs import XATTRS_MAX, pack_xattrs, unpack_xattrs
 
 DATATYPE_JSON: Final = 0x01
 _WHITESPACE: Final = b" \t\r\n"
@@ -103,10 +103,12 @@ class Draft:
         return self._xattrs
 
     def section(self) -> bytes:
-        """Return the XATTRs as they are stored."""
+        """Return the XATTRs as they are stored. Raises SubdocError if there are too many."""
         if not self.has_new_xattrs:
             return self._section
         pairs = object_of(self.xattrs).items()
+        if len(pairs) > XATTRS_MAX:
+            raise SubdocError(Status.E2BIG)
         return pack_xattrs((name.encode(), bytes(text)) for name, text in pairs)
 
     def look_up_bytes(self, operations: Sequence[Operation]) -> int:

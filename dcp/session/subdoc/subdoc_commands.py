@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 from dcp.session.document_runs import DocumentRuns
 from dcp.session.documents import DocumentCommands, Handler
 from dcp.session.long_requests import Steps
+from dcp.session.long_steps import begin_steps
 from dcp.session.state import SessionState
 from dcp.session.subdoc.document_change import DocumentChange, parts_of, run_through
 from dcp.session.subdoc.draft import Context, Draft, Results
@@ -132,7 +133,8 @@ class SubdocCommands:
         if operations.xattrs:
             self._check_xattrs(operations, is_change=False)
         vb_id, key = self._documents.locate(vb_id, wire_key)
-        self._state.begin_steps(
+        begin_steps(
+            self._state,
             lambda: self._look_up(opcode, vb_id, opaque, cas, key, operations, doc_flags),
             opcode, opaque, vb_id, wire_key, len(body),
         )  # fmt: skip
@@ -295,7 +297,8 @@ class SubdocCommands:
         wire_key = key
         vb_id, key = self._documents.locate(vb_id, wire_key)
         target = _Target(opcode, opaque, vb_id, key, cas, doc_flags, expiry, keeps_expiry)
-        self._state.begin_steps(
+        begin_steps(
+            self._state,
             lambda: self._change_steps(target, operations), opcode, opaque, vb_id, wire_key,
             len(body),
         )  # fmt: skip
