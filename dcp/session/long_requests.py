@@ -28,10 +28,13 @@ from failover.write_answer import Durability
 
 QUEUED_MAX: Final = 256
 QUEUED_PER_USER_MAX: Final = QUEUED_MAX // 2
-SILENT_NS: Final = 100_000_000
+SILENT_NS: Final = 250_000_000
+TICK_NS_MAX: Final = 50_000_000
+"""If nobody has asked for longer than that, the event loop was busy with something else, and nobody
+was silent."""
 PLACE_NS: Final = 2_000_000
 """How long a request waits for each that is before it, until it asks again."""
-WAIT_NS_MAX: Final = SILENT_NS // 4
+WAIT_NS_MAX: Final = TICK_NS_MAX // 2
 
 Steps = Generator[None, None, None]
 
@@ -92,6 +95,8 @@ class LongQueue:
 
     def __init__(self) -> None:
         self._queued: dict[LongRequest, None] = {}
+        self._asked_ns = self._clock_ns = 0
+        """When somebody asked last, and a clock that stands still while nobody can."""
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -99,7 +104,7 @@ class LongQueue:
 
     def enter(self, request: LongRequest, now_ns: int) -> None:
         """Queue a request. Raises RefusedError if too many wait."""
-        self._drop_silent(now_ns)
+        self._tick(now_ns)
         of_user = sum(each.user == request.user for each in self._queued)
         if len(self._queued) >= QUEUED_MAX or of_user >= QUEUED_PER_USER_MAX:
             raise RefusedError(
@@ -107,14 +112,14 @@ class LongQueue:
                 f"{len(self._queued)} requests into large documents wait ({of_user} of this user), "
                 f"and at most {QUEUED_MAX} may ({QUEUED_PER_USER_MAX} of one user); try again",
             )
-        request.asked_ns = now_ns
+        request.asked_ns = self._clock_ns
         self._queued[request] = None
 
     def wait_ns(self, request: LongRequest, now_ns: int) -> int:
         """Return 0 if it is the request's turn, else how long it waits before it asks again."""
+        self._tick(now_ns)
         self._queued.setdefault(request)  # at the end, if it was silent for too long
-        request.asked_ns = now_ns
-        self._drop_silent(now_ns)
+        request.asked_ns = self._clock_ns
         for place, queued in enumerate(self._queued):
             if queued is request:
                 return min(place * PLACE_NS, WAIT_NS_MAX)
@@ -125,8 +130,10 @@ class LongQueue:
         self._queued.pop(request, None)
         request.begin_again()
 
-    def _drop_silent(self, now_ns: int) -> None:
-        # A clock that was set back counts as silence, too: they ask again.
-        silent = [each for each in self._queued if not 0 <= now_ns - each.asked_ns <= SILENT_NS]
-        for request in silent:
+    def _tick(self, now_ns: int) -> None:
+        """Let time pass, and take their places from those who were silent."""
+        self._clock_ns += min(max(now_ns - self._asked_ns, 0), TICK_NS_MAX)
+        self._asked_ns = now_ns
+        oldest_ns = self._clock_ns - SILENT_NS
+        for request in [each for each in self._queued if each.asked_ns < oldest_ns]:
             self.leave(request)

@@ -258,7 +258,13 @@ def test_one_that_does_not_go_on_loses_its_turn(node: MemoryNode) -> None:
     look_up_all(first)
     look_up_all(second)
     assert not first.step()
-    node.now_ns += SILENT_NS + 1
+    node.now_ns += 10 * SILENT_NS
+    assert not second.step(), "the loop may have been busy"
+    assert first.peer.state.long is not None
+    assert first.peer.state.long.steps is not None
+    while first.peer.state.long.steps is not None:
+        node.now_ns = second.peer.state.held_until_ns
+        assert not second.step() or first.peer.state.long.steps is None
     second.peer.state.held_until_ns = 0
     assert second.finish().status == Status.SUBDOC_MULTI_PATH_FAILURE
     assert first.peer.state.long is not None
