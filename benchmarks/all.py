@@ -63,6 +63,7 @@ PARTS: Final[dict[str, Part]] = {
                    "--documents 1000000 --rounds 3"),
     "pauses": Part("Pauses of the loop", "pauses", "--seconds 5", "--seconds 60"),
     "subdocs": Part("Sub-documents", "subdocs", "", ""),
+    "arrays": Part("Look-ups into a large array", "subdoc_large", "--lookups 5", "--lookups 40"),
     "replication": Part("Replication in one process", "replication", "", ""),
 }  # fmt: skip
 

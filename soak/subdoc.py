@@ -15,12 +15,21 @@ from copy import deepcopy
 from typing import Any, Final
 
 from dcp.session.subdoc import json_operations as operations
+from dcp.session.subdoc import subdoc_request
+from dcp.session.subdoc.document_change import run_through
+from dcp.session.subdoc.draft import Draft, all_found, new_value
 from dcp.session.subdoc.json_path import DEPTH_MAX, Key, Path, SubdocError, parse_path
+from dcp.session.subdoc.subdoc_request import MKDIR_P, OPERATIONS_MAX, Operation
+from dcp.session.subdoc.virtual_xattrs import ChangeFacts, DocumentFacts
 from dcp.wire.status import Status
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-LOOKUPS: Final = {"get": operations.get, "exists": operations.exists, "count": operations.count}
-MUTATIONS: Final = {
+LOOKUPS: Final[dict[str, operations.Lookup]] = {
+    "get": operations.get,
+    "exists": operations.exists,
+    "count": operations.count,
+}
+MUTATIONS: Final[dict[str, operations.Mutation]] = {
     "dict_add": operations.dict_add,
     "dict_upsert": operations.dict_upsert,
     "replace": operations.replace_value,
@@ -283,15 +292,11 @@ VALUES: Final = ("", " ", "1,2", "[1],[2]", "1],[2", '1,"k":2', "01", "tru", "1 
 DELTAS: Final = ("1", "-1", "5", "0", str(INT64_MIN), str(INT64_MAX))
 
 
-def case_of(draw: random.Random) -> tuple[str, bytes, bytes, bytes, bool]:
-    """Operation, document, path, value, whether parents are made."""
-    gap = gap_of(draw)
-    text = text_of(draw)
-    while text[0] not in "{[":
-        text = text_of(draw)
+def steps_in(draw: random.Random, text: str | bytes) -> list[str | int]:
+    """The steps of a path that exists in a document."""
     steps: list[str | int] = []
     here = loads(text)
-    for _ in range(draw.randrange(6)):  # mostly a path that exists
+    for _ in range(draw.randrange(6)):
         if not draw.randrange(10) or not isinstance(here, dict | list) or not here:
             break
         if isinstance(here, list):
@@ -300,6 +305,16 @@ def case_of(draw: random.Random) -> tuple[str, bytes, bytes, bytes, bool]:
         else:
             steps.append(draw.choice(sorted(here)))
         here = here[steps[-1]]
+    return steps
+
+
+def case_of(draw: random.Random) -> tuple[str, bytes, bytes, bytes, bool]:
+    """Operation, document, path, value, whether parents are made."""
+    gap = gap_of(draw)
+    text = text_of(draw)
+    while text[0] not in "{[":
+        text = text_of(draw)
+    steps = steps_in(draw, text)
     if not draw.randrange(3):
         more = (draw.choice((draw.choice(NAMES), draw.randint(-1, 5))) for _ in range(3))
         steps += [*more][: draw.randint(1, 3)]
@@ -314,8 +329,23 @@ def case_of(draw: random.Random) -> tuple[str, bytes, bytes, bytes, bool]:
 def run(name: str, document: bytes, path: Path, value: bytes, makes: bool = False) -> bytes:
     """Run an operation; return what it finds, or the changed document."""
     if name in LOOKUPS:
-        return LOOKUPS[name](document, path)
-    return MUTATIONS[name](document, path, value, makes).text
+        return looked_up(name, document, path)
+    return changed(name, document, path, value, makes)
+
+
+def looked_up(name: str, document: bytes, path: Path) -> bytes:
+    """Return what a look-up finds. Raises SubdocError."""
+    found = run_through(all_found(document, [path]))[0]
+    return bytes(LOOKUPS[name](found))
+
+
+def changed(name: str, document: bytes, path: Path, value: bytes, makes: bool = False) -> bytes:
+    """Return the changed document. Raises SubdocError."""
+    mutate = MUTATIONS[name]
+    new = run_through(new_value(mutate, path, value))
+    wanted = [value.strip()] if name == "add_unique" else [None]
+    found = run_through(all_found(document, [path], wanted, DEPTH_MAX))[0]
+    return mutate(found, new, makes).applied(document)
 
 
 def check(name: str, document: bytes, path_bytes: bytes, value: bytes, makes: bool) -> None:
@@ -328,17 +358,87 @@ def check(name: str, document: bytes, path_bytes: bytes, value: bytes, makes: bo
         expected = refused.status
     try:
         if name in LOOKUPS:
-            found = LOOKUPS[name](document, path)
+            found = looked_up(name, document, path)
             got: Any = loads(found) if name == "get" else int(found) if name == "count" else None
         else:
-            changed = MUTATIONS[name](document, path, value, makes).text
-            got = loads(changed)
+            after = changed(name, document, path, value, makes)
+            got = loads(after)
             if name == "replace":
-                undo = operations.get(document, path)
-                assert operations.replace_value(changed, path, undo, False).text == document
+                undo = looked_up("get", document, path)
+                assert changed("replace", after, path, undo) == document
     except SubdocError as error:
         got = error.status
     assert got == expected, (name, document, path_bytes, value, makes, got, expected)
+
+
+def request_of(draw: random.Random) -> tuple[bytes, list[Operation]]:
+    """A document, and the changes of one request. Many paths have a beginning in common."""
+    document = case_of(draw)[1]
+    known = [path_text(steps_in(draw, document)).encode() for _ in range(4)]
+    found: list[Operation] = []
+    for _ in range(draw.randint(2, OPERATIONS_MAX)):
+        name, _, path, value, _ = case_of(draw)
+        while name in LOOKUPS:
+            name = draw.choice([*MUTATIONS])
+        if draw.random() < 0.7:
+            path = draw.choice([*known, *known, b"a", b"a.b", b"[0]", b"[-1]", b""])
+            path = draw.choice(
+                (path, path, path + b"[0]", path + b"[1]", path + b".b", path + b".a")
+            )
+        if draw.random() < 0.6:
+            value = draw.choice((b"1", b"2", b'"a"', b"-7"))
+        opcode, traits = _TRAITS[name]
+        flags = MKDIR_P if draw.random() < 0.5 and traits.path_flags & MKDIR_P else 0
+        found.append(Operation(opcode, traits, flags, path, value))
+    return document, found
+
+
+def check_request(document: bytes, asked: list[Operation]) -> int:
+    """Hold a request against its operations one by one; return how many of them succeeded. Those
+    that would be refused are left out. Raises AssertionError.
+    """
+    expected, sound = document, []
+    for operation in asked:
+        name = _NAMES[operation.opcode]
+        path, makes = operation.path, bool(operation.flags & MKDIR_P)
+        status = 0
+        try:
+            after = changed(name, expected, parse_path(path), operation.value, makes)
+        except SubdocError as error:
+            status = int(error.status)
+        draft = Draft(b"", document, 1)
+        got = _status_of(draft, [*sound, operation])
+        assert (got, draft.index) == (status, len(sound)), (document, sound, operation, status, got)
+        if not status:
+            sound.append(operation)
+            expected = after
+            assert bytes(draft.body) == expected, (document, sound, draft.body, expected)
+    return len(sound)
+
+
+def _status_of(draft: Draft, asked: list[Operation]) -> int:
+    """Run a request on a document; return its status."""
+    facts = ChangeFacts(0, 0, 0)
+    try:
+        run_through(draft.change(asked, facts, _no_facts, makes_parents=False))
+    except SubdocError as error:
+        return int(error.status)
+    return 0
+
+
+def _no_facts() -> DocumentFacts:
+    raise AssertionError("there are no macros")
+
+
+_NAMES: Final[dict[int, str]] = {
+    opcode: name
+    for opcode, traits in subdoc_request.MUTATIONS.items()
+    for name, run_one in MUTATIONS.items()
+    if traits.run is run_one
+}
+_TRAITS: Final = {
+    name: (opcode, subdoc_request.MUTATIONS[opcode]) for opcode, name in _NAMES.items()
+}
 
 
 def soak(wanted: int, number: int) -> int:
@@ -347,6 +447,7 @@ def soak(wanted: int, number: int) -> int:
         case = case_of(random.Random(number + checked))
         try:
             check(*case)
+            check_request(*request_of(random.Random(number + checked)))
         except BaseException:
             print(f"\ncase {number + checked} failed: {case}")
             raise

@@ -6,7 +6,9 @@ handed in.
 Invariants
 - a scan shows the state as of the seqno at which it was made, or ends with an error;
 - a scan belongs to the connection that used it last, and ends with it. Other users cannot use it;
-- every scan has one open view, whose number and age `vbucket.engine.read_view` limits.
+- every scan has one view. `vbucket.engine.read_view` limits how many there are, whose they are,
+  their age and what they pin. A scan whose view was closed says why when it is asked again, unless
+  there are more such scans than views.
 
 Rules: kv_engine's. A scan without documents is not made. Keys are sent without their collection's
 id. Documents that are due to expire are left out.
@@ -122,6 +124,8 @@ class RangeScans:
 
     def add(self, scan: RangeScan) -> bytes:
         """Keep a scan; return its id, 16 bytes that cannot be guessed."""
+        if len(self._scans) >= 2 * len(self.views):
+            self._forget_closed()
         scan_id = self._draw_id()
         assert len(scan_id) == 16
         self._scans[scan_id] = scan
@@ -137,6 +141,10 @@ class RangeScans:
     def end(self, scan_id: bytes) -> None:
         """Forget a scan."""
         self.views.close(self._scans.pop(scan_id).view)
+
+    def _forget_closed(self) -> None:
+        """Forget scans whose view was closed, and whose clients have not asked for them since."""
+        self._scans = {key: scan for key, scan in self._scans.items() if scan.view in self.views}
 
     def leave(self, owner: object) -> None:
         """End the scans of a connection that is gone."""

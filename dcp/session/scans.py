@@ -170,7 +170,7 @@ class ScanCommands:
             start, end, excluded = _bounds_of(prefix, asked.range)
         self._check_rights(collection_id, start[len(prefix) :], end[len(prefix) :])
         try:
-            view = scans.views.open(part.vb_id)
+            view = scans.views.open(part.vb_id, owner=state.user)
         except TooManyViewsError as error:
             raise RefusedError(Status.ETMPFAIL, str(error)) from error
         made = RangeScan(

@@ -28,21 +28,24 @@ from typing import Final
 
 from dcp.session.auth import AuthStep
 from dcp.session.collections import CollectionCommands
+from dcp.session.counted_handlers import CountedHandlers
 from dcp.session.document_reads import DocumentReadCommands
 from dcp.session.document_runs import DocumentRuns, Run
 from dcp.session.documents import DocumentCommands
 from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
+from dcp.session.long_steps import REMOVED, end_long, go_on
 from dcp.session.oversized import SKIPPED_BYTES_MAX, remove_old, too_big
 from dcp.session.put_frames import PutFramesCommand
 from dcp.session.replication_port import ACK_BYTES, ACK_HEAD
+from dcp.session.request_costs import COMMAND_BYTES_MAX, SHARES, SMALL_COMMANDS
 from dcp.session.request_frames import NO_FRAMES, RequestFrames, parse_frames
-from dcp.session.rights import NEEDS, Role, split_key
+from dcp.session.rights import NEEDS, Role
 from dcp.session.scans import ScanCommands
 from dcp.session.session_commands import ConnectionCommands
 from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
-from dcp.session.subdoc.subdoc_commands import CHANGES, SINGLE_LOOKUPS, SubdocCommands
+from dcp.session.subdoc.subdoc_commands import CHANGES, SubdocCommands
 from dcp.session.updates import UpdateCommands
 from dcp.session.upkeep_commands import UpkeepCommands
 from dcp.session.with_meta import WithMetaCommands
@@ -116,8 +119,7 @@ class Session:
         self._checked: dict[int, DocumentHandler] = {}
         """Handlers with a check of rights, for users who may not read and write everything. Made
         when the first such user needs them."""
-        self._counting: dict[int, DocumentHandler] = {}
-        """Handlers that count by key prefix. Made when the first command is counted."""
+        self._counting = CountedHandlers(state)
         self._connection = connection = ConnectionCommands(state)
         self._updates = updates = UpdateCommands(state, self._documents)
         dcp = DcpCommands(state)
@@ -193,19 +195,17 @@ class Session:
         state = self.state
         if now_ns < state.held_until_ns or state.login is not None:
             state.is_full = True
-            state.held_bytes = len(state.buffer)
+            self._note_held(state.buffer, 0)
             return
         assert not self._is_entered, "nothing that a handler calls may call the session"
         self._is_entered = True
         state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
+        state.work = 0.0
         state.begin_commands(now_ns)
-        if state.flush is not None:
-            self._continue_flush(now_ns)
-            if state.is_full:
-                state.held_bytes = len(state.buffer)
-                self._is_entered = False
-                return
+        if state.has_steps and not self._took_last_step(now_ns):
+            self._is_entered = False
+            return
         buffer = state.buffer
         end = len(buffer)
         position = missing_bytes = 0
@@ -279,13 +279,14 @@ class Session:
         self.state.login_question = None  # it has a password
         self._gathered = bytearray()
         self.state.held_bytes = self._missing_bytes = 0
+        end_long(self.state)
 
     def _keep_rest(self, buffer: bytes, position: int, missing_bytes: int) -> None:
         """Keep what is not handled; close if no packet can begin so."""
         state = self.state
         end = len(buffer)
         state.taken_bytes += position
-        state.held_bytes = end - position
+        self._note_held(buffer, position)
         if position < end < position + HEADER_BYTES and not state.is_closing:
             # A client of another protocol may never send 24 bytes.
             problem = self._problem_of(buffer[position], 0, 0)
@@ -296,6 +297,13 @@ class Session:
             self._missing_bytes = missing_bytes
             position = end
         state.buffer = buffer[position:] if position else buffer
+
+    def _note_held(self, buffer: bytes, position: int) -> None:
+        """Note how many received bytes are kept; the buffer is handled up to `position`."""
+        state = self.state
+        state.held_bytes = len(buffer) - position
+        if state.long is not None:
+            state.held_bytes += state.long.held_bytes
 
     def _handle_other(self, buffer: bytes, position: int, end: int, now_ns: int) -> tuple[int, int]:
         """Handle a packet that the loop does not pass to a handler directly. Return where the next
@@ -308,7 +316,8 @@ class Session:
         if problem:
             state.close(problem)
             return position, 0
-        if body_len > self._body_bytes_max:
+        is_small = opcode in SMALL_COMMANDS and magic in _REQUEST_MAGICS
+        if body_len > (COMMAND_BYTES_MAX if is_small else self._body_bytes_max):
             missing_bytes = self._refuse_body(buffer, position, end, body_end)
             return (position, missing_bytes) if missing_bytes else (min(body_end, end), 0)
         if body_end > end:
@@ -332,6 +341,9 @@ class Session:
         )
         why = f"opcode 0x{opcode:02x} announces a body of {body_len} bytes"
         refusal: RefusedError = too_big(state, why)
+        if opcode in SMALL_COMMANDS:
+            why += f"; this command takes at most {COMMAND_BYTES_MAX}"
+            refusal = RefusedError(Status.E2BIG, why)
         first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
         if magic == Magic.REQUEST and opcode in _SETS and state.limits.oversized_set_removes:
             key_at: int = position + HEADER_BYTES + extras_len
@@ -362,38 +374,10 @@ class Session:
                 self._marked = {opcode: self._with_mark(run) for opcode, run in hot.items()}
             hot = self._marked
         if rights.has_all_documents:
-            return self._counted(hot) if state.prefixes.is_on else hot
+            return self._counting.of(hot) if state.prefixes.is_on else hot
         if not self._checked:
             self._checked = {opcode: self._with_check(run) for opcode, run in hot.items()}
         return self._checked
-
-    def _counted(self, hot: dict[int, DocumentHandler]) -> dict[int, DocumentHandler]:
-        """Return handlers that count by key prefix. Runs do not, so there are none meanwhile."""
-        if not self._counting:
-            self._counting = {opcode: self._with_count(run) for opcode, run in hot.items()}
-        return self._counting
-
-    def _with_count(self, run: DocumentHandler) -> DocumentHandler:
-        state = self.state
-
-        def counting(
-            opcode: int, key_len: int, extras_len: int, datatype: int, vb_id: int, opaque: int,
-            cas: int, start: int, end: int,
-        ) -> None:  # fmt: skip
-            key_at = min(start + extras_len, end)
-            wire_key = state.buffer[key_at : min(key_at + key_len, end)]
-            answered = len(state.answers)
-            run(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, start, end)
-            _, key = split_key(wire_key, has_collections=state.has_collections)
-            if opcode in _COUNTED_GETS:
-                answer = state.answers[-1] if len(state.answers) > answered else _NO_HIT
-                state.prefixes.got(key, is_hit=answer[6:8] == b"\0\0")
-            elif opcode in _COUNTED_DELETES:
-                state.prefixes.deleted(key)
-            else:
-                state.prefixes.stored(key)
-
-        return counting
 
     def _must_wait(self, opcode: int) -> bool:
         """Return whether a command that writes has to wait; the session is full then."""
@@ -448,6 +432,20 @@ class Session:
             state.mark(opcode, opaque, first_answer, first_entry)
 
         return marked
+
+    def _took_last_step(self, now_ns: int) -> bool:
+        """Go on with the request that takes steps; return whether others may be taken now."""
+        state = self.state
+        if state.flush is not None:
+            self._continue_flush(now_ns)
+        else:
+            answered = len(state.answers)
+            done = go_on(state, now_ns, self._check_guard)
+            if done is not None and state.prefixes.is_on:
+                self._counting.count(done.opcode, done.wire_key, answered)
+        if state.is_full:
+            self._note_held(state.buffer, 0)
+        return not state.is_full
 
     def _continue_flush(self, now_ns: int) -> None:
         """Take the next step of the flush under way."""
@@ -518,6 +516,8 @@ class Session:
                 hot(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, extras_at, body_end)
             elif cold is not None:
                 cold(request)
+                state.spend(SHARES.get(opcode, 0))
+                state.spend_changes(first_entry)
             else:
                 why = f"opcode 0x{opcode:02x} is not known here"
                 raise RefusedError(Status.UNKNOWN_COMMAND, why)
@@ -545,8 +545,7 @@ class Session:
         rights = state.rights
         if rights is None:
             if state.stale_user:
-                why = f"user {state.stale_user!r} was removed; log in again (SASL_AUTH)"
-                raise RefusedError(Status.AUTH_STALE, why)
+                raise RefusedError(Status.AUTH_STALE, REMOVED.format(state.stale_user))
             raise RefusedError(Status.EACCESS, "log in first (SASL_AUTH)")
         opcode = request.opcode
         if rights.is_full or not (opcode in self._cold or opcode in self._hot):
@@ -571,17 +570,6 @@ _WRITES: Final = frozenset(
     opcode for opcode, need in NEEDS.items() if any(Role.WRITE in roles for roles in need.roles)
 )
 """Commands that change documents. They wait while the store has fallen behind."""
-_COUNTED_GETS: Final = frozenset(
-    {
-        Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.SUBDOC_MULTI_LOOKUP,
-        *SINGLE_LOOKUPS,
-    }
-)  # fmt: skip
-_COUNTED_DELETES: Final = frozenset(
-    {Opcode.DELETE, Opcode.DELETEQ, Opcode.DEL_WITH_META, Opcode.DELQ_WITH_META}
-)
-_NO_HIT: Final = bytes(6) + b"\0\1"
-"""What a quiet miss would have answered."""
 _SETS: Final = frozenset({Opcode.SET, Opcode.SETQ})
 _FLUSHES: Final = frozenset({Opcode.FLUSH, Opcode.FLUSHQ})
 """Writes that name no partition."""

@@ -10,6 +10,7 @@ from dcp.session.answer_marks import NO_PARTITION, Mark, Wait, is_change
 from dcp.session.arrival_wait import ArrivalWait
 from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
+from dcp.session.long_requests import LongQueue, LongRequest
 from dcp.session.map_news import MapNews
 from dcp.session.node_facts import Limits, NodeFacts
 from dcp.session.prefix_counts import PrefixCounts
@@ -38,6 +39,10 @@ from vbucket.store.environment import StoreDamagedError
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 """Bytes of unsent answers above which a session takes no more commands. So a client that does not
 read costs this much and one answer."""
+
+CHANGES_BYTES_MAX: Final = 1024 * 1024
+"""Bytes of changes that a session writes before others get their turn, if they are larger than what
+was received."""
 
 CONTEXT_CHARS_MAX: Final = 300
 """Longest text in an error response and its log line, because it may quote what a client sent."""
@@ -102,6 +107,8 @@ class SessionState:
         "login",
         "login_failures",
         "login_question",
+        "long",
+        "long_queue",
         "map_news",
         "marks",
         "notes",
@@ -121,6 +128,7 @@ class SessionState:
         "user",
         "wait_group",
         "waits_for_room",
+        "work",
     )
 
     def __init__(
@@ -137,6 +145,7 @@ class SessionState:
         scans: RangeScans | None = None,
         replication: ReplicationPort | None = None,
         prefixes: PrefixCounts | None = None,
+        long_queue: LongQueue | None = None,
         has_replicas: bool = False,
         acknowledges_as_master: bool = False,
     ) -> None:
@@ -192,6 +201,12 @@ class SessionState:
         self._send_no_streams(replication)
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""
+        self.long: LongRequest | None = None
+        """A long request under way; no other command is taken before it is done."""
+        self.long_queue = LongQueue() if long_queue is None else long_queue
+        """That of the node."""
+        self.work = 0.0
+        """How much of a turn of the event loop the requests since `resume` have taken; 1: all."""
 
     def _send_no_streams(self, replication: ReplicationPort | None) -> None:
         """Set what sends streams: nothing, before DCP_OPEN."""
@@ -396,6 +411,24 @@ class SessionState:
             self.observes(part.vb_id)
         return True
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a request goes on in steps, and has no answer yet."""
+        return self.flush is not None or self.long is not None
+
+    def spend(self, part: float) -> None:
+        """Count work of a request. At 1, others get their turn before this session goes on."""
+        self.work += part
+        if self.work >= 1:
+            self.is_full = True
+
+    def spend_changes(self, first_entry: int) -> None:
+        """Count the work of the changes from this place on, which may be larger than what was
+        received: an APPEND of a byte writes the whole document.
+        """
+        for entry in self.engine.keyspace.pending[first_entry:]:
+            self.spend(len(entry) / CHANGES_BYTES_MAX)
+
     def take_login_question(self) -> LoginQuestion | None:
         """Hand over what the authenticator is to be asked, once. The session forgets the password,
         and waits for `Session.login_checked`.
@@ -531,7 +564,7 @@ class SessionState:
         entries = len(self.engine.keyspace.pending) - first_entry
         if observed:
             self.observed.clear()
-        if not (entries or observed) or self.flush is not None:
+        if not (entries or observed) or self.has_steps:
             return None
         answers = self.answers[first_answer:]
         if is_read is None:

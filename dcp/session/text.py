@@ -176,6 +176,7 @@ class TextSession:
         state = self.state
         state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
+        state.work = 0.0
         self.state.begin_commands(now_ns)
         handle = self._handle if state.marks is None else self._handle_with_marks
         if state.flush is not None:
@@ -187,7 +188,9 @@ class TextSession:
         try:
             while not (state.is_full or state.is_closing):
                 is_reading = self._read is not None
+                first_entry = len(self._engine.keyspace.pending)
                 step = handle(position)
+                state.spend_changes(first_entry)
                 if step == position and not is_reading:
                     break
                 position = step

@@ -15,7 +15,7 @@ from typing import Final
 
 from dcp.session.compressed_values import plain_addition
 from dcp.session.documents import DocumentCommands
-from dcp.session.state import SessionState
+from dcp.session.state import CHANGES_BYTES_MAX, SessionState
 from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import U32, U64
 from dcp.wire.opcode import Opcode
@@ -125,6 +125,8 @@ class UpdateCommands:
         if outcome[0] != Status.ETMPFAIL:
             state.observes(vb_id)
         value, flags, datatype = b"", b"", 0
+        if document is not None:
+            state.spend(len(document.value) / CHANGES_BYTES_MAX)  # it was read, if not written
         if document is not None and request.opcode != Opcode.TOUCH:
             flags = document.flags
             datatype, value = shown(document.datatype, document.value, state.datatypes)

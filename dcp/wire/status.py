@@ -174,7 +174,7 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
     ),
     Status.RANGE_SCAN_CANCELLED: (
         "RANGE_SCAN_CANCELLED",
-        "the scan cannot continue: its state was rolled back, or it was open for too long",
+        "the scan cannot continue: it was rolled back, pinned history for too long, or gave way",
         ("fetch-config",),
     ),
     Status.RANGE_SCAN_MORE: ("RANGE_SCAN_MORE", "the scan has more documents", ("success",)),

@@ -29,6 +29,9 @@ NAME_BYTES_MAX: Final = 16
 XATTRS_BYTES_MAX: Final = 1 << 20
 """Largest section of one document, as kv_engine's limit of system attributes."""
 
+XATTRS_MAX: Final = 1024
+"""Most attributes of one document: reading one looks at all of them."""
+
 _LENGTH: Final = Struct(">I")
 _LENGTH_BYTES: Final = _LENGTH.size
 _unpack_length: Final = _LENGTH.unpack_from
@@ -37,7 +40,7 @@ _RESERVED: Final = frozenset(b"!\"#$%&'()*+,-./:;<=>?@[\\]^`{|}~") | frozenset(r
 """Bytes that no name begins with: punctuation but "_", and control characters."""
 
 
-def body_at(value: bytes) -> int:
+def body_at(value: bytes | memoryview) -> int:
     """Return where the body of a value with XATTRs begins."""
     length: int = _unpack_length(value)[0]
     return _LENGTH_BYTES + length
@@ -137,6 +140,8 @@ def problem_of(value: bytes) -> str:
         if not _is_json(text):
             return f"the XATTR {name!r} is not JSON"
         names.add(name)
+        if len(names) > XATTRS_MAX:
+            return f"a document has at most {XATTRS_MAX} XATTRs"
         at = stop
     return ""
 

@@ -354,10 +354,10 @@ async def test_a_damaged_partition_does_not_hide_the_keys_of_others(
     damaged = vbucket_of(b"spread:3")
     read = node.views.open
 
-    def damaged_there(vb_id: int, seqno: int | None = None) -> ReadView:
+    def damaged_there(vb_id: int, seqno: int | None = None, owner: str | None = None) -> ReadView:
         if vb_id == damaged:
             raise StoreDamagedError("a block")
-        return read(vb_id, seqno)
+        return read(vb_id, seqno, owner)
 
     monkeypatch.setattr(node.views, "open", damaged_there)
     found = (await get(node, "/api/v1/documents/keys?prefix=spread:")).body

@@ -349,6 +349,25 @@ def test_there_are_only_so_many(peer: Peer, node: MemoryNode) -> None:
     assert b"2 read views are open" in answer.value
 
 
+def test_one_user_does_not_keep_others_out(peer: Peer, node: MemoryNode) -> None:
+    put(peer, b"a", b"b")
+    node.views._views_max = 4
+    peer.state.user = "greedy"
+    held = [created(peer, *ALL) for _ in range(4)]
+    other = connect(node)
+    other.state.user = "ada"
+    scan_id = created(other, *ALL)
+    assert keys_of(go_on(other, scan_id)) == [b"a", b"b"]
+    answer = go_on(peer, held[0])
+    assert answer.status == Status.RANGE_SCAN_CANCELLED
+    assert b"another user needed one" in answer.value
+    for _ in range(50):  # scans whose view was closed, and that nobody asks for any more
+        for view in tuple(node.views._open):
+            node.views.close(view)
+        created(other, *ALL)
+    assert len(node.scans) <= 9
+
+
 @pytest.mark.parametrize(
     ("asked", "why"),
     [

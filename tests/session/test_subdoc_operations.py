@@ -8,18 +8,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp.session.subdoc import json_operations as operations
 from dcp.session.subdoc.json_path import DEPTH_MAX, SubdocError, parse_path
-from dcp.session.subdoc.json_text import COMPILED_KEYS_MAX, Finder, depth_of, finder_of, members_of
+from dcp.session.subdoc.json_scan import IS_DONE, new_scan
+from dcp.session.subdoc.json_text import COMPILED_KEYS_MAX, Finder, finder_of
 from dcp.wire.status import Status
 from soak import subdoc
-from soak.subdoc import MUTATIONS, case_of, check
+from soak.subdoc import case_of, changed, check, check_request, looked_up, request_of
 
 
 @settings(max_examples=1_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_the_model_agrees(draw: random.Random) -> None:
     check(*case_of(draw))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_a_request_is_its_operations_one_after_the_other(draw: random.Random) -> None:
+    check_request(*request_of(draw))
 
 
 def test_the_model_agrees_in_many_cases() -> None:
@@ -29,7 +35,7 @@ def test_the_model_agrees_in_many_cases() -> None:
 def change(
     name: str, document: bytes, path: bytes, value: bytes = b"", makes: bool = False
 ) -> bytes:
-    return MUTATIONS[name](document, parse_path(path), value, makes).text
+    return changed(name, document, parse_path(path), value, makes)
 
 
 KEPT = [
@@ -66,11 +72,12 @@ def test_everything_else_keeps_its_bytes(
 def test_of_a_name_that_stands_twice_the_last_one_counts() -> None:
     document = b'{"a":1,"b":0,"a":1,"a":12}'
     for _ in range(4):
-        assert operations.get(document, parse_path(b"a")) == b"12"
+        assert looked_up("get", document, parse_path(b"a")) == b"12"
         assert change("replace", document, b"a", b"3") == b'{"a":1,"b":0,"a":1,"a":3}'
     assert change("delete", document, b"a") == b'{"a":1,"b":0,"a":1}'
-    places = members_of(b'{"a":{"x":[1,"}"]},"a":2}')
-    assert [(each.at, each.end) for each in places] == [(5, 18), (23, 24)]
+    inner = b'{"a":{"x":[1,"}"]},"a":2}'
+    assert looked_up("get", inner, parse_path(b"a")) == b"2"
+    assert status_of("get", inner, b"a.x") == Status.SUBDOC_PATH_MISMATCH
 
 
 def status_of(name: str, document: bytes, path: bytes, value: bytes = b"1") -> Status:
@@ -105,6 +112,12 @@ def test_what_is_not_possible_has_its_status(
         assert status_of(name, document, path) == status
 
 
+def depth_of(text: bytes) -> int:
+    scan = new_scan(text)
+    assert scan.step(len(text) + 1) == IS_DONE
+    return scan.depth
+
+
 def test_documents_have_32_levels() -> None:
     deep = b'{"a":' * 31 + b"1" + b"}" * 31
     path = b".".join([b"a"] * 31)
@@ -132,7 +145,6 @@ def test_a_path_is_compiled_when_it_is_used_again() -> None:
     assert isinstance(finder, Finder)
     document = b'{"compiled":{"once":1.0}}'
     assert finder.peek(document) is None
-    assert [bytes(finder.find(document)) for _ in range(3)] == [b"1.0"] * 3
     found = finder.peek(document)
     assert found is not None
     assert bytes(found) == b"1.0"
@@ -144,15 +156,15 @@ def test_a_path_is_compiled_when_it_is_used_again() -> None:
 def test_a_long_path_is_not_compiled() -> None:
     path = parse_path(b".".join([b"a"] * (COMPILED_KEYS_MAX + 1)))
     document = b'{"a":' * len(path) + b"1.0" + b"}" * len(path)
-    assert [operations.get(document, path) for _ in range(4)] == [b"1.0"] * 4
+    assert [looked_up("get", document, path) for _ in range(4)] == [b"1.0"] * 4
     assert finder_of(path).peek(document) is None  # type: ignore[arg-type] # these are keys
-    changed = change("replace", document, b".".join([b"a"] * len(path)), b"2")
-    assert changed == document.replace(b"1.0", b"2")
+    after = change("replace", document, b".".join([b"a"] * len(path)), b"2")
+    assert after == document.replace(b"1.0", b"2")
 
 
 def test_names_that_msgspec_takes_for_no_field_are_found() -> None:
     document = rb'{"q\"":1,"\\":2,"\n":3}'
     for _ in range(4):
-        assert operations.get(document, parse_path(rb"q\"")) == b"1"
-        assert operations.get(document, parse_path(rb"\\")) == b"2"
-        assert operations.get(document, parse_path(rb"\n")) == b"3"
+        assert looked_up("get", document, parse_path(rb"q\"")) == b"1"
+        assert looked_up("get", document, parse_path(rb"\\")) == b"2"
+        assert looked_up("get", document, parse_path(rb"\n")) == b"3"

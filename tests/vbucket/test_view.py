@@ -228,6 +228,43 @@ def test_there_are_only_so_many_views(node: MemoryNode, views: Views) -> None:
     assert len(views) == 3
 
 
+def test_the_greediest_owner_gives_way(node: MemoryNode, views: Views) -> None:
+    ada = [views.open(VB, owner="ada") for _ in range(3)]
+    eve = views.open(VB, owner="eve")
+    assert [view in views for view in (*ada, eve)] == [False, True, True, True]
+    with pytest.raises(ViewInvalidError, match="3 of them this user's, and another user"):
+        ada[0].check()
+    for owner in ("ada", "eve"):  # two and one: nobody has too many
+        with pytest.raises(TooManyViewsError, match="of them are this user's"):
+            views.open(VB, owner=owner)
+    views.open(VB)
+    assert [view in views for view in (*ada, eve)] == [False, False, True, True]
+    assert len(node.engine.partitions[VB].pins) == len(views) == 3
+
+
+def test_what_views_pin_is_bounded_by_bytes(node: MemoryNode) -> None:
+    views = Views(node.engine, node.store, pinned_bytes_max=10_000)
+    quiet, first = views.open(VB + 1), views.open(VB)
+    for number in range(4):
+        put(node, b"\0k", b"%d" % number * 1_000)
+    second = views.open(VB)
+    views.tick(1)
+    assert first.pinned_bytes > 4_000
+    assert not second.pinned_bytes
+    for number in range(6):
+        put(node, b"\0k", b"%d" % number * 1_000)
+        if number == 3:
+            node.merge()  # what is not in memory any more counts, too
+    views.tick(2)
+    assert [view in views for view in (quiet, first, second)] == [True, False, True]
+    assert second.pinned_bytes > 6_000
+    with pytest.raises(ViewInvalidError, match="all views together may pin"):
+        first.check()
+    assert list(node.engine.partitions[VB].pins) == [second.seqno]
+    views.tick(3)
+    assert second in views
+
+
 def test_a_view_that_is_open_for_too_long_is_closed(node: MemoryNode, views: Views) -> None:
     put(node, b"\0k", b"v")
     views.tick(1)

@@ -6,6 +6,9 @@ versions. A pin keeps the partition's history floor at or below that seqno.
 
 Invariants
 - history_floor <= seqno <= high_seqno while the view is open, and `seqno` is in `Partition.pins`;
+- a view is open for AGE_MAX_S at most, and all of them pin about PINNED_BYTES_MAX at most;
+- no owner keeps others out: when there are VIEWS_MAX, one with fewer views gets that of the owner
+  who has the most;
 - a view shows exactly the documents as of its seqno. After a branch below that seqno, or when it
   was closed because of its age, it raises ViewInvalidError;
 - one step of a scan does a bounded amount of work, whatever the number of keys and versions;
@@ -18,6 +21,7 @@ that the partition had when the view was opened.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
 from itertools import islice, takewhile
 from struct import Struct
@@ -38,11 +42,16 @@ VIEWS_MAX: Final = 256
 """Views per node: each pins a partition, and may hold the unmerged keys of that partition."""
 AGE_MAX_S: Final = 600
 """An older view is closed, because compaction cannot free anything newer than it."""
+PINNED_BYTES_MAX: Final = 256 << 20
+"""Changes since the oldest view of each partition, whose versions cannot be freed meanwhile. Above
+it the views that pin the most are closed, until `tick` finds less."""
 STEP_WORK: Final = 200
 """Keys and versions per step: 1 to 2 ms."""
 STEP_BYTES: Final = 1 << 20
 """Bytes of keys and values per step; one document may go beyond."""
 _KEYS_AT_ONCE: Final = 128
+_UNSEEN_BYTES: Final = 256
+"""What a change is taken for that is not in memory any more."""
 _FLAGS_AND_EXPIRY: Final = Struct(">52xII")
 
 
@@ -85,6 +94,12 @@ class ReadView:
         """The versions when the view was opened, newest first."""
         self._why_invalid = ""
         self.opened_ns = 0
+        self.owner: str | None = None
+        """The user that the view counts for; None: nobody has logged in."""
+        self.pinned_bytes = 0
+        """Of the changes since it was opened, as of the last `tick`."""
+        self.counted_seqno = part.high_seqno
+        """Up to there they are counted."""
         self.seqno = seqno
         self.vb_id = part.vb_id
         self.vb_uuid = part.vb_uuid
@@ -275,7 +290,14 @@ class Scan:
 class Views:
     """The open views of a node."""
 
-    def __init__(self, engine: Engine, store: Store, views_max: int = VIEWS_MAX) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        views_max: int = VIEWS_MAX,
+        pinned_bytes_max: int = PINNED_BYTES_MAX,
+    ) -> None:
+        self._pinned_bytes_max = pinned_bytes_max
         self._engine = engine
         self._store = store
         self._versions = engine.versions
@@ -291,8 +313,9 @@ class Views:
         """Whether this view is open."""
         return view in self._open
 
-    def open(self, vb_id: int, seqno: int | None = None) -> ReadView:
-        """Open a view as of a seqno; None: of the newest state, committed or not.
+    def open(self, vb_id: int, seqno: int | None = None, owner: str | None = None) -> ReadView:
+        """Open a view as of a seqno; None: of the newest state, committed or not. It counts for
+        `owner`, a user; None: for all who have not logged in.
 
         Raises ViewRefusedError below the history floor and above the end, TooManyViewsError.
         """
@@ -305,15 +328,31 @@ class Views:
                 f"not {seqno}"
             )
         if len(self._open) >= self._views_max:
-            raise TooManyViewsError(
-                f"{len(self._open)} read views are open, as many as there may be; try again when "
-                "some are done"
-            )
+            self._make_room(owner)
         view = ReadView(self._engine, self._store, part, seqno)
+        view.owner = owner
         view.opened_ns = self._now_ns
         part.pins.add(seqno)
         self._open[view] = None
         return view
+
+    def _make_room(self, owner: str | None) -> None:
+        """Close the oldest view of the owner who has the most. Raises TooManyViewsError if that
+        would leave it with fewer than this owner has then.
+        """
+        counts = Counter(view.owner for view in self._open)
+        greediest, most = counts.most_common(1)[0]
+        if most <= counts[owner] + 1:
+            raise TooManyViewsError(
+                f"{len(self._open)} read views are open, as many as there may be, and "
+                f"{counts[owner]} of them are this user's; try again when some are done"
+            )
+        oldest = next(view for view in self._open if view.owner == greediest)
+        oldest.invalidate(
+            f"{len(self._open)} read views were open, {most} of them this user's, and another user "
+            "needed one; open another view when some are done"
+        )
+        self.close(oldest)
 
     def has_version(self, vb_id: int, seqno: int) -> bool:
         """Whether the version with exactly this seqno still exists."""
@@ -340,6 +379,48 @@ class Views:
                 view.check()
             except ViewInvalidError:
                 self.close(view)
+        self._bound_pinned()
+
+    def _bound_pinned(self) -> None:
+        """Close the views that pin the most, until all of them pin PINNED_BYTES_MAX at most."""
+        written: dict[tuple[int, int], int] = {}
+        pinned: dict[int, int] = {}
+        """Partition -> what its views pin, which is what the oldest one does."""
+        for view in self._open:
+            part = self._engine.partitions[view.vb_id]
+            span = (view.vb_id, view.counted_seqno)
+            if span not in written:
+                written[span] = _bytes_since(part, view.counted_seqno)
+            view.pinned_bytes += written[span]
+            view.counted_seqno = part.high_seqno
+            pinned[view.vb_id] = max(pinned.get(view.vb_id, 0), view.pinned_bytes)
+        total_bytes = sum(pinned.values())
+        while total_bytes > self._pinned_bytes_max:
+            view = max(self._open, key=lambda each: each.pinned_bytes)
+            view.invalidate(
+                f"the view of vb {view.vb_id} kept compaction from freeing what was replaced since "
+                f"it was opened: {view.pinned_bytes >> 20} MiB of changes, and all views together "
+                f"may pin {self._pinned_bytes_max >> 20} MiB; open another one"
+            )
+            self.close(view)
+            left = [each.pinned_bytes for each in self._open if each.vb_id == view.vb_id]
+            total_bytes += max(left, default=0) - view.pinned_bytes
+
+
+def _bytes_since(part: Partition, seqno: int) -> int:
+    """Return the bytes of the changes above a seqno. Those that a merge has taken from memory since
+    the last tick are counted like the others.
+    """
+    if part.high_seqno <= seqno:
+        return 0
+    counted_bytes = count = 0
+    for layer in part.layers():
+        entries = layer.between(seqno + 1, part.high_seqno)
+        counted_bytes += sum(map(len, entries))
+        count += len(entries)
+    changes = part.high_seqno - seqno
+    mean_bytes = counted_bytes // count if count else _UNSEEN_BYTES
+    return counted_bytes + max(0, changes - count) * mean_bytes
 
 
 def _meta_of(mutation: bytes) -> StoredMeta:

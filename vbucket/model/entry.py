@@ -137,8 +137,13 @@ def key_in_frame(frame: bytes) -> bytes:
 
 def value_of(entry: bytes) -> bytes:
     """Return the value (b"" for a deletion)."""
+    return entry[value_at(entry) :]
+
+
+def value_at(entry: bytes) -> int:
+    """Return where the value begins."""
     head = head_of(entry)
-    return entry[PREFIX_BYTES + 24 + head.extras_bytes + head.key_bytes :]
+    return PREFIX_BYTES + 24 + head.extras_bytes + head.key_bytes
 
 
 def expiry_of(entry: bytes) -> int:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vbucket.native.loops import (
         GetRun,
         GroupRun,
+        JsonScan,
         KeyTree,
         LogThread,
         ReplayRun,
@@ -239,6 +240,15 @@ def log_thread(done_fd: int) -> LogThread | None:
         return LogThread(done_fd)
     except OSError:
         return None
+
+
+def json_scan_loop() -> type[JsonScan] | None:
+    """Return what finds values in a JSON document, None if the loops are not built."""
+    try:
+        from vbucket.native.loops import JsonScan
+    except ModuleNotFoundError:
+        return None
+    return JsonScan
 
 
 class CompactionLoops(NamedTuple):

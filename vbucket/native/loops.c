@@ -10,6 +10,7 @@
 #include "frames.h"
 #include "get_run.h"
 #include "group_run.h"
+#include "json_scan.h"
 #include "json_text.h"
 #include "key_tree.h"
 #include "log_thread.h"
@@ -79,6 +80,7 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec)
 PyMODINIT_FUNC PyInit_loops(void)
 {
     crc32c_init();
+    json_scan_init();
     PyObject *module = PyModule_Create(&definition);
     int loads_ahead = dict_ahead_init();
     if (module != NULL && loads_ahead >= 0 && add_type(module, "Staged", &staged_spec) &&
@@ -88,6 +90,7 @@ PyMODINIT_FUNC PyInit_loops(void)
         add_type(module, "GroupRun", &group_run_spec) &&
         add_type(module, "GetRun", &get_run_spec) &&
         add_type(module, "KeyTree", &key_tree_spec) &&
+        add_type(module, "JsonScan", &json_scan_spec) &&
         ADD_LOG_THREAD(module) &&
         PyModule_AddStringConstant(module, "CRC32C_WAY", crc32c_way()) == 0 &&
         PyModule_AddIntConstant(module, "LOADS_DICTS_AHEAD", loads_ahead) == 0)

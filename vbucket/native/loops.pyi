@@ -296,3 +296,24 @@ Merged = tuple[
 """by_key records; blocks; (full key, old expiry, new expiry) where it changes; more keys; more
 documents in the default collection; the last seqno; the highest CAS of the entries; how many
 entries; and for `CollectionCounts.take`: both seqnos, (id, high seqno, more documents)."""
+
+class JsonScan:
+    """See `dcp.session.subdoc.json_scan`."""
+
+    def __new__(
+        cls,
+        text: bytes | memoryview,
+        paths: tuple[tuple[bytes | int, ...], ...],
+        wanted: tuple[bytes | None, ...],
+        levels_max: int,
+        checks_utf8: bool,
+        /,
+    ) -> JsonScan: ...
+    depth: int
+    """See there."""
+
+    def step(self, bytes_max: int, /) -> int:
+        """See there."""
+
+    def places(self, number: int, /) -> list[tuple[int, int, int, int, bool, bool]]:
+        """See there."""

@@ -412,7 +412,7 @@ class ClientConnection(asyncio.Protocol):
                 self._committer.kick_now()
             else:
                 self._committer.kick()
-        if state.is_closing and state.flush is None:
+        if state.is_closing and not state.has_steps:
             self._close_if_done()
         elif state.is_full:
             self._go_on_soon()
@@ -550,7 +550,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _close_if_done(self) -> None:
         state = self.session.state
-        is_busy = state.answers or state.flush is not None or state.login is not None
+        is_busy = state.answers or state.has_steps or state.login is not None
         if state.is_closing and not (is_busy or self._held or self._outgoing):
             if state.close_reason in _ORDINARY_ENDS:
                 self._sessions.closed_as_usual(self.peer, state.close_reason)

@@ -17,6 +17,7 @@ from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.session.faults import FaultTable
+from dcp.session.long_requests import LongQueue
 from dcp.session.node_facts import NodeFacts
 from dcp.session.prefix_counts import PrefixCounts
 from dcp.session.range_scans import RangeScans
@@ -61,6 +62,7 @@ class Sessions:
         self._refusals = refusals
         self._on_failure = on_failure
         self._prefixes = prefixes
+        self._long_queue = LongQueue()
         self._replication = replication
 
     def new_state(self, peer_host: str, logins: PeerLogins) -> SessionState:
@@ -77,6 +79,7 @@ class Sessions:
             faults=self._faults,
             scans=self._scans,
             prefixes=self._prefixes,
+            long_queue=self._long_queue,
             replication=None if replication is None else replication.port,
             has_replicas=replication is not None,
             acknowledges_as_master=replication is not None and replication.acknowledges_as_master,

@@ -82,6 +82,8 @@ ROOM_LIMIT_S: Final = 30.0
 _FEATURES: Final = (
     Feature.COLLECTIONS, Feature.JSON, Feature.XERROR, Feature.MUTATION_SEQNO,
 )  # fmt: skip
+_OWNER: Final = "(listings)"
+"""What its read views count for: no user has this name."""
 _STORE_EXTRAS: Final = Struct(">II")
 _FLAGS_AT: Final = Struct(">52xI")
 _KINDS: Final = {
@@ -374,7 +376,7 @@ class Documents:
         It ends at such a key only, because the client is told the key. Keys that are not shown may
         be keys that this user may not read.
         """
-        view = self._views.open(vb_id, self._engine.partitions[vb_id].committed_seqno)
+        view = self._views.open(vb_id, self._engine.partitions[vb_id].committed_seqno, _OWNER)
         last, now_s = after, int(time.time())
         # No key is longer, so this is the last key with the prefix.
         end = prefix + b"\xff" * (KEY_BYTES_MAX + 1)

@@ -33,6 +33,8 @@ DUMPS_MAX: Final = 8
 """Dumps at a time. Each holds up to one large line until its reader takes it: up to six times the
 size of the document, because JSON writes some bytes as six."""
 SCHEMA_VERSION: Final = 1
+_OWNER: Final = "(dumps)"
+"""What the views of dumps count for: no user has this name."""
 
 
 class Dumps:
@@ -54,7 +56,7 @@ class Dumps:
         self._running = {view for view in self._running if view in self._views}
         if len(self._running) >= DUMPS_MAX:
             raise ViewRefusedError(f"{DUMPS_MAX} dumps run already; try again when one has ended")
-        view = self._views.open(vb_id, committed_seqno if at_seqno is None else at_seqno)
+        view = self._views.open(vb_id, committed_seqno if at_seqno is None else at_seqno, _OWNER)
         self._running.add(view)
         return view
 

@@ -1,154 +1,198 @@
 """The operations of sub-document commands on the text of a JSON document. Pure.
 
-Lookups return a text, mutations the new document. Both raise SubdocError with the status of the
-answer. A mutation keeps every byte of the document outside of what it changes.
+Look-ups return a text, changes an `Edit`: which bytes another text replaces. All other bytes of the
+document stay as they are, the digits of numbers and whitespace too. Both take what a scan has found
+of the operation's path (`Found`), and raise SubdocError with the status of the answer.
 
 Rules: kv_engine's. A document that is changed has at most DEPTH_MAX levels, before and after;
-look-ups find what they can in deeper ones, because counting takes as long as finding. A document
-that is not an object or an array counts as not JSON. A counter is a signed integer of 64 bits.
+look-ups find what they can in deeper ones. A document that is not an object or an array counts as
+not JSON. A counter is a signed integer of 64 bits.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from dcp.session.subdoc.json_path import DEPTH_MAX, Key, Path, SubdocError
-from dcp.session.subdoc.json_text import (
-    array_of,
-    check_document,
-    check_root,
-    cut_out,
-    depth_of,
-    find,
-    is_json,
-    item_of,
-    object_of,
-    replace,
-    without_member,
-)
+from dcp.session.subdoc.json_scan import Place, Text
 from dcp.wire.status import Status
-
-Lookup = Callable[[bytes, Path], bytes]
-
-
-class Mutated(NamedTuple):
-    """A changed document, and what the answer tells of it."""
-
-    text: bytes
-    result: bytes = b""
-
-
-Mutation = Callable[[bytes, Path, bytes, bool], Mutated]
-"""Document, path, value, whether to create missing objects on the way."""
 
 _WHITESPACE: Final = b" \t\r\n"
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+_INT64_CHARS_MAX: Final = 20
 _DELTA: Final = re.compile(rb"-?[1-9][0-9]{0,18}")
-_INTEGER: Final = re.compile(rb"-?(?:0|[1-9][0-9]*)")
+_COMMA: Final = re.compile(rb"[ \t\r\n]*+,")
+_FRACTION: Final = re.compile(rb"[.eE]")
 _CONTAINERS: Final = frozenset({b"{", b"["})
+_DIGITS: Final = frozenset(b"-0123456789")
+_PIECE_BYTES: Final = 4096
 
 
-# -- lookups ---------------------------------------------------------------------------------------
+class Found:
+    """What a scan found of one path in a document."""
+
+    __slots__ = ("path", "places", "text")
+
+    def __init__(
+        self, text: Text, path: Path, places: Sequence[tuple[int, int, int, int, bool, bool]]
+    ) -> None:
+        self.text = text
+        self.path = path
+        self.places = [Place(*each) for each in places]
+        """Of the document, and of the value behind each step that leads to one."""
+
+    def place(self, length: int | None = None) -> Place:
+        """Return the place behind so many steps (None: all). Raises SubdocError."""
+        if length is None:
+            length = len(self.path)
+        if length < len(self.places):
+            return self.places[length]
+        step = self.path[len(self.places) - 1]
+        if self.first_byte(self.places[-1]) != (b"{" if isinstance(step, Key) else b"["):
+            raise SubdocError(Status.SUBDOC_PATH_MISMATCH)
+        raise SubdocError(Status.SUBDOC_PATH_ENOENT)
+
+    def has(self, length: int | None = None) -> bool:
+        """Whether so many steps lead to a value. Raises SubdocError for what no step fits."""
+        try:
+            self.place(length)
+        except SubdocError as error:
+            if error.status != Status.SUBDOC_PATH_ENOENT:
+                raise
+            return False
+        return True
+
+    def first_byte(self, place: Place) -> bytes:
+        """Return the first byte of a value."""
+        return bytes(self.text[place.at : place.at + 1])
+
+    def text_of(self, place: Place) -> Text:
+        """Return the text of a value."""
+        return self.text[place.at : place.end]
 
 
-def get(text: bytes, path: Path) -> bytes:
+class NewValue(NamedTuple):
+    """The value of a request, which has been scanned."""
+
+    text: bytes
+    total: int = 1
+    """How many values it has, separated by commas."""
+    depth: int = 0
+    """Containers within one another; the array around several values counts."""
+    has_containers: bool = False
+    """Whether one of its values is a container."""
+
+
+class Edit(NamedTuple):
+    """The bytes from `at` to `end` of a document are replaced."""
+
+    at: int
+    end: int
+    new: bytes
+    level: int
+    """So many steps of the path lead to the container that has another member or element now."""
+    more: int = 0
+    """How many more it has."""
+    result: bytes = b""
+    """What the answer tells of the change."""
+
+    def applied(self, text: Text) -> bytes:
+        """Return the changed document."""
+        view = memoryview(text)
+        return b"".join((view[: self.at], self.new, view[self.end :]))
+
+
+Lookup = Callable[[Found], Text]
+Mutation = Callable[[Found, NewValue, bool], Edit]
+"""Path, value, whether to create missing objects on the way."""
+
+
+# -- look-ups --------------------------------------------------------------------------------------
+
+
+def get(found: Found) -> Text:
     """Return the value at a path."""
-    check_root(text)
-    return find(text, path)
+    return found.text_of(found.place())
 
 
-def exists(text: bytes, path: Path) -> bytes:
+def exists(found: Found) -> Text:
     """Check that there is a value at a path; return b""."""
-    get(text, path)
+    found.place()
     return b""
 
 
-def count(text: bytes, path: Path) -> bytes:
+def count(found: Found) -> Text:
     """Return how many members or elements the container at a path has."""
-    found = get(text, path)
-    if _begins(found) == b"{":
-        return b"%d" % len(object_of(found))
-    return b"%d" % len(array_of(found))
+    place = found.place()
+    if found.first_byte(place) not in _CONTAINERS:
+        raise SubdocError(Status.SUBDOC_PATH_MISMATCH)
+    return b"%d" % place.total
 
 
 # -- members ---------------------------------------------------------------------------------------
 
 
-def dict_add(text: bytes, path: Path, value: bytes, makes_parents: bool) -> Mutated:
+def dict_add(found: Found, value: NewValue, makes_parents: bool) -> Edit:
     """Add a member that does not exist yet."""
-    return _store(text, path, value, makes_parents, is_new=True)
-
-
-def dict_upsert(text: bytes, path: Path, value: bytes, makes_parents: bool) -> Mutated:
-    """Add or replace a member."""
-    return _store(text, path, value, makes_parents, is_new=False)
-
-
-def replace_value(text: bytes, path: Path, value: bytes, _makes_parents: bool) -> Mutated:
-    """Replace a value that exists."""
-    _check_value(path, value)
-    check_document(text)
-    return Mutated(replace(text, path, value))
-
-
-def delete(text: bytes, path: Path, _value: bytes, _makes_parents: bool) -> Mutated:
-    """Remove a member or an element."""
-    if not path:
-        raise SubdocError(Status.SUBDOC_VALUE_CANTINSERT)
-    check_document(text)
-    parent, step = find(text, path[:-1]), path[-1]
-    find(text, path)  # for the status, if there is none
-    if isinstance(step, Key):
-        changed = without_member(parent, step)
-    else:
-        item = item_of(parent, step)
-        changed = cut_out(parent, item.at, item.end)
-    return Mutated(replace(text, path[:-1], changed))
-
-
-def _store(text: bytes, path: Path, value: bytes, makes_parents: bool, *, is_new: bool) -> Mutated:
-    _check_value(path, value)
-    check_document(text)
-    if isinstance(path[-1], int):
+    if isinstance(found.path[-1], int):
         raise SubdocError(Status.SUBDOC_PATH_EINVAL)
-    if not is_new:
-        try:
-            return Mutated(replace(text, path, value))
-        except SubdocError as error:
-            if error.status != Status.SUBDOC_PATH_ENOENT:
-                raise
-    elif _has(text, path):
+    if found.has():
         raise SubdocError(Status.SUBDOC_PATH_EEXISTS)
-    return Mutated(_insert(text, path, value, makes_parents))
+    return _insert(found, value.text, makes_parents)
 
 
-def _has(text: bytes, path: Path) -> bool:
-    try:
-        find(text, path)
-    except SubdocError as error:
-        if error.status != Status.SUBDOC_PATH_ENOENT:
-            raise
-        return False
-    return True
+def dict_upsert(found: Found, value: NewValue, makes_parents: bool) -> Edit:
+    """Add or replace a member."""
+    if isinstance(found.path[-1], int):
+        raise SubdocError(Status.SUBDOC_PATH_EINVAL)
+    return _replace(found, value.text) if found.has() else _insert(found, value.text, makes_parents)
 
 
-def _insert(text: bytes, path: Path, value: bytes, makes_parents: bool) -> bytes:
+def replace_value(found: Found, value: NewValue, _makes_parents: bool) -> Edit:
+    """Replace a value that exists."""
+    return _replace(found, value.text)
+
+
+def delete(found: Found, _value: NewValue, _makes_parents: bool) -> Edit:
+    """Remove a member or an element, and one comma."""
+    if not found.path:
+        raise SubdocError(Status.SUBDOC_VALUE_CANTINSERT)
+    place, text = found.place(), found.text
+    begin = place.name_at if isinstance(found.path[-1], Key) else place.at
+    comma = _COMMA.match(text, place.end)
+    end = place.end
+    if comma is not None:
+        end = comma.end()
+    else:
+        begin = _end_before_white(text, begin)
+        if text[begin - 1 : begin] == b",":
+            begin -= 1
+    return Edit(begin, end, b"", len(found.path) - 1, -1)
+
+
+def _replace(found: Found, new: bytes, result: bytes = b"") -> Edit:
+    place = found.place()
+    return Edit(place.at, place.end, new, len(found.path) - 1, 0, result)
+
+
+def _insert(found: Found, new: bytes, makes_parents: bool, result: bytes = b"") -> Edit:
     """Add a member that does not exist, perhaps with the objects above it."""
+    path = found.path
     level = len(path) - 1
     if makes_parents:
-        while level and not _has(text, path[:level]):
+        while level and not found.has(level):
             level -= 1
-    parent = find(text, path[:level])
-    if _begins(parent) != b"{":
-        is_array = _begins(parent) == b"["
-        missing = is_array and isinstance(path[level], int)
+    parent = found.place(level)
+    first = found.first_byte(parent)
+    if first != b"{":
+        missing = first == b"[" and isinstance(path[level], int)
         raise SubdocError(Status.SUBDOC_PATH_ENOENT if missing else Status.SUBDOC_PATH_MISMATCH)
     for step in reversed(path[level + 1 :]):
-        value = b'{"' + _text_of(step) + b'":' + value + b"}"
-    member = b'"' + _text_of(path[level]) + b'":' + value
-    return replace(text, path[:level], _with_last(parent, member))
+        new = b'{"' + _text_of(step) + b'":' + new + b"}"
+    member = b'"' + _text_of(path[level]) + b'":' + new
+    return _with_last(parent, member, level, 1, result)
 
 
 def _text_of(step: Key | int) -> bytes:
@@ -157,136 +201,145 @@ def _text_of(step: Key | int) -> bytes:
     return step.text
 
 
-def _with_last(container: bytes, addition: bytes) -> bytes:
-    """Return a container with something more before its closing bracket."""
-    end = len(container.rstrip(_WHITESPACE)) - 1
-    is_empty = container[:end].strip(_WHITESPACE) in _CONTAINERS
-    return container[:end] + (b"" if is_empty else b",") + addition + container[end:]
+def _with_last(
+    container: Place, addition: bytes, level: int, more: int, result: bytes = b""
+) -> Edit:
+    """Put something more before the closing bracket of a container."""
+    at = container.end - 1
+    return Edit(at, at, b"," + addition if container.total else addition, level, more, result)
+
+
+def _end_before_white(text: Text, at: int) -> int:
+    """Return where the whitespace before a place begins."""
+    while True:
+        piece = bytes(text[max(0, at - _PIECE_BYTES) : at])
+        if not piece or piece.translate(None, _WHITESPACE):
+            return at - len(piece) + len(piece.rstrip(_WHITESPACE))
+        at -= len(piece)
 
 
 # -- arrays ----------------------------------------------------------------------------------------
 
 
-def array_push_last(text: bytes, path: Path, value: bytes, makes_parents: bool) -> Mutated:
+def array_push_last(found: Found, value: NewValue, makes_parents: bool) -> Edit:
     """Add elements to the end of an array."""
-    _check_items(path, value)
-    return Mutated(_push(text, path, value, makes_parents, _with_last))
+    if not _has_array(found, makes_parents):
+        return _insert(found, b"[" + value.text + b"]", makes_parents)
+    return _with_last(found.place(), value.text, len(found.path), value.total)
 
 
-def array_push_first(text: bytes, path: Path, value: bytes, makes_parents: bool) -> Mutated:
+def array_push_first(found: Found, value: NewValue, makes_parents: bool) -> Edit:
     """Add elements to the beginning of an array."""
-    _check_items(path, value)
-    return Mutated(_push(text, path, value, makes_parents, _with_first))
+    if not _has_array(found, makes_parents):
+        return _insert(found, b"[" + value.text + b"]", makes_parents)
+    array = found.place()
+    new = value.text + b"," if array.total else value.text
+    return Edit(array.at + 1, array.at + 1, new, len(found.path), value.total)
 
 
-def array_add_unique(text: bytes, path: Path, value: bytes, makes_parents: bool) -> Mutated:
+def array_add_unique(found: Found, value: NewValue, makes_parents: bool) -> Edit:
     """Add an element, if it is in the array not yet. It and the others are no containers."""
-    if len(_check_items(path, value)) != 1 or _begins(value) in _CONTAINERS:
-        raise SubdocError(Status.SUBDOC_VALUE_CANTINSERT)
-    wanted = value.strip(_WHITESPACE)
-
-    def with_unique(array: bytes, addition: bytes) -> bytes:
-        texts = list(map(bytes, array_of(array)))
-        if any(each[:1] in _CONTAINERS for each in texts):
+    if _has_array(found, makes_parents):
+        array = found.place()
+        if array.has_containers:
             raise SubdocError(Status.SUBDOC_PATH_MISMATCH)
-        if wanted in texts:
+        if array.has_wanted:
             raise SubdocError(Status.SUBDOC_PATH_EEXISTS)
-        return _with_last(array, addition)
-
-    return Mutated(_push(text, path, value, makes_parents, with_unique))
+    return array_push_last(found, value, makes_parents)
 
 
-def array_insert(text: bytes, path: Path, value: bytes, _makes_parents: bool) -> Mutated:
+def array_insert(found: Found, value: NewValue, _makes_parents: bool) -> Edit:
     """Add elements before an element of an array, or behind the last one."""
-    index = path[-1] if path else None
-    if not isinstance(index, int) or index < 0:
-        raise SubdocError(Status.SUBDOC_PATH_EINVAL)
-    _check_items(path[:-1], value)
-    check_document(text)
-    array = find(text, path[:-1])
-    item = item_of(array, index)
-    if item.place == item.total:
-        changed = _with_last(array, value)
-    else:
-        changed = array[: item.at] + value + b"," + array[item.at :]
-    return Mutated(replace(text, path[:-1], changed))
+    index, level = found.path[-1], len(found.path) - 1
+    assert isinstance(index, int), "checked with the value"
+    array = found.place(level)
+    if found.first_byte(array) != b"[":
+        raise SubdocError(Status.SUBDOC_PATH_MISMATCH)
+    if index > array.total:
+        raise SubdocError(Status.SUBDOC_PATH_ENOENT)
+    if index == array.total:
+        return _with_last(array, value.text, level, value.total)
+    at = found.place().at
+    return Edit(at, at, value.text + b",", level, value.total)
 
 
-def _push(
-    text: bytes,
-    path: Path,
-    value: bytes,
-    makes_parents: bool,
-    change: Callable[[bytes, bytes], bytes],
-) -> bytes:
-    check_document(text)
-    try:
-        array = find(text, path)
-    except SubdocError as error:
-        if error.status != Status.SUBDOC_PATH_ENOENT or not makes_parents:
-            raise
-        return _insert(text, path, b"[" + value + b"]", makes_parents)
-    array_of(array)  # for the status, if it is none
-    return replace(text, path, change(array, value))
-
-
-def _with_first(array: bytes, addition: bytes) -> bytes:
-    at = array.index(b"[") + 1
-    is_empty = array[at:].strip(_WHITESPACE) == b"]"
-    return array[:at] + addition + (b"" if is_empty else b",") + array[at:]
+def _has_array(found: Found, makes_parents: bool) -> bool:
+    """Whether there is an array at a path; False: it is to be made."""
+    if makes_parents and not found.has():
+        return False
+    if found.first_byte(found.place()) != b"[":
+        raise SubdocError(Status.SUBDOC_PATH_MISMATCH)
+    return True
 
 
 # -- counters --------------------------------------------------------------------------------------
 
 
-def counter(text: bytes, path: Path, value: bytes, makes_parents: bool) -> Mutated:
+def counter(found: Found, value: NewValue, makes_parents: bool) -> Edit:
     """Add a number to a number; a missing member is created. The result is the new number."""
-    delta = int(value) if _DELTA.fullmatch(value) else 0
-    if not delta or not _INT64_MIN <= delta <= _INT64_MAX:
-        raise SubdocError(Status.SUBDOC_DELTA_EINVAL)
-    check_document(text)
-    try:
-        found = find(text, path)
-    except SubdocError as error:
-        if error.status != Status.SUBDOC_PATH_ENOENT or isinstance(path[-1], int):
-            raise
-        return Mutated(_insert(text, path, b"%d" % delta, makes_parents), b"%d" % delta)
-    if _INTEGER.fullmatch(found) is None:
+    delta = int(value.text)
+    if not found.has() and isinstance(found.path[-1], Key):
+        return _insert(found, b"%d" % delta, makes_parents, b"%d" % delta)
+    place = found.place()
+    text = bytes(found.text[place.at : min(place.end, place.at + _PIECE_BYTES)])
+    if text[0] not in _DIGITS or _FRACTION.search(text):
         raise SubdocError(Status.SUBDOC_PATH_MISMATCH)
-    if len(found) > 20 or not _INT64_MIN <= int(found) <= _INT64_MAX:
+    number = int(text) if len(text) <= _INT64_CHARS_MAX else _INT64_MAX + 1
+    if not _INT64_MIN <= number <= _INT64_MAX:
         raise SubdocError(Status.SUBDOC_NUM_ERANGE)
-    number = int(found) + delta
+    number += delta
     if not _INT64_MIN <= number <= _INT64_MAX:
         raise SubdocError(Status.SUBDOC_VALUE_CANTINSERT)
-    return Mutated(replace(text, path, b"%d" % number), b"%d" % number)
+    return _replace(found, b"%d" % number, b"%d" % number)
 
 
-# -- values ----------------------------------------------------------------------------------------
+# -- what changes take -----------------------------------------------------------------------------
 
 
-def _check_value(path: Path, value: bytes) -> None:
+class ValueForm(NamedTuple):
+    """What the value of a kind of change has to be."""
+
+    is_list: bool = False
+    """Values separated by commas, which become elements of an array."""
+    is_unique: bool = False
+    """One value, no container."""
+    is_insert: bool = False
+    """The last step of the path is the index of an element."""
+    is_delta: bool = False
+    """The number to add to a counter."""
+    is_missing: bool = False
+
+
+VALUE_FORMS: Final[dict[Mutation, ValueForm]] = {
+    dict_add: ValueForm(),
+    dict_upsert: ValueForm(),
+    replace_value: ValueForm(),
+    delete: ValueForm(is_missing=True),
+    array_push_last: ValueForm(is_list=True),
+    array_push_first: ValueForm(is_list=True),
+    array_add_unique: ValueForm(is_list=True, is_unique=True),
+    array_insert: ValueForm(is_list=True, is_insert=True),
+    counter: ValueForm(is_delta=True),
+}
+PUSHES: Final = frozenset({array_push_last, array_push_first, array_add_unique})
+"""They change the array at their path, not one above it."""
+
+
+def check_delta(text: bytes) -> None:
+    """Raise SubdocError if a counter cannot be changed by this."""
+    if _DELTA.fullmatch(text) is None or not _INT64_MIN <= int(text) <= _INT64_MAX:
+        raise SubdocError(Status.SUBDOC_DELTA_EINVAL)
+
+
+def check_value(form: ValueForm, path: Path, value: NewValue) -> None:
     """Raise SubdocError if a value cannot stand at a path."""
-    if not path or not is_json(value):
-        raise SubdocError(Status.SUBDOC_VALUE_CANTINSERT)
-    if len(path) + depth_of(value) > DEPTH_MAX:
+    if form.is_list:
+        if not value.total:
+            raise SubdocError(Status.SUBDOC_VALUE_CANTINSERT)
+        levels = len(path) - form.is_insert
+    else:
+        levels = len(path)
+    if levels + value.depth > DEPTH_MAX:
         raise SubdocError(Status.SUBDOC_VALUE_ETOODEEP)
-
-
-def _check_items(path: Path, value: bytes) -> list[bytes]:
-    """Return the values, separated by commas, that are to be elements of an array at a path. Raises
-    SubdocError if they cannot.
-    """
-    array = b"[" + value + b"]"
-    if not is_json(array):
+    if form.is_unique and (value.total != 1 or value.has_containers):
         raise SubdocError(Status.SUBDOC_VALUE_CANTINSERT)
-    items = list(map(bytes, array_of(array)))
-    if not items:
-        raise SubdocError(Status.SUBDOC_VALUE_CANTINSERT)
-    if len(path) + depth_of(array) > DEPTH_MAX:
-        raise SubdocError(Status.SUBDOC_VALUE_ETOODEEP)
-    return items
-
-
-def _begins(text: bytes) -> bytes:
-    """Return the first byte of a value."""
-    return text.lstrip(_WHITESPACE)[:1]

@@ -3,8 +3,8 @@
     lookup_run     SUBDOC_MULTI_LOOKUP with one SUBDOC_GET
     mutation_run   SUBDOC_MULTI_MUTATION with one DICT_UPSERT or REPLACE of a value that exists
 
-Both are for keys of the default collection, without flags, CAS or expiry, and documents without
-expiry. Any other request, and any that fails, ends the run. The handlers of
+Both are for keys of the default collection, without flags, CAS or expiry, and small documents
+without expiry. Any other request, and any that fails, ends the run. The handlers of
 dcp.session.subdoc.subdoc_commands take it then, so answers and rules are theirs.
 """
 
@@ -18,7 +18,14 @@ from dcp.session.document_runs import SET_RESPONSE
 from dcp.session.documents import DATATYPE_JSON
 from dcp.session.state import ANSWER_BYTES_MAX, SessionState
 from dcp.session.subdoc.json_path import Key, SubdocError, parse_path
-from dcp.session.subdoc.json_text import Finder, PathFinder, finder_of, text_with
+from dcp.session.subdoc.json_scan import STEP_BYTES
+from dcp.session.subdoc.json_text import (
+    SMALL_BYTES_MAX,
+    Finder,
+    PathFinder,
+    finder_of,
+    text_with,
+)
 from dcp.session.subdoc.subdoc_request import CACHED_BYTES_MAX, LISTS_CACHED
 from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES
 from dcp.wire.opcode import Opcode
@@ -94,7 +101,7 @@ class PlainRequests:
         buffer, answer = state.buffer, state.answers.append
         partitions, num_vbuckets = engine.partitions, engine.num_vbuckets
         committed_group = engine.commits.committed_group
-        unread_bytes, hits = state.unread_bytes, 0
+        unread_bytes, hits, looked_at = state.unread_bytes, 0, 0
         while position + HEADER_BYTES < end and not state.is_full:
             form, key_len, others, vb_id, body_len, opaque, cas = _unpack_request(buffer, position)
             key_at = position + HEADER_BYTES
@@ -118,12 +125,15 @@ class PlainRequests:
             datatype, document_cas, _, expiry = _unpack_document(entry)
             if datatype & SNAPPY:
                 break
+            if len(entry) > SMALL_BYTES_MAX:
+                break
             text = entry[MUTATION_KEY_AT + key_len :]
             if datatype & DATATYPE_XATTR:
                 text = text[body_at(text) :]
-            found = None if expiry else finder.peek(text)
+            found = None if expiry or len(text) > finder.bytes_max else finder.peek(text)
             if found is None:
                 break
+            looked_at += len(text)
             if part.last_group > committed_group:
                 state.observes_version(part, key)
                 state.mark_read(_MULTI_LOOKUP, int.from_bytes(opaque, "big"))
@@ -136,7 +146,7 @@ class PlainRequests:
                 ) + found
             )  # fmt: skip
             unread_bytes += found_bytes
-            if unread_bytes > ANSWER_BYTES_MAX:
+            if unread_bytes > ANSWER_BYTES_MAX or looked_at > STEP_BYTES:
                 state.is_full = True
         state.unread_bytes = unread_bytes
         engine.item_cache.hits += hits
@@ -151,7 +161,8 @@ class PlainRequests:
         partitions, num_vbuckets = engine.partitions, engine.num_vbuckets
         value_bytes_max, first = state.limits.value_bytes_max, position
         first_answer = len(answers)
-        while position + HEADER_BYTES < end:
+        changed_bytes = 0
+        while position + HEADER_BYTES < end and not state.is_full:
             form, key_len, others, vb_id, body_len, opaque, cas = _unpack_request(buffer, position)
             key_at = position + HEADER_BYTES
             spec_at, after = key_at + key_len, key_at + body_len
@@ -178,7 +189,7 @@ class PlainRequests:
                 break
             datatype, _, document_flags, expiry = _unpack_document(entry)
             finder = plain_path(buffer[path_at:value_at])
-            if finder is None or expiry or datatype > DATATYPE_JSON:
+            if finder is None or expiry or datatype > DATATYPE_JSON or len(entry) > SMALL_BYTES_MAX:
                 break
             if opcode == _UPSERT and not isinstance(finder.path[-1], Key):
                 break  # an upsert of an element is refused
@@ -196,6 +207,9 @@ class PlainRequests:
                 )
             )  # fmt: skip
             position = after
+            changed_bytes += len(entry)
+            if changed_bytes > STEP_BYTES:
+                state.is_full = True
         if position > first:
             state.wait_group = engine.keyspace.group
             if state.marks is not None:

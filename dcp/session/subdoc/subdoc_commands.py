@@ -18,14 +18,17 @@ Rules: kv_engine's. Look-ups need the role read, changes read and write; system 
 from __future__ import annotations
 
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple
 
 from dcp.session.document_runs import DocumentRuns
 from dcp.session.documents import DocumentCommands, Handler
+from dcp.session.long_requests import Steps
+from dcp.session.long_steps import begin_steps
 from dcp.session.state import SessionState
-from dcp.session.subdoc.document_change import DocumentChange
-from dcp.session.subdoc.draft import Context, Draft
+from dcp.session.subdoc.document_change import DocumentChange, parts_of, run_through
+from dcp.session.subdoc.draft import Context, Draft, Results
 from dcp.session.subdoc.json_path import SubdocError
+from dcp.session.subdoc.json_scan import INLINE_BYTES, STEP_BYTES, Text
 from dcp.session.subdoc.plain_requests import PlainRequests
 from dcp.session.subdoc.subdoc_request import (
     ACCESS_DELETED,
@@ -34,7 +37,6 @@ from dcp.session.subdoc.subdoc_request import (
     MKDOC,
     MUTATIONS,
     REVIVE,
-    Operation,
     OperationList,
     multi_lookup,
     multi_mutation,
@@ -42,18 +44,15 @@ from dcp.session.subdoc.subdoc_request import (
     single_mutation,
 )
 from dcp.session.subdoc.virtual_xattrs import DocumentFacts, vbucket_text
-from dcp.wire.frame import Frame, pack_response
+from dcp.wire.frame import HEADER, Frame, pack_response
 from dcp.wire.message import MUTATION_TOKEN
-from dcp.wire.opcode import Opcode
+from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import RefusedError, Status
-from dcp.wire.xattrs import body_of, section_of
 from vbucket.engine.engine import FLAGS_AT, Outcome, unwritable
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.partition import Partition
-from vbucket.model.datatype import SNAPPY
-from vbucket.model.entry import META, MUTATION_KEY_AT, expiry_of, value_of
+from vbucket.model.entry import META, expiry_of
 from vbucket.store.key_record import StoredMeta
-from vbucket.store.plain_value import plain
 
 LOOKUP_RESULT: Final = Struct(">HI")
 """Status and length of a value."""
@@ -68,6 +67,25 @@ SINGLE_MUTATIONS: Final = frozenset(MUTATIONS) - _WHOLE_BODY
 CHANGES: Final = SINGLE_MUTATIONS | {Opcode.SUBDOC_MULTI_MUTATION}
 """The commands that change a document and have an expiry."""
 _result_head: Final = LOOKUP_RESULT.pack
+
+
+RESULTS_PER_VALUE: Final = 2
+"""The results of a look-up have at most so many times the bytes of the largest value."""
+ATTEMPTS_MAX: Final = 10
+"""How often a change begins again because others changed the document between two steps."""
+
+
+class _Target(NamedTuple):
+    """What a change is asked to change, and how."""
+
+    opcode: int
+    opaque: int
+    vb_id: int
+    key: bytes
+    cas: int
+    doc_flags: int
+    expiry: int
+    keeps_expiry: bool
 
 
 class SubdocCommands:
@@ -107,18 +125,35 @@ class SubdocCommands:
         end: int,
     ) -> None:
         """SUBDOC_GET, EXISTS, GET_COUNT and MULTI_LOOKUP."""
-        extras, key, body = self._split(key_len, extras_len, start, end)
+        extras, wire_key, body = self._split(key_len, extras_len, start, end)
         if opcode == Opcode.SUBDOC_MULTI_LOOKUP:
             operations, doc_flags = multi_lookup(extras, body)
         else:
             operations, doc_flags = single_lookup(opcode, extras, body)
         if operations.xattrs:
             self._check_xattrs(operations, is_change=False)
-        vb_id, key = self._documents.locate(vb_id, key)
+        vb_id, key = self._documents.locate(vb_id, wire_key)
+        begin_steps(
+            self._state,
+            lambda: self._look_up(opcode, vb_id, opaque, cas, key, operations, doc_flags),
+            opcode, opaque, vb_id, wire_key, len(body),
+        )  # fmt: skip
+
+    def _look_up(
+        self,
+        opcode: int,
+        vb_id: int,
+        opaque: int,
+        cas: int,
+        key: bytes,
+        operations: OperationList,
+        doc_flags: int,
+    ) -> Steps:
         part = self._engine.partitions[vb_id]
         state, engine = self._state, self._engine
         if part.state != 1:
             raise state.elsewhere(part)
+        vb_uuid = part.vb_uuid
         entry = engine.document_entry(part, key)
         is_deleted = False
         if entry is None and doc_flags & ACCESS_DELETED:
@@ -129,76 +164,82 @@ class SubdocCommands:
         if entry is None:
             self._documents.refuse_outcome(opcode, opaque, Status.KEY_ENOENT, vb_id)
             return
-        _, key_bytes, datatype, _, document_cas, seqno, _ = META.unpack_from(entry)
+        _, _, datatype, _, document_cas, seqno, _ = META.unpack_from(entry)
         if engine.locks.held:
             document_cas = engine.locks.shown_cas(part, key, seqno, document_cas)
         if cas and cas != document_cas:
             self._documents.refuse_outcome(opcode, opaque, Status.KEY_EEXISTS, vb_id)
             return
-        value = value_of(entry) if is_deleted else entry[MUTATION_KEY_AT + key_bytes :]
-        if datatype & SNAPPY:
-            _, value = plain(datatype, value)
-        draft = Draft(section_of(value, datatype), body_of(value, datatype), datatype)
+        draft = Draft(*parts_of(datatype, entry))
         context = Context(
             lambda: _facts_of(part, entry, draft.body),
             lambda: vbucket_text(self._engine.now_ns, part.max_cas),
             self._sees_system,
         )
-        if opcode == Opcode.SUBDOC_MULTI_LOOKUP:
-            self._answer_lookups(opaque, document_cas, draft, operations, context, is_deleted)
+        if draft.look_up_bytes(operations.each) > INLINE_BYTES:
+            yield
+            results = yield from draft.look_up(operations.each, context)
+            if part.state != 1:
+                raise state.elsewhere(part)
+            if part.vb_uuid != vb_uuid:
+                raise RefusedError(Status.ETMPFAIL, f"vb {vb_id} was rolled back; try again")
+            state.observes_version(part, key)
         else:
-            self._answer_lookup(
-                opcode, opaque, document_cas, draft, operations.each[0], context, is_deleted
-            )
+            state.spend(draft.look_up_bytes(operations.each) / STEP_BYTES)
+            results = run_through(draft.look_up(operations.each, context))
+        if opcode == Opcode.SUBDOC_MULTI_LOOKUP:
+            self._answer_lookups(opaque, document_cas, results, is_deleted)
+        else:
+            self._answer_lookup(opcode, opaque, document_cas, results[0], is_deleted)
 
     def _answer_lookups(
         self,
         opaque: int,
         cas: int,
-        draft: Draft,
-        operations: OperationList,
-        context: Context,
+        results: Results,
         is_deleted: bool,
     ) -> None:
-        pieces: list[bytes] = []
+        pieces: list[Text] = [b""]
         overall = Status.SUBDOC_SUCCESS_DELETED if is_deleted else Status.OK
-        for operation in operations.each:
-            try:
-                found = draft.look_up(operation, context)
-                pieces += (_result_head(0, len(found)), found)
-            except SubdocError as error:
-                pieces.append(_result_head(error.status, 0))
-                overall = (
-                    Status.SUBDOC_MULTI_PATH_FAILURE_DELETED
-                    if is_deleted
-                    else Status.SUBDOC_MULTI_PATH_FAILURE
-                )
-        self._state.send(
-            pack_response(
-                Opcode.SUBDOC_MULTI_LOOKUP, overall, opaque=opaque, cas=cas, value=b"".join(pieces)
-            )
+        failed = (
+            Status.SUBDOC_MULTI_PATH_FAILURE_DELETED
+            if is_deleted
+            else Status.SUBDOC_MULTI_PATH_FAILURE
         )
+        left_bytes = RESULTS_PER_VALUE * self._state.limits.value_bytes_max
+        size = 0
+        for found in results:
+            if isinstance(found, SubdocError):
+                pieces.append(_result_head(found.status, 0))
+                overall = failed
+            elif len(found) > left_bytes:
+                pieces.append(_result_head(Status.E2BIG, 0))
+                overall = failed
+            else:
+                pieces += (_result_head(0, len(found)), found)
+                left_bytes -= len(found)
+                size += len(found)
+        size += LOOKUP_RESULT.size * len(results)
+        pieces[0] = HEADER.pack(
+            Magic.RESPONSE, Opcode.SUBDOC_MULTI_LOOKUP, 0, 0, 0, overall, size, opaque, cas
+        )
+        self._state.send(b"".join(pieces))
 
     def _answer_lookup(
         self,
         opcode: int,
         opaque: int,
         cas: int,
-        draft: Draft,
-        operation: Operation,
-        context: Context,
+        found: Text | SubdocError,
         is_deleted: bool,
     ) -> None:
-        try:
-            found = draft.look_up(operation, context)
-        except SubdocError as error:
-            self._refuse(opcode, opaque, error.status)
+        if isinstance(found, SubdocError):
+            self._refuse(opcode, opaque, found.status)
             return
         status = Status.SUBDOC_SUCCESS_DELETED if is_deleted else Status.OK
         datatype = self._state.has_json if found else 0
-        self._state.send(
-            pack_response(opcode, status, opaque=opaque, cas=cas, value=found, datatype=datatype)
-        )
+        head = HEADER.pack(Magic.RESPONSE, opcode, 0, 0, datatype, status, len(found), opaque, cas)
+        self._state.send(b"".join((head, found)))
 
     def _deletion(self, part: Partition, key: bytes) -> bytes | None:
         """Return the entry of a deletion, None if there never was a document."""
@@ -245,8 +286,7 @@ class SubdocCommands:
         *,
         keeps_expiry: bool,
     ) -> None:
-        is_multi = opcode == Opcode.SUBDOC_MULTI_MUTATION
-        if is_multi:
+        if opcode == Opcode.SUBDOC_MULTI_MUTATION:
             operations, doc_flags, expiry = multi_mutation(extras, body)
         else:
             operations, doc_flags, expiry = single_mutation(opcode, extras, body)
@@ -254,41 +294,95 @@ class SubdocCommands:
             raise RefusedError(Status.EINVAL, "a document that is to be added has no CAS")
         if operations.xattrs:
             self._check_xattrs(operations, is_change=True)
-        vb_id, key = self._documents.locate(vb_id, key)
+        wire_key = key
+        vb_id, key = self._documents.locate(vb_id, wire_key)
+        target = _Target(opcode, opaque, vb_id, key, cas, doc_flags, expiry, keeps_expiry)
+        begin_steps(
+            self._state,
+            lambda: self._change_steps(target, operations), opcode, opaque, vb_id, wire_key,
+            len(body),
+        )  # fmt: skip
+
+    def _change_steps(self, target: _Target, operations: OperationList) -> Steps:
+        """Change a document. If it is another one after the last step, begin again."""
+        opcode, opaque, vb_id, key = target.opcode, target.opaque, target.vb_id, target.key
         part = self._engine.partitions[vb_id]
-        if part.state != 1 or part.is_backed_up:
-            self._documents.refuse_outcome(opcode, opaque, unwritable(part)[0], vb_id)
+        for attempt in range(ATTEMPTS_MAX):
+            known = self._to_change(target, part)
+            if known is None:
+                return
+            change = DocumentChange(self._engine, part, key, known, target.doc_flags, operations)
+            is_long = change.text_bytes > INLINE_BYTES
+            if is_long and not attempt:
+                yield
+            failure: SubdocError | None = None
+            results: list[bytes] = []
+            try:
+                if is_long:
+                    results = yield from change.run()
+                else:
+                    self._state.spend(change.text_bytes / STEP_BYTES)
+                    results = run_through(change.run())
+            except SubdocError as error:
+                failure = error
+            if is_long:
+                if part.state != 1 or part.is_backed_up or not change.is_current():
+                    continue
+                if self._to_change(target, part) is None:  # somebody may have locked it
+                    return
+            if failure is not None:
+                self._state.observes(vb_id)
+                if opcode == Opcode.SUBDOC_MULTI_MUTATION:
+                    self._answer_failed(opaque, change.index, failure.status)
+                else:
+                    self._refuse(opcode, opaque, failure.status)
+                return
+            self._store(target, part, known, change, results)
             return
+        raise RefusedError(
+            Status.ETMPFAIL, f"the document was changed {ATTEMPTS_MAX} times meanwhile; try again"
+        )
+
+    def _to_change(self, target: _Target, part: Partition) -> StoredMeta | None:
+        """Return what is known of the document; None: it may not be changed, which was answered."""
+        opcode, opaque, key, cas = target.opcode, target.opaque, target.key, target.cas
+        if part.state != 1 or part.is_backed_up:
+            self._documents.refuse_outcome(opcode, opaque, unwritable(part)[0], part.vb_id)
+            return None
         known = self._engine.meta_to_change(part, key)
         if known.opcode == MUTATION:
             cas = self._engine.locks.cas_to_match(part, key, known.seqno, known.cas, cas)
-        status = _refusal(known, doc_flags, cas)
-        if status:
-            if status == Status.SUBDOC_CAN_ONLY_REVIVE_DELETED_DOCUMENTS:
-                self._state.observes(vb_id)
-                self._refuse(opcode, opaque, status)
-            else:
-                self._documents.refuse_outcome(opcode, opaque, status, vb_id)
-            return
-        change = DocumentChange(self._engine, part, key, known, doc_flags, operations)
-        try:
-            results = change.run()
-        except SubdocError as error:
-            self._state.observes(vb_id)
-            if is_multi:
-                self._answer_failed(opaque, change.index, error.status)
-            else:
-                self._refuse(opcode, opaque, error.status)
-            return
-        expiry = known.expiry if keeps_expiry else self._documents.absolute_expiry(key, expiry)
+        status = _refusal(known, target.doc_flags, cas)
+        if not status:
+            return known
+        if status == Status.SUBDOC_CAN_ONLY_REVIVE_DELETED_DOCUMENTS:
+            self._state.observes(part.vb_id)
+            self._refuse(opcode, opaque, status)
+        else:
+            self._documents.refuse_outcome(opcode, opaque, status, part.vb_id)
+        return None
+
+    def _store(
+        self,
+        target: _Target,
+        part: Partition,
+        known: StoredMeta,
+        change: DocumentChange,
+        results: list[bytes],
+    ) -> None:
+        """Store what the operations have made, and answer."""
+        opcode, opaque = target.opcode, target.opaque
+        expiry = known.expiry
+        if not target.keeps_expiry:
+            expiry = self._documents.absolute_expiry(target.key, target.expiry)
         try:
             outcome = change.store(expiry, self._state.limits.value_bytes_max)
         except SubdocError as error:
-            self._state.observes(vb_id)
+            self._state.observes(part.vb_id)
             self._refuse(opcode, opaque, error.status)
             return
         if outcome[0]:
-            self._documents.refuse_outcome(opcode, opaque, outcome[0], vb_id)
+            self._documents.refuse_outcome(opcode, opaque, outcome[0], part.vb_id)
             return
         self._answer_change(opcode, opaque, part, outcome, results, change.is_deleted)
 
@@ -391,7 +485,7 @@ def _refusal(known: StoredMeta, doc_flags: int, cas: int) -> int:
     return 0 if doc_flags & (MKDOC | ADD) and not cas else Status.KEY_ENOENT
 
 
-def _facts_of(part: Partition, entry: bytes, body: bytes) -> DocumentFacts:
+def _facts_of(part: Partition, entry: bytes, body: Text) -> DocumentFacts:
     opcode, _, datatype, _, cas, seqno, rev_seqno = META.unpack_from(entry)
     is_alive = opcode == MUTATION
     return DocumentFacts(
