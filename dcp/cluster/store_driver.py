@@ -41,10 +41,19 @@ class StoreDriver:
         self._guard = guard or _run
         self._watches: dict[Tag, WatchHandle] = {}
         self._is_closed = False
+        self._era = -1
+        """The connection of the store's client that the session knows; -1: none."""
+
+    def _look_at_era(self) -> None:
+        """Tell the session if there is a new connection, before anything that came over it."""
+        if self._era != self._store.era:
+            self._era = self._store.era
+            self.carry_out(self.session.begin_again(self._now_ns(), self._era))
 
     def tick(self) -> None:
         """Let time pass; call it at least every 100 ms."""
         if not self._is_closed:
+            self._look_at_era()
             self.carry_out(self.session.on_event(self._now_ns(), Tick()))
 
     def carry_out(self, effects: Iterable[SessionEffect]) -> None:
@@ -57,7 +66,9 @@ class StoreDriver:
                     effect.prefix, effect.from_revision, partial(self._delivered, effect.tag)
                 )
             elif isinstance(effect, CancelWatch):
-                self._watches.pop(effect.tag).cancel()
+                watch = self._watches.pop(effect.tag, None)
+                if watch is not None:
+                    watch.cancel()
             else:
                 self._take(effect)
 
@@ -79,6 +90,7 @@ class StoreDriver:
             self._guard(partial(self._happened, Delivered(tag, message)))
 
     def _happened(self, event: Answered | Delivered) -> None:
+        self._look_at_era()
         self.carry_out(self.session.on_event(self._now_ns(), event))
 
 

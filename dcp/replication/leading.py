@@ -8,6 +8,8 @@ Invariants
 - a replica is admitted only in the epoch that both sides are on, and after the version of that
   epoch is on disk here;
 - from the moment when a branch is asked for, the history floor does not rise above its seqno;
+- to replicas this node says that it serves by the metadata store's records only while all that it
+  masters is served, and no record of the store is older than one that was seen;
 - a record is changed by one write at a time, and from the moment of a handover's write nobody is
   served until its outcome is known;
 - at rest nothing is done for each partition (`dcp.replication.serving`).
@@ -22,6 +24,7 @@ from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
 from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
+from dcp.cluster.seen_records import SeenRecords
 from dcp.replication.arrivals import Arrivals
 from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import Followed, window_of
@@ -33,8 +36,10 @@ from dcp.replication.late_members import LateMembers
 from dcp.replication.mastership import Mastership, ReplicationSettings
 from dcp.replication.messages import (
     FORMAT,
+    NOT_SEEN,
     Greeting,
     ReplicaPosition,
+    StoreSeen,
     Welcome,
     decode,
     encode,
@@ -80,7 +85,14 @@ class Leading:
         effects: list[ReplicationEffect],
         now_ns: int,
         store_trouble: Callable[[], str] = no_trouble,
+        kept: SeenRecords,
+        link_of: Callable[[str], int | None],
     ) -> None:
+        self._kept = kept
+        self._link_of = link_of
+        self._parting: set[int] = set()
+        """Partitions where members count that have left the in-sync set (`Mastership`)."""
+        self._serves_by = NOT_SEEN
         self._engine = engine
         self._hub = hub
         self._view = view
@@ -199,9 +211,14 @@ class Leading:
             log = part.failover.cut(seqno)
             self._engine.keyspace.replace_history(part, log, part.leader_epoch, rollback_to=seqno)
 
-    def take_record(self, vb_id: int, record: ReplicationRecord) -> None:
-        """Take a newer record of the same epoch."""
-        for member in self.masterships[vb_id].take_record(record):
+    def take_record(self, vb_id: int, record: ReplicationRecord, revision: int) -> None:
+        """Take a newer record of the same epoch, and its mod revision."""
+        mastership = self.masterships[vb_id]
+        renewed = mastership.take_record(record, revision)
+        if mastership.has_parting:
+            self._parting.add(vb_id)
+            self._let_part((vb_id,))
+        for member in renewed:
             feed = self.feeds.get(member)
             if feed is not None:  # its stream may still bring what it had of another copy
                 feed.end(vb_id)
@@ -224,6 +241,46 @@ class Leading:
         self._hub.fenced(vb_id)
         for feed in self.feeds.values():
             feed.end(vb_id)
+
+    # -- the metadata store may go back to an older copy -------------------------------------------
+
+    def _let_part(self, vb_ids: Iterable[int]) -> list[int]:
+        """Return the partitions where nobody counts any more who has left the in-sync set."""
+        seen = {
+            member: feed.seen.revision
+            for member, feed in self.feeds.items()
+            if feed.seen.link == self._link_of(member)
+        }
+        seen[self._member] = self._kept.kept_revision
+        held = [
+            vb_id
+            for vb_id in vb_ids
+            if vb_id not in self.masterships or self.masterships[vb_id].members_saw(seen)
+        ]
+        self._parting.difference_update(held)
+        return [vb_id for vb_id in held if vb_id in self.masterships]
+
+    def records_were_kept(self) -> None:
+        """This node, or a replica, has more of the metadata store's records on disk."""
+        if self._parting and (held := self._let_part(tuple(self._parting))):
+            self._raise_watermarks(held)
+            self.step_due()
+
+    def store_was_seen(self, feed: ReplicaFeed) -> None:
+        """See MasterSide."""
+        if self.feeds.get(feed.member) is feed:
+            self.records_were_kept()
+
+    def serves_by(self) -> StoreSeen:
+        """See MasterSide."""
+        return self._serves_by
+
+    def note_serving(self, seen: StoreSeen, *, masters_all: bool) -> None:
+        """Note by which records of the store this node serves, if it serves by all of them."""
+        if seen.link != self._serves_by.link:
+            self._serves_by = NOT_SEEN
+        if masters_all and not self._parting and not self.serving.has_unserved:
+            self._serves_by = seen
 
     def _mastership_changed(self, vb_id: int) -> None:
         self._wholes.mastership_changed(vb_id)

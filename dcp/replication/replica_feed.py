@@ -52,6 +52,7 @@ from dcp.replication.fill_pace import FILL_SECTION_BYTES, FillPace, LinkFill
 from dcp.replication.master_side import MasterSide
 from dcp.replication.messages import (
     GROUP_BYTES_MAX,
+    NOT_SEEN,
     NOTHING,
     EntriesSection,
     ReplicaPosition,
@@ -102,6 +103,8 @@ class ReplicaFeed:
         self.is_superseded = False
         """Whether a newer link of the same member has come: the connection closes."""
         self.damages: list[str] = []
+        self.seen = NOT_SEEN
+        """What the replica has on disk of the records of the metadata store."""
         self._engine = engine
         self._side = side
         self._schedule = schedule
@@ -406,7 +409,7 @@ class ReplicaFeed:
         self._number += 1
         question = self._number
         self._questions.ask(question, self._now_ns)
-        message = pack_entries(self._number, question, sections)
+        message = pack_entries(self._number, question, sections, self._side.serves_by())
         self._out.append(message)
         if sections:
             cost = len(message) + RECORD_BYTES * (1 + len(sections))
@@ -535,7 +538,7 @@ class ReplicaFeed:
 
     def take_acknowledgement(self, extras: bytes) -> None:
         """Take an X_REPLICA_ACK. Raises ReplicationError."""
-        number, question = unpack_ack(extras)
+        number, question, seen = unpack_ack(extras)
         check_numbers(self.member, number, question, last=self._number)
         self._acknowledged_number = max(self._acknowledged_number, number)
         newest: dict[int, Followed] = {}
@@ -557,6 +560,9 @@ class ReplicaFeed:
             self._side.acknowledged(self.member, tuple(newest.values()))
         if wholes:
             self._side.groups_acknowledged(self.member, wholes)
+        if seen != self.seen:
+            self.seen = seen
+            self._side.store_was_seen(self)
         self._side.confirmed(self)
         if self.has_output:
             self._schedule()

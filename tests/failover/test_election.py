@@ -84,7 +84,7 @@ def test_a_member_that_reports_twice_is_one_witness():
     ],
 )  # fmt: skip
 def test_who_is_elected(why, record, reports, member):
-    assert master_to_elect(record, reports, 0, is_lease_over=True) == member, why
+    assert master_to_elect(record, reports, 0, is_lease_over=True, min_in_sync=2) == member, why
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ REPORTS = st.lists(
 @given(REPORTS, st.frozensets(st.sampled_from("bc")), st.booleans())
 def test_a_clean_election_stays_within_the_in_sync_set(reports, leaving, lease_over):
     record = shrink(ABC, leaving)
-    member = master_to_elect(record, reports, 0, is_lease_over=lease_over)
+    member = master_to_elect(record, reports, 0, is_lease_over=lease_over, min_in_sync=2)
     if member is not None:
         assert member in record.isr
         elect(record, member)

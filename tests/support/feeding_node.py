@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dcp.core.groups import Published
 from dcp.replication.messages import (
+    NOT_SEEN,
     EntriesSection,
     Message,
     ReplicaPosition,
+    StoreSeen,
     pack_ack,
     unpack_entries,
 )
@@ -60,6 +62,12 @@ class Master(MemoryNode):
         self.acknowledged_ += followed
 
     def confirmed(self, feed: ReplicaFeed) -> None:
+        assert feed is self.feed
+
+    def serves_by(self) -> StoreSeen:
+        return NOT_SEEN
+
+    def store_was_seen(self, feed: ReplicaFeed) -> None:
         assert feed is self.feed
 
     def feed_closed(self, feed: ReplicaFeed) -> None:
