@@ -19,8 +19,9 @@ Whether the record may be believed. The metadata store may have gone back to an 
 in-sync set names members that lack committed changes. A change is committed only when every member
 of the in-sync set knows that set's record durably (`isr.is_held`), and an in-sync set that commits
 has `min_in_sync` members at least. So a record is the newest one if of any `min_in_sync` copies one
-has spoken and has seen nothing newer; or if somebody is *sure*: its master served by this very
-record, through a connection to the store that has not broken since.
+has spoken and has seen nothing newer; or if somebody is *sure*: the master said that it serves by
+the record of the store, and this member's connection to the store has not broken since. Over one
+connection the store cannot go back, so all later records are the newest, too.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class SuspectReport(NamedTuple):
     seen: Rank = UNSEEN
     """The newest record of the partition that its folder has ever seen."""
     is_sure: bool = False
-    """Whether the record's master has said that it serves by the record that the store has, and the
-    member's connection to the store has not broken since: the store has not gone back."""
+    """Whether the partition's master said, some time since the member's present connection to the
+    store began, that it serves by the record that the store had: the store has not gone back."""
 
 
 def counting(

@@ -166,7 +166,17 @@ class SeenRecords:
         self._revision = max(self._revision, item.mod_revision)
         self._is_dirty = True
 
+    def is_older(self, view: ClusterView, kind: KeyKind) -> bool:
+        """Return whether a view has an older record of the whole cluster than was seen, or none."""
+        key = self._keys.root + kind.encode()
+        return view.mod_revision(key) < self.revision_of(kind)
+
     # -- the file ----------------------------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something is to be kept."""
+        return self._is_dirty
 
     def take_piece(self) -> SeenPiece | None:
         """Return what is to be kept now; None: nothing has changed."""

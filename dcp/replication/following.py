@@ -129,9 +129,9 @@ class Following:
         if seen.link == self._link_of(master):
             self._served_by[master] = max(self._served_by.get(master, 0), seen.revision)
 
-    def is_sure(self, master: str | None, revision: int) -> bool:
-        """Whether a master has said that it serves by a record of this mod revision, and the store
-        has not gone back since.
+    def is_served(self, master: str | None, revision: int) -> bool:
+        """Whether a master has said that it serves by a record of this mod revision, of the store
+        to which this node has its present connection.
         """
         return master is not None and self._served_by.get(master, 0) >= revision
 

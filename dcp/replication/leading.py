@@ -261,7 +261,7 @@ class Leading:
         return [vb_id for vb_id in held if vb_id in self.masterships]
 
     def records_were_kept(self) -> None:
-        """This node, or a replica, has more of the metadata store's records on disk."""
+        """More of the metadata store's records is on disk here, or at a replica."""
         if self._parting and (held := self._let_part(tuple(self._parting))):
             self._raise_watermarks(held)
             self.step_due()

@@ -284,8 +284,8 @@ class Mastership:
 
     def take_record(self, record: ReplicationRecord, revision: int = 0) -> list[str]:
         """Take the record of this epoch, as the metadata store has it now, and its mod revision
-        there (0: all members hold it). Return the members whose copies are others than before, or gone: what they
-        acknowledged does not count any more. `members_saw` follows.
+        there (0: all members hold it). `members_saw` follows. Return the members whose copies are
+        others than before, or gone: what they acknowledged does not count any more.
         """
         assert record.epoch == self.epoch
         before, self._record = self._record, record

@@ -88,6 +88,9 @@ class ReplicationCore:
         membership = session.membership
         self._kept = kept or SeenRecords(session.view.keys)
         self._era = 0
+        self._sure: set[int] = set()
+        """Partitions whose record was the newest one at some time since this node's present
+        connection to the store began: so are all later ones, because the store has not gone back."""
         self._masters_all: bool | None = None
         """Whether this node masters all partitions whose record names it; None: look."""
         self._engine = engine
@@ -178,6 +181,7 @@ class ReplicationCore:
         if self._era != self._session.era:
             self._era = self._session.era
             self._kept.begin_again(self._era)
+            self._sure.clear()
             self.following.begin_again()
 
     def _store_seen(self) -> StoreSeen:
@@ -427,6 +431,19 @@ class ReplicationCore:
         may_say = self._masters_all and not self._distrusted and view.revision > 0
         seen = StoreSeen(self._session.link, view.revision)
         self.leading.note_serving(seen, masters_all=may_say)
+        if len(self._sure) < len(self._records):
+            self._note_sure(self.leading.serves_by())
+
+    def _note_sure(self, own: StoreSeen) -> None:
+        """Note whose master, here or elsewhere, serves by the record that the store has."""
+        own_revision = own.revision if own.link == self._session.link else 0
+        for vb_id, stored in self._records.items():
+            if vb_id in self._sure or vb_id in self._distrusted:
+                continue
+            master, revision = stored.content.record.master, stored.item.mod_revision
+            is_own = master == self._member and revision <= own_revision
+            if is_own or self.following.is_served(master, revision):
+                self._sure.add(vb_id)
 
     def _note_followed(self) -> None:
         self.leading.handovers.note_followed(self._now_ns, self.following.is_followed)
@@ -489,7 +506,7 @@ class ReplicationCore:
                     part.synced_seqno if window is None else window.start,
                     window is None and not _is_branch_below(record, part),
                     *max(self._kept.rank(vb_id), Rank(part.leader_epoch, 0)),
-                    is_sure=self.following.is_sure(record.master, stored.item.mod_revision),
+                    is_sure=vb_id in self._sure,
                 )
             )  # fmt: skip
         # Who has seen a newer record says so all the time.
