@@ -347,26 +347,33 @@ def finish_branch(record: ReplicationRecord) -> ReplicationRecord:
 
 
 def rebuild(
-    base: ReplicationRecord, master: str, *, above: Rank, is_clean: bool
+    base: ReplicationRecord,
+    copies: Iterable[str],
+    isr: Iterable[str],
+    *,
+    above: Rank,
+    is_clean: bool,
 ) -> ReplicationRecord:
-    """Return a record that replaces all that were ever seen, after the metadata store was lost.
+    """Return a record that replaces all that were ever seen, after the metadata store went back.
 
-    `base` is the newest record that is known, `above` the highest rank that anybody has seen, and
-    `master` the member with the longest log of those that are there. `is_clean`: every change that
-    was answered is known to be in that log. If not, the record says of its epoch that the election
-    was unclean, so members that come back keep what they cut off.
+    `base` is the newest record that is known, `above` the highest epoch and partition epoch that
+    anybody has seen. There is no master: one of the ISR is elected. `is_clean`: every change that
+    may have been answered is known to be in the logs of the ISR. If not, the record says of its
+    epoch that its election was unclean, so members that come back keep what they cut off.
     """
-    assert master in base.copies, f"{master} holds no copy"
+    kept, in_sync = tuple(copies), frozenset(isr)
     epoch = max(base.epoch, above.epoch) + 1
     return replace(
         base,
-        isr=frozenset((master,)),
+        copies=kept,
+        isr=in_sync,
         epoch=epoch,
-        master=master,
-        wanted_master=_still_wanted(base, master),
-        filling=base.filling - {master},
+        master=None,
+        wanted_master=None,
+        filling=(base.filling & frozenset(kept)) - in_sync,
         handover=None,
         unclean_epoch=base.unclean_epoch if is_clean else epoch,
+        added=frozenset(each for each in base.added if each[0] in kept),
         partition_epoch=max(base.partition_epoch, above.partition_epoch) + 1,
     )
 

@@ -63,21 +63,22 @@ def why_not_elected(view: ClusterView, vb_id: int, record: ReplicationRecord) ->
     reports = list(_reports(view, vb_id))
     if newer := knows_newer(record, reports):
         names = names_of(view, newer)
-        return (
-            f"the metadata store is older than what node {names} {_have(newer)} seen, so nobody is"
-            " elected by it",
-            f"`{META_RESTORE}` builds the records anew from what the nodes have",
+        why = (
+            f"the metadata store is older than what node {names} {_have(newer)} seen, so nobody is "
+            "elected by it"
         )
+        return why, f"`{META_RESTORE}` builds the records anew from what the nodes have"
     setting = None if view.cluster is None else view.cluster.content.min_in_sync
     needed = min_in_sync_of(setting, record.counted_copies)
     if silent := must_speak(record, reports, 0, min_in_sync=needed):
         names = names_of(view, silent)
         some = len(silent) - needed + 1
-        return (
-            f"nobody is elected before {some} of {names} {'has' if some == 1 else 'have'} said what"
-            " the newest record is that it has seen: the metadata store may be older",
-            f"Start {names}. What is lost for good, `{META_RESTORE} --accept-loss` gives up",
+        why = (
+            f"nobody is elected before {some} of {names} {'has' if some == 1 else 'have'} said "
+            "what the newest record is that it has seen: the metadata store may be older"
         )
+        advice = f"Start {names}. What is lost for good, `{META_RESTORE} --accept-loss` gives up"
+        return why, advice
     return "", ""
 
 

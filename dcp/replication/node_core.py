@@ -90,7 +90,7 @@ class ReplicationCore:
         self._era = 0
         self._sure: set[int] = set()
         """Partitions whose record was the newest one at some time since this node's present
-        connection to the store began: so are all later ones, because the store has not gone back."""
+        connection to the store began. So are all later ones: the store has not gone back."""
         self._masters_all: bool | None = None
         """Whether this node masters all partitions whose record names it; None: look."""
         self._engine = engine

@@ -35,7 +35,8 @@ def check_disks(
 
 def disagreement(mine: Replica, theirs: Replica) -> str:
     """Return in which version two replicas differ; "" if in none."""
-    if mine.lead and theirs.lead and mine.epoch == theirs.epoch:
+    is_same = (mine.epoch, mine.life) == (theirs.epoch, theirs.life)
+    if mine.lead and theirs.lead and is_same:
         return f"epoch {mine.epoch} has two masters"
     for version in mine.versions.entries:
         upper = theirs.versions.upper_of(version.vb_uuid, len(theirs.log))

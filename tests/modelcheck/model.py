@@ -20,13 +20,16 @@ from failover.election import SuspectReport
 from failover.history import FailoverLog
 from failover.isr import Acknowledgement, Candidate, Sender
 from failover.replication_record import (
+    UNSEEN,
     BranchUnderWay,
     HandedOver,
+    Rank,
     ReplicationRecord,
     majority,
 )
 
 from .disks import check_disks, disagreement
+from .going_back import GoingBack
 from .moves import Moves, emptied
 from .renaming import Renaming
 from .rules import RIGHT, Entry, Rules
@@ -45,7 +48,8 @@ from .values import (
 )
 
 BRANCH_UUID = 1000
-"""Versions of masters are named by their epoch."""
+"""Versions of masters are named by their epoch, and by its history."""
+LIFE_UUIDS = 100
 
 
 class Model:
@@ -69,6 +73,7 @@ class Model:
         self._told: dict[tuple[int, int, int, int], int] = {}
         self._cuts: dict[tuple[int, int, int], list[tuple[Step, int]]] = {}
         self._moves = Moves(self)
+        self._back = GoingBack(self)
         self._renaming = Renaming(bounds.replicas, self.stores, self.replicas)
 
     @property
@@ -81,13 +86,18 @@ class Model:
         record = records.create(self.members)
         versions = FailoverLog.create(1, 1)
         nobody = (None,) * len(self.members)
-        lead = Lead(nobody, record.isr, None, 0, None, self.numbers(record))
-        empty = Replica((), 0, versions, 1, 0, is_reconciled=True, lead=None)
+        lead = Lead(nobody, record.isr, None, 0, None, self.numbers(record), record.rank)
+        empty = Replica((), 0, versions, 1, 0, is_reconciled=True, lead=None, seen=self.seen(record))
         both = (empty._replace(lead=lead), empty._replace(sender=(0, 1, 0)))
         master, other = map(self.replicas.number, both)
         others = (other,) * (len(self.members) - 1)
         nothing = self.committed.number(())
-        return self.canonical((self.stores.number(Store(record)), master, *others, nothing, 0, 0))
+        store = Store(record, has_ranks=self.bounds.restores > 0)
+        return self.canonical((self.stores.number(store), master, *others, nothing, 0, 0))
+
+    def seen(self, record: ReplicationRecord) -> Rank:
+        """What counts of a record that is seen."""
+        return record.rank if self.bounds.restores else UNSEEN
 
     def numbers(self, record: ReplicationRecord) -> tuple[int | None, ...]:
         """The numbers of all copies, by replica."""
@@ -133,6 +143,8 @@ class Model:
             yield from self._cut_steps(record, now, (committed, writes, cuts + 1))
         for step, new_record in self._election_steps(record, now):
             yield step, self._settled(new_record, list(now), (committed, writes, cuts))
+        for step, new_record, changed in self._back.steps(record, now):
+            yield step, self._settled(new_record, list(changed), (committed, writes, cuts))
         if self.bounds.moves:
             for step, new_record in self._moves.steps(record):
                 yield step, self._settled(new_record, list(now), (committed, writes, cuts))
@@ -180,6 +192,7 @@ class Model:
         if (
             replica.lead is None
             and replica.is_reconciled
+            and master.life == replica.life
             and self.rules.is_same_epoch(master.epoch, replica.epoch)
             and self._moves.is_fed(master, replica, j)
         ):
@@ -201,6 +214,7 @@ class Model:
             and replica.is_reconciled
             and replica.sender is not None
             and replica.sender[:2] == (i, master.epoch)
+            and master.life == replica.life
             and self.rules.is_same_epoch(master.epoch, replica.epoch)
             and self._moves.is_fed(master, replica, j)
         ):
@@ -215,7 +229,7 @@ class Model:
         lead, new = master.lead, number
         assert lead is not None
         if master.epoch < record.epoch and lead.asked is not None:
-            members = self.rules.effective_isr(lead.confirmed, lead.asked)
+            members = self._effective(lead)
             new = self.replicas.number(
                 master._replace(lead=lead._replace(confirmed=members, asked=None))
             )
@@ -256,7 +270,7 @@ class Model:
         }
         own = self.rules.acknowledgeable_seqno(replica.synced, len(replica.log))
         given[NAMES[i]] = Acknowledgement(replica.epoch, own)
-        members = self.rules.effective_isr(lead.confirmed, lead.asked)
+        members = self._effective(lead)
         sender = None if lead.sender is None else Sender(NAMES[lead.sender[0]], lead.sender[1])
         hw = self.rules.high_watermark(
             replica.hw, replica.epoch, members, given, self.min_in_sync, sender
@@ -265,6 +279,9 @@ class Model:
             new = replica._replace(hw=replica.hw + 1)
             told = self.committed.number(replica.log[: replica.hw + 1])
             yield Step(f"{{0}} commits up to seqno {new.hw}", i), self.replicas.number(new), told
+
+    def _effective(self, lead: Lead) -> frozenset[str]:
+        return self.rules.effective_isr(lead.confirmed, lead.asked) | lead.parting
 
     def _ask(self, replica: Replica, lead: Lead, i: int) -> Iterator[tuple]:
         for j, member in enumerate(self.members):
@@ -294,6 +311,8 @@ class Model:
         store, replica = self.stores.values[store_number], self.replicas.values[number]
         found: list[tuple] = []
         for record in (*store.earlier, store.record):
+            if record.rank < replica.seen:
+                continue
             if replica.epoch < record.epoch:
                 found += self._learn(record, store_number, replica, i)
             elif self.bounds.moves and replica.epoch == record.epoch:
@@ -301,14 +320,19 @@ class Model:
         lead = replica.lead
         if (
             lead is not None
-            and replica.epoch == store.record.epoch
+            and (replica.epoch, replica.life) == (store.record.epoch, store.life)
             and lead.numbers == self.numbers(store.record)
+            and store.record.rank >= max(lead.rank, replica.seen)
         ):
             if lead.asked is not None:
                 found += self._change_isr(store, store_number, replica, lead, i)
             elif store.record.branch is not None:
                 found += self._finish_branch(store, replica, lead, number, i)
-            elif store.record.epoch < self.bounds.epochs and store.record.isr == lead.confirmed:
+            elif (
+                store.record.epoch < self.bounds.epochs
+                and store.record.isr == lead.confirmed
+                and self._back.may_write(store)
+            ):
                 found += self._hand_over(store, replica, i)
                 if self.bounds.branches and store.undone is None:
                     found += self._start_branch(store, replica, i)
@@ -319,7 +343,11 @@ class Model:
         self, record: ReplicationRecord, store_number: int, replica: Replica, i: int
     ) -> Iterator[tuple]:
         copy = record.number_of(NAMES[i])
-        new = replica._replace(epoch=record.epoch, is_reconciled=False, lead=None, hw=0, copy=copy)
+        new = replica._replace(
+            epoch=record.epoch, is_reconciled=False, lead=None, hw=0, copy=copy,
+            seen=max(replica.seen, self.seen(record)),
+            life=self.stores.values[store_number].life,
+        )  # fmt: skip
         if copy is None:
             new = emptied(new)
         if not self.rules.is_master(record, NAMES[i], replica.epoch):
@@ -336,13 +364,14 @@ class Model:
             versions = versions.branch(record.branch.vb_uuid, back, record.epoch)
             end = back
         if start is not None:
-            versions = versions.branch(record.epoch, start, record.epoch)
+            name = record.epoch + LIFE_UUIDS * new.life
+            versions = versions.branch(name, start, record.epoch)
         # A master that is elected again may still have what was acknowledged to it before.
         acks = replica.lead.acknowledged if replica.lead else (None,) * len(self.members)
         sender = None
         if new.sender is not None and self.rules.has_sent(new.sender[1], new.epoch):
             sender = (new.sender[0], self.rules.sender_seqno(new.sender[2], end))
-        lead = Lead(acks, record.isr, None, end, sender, self.numbers(record))
+        lead = Lead(acks, record.isr, None, end, sender, self.numbers(record), record.rank)
         new = new._replace(
             log=replica.log[:end], synced=end, versions=versions, is_reconciled=True, lead=lead,
             sender=None,
@@ -359,13 +388,20 @@ class Model:
     ) -> Iterator[tuple]:
         assert lead.asked is not None
         record = store.record
-        if record.isr == lead.confirmed:
+        if record.isr == lead.confirmed and record.rank == lead.rank and self._back.may_write(store):
             leaving, joining = lead.confirmed - lead.asked, lead.asked - lead.confirmed
             new = store.changed(records.expand(records.shrink(record, leaving), joining))
             step = Step("the store has the in-sync set that {0} asked for", i)
             yield step, self.stores.number(new), self.replicas.number(replica), None
         if record.isr == lead.asked:
-            heard = replica._replace(lead=lead._replace(confirmed=lead.asked, asked=None))
+            parting = frozenset[str]()
+            if self.bounds.restores:
+                parting = (lead.parting | lead.confirmed) - lead.asked
+            heard = replica._replace(
+                lead=lead._replace(
+                    confirmed=lead.asked, asked=None, rank=record.rank, parting=parting
+                )
+            )
             step = Step("{0} hears that its in-sync set is confirmed", i)
             yield step, number, self.replicas.number(heard), None
 
@@ -405,17 +441,19 @@ class Model:
         """Any members of the ISR may have reported, and the store may see the lease as over."""
         store = self.stores.values[number]
         record = store.record
-        if record.epoch >= self.bounds.epochs:
+        if record.epoch >= self.bounds.epochs or not self._back.may_write(store):
             return []
         key = (number, *now)
         reports = []
         for i, each in enumerate(now):
             replica = self.replicas.values[each]
-            if replica.epoch == record.epoch and replica.lead is None:
+            is_here = (replica.epoch, replica.life) == (record.epoch, store.life)
+            if is_here and replica.lead is None:
                 version = replica.versions.current
-                reports.append(
-                    SuspectReport(NAMES[i], record.epoch, version.epoch, replica.synced, 0)
-                )
+                report = SuspectReport(NAMES[i], record.epoch, version.epoch, replica.synced, 0)
+                reports.append(self._back.report(replica, report))
+            elif (speech := self._back.speech(replica, i)) is not None:
+                reports.append(speech)
         key = (number, *reports)
         if key not in self._elections:
             elected = {
@@ -466,6 +504,8 @@ class Model:
     def _find_pair(self, master_number: int, number: int, i: int, j: int) -> Iterator[tuple]:
         master, replica = self.replicas.values[master_number], self.replicas.values[number]
         if replica.lead is not None:
+            return
+        if master.life != replica.life:
             return
         if not self.rules.is_same_epoch(master.epoch, replica.epoch):
             return
@@ -519,19 +559,23 @@ class Model:
 
         It has started again and read the record. What it kept it has synced; it forgot its HW.
         """
-        record, replica = self.stores.values[store_number].record, self.replicas.values[number]
-        lead = None
+        store, replica = self.stores.values[store_number], self.replicas.values[number]
+        record, lead = store.record, None
         was_master = replica.lead is not None and replica.epoch == record.epoch
         if was_master and self.rules.is_master(record, NAMES[i], record.epoch):
             nobody = (None,) * len(self.members)
-            lead = Lead(nobody, record.isr, None, replica.synced, None, self.numbers(record))
+            lead = Lead(
+                nobody, record.isr, None, replica.synced, None, self.numbers(record), record.rank
+            )
         outcomes = []
         for kept in range(len(replica.log), replica.synced - 1, -1):
             new = Replica(
                 log=replica.log[:kept],
                 synced=kept,
                 versions=replica.versions,
-                epoch=record.epoch,
+                epoch=max(record.epoch, replica.epoch) if self.bounds.restores else record.epoch,
+                life=store.life if record.epoch > replica.epoch else replica.life,
+                seen=max(replica.seen, self.seen(record)),
                 hw=0,
                 is_reconciled=lead is not None,
                 lead=lead,

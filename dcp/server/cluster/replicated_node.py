@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -31,7 +31,7 @@ from dcp.cluster.cluster_records import MemberRecord
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.coordinator import Elected
 from dcp.cluster.effects import Notice, ViewChanged
-from dcp.cluster.map_life import MapLife
+from dcp.cluster.map_life import MapLife, MapVersion
 from dcp.cluster.membership import MembershipState
 from dcp.cluster.metastore import Range, RangeResult, TxnResult
 from dcp.cluster.partition_choices import CoordinatorSettings
@@ -73,7 +73,7 @@ from dcp.session.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
-from vbucket.engine.partition import VbState
+from vbucket.engine.partition import Partition, VbState
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.manifest import Manifest
 from vbucket.store.store import Store
@@ -275,6 +275,16 @@ class ReplicatedNode:
     def why_idle(self) -> str:
         """Why this node takes no part in the cluster; "": it does."""
         return self._why_idle
+
+    @property
+    def partitions(self) -> Sequence[Partition]:
+        """The partitions of this node."""
+        return self._parts.engine.partitions
+
+    @property
+    def told_version(self) -> MapVersion:
+        """The newest map that clients were told."""
+        return self._told.version
 
     def served(self) -> int:
         """Return how many partitions this node serves now."""
