@@ -34,6 +34,7 @@ FOUND = {
     "unsynced-sender": (ON_FEW_DISKS, "receives seqno 1"),
     "old-sender": (ON_FEW_DISKS, "cuts its log back to 0"),
     "old-copy": (LOST, "empties it"),
+    "stale-isr": (LOST, "the store goes back to the copy"),
 }
 
 

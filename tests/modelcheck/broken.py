@@ -210,13 +210,8 @@ BROKEN = {
 BROKEN |= {
     "stale-isr": BrokenRule(
         replace(RIGHT, master_to_elect=any_record),
-        Bounds(3, 1, 2, 0, restores=1, changes=2),
+        Bounds(2, 1, 2, 0, min_in_sync=1, restores=1, changes=2),
         "a record is believed although the store may have gone back to an older copy",
-    ),
-    "unseen-shrink": BrokenRule(
-        replace(RIGHT, is_held=lambda isr, revision, seen: True),
-        Bounds(3, 1, 2, 0, restores=1, changes=4),
-        "who has left the in-sync set counts no more before its members have that on disk",
     ),
 }
 

@@ -7,10 +7,11 @@ count in states: otherwise the store never goes back, and everybody is sure of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from failover.election import SuspectReport
+from failover.replication_record import ReplicationRecord
 
 from .values import NAMES, Replica, Step, Store
 
@@ -99,6 +100,10 @@ class GoingBack:
         if not self._is_on:
             return report._replace(is_sure=True)
         return report._replace(seen=replica.seen, is_sure=replica.is_sure)
+
+    def is_lease_over(self, record: ReplicationRecord, told: Iterable[SuspectReport]) -> bool:
+        """Whether the store may see the master's lease as over: not while the master speaks."""
+        return not self._is_on or all(each.member != record.master for each in told)
 
     def speech(self, replica: Replica, i: int) -> SuspectReport | None:
         """Return what a member says that misses no master of this epoch; None: nothing."""

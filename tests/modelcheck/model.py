@@ -458,7 +458,8 @@ class Model:
         if key not in self._elections:
             elected = {
                 self.rules.master_to_elect(
-                    record, told, 0, is_lease_over=True, min_in_sync=self.min_in_sync
+                    record, told, 0, is_lease_over=self._back.is_lease_over(record, told),
+                    min_in_sync=self.min_in_sync,
                 )
                 for count in range(1, len(reports) + 1)
                 for told in combinations(reports, count)
