@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any, Final
 
 import click
@@ -53,8 +52,7 @@ def meta() -> None:
 def restore(*, target: Target, dry_run: bool, yes: bool, accept_loss: bool) -> int:
     """Restore the metadata store."""
     admin = admin_of_named(target)
-    operation = f"restore-{secrets.token_hex(8)}"
-    silent = _let_testify(target, admin, operation)
+    operation, silent = _let_testify(target, admin)
     body: dict[str, Any] = {"operation": operation, "accept_loss": accept_loss}
     preview = admin.request("POST", RESTORE_PATH, body | {"dry_run": True})
     is_json = target.output_or("plain") == "json"
@@ -89,10 +87,10 @@ def export(*, target: Target) -> int:
     return EXIT_OK
 
 
-def _let_testify(target: Target, admin: AdminClient, operation: str) -> dict[str, str]:
-    """Let all nodes testify; return who did not, and why."""
-    body = {"operation": operation}
-    first = admin.request("POST", TESTIFY_PATH, body)
+def _let_testify(target: Target, admin: AdminClient) -> tuple[str, dict[str, str]]:
+    """Let all nodes testify; return the name of the restoration, and who did not, and why."""
+    first = admin.request("POST", TESTIFY_PATH, {})
+    body = {"operation": first["operation"]}
     silent: dict[str, str] = {}
     patient = target._replace(timeout_s=max(target.timeout_s, OTHERS_S))
     for node in first["nodes"]:
@@ -102,7 +100,7 @@ def _let_testify(target: Target, admin: AdminClient, operation: str) -> dict[str
             _admin_of(patient, node).request("POST", TESTIFY_PATH, body)
         except DcpdError as error:
             silent[node["name"]] = str(error)
-    return silent
+    return first["operation"], silent
 
 
 def _admin_of(target: Target, node: dict[str, Any]) -> AdminClient:

@@ -8,8 +8,6 @@ Invariants
 - a replica is admitted only in the epoch that both sides are on, and after the version of that
   epoch is on disk here;
 - from the moment when a branch is asked for, the history floor does not rise above its seqno;
-- to replicas this node says that it serves by the metadata store's records only while all that it
-  masters is served, and no record of the store is older than one that was seen;
 - a record is changed by one write at a time, and from the moment of a handover's write nobody is
   served until its outcome is known;
 - at rest nothing is done for each partition (`dcp.replication.serving`).
@@ -36,7 +34,6 @@ from dcp.replication.late_members import LateMembers
 from dcp.replication.mastership import Mastership, ReplicationSettings
 from dcp.replication.messages import (
     FORMAT,
-    NOT_SEEN,
     Greeting,
     ReplicaPosition,
     StoreSeen,
@@ -45,6 +42,7 @@ from dcp.replication.messages import (
     encode,
     versions_of,
 )
+from dcp.replication.parting_members import PartingMembers
 from dcp.replication.replica_feed import ReplicaFeed
 from dcp.replication.serving import Serving
 from dcp.replication.shell_effects import BranchEnded, ReplicationEffect, StepDue
@@ -88,11 +86,6 @@ class Leading:
         kept: SeenRecords,
         link_of: Callable[[str], int | None],
     ) -> None:
-        self._kept = kept
-        self._link_of = link_of
-        self._parting: set[int] = set()
-        """Partitions where members count that have left the in-sync set (`Mastership`)."""
-        self._serves_by = NOT_SEEN
         self._engine = engine
         self._hub = hub
         self._view = view
@@ -110,6 +103,7 @@ class Leading:
         self._wholes = WholeGroups(member, self.masterships, engine.num_vbuckets)
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
+        self.parting = PartingMembers(member, self.masterships, self.feeds, kept, link_of)
         self._sending = GroupSending(self.masterships, self.feeds, self._wholes)
         self.branches = AskedBranches(engine, self.masterships, member)
         self._level_ns: dict[str, int] = {}
@@ -213,11 +207,8 @@ class Leading:
 
     def take_record(self, vb_id: int, record: ReplicationRecord, revision: int) -> None:
         """Take a newer record of the same epoch, and its mod revision."""
-        mastership = self.masterships[vb_id]
-        renewed = mastership.take_record(record, revision)
-        if mastership.has_parting:
-            self._parting.add(vb_id)
-            self._let_part((vb_id,))
+        renewed = self.masterships[vb_id].take_record(record, revision)
+        self.parting.note(vb_id)
         for member in renewed:
             feed = self.feeds.get(member)
             if feed is not None:  # its stream may still bring what it had of another copy
@@ -242,45 +233,15 @@ class Leading:
         for feed in self.feeds.values():
             feed.end(vb_id)
 
-    # -- the metadata store may go back to an older copy -------------------------------------------
-
-    def _let_part(self, vb_ids: Iterable[int]) -> list[int]:
-        """Return the partitions where nobody counts any more who has left the in-sync set."""
-        seen = {
-            member: feed.seen.revision
-            for member, feed in self.feeds.items()
-            if feed.seen.link == self._link_of(member)
-        }
-        seen[self._member] = self._kept.kept_revision
-        held = [
-            vb_id
-            for vb_id in vb_ids
-            if vb_id not in self.masterships or self.masterships[vb_id].members_saw(seen)
-        ]
-        self._parting.difference_update(held)
-        return [vb_id for vb_id in held if vb_id in self.masterships]
-
     def records_were_kept(self) -> None:
-        """More of the metadata store's records is on disk here, or at a replica."""
-        if self._parting and (held := self._let_part(tuple(self._parting))):
+        """See MasterSide. The same for this node's own disk."""
+        if held := self.parting.release():
             self._raise_watermarks(held)
             self.step_due()
 
-    def store_was_seen(self, feed: ReplicaFeed) -> None:
-        """See MasterSide."""
-        if self.feeds.get(feed.member) is feed:
-            self.records_were_kept()
-
     def serves_by(self) -> StoreSeen:
         """See MasterSide."""
-        return self._serves_by
-
-    def note_serving(self, seen: StoreSeen, *, masters_all: bool) -> None:
-        """Note by which records of the store this node serves, if it serves by all of them."""
-        if seen.link != self._serves_by.link:
-            self._serves_by = NOT_SEEN
-        if masters_all and not self._parting and not self.serving.has_unserved:
-            self._serves_by = seen
+        return self.parting.serves_by
 
     def _mastership_changed(self, vb_id: int) -> None:
         self._wholes.mastership_changed(vb_id)
@@ -288,7 +249,7 @@ class Leading:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is done for each partition: all are calm."""
+        """Whether all partitions are calm."""
         return not self.serving.restless()
 
     def group_begun(self, now_ns: int, group: CommitGroup) -> bool:

@@ -44,7 +44,7 @@ class MasterSide(Protocol[Feed_contra]):
     def serves_by(self) -> StoreSeen:
         """Return by which records of the metadata store this node serves all that it masters."""
 
-    def store_was_seen(self, feed: Feed_contra) -> None:
+    def records_were_kept(self) -> None:
         """A replica has more of the metadata store's records on disk: `ReplicaFeed.seen`."""
 
     def feed_closed(self, feed: Feed_contra) -> None:

@@ -40,6 +40,7 @@ from dcp.cluster.cluster_view import Stored
 from dcp.cluster.effects import Notice
 from dcp.cluster.record_writer import OutcomeKind, WriteOutcome
 from dcp.cluster.seen_records import SeenRecords
+from dcp.cluster.store_age import older_records
 from dcp.core.groups import GroupCycle
 from dcp.replication.dropped_copies import DroppedCopies
 from dcp.replication.fence_reasons import no_trouble
@@ -410,13 +411,17 @@ class ReplicationCore:
                 self._carry_out(self._session.write(now_ns, changes))
 
     def _trusted(self) -> Mapping[int, Stored[StoredPartition]]:
-        """Return the records that are followed, and may be written."""
-        if not self._distrusted:
+        """Return the records that are followed, and may be written. Nobody writes one that is older
+        than what anybody has seen.
+        """
+        view = self._session.view
+        older = {each.vb_id for each in older_records(view)} if view.reports else set[int]()
+        if not self._distrusted and not older:
             return self._records
         return {
             vb_id: stored
             for vb_id, stored in self._records.items()
-            if vb_id not in self._distrusted
+            if vb_id not in self._distrusted and vb_id not in older
         }  # fmt: skip
 
     def _note_serving(self) -> None:
@@ -430,7 +435,8 @@ class ReplicationCore:
             self._masters_all = mastered == len(self.leading.masterships)
         may_say = self._masters_all and not self._distrusted and view.revision > 0
         seen = StoreSeen(self._session.link, view.revision)
-        self.leading.note_serving(seen, masters_all=may_say)
+        may_say &= not self.leading.serving.has_unserved
+        self.leading.parting.note_serving(seen, serves_all=may_say)
         if len(self._sure) < len(self._records):
             self._note_sure(self.leading.serves_by())
 

@@ -562,7 +562,7 @@ class ReplicaFeed:
             self._side.groups_acknowledged(self.member, wholes)
         if seen != self.seen:
             self.seen = seen
-            self._side.store_was_seen(self)
+            self._side.records_were_kept()
         self._side.confirmed(self)
         if self.has_output:
             self._schedule()

@@ -215,7 +215,7 @@ async def test_what_a_person_gives_up_is_in_a_receipt(
 
 
 def receipts(nodes: ClusterProcesses, name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = nodes.nodes[name].ask(
-        "GET", "/api/v1/cluster/receipts"
-    )["receipts"]
+    found: list[dict[str, Any]] = nodes.nodes[name].ask("GET", "/api/v1/cluster/receipts")[
+        "receipts"
+    ]
     return found

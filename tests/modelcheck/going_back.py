@@ -72,8 +72,9 @@ class GoingBack:
                 freed = lead._replace(parting=frozenset())
                 yield "{0} hears that its in-sync set has its record", replica._replace(lead=freed)
         if not replica.is_sure and self._is_served(store, now):
-            yield "{0} hears that the master serves by the store's record", replica._replace(
-                is_sure=True
+            yield (
+                "{0} hears that the master serves by the store's record",
+                replica._replace(is_sure=True),
             )
 
     def _is_served(self, store: Store, now: list[int]) -> bool:

@@ -31,6 +31,7 @@ from failover.replication_record import (
 from .disks import check_disks, disagreement
 from .going_back import GoingBack
 from .moves import Moves, emptied
+from .power_cuts import PowerCuts
 from .renaming import Renaming
 from .rules import RIGHT, Entry, Rules
 from .values import (
@@ -71,9 +72,9 @@ class Model:
         self._agree: dict[tuple[int, int], str] = {}
         self._heard: dict[tuple[int, ...], int] = {}
         self._told: dict[tuple[int, int, int, int], int] = {}
-        self._cuts: dict[tuple[int, int, int], list[tuple[Step, int]]] = {}
         self._moves = Moves(self)
         self._back = GoingBack(self)
+        self._power = PowerCuts(self)
         self._renaming = Renaming(bounds.replicas, self.stores, self.replicas)
 
     @property
@@ -87,7 +88,9 @@ class Model:
         versions = FailoverLog.create(1, 1)
         nobody = (None,) * len(self.members)
         lead = Lead(nobody, record.isr, None, 0, None, self.numbers(record), record.rank)
-        empty = Replica((), 0, versions, 1, 0, is_reconciled=True, lead=None, seen=self.seen(record))
+        empty = Replica(
+            (), 0, versions, 1, 0, is_reconciled=True, lead=None, seen=self.seen(record)
+        )
         both = (empty._replace(lead=lead), empty._replace(sender=(0, 1, 0)))
         master, other = map(self.replicas.number, both)
         others = (other,) * (len(self.members) - 1)
@@ -121,12 +124,12 @@ class Model:
                 if told is not None:
                     check_disks(self, record, each, now, told, step)
                     rest = (self._grow(record, each, committed, told, step), writes, cuts)
-                yield step, self._with(record, now, i, new, rest, step)
+                yield step, self.after(record, now, i, new, rest, step)
             if is_write_left and each in masters:
                 step = Step("{0} writes a record", i)
                 new = self._written(each, writes + 1)
                 rest = (committed, writes + 1, cuts)
-                yield step, self._with(record, now, i, new, rest, step)
+                yield step, self.after(record, now, i, new, rest, step)
             key = (record, each, i)
             known = self._with_record.get(key)
             for step, new_record, new, promoted in (
@@ -136,20 +139,20 @@ class Model:
                     record, committed, new, promoted, step
                 ):
                     rest = (self._undo(record, new_record, committed), writes, cuts)
-                    yield step, self._with(new_record, now, i, new, rest, step)
+                    yield step, self.after(new_record, now, i, new, rest, step)
             if each in masters:
                 yield from self._pair_steps(record, now, i, (committed, writes, cuts))
         if cuts < self.bounds.cuts:
-            yield from self._cut_steps(record, now, (committed, writes, cuts + 1))
+            yield from self._power.steps(record, now, (committed, writes, cuts + 1))
         for step, new_record in self._election_steps(record, now):
-            yield step, self._settled(new_record, list(now), (committed, writes, cuts))
+            yield step, self.settled(new_record, list(now), (committed, writes, cuts))
         for step, new_record, changed in self._back.steps(record, now):
-            yield step, self._settled(new_record, list(changed), (committed, writes, cuts))
+            yield step, self.settled(new_record, list(changed), (committed, writes, cuts))
         if self.bounds.moves:
             for step, new_record in self._moves.steps(record):
-                yield step, self._settled(new_record, list(now), (committed, writes, cuts))
+                yield step, self.settled(new_record, list(now), (committed, writes, cuts))
 
-    def _with(
+    def after(
         self, record: int, now: list[int], i: int, new: int, rest: tuple[int, ...], step: Step
     ) -> State:
         """The state with one replica changed, after its history was compared with the others'."""
@@ -157,9 +160,9 @@ class Model:
         changed[i] = new
         if new != now[i]:
             self._check_agreement(changed, i, step)
-        return self._settled(record, changed, rest)
+        return self.settled(record, changed, rest)
 
-    def _settled(self, record: int, now: list[int], rest: tuple[int, ...]) -> State:
+    def settled(self, record: int, now: list[int], rest: tuple[int, ...]) -> State:
         """The state after what happens at once: masters hear what replicas acknowledge, and
         replicas what their master has synced.
 
@@ -388,7 +391,11 @@ class Model:
     ) -> Iterator[tuple]:
         assert lead.asked is not None
         record = store.record
-        if record.isr == lead.confirmed and record.rank == lead.rank and self._back.may_write(store):
+        if (
+            record.isr == lead.confirmed
+            and record.rank == lead.rank
+            and self._back.may_write(store)
+        ):
             leaving, joining = lead.confirmed - lead.asked, lead.asked - lead.confirmed
             new = store.changed(records.expand(records.shrink(record, leaving), joining))
             step = Step("the store has the in-sync set that {0} asked for", i)
@@ -458,7 +465,10 @@ class Model:
         if key not in self._elections:
             elected = {
                 self.rules.master_to_elect(
-                    record, told, 0, is_lease_over=self._back.is_lease_over(record, told),
+                    record,
+                    told,
+                    0,
+                    is_lease_over=self._back.is_lease_over(record, told),
                     min_in_sync=self.min_in_sync,
                 )
                 for count in range(1, len(reports) + 1)
@@ -500,7 +510,7 @@ class Model:
                 changed[i], changed[j] = new_i, new_j
                 if new_j != other:
                     self._check_agreement(changed, j, step)
-                yield step, self._settled(record, changed, rest)
+                yield step, self.settled(record, changed, rest)
 
     def _find_pair(self, master_number: int, number: int, i: int, j: int) -> Iterator[tuple]:
         master, replica = self.replicas.values[master_number], self.replicas.values[number]
@@ -538,54 +548,6 @@ class Model:
         )
         step = Step(f"{{1}} cuts its log back to {back} to follow {{0}}", i, j)
         return step, master_number, self.replicas.number(new)
-
-    # Power cuts.
-
-    def _cut_steps(
-        self, record: int, now: list[int], rest: tuple[int, ...]
-    ) -> Iterator[tuple[Step, State]]:
-        outcomes = []
-        for i, each in enumerate(now):
-            found = self._cuts.get((record, each, i))
-            if found is None:
-                found = self._cuts[record, each, i] = self._after_cut(record, each, i)
-            outcomes.append(found)
-            for step, new in found:
-                yield step, self._with(record, now, i, new, rest, step)
-        losing = [found[-1][1] for found in outcomes]
-        yield Step("power cut of all", 0), self._settled(record, losing, rest)
-
-    def _after_cut(self, store_number: int, number: int, i: int) -> list[tuple[Step, int]]:
-        """Return the replica after each outcome of a cut, the worst one last.
-
-        It has started again and read the record. What it kept it has synced; it forgot its HW.
-        """
-        store, replica = self.stores.values[store_number], self.replicas.values[number]
-        record, lead = store.record, None
-        was_master = replica.lead is not None and replica.epoch == record.epoch
-        if was_master and self.rules.is_master(record, NAMES[i], record.epoch):
-            nobody = (None,) * len(self.members)
-            lead = Lead(
-                nobody, record.isr, None, replica.synced, None, self.numbers(record), record.rank
-            )
-        outcomes = []
-        for kept in range(len(replica.log), replica.synced - 1, -1):
-            new = Replica(
-                log=replica.log[:kept],
-                synced=kept,
-                versions=replica.versions,
-                epoch=max(record.epoch, replica.epoch) if self.bounds.restores else record.epoch,
-                life=store.life if record.epoch > replica.epoch else replica.life,
-                seen=max(replica.seen, self.seen(record)),
-                hw=0,
-                is_reconciled=lead is not None,
-                lead=lead,
-                copy=record.number_of(NAMES[i]),
-            )
-            new = emptied(new) if new.copy is None else new
-            step = Step(f"power cut of {{0}}, which keeps {kept} records", i)
-            outcomes.append((step, self.replicas.number(new)))
-        return outcomes
 
     # What must hold.
 

@@ -67,8 +67,8 @@ class Master(MemoryNode):
     def serves_by(self) -> StoreSeen:
         return NOT_SEEN
 
-    def store_was_seen(self, feed: ReplicaFeed) -> None:
-        assert feed is self.feed
+    def records_were_kept(self) -> None:
+        """Nothing waits for it."""
 
     def feed_closed(self, feed: ReplicaFeed) -> None:
         self.closed.append(feed)

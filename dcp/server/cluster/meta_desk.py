@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
 
 import msgspec
 
@@ -86,10 +87,11 @@ class MetaDesk:
     async def testify(self, asked: TestifyRequest) -> TestifiedReport:
         """Write what this node has into the store; return which nodes it knows."""
         replicated = self._replicated
+        operation = asked.operation or f"{replicated.member}.{uuid4().hex}"
         told = Testimony(
             member=replicated.member,
-            operation=asked.operation,
-            life=replicated.told_version.life,
+            operation=operation,
+            life=replicated.told.version.life,
             records=records_of(replicated.seen.records.content().records),
             ends=self._ends(),
         )
@@ -97,7 +99,7 @@ class MetaDesk:
         lease_id = lease.lease_id if isinstance(lease, LeaseResult) else 0
         put = Put(testimony_key(self._keys, replicated.member), told.pack(), lease_id)
         await self._ask(Txn((), (put,)))
-        return TestifiedReport(node=replicated.identity.name, nodes=self._nodes())
+        return TestifiedReport(replicated.identity.name, operation, self._nodes())
 
     def _ends(self) -> list[LogEnd]:
         masterships = self._replicated.core.leading.masterships

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -31,7 +31,7 @@ from dcp.cluster.cluster_records import MemberRecord
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.coordinator import Elected
 from dcp.cluster.effects import Notice, ViewChanged
-from dcp.cluster.map_life import MapLife, MapVersion
+from dcp.cluster.map_life import MapLife
 from dcp.cluster.membership import MembershipState
 from dcp.cluster.metastore import Range, RangeResult, TxnResult
 from dcp.cluster.partition_choices import CoordinatorSettings
@@ -73,7 +73,7 @@ from dcp.session.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
-from vbucket.engine.partition import Partition, VbState
+from vbucket.engine.partition import VbState
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.manifest import Manifest
 from vbucket.store.store import Store
@@ -186,7 +186,8 @@ class ReplicatedNode:
         self.access = access
         self._own: OwnRecord
         self._map: MapShown
-        self._told = ToldMap(parts.data_dir, identity.cluster, parts.tasks, parts.log)
+        self.partitions = parts.engine.partitions
+        self.told = self._told = ToldMap(parts.data_dir, identity.cluster, parts.tasks, parts.log)
         self._life = MapLife(session.view, self._told.version)
         self._raising = RaisedLife(self._life, access.meta)
         self.manifest = SharedManifest(session.view, parts.engine, access, self.core.settle)
@@ -275,16 +276,6 @@ class ReplicatedNode:
     def why_idle(self) -> str:
         """Why this node takes no part in the cluster; "": it does."""
         return self._why_idle
-
-    @property
-    def partitions(self) -> Sequence[Partition]:
-        """The partitions of this node."""
-        return self._parts.engine.partitions
-
-    @property
-    def told_version(self) -> MapVersion:
-        """The newest map that clients were told."""
-        return self._told.version
 
     def served(self) -> int:
         """Return how many partitions this node serves now."""
@@ -439,11 +430,14 @@ class ReplicatedNode:
             feed.tick(now_ns)
         if self._turns % CORE_TURNS == 0:
             self.core.tick(now_ns)
-        may_adopt = not self.seen.records.is_older(self.session.view, KeyKind.USERS)
-        if self._turns % USERS_TURNS == 0 and may_adopt:
-            self._users.adopt()  # again, if it could not be written before
+        if self._turns % USERS_TURNS == 0:
+            self._adopt_users()  # again, if it could not be written before
         self._turns += 1
         self._carry_out()
+
+    def _adopt_users(self) -> None:
+        if not self.seen.records.is_older(self.session.view, KeyKind.USERS):
+            self._users.adopt()
 
     def _records_kept(self) -> None:
         """More of the store's records is on disk here: masters wait for that."""
@@ -463,8 +457,7 @@ class ReplicatedNode:
             if was_set_back := self._life.look():
                 self._log.warning(was_set_back)
             self.manifest.adopt()
-            if not self.seen.records.is_older(self.session.view, KeyKind.USERS):
-                self._users.adopt()
+            self._adopt_users()
             self._clock.view_changed()
             if may_act:
                 self.core.records_changed(now_ns, effect.vb_ids)

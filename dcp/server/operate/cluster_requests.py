@@ -120,7 +120,9 @@ class PlanProgress(Struct, frozen=True, kw_only=True):
 class TestifyRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """A request to say what this node has, for a restoration of the metadata store."""
 
-    operation: Annotated[str, Meta(description="Names the restoration.", min_length=1)]
+    operation: Annotated[
+        str, Meta(description="Names the restoration. Empty: this node makes a name.")
+    ] = ""
 
 
 class TestifyingNode(Struct, frozen=True):
@@ -137,6 +139,7 @@ class TestifiedReport(Struct, frozen=True):
     """What this node has is in the store for some minutes."""
 
     node: str
+    operation: Annotated[str, Meta(description="For the other nodes, and for the restoration.")]
     nodes: Annotated[
         list[TestifyingNode], Meta(description="All nodes that this one has ever seen.")
     ]
