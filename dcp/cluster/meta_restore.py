@@ -62,7 +62,7 @@ class LogEnd(NamedTuple):
     """Whether it is the partition's master now."""
 
 
-class Testimony(msgspec.Struct, frozen=True, kw_only=True):
+class NodeTestimony(msgspec.Struct, frozen=True, kw_only=True):
     """What a node that is up has. It is compressed, because a store takes 1.5 MB at most."""
 
     member: str
@@ -79,10 +79,10 @@ class Testimony(msgspec.Struct, frozen=True, kw_only=True):
         return zlib.compress(msgspec.json.encode(self))
 
 
-def unpack_testimony(value: bytes) -> Testimony:
+def unpack_testimony(value: bytes) -> NodeTestimony:
     """Return a testimony. Raises ValueError."""
     try:
-        return msgspec.json.decode(zlib.decompress(value), type=Testimony)
+        return msgspec.json.decode(zlib.decompress(value), type=NodeTestimony)
     except (zlib.error, msgspec.DecodeError) as error:
         raise ValueError(f"a node's testimony cannot be read: {error}") from None
 
@@ -115,7 +115,7 @@ class MetaRestore:
         self,
         keys: ClusterKeys,
         found: Iterable[KeyValue],
-        testimonies: Iterable[Testimony],
+        testimonies: Iterable[NodeTestimony],
         *,
         operation: str,
         unix_s: float,
@@ -293,7 +293,7 @@ class MetaRestore:
         return 0 if item is None else item.mod_revision
 
 
-def _seen(told: Testimony, name: str) -> SeenRecord | None:
+def _seen(told: NodeTestimony, name: str) -> SeenRecord | None:
     found = told.records.get(name)
     return None if found is None else SeenRecord(found[0].encode(), found[1])
 

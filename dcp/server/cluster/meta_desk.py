@@ -27,8 +27,8 @@ from dcp.cluster.cluster_records import MemberRecord, RecordUnreadableError
 from dcp.cluster.meta_restore import (
     LogEnd,
     MetaRestore,
+    NodeTestimony,
     RestorePlan,
-    Testimony,
     records_of,
     testimony_key,
     unpack_testimony,
@@ -88,7 +88,7 @@ class MetaDesk:
         """Write what this node has into the store; return which nodes it knows."""
         replicated = self._replicated
         operation = asked.operation or f"{replicated.member}.{uuid4().hex}"
-        told = Testimony(
+        told = NodeTestimony(
             member=replicated.member,
             operation=operation,
             life=replicated.told.version.life,
