@@ -51,7 +51,7 @@ TXN_PARTITIONS: Final = 100
 """Records in one transaction."""
 
 
-class LogEnd(NamedTuple):
+class HeldLog(NamedTuple):
     """Where a node's log of a partition ends."""
 
     vb_id: int
@@ -72,7 +72,7 @@ class NodeTestimony(msgspec.Struct, frozen=True, kw_only=True):
     """The highest life of a map that clients were told."""
     records: dict[str, tuple[str, int]]
     """Key without the root -> the newest record that was seen, and its mod revision."""
-    ends: list[LogEnd]
+    ends: list[HeldLog]
 
     def pack(self) -> bytes:
         """Return the value of its key."""
@@ -93,7 +93,7 @@ def testimony_key(keys: ClusterKeys, member: str) -> bytes:
 
 
 @dataclass
-class RestorePlan:
+class MetaRestorePlan:
     """What is to be written, and what an operator has to know before."""
 
     txns: list[Txn] = field(default_factory=list)
@@ -127,10 +127,10 @@ class MetaRestore:
         self._operation = operation
         self._unix_s = unix_s
         self._accepts_loss = accepts_loss
-        self._plan = RestorePlan()
+        self._plan = MetaRestorePlan()
         self._puts: list[Operation] = []
         self._names: dict[str, str] = {}
-        self._ends: dict[int, dict[str, LogEnd]] = {}
+        self._ends: dict[int, dict[str, HeldLog]] = {}
         for told in self._told:
             for end in told.ends:
                 self._ends.setdefault(end.vb_id, {})[told.member] = end
@@ -155,7 +155,7 @@ class MetaRestore:
 
     # -- the plan ----------------------------------------------------------------------------------
 
-    def plan(self) -> RestorePlan:
+    def plan(self) -> MetaRestorePlan:
         """Return what is to be done. Raises RecordUnreadableError."""
         parsed = {}
         for name in sorted(self._all_names()):
@@ -298,7 +298,7 @@ def _seen(told: NodeTestimony, name: str) -> SeenRecord | None:
     return None if found is None else SeenRecord(found[0].encode(), found[1])
 
 
-def _length(end: LogEnd) -> tuple[int, int]:
+def _length(end: HeldLog) -> tuple[int, int]:
     """Return how long a log is: by version, then by seqno, as in an election."""
     return end.version_epoch, end.end_seqno
 

@@ -209,10 +209,8 @@ class Leading:
         """Take a newer record of the same epoch, and its mod revision."""
         renewed = self.masterships[vb_id].take_record(record, revision)
         self.parting.note(vb_id)
-        for member in renewed:
-            feed = self.feeds.get(member)
-            if feed is not None:  # its stream may still bring what it had of another copy
-                feed.end(vb_id)
+        for member in renewed & self.feeds.keys():
+            self.feeds[member].end(vb_id)  # it may still bring what it had of another copy
 
     def step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""

@@ -282,7 +282,7 @@ class Mastership:
 
     # -- decisions ---------------------------------------------------------------------------------
 
-    def take_record(self, record: ReplicationRecord, revision: int = 0) -> list[str]:
+    def take_record(self, record: ReplicationRecord, revision: int = 0) -> set[str]:
         """Take the record of this epoch, as the metadata store has it now, and its mod revision
         there (0: all members hold it). `members_saw` follows. Return the members whose copies are
         others than before, or gone: what they acknowledged does not count any more.
@@ -292,13 +292,13 @@ class Mastership:
         if record.isr != before.isr:
             self._parting = (self._parting | before.isr) - record.isr if revision else frozenset()
             self._parting_revision = revision
-        renewed: list[str] = []
+        renewed: set[str] = set()
         if (before.copies, before.added) != (record.copies, record.added):
-            renewed = [
+            renewed = {
                 member
                 for member in {*before.copies, *record.copies}
                 if not is_same_copy(before.number_of(member), record.number_of(member))
-            ]
+            }
         for member in renewed:
             self._acknowledged.pop(member, None)
             self._level_ns.pop(member, None)

@@ -31,7 +31,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import ReportedPartition, StoredPartition
@@ -90,8 +90,7 @@ class ReplicationCore:
         self._kept = kept or SeenRecords(session.view.keys)
         self._era = 0
         self._sure: set[int] = set()
-        """Partitions whose record was the newest one at some time since this node's present
-        connection to the store began. So are all later ones: the store has not gone back."""
+        """Partitions whose record is known to be the newest: see `election.SuspectReport`."""
         self._masters_all: bool | None = None
         """Whether this node masters all partitions whose record names it; None: look."""
         self._engine = engine
@@ -141,6 +140,11 @@ class ReplicationCore:
             # A floor is committed, and so is what the log says. More is not known.
             known_seqno = engine.keyspace.known_watermarks.get(part.vb_id, 0)
             part.committed_seqno = max(part.history_floor, min(known_seqno, part.high_seqno))
+
+    @property
+    def partitions(self) -> Sequence[Partition]:
+        """The partitions of this node."""
+        return self._engine.partitions
 
     @property
     def has_effects(self) -> bool:

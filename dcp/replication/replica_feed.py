@@ -14,9 +14,8 @@ rise meanwhile; then so does the end of the snapshot. Nothing is held back for i
 that are purged meanwhile can make a part useless (`FedStream.is_overtaken`): then the stream is
 ended, and the answer to the next request sends the replica to 0.
 
-Who calls it: the session passes requests and acknowledgements on, the connection pumps messages
-(it is to the connection what `dcp.stream.producer` is for consumers), and the node core reports
-synced groups and answers what the feed asks (`MasterSide`).
+Who calls it: the session, the connection, which pumps messages (as of `dcp.stream.producer`), and
+the node core, which reports synced groups and answers what the feed asks (`MasterSide`).
 
 Invariants
 - what is sent is synced here, or is the group that is being written (`group_sending`);
@@ -27,7 +26,6 @@ Invariants
 - an acknowledgement counts for a partition if its stream was open when the message was made, and
   not for a part of a snapshot. A whole group counts as such only if no stream of the link was
   opened or closed since it was sent; otherwise each of its partitions counts for itself;
-- `_in_step` are the streams that are IN_STEP. To them all that is synced here was sent;
 - a replica knows the master's floors before it gets a change that was made after they rose.
 """
 
@@ -124,14 +122,11 @@ class ReplicaFeed:
         self.delays = AckDelays(self._sent)
         self._acknowledged_number = 0
         self._sent_bytes = 0
-        """Their cost: their bytes and RECORD_BYTES for each part."""
         self._in_step: set[int] = set()
         self._takes_all_of: frozenset[int] | None = None
-        """Partitions that were all found to be in step; None: some have left since."""
         self._changes = StreamChanges()
         """Of streams that are opened, closed or ended."""
         self._told_changes = 0
-        """The last revision of these that `take_changed` has told."""
         self._newest_opaque = 0
         """Of the stream requests that were answered OK."""
         self._group_seqnos: dict[int, int] = {}

@@ -16,10 +16,10 @@ from dcp.cluster.cluster_records import (
 )
 from dcp.cluster.cluster_view import ClusterView
 from dcp.cluster.meta_restore import (
-    LogEnd,
+    HeldLog,
     MetaRestore,
+    MetaRestorePlan,
     NodeTestimony,
-    RestorePlan,
     unpack_testimony,
 )
 from dcp.cluster.metastore import KeyValue, Put
@@ -55,23 +55,23 @@ def told(member: str, record: ReplicationRecord | None, end: int, epoch: int = 2
         each.key.removeprefix(KEYS.root).decode(): (each.value.decode(), each.mod_revision)
         for each in [*base(), *([] if record is None else [partition(record, 9)])]
     }
-    ends = [LogEnd(0, epoch, 2, end, False)]
+    ends = [HeldLog(0, epoch, 2, end, False)]
     return NodeTestimony(member=member, operation="op", life=7, records=records, ends=ends)
 
 
 def plan(
     found: list[KeyValue], *testimonies: NodeTestimony, accepts_loss: bool = False
-) -> RestorePlan:
+) -> MetaRestorePlan:
     return MetaRestore(
         KEYS, found, testimonies, operation="op", unix_s=1000.0, accepts_loss=accepts_loss
     ).plan()
 
 
-def written(made: RestorePlan) -> dict[bytes, bytes]:
+def written(made: MetaRestorePlan) -> dict[bytes, bytes]:
     return {each.key: each.value for txn in made.txns for each in txn.then if isinstance(each, Put)}
 
 
-def new_record(made: RestorePlan) -> ReplicationRecord:
+def new_record(made: MetaRestorePlan) -> ReplicationRecord:
     value = written(made)[KEYS.of_partition(KeyKind.PARTITION, 0)]
     return decode_partition(KeyValue(KEYS.root + PARTITION.encode(), value, 1, 1, 1)).record
 

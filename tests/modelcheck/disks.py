@@ -8,7 +8,8 @@ from .values import Step, ViolationError
 
 if TYPE_CHECKING:
     from .model import Model
-    from .values import Replica
+    from .rules import Entry
+    from .values import Replica, Store
 
 
 def check_disks(
@@ -31,6 +32,14 @@ def check_disks(
     )
     if disks < model.min_in_sync:
         raise ViolationError(f"a record is committed on too few disks: {disks}", step)
+
+
+def check_undone(store: Store, log: tuple[Entry, ...], step: Step) -> None:
+    """Raise ViolationError if a log has a record that a branch undid."""
+    if store.undone is not None:
+        epoch, seqno = store.undone
+        if any(entry.epoch < epoch for entry in log[seqno:]):
+            raise ViolationError("a record that a branch undid is back", step)
 
 
 def disagreement(mine: Replica, theirs: Replica) -> str:

@@ -28,7 +28,7 @@ from failover.replication_record import (
     majority,
 )
 
-from .disks import check_disks, disagreement
+from .disks import check_disks, check_undone, disagreement
 from .going_back import GoingBack
 from .moves import Moves, emptied
 from .power_cuts import PowerCuts
@@ -571,15 +571,9 @@ class Model:
             elif old[:shorter] != new[:shorter]:
                 raise ViolationError("two different records are committed with one seqno", step)
             else:
-                self._check_undone(store, new, step)
+                check_undone(store, new, step)
             self._grown[key] = grown
         return self._grown[key]
-
-    def _check_undone(self, store: Store, log: tuple[Entry, ...], step: Step) -> None:
-        if store.undone is not None:
-            epoch, seqno = store.undone
-            if any(entry.epoch < epoch for entry in log[seqno:]):
-                raise ViolationError("a record that a branch undid is back", step)
 
     def _can_be_promoted(
         self, store_number: int, committed: int, new: int, is_newest: bool, step: Step
@@ -589,7 +583,7 @@ class Model:
         if is_newest:
             if replica.log[: len(kept)] != kept:
                 raise ViolationError("a committed record is lost: the new master lacks it", step)
-            self._check_undone(self.stores.values[store_number], replica.log, step)
+            check_undone(self.stores.values[store_number], replica.log, step)
         return kept[: replica.hw] == replica.log[: replica.hw]
 
     def _check_agreement(self, now: list[int], i: int, step: Step) -> None:

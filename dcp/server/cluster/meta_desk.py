@@ -25,10 +25,10 @@ import msgspec
 from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import MemberRecord, RecordUnreadableError
 from dcp.cluster.meta_restore import (
-    LogEnd,
+    HeldLog,
     MetaRestore,
+    MetaRestorePlan,
     NodeTestimony,
-    RestorePlan,
     records_of,
     testimony_key,
     unpack_testimony,
@@ -101,15 +101,15 @@ class MetaDesk:
         await self._ask(Txn((), (put,)))
         return TestifiedReport(replicated.identity.name, operation, self._nodes())
 
-    def _ends(self) -> list[LogEnd]:
+    def _ends(self) -> list[HeldLog]:
         masterships = self._replicated.core.leading.masterships
         found = []
-        for part in self._replicated.partitions:
+        for part in self._replicated.core.partitions:
             if not part.high_seqno and not part.leader_epoch:
                 continue
             window = part.incomplete_snapshot
             found.append(
-                LogEnd(
+                HeldLog(
                     part.vb_id, part.leader_epoch, part.failover.current.epoch,
                     part.synced_seqno if window is None else window.start,
                     part.vb_id in masterships,
@@ -175,7 +175,7 @@ class MetaDesk:
             )
 
     def _report(
-        self, plan: RestorePlan, asked: MetaRestoreRequest, *, is_written: bool
+        self, plan: MetaRestorePlan, asked: MetaRestoreRequest, *, is_written: bool
     ) -> MetaRestoreReport:
         notes = list(plan.notes)
         for member, vb_ids in sorted(plan.silent.items()):

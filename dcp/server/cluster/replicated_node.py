@@ -162,11 +162,7 @@ class ReplicatedNode:
             CoordinatorSettings(choices.elects_uncleanly, choices.prefers_first),
             lease_s=choices.lease_s,
         )  # fmt: skip
-        self.seen = SeenFile(
-            parts.data_dir, identity.cluster, session.view.keys, parts.tasks, parts.log,
-            partial(self._guarded, self._records_kept),
-        )  # fmt: skip
-        session.reader.must_have_cluster = self.seen.records.has_cluster
+        self.seen = self._open_seen()
         self._driver = StoreDriver(session, access.meta, elapsed_ns, self._take, self._guarded)
         self.core = ReplicationCore(
             parts.engine, parts.store, parts.hub, parts.groups, session,
@@ -186,7 +182,6 @@ class ReplicatedNode:
         self.access = access
         self._own: OwnRecord
         self._map: MapShown
-        self.partitions = parts.engine.partitions
         self.told = self._told = ToldMap(parts.data_dir, identity.cluster, parts.tasks, parts.log)
         self._life = MapLife(session.view, self._told.version)
         self._raising = RaisedLife(self._life, access.meta)
@@ -198,8 +193,7 @@ class ReplicatedNode:
         self._loop = asyncio.get_running_loop()
         self._next_tick: asyncio.TimerHandle | None = None
         self._map_pace = MapPace(self._loop, partial(self._guarded, self._show_map))
-        self._is_scheduled = self._is_carrying = False
-        self._is_stopped = False
+        self._is_scheduled = self._is_carrying = self._is_stopped = False
         self._has_started = self._has_registered = False
         self._turns = 0
         self._why_idle = ""
@@ -218,6 +212,14 @@ class ReplicatedNode:
             PartitionsArrived: self._arrived,
             Notice: self._notice,
         }
+
+    def _open_seen(self) -> SeenFile:
+        parts, session, cluster = self._parts, self.session, self.identity.cluster
+        kept = partial(self._guarded, self._records_kept)
+        keys = session.view.keys
+        seen = SeenFile(parts.data_dir, cluster, keys, parts.tasks, parts.log, kept)
+        session.reader.must_have_cluster = seen.records.has_cluster
+        return seen
 
     # -- ReplicationHooks --------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ AGAIN_S: Final = 1.0
 _ADVICE: Final = "Without it, this node does not notice a metadata store that went back"
 
 
-class _Content(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _SeenFileContent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: int = FORMAT
     cluster: str
     """The cluster's id: a folder may get another cluster's file."""
@@ -49,7 +49,7 @@ def read_seen(path: Path, cluster: str) -> SeenContent | None:
     ValueError: the file cannot be read.
     """
     try:
-        content = msgspec.json.decode(path.read_bytes(), type=_Content)
+        content = msgspec.json.decode(path.read_bytes(), type=_SeenFileContent)
     except FileNotFoundError:
         return None
     if content.format != FORMAT:
@@ -115,7 +115,7 @@ class SeenFile:
             name: (seen.value.decode(), seen.mod_revision)
             for name, seen in piece.content.records.items()
         }
-        content = _Content(
+        content = _SeenFileContent(
             cluster=self._cluster, revision=piece.content.revision, records=records
         )  # fmt: skip
         try:
