@@ -40,7 +40,7 @@ def problems_of(
     found = [
         *_own_problems(own),
         *_age_problems(view, own),
-        *_store_problems(view, nodes, store, "" if own.is_store_emptied else own.wrong_store),
+        *_store_problems(view, nodes, store, own.wrong_store),
         *_node_problems(nodes),
         *_copy_problems(view, nodes),
     ]
