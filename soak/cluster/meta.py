@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
 from clients.errors import DcpdError
 from clients.kv.client import KvClient
 from support.cluster_processes import ClusterProcesses

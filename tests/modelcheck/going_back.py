@@ -96,10 +96,10 @@ class GoingBack:
             for each in members
         )
 
-    def report(self, replica: Replica, report: SuspectReport) -> SuspectReport:
+    def report(self, store: Store, replica: Replica, report: SuspectReport) -> SuspectReport:
         """Return a report with what its member has seen."""
         if not self._is_on:
-            return report._replace(is_sure=True)
+            return report._replace(seen=store.record.rank, is_sure=True)
         return report._replace(seen=replica.seen, is_sure=replica.is_sure)
 
     def is_lease_over(self, record: ReplicationRecord, told: Iterable[SuspectReport]) -> bool:

@@ -458,7 +458,7 @@ class Model:
             if is_here and replica.lead is None:
                 version = replica.versions.current
                 report = SuspectReport(NAMES[i], record.epoch, version.epoch, replica.synced, 0)
-                reports.append(self._back.report(replica, report))
+                reports.append(self._back.report(store, replica, report))
             elif (speech := self._back.speech(replica, i)) is not None:
                 reports.append(speech)
         key = (number, *reports)
