@@ -1,0 +1,159 @@
+"""Caps of the structure: they only ever get tighter. What counts is the way, not lines.
+
+Each cap has today's figure and the one that is wanted in the end. A change that lowers a figure
+lowers the cap with it, so it does not rise again: a cap with room is a failure, too. Lines of code
+may vary by LINES_ROOM.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PACKAGES: Final = ("dcp", "vbucket", "failover", "clients")
+LINES_ROOM: Final = 1_000
+
+SETTINGS_TABLES: Final = frozenset({"ServerSettings"})
+"""Classes whose attributes are a table of settings: one for each option."""
+
+
+class Cap(NamedTuple):
+    """The most of something now, and in the end."""
+
+    now: int
+    wanted: int
+
+
+CAPS: Final = {
+    "attributes of a class": Cap(58, 25),
+    "arguments of a constructor": Cap(22, 10),
+    "callbacks passed to constructors": Cap(99, 40),
+    "Protocol classes": Cap(41, 25),
+    "files": Cap(543, 340),
+    "files in a folder": Cap(39, 15),
+    "lines": Cap(96_500, 87_000),
+    "support modules of tests": Cap(51, 25),
+}
+
+
+class Measured(NamedTuple):
+    """A figure, and where it comes from."""
+
+    figure: int
+    where: str
+
+
+@lru_cache(maxsize=1)
+def sources() -> dict[Path, ast.Module]:
+    """Path -> syntax tree of each module of the product that a person wrote."""
+    paths = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
+    return {path: ast.parse(path.read_text()) for path in paths if "_pb2" not in path.stem}
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for path, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                yield f"{path.relative_to(ROOT)}: {node.name}", node
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """Return the names that a class declares, or sets on itself."""
+    found = {
+        each.target.id
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+            found |= {
+                each.attr
+                for each in ast.walk(method)
+                if isinstance(each, ast.Attribute)
+                and isinstance(each.ctx, ast.Store)
+                and isinstance(each.value, ast.Name)
+                and each.value.id == "self"
+            }
+    return found
+
+
+def constructor_arguments(node: ast.ClassDef) -> list[ast.arg]:
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+            arguments = method.args
+            return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs][1:]
+    return []
+
+
+def is_callback(argument: ast.arg) -> bool:
+    return argument.annotation is not None and "Callable" in ast.unparse(argument.annotation)
+
+
+def is_protocol(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).split("[")[0] == "Protocol" for base in node.bases)
+
+
+@lru_cache(maxsize=1)
+def measured() -> dict[str, Measured]:
+    folders = Counter(str(path.parent.relative_to(ROOT)) for path in sources())
+    fullest, in_fullest = folders.most_common(1)[0]
+    wide = [
+        Measured(len(attributes(node)), name)
+        for name, node in classes()
+        if node.name not in SETTINGS_TABLES
+    ]
+    long = [Measured(len(constructor_arguments(node)), name) for name, node in classes()]
+    callbacks = [
+        f"{name}.{argument.arg}"
+        for name, node in classes()
+        for argument in constructor_arguments(node)
+        if is_callback(argument)
+    ]
+    protocols = [name for name, node in classes() if is_protocol(node)]
+    lines = sum(len(path.read_text().splitlines()) for path in sources())
+    support = list((ROOT / "tests" / "support").glob("*.py"))
+    return {
+        "attributes of a class": max(wide),
+        "arguments of a constructor": max(long),
+        "callbacks passed to constructors": Measured(len(callbacks), ", ".join(callbacks)),
+        "Protocol classes": Measured(len(protocols), ", ".join(protocols)),
+        "files": Measured(len(sources()), "dcp, vbucket, failover, clients"),
+        "files in a folder": Measured(in_fullest, fullest),
+        "lines": Measured(lines, "dcp, vbucket, failover, clients"),
+        "support modules of tests": Measured(len(support), "tests/support"),
+    }
+
+
+@pytest.mark.parametrize("name", CAPS)
+def test_no_cap_is_passed_and_none_has_room(name: str) -> None:
+    cap, found = CAPS[name], measured()[name]
+    assert found.figure <= cap.now, f"{name}: {found.figure} of at most {cap.now}: {found.where}"
+    room = LINES_ROOM if name == "lines" else 0
+    lowered = max(found.figure, cap.wanted)
+    assert cap.now - lowered <= room, f"{name}: lower the cap from {cap.now} to {lowered}"
+
+
+def test_what_the_caps_count_is_found() -> None:
+    """The counting itself, on a class that has one of each."""
+    source = """
+class Wired(Protocol[T]):
+    declared: int
+    def __init__(self, plain: int, done: Callable[[], None], *, named: int) -> None:
+        self.first = plain
+        self.declared = named
+    def later(self) -> None:
+        self.second = self.first
+"""
+    node = ast.parse(source).body[0]
+    assert isinstance(node, ast.ClassDef)
+    assert is_protocol(node)
+    assert attributes(node) == {"declared", "first", "second"}
+    assert [each.arg for each in constructor_arguments(node)] == ["plain", "done", "named"]
+    assert [each.arg for each in constructor_arguments(node) if is_callback(each)] == ["done"]

@@ -1,0 +1,1 @@
+"""Which files one request passes: `python -m tests.walks`."""
