@@ -73,7 +73,9 @@ myst_fence_as_directive = ["mermaid"]
 
 html_theme = "furo"
 html_title = "dcpd"
-html_static_path = ["_static"]
+MERMAID: Final = HERE.parent / ".venv" / "mermaid"
+"""Where scripts/docs puts what draws the diagrams. Without it they are shown as text."""
+html_static_path = ["_static", *([str(MERMAID)] if MERMAID.is_dir() else [])]
 html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False

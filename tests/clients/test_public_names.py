@@ -39,15 +39,8 @@ def test_type_checkers_see_the_same_names():
 
 FACES = {
     "checkpoint": "Checkpoint CheckpointFile MemoryCheckpoint decode_checkpoint encode_checkpoint",
-    "checkpoint_lmdb": "LmdbCheckpoint",
-    "checkpoint_server": "ServerCheckpoint",
     "consumer": "Consumer",
-    "consumer_group": "Group",
-    "consumer_metrics": "ConsumerMetrics export_prometheus",
-    "consumer_reader": "Delivery",
-    "consumer_sync": "SyncConsumer SyncMirror",
     "kv": "KvClient SyncKv",
-    "kv_sync": "SyncKv",
     "mirror": "Mirror",
     "operation": "MutationResult",
 }
