@@ -312,3 +312,7 @@ def test_scripts_stop_at_the_first_failure():
         text = path.read_text()
         if text.startswith("#!/usr/bin/env bash"):
             assert "\nset -euo pipefail\n" in text, path.name
+
+
+def test_the_readme_is_two_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

@@ -22,7 +22,7 @@ from vbucket.engine.engine import Engine
 from vbucket.upkeep.merge import MergeReport
 
 DROP_SLICE_VBUCKETS: Final = 8
-"""Partitions whose frozen layer is dropped in one turn of the loop (docs/lab-notes.md)."""
+"""Partitions whose frozen layer is dropped in one turn of the loop (docs/decisions.md)."""
 
 
 class Merged(NamedTuple):

@@ -4,7 +4,7 @@ The thread that writes the log needs the interpreter lock after each system call
 the lock when its wait of a switch interval has timed out. Each release of the lock begins the wait
 again, and a loop that serves single requests releases it every 20 to 30 us. So with a longer
 interval the thread never asks. It got the lock by luck, and a commit took up to 190 ms beside one
-client that read in turn (docs/lab-notes.md).
+client that read in turn (docs/decisions.md).
 """
 
 from __future__ import annotations

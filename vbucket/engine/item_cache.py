@@ -43,12 +43,12 @@ from vbucket.engine.partition import Partition
 
 ITEM_OVERHEAD_BYTES: Final = 140
 """Memory per entry beyond the bytes of entry and key: two objects of 33 bytes, rounded up to 16,
-and 37 to 55 bytes of a dictionary. Measured in docs/lab-notes.md."""
+and 37 to 55 bytes of a dictionary. Measured in docs/decisions.md."""
 GENERATION_BYTES_MAX: Final = 8 << 20
 """Limit of one dictionary: about 23,000 documents of 128 bytes, which are freed in 1 ms."""
 USED_SHARE_MIN: Final = 0.25
 """Uses per entry that a merge brings in. An entry costs 0.3 us, and a use saves a write 2 us and a
-read 5; the rest is the price of memory that is written and freed. docs/lab-notes.md."""
+read 5; the rest is the price of memory that is written and freed. docs/decisions.md."""
 SKIPPED_MERGES: Final = 7
 """Merges that bring in nothing after one that did not pay: the trial costs an eighth."""
 

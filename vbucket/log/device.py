@@ -55,7 +55,7 @@ MARK_BYTES_MAX: Final = 64
 
 AHEAD_BYTES: Final = 256 << 10
 """Zeros written ahead at once. Writing and syncing them takes a millisecond, once for the 1,000
-small groups that then take a third less time each (docs/lab-notes.md)."""
+small groups that then take a third less time each (docs/decisions.md)."""
 PREPARE_BYTES: Final = 1 << 20
 """Zeros synced at once for the next segment: few enough that a sync of the log beside them takes no
 milliseconds more."""
@@ -65,7 +65,7 @@ large as the call, and handles the whole piece when a group overwrites a part of
 
 DIRECT_BYTES_MIN: Final = 8 << 10
 """Groups from this size on are written past the page cache. For smaller ones it saves nothing, and
-the event loop writes them itself (docs/lab-notes.md)."""
+the event loop writes them itself (docs/decisions.md)."""
 DIRECT_BYTES_MAX: Final = 1 << 20
 """Larger groups go through the page cache: they are rare, and their blocks would be copied at once.
 """

@@ -10,7 +10,7 @@ segment: its file has its temporary name until `rotate` needs it.
 
 Larger groups go past the page cache (O_DIRECT), if a sync follows. The sync of a large commit of
 the store puts 100 MB into the disk's queue. Writes from the page cache wait there for their turn,
-direct ones do not (docs/lab-notes.md).
+direct ones do not (docs/decisions.md).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _load_gently(path: Path) -> None:
     """Read a file into the page cache, one small piece after another.
 
     One read of all keeps as much in the disk's queue as the kernel reads ahead, 8 MiB on some
-    machines, and syncs of the log wait behind that (docs/lab-notes.md).
+    machines, and syncs of the log wait behind that (docs/decisions.md).
     """
     buffer = bytearray(READ_BYTES)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -67,7 +67,7 @@ DAMAGED_MAX: Final = 64
 starts again for each; if there are more, the disk is at fault."""
 SLICE_PAGES: Final = 4096
 """Pages that a slice may change, 16 MiB, as estimated from above. Smaller slices rewrite LMDB's
-list of free pages more often; larger ones make the log wait longer (docs/lab-notes.md)."""
+list of free pages more often; larger ones make the log wait longer (docs/decisions.md)."""
 
 
 class MergeReport(NamedTuple):

@@ -49,7 +49,7 @@ from vbucket.log.record import RECORD_BYTES
 from vbucket.log.writer import GroupAside, LogWriter
 
 INLINE_BYTES_MAX: Final = 8 * 1024
-"""Groups up to this size are written by the loop itself (docs/lab-notes.md)."""
+"""Groups up to this size are written by the loop itself (docs/decisions.md)."""
 SLOW_SYNC_NS: Final = 2_000_000
 """A sync of the loop that takes longer holds up the rest of the server by more than what the thread
 would cost (60 us)."""
