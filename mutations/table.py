@@ -191,8 +191,8 @@ MUTATIONS = (
     ),
     Mutation(
         "streams-show-what-is-not-committed",
-        "        limit, floor = min(part.committed_seqno, stream.end_seqno), part.history_floor\n",
-        "        limit, floor = min(part.high_seqno, stream.end_seqno), part.history_floor\n",
+        "        limit, floor = part.committed_seqno, part.history_floor\n",
+        "        limit, floor = part.high_seqno, part.history_floor\n",
         ("test_stream_snapshots", "test_stream_model"),
     ),
     Mutation(

@@ -49,6 +49,8 @@ def pytest_configure(config):
     """Refuse to test what is not the code of the sources, as dcpd does."""
     if stale := problem():
         pytest.exit(f"{stale}; scripts/install test does what its form needs", returncode=4)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(config))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -121,6 +123,19 @@ def pytest_testnodedown(node, error):
     """Take what a worker tells."""
     told = getattr(node, "workeroutput", {}).get("left_out", 0)
     node.config.stash[LEFT_OUT] = max(told, node.config.stash.get(LEFT_OUT, 0))
+
+
+class FailuresAtOnce:
+    """Names a test as soon as it fails: a run takes long, and its summary comes last."""
+
+    def __init__(self, config):
+        self._config = config
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+            terminal.ensure_newline()
+            terminal.write_line(f"FAILED {report.nodeid} ({report.when})", red=True)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -16,7 +16,8 @@ import hatch_build
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("dcp", "vbucket", "failover", "clients")
 FUNCTION_LINES_MAX = 70
-FILE_LINES_MAX = 600
+FILE_LINES_MAX = 800
+"""For a file that is one idea. What counts is the way of a request: `tests/test_caps.py`."""
 LINE_CHARS_MAX = 100
 
 VAGUE_NAMES = frozenset(

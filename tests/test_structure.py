@@ -103,15 +103,12 @@ def test_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
     assert circle_in(graph) == []
 
 
-def test_no_two_modules_and_no_two_classes_have_one_name() -> None:
-    """A name says where it is: `connection.py` is one file, `Mutation` one class."""
-    places: dict[str, list[str]] = defaultdict(list)
+def test_a_class_has_its_name_alone_in_its_package() -> None:
+    """Elsewhere another class may have it: the package says which is meant."""
+    places: dict[tuple[Path, str], list[str]] = defaultdict(list)
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            where = str(path.relative_to(ROOT))
-            if not path.stem.startswith("__"):
-                places[path.stem].append(where)
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):
-                    places[f"class {node.name}"].append(where)
+                    places[path.parent, node.name].append(path.name)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -27,16 +27,16 @@ class Ceiling(NamedTuple):
 
 CEILINGS: Final = {
     "SET": Ceiling(28, 70, 16, 35),
-    "GET": Ceiling(12, 19, 12, 19),
-    "stream request, ROLLBACK": Ceiling(26, 70, 15, 30),
-    "stream request, backlog from memory": Ceiling(30, 98, 20, 45),
-    "SET with one live stream": Ceiling(36, 103, 24, 55),
-    "stream request, backlog from LMDB": Ceiling(33, 110, 20, 45),
-    "SET to a consumer's event, both ends": Ceiling(56, 158, 34, 80),
+    "GET": Ceiling(12, 20, 12, 19),
+    "stream request, ROLLBACK": Ceiling(26, 71, 15, 30),
+    "stream request, backlog from memory": Ceiling(30, 100, 20, 45),
+    "SET with one live stream": Ceiling(36, 108, 24, 55),
+    "stream request, backlog from LMDB": Ceiling(33, 112, 20, 45),
+    "SET to a consumer's event, both ends": Ceiling(56, 162, 34, 80),
     "master: a group begins, to two replicas": Ceiling(14, 33, 10, 18),
-    "replica: a group in, applied": Ceiling(8, 13, 6, 8),
-    "replica: synced, acknowledgement out": Ceiling(19, 37, 10, 18),
-    "master: acknowledgement in, committed": Ceiling(11, 17, 11, 17),
+    "replica: a group in, applied": Ceiling(6, 8, 6, 8),
+    "replica: synced, acknowledgement out": Ceiling(19, 38, 10, 18),
+    "master: acknowledgement in, committed": Ceiling(16, 32, 11, 17),
 }
 TRIES: Final = 3
 """A timer of the node may fall into a flow, so the shortest way of some runs counts."""

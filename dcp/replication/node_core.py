@@ -135,6 +135,11 @@ class ReplicationCore:
             store_trouble=store_trouble, kept=self._kept, link_of=session.link_of,
         )  # fmt: skip
         self._dropped = DroppedCopies(engine, hub, self.following.empty)
+        self._begin_unheard()
+
+    def _begin_unheard(self) -> None:
+        """Serve nothing before a record says what this node is to a partition."""
+        engine = self._engine
         for part in engine.partitions:
             part.has_copies = True
             part.state = VbState.REPLICA

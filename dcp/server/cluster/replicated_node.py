@@ -200,7 +200,11 @@ class ReplicatedNode:
         self._why_idle = ""
         self.wrong_store = ""
         """Why the metadata store is not that of this cluster; "" if it is, or is not known."""
-        self._effects: Final[dict[type, Callable[[Any], None]]] = {
+        self._effects: Final = self._handlers()
+
+    def _handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Return what carries out each kind of effect."""
+        return {
             Published: self._published,
             Dial: self._dial,
             MapChanged: self._map_changed,
