@@ -317,7 +317,7 @@ class Session:
             state.close(problem)
             return position, 0
         is_small = opcode in SMALL_COMMANDS and magic in _REQUEST_MAGICS
-        if body_len > (COMMAND_BYTES_MAX if is_small else self._body_bytes_max):
+        if body_len > self._body_bytes_max or (is_small and body_len > COMMAND_BYTES_MAX):
             missing_bytes = self._refuse_body(buffer, position, end, body_end)
             return (position, missing_bytes) if missing_bytes else (min(body_end, end), 0)
         if body_end > end:
@@ -341,9 +341,9 @@ class Session:
         )
         why = f"opcode 0x{opcode:02x} announces a body of {body_len} bytes"
         refusal: RefusedError = too_big(state, why)
-        if opcode in SMALL_COMMANDS:
+        if body_len <= self._body_bytes_max:
             why += f"; this command takes at most {COMMAND_BYTES_MAX}"
-            refusal = RefusedError(Status.E2BIG, why)
+            refusal = RefusedError(Status.EINVAL, why)
         first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
         if magic == Magic.REQUEST and opcode in _SETS and state.limits.oversized_set_removes:
             key_at: int = position + HEADER_BYTES + extras_len

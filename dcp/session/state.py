@@ -199,6 +199,10 @@ class SessionState:
         self.datatypes = self.has_json = 0
         """Masks: the bits JSON and SNAPPY of datatypes, as HELLO granted them; JSON alone."""
         self._send_no_streams(replication)
+        self._begin_work(long_queue)
+
+    def _begin_work(self, long_queue: LongQueue | None) -> None:
+        """Set what takes several turns of the event loop: nothing yet."""
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""
         self.long: LongRequest | None = None

@@ -375,6 +375,10 @@ def outcome(pieces: list[bytes], node: MemoryNode | None = None) -> Outcome:
         peer.session.receive(piece, START_NS)
         answers += peer.state.answers
         peer.state.answers.clear()
+        while peer.state.is_full:  # a batch of dear commands lets others in between
+            peer.session.resume(START_NS)
+            answers += peer.state.answers
+            peer.state.answers.clear()
     after = [part.high_seqno for part in node.engine.partitions[:2]]
     if peer.state.producer is not None:
         peer.state.producer.close()

@@ -9,6 +9,8 @@
 
 #include "json_scan.h"
 
+#include "json_string.h"
+
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -99,161 +101,6 @@ static const uint8_t number_next[N_END][7] = {
 static int is_number(int state)
 {
     return state == N_ZERO || state == N_DIGITS || state == N_PART || state == N_EXPONENT;
-}
-
-/* -- strings --------------------------------------------------------------------------------- */
-
-static int hex_of(const uint8_t *at, const uint8_t *end, uint32_t *code)
-{
-    if (end - at < 4)
-        return 0;
-    *code = 0;
-    for (int i = 0; i < 4; i++) {
-        uint8_t byte = at[i], low = byte | 0x20;
-        uint32_t digit = byte >= '0' && byte <= '9' ? byte - '0'
-                         : low >= 'a' && low <= 'f' ? low - 'a' + 10u
-                                                    : 16u;
-        if (digit > 15)
-            return 0;
-        *code = *code << 4 | digit;
-    }
-    return 1;
-}
-
-/* Return the bytes of an escape, which begins with a backslash; 0: it is none. */
-static int escape_bytes(const uint8_t *at, const uint8_t *end, uint32_t *code)
-{
-    if (end - at < 2)
-        return 0;
-    switch (at[1]) {
-    case '"': case '\\': case '/': *code = at[1]; return 2;
-    case 'b': *code = '\b'; return 2;
-    case 'f': *code = '\f'; return 2;
-    case 'n': *code = '\n'; return 2;
-    case 'r': *code = '\r'; return 2;
-    case 't': *code = '\t'; return 2;
-    case 'u': break;
-    default: return 0;
-    }
-    if (!hex_of(at + 2, end, code) || (*code >= 0xdc00 && *code < 0xe000))
-        return 0;
-    if (*code < 0xd800 || *code >= 0xe000)
-        return 6;
-    uint32_t low;
-    if (end - at < 12 || at[6] != '\\' || at[7] != 'u' || !hex_of(at + 8, end, &low) ||
-        low < 0xdc00 || low >= 0xe000)
-        return 0;
-    *code = 0x10000 + ((*code - 0xd800) << 10) + (low - 0xdc00);
-    return 12;
-}
-
-/* Return the bytes of a character that is not ASCII; 0: it is not UTF-8. */
-static int utf8_bytes(const uint8_t *at, const uint8_t *end)
-{
-    uint8_t first = at[0];
-    int count = first >= 0xc2 && first < 0xe0 ? 2 : first >= 0xe0 && first < 0xf0 ? 3
-              : first >= 0xf0 && first < 0xf5 ? 4 : 0;
-    if (!count || end - at < count)
-        return 0;
-    for (int i = 1; i < count; i++)
-        if ((at[i] & 0xc0) != 0x80)
-            return 0;
-    uint8_t second = at[1];
-    if ((first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) ||
-        (first == 0xf0 && second < 0x90) || (first == 0xf4 && second > 0x8f))
-        return 0;
-    return count;
-}
-
-#define EACH(byte) (UINT64_C(0x0101010101010101) * (byte))
-#define HAS_ZERO(word) (((word) - EACH(1)) & ~(word) & EACH(0x80))
-
-/* Whether 8 bytes have a quote, a backslash, a control character or a byte beyond ASCII. */
-static inline int is_special(uint64_t word)
-{
-    uint64_t found = HAS_ZERO(word ^ EACH('"')) | HAS_ZERO(word ^ EACH('\\')) |
-                     HAS_ZERO(word & EACH(0xe0)) | (word & EACH(0x80));
-    return found != 0;
-}
-
-/* Go on in a string. Return the place behind the closing quote; NULL: it is unsound; `stop` or a
-   little more: it goes on there. */
-static const uint8_t *string_end(JsonScan *scan, const uint8_t *at, const uint8_t *stop,
-                                 const uint8_t *end, int *is_closed)
-{
-    while (at < stop) {
-        uint64_t word;
-        while (end - at >= 8 && at < stop) {
-            memcpy(&word, at, 8);
-            if (is_special(word))
-                break;
-            at += 8;
-        }
-        if (at >= stop)
-            break;
-        uint8_t byte = *at;
-        if (byte == '"') {
-            *is_closed = 1;
-            return at + 1;
-        }
-        if (byte == '\\') {
-            uint32_t code;
-            int bytes = escape_bytes(at, end, &code);
-            if (!bytes)
-                return NULL;
-            scan->has_escape = 1;
-            at += bytes;
-        } else if (byte < 0x20)
-            return NULL;
-        else if (byte >= 0x80 && scan->checks_utf8) {
-            int bytes = utf8_bytes(at, end);
-            if (!bytes)
-                return NULL;
-            at += bytes;
-        } else
-            at++;
-    }
-    return at;
-}
-
-static Py_ssize_t put_character(uint8_t *to, uint32_t code)
-{
-    if (code < 0x80) {
-        to[0] = (uint8_t)code;
-        return 1;
-    }
-    if (code < 0x800) {
-        to[0] = (uint8_t)(0xc0 | code >> 6);
-        to[1] = (uint8_t)(0x80 | (code & 0x3f));
-        return 2;
-    }
-    if (code < 0x10000) {
-        to[0] = (uint8_t)(0xe0 | code >> 12);
-        to[1] = (uint8_t)(0x80 | (code >> 6 & 0x3f));
-        to[2] = (uint8_t)(0x80 | (code & 0x3f));
-        return 3;
-    }
-    to[0] = (uint8_t)(0xf0 | code >> 18);
-    to[1] = (uint8_t)(0x80 | (code >> 12 & 0x3f));
-    to[2] = (uint8_t)(0x80 | (code >> 6 & 0x3f));
-    to[3] = (uint8_t)(0x80 | (code & 0x3f));
-    return 4;
-}
-
-/* Write a sound name without its escapes; return its bytes. */
-static Py_ssize_t unescape(const uint8_t *at, const uint8_t *end, uint8_t *to)
-{
-    uint8_t *begin = to;
-    while (at < end) {
-        if (*at != '\\') {
-            *to++ = *at++;
-            continue;
-        }
-        uint32_t code;
-        at += escape_bytes(at, end, &code);
-        to += put_character(to, code);
-    }
-    return to - begin;
 }
 
 /* -- levels ---------------------------------------------------------------------------------- */
@@ -439,138 +286,136 @@ static int literal_bytes(const uint8_t *at, const uint8_t *end)
     return end - at >= 5 && !memcmp(at, "false", 5) ? 5 : 0;
 }
 
+typedef struct {
+    const uint8_t *text, *stop, *end;
+} Span;
+
+/* Each of these goes on at a place, sets the state, and returns the next place. NULL: the text ends
+   here, and `result` says how. */
+
+static inline const uint8_t *unsound(JsonScan *scan)
+{
+    scan->result = IS_UNSOUND;
+    return NULL;
+}
+
+static inline const uint8_t *on_number(JsonScan *scan, const Span *span, const uint8_t *at)
+{
+    int number = scan->number, next = number;
+    while (at < span->stop && (next = number_next[number][number_kinds[*at]]) != N_END) {
+        number = next;
+        at++;
+    }
+    scan->number = number;
+    scan->state = IN_NUMBER;
+    if (next != N_END && at != span->end)
+        return at;
+    if (!is_number(number))
+        return unsound(scan);
+    end_plain(scan, at - span->text);
+    scan->state = AFTER;
+    if (at < span->stop && *at == ',' && scan->depth && !scan->is_object[scan->depth]) {
+        scan->state = VALUE; /* the usual way on in an array */
+        at++;
+    }
+    return at;
+}
+
+static inline const uint8_t *on_value(JsonScan *scan, const Span *span, const uint8_t *at)
+{
+    uint8_t byte = *at;
+    begin_value(scan, level_at(scan, scan->depth), at - span->text);
+    if (byte == '[' || byte == '{') {
+        if (!open_container(scan, byte == '{')) {
+            scan->result = IS_TOO_DEEP;
+            return NULL;
+        }
+        scan->state = byte == '{' ? FIRST_NAME : FIRST_VALUE;
+        return at + 1;
+    }
+    if (byte == '"') {
+        scan->state = IN_STRING;
+        return at + 1;
+    }
+    if (number_kinds[byte] <= 2) {
+        scan->number = number_next[N_START][number_kinds[byte]];
+        return on_number(scan, span, at + 1);
+    }
+    int bytes = literal_bytes(at, span->end);
+    if (!bytes)
+        return unsound(scan);
+    end_plain(scan, at + bytes - span->text);
+    scan->state = AFTER;
+    return at + bytes;
+}
+
+static inline const uint8_t *on_string(JsonScan *scan, const Span *span, const uint8_t *at)
+{
+    int is_closed = 0;
+    at = string_end(at, span->stop, span->end, scan->checks_utf8, &scan->has_escape, &is_closed);
+    if (at == NULL)
+        return unsound(scan);
+    if (is_closed && scan->state == IN_STRING) {
+        end_plain(scan, at - span->text);
+        scan->state = AFTER;
+    } else if (is_closed) {
+        const uint8_t *name = span->text + scan->piece_at + 1;
+        Level *level = level_at(scan, scan->depth);
+        level->child_name_at = scan->piece_at;
+        match_name(scan, level, name, at - 1 - name);
+        scan->state = COLON;
+    }
+    return at;
+}
+
+static inline const uint8_t *on_mark(JsonScan *scan, const Span *span, const uint8_t *at)
+{
+    int state = scan->state, is_object = scan->is_object[scan->depth];
+    uint8_t byte = *at;
+    int may_close = state != NAME && state != COLON && scan->depth;
+    if (may_close && byte == (is_object ? '}' : ']')) {
+        close_container(scan, at + 1 - span->text);
+        scan->state = AFTER;
+    } else if (state == COLON && byte == ':')
+        scan->state = VALUE;
+    else if (state == AFTER && byte == ',' && scan->depth)
+        scan->state = is_object ? NAME : VALUE;
+    else if ((state == NAME || state == FIRST_NAME) && byte == '"') {
+        scan->has_escape = 0;
+        scan->piece_at = at - span->text;
+        scan->state = IN_NAME;
+    } else
+        return unsound(scan);
+    return at + 1;
+}
+
 static int scan_on(JsonScan *scan, Py_ssize_t bytes_max)
 {
     const uint8_t *text = scan->text.buf, *end = text + scan->text.len, *at = text + scan->at;
-    const uint8_t *stop = end - at > bytes_max ? at + bytes_max : end;
-    int state = scan->state, closed;
-    Level *level;
-
-    for (;;) {
+    Span span = {text, end - at > bytes_max ? at + bytes_max : end, end};
+    while (at != NULL) {
+        int state = scan->state;
         if (state != IN_STRING && state != IN_NAME && state != IN_NUMBER) {
-            while (at < stop && is_white(*at))
+            while (at < span.stop && is_white(*at))
                 at++;
         }
-        if (at >= stop)
+        if (at >= span.stop)
             break;
-        uint8_t byte = *at;
-        switch (state) {
-        case FIRST_VALUE:
-            if (byte == ']') {
-                close_container(scan, ++at - text);
-                state = AFTER;
-                break;
-            }
-            /* fall through */
-        case VALUE:
-            level = level_at(scan, scan->depth);
-            if (byte == '[' || byte == '{') {
-                begin_value(scan, level, at - text);
-                if (!open_container(scan, byte == '{'))
-                    return IS_TOO_DEEP;
-                at++;
-                state = byte == '{' ? FIRST_NAME : FIRST_VALUE;
-                break;
-            }
-            begin_value(scan, level, at - text);
-            if (byte == '"') {
-                at++;
-                state = IN_STRING;
-            } else if (number_kinds[byte] <= 2) {
-                scan->number = number_next[N_START][number_kinds[byte]];
-                at++;
-                state = IN_NUMBER;
-                goto in_number;
-            } else {
-                int bytes = literal_bytes(at, end);
-                if (!bytes)
-                    return IS_UNSOUND;
-                at += bytes;
-                end_plain(scan, at - text);
-                state = AFTER;
-            }
-            break;
-        case IN_NUMBER:
-        in_number: {
-            int number = scan->number, next = number;
-            while (at < stop && (next = number_next[number][number_kinds[*at]]) != N_END) {
-                number = next;
-                at++;
-            }
-            scan->number = number;
-            if (next == N_END || at == end) {
-                if (!is_number(number))
-                    return IS_UNSOUND;
-                end_plain(scan, at - text);
-                state = AFTER;
-                if (at < stop && *at == ',' && !scan->is_object[scan->depth] && scan->depth) {
-                    state = VALUE; /* the usual way on in an array */
-                    at++;
-                }
-            }
-            break;
-        }
-        case IN_STRING:
-            closed = 0;
-            at = string_end(scan, at, stop, end, &closed);
-            if (at == NULL)
-                return IS_UNSOUND;
-            if (closed) {
-                end_plain(scan, at - text);
-                state = AFTER;
-            }
-            break;
-        case FIRST_NAME:
-            if (byte == '}') {
-                close_container(scan, ++at - text);
-                state = AFTER;
-                break;
-            }
-            /* fall through */
-        case NAME:
-            if (byte != '"')
-                return IS_UNSOUND;
-            scan->has_escape = 0;
-            scan->piece_at = at - text;
-            at++;
-            state = IN_NAME;
-            break;
-        case IN_NAME:
-            closed = 0;
-            at = string_end(scan, at, stop, end, &closed);
-            if (at == NULL)
-                return IS_UNSOUND;
-            if (closed) {
-                const uint8_t *name = text + scan->piece_at + 1;
-                level = level_at(scan, scan->depth);
-                level->child_name_at = scan->piece_at;
-                match_name(scan, level, name, at - 1 - name);
-                state = COLON;
-            }
-            break;
-        case COLON:
-            if (byte != ':')
-                return IS_UNSOUND;
-            at++;
-            state = VALUE;
-            break;
-        default: /* AFTER */
-            if (!scan->depth)
-                return IS_UNSOUND;
-            if (byte == ',') {
-                state = scan->is_object[scan->depth] ? NAME : VALUE;
-                at++;
-            } else if (byte == (scan->is_object[scan->depth] ? '}' : ']')) {
-                close_container(scan, ++at - text);
-            } else
-                return IS_UNSOUND;
-        }
+        if (state == VALUE || (state == FIRST_VALUE && *at != ']'))
+            at = on_value(scan, &span, at);
+        else if (state == IN_STRING || state == IN_NAME)
+            at = on_string(scan, &span, at);
+        else if (state == IN_NUMBER)
+            at = on_number(scan, &span, at);
+        else
+            at = on_mark(scan, &span, at);
     }
+    if (at == NULL)
+        return scan->result;
     scan->at = at - text;
-    scan->state = state;
     if (at < end)
         return GOES_ON;
-    return state == AFTER && !scan->depth ? IS_DONE : IS_UNSOUND;
+    return scan->state == AFTER && !scan->depth ? IS_DONE : IS_UNSOUND;
 }
 
 /* -- the type -------------------------------------------------------------------------------- */

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from dcp.session.subdoc.json_path import DEPTH_MAX, Key, Path, SubdocError
-from dcp.session.subdoc.json_scan import Place, Text
+from dcp.session.subdoc.json_scan import Text, ValuePlace
 from dcp.wire.status import Status
 
 _WHITESPACE: Final = b" \t\r\n"
@@ -40,10 +40,10 @@ class Found:
     ) -> None:
         self.text = text
         self.path = path
-        self.places = [Place(*each) for each in places]
+        self.places = [ValuePlace(*each) for each in places]
         """Of the document, and of the value behind each step that leads to one."""
 
-    def place(self, length: int | None = None) -> Place:
+    def place(self, length: int | None = None) -> ValuePlace:
         """Return the place behind so many steps (None: all). Raises SubdocError."""
         if length is None:
             length = len(self.path)
@@ -64,11 +64,11 @@ class Found:
             return False
         return True
 
-    def first_byte(self, place: Place) -> bytes:
+    def first_byte(self, place: ValuePlace) -> bytes:
         """Return the first byte of a value."""
         return bytes(self.text[place.at : place.at + 1])
 
-    def text_of(self, place: Place) -> Text:
+    def text_of(self, place: ValuePlace) -> Text:
         """Return the text of a value."""
         return self.text[place.at : place.end]
 
@@ -202,7 +202,7 @@ def _text_of(step: Key | int) -> bytes:
 
 
 def _with_last(
-    container: Place, addition: bytes, level: int, more: int, result: bytes = b""
+    container: ValuePlace, addition: bytes, level: int, more: int, result: bytes = b""
 ) -> Edit:
     """Put something more before the closing bracket of a container."""
     at = container.end - 1

@@ -40,7 +40,7 @@ LEVELS_MAX: Final = 1024
 Text = bytes | memoryview
 
 
-class Place(NamedTuple):
+class ValuePlace(NamedTuple):
     """Where a value stands."""
 
     at: int
@@ -65,7 +65,7 @@ class JsonScan(Protocol):
         """Go on for about as many bytes; return GOES_ON, or how the pass has ended."""
 
     def places(self, number: int, /) -> Sequence[tuple[int, int, int, int, bool, bool]]:
-        """Return the places (`Place`) of the path with this number. Call it after IS_DONE."""
+        """Return the places (`ValuePlace`) of the path with this number. Call it after IS_DONE."""
 
 
 _Step = bytes | int
@@ -143,7 +143,7 @@ class PlainScan:
         self._wanted = wanted
         self._levels_max = levels_max
         self._checks_utf8 = checks_utf8
-        self._found: list[list[Place | None]] = [[None] * (len(path) + 1) for path in paths]
+        self._found: list[list[ValuePlace | None]] = [[None] * (len(path) + 1) for path in paths]
         self._levels = [_Level(False, frozenset(range(len(paths))))]
         """The document itself stands in the first one."""
         self._stop = 0
@@ -163,9 +163,9 @@ class PlainScan:
                 self._how = error.how
         return self._how
 
-    def places(self, number: int, /) -> Sequence[Place]:
+    def places(self, number: int, /) -> Sequence[ValuePlace]:
         """See JsonScan."""
-        found: list[Place] = []
+        found: list[ValuePlace] = []
         for place in self._found[number]:
             if place is None:
                 break
@@ -288,7 +288,7 @@ class PlainScan:
         level, length = self._levels[-1], len(self._levels) - 1
         level.count += 1
         for number in level.child:
-            self._found[number][length] = Place(
+            self._found[number][length] = ValuePlace(
                 level.child_at, end, level.child_name_at,
                 0 if inner is None else inner.count,
                 inner is not None and inner.has_containers,
