@@ -11,7 +11,7 @@ static int hex_of(const uint8_t *at, const uint8_t *end, uint32_t *code)
     *code = 0;
     for (int i = 0; i < 4; i++) {
         uint8_t byte = at[i], low = byte | 0x20;
-        uint32_t digit = byte >= '0' && byte <= '9' ? byte - '0'
+        uint32_t digit = byte >= '0' && byte <= '9' ? byte - (uint32_t)'0'
                          : low >= 'a' && low <= 'f' ? low - 'a' + 10u
                                                     : 16u;
         if (digit > 15)
