@@ -240,4 +240,4 @@ def test_a_value_that_came_compressed_is_dumped_plain(client: RawClient, ctl: Ct
     )  # fmt: skip
     assert answer.status == Status.OK
     _, (line,), _ = ctl(str(VB + 1))
-    assert (line["value"], line["datatype"]) == (value.decode(), 1)
+    assert (line["value"], line["datatype"]) == (value.decode(), 0), "it is no JSON"

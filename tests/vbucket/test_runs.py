@@ -65,7 +65,7 @@ def node_of(steps: list[tuple[str, bytes, int]]) -> MemoryNode:
             engine.delete(VB, key, 0)
         elif what in {"set", "json", "xattr"}:
             section = SECTION if what == "xattr" else b""
-            body = key + section + b"W" * value_bytes
+            body = key + section + (b"1" if what == "json" else b"W") * value_bytes
             engine.store(SET, VB, key, body, 0, 0, DATATYPES.get(what, 0), 0)
         elif what == "merge":
             if engine.keyspace.is_merging:
