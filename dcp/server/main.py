@@ -327,7 +327,7 @@ async def _started(
 
 
 async def _run_to_the_end(node: Node, settings: Settings) -> ExitCode:
-    from dcp.server.cluster.membership_over import NodeRemovedError
+    from dcp.server.observe.membership_over import NodeRemovedError
 
     try:
         try:

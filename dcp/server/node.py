@@ -35,7 +35,6 @@ from dcp.server.access.access import Access
 from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
 from dcp.server.access.users import Users
 from dcp.server.admin.node_view import AdminParts, ConsoleParts
-from dcp.server.cluster.membership_over import MembershipOverError, event_of
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import plain_host_of
 from dcp.server.listeners import Listeners, admin_crowd
@@ -48,6 +47,7 @@ from dcp.server.net.ticks import Upkeep
 from dcp.server.observe.about import About
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.housekeeping import Housekeeping
+from dcp.server.observe.membership_over import MembershipOverError, event_of
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.observe.tasks import Tasks

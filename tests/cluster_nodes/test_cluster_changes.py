@@ -23,7 +23,7 @@ from dcp.cluster.metastore import (
     if_created_at,
 )
 from dcp.server.cluster import cluster_changes
-from dcp.server.cluster.membership_over import MembershipOverError
+from dcp.server.observe.membership_over import MembershipOverError
 from support.cluster_here import ClusterHere
 from support.ctl import Ran, ctl
 from support.waiting import until_so

@@ -13,7 +13,7 @@ from dcp.cluster.metastore import Put, Txn, TxnResult
 from dcp.replication.messages import FORMAT
 from dcp.server.cluster import replicated_node
 from dcp.server.cluster.enrolment import ask
-from dcp.server.cluster.membership_over import MembershipOverError
+from dcp.server.observe.membership_over import MembershipOverError
 from support.cluster_here import CLUSTER, ClusterHere
 from support.waiting import until_so
 

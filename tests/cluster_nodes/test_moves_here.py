@@ -13,8 +13,8 @@ from dcp.cluster.metastore import TxnResult
 from dcp.cluster.plan_requests import drain, rebalance, remove, set_cluster
 from dcp.cluster.request_answers import Answer, Prepared, Stamp
 from dcp.server.cluster.enrolment import ask
-from dcp.server.cluster.membership_over import MembershipOverError
 from dcp.server.node import Node
+from dcp.server.observe.membership_over import MembershipOverError
 from support.cluster_here import ClusterHere
 from support.waiting import until_so
 

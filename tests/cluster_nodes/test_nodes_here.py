@@ -27,8 +27,8 @@ from dcp.server.cluster import replicated_node
 from dcp.server.cluster.cluster_file import read_cluster_file, write_cluster_file
 from dcp.server.cluster.enrolment import EnrolmentError, ask
 from dcp.server.cluster.member_link import MemberLink
-from dcp.server.cluster.membership_over import MembershipOverError
 from dcp.server.node import Node
+from dcp.server.observe.membership_over import MembershipOverError
 from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 from dcp.wire.feature import Feature
@@ -375,7 +375,7 @@ class ClosedLink:
     def __init__(self) -> None:
         self.ends = 0
 
-    def unreachable(self, why: str, *, is_refused: bool) -> None:
+    def unreachable(self, why: str, *, is_refused: bool, is_barred: bool = False) -> None:
         assert why
         assert not is_refused
         self.ends += 1

@@ -105,8 +105,10 @@ class _Pair:
             self.peer.session.receive(self.output, self.node.now_ns)
             self.peer.session.ask_logins(self.node.now_ns)
             self.output = b""
-        self.node.commit()
         state = self.peer.state
+        while state.is_full:  # dear commands let others have a turn
+            self.peer.session.resume(self.node.now_ns)
+        self.node.commit()
         data = b"".join(state.answers)
         state.answers.clear()
         if state.producer is not None:

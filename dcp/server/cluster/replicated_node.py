@@ -52,7 +52,6 @@ from dcp.server.cluster.enrolment_state import Enrolment, Happening, Standing
 from dcp.server.cluster.map_pace import MapPace
 from dcp.server.cluster.map_shown import MapShown, tls_address_of
 from dcp.server.cluster.member_link import MemberLink
-from dcp.server.cluster.membership_over import MembershipOverError, NodeRemovedError
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.own_clock import OwnClock
 from dcp.server.cluster.own_links import OwnLinks
@@ -69,6 +68,7 @@ from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.membership_over import MembershipOverError, NodeRemovedError
 from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import CollectionsRefusedError
 from dcp.session.held_answers import HeldAnswers
