@@ -70,7 +70,9 @@ def test_another_protocol_is_closed_before_its_body_is_read(
     with connect(server) as stranger:
         stranger.sendall(request_line + b"\r\nset smuggled 0 0 1\r\nx\r\n")
         with contextlib.suppress(ConnectionResetError):  # closed with bytes unread
-            assert read_all(stranger) == b""
+            # A capital letter is answered as memcached does, and nothing behind it is read.
+            answer = b"ERROR\r\n" if request_line[:1].isupper() else b""
+            assert read_all(stranger) == answer
     with connect(server) as text:
         text.sendall(b"get smuggled\r\n")
         assert read_until(text, b"END\r\n") == b"END\r\n"
