@@ -125,7 +125,7 @@ async def test_a_wave_of_moved_partitions_is_told_in_one_line(caplog):
 
 async def test_a_server_without_noops_is_taken_for_dead(caplog):
     async with node() as peer:
-        async with Consumer(peer.address, vbuckets=[VB], noop_interval_s=0.05) as consumer:
+        async with Consumer(peer.address, vbuckets=[VB], noop_interval_s=0.1) as consumer:
             times = 0
             async with asyncio.timeout(20):
                 async for event in consumer:

@@ -52,7 +52,7 @@ async def test_events_have_them_if_they_are_asked_for(written: DcpdProcess) -> N
     found = await changes(written, xattrs=True)
     full, gone = found[b"full"], found[b"gone"]
     assert isinstance(full, Mutation)
-    assert (full.value, full.datatype) == (b'{"v":1}', 0)
+    assert (full.value, full.datatype) == (b'{"v":1}', 1)
     assert full.xattrs == {"user": b'{"n":1.0}', "_sys": b"2"}
     assert isinstance(gone, Deletion)
     assert gone.xattrs == {"_sys": b"2"}
