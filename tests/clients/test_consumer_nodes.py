@@ -134,7 +134,7 @@ async def test_a_server_without_noops_is_taken_for_dead(caplog):
                         break
             assert consumer.metrics.silent_connections >= 2
             assert consumer.metrics.connections_lost >= 2
-        assert "nothing received for 0.1 s; reconnecting" in caplog.text
+        assert "nothing received for 0.2 s; reconnecting" in caplog.text
 
 
 async def test_a_login_that_is_refused_when_it_connects_again_ends_the_iteration(caplog):

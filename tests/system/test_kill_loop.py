@@ -38,9 +38,13 @@ def life(tmp_path: Path) -> Iterator[Life]:
     life.abandon()
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_no_answered_change_is_lost_over_many_kills(life: Life) -> None:
     for _ in range(KILLS):
+        life.round()
+    for _ in range(3 * KILLS):  # on a busy machine a kill falls into a merge less often
+        if life.unfinished:
+            break
         life.round()
     life.finish()
     assert life.answers > 0
