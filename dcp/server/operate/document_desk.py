@@ -446,7 +446,7 @@ class Documents:
         packet = pack_request(
             Opcode.ADD if only_new else Opcode.SET,
             vb_id=vb_id, cas=cas, key=stored_key, value=value,
-            extras=_STORE_EXTRAS.pack(flags, expiry), datatype=int(is_json(value)),
+            extras=_STORE_EXTRAS.pack(flags, expiry),
         )  # fmt: skip
         return await self._change(user, rights, vb_id, packet)
 
@@ -522,15 +522,6 @@ def _position_of(position: str) -> tuple[int, bytes]:
     if not 0 <= vb_id < NUM_VBUCKETS:
         raise DocumentRefusedError(Status.EINVAL, f"{position[:50]!r} is no position of a search")
     return vb_id, key
-
-
-def is_json(value: bytes) -> bool:
-    """Whether a value is a JSON document."""
-    try:
-        msgspec.json.decode(value)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    return True
 
 
 def text_of(raw: bytes) -> tuple[str, str]:
