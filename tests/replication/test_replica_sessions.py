@@ -206,7 +206,7 @@ def test_an_acknowledgement_on_a_plain_connection_is_refused(peer: Peer) -> None
         pack_request(Opcode.X_REPLICA_ACK, extras=b"short"),
         pack_request(Opcode.DCP_STREAM_REQ, extras=bytes(47), value=b"{}"),
         pack_request(Opcode.DCP_STREAM_REQ, extras=bytes(48), value=b"{}"),
-        pack_request(Opcode.DCP_STREAM_REQ, extras=bytes(48), value=b"[" * 100_000),
+        pack_request(Opcode.DCP_STREAM_REQ, extras=bytes(48), value=b"[" * 60_000),
         pack_request(
             Opcode.DCP_STREAM_REQ, vb_id=4, extras=bytes(48), value=b'{"epoch":1,"versions":[]}'
         ),
