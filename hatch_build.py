@@ -89,6 +89,7 @@ LOOPS_SOURCES: Final = (
     "vbucket/native/set_request.c",
     "vbucket/native/set_run.c",
     "vbucket/native/staging.c",
+    "vbucket/native/stored_documents.c",
 )
 LOOPS_HEADERS: Final = (
     "vbucket/native/attributes.h",
@@ -115,6 +116,8 @@ LOOPS_HEADERS: Final = (
     "vbucket/native/set_request.h",
     "vbucket/native/set_run.h",
     "vbucket/native/staging.h",
+    "vbucket/native/stored_documents.h",
+    "vbucket/native/key_record.h",
 )
 PACKAGES: Final = ("dcp", "vbucket", "failover")
 """Packages that are needed for the types of these modules."""

@@ -343,10 +343,6 @@ def test_a_run_takes_all_that_it_may() -> None:
         def __init__(self, run: SetRun) -> None:
             self.run = run
 
-        @property
-        def planned(self) -> int:
-            return self.run.planned
-
         def apply(self, received: bytes, position: int, *rest: Any) -> int:
             after = self.run.apply(received, position, *rest)
             taken.append((position, after))
@@ -361,26 +357,6 @@ def test_a_run_takes_all_that_it_may() -> None:
     assert taken == [
         (0, len(sets)), (len(sets), len(sets)), (again, again + len(sets)),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("xattr_every", [1, 2, 20])
-def test_few_plans_are_lost_behind_documents_with_xattrs(xattr_every: int) -> None:
-    """A SET of one is for Python, and what was planned behind it is planned again."""
-    pair, count = Pair(MemoryNode), 400
-    keys = [b"\0key %d" % number for number in range(count)]
-    value = pack_xattrs([(b"_sync", b"{}")]) + b"body"
-    for node in pair.nodes:
-        for key in keys[::xattr_every]:
-            part = node.engine.partitions[1]
-            node.engine.put(part, key, key + value, 0, 0, DATATYPE_XATTR, keeps_xattrs=False)
-        node.merge()
-    run = pair.nodes[0].engine.set_run
-    assert run is not None
-    pair.send(b"".join(plain(key) for key in keys))
-    assert 0 < run.planned < 2 * count
-    before = run.planned
-    pair.send(b"".join(plain(b"\0new %d" % number) for number in range(count)))
-    assert run.planned - before == count, "without XATTRs none is lost"
 
 
 NO_MEMORY = """
@@ -481,22 +457,16 @@ def test_a_damaged_record_fails_only_its_request(kind: type[MemoryNode]) -> None
 @given(
     head=st.binary(min_size=24, max_size=40) | st.just(plain(KEYS[0])),
     changes=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 255)), max_size=4),
-    begin=st.integers(0, 50),
     end=st.integers(0, 120),
 )
-def test_crafted_bytes(head: bytes, changes: list[tuple[int, int]], begin: int, end: int) -> None:
-    """Whatever the bytes and the borders are, both take as much, and nothing else happens."""
+def test_crafted_bytes(head: bytes, changes: list[tuple[int, int]], end: int) -> None:
+    """Whatever the bytes are, both do the same, and nothing else happens."""
     data = bytearray(head + plain(KEYS[1]) + plain(KEYS[2]))
     for at, byte in changes:
         data[at % len(head)] = byte
-    end = min(end, len(data))
-    begin = min(begin, end)
     pair = Pair(MemoryNode)
-    taken = []
     for peer in pair.peers:
-        peer.state.buffer = bytes(data)
-        taken.append(peer.session._runs.store_run(begin, end))
-    assert taken[0] == taken[1]
+        peer.session.receive(bytes(data[:end]), peer.node.now_ns)
     assert heard(pair.peers[0]) == heard(pair.peers[1])
     pair.check()
 

@@ -114,7 +114,9 @@ class Engine:
             keyspace.partitions, keyspace.versions.meta_below, store.key_tree,
             keyspace.item_cache, StoreDamagedError,
         )  # fmt: skip
-        self.get_run = get_run(keyspace.partitions)
+        self.get_run = get_run(
+            keyspace.partitions, store.read_trees, keyspace.item_cache.keep, StoreDamagedError
+        )
         """These do plain SETs and GETs in C; None: the loops are not built."""
         self.write_refusal = ""
         """Why no partition takes writes now, "" if they do."""

@@ -124,6 +124,11 @@ class ItemCache:
         if self.held_bytes > self.bytes_max:
             self._shrink()
 
+    def keep(self, part: Partition, key: bytes, entry: bytes) -> None:
+        """Do the same unless the key is cached: two reads that came together read it twice."""
+        if key not in part.recent and key not in part.older:
+            self.add(part, key, entry)
+
     def take(self, part: Partition, key: bytes) -> bytes | None:
         """Remove a key that is about to change; return its entry, None if it was not cached."""
         size = len(key) + ITEM_OVERHEAD_BYTES

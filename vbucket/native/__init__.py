@@ -4,11 +4,11 @@ streams. They are optional, and equal to their twins in Python.
 Most take bytes and return bytes: entries of the log become records and blocks, stored frames become
 what a client gets, received frames become runs of changes and their columns. They read and write no
 database, and have no effect but their result. Four work on partitions: SETs do what `Engine.put`
-does and look up keys in LMDB's pages, GETs are answered from memory, a replica applies the commit
-groups of its master, and a start applies entries of the log as `Replay` does. Whatever the loops do
-not know, or find damaged, they leave to Python, which does it, or says what is wrong. So both forms
-give the same results, byte by byte, and only Python has error texts. `LogThread` is no loop: it
-makes two system calls for the committer, on a thread of its own.
+does and look up keys in LMDB's pages, GETs are answered from memory or from these pages, a replica
+applies the commit groups of its master, and a start applies entries of the log as `Replay` does.
+Whatever the loops do not know, or find damaged, they leave to Python, which does it, or says what
+is wrong. So both forms give the same results, byte by byte, and only Python has error texts.
+`LogThread` is no loop: it makes two system calls for the committer, on a thread of its own.
 
 Who calls it: `vbucket.upkeep`, `vbucket.engine`, `vbucket.store`, `dcp.server.storage.log_thread`,
 `clients.backup.strip`, `clients.streaming.change_runs`. `loops` is built by hatch_build.py from the
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     Partitions = list[Any]
     MetaBelow = Callable[[Any, bytes, bytes | None], tuple[int, int, int, int, int, int, int]]
     TreeOf = Callable[[], KeyTree | None]
+    TreesOf = Callable[[], tuple[KeyTree, KeyTree] | None]
+    Keep = Callable[[Any, bytes, bytes], None]
     CutFrames = Callable[[bytes, array[int], int, int, int, bool, bool], bytearray | None]
     Repack = Callable[
         [int, list[tuple[bytes, bytes, bytes | None]], int, int],
@@ -206,10 +208,17 @@ def group_run(
     return None if loops is None else loops.group_run(partitions, presumed, link, apply_other)
 
 
-def get_run(partitions: Partitions) -> GetRun | None:
-    """Return what answers plain GETs of these partitions, None if the loops are not built."""
+def get_run(
+    partitions: Partitions, trees: TreesOf, keep: Keep, damaged: type[Exception]
+) -> GetRun | None:
+    """Return what answers plain GETs of these partitions, None if the loops are not built.
+
+    `trees` returns those of `by_key` and `by_seqno`, or None, and then documents that are only in
+    the store are left to Python; so they are if it raises `damaged`. `keep` is that of the item
+    cache.
+    """
     loops = _run_loops()
-    return None if loops is None else loops.get_run(partitions)
+    return None if loops is None else loops.get_run(partitions, trees, keep, damaged)
 
 
 def key_tree(

@@ -10,6 +10,7 @@
 #define FORMAT 1
 #define HEADER_BYTES 48
 #define CRC_AT (HEADER_BYTES - 4)
+#define FRAME_HEADER_BYTES 24
 #define HAS_SEQNOS 0x01
 #define ONLY_MUTATIONS 0x02
 #define ONLY_RAW 0x04
@@ -74,6 +75,58 @@ int block_open(Block *block, const uint8_t *key, size_t key_bytes, const uint8_t
         end = next;
     }
     return end == block->body_bytes && seqnos_ascend(block);
+}
+
+/* Returns the index of the first seqno at or above this one. */
+static size_t seqno_index(const uint8_t *seqnos, size_t count, uint64_t seqno)
+{
+    size_t low = 0, high = count;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (le(seqnos + 8 * middle, 8) < seqno)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Whether a frame is that which is meant. */
+static int is_frame_of(const uint8_t *frame, size_t bytes, uint32_t vb_id, const FrameOf *of)
+{
+    if (bytes < FRAME_HEADER_BYTES + 8)
+        return 0;
+    size_t key_at = FRAME_HEADER_BYTES + (size_t)frame[4];
+    return be16(frame + 2) == of->key_bytes && be16(frame + 6) == vb_id &&
+           FRAME_HEADER_BYTES + (uint64_t)be32(frame + 8) == bytes && be64(frame + 16) == of->cas &&
+           be64(frame + FRAME_HEADER_BYTES) == of->seqno && key_at + of->key_bytes <= bytes &&
+           !memcmp(frame + key_at, of->key, of->key_bytes);
+}
+
+const uint8_t *block_find_frame(const uint8_t *block_key, size_t block_key_bytes,
+                                const uint8_t *value, size_t bytes, const FrameOf *of,
+                                size_t *frame_bytes)
+{
+    if (block_key_bytes != BLOCK_KEY_BYTES || bytes < HEADER_BYTES)
+        return NULL;
+    size_t count = (size_t)le(value + 4, 4);
+    int has_seqnos = value[1] & HAS_SEQNOS;
+    if (count > (bytes - HEADER_BYTES) / (has_seqnos ? 24 : 16))
+        return NULL;
+    const uint8_t *ends = value + HEADER_BYTES, *crcs = ends + 4 * count;
+    const uint8_t *seqnos = crcs + 12 * count, *body = seqnos + (has_seqnos ? 8 * count : 0);
+    uint64_t first = be64(block_key + 2);
+    uint64_t index = has_seqnos ? seqno_index(seqnos, count, of->seqno) : of->seqno - first;
+    if (of->seqno < first || index >= count)
+        return NULL;
+    uint64_t start = index ? le(ends + 4 * (index - 1), 4) : 0, end = le(ends + 4 * index, 4);
+    if (start > end || end > (size_t)(value + bytes - body))
+        return NULL;
+    *frame_bytes = (size_t)(end - start);
+    if (!is_frame_of(body + start, *frame_bytes, be16(block_key), of) ||
+        crc32c(0, body + start, *frame_bytes) != le(crcs + 4 * index, 4))
+        return NULL;
+    return body + start;
 }
 
 int block_body_is_sound(const Block *block)

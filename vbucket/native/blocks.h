@@ -78,6 +78,19 @@ typedef struct {
 int block_open(Block *block, const uint8_t *key, size_t key_bytes, const uint8_t *value,
                size_t bytes);
 
+/* Which frame is meant. */
+typedef struct {
+    uint64_t seqno, cas;
+    const uint8_t *key;
+    size_t key_bytes;
+} FrameOf;
+
+/* Returns a frame of a block that is not opened, and its length: `find_frame` of block.py. NULL: it
+   is not there, or anything about it is wrong. */
+const uint8_t *block_find_frame(const uint8_t *block_key, size_t block_key_bytes,
+                                const uint8_t *value, size_t bytes, const FrameOf *of,
+                                size_t *frame_bytes);
+
 /* Whether the body is what was written. */
 int block_body_is_sound(const Block *block);
 

@@ -9,6 +9,7 @@
 
 #define HEADER_BYTES 24
 #define FLAGS_BYTES 4 /* the extras of an answer */
+#define KEY_ENOENT 0x0001
 #define GET 0x00
 #define KEY_BYTES_AT 14 /* of an entry */
 #define CAS_AT 28
@@ -33,6 +34,11 @@ size_t get_request_bytes(const GetRequest *request)
     return HEADER_BYTES + (size_t)request->key_bytes;
 }
 
+const uint8_t *get_request_key_at(const GetRequest *request)
+{
+    return request->at + HEADER_BYTES;
+}
+
 PyObject *get_request_key(const GetRequest *request)
 {
     return PyBytes_FromStringAndSize((const char *)request->at + HEADER_BYTES,
@@ -55,19 +61,29 @@ size_t entry_value_bytes(PyObject *entry, const GetRequest *request)
     return (size_t)PyBytes_GET_SIZE(entry) - KEY_AT - request->key_bytes;
 }
 
+size_t get_answer_bytes(PyObject *entry, const GetRequest *request)
+{
+    return HEADER_BYTES + (entry == NULL ? 0 : FLAGS_BYTES + entry_value_bytes(entry, request));
+}
+
 uint8_t *get_answer_write(uint8_t *at, PyObject *entry, const GetRequest *request, uint8_t known)
 {
-    const uint8_t *stored = (const uint8_t *)PyBytes_AS_STRING(entry);
-    size_t value_bytes = entry_value_bytes(entry, request);
-    memset(at, 0, 12);
+    memset(at, 0, HEADER_BYTES);
     at[0] = 0x81;
     at[1] = GET;
+    memcpy(at + 12, request->at + 12, 4); /* opaque */
+    if (entry == NULL) {
+        put_be(at + 6, KEY_ENOENT, 2);
+        return at + HEADER_BYTES;
+    }
+    const uint8_t *stored = (const uint8_t *)PyBytes_AS_STRING(entry);
+    size_t value_bytes = entry_value_bytes(entry, request);
     at[4] = FLAGS_BYTES;
     at[5] = stored[DATATYPE_AT] & known;
     put_be(at + 8, FLAGS_BYTES + value_bytes, 4);
-    memcpy(at + 12, request->at + 12, 4); /* opaque */
     memcpy(at + 16, stored + CAS_AT, 8);
-    memcpy(at + HEADER_BYTES, stored + FLAGS_AT, FLAGS_BYTES);
-    memcpy(at + GET_ANSWER_HEAD_BYTES, stored + KEY_AT + request->key_bytes, value_bytes);
-    return at + GET_ANSWER_HEAD_BYTES + value_bytes;
+    at += HEADER_BYTES;
+    memcpy(at, stored + FLAGS_AT, FLAGS_BYTES);
+    memcpy(at + FLAGS_BYTES, stored + KEY_AT + request->key_bytes, value_bytes);
+    return at + FLAGS_BYTES + value_bytes;
 }

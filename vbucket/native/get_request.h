@@ -7,7 +7,6 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define GET_ANSWER_HEAD_BYTES 28 /* a header and four bytes of flags */
 #define GET_DATATYPES 3          /* JSON and Snappy: what a client may know */
 
 typedef struct {
@@ -20,6 +19,8 @@ int get_request_read(GetRequest *request, const uint8_t *at, size_t bytes);
 
 size_t get_request_bytes(const GetRequest *request);
 
+const uint8_t *get_request_key_at(const GetRequest *request);
+
 /* Returns bytes, or NULL with an exception. */
 PyObject *get_request_key(const GetRequest *request);
 
@@ -29,7 +30,10 @@ int entry_is_shown(PyObject *entry, const GetRequest *request, uint8_t known, ui
 
 size_t entry_value_bytes(PyObject *entry, const GetRequest *request);
 
-/* Writes an answer; returns where the next one begins. */
+/* Of an answer; `entry` NULL: KEY_ENOENT. */
+size_t get_answer_bytes(PyObject *entry, const GetRequest *request);
+
+/* Writes an answer; returns where the next one begins. `entry` NULL: KEY_ENOENT. */
 uint8_t *get_answer_write(uint8_t *at, PyObject *entry, const GetRequest *request, uint8_t known);
 
 #endif

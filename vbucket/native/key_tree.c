@@ -1,4 +1,5 @@
-/* See key_tree.h. Who calls it: set_run.c, vbucket/store/store.py, and tests.
+/* See key_tree.h. Who calls it: set_run.c, stored_documents.c, vbucket/store/store.py,
+   and tests.
 
    Invariants
    - no byte outside of the file's map is read, whatever the pages have: a page lies within the map,
@@ -11,11 +12,12 @@
 #include "key_tree.h"
 
 #include "blocks.h"
-#include "crc32c.h"
+#include "key_record.h"
 
 #include <string.h>
 
 #define PAGE_HEADER_BYTES 16
+#define UPPER_AT 14 /* where the data of a page begins */
 #define NODE_HEADER_BYTES 8
 #define FIRST_PAGE 2 /* the meta pages are before it */
 #define BRANCH 1
@@ -25,8 +27,7 @@
 #define PAGE_BYTES_MIN 256
 #define PAGE_BYTES_MAX 0x8000
 #define CACHE_LINE_BYTES 64
-#define RECORD_BYTES 38 /* of by_key: vbucket/store/key_record.py */
-#define RECORD_CRC_AT 34
+#define BIG_VALUE 1 /* flag of a node whose value is on pages of its own */
 #define FULL_KEY_BYTES_MAX 511 /* LMDB's limit */
 
 /* Numbers are in the byte order of the machine. */
@@ -57,14 +58,19 @@ static void descend(const KeyTree *tree, Search *search, uint64_t number)
     PREFETCH(search->page);
 }
 
-/* Returns the node in the middle of what is left, NULL if it is not within the page. */
-static const uint8_t *middle_node(const KeyTree *tree, const Search *search)
+/* Returns a node of the page, NULL if it is not within it. */
+static const uint8_t *node_at(const KeyTree *tree, const Search *search, uint32_t index)
 {
-    uint32_t middle = (search->low + search->high) / 2;
-    uint32_t at = number16(search->page + PAGE_HEADER_BYTES + 2 * middle);
+    uint32_t at = number16(search->page + PAGE_HEADER_BYTES + 2 * index);
     if (at < PAGE_HEADER_BYTES + 2 * search->count || at > tree->page_bytes - NODE_HEADER_BYTES)
         return NULL;
     return search->page + at;
+}
+
+/* Returns the node in the middle of what is left, NULL if it is not within the page. */
+static const uint8_t *middle_node(const KeyTree *tree, const Search *search)
+{
+    return node_at(tree, search, (search->low + search->high) / 2);
 }
 
 /* Whether a node's key and `more` bytes are within the page. */
@@ -72,6 +78,13 @@ static int node_fits(const KeyTree *tree, const Search *search, const uint8_t *n
 {
     size_t at = (size_t)(node - search->page) + NODE_HEADER_BYTES + number16(node + 6);
     return at <= tree->page_bytes && more <= tree->page_bytes - at;
+}
+
+/* Compares keys as LMDB does. */
+static int compare(const uint8_t *one, size_t one_bytes, const uint8_t *other, size_t other_bytes)
+{
+    int order = memcmp(one, other, one_bytes < other_bytes ? one_bytes : other_bytes);
+    return order ? order : (one_bytes > other_bytes) - (one_bytes < other_bytes);
 }
 
 /* Checks the head of a page. */
@@ -102,11 +115,8 @@ static int halve(const KeyTree *tree, Search *search, uint32_t kind)
         return 0;
     }
     size_t key_bytes = number16(node + 6);
-    size_t common = key_bytes < search->key_bytes ? key_bytes : search->key_bytes;
-    int order = memcmp(search->key, node + NODE_HEADER_BYTES, common);
-    if (!order)
-        order = (search->key_bytes > key_bytes) - (search->key_bytes < key_bytes);
-    if (!order && kind == LEAF) {
+    int order = compare(search->key, search->key_bytes, node + NODE_HEADER_BYTES, key_bytes);
+    if (!order && kind == LEAF && !search->is_floor) {
         search->value = node + NODE_HEADER_BYTES + key_bytes;
         search->value_bytes = number32(node);
         int is_inside = !number16(node + 4) && node_fits(tree, search, node, search->value_bytes);
@@ -128,8 +138,12 @@ static int halve(const KeyTree *tree, Search *search, uint32_t kind)
 /* Goes to the child of a branch where the search has ended. */
 static void next_level(const KeyTree *tree, Search *search)
 {
+    if (search->low < search->count)
+        search->to = node_at(tree, search, search->low);
     search->low = search->high = search->low - 1;
     const uint8_t *node = middle_node(tree, search);
+    if (search->low)
+        search->from = node;
     if (node == NULL)
         search->outcome = UNKNOWN;
     else
@@ -142,6 +156,7 @@ void key_tree_search(const KeyTree *tree, Search *searches, size_t count)
     size_t actives = 0;
     for (size_t i = 0; i < count; i++) {
         searches[i].outcome = ABSENT;
+        searches[i].from = searches[i].to = NULL;
         if (tree->root == NO_ROOT)
             continue;
         descend(tree, &searches[i], tree->root);
@@ -173,6 +188,63 @@ void key_tree_search(const KeyTree *tree, Search *searches, size_t count)
     }
 }
 
+int key_tree_node(const KeyTree *tree, const Search *search, int offset, Node *node)
+{
+    int64_t index = (int64_t)search->low + offset;
+    if (tree->root == NO_ROOT || index < 0 || index >= search->count)
+        return 0;
+    const uint8_t *at = node_at(tree, search, (uint32_t)index);
+    if (at == NULL || !node_fits(tree, search, at, 0))
+        return 0;
+    uint32_t flags = number16(at + 4);
+    *node = (Node){at + NODE_HEADER_BYTES, NULL, number16(at + 6), number32(at)};
+    node->value = node->key + node->key_bytes;
+    if (!flags)
+        return node_fits(tree, search, at, node->value_bytes);
+    uint64_t number;
+    if (flags != BIG_VALUE || !node_fits(tree, search, at, sizeof number))
+        return 0;
+    memcpy(&number, node->value, sizeof number);
+    size_t pages = (size_t)tree->file.len / tree->page_bytes;
+    if (number < FIRST_PAGE || number > tree->last_page || number >= pages)
+        return 0;
+    size_t start = (size_t)number * tree->page_bytes + PAGE_HEADER_BYTES;
+    node->value = (const uint8_t *)tree->file.buf + start;
+    return node->value_bytes <= (size_t)tree->file.len - start;
+}
+
+/* Whether each slot of a page has a node of its own, and the first node begins the data. */
+static int slots_are_distinct(const KeyTree *tree, const Search *search)
+{
+    uint8_t seen[PAGE_BYTES_MAX / 2 / 8];
+    uint32_t least = PAGE_BYTES_MAX;
+    memset(seen, 0, tree->page_bytes / 2 / 8);
+    for (uint32_t i = 0; i < search->count; i++) {
+        uint32_t at = number16(search->page + PAGE_HEADER_BYTES + 2 * i);
+        if (at & 1 || at >= tree->page_bytes || seen[at / 16] >> (at / 2 & 7) & 1)
+            return 0;
+        seen[at / 16] |= (uint8_t)(1 << (at / 2 & 7));
+        least = at < least ? at : least;
+    }
+    return least == number16(search->page + UPPER_AT);
+}
+
+int key_tree_leaf_fits(const KeyTree *tree, const Search *search)
+{
+    if (!slots_are_distinct(tree, search))
+        return 0;
+    const uint8_t *first = node_at(tree, search, 0);
+    const uint8_t *last = node_at(tree, search, search->count - 1);
+    if (first == NULL || last == NULL || !node_fits(tree, search, first, 0) ||
+        !node_fits(tree, search, last, 0))
+        return 0;
+    const uint8_t *from = search->from, *to = search->to; /* `halve` has checked these */
+    return (from == NULL || compare(first + NODE_HEADER_BYTES, number16(first + 6),
+                                    from + NODE_HEADER_BYTES, number16(from + 6)) >= 0) &&
+           (to == NULL || compare(last + NODE_HEADER_BYTES, number16(last + 6),
+                                  to + NODE_HEADER_BYTES, number16(to + 6)) < 0);
+}
+
 static PyObject *key_tree_get(KeyTree *self, PyObject *args)
 {
     const char *key;
@@ -191,10 +263,9 @@ static PyObject *key_tree_get(KeyTree *self, PyObject *args)
 /* Whether a search has found the sound record of a document. */
 static int is_document(const Search *search)
 {
-    return search->outcome == FOUND && search->value_bytes == RECORD_BYTES &&
-           search->value[0] == MUTATION &&
-           crc32c(crc32c(0, search->key, search->key_bytes), search->value, RECORD_CRC_AT) ==
-               be32(search->value + RECORD_CRC_AT);
+    return search->outcome == FOUND &&
+           record_is_sound(search->key, search->key_bytes, search->value, search->value_bytes) &&
+           search->value[0] == MUTATION;
 }
 
 static PyObject *key_tree_unproven(KeyTree *self, PyObject *args)

@@ -32,14 +32,31 @@ typedef struct {
     int outcome;
     const uint8_t *value;
     size_t value_bytes;
+    int is_floor; /* 1: do not end at the key itself; the node before the place counts */
     const uint8_t *page;
     uint64_t number;
     uint32_t low, high, count;
+    const uint8_t *from, *to; /* nodes of branches: the leaf's keys are from one to below the other;
+                                 NULL: there is no such bound */
 } Search;
+
+/* A node of a leaf. The value may lie on pages of its own. */
+typedef struct {
+    const uint8_t *key, *value;
+    size_t key_bytes, value_bytes;
+} Node;
 
 /* Looks for up to SEARCHES_MAX keys together, level by level, so that what one of them waits for
    is loaded while the others are compared. */
 void key_tree_search(const KeyTree *tree, Search *searches, size_t count);
+
+/* Reads the node beside the place where a search ended that found nothing: 0 is the one at or behind
+   it, -1 the one before. Returns 0 if it is not in that leaf, or is not as it should be. */
+int key_tree_node(const KeyTree *tree, const Search *search, int offset, Node *node);
+
+/* Whether the keys of the leaf where a search ended are within its bounds, and no node is there
+   twice. */
+int key_tree_leaf_fits(const KeyTree *tree, const Search *search);
 
 int is_key_tree(PyObject *object);
 

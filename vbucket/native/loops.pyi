@@ -120,10 +120,6 @@ class ReplayRun:
 class SetRun:
     """Applies plain SETs."""
 
-    @property
-    def planned(self) -> int:
-        """How many SETs were planned so far; those after one that is for Python are lost."""
-
     def __init__(
         self,
         partitions: list[Any],
@@ -180,7 +176,14 @@ class GroupRun:
 class GetRun:
     """Answers plain GETs."""
 
-    def __init__(self, partitions: list[Any], /) -> None: ...
+    def __init__(
+        self,
+        partitions: list[Any],
+        trees: Callable[[], tuple[KeyTree, KeyTree] | None],
+        keep: Callable[[Any, bytes, bytes], None],
+        damaged: type[Exception],
+        /,
+    ) -> None: ...
     def answer(
         self,
         received: bytes,
@@ -192,11 +195,12 @@ class GetRun:
         committed_group: int,
         room_bytes: int,
         /,
-    ) -> tuple[int, int, int, int]:
+    ) -> tuple[int, int, int, int, int]:
         """Answer the plain GETs from `position` on, until their values have more than `room_bytes`.
         Append an item for each answer: the first one has the bytes of many, and these are empty.
         Return the position of the first request that is for Python; how many were answered; how
-        many of these were in the item cache; and the bytes of their values.
+        many of these were in the item cache, and in the store or nowhere; and the bytes of their
+        values.
         """
 
 class KeyTree:

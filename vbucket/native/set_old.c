@@ -4,12 +4,10 @@
 #include "set_parts.h"
 
 #include "blocks.h"
-#include "crc32c.h"
+#include "key_record.h"
 
 #include <string.h>
 
-#define RECORD_BYTES 38 /* of by_key: vbucket/store/key_record.py */
-#define RECORD_CRC_AT 34
 #define ITEM_OVERHEAD_BYTES 140 /* vbucket/engine/item_cache.py */
 
 static int refused(const SetRun *self)
@@ -172,11 +170,10 @@ static int old_of_search(Old *old, const Search *search)
     const uint8_t *at = search->value;
     if (search->outcome == ABSENT)
         return 1;
-    if (search->outcome == UNKNOWN || search->value_bytes != RECORD_BYTES ||
-        crc32c(crc32c(0, search->key, search->key_bytes), at, RECORD_CRC_AT) !=
-            be32(at + RECORD_CRC_AT))
+    if (search->outcome == UNKNOWN ||
+        !record_is_sound(search->key, search->key_bytes, at, search->value_bytes))
         return CACHED;
-    *old = (Old){be64(at + 10), be64(at + 18), at[0], at[1]};
+    *old = (Old){be64(at + RECORD_SEQNO_AT), be64(at + RECORD_REV_SEQNO_AT), at[0], at[1]};
     return 1;
 }
 

@@ -24,8 +24,7 @@ typedef struct {
     Attribute of[ATTRIBUTES];
     Attribute layer_newest;
     Attribute of_cache[2]; /* HELD_BYTES and TAKEN of the item cache */
-    size_t window;               /* how many requests are planned at once */
-    unsigned long long planned;  /* since it was made */
+    size_t window; /* how many requests are planned at once */
 } SetRun;
 
 /* A request, and what it replaces. The references are its own. */

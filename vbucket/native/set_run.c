@@ -19,8 +19,6 @@
 #include "dict_ahead.h"
 #include "set_parts.h"
 
-#include <structmember.h>
-
 #define WINDOW_MIN 4 /* what is lost with a plan for Python costs less than that request */
 #define DATATYPE_PLAIN_MAX 3 /* JSON and Snappy; all above have XATTRs */
 #define VB_ACTIVE 1
@@ -264,7 +262,6 @@ static int apply_some(SetRun *self, const Run *run, const uint8_t *data, size_t 
         ready++;
     if (each != 1)
         outcome = each;
-    self->planned += ready;
     if (outcome && !search_store(self, planned, ready))
         outcome = 0;
     for (size_t i = 0; i < ready && outcome && each; i++) {
@@ -372,17 +369,11 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef members[] = {
-    {"planned", T_ULONGLONG, offsetof(SetRun, planned), READONLY, NULL},
-    {NULL, 0, 0, 0, NULL},
-};
-
 static PyType_Slot slots[] = {
     {Py_tp_new, set_run_new},
     {Py_tp_dealloc, set_run_dealloc},
     {Py_tp_traverse, set_run_traverse},
     {Py_tp_methods, methods},
-    {Py_tp_members, members},
     {0, NULL},
 };
 

@@ -420,6 +420,11 @@ class Store(StoreView):
         """
         return self._snapshot.tree(BY_KEY_TABLE)
 
+    def read_trees(self) -> tuple[KeyTree, KeyTree] | None:
+        """Return what looks up documents in C: `key_tree`, and the same for `by_seqno`."""
+        keys, blocks = self._snapshot.tree(BY_KEY_TABLE), self._snapshot.tree(BY_SEQNO_TABLE)
+        return None if keys is None or blocks is None else (keys, blocks)
+
     def keys_without_document(self, vb_id: int, keys: list[bytes]) -> list[bytes]:
         """Return the keys whose newest version is no document; fast if the keys ascend.
 
