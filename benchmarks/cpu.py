@@ -157,8 +157,13 @@ class CoreNode:
             pack_stream_request(vb_id, asked, vb_id, value) for vb_id in range(NUM_VBUCKETS)
         ]
         session.receive(b"".join(requests), NOW_NS)
+        while session.state.buffer:  # it opens some streams at a time
+            session.state.answers.clear()
+            session.state.is_full = False
+            session.resume(NOW_NS)
         session.state.answers.clear()
         assert session.state.producer is not None
+        assert session.state.producer.stream_count == NUM_VBUCKETS
         return session, session.state.producer
 
     def merge(self) -> tuple[int, float]:

@@ -67,6 +67,7 @@ class ActiveStream:
         "is_active_only",
         "is_backlog",
         "is_history",
+        "is_limited",
         "is_oso",
         "limit_seqno",
         "next_seqno",
@@ -127,6 +128,8 @@ class ActiveStream:
         self.skips_deletions = False
         """Whether its backlog leaves out deletions, because the client has nothing to delete."""
         self.filter = stream_filter
+        self.is_limited = stream_filter.is_limited
+        """Whether the client asked for less than everything."""
         self.accepts: Accepts | None = None
         """The filter's test of keys for the snapshot under way; None: all keys pass."""
         self.is_backlog = True

@@ -34,6 +34,7 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
+from vbucket.model.manifest import DEFAULT_COLLECTION
 from vbucket.store.plain_value import shown
 from vbucket.store.runs import ALL_PLAIN
 from vbucket.store.store import FrameBatch
@@ -44,6 +45,9 @@ _DISK: Final = int(MarkerFlag.DISK)
 _ACK: Final = int(MarkerFlag.ACK)
 _DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
 _HISTORY: Final = int(MarkerFlag.HISTORY | MarkerFlag.MAY_DUPLICATE_KEYS)
+
+_HAS_SNAPSHOT_ENDS: Final = 0x100
+"""Beside the flags of `plain`: each snapshot has an end of its own (`LiveRun`)."""
 
 Message = bytes | bytearray
 """One message to send, or several in one piece."""
@@ -71,6 +75,20 @@ class SnapshotWriter:
         """Bytes that filters left out in this turn. The caller counts and resets them."""
         self._engine = engine
         self._terms = terms
+
+    @property
+    def live_form(self) -> int | None:
+        """The form in which `LiveRun` may cut whole snapshots of live streams: `plain`, and whether
+        they have an end of their own. None: this connection's are unusual.
+        """
+        terms = self._terms
+        if (
+            self.plain is None or terms.has_history or terms.has_previous_values
+            or terms.marker_version is not MarkerVersion.V1
+            or DEFAULT_COLLECTION not in self._engine.keyspace.committed_manifest.collections
+        ):  # fmt: skip
+            return None
+        return self.plain | _HAS_SNAPSHOT_ENDS if terms.has_snapshot_ends else self.plain
 
     def begin(self, stream: ActiveStream, part: Partition, out: list[Message]) -> int:
         """Announce the next snapshot; return the bytes sent."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         GroupRun,
         JsonScan,
         KeyTree,
+        LiveRun,
         LogThread,
         ReplayRun,
         SetRun,
@@ -219,6 +220,15 @@ def get_run(
     """
     loops = _run_loops()
     return None if loops is None else loops.get_run(partitions, trees, keep, damaged)
+
+
+def live_run(stream: type, part: type, layer: type, tally: type) -> LiveRun | None:
+    """Return what cuts snapshots of live streams, None if the loops are not built."""
+    try:
+        from vbucket.native.loops import LiveRun
+    except ModuleNotFoundError:
+        return None
+    return LiveRun(stream, part, layer, tally)
 
 
 def key_tree(

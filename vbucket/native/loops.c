@@ -13,6 +13,7 @@
 #include "json_scan.h"
 #include "json_text.h"
 #include "key_tree.h"
+#include "live_run.h"
 #include "log_thread.h"
 #include "packets.h"
 #include "replay_run.h"
@@ -90,6 +91,7 @@ PyMODINIT_FUNC PyInit_loops(void)
         add_type(module, "GroupRun", &group_run_spec) &&
         add_type(module, "GetRun", &get_run_spec) &&
         add_type(module, "KeyTree", &key_tree_spec) &&
+        add_type(module, "LiveRun", &live_run_spec) &&
         add_type(module, "JsonScan", &json_scan_spec) &&
         ADD_LOG_THREAD(module) &&
         PyModule_AddStringConstant(module, "CRC32C_WAY", crc32c_way()) == 0 &&

@@ -217,6 +217,20 @@ class KeyTree:
     def unproven(self, prefix: bytes, keys: list[bytes], /) -> list[bytes]:
         """Return the keys for which no sound record of a document is found in `by_key`."""
 
+class LiveRun:
+    """Cuts snapshots of live streams."""
+
+    def __init__(self, stream: type, part: type, layer: type, tally: type, /) -> None:
+        """Takes the classes of streams, partitions, their layers and tallies; all have slots."""
+
+    def snapshot(
+        self, stream: Any, part: Any, committed_group: int, bytes_max: int, form: int, /
+    ) -> bytes | None:
+        """Move a stream to the end of what is committed; return marker, changes and, if `form` has
+        the flag 0x100, SNAPSHOT_END. None: it is for Python, and nothing has changed. The message
+        is shorter than `bytes_max`. The other flags of `form` are those of `SnapshotWriter.plain`.
+        """
+
 class LogThread:
     """A thread that writes and syncs one thing at a time, without the interpreter lock. Linux only.
 

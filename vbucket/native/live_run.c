@@ -1,0 +1,348 @@
+/* See live_run.h. vbucket/native/loops.pyi has the interface. Who calls it: dcp/stream/producer.py;
+   that and dcp/stream/snapshots.py have the rules, and do whatever this loop does not do.
+
+   Invariants
+   - a snapshot is sent as a whole, or nothing has changed;
+   - it has what `SnapshotWriter` would send for it in one turn: marker, changes, end;
+   - all its changes are mutations of the default collection in the active layer, each of another
+     key, which the client gets as they are stored, but for the collection's byte. */
+
+#include "live_run.h"
+
+#include "attributes.h"
+#include "blocks.h"
+
+#include <string.h>
+
+#define HEADER_BYTES 24
+#define MARKER_BYTES (HEADER_BYTES + 20)
+#define SNAPSHOT_END_BYTES (HEADER_BYTES + 8)
+#define SNAPSHOT_MARKER 0x56
+#define SNAPSHOT_END 0xEE
+#define MEMORY 1              /* flag of a marker */
+#define CHANGES_MAX 256       /* of a snapshot */
+#define MUTATION_EXTRAS_BYTES 31
+#define MUTATION_BYTES_MIN (PREFIX_BYTES + HEADER_BYTES + MUTATION_EXTRAS_BYTES + 1)
+#define ENTRY_OPCODE_AT (PREFIX_BYTES + 1)
+#define ENTRY_DATATYPE_AT (PREFIX_BYTES + 5)
+#define ENTRY_SEQNO_AT (PREFIX_BYTES + HEADER_BYTES)
+
+/* Flags of the form in which a client gets changes: vbucket/store/block.py and runs.py. */
+#define ONLY_RAW 0x04
+#define ONLY_UNPACKED 0x08
+#define STRIPPED 0x20
+#define UNPREFIXED 0x40
+#define HAS_SNAPSHOT_ENDS 0x100
+#define DATATYPE_SNAPPY 0x02
+#define DATATYPE_XATTR 0x04
+
+enum { /* of a stream */
+    VB_ID, OPAQUE, NEXT_SEQNO, END_SEQNO, SNAP_START_SEQNO, HELD_SEQNO, LIMIT_SEQNO,
+    SNAP_END_SEQNO, IS_BACKLOG, IS_LIMITED, TAKEOVER, RATE, FRAMING, STREAM_ATTRIBUTES
+};
+
+static const char *const stream_names[STREAM_ATTRIBUTES] = {
+    "vb_id", "opaque", "next_seqno", "end_seqno", "snap_start_seqno", "held_seqno", "limit_seqno",
+    "snap_end_seqno", "is_backlog", "is_limited", "takeover", "rate", "framing",
+};
+
+enum { COMMITTED_SEQNO, HISTORY_FLOOR, BRANCH_GROUP, PURGE_SEQNO, ACTIVE, TALLY, PART_ATTRIBUTES };
+
+static const char *const part_names[PART_ATTRIBUTES] = {
+    "committed_seqno", "history_floor", "branch_group", "purge_seqno", "active", "tally",
+};
+
+typedef struct {
+    PyObject_HEAD
+    PyTypeObject *stream, *part, *layer, *tally; /* their classes */
+    Attribute of_stream[STREAM_ATTRIBUTES], of_part[PART_ATTRIBUTES];
+    Attribute entries, other_high_seqno;
+} LiveRun;
+
+/* A snapshot, as it is sent. */
+typedef struct {
+    uint64_t vb_id, opaque, first_seqno, start_seqno, end_seqno;
+    uint64_t form;
+    PyObject *entries; /* a reference of its own */
+    Py_ssize_t low;    /* the index of its first change */
+    size_t bytes;
+} Snapshot;
+
+/* The functions below return 1, 0 with an exception, or -1 for what is for Python. */
+
+/* Whether an attribute of a stream is this object. */
+static int is_it(const LiveRun *self, PyObject *stream, int attribute, PyObject *it)
+{
+    PyObject *value = attribute_get(&self->of_stream[attribute], stream);
+    Py_XDECREF(value);
+    return value == NULL ? 0 : value == it ? 1 : -1;
+}
+
+/* Whether the stream is between two snapshots, live, and has nothing of its own. */
+static int is_plain(const LiveRun *self, PyObject *stream)
+{
+    const struct { int attribute; PyObject *value; } needed[] = {
+        {SNAP_END_SEQNO, Py_None}, {IS_BACKLOG, Py_False}, {IS_LIMITED, Py_False},
+        {TAKEOVER, Py_None}, {RATE, Py_None},
+    };
+    for (size_t i = 0; i < sizeof needed / sizeof needed[0]; i++) {
+        int outcome = is_it(self, stream, needed[i].attribute, needed[i].value);
+        if (outcome != 1)
+            return outcome;
+    }
+    PyObject *framing = attribute_get(&self->of_stream[FRAMING], stream);
+    int is_empty = framing != NULL && PyBytes_CheckExact(framing) && !PyBytes_GET_SIZE(framing);
+    Py_XDECREF(framing);
+    return framing == NULL ? 0 : is_empty ? 1 : -1;
+}
+
+/* Reads the numbers of a stream. */
+static int read_stream(const LiveRun *self, PyObject *stream, Snapshot *snapshot, uint64_t *end)
+{
+    const struct { int attribute; uint64_t *to; } numbers[] = {
+        {VB_ID, &snapshot->vb_id}, {OPAQUE, &snapshot->opaque},
+        {NEXT_SEQNO, &snapshot->first_seqno}, {SNAP_START_SEQNO, &snapshot->start_seqno},
+        {END_SEQNO, end},
+    };
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
+        if (!attribute_get_number(&self->of_stream[numbers[i].attribute], stream, numbers[i].to))
+            return 0;
+    return 1;
+}
+
+/* Takes the end of the snapshot from the partition, if the stream may send now. */
+static int read_part(const LiveRun *self, PyObject *part, Snapshot *snapshot, uint64_t end,
+                     uint64_t committed_group)
+{
+    uint64_t committed, floor, branch, purge, other_high;
+    if (!attribute_get_number(&self->of_part[COMMITTED_SEQNO], part, &committed) ||
+        !attribute_get_number(&self->of_part[HISTORY_FLOOR], part, &floor) ||
+        !attribute_get_number(&self->of_part[BRANCH_GROUP], part, &branch) ||
+        !attribute_get_number(&self->of_part[PURGE_SEQNO], part, &purge))
+        return 0;
+    PyObject *tally = attribute_get(&self->of_part[TALLY], part);
+    if (tally == NULL)
+        return 0;
+    int is_read = Py_IS_TYPE(tally, self->tally)
+                      ? attribute_get_number(&self->other_high_seqno, tally, &other_high)
+                      : -1;
+    Py_DECREF(tally);
+    if (is_read != 1)
+        return is_read;
+    uint64_t next = snapshot->first_seqno;
+    snapshot->end_seqno = committed;
+    int may_send = next <= committed && committed < end && floor < next && purge < next &&
+                   other_high < next && branch <= committed_group &&
+                   committed - next < CHANGES_MAX;
+    return may_send ? 1 : -1;
+}
+
+/* Whether an entry is the mutation of this seqno, of a key that has no older version in the
+   snapshot, and in a form that the client gets. Adds its bytes. */
+static int is_sent_plain(Snapshot *snapshot, PyObject *entry, uint64_t seqno)
+{
+    if (!PyBytes_CheckExact(entry) || PyBytes_GET_SIZE(entry) < MUTATION_BYTES_MIN)
+        return 0;
+    const uint8_t *at = (const uint8_t *)PyBytes_AS_STRING(entry);
+    uint8_t refused = snapshot->form & ONLY_RAW ? 0xFF : 0;
+    refused |= snapshot->form & ONLY_UNPACKED ? DATATYPE_SNAPPY : 0;
+    refused |= snapshot->form & STRIPPED ? DATATYPE_XATTR : 0;
+    snapshot->bytes += (size_t)PyBytes_GET_SIZE(entry) - PREFIX_BYTES;
+    if (snapshot->form & UNPREFIXED)
+        snapshot->bytes--;
+    return at[ENTRY_OPCODE_AT] == MUTATION && !(at[ENTRY_DATATYPE_AT] & refused) &&
+           be64(at + ENTRY_SEQNO_AT) == seqno && be64(at) < snapshot->first_seqno;
+}
+
+/* Finds the changes in the active layer. */
+static int find_changes(const LiveRun *self, PyObject *part, Snapshot *snapshot)
+{
+    PyObject *layer = attribute_get(&self->of_part[ACTIVE], part);
+    if (layer == NULL)
+        return 0;
+    if (Py_IS_TYPE(layer, self->layer))
+        snapshot->entries = attribute_get(&self->entries, layer);
+    int is_layer = Py_IS_TYPE(layer, self->layer);
+    Py_DECREF(layer);
+    if (!is_layer)
+        return -1;
+    if (snapshot->entries == NULL)
+        return 0;
+    if (!PyList_CheckExact(snapshot->entries) || !PyList_GET_SIZE(snapshot->entries))
+        return -1;
+    PyObject *first = PyList_GET_ITEM(snapshot->entries, 0);
+    if (!PyBytes_CheckExact(first) || PyBytes_GET_SIZE(first) < MUTATION_BYTES_MIN)
+        return -1;
+    uint64_t low = be64((const uint8_t *)PyBytes_AS_STRING(first) + ENTRY_SEQNO_AT);
+    uint64_t count = (uint64_t)PyList_GET_SIZE(snapshot->entries);
+    if (snapshot->first_seqno < low || snapshot->end_seqno - low >= count)
+        return -1;
+    snapshot->low = (Py_ssize_t)(snapshot->first_seqno - low);
+    snapshot->bytes = MARKER_BYTES;
+    if (snapshot->form & HAS_SNAPSHOT_ENDS)
+        snapshot->bytes += SNAPSHOT_END_BYTES;
+    for (uint64_t seqno = snapshot->first_seqno; seqno <= snapshot->end_seqno; seqno++)
+        if (!is_sent_plain(snapshot, PyList_GET_ITEM(snapshot->entries, (Py_ssize_t)(seqno - low)),
+                           seqno))
+            return -1;
+    return 1;
+}
+
+static uint8_t *write_head(uint8_t *at, const Snapshot *snapshot, uint8_t opcode, uint8_t extras)
+{
+    memset(at, 0, HEADER_BYTES);
+    at[0] = 0x80;
+    at[1] = opcode;
+    at[4] = at[11] = extras;
+    put_be(at + 6, snapshot->vb_id, 2);
+    put_be(at + 12, snapshot->opaque, 4);
+    return at + HEADER_BYTES;
+}
+
+static uint8_t *write_change(uint8_t *at, const Snapshot *snapshot, PyObject *entry)
+{
+    const uint8_t *frame = (const uint8_t *)PyBytes_AS_STRING(entry) + PREFIX_BYTES;
+    size_t bytes = (size_t)PyBytes_GET_SIZE(entry) - PREFIX_BYTES;
+    size_t before_key = HEADER_BYTES + MUTATION_EXTRAS_BYTES;
+    size_t cut = snapshot->form & UNPREFIXED ? 1 : 0;
+    memcpy(at, frame, before_key);
+    put_be(at + 2, be16(frame + 2) - cut, 2);
+    put_be(at + 8, be32(frame + 8) - cut, 4);
+    put_be(at + 12, snapshot->opaque, 4);
+    memcpy(at + before_key, frame + before_key + cut, bytes - before_key - cut);
+    return at + bytes - cut;
+}
+
+/* Returns marker, changes and end. */
+static PyObject *written(const Snapshot *snapshot)
+{
+    PyObject *message = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)snapshot->bytes);
+    if (message == NULL)
+        return NULL;
+    uint8_t *at = (uint8_t *)PyBytes_AS_STRING(message);
+    at = write_head(at, snapshot, SNAPSHOT_MARKER, MARKER_BYTES - HEADER_BYTES);
+    put_be(at, snapshot->start_seqno, 8);
+    put_be(at + 8, snapshot->end_seqno, 8);
+    put_be(at + 16, MEMORY, 4);
+    at += MARKER_BYTES - HEADER_BYTES;
+    uint64_t count = snapshot->end_seqno - snapshot->first_seqno + 1;
+    for (uint64_t i = 0; i < count; i++)
+        at = write_change(at, snapshot,
+                          PyList_GET_ITEM(snapshot->entries, snapshot->low + (Py_ssize_t)i));
+    if (snapshot->form & HAS_SNAPSHOT_ENDS) {
+        at = write_head(at, snapshot, SNAPSHOT_END, SNAPSHOT_END_BYTES - HEADER_BYTES);
+        put_be(at, snapshot->end_seqno, 8);
+    }
+    return message;
+}
+
+/* Moves the stream behind the snapshot. */
+static int move_on(const LiveRun *self, PyObject *stream, const Snapshot *snapshot)
+{
+    PyObject *next = PyLong_FromUnsignedLongLong(snapshot->end_seqno + 1);
+    PyObject *end = PyLong_FromUnsignedLongLong(snapshot->end_seqno);
+    PyObject *held = PyLong_FromUnsignedLongLong(snapshot->first_seqno - 1);
+    int is_moved = next != NULL && end != NULL && held != NULL &&
+                   attribute_set(&self->of_stream[NEXT_SEQNO], stream, next) &&
+                   attribute_set(&self->of_stream[SNAP_START_SEQNO], stream, next) &&
+                   attribute_set(&self->of_stream[LIMIT_SEQNO], stream, end) &&
+                   attribute_set(&self->of_stream[HELD_SEQNO], stream, held);
+    Py_XDECREF(next);
+    Py_XDECREF(end);
+    Py_XDECREF(held);
+    return is_moved;
+}
+
+static PyObject *live_run_snapshot(LiveRun *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 5 || !Py_IS_TYPE(args[0], self->stream) || !Py_IS_TYPE(args[1], self->part)) {
+        PyErr_SetString(PyExc_TypeError, "a snapshot takes a stream, a partition and numbers");
+        return NULL;
+    }
+    PyObject *stream = args[0], *part = args[1], *message = NULL;
+    uint64_t committed_group = PyLong_AsUnsignedLongLong(args[2]), end = 0;
+    Py_ssize_t bytes_max = PyLong_AsSsize_t(args[3]);
+    Snapshot snapshot = {.form = PyLong_AsUnsignedLongLong(args[4])};
+    if (PyErr_Occurred())
+        return NULL;
+    int outcome = is_plain(self, stream);
+    if (outcome == 1)
+        outcome = read_stream(self, stream, &snapshot, &end);
+    if (outcome == 1)
+        outcome = read_part(self, part, &snapshot, end, committed_group);
+    if (outcome == 1)
+        outcome = find_changes(self, part, &snapshot);
+    if (outcome == 1 && (bytes_max <= 0 || snapshot.bytes >= (size_t)bytes_max))
+        outcome = -1;
+    if (outcome == 1) {
+        message = written(&snapshot);
+        if (message == NULL || !move_on(self, stream, &snapshot)) {
+            Py_CLEAR(message);
+            outcome = 0;
+        }
+    }
+    Py_XDECREF(snapshot.entries);
+    return outcome == -1 ? Py_NewRef(Py_None) : message;
+}
+
+static int resolve(PyTypeObject **type, PyObject *class, Attribute *attributes,
+                   const char *const *names, int count)
+{
+    if (!PyType_Check(class)) {
+        PyErr_SetString(PyExc_TypeError, "LiveRun() takes classes");
+        return 0;
+    }
+    for (int i = 0; i < count; i++)
+        attributes[i].name = names[i];
+    *type = (PyTypeObject *)Py_NewRef(class);
+    return attributes_resolve(attributes, count, *type);
+}
+
+static PyObject *live_run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static const char *const entries[] = {"entries"}, *const other_high[] = {"other_high_seqno"};
+    PyObject *stream, *part, *layer, *tally;
+    if (!has_no_keywords(type, kwargs) ||
+        !PyArg_ParseTuple(args, "OOOO", &stream, &part, &layer, &tally))
+        return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    LiveRun *self = (LiveRun *)allocate(type, 0); /* all zero */
+    if (self == NULL)
+        return NULL;
+    if (!resolve(&self->stream, stream, self->of_stream, stream_names, STREAM_ATTRIBUTES) ||
+        !resolve(&self->part, part, self->of_part, part_names, PART_ATTRIBUTES) ||
+        !resolve(&self->layer, layer, &self->entries, entries, 1) ||
+        !resolve(&self->tally, tally, &self->other_high_seqno, other_high, 1))
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void live_run_dealloc(LiveRun *self)
+{
+    PyTypeObject *type = Py_TYPE(self), *all[] = {self->stream, self->part, self->layer,
+                                                  self->tally};
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
+        Py_XDECREF(all[i]);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"snapshot", (PyCFunction)(void (*)(void))live_run_snapshot, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, live_run_new},
+    {Py_tp_dealloc, live_run_dealloc},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+PyType_Spec live_run_spec = {
+    .name = "vbucket.native.loops.LiveRun",
+    .basicsize = sizeof(LiveRun),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = slots,
+};
