@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import accumulate
 
+import google_crc32c
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.xattrs import pack_xattrs
 from support.memory_node import START_NS, MemoryNode
 from vbucket.engine.engine import SET, Engine
-from vbucket.native import frame_cutter
+from vbucket.native import frame_loops
 from vbucket.store import runs
 from vbucket.store.block import (
     ONLY_MUTATIONS,
@@ -131,11 +133,11 @@ def all_runs(
 @pytest.fixture(params=["plain", "native"], scope="module", autouse=True)
 def _both_forms(request: pytest.FixtureRequest) -> Iterator[None]:
     """Runs each test with both forms of what cuts frames."""
-    form = frame_cutter() if request.param == "native" else None
+    form = frame_loops() if request.param == "native" else None
     if request.param == "native" and form is None:
         pytest.skip("the C loops are not built")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "_cut_frames", form)
+        patch.setattr(runs, "_loops", form)
         yield
 
 
@@ -312,11 +314,12 @@ def test_documents_are_found_in_blocks_with_gaps():
         assert found.value == b"v%d" % number
 
 
-@pytest.mark.skipif(frame_cutter() is None, reason="the C loops are not built")
+@pytest.mark.skipif(frame_loops() is None, reason="the C loops are not built")
 def test_frames_that_are_not_sound_are_left_to_python() -> None:
     """Each damage is in the first of two frames."""
-    cutter = frame_cutter()
-    assert cutter is not None
+    loops = frame_loops()
+    assert loops is not None
+    cutter = loops.cut
     key, section = b"\0key", pack_xattrs([(b"_a", b"1")])
     extras = MUTATION_EXTRAS.pack(1, 1, 0, 0, 0, 0, 0)
     frame = pack_request(
@@ -338,3 +341,22 @@ def test_frames_that_are_not_sound_are_left_to_python() -> None:
     for low, high in ((0, 3), (1, 1), (-1, 1)):
         with pytest.raises(ValueError, match="no frames"):
             cutter(both, ends, low, high, 0, True, True)
+
+
+@pytest.mark.skipif(frame_loops() is None, reason="the C loops are not built")
+def test_a_damaged_body_is_not_joined() -> None:
+    loops = frame_loops()
+    assert loops is not None
+    frames = [pack_request(Opcode.DCP_MUTATION, key=b"key", value=b"v" * n) for n in range(3)]
+    body, ends = b"".join(frames), array("I", accumulate(map(len, frames)))
+    crc = google_crc32c.value(body)
+    for low, high in ((0, 3), (1, 3), (1, 2)):
+        joined = loops.join(memoryview(body), crc, ends, low, high, 0x01020304)
+        expected = b"".join(f[:12] + b"\1\2\3\4" + f[16:] for f in frames[low:high])
+        assert joined == expected
+    assert loops.join(body[:-1] + b"x", crc, ends, 0, 1, 0) is None
+    for wrong in ((len(body) + 1,), (3, len(body)), (0,)):
+        assert loops.join(body, crc, array("I", wrong), 0, len(wrong), 0) is None
+    for low, high in ((0, 4), (1, 1), (-1, 1)):
+        with pytest.raises(ValueError, match="no frames"):
+            loops.join(body, crc, ends, low, high, 0)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     TreesOf = Callable[[], tuple[KeyTree, KeyTree] | None]
     Keep = Callable[[Any, bytes, bytes], None]
     CutFrames = Callable[[bytes, array[int], int, int, int, bool, bool], bytearray | None]
+    JoinFrames = Callable[[bytes | memoryview, int, array[int], int, int, int], bytes | None]
     Repack = Callable[
         [int, list[tuple[bytes, bytes, bytes | None]], int, int],
         list[tuple[bytes, bytes]] | None,
@@ -111,13 +112,20 @@ def json_loops() -> JsonLoops | None:
     return JsonLoops(is_json, mark_json)
 
 
-def frame_cutter() -> CutFrames | None:
-    """Return what cuts frames of a backlog, None if the loops are not built."""
+class FrameLoops(NamedTuple):
+    """What backlogs take from the loops; `vbucket.store.runs` explains it."""
+
+    cut: CutFrames
+    join: JoinFrames
+
+
+def frame_loops() -> FrameLoops | None:
+    """Return the loops of backlogs, None if the loops are not built."""
     try:
-        from vbucket.native.loops import cut_frames
+        from vbucket.native.loops import cut_frames, join_frames
     except ModuleNotFoundError:
         return None
-    return cut_frames
+    return FrameLoops(cut_frames, join_frames)
 
 
 def new_staged() -> Staged | None:

@@ -5,6 +5,7 @@
 #include "frames.h"
 
 #include "blocks.h"
+#include "crc32c.h"
 
 #include <string.h>
 
@@ -78,6 +79,50 @@ PyObject *loops_cut_frames(PyObject *Py_UNUSED(module), PyObject *args)
     else if (PyByteArray_Resize(joined, (Py_ssize_t)written))
         Py_CLEAR(joined);
 done:
+    PyBuffer_Release(&ends);
+    return joined;
+}
+
+PyObject *loops_join_frames(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "frames are joined of a body, its checksum and numbers");
+        return NULL;
+    }
+    Py_buffer body, ends;
+    unsigned long crc = PyLong_AsUnsignedLong(args[1]), opaque = PyLong_AsUnsignedLong(args[5]);
+    Py_ssize_t low = PyLong_AsSsize_t(args[3]), high = PyLong_AsSsize_t(args[4]);
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &body, PyBUF_SIMPLE))
+        return NULL;
+    if (PyObject_GetBuffer(args[2], &ends, PyBUF_SIMPLE)) {
+        PyBuffer_Release(&body);
+        return NULL;
+    }
+    const uint32_t *end = ends.buf;
+    PyObject *joined = Py_NewRef(Py_None);
+    if (low < 0 || low >= high || high > ends.len / (Py_ssize_t)sizeof *end) {
+        PyErr_SetString(PyExc_ValueError, "there are no frames with these indexes");
+        Py_CLEAR(joined);
+        goto done;
+    }
+    size_t start = low ? end[low - 1] : 0, stop = end[high - 1], at = start;
+    if (start >= stop || stop > (size_t)body.len ||
+        crc32c(0, body.buf, (size_t)body.len) != (uint32_t)crc)
+        goto done;
+    Py_SETREF(joined, PyBytes_FromStringAndSize((const char *)body.buf + start,
+                                                (Py_ssize_t)(stop - start)));
+    if (joined == NULL)
+        goto done;
+    uint8_t *to = (uint8_t *)PyBytes_AS_STRING(joined);
+    for (Py_ssize_t i = low; i < high; at = end[i++]) {
+        if (end[i] > stop || end[i] < at || end[i] - at < OPAQUE_AT + 4) {
+            Py_SETREF(joined, Py_NewRef(Py_None));
+            break;
+        }
+        put_be(to + (at - start) + OPAQUE_AT, opaque, 4);
+    }
+done:
+    PyBuffer_Release(&body);
     PyBuffer_Release(&ends);
     return joined;
 }

@@ -7,5 +7,6 @@
 #include <Python.h>
 
 PyObject *loops_cut_frames(PyObject *module, PyObject *args);
+PyObject *loops_join_frames(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 #endif

@@ -49,6 +49,7 @@ static PyMethodDef functions[] = {
     {"frame_keys", loops_frame_keys, METH_VARARGS, NULL},
     {"repack", loops_repack, METH_VARARGS, NULL},
     {"cut_frames", loops_cut_frames, METH_VARARGS, NULL},
+    {"join_frames", (PyCFunction)(void (*)(void))loops_join_frames, METH_FASTCALL, NULL},
     {"mutations_run", loops_mutations_run, METH_VARARGS, NULL},
     {"stored_run", loops_stored_run, METH_VARARGS, NULL},
     {"change_places", loops_change_places, METH_VARARGS, NULL},

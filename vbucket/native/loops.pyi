@@ -53,6 +53,13 @@ def repack(
     what is kept of it. None: Python should do it.
     """
 
+def join_frames(
+    body: bytes | memoryview, crc: int, ends: array[int], low: int, high: int, opaque: int, /
+) -> bytes | None:
+    """Return the frames of a block's body with indexes low to high - 1, joined and with an opaque.
+    `ends` are 32-bit numbers. None: the body is not what was written, and Python says so.
+    """
+
 def cut_frames(
     frames: bytes,
     ends: array[int],

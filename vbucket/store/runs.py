@@ -37,7 +37,7 @@ from vbucket.model.entry import (
     OPCODE_AT,
     PREFIX_BYTES,
 )
-from vbucket.native import frame_cutter
+from vbucket.native import frame_loops
 from vbucket.store.block import (
     BODY_BYTES_TARGET,
     ONLY_MUTATIONS,
@@ -72,7 +72,7 @@ _BODY_LENGTH_AT: Final = 8
 _COLLECTION_AT: Final = HEADER_BYTES + MUTATION_EXTRAS_BYTES
 """The first byte of a mutation's key, in its frame."""
 _ONE_LESS: Final = bytes((byte - 1) % 256 for byte in range(256))
-_cut_frames: Final = frame_cutter()
+_loops: Final = frame_loops()
 _put_opaque: Final = Struct(">I").pack_into
 _opcode_of: Final = itemgetter(OPCODE_AT)
 _datatype_of: Final = itemgetter(DATATYPE_AT)
@@ -104,14 +104,19 @@ class RunBatch(NamedTuple):
 
 
 def run_of_block(
-    block: Block, body: bytes, low: int, high: int, opaque: int, skip: Collection[int]
+    block: Block, low: int, high: int, opaque: int, skip: Collection[int]
 ) -> list[bytes | bytearray]:
     """Return the frames with indexes low to high - 1, joined and with the opaque set.
 
-    `body` is the block's checked body. Frames whose seqno is in `skip` are left out; each gap
-    begins a new piece.
+    Frames whose seqno is in `skip` are left out; each gap begins a new piece. Raises
+    BlockDamagedError.
     """
     ends = block.ends
+    if _loops is not None and not skip:
+        run = _loops.join(block.body, block.body_crc, ends, low, high, opaque)
+        if run is not None:
+            return [run]
+    body = block.checked_body()
     first, frame_bytes = ends[low - 1] if low else 0, ends[0]
     joined = bytearray(memoryview(body)[first : ends[high - 1]])
     if frame_bytes <= BODY_BYTES_TARGET and ends == _multiples(frame_bytes)[: len(ends)]:
@@ -137,10 +142,10 @@ def run_of_block(
 
 
 def cut_run_of_block(
-    block: Block, body: bytes, low: int, high: int, opaque: int, skip: Collection[int], cuts: int
+    block: Block, low: int, high: int, opaque: int, skip: Collection[int], cuts: int
 ) -> list[bytes | bytearray]:
     """Return what `run_of_block` does, without the `CUTS`. All frames are mutations."""
-    ends, seqnos = block.ends, block.seqnos
+    body, ends, seqnos = block.checked_body(), block.ends, block.seqnos
     start, frame_bytes = ends[low - 1] if low else 0, ends[0]
     is_even = frame_bytes <= BODY_BYTES_TARGET and ends == _multiples(frame_bytes)[: len(ends)]
     if cuts == UNPREFIXED and is_even and not skip:
@@ -148,8 +153,8 @@ def cut_run_of_block(
         _set_opaques_evenly(joined, frame_bytes, opaque)
         _cut_collections_evenly(joined, frame_bytes)
         return [joined]
-    if _cut_frames is not None and not skip:
-        found = _cut_frames(
+    if _loops is not None and not skip:
+        found = _loops.cut(
             body, ends, low, high, opaque, bool(cuts & UNPREFIXED), bool(cuts & STRIPPED)
         )
         if found is not None:
@@ -171,9 +176,9 @@ def cut_run_of_entries(entries: list[bytes], opaque: int, cuts: int) -> list[byt
         _set_opaques_evenly(joined, frame_bytes, opaque)
         _cut_collections_evenly(joined, frame_bytes)
         return [joined]
-    if _cut_frames is not None and len(entries) > _FEW:
+    if _loops is not None and len(entries) > _FEW:
         ends = array("I", accumulate([len(entry) - PREFIX_BYTES for entry in entries]))
-        found = _cut_frames(
+        found = _loops.cut(
             b"".join(map(_frame_of, entries)), ends, 0, len(ends), opaque,
             bool(cuts & UNPREFIXED), bool(cuts & STRIPPED),
         )  # fmt: skip

@@ -248,14 +248,13 @@ class StoreView(RecordView):
                 cuts &= ~STRIPPED
             if plain & ~(block.kinds | CUTS) and low < high:
                 return RunBatch(pieces, seqnos[low], size, last_seqno) if pieces else None
-            body = block.checked_body()
             while low < high:
                 start = ends[low - 1] if low else 0
                 stop = bisect_left(ends, start + bytes_max - size, low, high - 1) + 1
                 if cuts:
-                    run = cut_run_of_block(block, body, low, stop, opaque, skip, cuts)
+                    run = cut_run_of_block(block, low, stop, opaque, skip, cuts)
                 else:
-                    run = run_of_block(block, body, low, stop, opaque, skip)
+                    run = run_of_block(block, low, stop, opaque, skip)
                 size += sum(map(len, run))
                 pieces += run
                 last_seqno = seqnos[stop - 1]
