@@ -6,9 +6,9 @@
 
 It runs the other benchmarks one after another, each in its own process, and writes what they print
 into figures.md in the output folder, with pictures of the long runs beside it. The page says in
-which form dcpd ran: `scripts/install bench` installs the default one, compiled. Between them it
-times a fixed loop of Python: its spread says how much the machine itself varied in the same run. A
-part that fails is named at the end, with exit code 1, and does not stop the others.
+which form dcpd ran: `scripts/install bench` installs the default one, with the loops in C. Between
+them it times a fixed loop of Python: its spread says how much the machine itself varied in the same
+run. A part that fails is named at the end, with exit code 1, and does not stop the others.
 """
 
 from __future__ import annotations

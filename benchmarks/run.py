@@ -19,7 +19,8 @@ Parts
 - idle       1,024 streams on each of 100 connections: memory, processor time (dcpd alone)
 - restart    SIGKILL, start again, until the first GET is answered
 
-The output says in which form dcpd ran. `scripts/install bench` installs the default one, compiled.
+The output says in which form dcpd ran. `scripts/install bench` installs the default one, with
+the loops in C.
 
 For processor time of the server's core without sockets: python -m benchmarks.cpu
 """
@@ -44,7 +45,7 @@ from typing import Any, Final
 from benchmarks import responder, workload
 from benchmarks.peers import PEERS, Peer, folder_bytes, memory_bytes
 from benchmarks.report import Report
-from dcp.compiled import form_text
+from vbucket.native.form import form_text
 
 LOADED_PARTS: Final = ("memory", "get", "catchup", "serve", "tail", "idle", "restart")
 """What is measured on a server that holds all keys, in this order."""
@@ -66,8 +67,8 @@ VERSION_OF: Final = {
     "nats": ["nats-server", "--version"],
     "etcd": ["etcd", "--version"],
 }
-DEFAULT_FORM: Final = "compiled"
-"""What `pip install` and scripts/install make, where there is a C compiler (dcp.compiled)."""
+DEFAULT_FORM: Final = "loops in C"
+"""What `pip install` and scripts/install make where there is a C compiler."""
 HOW_SET: Final = {
     "dcpd": "durability commit",
     "redis": "appendonly yes, appendfsync always, save off; SET + XADD",

@@ -1,9 +1,9 @@
-"""Tries an installed dcpd: is it compiled, does it start, and does it keep what was stored?
+"""Tries an installed dcpd: has it the loops in C, does it start, and does it keep what was stored?
 
     python scripts/smoke.py [--plain]      with the interpreter of the environment to try
 
 `--plain`: plain Python is all right, too. The release runs it in an empty environment for each
-compiled wheel.
+wheel with the loops.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def main(arguments: list[str]) -> int:
     with DcpServer() as server:
         status = server.ask("GET", "/api/v1/status")
         print(f"dcpd {status['version']} ({status['form']}), Python {sys.version.split()[0]}")
-        if status["form"] != "compiled" and arguments != ["--plain"]:
-            print("it is not compiled", file=sys.stderr)
+        if status["form"] != "loops in C" and arguments != ["--plain"]:
+            print("it has no loops in C", file=sys.stderr)
             return 1
         with server.connect() as kv:
             for number in range(DOCUMENTS):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
-from dcp.compiled import problem
+from vbucket.native.form import problem
 
 # A machine that is busy must not fail a test: examples have no deadline. The same examples in every
 # run, unless new ones are asked for: a change is judged by what it changes, not by luck.

@@ -123,7 +123,7 @@ def test_files_stay_readable():
 def test_c_is_only_in_the_native_package_and_short():
     """The same limits as for Python."""
     assert {name_of(path.parent) for path in C_SOURCES} == {"vbucket/native"}
-    built = {*hatch_build.LOOPS_SOURCES, *hatch_build.LOOPS_HEADERS}
+    built = {line.split()[1] for line in hatch_build.sources_text(ROOT).splitlines()}
     assert {name_of(path) for path in C_SOURCES} == built, "all of it is built, and checked"
     too_long = []
     for path in C_SOURCES:
@@ -233,7 +233,7 @@ def test_every_dependency_is_locked_with_hashes():
     extras = project["optional-dependencies"]
     wanted_by_lock = {
         "run": built_with, "test": [*built_with, *extras["test"]],
-        "bench": [*built_with, *extras["bench"]], "compile": extras["compile"],
+        "bench": [*built_with, *extras["bench"]],
         "docs": [*built_with, *extras["docs"]],
     }  # fmt: skip
     for lock, wanted in wanted_by_lock.items():
@@ -248,8 +248,6 @@ def test_locks_agree_with_each_other():
     run, test, bench = locked("run"), locked("test"), locked("bench")
     assert {name: test.get(name) for name in run} == run
     assert {name: bench.get(name) for name in run} == run
-    compiling = locked("compile")
-    assert {name: test.get(name) for name in compiling} == compiling, "tests compile with the same"
     site = locked("docs")
     assert {name: test.get(name) for name in site} == site, "tests build the site with the same"
 
@@ -257,7 +255,7 @@ def test_locks_agree_with_each_other():
 def test_what_builds_the_project_has_the_versions_of_the_locks():
     """Hatchling, and all that it requires: pip would take the newest of what is not named."""
     pins = dict(item.split("==") for item in pyproject()["build-system"]["requires"])
-    for lock in ("run", "test", "compile"):
+    for lock in ("run", "test"):
         found = locked(lock)
         assert {name: found.get(name) for name in pins} == pins, f"run scripts/lock for {lock}"
     wanted = (ROOT / "requirements" / "build.in").read_text().splitlines()
@@ -285,19 +283,6 @@ def test_nothing_names_a_registry_or_a_machine():
         found += [f"{name_of(path)}: {host}" for host in REGISTRY_HOSTS if host in text]
         found += [f"{name_of(path)}: {p.pattern}" for p in MACHINE_PATHS if p.search(text)]
     assert found == []
-
-
-def test_options_of_scripts_compile_that_are_named_exist():
-    """In docs, in messages and in reasons of tests that do not run."""
-    known = set(re.findall(r"^  (--\w+)", hatch_build.USAGE, re.MULTILINE))
-    named = [
-        (name_of(path), option)
-        for path in [*SCRIPTS, *PYTHON, *(path for path in TRACKED if path.suffix == ".md")]
-        for option in re.findall(r"scripts/compile +(--\w+)", path.read_text())
-    ]
-    assert len(known) > 1
-    assert [each for each in named if each[1] not in known] == []
-    assert len(named) > 1
 
 
 def test_asserts_are_kept():

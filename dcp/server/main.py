@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import click
 
 from dcp import __version__
-from dcp.compiled import problem, version_and_form, version_text
 from dcp.server.announce import IN_WORDS, Announcement, Ready
 from dcp.server.config.setting_values import Option
 from dcp.server.config.settings import Settings
@@ -43,6 +42,7 @@ from dcp.server.config.sources import (
 )
 from dcp.server.interpreter_lock import share_quickly
 from dcp.server.signal_watch import KEPT, SignalWatch, say
+from vbucket.native.form import problem, version_and_form
 
 if TYPE_CHECKING:
     from dcp.server.access.users import Users
@@ -269,7 +269,7 @@ async def _serve(
     node = await _started(settings, users, log, signals, notices, accepts_log_loss=accepts_log_loss)
     gc.collect()
     gc.freeze()
-    ports, version = node.ports, version_text(__version__)
+    ports, version = node.ports, __version__
     words = ready_text(
         settings,
         version=version,

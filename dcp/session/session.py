@@ -407,8 +407,7 @@ class Session:
             opcode: int, key_len: int, extras_len: int, datatype: int, vb_id: int, opaque: int,
             cas: int, start: int, end: int,
         ) -> None:  # fmt: skip
-            # Compiled code takes no slice that ends before it begins.
-            key_at = min(start + extras_len, end)
+            key_at = start + extras_len
             why = state.denial(opcode, state.buffer[key_at : min(key_at + key_len, end)])
             if why:
                 state.deny(opcode, opaque, why)

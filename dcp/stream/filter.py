@@ -41,7 +41,7 @@ class StreamFilter:
     all keys, else those whose logical key begins with one of them.
     """
 
-    __slots__ = ("_collections", "_is_over", "_prefixes", "_scope_id", "has_events")
+    __slots__ = ("_collections", "_is_over", "_prefixes", "_scope_id", "has_events", "is_limited")
 
     def __init__(
         self,
@@ -57,12 +57,8 @@ class StreamFilter:
         self._collections = None if collections is None else set(collections)
         self._scope_id = scope_id
         self._is_over = False
-
-    @property
-    def is_limited(self) -> bool:
+        self.is_limited = collections is not None or scope_id is not None or bool(key_prefixes)
         """Whether the client asked for less than everything."""
-        is_chosen = self._collections is not None or self._scope_id is not None
-        return is_chosen or bool(self._prefixes)
 
     @property
     def is_one_collection(self) -> bool:

@@ -87,6 +87,8 @@ _QUEUED: Final = (_READY, _WINDOW_FULL, _WAITS_FOR_BACKFILL)
 _NOT_WOKEN: Final = (*_QUEUED, _STALLED)
 
 
+_NOT_ASKED: Final = -1
+"""As a form: the terms of the connection were not looked at yet."""
 _live_run: Final = live_run(ActiveStream, Partition, Layer, CollectionCounts)
 
 
@@ -372,16 +374,19 @@ class Producer:
         """Return about `bytes_max` of messages, or fewer when nothing more may be sent now."""
         out, self._urgent = self._urgent, []
         ready, partitions = self._ready, self._engine.partitions
-        form = None if _live_run is None else self.snapshots.live_form
+        live_form: int | None = _NOT_ASKED
         while ready and bytes_max > 0:
             window = self._window_left()
             if window <= 0:
                 break
             stream = ready.popleft()
             part = partitions[stream.vb_id]
-            if form is not None:
+            has_more = part.committed_seqno >= stream.next_seqno and not stream.is_backlog
+            if has_more and live_form is not None:
+                if live_form == _NOT_ASKED:
+                    live_form = self._live_form()
                 room = min(TURN_BYTES, window, bytes_max)
-                sent = self._send_live(stream, part, out, room, form)
+                sent = self._send_live(stream, part, out, room, live_form)
                 if sent:
                     bytes_max -= sent
                     continue
@@ -395,23 +400,33 @@ class Producer:
             self.snapshots.refused_bytes = 0
         return out
 
+    def _live_form(self) -> int | None:
+        """Return the form in which `_send_live` sends; None: it cannot."""
+        return None if _live_run is None else self.snapshots.live_form
+
     def _send_live(
-        self, stream: ActiveStream, part: Partition, out: list[Message], bytes_max: int, form: int
+        self,
+        stream: ActiveStream,
+        part: Partition,
+        out: list[Message],
+        bytes_max: int,
+        form: int | None,
     ) -> int:
-        """Send a whole snapshot of a live stream, if nothing about it is unusual, in one call; 0:
+        """Send a whole snapshot of a live stream in one call, if nothing about it is unusual; 0:
         `_take_turn` has to do it.
         """
-        assert _live_run is not None
+        if _live_run is None or form is None:
+            return 0
         first_seqno = stream.next_seqno
-        message = _live_run.snapshot(stream, part, self._commits.committed_group, bytes_max, form)
+        group = self._commits.committed_group
+        message = _live_run.snapshot(stream, part, group, bytes_max, form)
         if message is None:
             return 0
         stream.state = _CAUGHT_UP
         out.append(message)
         self._engine.streamed_seqnos += stream.next_seqno - first_seqno
         sent = len(message)
-        if self.window_bytes:
-            self.unacked_bytes += sent
+        self._count(sent)
         return sent
 
     def _window_left(self) -> int:

@@ -13,7 +13,7 @@ from benchmarks import all as all_figures
 from benchmarks.generator import Timeline
 from benchmarks.run import about, form_told
 from benchmarks.timeline import Lines, Sample, draw, grouped, since_measuring
-from dcp.compiled import form_text
+from vbucket.native.form import form_text
 
 PNG_MAGIC = b"\x89PNG\r\n"
 
@@ -54,11 +54,11 @@ def test_every_part_takes_its_arguments(module: str) -> None:
     assert all(word in done.stdout for word in words if word.startswith("--"))
 
 
-@pytest.mark.parametrize("form", ["compiled", "plain Python, loops in C"])
+@pytest.mark.parametrize("form", ["loops in C", "plain Python"])
 def test_figures_say_in_which_form_dcpd_ran(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what to do for those that a user gets, who installs the default form."""
     monkeypatch.setattr("benchmarks.run.form_text", lambda: form)
-    rest = "" if form == "compiled" else "; the default installation is compiled"
+    rest = "" if form == "loops in C" else "; the default installation is loops in C"
     assert form_told().startswith(form + rest)
     assert ("scripts/install bench" in form_told()) == bool(rest)
     options = argparse.Namespace(runs=1, seconds=1.0, keys=10, peers=["dcpd"])

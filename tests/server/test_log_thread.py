@@ -44,7 +44,7 @@ def is_there() -> bool:
 
 
 pytestmark = pytest.mark.skipif(
-    not is_there(), reason="the loops in C are not built (scripts/compile --loops), or no Linux"
+    not is_there(), reason="the loops in C are not built (scripts/compile), or no Linux"
 )
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from dcp import __version__
-from dcp.compiled import version_and_form
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import resolve
@@ -24,6 +23,7 @@ from dcp.server.main import (
     plan_ports,
     ready_text,
 )
+from vbucket.native.form import version_and_form
 
 DCPD = (sys.executable, "-m", "dcp.server.main")
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("DCPD_")}

@@ -20,7 +20,7 @@ from vbucket.native import new_staged
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE
 
 pytestmark = pytest.mark.skipif(
-    new_staged() is None, reason="the loops in C are not built (scripts/compile --loops)"
+    new_staged() is None, reason="the loops in C are not built (scripts/compile)"
 )
 
 VB = 1

@@ -13,12 +13,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
-    "dcp", "vbucket", "failover", "clients", "requirements", "pyproject.toml", "hatch_build.py",
-    "README.md", "LICENSE",
+    "dcp", "vbucket", "failover", "clients", "requirements", "scripts", "pyproject.toml",
+    "hatch_build.py", "README.md", "LICENSE",
 )  # fmt: skip
 COMPILING = {"DCPD_COMPILE_LEVEL": "0"}
 """The C compiler's quickest level."""
-COMPILED_OR_FAILED = {"DCPD_COMPILE": "1", **COMPILING}
+BUILT_OR_FAILED = {"DCPD_COMPILE": "1", **COMPILING}
 WITHOUT_COMPILER = {"CC": "no-such-compiler"}
 
 
@@ -35,7 +35,7 @@ def no_compiler() -> str:
 
 def plain_environment() -> dict[str, str]:
     """The environment without what would compile, or lead to other sources."""
-    left_out = {*COMPILED_OR_FAILED, "PYTHONPATH"}
+    left_out = {*BUILT_OR_FAILED, "PYTHONPATH"}
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
@@ -50,16 +50,21 @@ def run(
 
 
 def copied_sources(folder: Path) -> Path:
-    """Copy the sources, without what was compiled beside them; return the new folder's path."""
+    """Copy the sources, without what was built beside them; return the new folder's path."""
     source = folder / "source"
     source.mkdir()
-    without = shutil.ignore_patterns("__pycache__", "*.so", "*.pyd", "compiled_sources.txt")
+    without = shutil.ignore_patterns("__pycache__", "*.so", "*.pyd", "built_from.txt")
     for name in SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / name, ignore=without)
         else:
             shutil.copyfile(ROOT / name, source / name)
     return source
+
+
+def native(folder: Path) -> Path:
+    """Return where the loops are, below the sources or what was installed."""
+    return folder / "vbucket" / "native"
 
 
 def build_wheel(source: Path, target: Path, **more: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Plain Python, where the hot modules cannot be compiled or shall not be: it is installed, works,
+"""Plain Python, where the loops in C cannot be built or shall not be: it is installed, works,
 and says why it is plain.
 """
 
@@ -13,20 +13,21 @@ from pathlib import Path
 import pytest
 
 import hatch_build
-from dcp.compiled import compiled_modules, form_text, problem, version_and_form, version_text
 from support.installations import (
-    COMPILED_OR_FAILED,
+    BUILT_OR_FAILED,
     COMPILING,
     ROOT,
     WITHOUT_COMPILER,
     build_wheel,
     copied_sources,
+    native,
     no_compiler,
     run,
     unpack,
     use,
 )
 from support.registry import no_registry
+from vbucket.native.form import form_text, has_loops, problem, version_and_form
 
 
 @pytest.mark.timeout(900)
@@ -48,13 +49,13 @@ def test_pip_installs_plain_python_without_a_compiler(tmp_path: Path) -> None:
     pip("install", "--require-hashes", "--only-binary", ":all:", "-r", "requirements/run.txt")
     said = pip("install", "-v", ".").splitlines()
     why = "nothing can be compiled: there is no C compiler (no-such-compiler)"
-    (line,) = [line for line in said if "built as plain Python" in line]
-    assert line.strip() == f"dcpd: built as plain Python: {why}"
+    (line,) = [line for line in said if "built without the loops in C" in line]
+    assert line.strip() == f"dcpd: built without the loops in C: {why}"
     assert not [line for line in said if re.search(r"Collecting (mypy|setuptools)", line)]
     pip("check")
     output = use(python, tmp_path)
     assert "is ready" in output
-    assert "compiled" not in output
+    assert "loops" not in output
     version = run(str(python.with_name("dcpd")), "--version", cwd=tmp_path, python=python)
     assert version.stdout.endswith(f"(plain Python: {why})\n"), version.stderr
 
@@ -69,8 +70,8 @@ def test_each_thing_that_compiling_needs_is_missed_by_its_name(
     header = tmp_path / "include" / "Python.h"
     assert hatch_build.cannot_compile() == f"Python's headers are missing ({header})"
     with pytest.raises(hatch_build.CompileError, match="Python's headers are missing"):
-        hatch_build.compile_into(ROOT, tmp_path / "compiled")
-    assert not (tmp_path / "compiled").exists()
+        hatch_build.build(ROOT, tmp_path / "built")
+    assert not (tmp_path / "built").exists()
     header.parent.mkdir()
     header.touch()
     assert hatch_build.cannot_compile() == ""
@@ -92,8 +93,8 @@ def test_a_compiler_without_pythons_headers_is_no_error_unless_asked(tmp_path: P
     assert made.stdout.splitlines()[0] == "[]", "nothing is fetched to compile"
     assert unpack(tmp_path, tmp_path / "plain").endswith("-py3-none-any.whl")
     why = "nothing can be compiled: Python's headers are missing (/none/Python.h)"
-    assert form_text(tmp_path / "plain") == f"plain Python: {why}"
-    failed = run("-c", build, str(tmp_path), cwd=source, **COMPILED_OR_FAILED, **there)
+    assert form_text(native(tmp_path / "plain")) == f"plain Python: {why}"
+    failed = run("-c", build, str(tmp_path), cwd=source, **BUILT_OR_FAILED, **there)
     assert failed.returncode != 0
     assert f"CompileError: {why}" in failed.stderr
 
@@ -105,13 +106,13 @@ def test_a_compiler_that_fails_is_no_error_unless_asked(tmp_path: Path) -> None:
     source = copied_sources(tmp_path)
     made = build_wheel(source, tmp_path / "made", CC="false", **COMPILING)
     assert made.returncode == 0, made.stderr
-    reason = "the hot modules could not be compiled"
-    assert f"dcpd: built as plain Python: {reason}\n" in made.stderr
+    reason = "the loops in C could not be compiled"
+    assert f"dcpd: built without the loops in C: {reason}\n" in made.stderr
     plain = tmp_path / "plain"
     assert unpack(tmp_path / "made", plain).endswith("-py3-none-any.whl")
-    assert form_text(plain) == f"plain Python: {reason}"
+    assert form_text(native(plain)) == f"plain Python: {reason}"
     for more in ({"CC": "false"}, WITHOUT_COMPILER):
-        failed = build_wheel(source, tmp_path / "failed", **COMPILED_OR_FAILED, **more)
+        failed = build_wheel(source, tmp_path / "failed", **BUILT_OR_FAILED, **more)
         assert failed.returncode != 0
         assert "CompileError" in failed.stderr
     assert not (tmp_path / "failed").exists() or not list((tmp_path / "failed").iterdir())
@@ -121,13 +122,12 @@ def test_plain_python_can_be_asked_for(tmp_path: Path) -> None:
     made = build_wheel(copied_sources(tmp_path), tmp_path / "made", DCPD_COMPILE="0")
     assert made.returncode == 0, made.stderr
     assert unpack(tmp_path / "made", tmp_path / "plain").endswith("-py3-none-any.whl")
-    assert form_text(tmp_path / "plain") == "plain Python: DCPD_COMPILE=0"
+    assert form_text(native(tmp_path / "plain")) == "plain Python: DCPD_COMPILE=0"
     wrong = build_wheel(tmp_path / "source", tmp_path / "made", DCPD_COMPILE="yes")
     assert "DCPD_COMPILE is 'yes'; it must be 0 or 1" in wrong.stderr
 
 
 def test_plain_modules_are_no_problem_and_say_nothing(tmp_path: Path) -> None:
-    assert compiled_modules(tmp_path) == []
+    assert not has_loops(tmp_path)
     assert problem(tmp_path) == ""
-    assert version_text("1.2", tmp_path) == "1.2"
     assert version_and_form("1.2", tmp_path) == "1.2 (plain Python)"

@@ -47,7 +47,7 @@ class Shell:
             "DCPD_ADMIN_PORT": "0",
             "DCPCTL_SERVER": f"127.0.0.1:{port}",
             "PWD": str(folder),
-            "DCPD_COMPILE": "0",  # it takes a minute; test_compiled.py shows the default
+            "DCPD_COMPILE_LEVEL": "0",
         }
         self.port = port
         self.server: subprocess.Popen[bytes] | None = None

@@ -20,7 +20,7 @@ import yaml
 
 from clients.install_hint import IS_PUBLISHED, hint_of
 from dcp import __version__
-from dcp.compiled import compiled_modules
+from vbucket.native.form import has_loops
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("clients", "dcp", "failover", "vbucket")
@@ -155,7 +155,7 @@ def test_the_workflow_runs_what_is_there() -> None:
         for name in re.findall(r"(?:scripts|requirements)/[\w.-]+", command):
             assert (ROOT / name).exists(), command
     assert "cibuildwheel==" in (ROOT / "requirements" / "wheels.txt").read_text()
-    runners = workflow()["compiled"]["strategy"]["matrix"]["runner"]
+    runners = workflow()["loops"]["strategy"]["matrix"]["runner"]
     assert sorted(name.endswith("-arm") for name in runners) == [False, True]
 
 
@@ -173,7 +173,7 @@ def test_the_wheels_are_for_the_versions_that_the_project_names() -> None:
 
 
 def test_the_smoke_test_tells_a_plain_installation() -> None:
-    """Every run of it stores and reads; test_compiled.py runs it on a compiled installation."""
+    """Every run of it stores and reads; test_loops_build.py runs it on one with the loops."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     asked = [sys.executable, "scripts/smoke.py"]
     plain = subprocess.run(
@@ -184,7 +184,6 @@ def test_the_smoke_test_tells_a_plain_installation() -> None:
     strict = subprocess.run(
         asked, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    is_compiled = bool(compiled_modules())
-    assert (strict.returncode, "it is not compiled" in strict.stderr) == (
-        (0, False) if is_compiled else (1, True)
+    assert (strict.returncode, "it has no loops in C" in strict.stderr) == (
+        (0, False) if has_loops() else (1, True)
     )

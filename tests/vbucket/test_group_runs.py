@@ -32,7 +32,7 @@ from vbucket.native import group_run, new_staged
 from vbucket.store.environment import StoreDamagedError
 
 pytestmark = pytest.mark.skipif(
-    new_staged() is None, reason="the loops in C are not built (scripts/compile --loops)"
+    new_staged() is None, reason="the loops in C are not built (scripts/compile)"
 )
 
 PARTITIONS = 4

@@ -1,7 +1,6 @@
 """Memory that runs out in the middle of a change: it has not happened, or the engine knows.
 
-The engine's lists are replaced by one that cannot grow. Compiled code appends without asking the
-class, so these tests have meaning for the plain modules only; they are not in the compiled core's.
+The engine's lists are replaced by one that cannot grow.
 """
 
 from __future__ import annotations

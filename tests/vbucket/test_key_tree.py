@@ -16,7 +16,7 @@ from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.lmdb_file import PageFile
 
 pytestmark = pytest.mark.skipif(
-    new_staged() is None, reason="the loops in C are not built (scripts/compile --loops)"
+    new_staged() is None, reason="the loops in C are not built (scripts/compile)"
 )
 
 TABLE = "by_key"

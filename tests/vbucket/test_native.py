@@ -40,7 +40,7 @@ TARGET = 300
 """Bytes of a block: a few versions."""
 
 needs_loops = pytest.mark.skipif(
-    new_staged() is None, reason="the C loops are not built (scripts/compile --loops)"
+    new_staged() is None, reason="the C loops are not built (scripts/compile)"
 )
 pytestmark = needs_loops
 

@@ -21,7 +21,7 @@ from vbucket.store.records import BY_KEY_TABLE
 from vbucket.store.store import Store
 
 pytestmark = pytest.mark.skipif(
-    new_staged() is None, reason="the loops in C are not built (scripts/compile --loops)"
+    new_staged() is None, reason="the loops in C are not built (scripts/compile)"
 )
 
 PARTITIONS = 4

@@ -213,8 +213,7 @@ class Frames:
                 tails = list(self._tails) or [b""] * count
                 tails[at] = value[key_at + row.key_bytes : self._ends[at]]
                 self._tails = tails
-        # Removals have nothing behind a mutation's head. Compiled code rejects a slice that ends
-        # before it begins.
+        # Removals have nothing behind a mutation's head.
         removals = set(self.removals)
         self._starts = [
             -_HEAD_BYTES if at in removals else start for at, start in enumerate(self._starts)

@@ -9,7 +9,6 @@ int attributes_resolve(Attribute *attributes, int count, PyTypeObject *type)
     for (int i = 0; i < count; i++) {
         Attribute *attribute = &attributes[i];
         attribute->offset = 0;
-        attribute->getset = NULL;
         /* Of the class, a descriptor is itself. */
         PyObject *found = PyObject_GetAttrString((PyObject *)type, attribute->name);
         if (found == NULL)
@@ -18,10 +17,9 @@ int attributes_resolve(Attribute *attributes, int count, PyTypeObject *type)
             PyMemberDef *member = ((PyMemberDescrObject *)found)->d_member;
             if (member->type == T_OBJECT_EX)
                 attribute->offset = member->offset;
-        } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type))
-            attribute->getset = ((PyGetSetDescrObject *)found)->d_getset;
+        }
         Py_DECREF(found);
-        if (attribute->getset != NULL ? attribute->getset->get == NULL : !attribute->offset) {
+        if (!attribute->offset) {
             PyErr_Format(PyExc_TypeError, "%s.%s is no attribute of a class with slots",
                          type->tp_name, attribute->name);
             return 0;
@@ -55,8 +53,6 @@ int has_no_keywords(PyTypeObject *type, PyObject *kwargs)
 
 PyObject *attribute_get(const Attribute *attribute, PyObject *object)
 {
-    if (attribute->getset != NULL)
-        return attribute->getset->get(object, attribute->getset->closure);
     PyObject *value = *(PyObject **)((char *)object + attribute->offset);
     if (value == NULL)
         PyErr_SetString(PyExc_AttributeError, attribute->name);
@@ -65,12 +61,6 @@ PyObject *attribute_get(const Attribute *attribute, PyObject *object)
 
 int attribute_set(const Attribute *attribute, PyObject *object, PyObject *value)
 {
-    if (attribute->getset != NULL) {
-        if (attribute->getset->set != NULL)
-            return !attribute->getset->set(object, value, attribute->getset->closure);
-        PyErr_SetString(PyExc_AttributeError, attribute->name);
-        return 0;
-    }
     PyObject **place = (PyObject **)((char *)object + attribute->offset);
     PyObject *before = *place;
     *place = Py_NewRef(value);

@@ -1,5 +1,5 @@
-/* Attributes of Python objects whose class has __slots__, or was compiled by mypyc: read and set
-   without a look-up of their names. */
+/* Attributes of Python objects whose class has __slots__: read and set without a look-up of their
+   names. */
 
 #ifndef DCPD_ATTRIBUTES_H
 #define DCPD_ATTRIBUTES_H
@@ -10,8 +10,7 @@
 
 typedef struct {
     const char *name;
-    Py_ssize_t offset;   /* of a slot, in bytes; 0: there is none */
-    PyGetSetDef *getset; /* of a compiled class, or NULL */
+    Py_ssize_t offset; /* of the slot, in bytes */
 } Attribute;
 
 /* Finds out how a class keeps these attributes; names are set. Returns 0 with an exception. */

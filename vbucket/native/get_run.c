@@ -203,7 +203,8 @@ static int search_store(const GetRun *self, Asked *asked, size_t count, PyObject
             const GetRequest *request = &asked[i].request;
             put_be(asked[i].full_key, request->vb_id, 2);
             memcpy(asked[i].full_key + 2, get_request_key_at(request), request->key_bytes);
-            wanted[searched] = (Wanted){asked[i].full_key, 2 + (size_t)request->key_bytes};
+            wanted[searched] = (Wanted){.full_key = asked[i].full_key};
+            wanted[searched].key_bytes = 2 + (size_t)request->key_bytes;
             of[searched++] = i;
         }
     if (!searched)

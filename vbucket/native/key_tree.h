@@ -50,8 +50,8 @@ typedef struct {
    is loaded while the others are compared. */
 void key_tree_search(const KeyTree *tree, Search *searches, size_t count);
 
-/* Reads the node beside the place where a search ended that found nothing: 0 is the one at or behind
-   it, -1 the one before. Returns 0 if it is not in that leaf, or is not as it should be. */
+/* Reads the node beside the place where a search ended that found nothing: 0 is the one at or
+   behind it, -1 the one before. Returns 0 if it is not in that leaf, or is damaged. */
 int key_tree_node(const KeyTree *tree, const Search *search, int offset, Node *node);
 
 /* Whether the keys of the leaf where a search ended are within its bounds, and no node is there

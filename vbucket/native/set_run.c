@@ -178,8 +178,6 @@ static int add_lookups(SetRun *self, PyObject *part, Lookup *lookups, size_t *co
 static void load_list_ends(const SetRun *self, const Planned *planned, size_t count)
 {
     PyObject *lists[SEARCHES_MAX];
-    if (self->of[APPEND_ENTRY].getset != NULL)
-        return;
     for (size_t i = 0; i < count; i++) {
         const PyObject *part = PyList_GET_ITEM(self->partitions, planned[i].request.vb_id);
         PyObject *append = *(PyObject **)((char *)part + self->of[APPEND_ENTRY].offset);
@@ -192,7 +190,7 @@ static void load_list_ends(const SetRun *self, const Planned *planned, size_t co
             PREFETCH(((PyListObject *)lists[i])->ob_item + PyList_GET_SIZE(lists[i]));
 }
 
-/* Makes the keys, and loads the memtables of all requests. Of a class with slots, the numbers are
+/* Makes the keys, and loads the memtables of all requests. The numbers are
    objects, too. Returns 0 with an exception. */
 static int load(SetRun *self, Planned *planned, size_t count)
 {
@@ -206,8 +204,7 @@ static int load(SetRun *self, Planned *planned, size_t count)
         if (planned[i].newest == NULL)
             return 0;
         for (size_t at = 0; at < sizeof objects / sizeof objects[0]; at++)
-            if (self->of[objects[at]].getset == NULL)
-                PREFETCH(*(PyObject **)((char *)part + self->of[objects[at]].offset));
+            PREFETCH(*(PyObject **)((char *)part + self->of[objects[at]].offset));
     }
     for (size_t i = 0; i < count; i++) {
         const Request *request = &planned[i].request;

@@ -139,8 +139,8 @@ class StatusReport(Struct, kw_only=True):
     """The node's state and contents."""
 
     version: str
-    compiled: Annotated[bool, Meta(description="Whether the hot modules are C extensions.")]
-    form: Annotated[str, Meta(description="`compiled`, or `plain Python` and the reason.")]
+    compiled: Annotated[bool, Meta(description="Whether the loops in C run.")]
+    form: Annotated[str, Meta(description="`loops in C`, or `plain Python` and the reason.")]
     uptime_s: Count
     data: Annotated[str, Meta(description="The data folder.")]
     durability: Annotated[str, Meta(extra_json_schema={"enum": ["commit", "interval", "none"]})]

@@ -12,7 +12,6 @@ from typing import Final, Literal
 
 import msgspec
 
-from dcp.compiled import compiled_modules, form_text
 from dcp.server.net.cluster_config import Ports
 from dcp.server.net.connections import Connections
 from dcp.server.observe.about import About
@@ -28,6 +27,7 @@ from dcp.stream.producer import Producer
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.ids import CAS_AHEAD_NS, NUM_VBUCKETS, SEQNO_MAX
+from vbucket.native.form import form_text, has_loops
 from vbucket.upkeep.seqno_at_time import seqno_before
 
 Rows = list[tuple[str, str]]
@@ -92,7 +92,7 @@ class Stats:
         parts = engine.partitions
         return StatusReport(
             version=self._about.version,
-            compiled=bool(compiled_modules()),
+            compiled=has_loops(),
             form=form_text(),
             uptime_s=self._about.uptime_s,
             data=str(self._about.data_dir),
