@@ -38,7 +38,7 @@ CEILINGS: Final = {
     "replica: synced, acknowledgement out": Ceiling(19, 38, 10, 18),
     "master: acknowledgement in, committed": Ceiling(16, 32, 11, 17),
 }
-TRIES: Final = 3
+TRIES: Final = 10
 """A timer of the node may fall into a flow, so the shortest way of some runs counts."""
 
 

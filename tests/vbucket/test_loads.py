@@ -32,7 +32,7 @@ from vbucket.engine.engine import SET
 from vbucket.engine.expiry import Pager
 from vbucket.engine.partition import Hold
 from vbucket.engine.store_load import LoadRequest, Packet
-from vbucket.model.entry import key_of
+from vbucket.model.entry import PREFIX_BYTES, key_of
 from vbucket.store.environment import StoreDamagedError, StoreFullError
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE
 from vbucket.store.store import StoreView
@@ -114,7 +114,11 @@ def left_in_memory(node: LoadingNode) -> list[Any]:
     found: list[Any] = []
     for part in node.engine.partitions:
         entries = node.engine.versions.entries(part, 1, part.high_seqno, 1 << 30)
-        newest = {key: node.engine.versions.newest_entry(part, key) for key in map(key_of, entries)}
+        # Of what only the store has, the prefix is not read: the previous seqno may be missing.
+        newest = {
+            key: (node.engine.versions.newest_entry(part, key) or b"")[PREFIX_BYTES:]
+            for key in map(key_of, entries)
+        }
         found.append((
             part.high_seqno, part.committed_seqno, part.synced_seqno, part.max_cas,
             part.item_count, part.tally.to_document(), part.state, part.holds, part.vb_uuid,
