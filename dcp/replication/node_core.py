@@ -39,6 +39,7 @@ from dcp.cluster.cluster_records import ReportedPartition, StoredPartition
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.cluster_view import Stored
 from dcp.cluster.effects import Notice
+from dcp.cluster.meta_restore import HeldLog
 from dcp.cluster.ran_time import RanTime
 from dcp.cluster.record_writer import OutcomeKind, WriteOutcome
 from dcp.cluster.seen_records import SeenRecords
@@ -166,6 +167,20 @@ class ReplicationCore:
         return effects
 
     # -- records -----------------------------------------------------------------------------------
+
+    def held_logs(self) -> list[HeldLog]:
+        """Return where the logs of this node's copies end, for a restoration of the records."""
+        return [
+            HeldLog(
+                part.vb_id, part.leader_epoch, part.failover.current.epoch,
+                part.synced_seqno
+                if part.incomplete_snapshot is None
+                else part.incomplete_snapshot.start,
+                part.vb_id in self.leading.masterships,
+            )
+            for part in self.partitions
+            if part.high_seqno or part.leader_epoch
+        ]  # fmt: skip
 
     def records_changed(self, now_ns: int, vb_ids: Iterable[int]) -> None:
         """The view has other records of these partitions."""

@@ -25,7 +25,6 @@ import msgspec
 from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import MemberRecord, RecordUnreadableError
 from dcp.cluster.meta_restore import (
-    HeldLog,
     MetaRestore,
     MetaRestorePlan,
     NodeTestimony,
@@ -93,29 +92,13 @@ class MetaDesk:
             operation=operation,
             life=replicated.told.version.life,
             records=records_of(replicated.seen.records.content().records),
-            ends=self._ends(),
+            ends=replicated.core.held_logs(),
         )
         lease = await self._ask(LeaseGrant(TESTIMONY_LEASE_S))
         lease_id = lease.lease_id if isinstance(lease, LeaseResult) else 0
         put = Put(testimony_key(self._keys, replicated.member), told.pack(), lease_id)
         await self._ask(Txn((), (put,)))
         return TestifiedReport(replicated.identity.name, operation, self._nodes())
-
-    def _ends(self) -> list[HeldLog]:
-        masterships = self._replicated.core.leading.masterships
-        found = []
-        for part in self._replicated.core.partitions:
-            if not part.high_seqno and not part.leader_epoch:
-                continue
-            window = part.incomplete_snapshot
-            found.append(
-                HeldLog(
-                    part.vb_id, part.leader_epoch, part.failover.current.epoch,
-                    part.synced_seqno if window is None else window.start,
-                    part.vb_id in masterships,
-                )
-            )  # fmt: skip
-        return found
 
     def _nodes(self) -> list[TestifyingNode]:
         """Return the members that this folder has seen."""
