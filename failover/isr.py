@@ -118,16 +118,33 @@ def acknowledgeable_seqno(synced_seqno: int, received_seqno: int) -> int:
     return synced_seqno
 
 
-def effective_isr(confirmed: frozenset[str], asked: frozenset[str] | None) -> frozenset[str]:
+def effective_isr(
+    confirmed: frozenset[str],
+    asked: frozenset[str] | None,
+    parting: frozenset[str] = frozenset(),
+) -> frozenset[str]:
     """Return the ISR that the HW and the read fence depend on while a change is under way.
 
     `confirmed` is the ISR that the metadata store has confirmed, `asked` the one that the master
-    has asked for (None: no change is under way). A member that leaves counts until the store has
-    confirmed it, because until then it can be elected. A member that joins counts from the moment
-    the master asks, because the store may have it before the master hears of it. An unknown outcome
-    leaves `asked` as it is.
+    has asked for (None: no change is under way), `parting` who has left it by a record that not all
+    members hold yet (`is_held`). A member that leaves counts until the store has confirmed it,
+    because until then it can be elected. A member that joins counts from the moment the master
+    asks, because the store may have it before the master hears of it. An unknown outcome leaves
+    `asked` as it is.
     """
-    return confirmed if asked is None else confirmed | asked
+    return confirmed | parting if asked is None else confirmed | asked | parting
+
+
+def is_held(isr: Iterable[str], revision: int, seen: Mapping[str, int]) -> bool:
+    """Return whether every member of an ISR holds its record durably: who has left it counts no
+    more.
+
+    `revision` is the record's mod revision in the metadata store, `seen` up to which revision of
+    that same store each member has the records on its disk, the master's own included. If the store
+    goes back to an older copy later, each of these members knows better: nothing is committed
+    without a member that has left and that the copy calls in sync.
+    """
+    return all(seen.get(member, 0) >= revision for member in isr)
 
 
 def high_watermark(

@@ -20,6 +20,9 @@ Invariants, asserted when a record is made
 - the epoch is at least 1, and the last unclean election is not later than it
 - a handover has a master who took over
 - every transition that changes the master, and every branch, has a higher epoch
+- every transition has a higher partition epoch. So of two records of one partition the one with the
+  higher `rank` is the newer one, also where the epoch is the same: a copy of the metadata store
+  that is older than what a node has seen can be told from the present one
 """
 
 from __future__ import annotations
@@ -39,6 +42,17 @@ COPIES_MAX: Final = 8
 
 MEMBER_LENGTH_MAX: Final = 64
 """Characters of a folder id, so that a record stays small. Ours have 32."""
+
+
+class Rank(NamedTuple):
+    """Where a record stands in the history of its partition: the higher one is the newer one."""
+
+    epoch: int
+    partition_epoch: int
+
+
+UNSEEN: Final = Rank(0, 0)
+"""Below every record."""
 
 
 class HandedOver(NamedTuple):
@@ -83,10 +97,17 @@ class ReplicationRecord:
     another number, so nothing that it acknowledged before counts for the new copy."""
     adds: int = 0
     """How many copies were ever added: the last number."""
+    partition_epoch: int = 0
+    """Rises by one with each transition. 0 in records that were written before there was one."""
 
     def __post_init__(self) -> None:
         problem = _problem_of(self)
         assert not problem, problem
+
+    @property
+    def rank(self) -> Rank:
+        """What says which of two records of one partition is the newer one."""
+        return Rank(self.epoch, self.partition_epoch)
 
     @property
     def counted_copies(self) -> int:
@@ -113,6 +134,7 @@ class ReplicationRecord:
             "unclean_epoch": self.unclean_epoch,
             "added": sorted(map(list, self.added)),
             "adds": self.adds,
+            "partition_epoch": self.partition_epoch,
         }
 
     @classmethod
@@ -145,6 +167,7 @@ class ReplicationRecord:
             "unclean_epoch": None if unclean is None else _whole("unclean_epoch", unclean),
             "added": _numbers("added", document["added"]),
             "adds": _whole("adds", document["adds"]),
+            "partition_epoch": _whole("partition_epoch", document["partition_epoch"]),
         }
         try:
             return cls(**values)
@@ -155,8 +178,8 @@ class ReplicationRecord:
 _Pair = TypeVar("_Pair", HandedOver, BranchUnderWay)
 
 _FIELDS: Final = frozenset(ReplicationRecord.__dataclass_fields__)
-_OF_OLDER: Final = {"added": [], "adds": 0}
-"""What records of clusters have that never moved a copy."""
+_OF_OLDER: Final = {"added": [], "adds": 0, "partition_epoch": 0}
+"""What older records have, which lack these fields."""
 
 
 def majority(count: int) -> int:
@@ -188,7 +211,7 @@ def elect(
     assert member in record.isr, f"{member} is not in sync, so it cannot be elected cleanly"
     isr = record.isr - frozenset(gone)
     assert member in isr, f"{member} is gone and cannot be elected"
-    return replace(
+    return _next(
         record,
         isr=isr,
         epoch=record.epoch + 1,
@@ -207,7 +230,7 @@ def unclean_elect(record: ReplicationRecord, member: str) -> ReplicationRecord:
     assert member in record.copies, f"{member} holds no copy"
     assert member not in record.filling, f"{member} is being filled and has only a part"
     epoch = record.epoch + 1
-    return replace(
+    return _next(
         record,
         isr=frozenset((member,)),
         epoch=epoch,
@@ -224,19 +247,19 @@ def vacate(record: ReplicationRecord) -> ReplicationRecord:
     For a partition whose master is gone while nobody else of the ISR can be reached.
     """
     assert record.master is not None, "there is no master already"
-    return replace(record, epoch=record.epoch + 1, master=None, handover=None)
+    return _next(record, epoch=record.epoch + 1, master=None, handover=None)
 
 
 def want(record: ReplicationRecord, member: str | None) -> ReplicationRecord:
     """Return the record with another wanted master. None, or the master itself: leave it there."""
-    return replace(record, wanted_master=None if member == record.master else member)
+    return _next(record, wanted_master=None if member == record.master else member)
 
 
 def add_copy(record: ReplicationRecord, member: str) -> ReplicationRecord:
     """Return the record with another copy, the least preferred one, which is to be filled."""
     assert member not in record.copies, f"{member} holds a copy already"
     number = record.adds + 1
-    return replace(
+    return _next(
         record,
         copies=(*record.copies, member),
         filling=record.filling | frozenset((member,)),
@@ -262,7 +285,7 @@ def drop_copies(
     assert isr == record.isr or len(isr) >= in_sync_min, (
         f"{len(isr)} copies in sync would be left, and {in_sync_min} are wanted"
     )
-    return replace(
+    return _next(
         record,
         copies=tuple(copy for copy in record.copies if copy not in leaving),
         isr=isr,
@@ -276,7 +299,7 @@ def reorder(record: ReplicationRecord, copies: Iterable[str]) -> ReplicationReco
     """Return the record with the same copies in another order of preference."""
     ordered = tuple(copies)
     assert sorted(ordered) == sorted(record.copies), "the same copies are wanted, in another order"
-    return replace(record, copies=ordered)
+    return _next(record, copies=ordered)
 
 
 def shrink(record: ReplicationRecord, members: Iterable[str]) -> ReplicationRecord:
@@ -285,7 +308,7 @@ def shrink(record: ReplicationRecord, members: Iterable[str]) -> ReplicationReco
     assert record.master is not None, "only a master changes its ISR"
     assert leaving <= record.isr, f"{sorted(leaving - record.isr)} not in the ISR"
     assert record.master not in leaving, "a master does not leave its own ISR"
-    return replace(record, isr=record.isr - leaving)
+    return _next(record, isr=record.isr - leaving)
 
 
 def expand(record: ReplicationRecord, members: Iterable[str]) -> ReplicationRecord:
@@ -293,7 +316,7 @@ def expand(record: ReplicationRecord, members: Iterable[str]) -> ReplicationReco
     joining = frozenset(members)
     assert record.master is not None, "only a master changes its ISR"
     assert joining <= frozenset(record.copies), f"{sorted(joining)}: not all hold a copy"
-    return replace(record, isr=record.isr | joining, filling=record.filling - joining)
+    return _next(record, isr=record.isr | joining, filling=record.filling - joining)
 
 
 def hand_over(record: ReplicationRecord, end: HandedOver) -> ReplicationRecord:
@@ -307,20 +330,52 @@ def hand_over(record: ReplicationRecord, end: HandedOver) -> ReplicationRecord:
     assert wanted is not None, "no other master is wanted"
     assert wanted in record.isr, f"{wanted} is not in sync yet"
     assert record.branch is None, "the branch is finished first"
-    return replace(record, epoch=record.epoch + 1, master=wanted, wanted_master=None, handover=end)
+    return _next(record, epoch=record.epoch + 1, master=wanted, wanted_master=None, handover=end)
 
 
 def start_branch(record: ReplicationRecord, branch: BranchUnderWay) -> ReplicationRecord:
     """Return the record with a branch under way, under the next epoch and the same master."""
     assert record.master is not None, "only a master branches"
     assert record.branch is None, "another branch is under way"
-    return replace(record, epoch=record.epoch + 1, branch=branch, handover=None)
+    return _next(record, epoch=record.epoch + 1, branch=branch, handover=None)
 
 
 def finish_branch(record: ReplicationRecord) -> ReplicationRecord:
     """Return the record after the whole ISR has rolled back. The epoch stays."""
     assert record.branch is not None, "no branch is under way"
-    return replace(record, branch=None)
+    return _next(record, branch=None)
+
+
+def rebuild(
+    base: ReplicationRecord,
+    copies: Iterable[str],
+    isr: Iterable[str],
+    *,
+    above: Rank,
+    is_clean: bool,
+) -> ReplicationRecord:
+    """Return a record that replaces all that were ever seen, after the metadata store went back.
+
+    `base` is the newest record that is known, `above` the highest epoch and partition epoch that
+    anybody has seen. There is no master: one of the ISR is elected. `is_clean`: every change that
+    may have been answered is known to be in the logs of the ISR. If not, the record says of its
+    epoch that its election was unclean, so members that come back keep what they cut off.
+    """
+    kept, in_sync = tuple(copies), frozenset(isr)
+    epoch = max(base.epoch, above.epoch) + 1
+    return replace(
+        base,
+        copies=kept,
+        isr=in_sync,
+        epoch=epoch,
+        master=None,
+        wanted_master=None,
+        filling=(base.filling & frozenset(kept)) - in_sync,
+        handover=None,
+        unclean_epoch=base.unclean_epoch if is_clean else epoch,
+        added=frozenset(each for each in base.added if each[0] in kept),
+        partition_epoch=max(base.partition_epoch, above.partition_epoch) + 1,
+    )
 
 
 def is_master(record: ReplicationRecord, member: str, first_seen_epoch: int) -> bool:
@@ -331,6 +386,11 @@ def is_master(record: ReplicationRecord, member: str, first_seen_epoch: int) -> 
     the same folder. So a process that restarts waits until it is elected again.
     """
     return record.master == member and record.epoch > first_seen_epoch
+
+
+def _next(record: ReplicationRecord, **changes: Any) -> ReplicationRecord:
+    """Return the record after a transition."""
+    return replace(record, partition_epoch=record.partition_epoch + 1, **changes)
 
 
 def _still_wanted(record: ReplicationRecord, master: str) -> str | None:

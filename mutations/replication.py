@@ -20,8 +20,8 @@ REPLICATION = (
     ),
     Mutation(
         "shrink-counts-at-once",
-        "    return confirmed if asked is None else confirmed | asked\n",
-        "    return confirmed if asked is None else asked\n",
+        "    return confirmed | parting if asked is None else confirmed | asked | parting\n",
+        "    return confirmed | parting if asked is None else asked | parting\n",
         ("test_isr", "test_modelcheck"),
     ),
     Mutation(
@@ -258,14 +258,14 @@ REPLICATION = (
     ),
     Mutation(
         "store-that-was-set-back-is-followed",
-        "        if record.epoch < seen_epoch:\n            self._distrust(",
-        "        if record.epoch < 0:\n            self._distrust(",
+        "        if record.epoch < seen_epoch or not is_newest:\n",
+        "        if record.epoch < 0:\n",
         ("test_node_core",),
     ),
     Mutation(
         "unreadable-record-is-written",
-        "            if vb_id not in self._distrusted\n",
-        "            if vb_id in self._records\n",
+        "            if vb_id not in self._distrusted and vb_id not in older\n",
+        "            if vb_id not in older\n",
         ("test_node_core",),
     ),
     Mutation(

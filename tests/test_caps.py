@@ -34,12 +34,12 @@ class Cap(NamedTuple):
 CAPS: Final = {
     "attributes of a class": Cap(61, 25),
     "arguments of a constructor": Cap(22, 10),
-    "callbacks passed to constructors": Cap(105, 40),
+    "callbacks passed to constructors": Cap(110, 40),
     "Protocol classes": Cap(42, 25),
-    "files": Cap(558, 340),
-    "files in a folder": Cap(40, 15),
-    "lines": Cap(100_500, 87_000),
     "support modules of tests": Cap(51, 25),
+    "files": Cap(565, 340),
+    "files in a folder": Cap(41, 15),
+    "lines": Cap(102_500, 87_000),
 }
 
 

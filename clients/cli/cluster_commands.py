@@ -19,6 +19,7 @@ from clients.cli.cluster_change_commands import (
     with_choices,
     write_notes,
 )
+from clients.cli.cluster_meta_commands import meta
 from clients.cli.cluster_nodes import STATUS_PATH, admin_of_named
 from clients.cli.cluster_status_command import receipts, status, words
 from clients.cli.dcpctl import EXIT_OK, Target, help_text, with_target
@@ -55,7 +56,7 @@ def cluster() -> None:
     """Create and operate a cluster of nodes."""
 
 
-for _command in (status, receipts, *cluster_change_commands.COMMANDS):
+for _command in (status, receipts, meta, *cluster_change_commands.COMMANDS):
     cluster.add_command(_command)
 
 

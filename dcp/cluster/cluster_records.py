@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from dcp.cluster.metastore import KeyValue
-from failover.replication_record import ReplicationRecord
+from failover.replication_record import Rank, ReplicationRecord
 from vbucket.model.manifest import Manifest
 
 FORMAT: Final = 1
@@ -105,6 +105,9 @@ class AliveRecord(_Record, frozen=True, kw_only=True):
     """Its data folder on its machine (`membership.ProcessFacts`)."""
     protocol: int = 1
     """The version of the replication messages that it speaks."""
+    link: int = 0
+    """Names the process's connection to this store (`ClusterSession.link`): what it tells others of
+    the store's revisions under this number is about this store."""
 
 
 class ClockRecord(_Record, frozen=True, kw_only=True):
@@ -214,6 +217,20 @@ class ReportedPartition(NamedTuple):
     version_epoch: int
     end_seqno: int
     is_electable: bool = True
+    seen_epoch: int = 0
+    seen_partition_epoch: int = 0
+    """The rank of the newest record that the member's folder has seen."""
+    is_sure: bool = False
+
+    @property
+    def is_witness(self) -> bool:
+        """Whether the member misses the master. If not, it only says what it has seen."""
+        return self.epoch > 0
+
+    @property
+    def seen(self) -> Rank:
+        """The rank of the newest record that the member's folder has seen."""
+        return Rank(self.seen_epoch, self.seen_partition_epoch)
 
 
 class MemberReport(_Record, frozen=True, kw_only=True):

@@ -23,6 +23,8 @@ from dcp.cluster.record_writer import RecordChange, RecordWriter, WriteOutcome
 from dcp.cluster.suspect_reporter import REPORTER, SuspectReporter
 from dcp.cluster.view_reader import READER, ViewReader
 
+_ERA_BITS: Final = 20
+"""A process that connects anew a million times over has told the others by then."""
 RECORDS: Final = "records"
 """The core that writes for the partitions whose master is this node."""
 
@@ -44,9 +46,14 @@ class ClusterSession:
         keys = ClusterKeys(root)
         owner = f"{member}.{incarnation}"
         self.view = ClusterView(keys)
+        self.link = 0
+        """Names this process's present connection to the store among those of all its processes;
+        0: there was none yet. The store has it under the member's alive key."""
+        self.era = 0
+        """The store's client counts its connections so."""
         self.membership = Membership(keys, member, incarnation, lease_s=lease_s)
         self.coordinator = Coordinator(self.view, self.membership, owner, settings)
-        self._reader = ViewReader(self.view)
+        self.reader = self._reader = ViewReader(self.view)
         self._reporter = SuspectReporter(keys, self.membership)
         self._writer = RecordWriter(self.view, RECORDS, owner)
         self._cores: Final[dict[str, Callable[[int, Any], Iterable[SessionEffect]]]] = {
@@ -71,6 +78,20 @@ class ClusterSession:
         for on_event in dict.fromkeys(self._cores.values()):
             effects += self._shown(now_ns, on_event(now_ns, event))
         return effects
+
+    def begin_again(self, now_ns: int, era: int) -> list[SessionEffect]:
+        """There is a new connection to the store, which may be an older copy of it."""
+        self.era = era
+        self.link = self.membership.incarnation << _ERA_BITS | era & ((1 << _ERA_BITS) - 1)
+        self.membership.begin_again(now_ns, self.link)
+        self.coordinator.begin_again()
+        self._reporter.begin_again()
+        return list(self._reader.begin_again(now_ns))
+
+    def link_of(self, member: str) -> int | None:
+        """Return the name of a member's connection to this store, as it wrote it; None: none."""
+        alive = self.view.alive.get(member)
+        return None if alive is None else alive.content.link
 
     def report(self, now_ns: int, partitions: tuple[ReportedPartition, ...]) -> list[SessionEffect]:
         """Report these partitions from now on: their master is not heard. () for none."""

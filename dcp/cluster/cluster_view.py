@@ -57,6 +57,9 @@ class ClusterView:
         self.keys = keys
         self.revision = 0
         """All changes up to here are in the view; 0: nothing was read yet."""
+        self.begun_revision = 0
+        """The store's revision when it was read first over the present connection. What is not
+        newer may be of an older copy that the store went back to."""
         self.map_revision = 0
         """The newest mod revision that a record of the partition map ever had, readable or not."""
         self.life = 0
@@ -107,6 +110,18 @@ class ClusterView:
         """Whether the records were read at least once."""
         return self.revision > 0
 
+    def reported_by_others(self, member: str) -> set[int]:
+        """Return the partitions whose master somebody else misses. Who holds a copy says then what
+        it has seen: nobody is elected by a record that may be older.
+        """
+        return {
+            told.vb_id
+            for reporter, stored in self.reports.items()
+            if reporter != member and stored.item.mod_revision > self.begun_revision
+            for told in stored.content.partitions
+            if told.is_witness
+        }
+
     def stays(self, member: str) -> bool:
         """Whether a member's process runs, and is not about to stop."""
         stored = self.alive.get(member)
@@ -128,6 +143,10 @@ class ClusterView:
         item = self._items.get(key)
         return item.mod_revision if item is not None else 0
 
+    def item(self, key: bytes) -> KeyValue | None:
+        """Return a key as the store has it; None if it does not exist."""
+        return self._items.get(key)
+
     def value(self, key: bytes) -> bytes | None:
         """Return the value of a key; None if it does not exist."""
         item = self._items.get(key)
@@ -146,6 +165,24 @@ class ClusterView:
         changed = [self._forget(key) for key in gone]
         changed += [self._learn(item) for item in found.values()]
         self.revision = max(self.revision, revision)
+        return _partitions(changed)
+
+    def start_over(self, items: Iterable[KeyValue], revision: int) -> frozenset[int]:
+        """Take over a read of all keys of a store that may be another one, or an older copy:
+        nothing that was known counts. Return the partitions that are not as before.
+        """
+        found = {item.key: item for item in items}
+        changed = [self._forget(key) for key in tuple(self._items) if key not in found]
+        self.map_revision = self.life = 0
+        for key, item in found.items():
+            name = self.keys.parse(key)
+            if name is not None and name.kind in _OF_MAP:
+                self.map_revision = max(self.map_revision, item.mod_revision)
+            if self._items.get(key) != item:
+                changed.append(self._set(key, item))
+        if self.cluster is not None:
+            self.life = max(self.life, self.cluster.content.life)
+        self.revision = self.begun_revision = revision
         return _partitions(changed)
 
     def apply(self, batch: WatchBatch) -> frozenset[int]:

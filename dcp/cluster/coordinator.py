@@ -182,6 +182,11 @@ class Coordinator:
         """Whether this member believes to be the coordinator."""
         return self.term > 0
 
+    def begin_again(self) -> None:
+        """The store may be another one, where this coordinator's key is of another term."""
+        self.term = self._look_ns = 0
+        self._choices.begin_again()
+
     def on_event(self, now_ns: int, event: StoreEvent | ViewChanged) -> list[CoordinatorEffect]:
         """Take one event; return what to do."""
         effects: list[CoordinatorEffect] = []

@@ -21,6 +21,7 @@ import msgspec
 from dcp.cluster.cluster_records import encode_record
 from dcp.cluster.cluster_view import ClusterView
 from dcp.cluster.metastore import Put, Txn, if_unchanged
+from dcp.cluster.store_age import older_records
 
 FIRST_LIFE: Final = 1
 """The life of clusters that have none in their record, and before anything is known."""
@@ -44,7 +45,11 @@ def life_from(unix_s: float, *ended: int) -> int:
 
 
 class MapLife:
-    """See the module. `told` is what an earlier process of this folder has told last."""
+    """See the module. `told` is what an earlier process of this folder has told last.
+
+    While the store has older records of partitions than nodes have seen, nobody raises the life:
+    the maps of a new life would name masters of long ago. `dcp.cluster.meta_restore` raises it.
+    """
 
     def __init__(self, view: ClusterView, told: MapVersion = NEVER_TOLD) -> None:
         self._view = view
@@ -60,12 +65,18 @@ class MapLife:
         life = view.life or self._told.life or FIRST_LIFE
         return MapVersion(life, max(view.map_revision, FIRST_REV))
 
+    def note_told(self, version: MapVersion) -> None:
+        """Clients were told a map of this version."""
+        self._told = max(self._told, version)
+
     def look(self) -> str:
         """Look at the view; return what is to be logged if the store turns out to be set back. It
         must be called with the first view that has records: later ones may have come as far again.
         """
         view, told = self._view, self._told
-        if self._ended or not view.is_loaded or view.cluster is None or self.version() >= told:
+        if not view.is_loaded or view.cluster is None or self.version() >= told:
+            return ""
+        if self._ended == told.life:
             return ""
         self._ended = told.life
         return (
@@ -84,6 +95,8 @@ class MapLife:
         """Return what raises the life; None: it need not be raised."""
         stored = self._view.cluster
         if not self._ended or stored is None or self._view.life > self._ended:
+            return None
+        if older_records(self._view):
             return None
         life = life_from(unix_s, self._ended, self._view.life)
         raised = msgspec.structs.replace(stored.content, life=life)

@@ -165,6 +165,8 @@ class Membership:
         self._written_revision = 0
         """A view at or above this revision has the alive key."""
         self.is_leaving = False
+        self._link = 0
+        """See `AliveRecord.link`."""
         self._is_waiting = False
         self._tag = Tag(MEMBERSHIP, 0)
         self.introduce(facts or ProcessFacts())
@@ -205,6 +207,13 @@ class Membership:
         """Let the others know that this process is about to stop."""
         self.is_leaving = True
         if self.state is MembershipState.ALIVE:
+            self.state = MembershipState.ANNOUNCING
+            self._is_waiting, self._next_ns = False, now_ns
+
+    def begin_again(self, now_ns: int, link: int) -> None:
+        """There is a new connection to the store, with this name: tell it in the keys."""
+        self._link = link
+        if self.state in {MembershipState.ALIVE, MembershipState.ANNOUNCING}:
             self.state = MembershipState.ANNOUNCING
             self._is_waiting, self._next_ns = False, now_ns
 
@@ -283,7 +292,7 @@ class Membership:
         record = AliveRecord(
             member=self.member, incarnation=self.incarnation, is_leaving=self.is_leaving,
             name=facts.name, place=facts.place, protocol=facts.protocol,
-            address=facts.addresses[0] if facts.addresses else "",
+            address=facts.addresses[0] if facts.addresses else "", link=self._link,
         )  # fmt: skip
         return encode_record(record)
 

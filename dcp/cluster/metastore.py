@@ -281,6 +281,13 @@ class WatchHandle(Protocol):
 class MetaStore(Protocol):
     """A client of the store. See the module for the rules of both sides."""
 
+    @property
+    def era(self) -> int:
+        """How many connections this client has had. Over another one the store may be another, or
+        an older copy of itself: whoever knows something of it reads it again.
+        """
+        ...
+
     def submit(self, request: StoreRequest, done: Callable[[StoreResult], None]) -> None:
         """Send a request; `done` gets its result later."""
         ...

@@ -65,6 +65,8 @@ class MemoryMetaStore:
 
     def __init__(self, store: RevisionStore | None = None) -> None:
         self.store = store if store is not None else RevisionStore()
+        self.era = 1
+        """See `MetaStore`."""
         self._waiting: deque[tuple[StoreRequest, Callable[[StoreResult], None]]] = deque()
         self._watches: list[MemoryWatch] = []
 

@@ -30,6 +30,7 @@ from failover.election import (
     master_to_elect,
     master_to_elect_uncleanly,
 )
+from failover.isr import min_in_sync_of
 from failover.replication_record import ReplicationRecord, elect, unclean_elect, want
 
 GATHER_NS: Final = 100_000_000
@@ -77,11 +78,20 @@ class PartitionChoices:
         self._step_ns = 0
         """When steps of the plan are looked for next."""
 
+    def begin_again(self) -> None:
+        """The store may be another one: no report that was read counts."""
+        self._seen, self._reports = {}, {}
+
     def take_view(self, now_ns: int, vb_ids: Iterable[int]) -> None:
         """Take over that the view changed, and for which partitions."""
         for vb_id in vb_ids:
             self._note_first(now_ns, vb_id)
-        reports = self._view.reports
+        # What is not newer than this connection may be of an older copy of the store.
+        reports = {
+            member: stored
+            for member, stored in self._view.reports.items()
+            if stored.item.mod_revision > self._view.begun_revision
+        }
         revisions = {member: stored.item.mod_revision for member, stored in reports.items()}
         if revisions == {member: revision for member, (revision, _) in self._seen.items()}:
             return
@@ -97,7 +107,7 @@ class PartitionChoices:
             for told in stored.content.partitions:
                 report = SuspectReport(
                     member, told.epoch, told.version_epoch, told.end_seqno, received_ns,
-                    told.is_electable,
+                    told.is_electable, told.seen, told.is_sure,
                 )  # fmt: skip
                 by_partition[told.vb_id].append(report)
         self._reports = dict(by_partition)
@@ -152,8 +162,14 @@ class PartitionChoices:
 
     def _clean_choice(self, now_ns: int, vb_id: int, record: ReplicationRecord) -> str | None:
         return master_to_elect(
-            record, self._reports[vb_id], now_ns, is_lease_over=self._is_lease_over(record)
-        )
+            record, self._reports[vb_id], now_ns, is_lease_over=self._is_lease_over(record),
+            min_in_sync=self._min_in_sync(record),
+        )  # fmt: skip
+
+    def _min_in_sync(self, record: ReplicationRecord) -> int:
+        cluster = self._view.cluster
+        setting = None if cluster is None else cluster.content.min_in_sync
+        return min_in_sync_of(setting, record.counted_copies)
 
     def _is_gathered(self, now_ns: int, vb_id: int, record: ReplicationRecord) -> bool:
         """Return whether all of the ISR that live have reported, or have had time to."""

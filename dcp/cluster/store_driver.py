@@ -48,6 +48,14 @@ class StoreDriver:
         self._ticked_ns = now_ns()
         self._has_waited = False
         """Whether the last tick was left out."""
+        self._era = -1
+        """The connection of the store's client that the session knows; -1: none."""
+
+    def _look_at_era(self) -> None:
+        """Tell the session if there is a new connection, before anything that came over it."""
+        if self._era != self._store.era:
+            self._era = self._store.era
+            self.carry_out(self.session.begin_again(self._now_ns(), self._era))
 
     def tick(self) -> None:
         """Let time pass; call it at least every 100 ms.
@@ -57,6 +65,7 @@ class StoreDriver:
         """
         if self._is_closed:
             return
+        self._look_at_era()
         now_ns = self._now_ns()
         ticked_ns, self._ticked_ns = self._ticked_ns, now_ns
         self._has_waited = not self._has_waited and now_ns - ticked_ns > LATE_NS
@@ -73,7 +82,9 @@ class StoreDriver:
                     effect.prefix, effect.from_revision, partial(self._delivered, effect.tag)
                 )
             elif isinstance(effect, CancelWatch):
-                self._watches.pop(effect.tag).cancel()
+                watch = self._watches.pop(effect.tag, None)
+                if watch is not None:
+                    watch.cancel()
             else:
                 self._take(effect)
 
@@ -95,6 +106,7 @@ class StoreDriver:
             self._guard(partial(self._happened, Delivered(tag, message)))
 
     def _happened(self, event: Answered | Delivered) -> None:
+        self._look_at_era()
         self.carry_out(self.session.on_event(self._now_ns(), event))
 
 

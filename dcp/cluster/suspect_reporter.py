@@ -59,6 +59,10 @@ class SuspectReporter:
         self._wanted = partitions
         return self._step(now_ns)
 
+    def begin_again(self) -> None:
+        """The store may be another one: what it has of this member's report is not known."""
+        self._written = None
+
     def on_event(self, now_ns: int, event: StoreEvent) -> list[ReporterEffect]:
         """Take one event; return what to do."""
         if isinstance(event, Answered) and event.tag == self._tag and self._is_waiting:

@@ -3,6 +3,10 @@
     READING --- all keys read ----> WATCHING --- Compacted --> READING
     READING --- no answer --------> PAUSED   --- pause over -> READING, or WATCHING where it was
     WATCHING --- Lost ------------> PAUSED
+    any --- a new connection -----> READING: the store may be another one, so the view starts over
+
+A store that has no record of the cluster, although there was one, has lost everything: it counts as
+one that does not answer, and the view stays as it is.
 
 A watch resumes at the view's revision + 1, which moves only with what was read or delivered. A
 watch that delivers nothing for REWATCH_NS is begun again there: an idle watch and a dead one look
@@ -38,6 +42,12 @@ REWATCH_NS: Final = 5_000_000_000
 """How long a watch may be silent. It bounds how long a dead watch stays unnoticed."""
 
 READER: Final = "reader"
+EMPTIED_NS: Final = 1_000_000_000
+"""Time between reads of a store that has lost all records."""
+EMPTIED_TEXT: Final = (
+    "cluster view: the metadata store has lost all records of this cluster. Nodes go on with what "
+    "they know. `dcpctl cluster meta restore` builds the records anew"
+)
 
 
 class ReaderState(Enum):
@@ -60,8 +70,18 @@ class ViewReader:
         self._must_read = True
         self._until_ns = 0
         """When the state ends by itself: a pause, a missing answer, a silent watch."""
+        self.must_have_cluster = False
+        """Whether the cluster's record was seen before."""
+        self.is_emptied = False
+        """Whether the store lacks it."""
+        self._starts_over = True
         self._tag = Tag(READER, 0)
         self._watching: Tag | None = None
+
+    def begin_again(self, now_ns: int) -> list[ReaderEffect]:
+        """There is a new connection, perhaps to a store that went back: read all of it."""
+        self._must_read = self._starts_over = True
+        return self._read(now_ns)
 
     def on_event(self, now_ns: int, event: StoreEvent) -> list[ReaderEffect]:
         """Take one event; return what to do."""
@@ -96,9 +116,17 @@ class ViewReader:
         if not isinstance(event.result, RangeResult):
             self._pause(now_ns)
             return [Notice(f"cluster view: the records were not read: {event.result}")]
-        before = self.view.unreadable.copy()
-        changed = self.view.replace(event.result.items, event.result.revision)
-        self._must_read = False
+        view, items = self.view, event.result.items
+        knew_cluster = self.must_have_cluster or view.cluster is not None
+        was_emptied = self.is_emptied
+        self.is_emptied = knew_cluster and not any(item.key == view.keys.cluster for item in items)
+        if self.is_emptied:
+            self._pause(now_ns, EMPTIED_NS)
+            return [] if was_emptied else [Notice(EMPTIED_TEXT)]
+        before = view.unreadable.copy()
+        take = view.start_over if self._starts_over else view.replace
+        changed = take(items, event.result.revision)
+        self._must_read = self._starts_over = False
         return [*self._watch(now_ns), ViewChanged(changed), *self._unreadable(before)]
 
     def _unreadable(self, before: dict[bytes, str]) -> list[ReaderEffect]:
@@ -124,9 +152,9 @@ class ViewReader:
         self._pause(now_ns)
         return [Notice(f"cluster view: the watch ended and begins again: {message.text}")]
 
-    def _pause(self, now_ns: int) -> None:
+    def _pause(self, now_ns: int, for_ns: int = RETRY_NS) -> None:
         self.state = ReaderState.PAUSED
-        self._until_ns = now_ns + RETRY_NS
+        self._until_ns = now_ns + for_ns
         self._next_tag()
 
     def _end_watch(self) -> list[ReaderEffect]:

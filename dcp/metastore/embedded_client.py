@@ -8,8 +8,8 @@ keeps the connection; it connects again for as long as the client is open.
 - A watch goes on over new connections, from the last delivered revision + 1.
 - If nothing comes for SILENCE_S the connection is given up: the server sends a beat each second.
 - If the store's history went back, because an older copy of the file was put back or another file
-  is there, the client refuses everything. Nodes know records that this store does not have, and
-  revisions would name other changes. A restart of the node accepts the store as it is.
+  is there, the client says so and goes on with it. `era` tells its callers that they must read
+  again, and they know their records by rank.
 
 Invariants
 - `done` is called once for each request, and not from inside `submit`
@@ -117,6 +117,8 @@ class EmbeddedClient:
         check_secret(secret)
         self.trouble = "not connected yet"
         """Why the store does not answer; empty while it does."""
+        self.era = 0
+        """See `MetaStore`."""
         self._address = (host, port)
         self._secret = secret
         self._notice = notice
@@ -129,7 +131,6 @@ class EmbeddedClient:
         self._store_id = b""
         self._revision = 0
         """The highest one that the store told."""
-        self._is_set_back = False
         self._is_denied = False
         """Whether the last login was refused."""
         self._task = asyncio.create_task(self._run())
@@ -183,8 +184,6 @@ class EmbeddedClient:
         return watch
 
     def _why_no_watch(self) -> str:
-        if self._is_set_back:
-            return _SET_BACK
         return "" if len(self._watches) < WATCHES_MAX else f"{WATCHES_MAX} watches are running"
 
     def _end_watch(self, watch_id: int) -> None:
@@ -279,10 +278,11 @@ class EmbeddedClient:
             reader, writer = await asyncio.open_connection(*self._address)
             try:
                 welcome = await self._log_in(reader, writer)
-                self._check_history(welcome)
             except BaseException:
                 writer.transport.abort()
                 raise
+        self._look_at_history(welcome)
+        self.era += 1
         self._writer = writer
         if self.trouble and self._store_id:
             self._notice(f"{self._where} answers again")
@@ -313,18 +313,20 @@ class EmbeddedClient:
             raise WireError("the other end has another secret: it is no store of this cluster")
         return welcome
 
-    def _check_history(self, welcome: StoreWelcome) -> None:
+    def _look_at_history(self, welcome: StoreWelcome) -> None:
+        """Say so if this is not the history that this process knew, and go on with it."""
         is_another = bool(self._store_id) and welcome.store_id != self._store_id
-        if not self._is_set_back and not is_another and welcome.revision >= self._revision:
+        if not is_another and welcome.revision >= self._revision:
             return
-        if not self._is_set_back:
-            self._is_set_back = True
-            self._lose_watches()
+        self._lose_watches()
         what = "it has another file" if is_another else f"it is at revision {welcome.revision}"
-        raise WireError(
-            f"its history went back: {what}, and this node has seen revision {self._revision}."
-            " Put the newer file back, or restart all nodes to go on with this one"
+        self._notice(
+            f"{self._where}: its history went back: {what}, and this node has seen revision"
+            f" {self._revision}. Partitions whose record is older than what nodes have seen stay as"
+            " they are. Put the newer file back, or build the records anew: dcpctl cluster meta"
+            " restore"
         )
+        self._revision = welcome.revision
 
     def _lose_watches(self) -> None:
         watches = tuple(self._watches.values())

@@ -8,8 +8,8 @@ members, and moves on to the next one when that fails. All of it runs on one eve
 - Leases are renewed by a thread, also while the loop is busy (`etcd_lease_thread`).
 - A watch goes on over new links, from the last delivered revision + 1. It asks etcd for its
   progress every second; without any sign of life for SILENCE_S the link is given up.
-- If etcd's history went back the client refuses everything, as nodes know records that this etcd
-  does not have. A restart of the node accepts it as it is.
+- If etcd's history went back, or another etcd is there, the client says so and goes on with it.
+  `era` tells its callers that they must read again, and they know their records by rank.
 
 Invariants
 - `done` is called once for each request, and not from inside `submit`
@@ -121,6 +121,8 @@ class EtcdClient:
         """Why etcd does not answer; empty while it does."""
         self.endpoint = ""
         """The member that is asked; empty: none."""
+        self.era = 0
+        """See `MetaStore`."""
         self._settings = settings
         self._notice = notice
         self._deadline_s = deadline_s
@@ -133,11 +135,10 @@ class EtcdClient:
         self._cluster_id = 0
         self._revision = 0
         """The highest one that etcd told in an answer that a majority confirmed."""
-        self._is_set_back = False
         self._is_denied = False
         """Whether the last endpoint that was tried does not let this client in."""
         self._is_unfit = False
-        """Whether it is too old, or its history went back."""
+        """Whether it is too old."""
         self._told: set[str] = set()
         self._told_away: set[str] = set()
         """Why etcd does not answer, as far as told since it last did."""
@@ -174,8 +175,8 @@ class EtcdClient:
     ) -> ResumedWatch:
         """Deliver all changes of a prefix from `from_revision` on (at least 1)."""
         watch = ResumedWatch(prefix, from_revision, deliver, lambda: self._end_watch(watch))
-        if self._is_set_back or len(self._watches) >= ETCD_WATCHES_MAX:
-            text = _SET_BACK if self._is_set_back else "too many watches are running"
+        if len(self._watches) >= ETCD_WATCHES_MAX:
+            text = "too many watches are running"
             self._loop.call_later(ETCD_LOST_S, watch.hand_over, Lost(text))
             return watch
         self._watches[watch] = self._loop.create_task(self._keep_watching(watch))
@@ -301,7 +302,7 @@ class EtcdClient:
         try:
             async with asyncio.timeout(LOGIN_S):
                 await link.log_in()
-            self._check_history(link)
+            self._look_at_history(link)
             self._linked(link)
             self.trouble = await link.lost
         except RpcError as error:
@@ -322,6 +323,7 @@ class EtcdClient:
             self._notice(f"etcd answers again, at {link.endpoint}")
             self._told_away.clear()
         self.trouble = ""
+        self.era += 1
         self._cluster_id = link.cluster_id
         self._revision = max(self._revision, link.revision)
         if link.version:
@@ -331,20 +333,21 @@ class EtcdClient:
         self._link, self.endpoint = link, link.endpoint
         self._answer_waiters(link)
 
-    def _check_history(self, link: EtcdLink) -> None:
+    def _look_at_history(self, link: EtcdLink) -> None:
+        """Say so if this is not the history that this process knew, and go on with it."""
         is_another = self._cluster_id not in {0, link.cluster_id}
-        if not self._is_set_back and not is_another and link.revision >= self._revision:
+        if not is_another and link.revision >= self._revision:
             return
-        self._is_set_back = True
         self._leases.forget()
         for watch in tuple(self._watches):
             self._end_watch(watch)
             self._loop.call_soon(watch.hand_over, Lost(_SET_BACK))
-        raise EtcdUnfitError(
+        self._notice(
             history_trouble(
                 link.endpoint, is_another=is_another, revision=link.revision, seen=self._revision
             )
         )
+        self._revision = link.revision
 
     def _away(self, text: str) -> None:
         self.trouble = text

@@ -89,8 +89,9 @@ def history_trouble(endpoint: str, *, is_another: bool, revision: int, seen: int
     what = "it is another cluster of etcd" if is_another else f"it is at revision {revision}"
     return (
         f"etcd at {endpoint}: its history went back: {what}, and this node has seen revision"
-        f" {seen}. It was restored from a copy or replaced. Put the newer one back, or restart all"
-        " nodes of dcpd to go on with this one"
+        f" {seen}. It was restored from a copy or replaced. Partitions whose record is older than"
+        " what nodes have seen stay as they are. Put the newer one back, or build the records anew:"
+        " dcpctl cluster meta restore"
     )
 
 

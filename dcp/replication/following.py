@@ -28,6 +28,7 @@ from dcp.replication.messages import (
     Greeting,
     ReplicaPosition,
     SnapshotDone,
+    StoreSeen,
     Told,
     Welcome,
     unpack_told,
@@ -86,6 +87,8 @@ class Following:
         raise_watermarks: Callable[[Iterable[int]], None],
         commit_many: Callable[[Mapping[int, int]], None],
         was_welcomed: Callable[[], None],
+        store_seen: Callable[[], StoreSeen],
+        link_of: Callable[[str], int | None],
         effects: list[ReplicationEffect],
         now_ns: int,
         ran: RanTime,
@@ -99,6 +102,12 @@ class Following:
         self._raise_watermarks = raise_watermarks
         self._commit_many = commit_many
         self._was_welcomed = was_welcomed
+        self.store_seen = store_seen
+        """See ReplicaSide."""
+        self._link_of = link_of
+        self._served_by: dict[str, int] = {}
+        """Member -> up to which revision of the metadata store it serves by its records. Only for
+        this node's present connection to that store."""
         self._effects = effects
         self._now_ns = self._started_ns = now_ns
         self.links: dict[str, ReplicaLink] = {}
@@ -121,6 +130,28 @@ class Following:
         self._quarantine = Quarantine(engine, effects)
         self._damaged: dict[int, str] = {}
         """Partitions that could not be cut back, and what was said about it."""
+
+    # -- the metadata store may go back to an older copy -------------------------------------------
+
+    def begin_again(self) -> None:
+        """There is a new connection to the store: nobody has said anything about it yet."""
+        self._served_by.clear()
+
+    def master_serves(self, master: str, seen: StoreSeen) -> None:
+        """See ReplicaSide."""
+        if seen.link == self._link_of(master):
+            self._served_by[master] = max(self._served_by.get(master, 0), seen.revision)
+
+    def is_served(self, master: str | None, revision: int) -> bool:
+        """Whether a master has said that it serves by a record of this mod revision, of the store
+        to which this node has its present connection.
+        """
+        return master is not None and self._served_by.get(master, 0) >= revision
+
+    def records_were_kept(self) -> None:
+        """More of the metadata store's records is on disk here: the masters wait for that."""
+        for link in self.links.values():
+            link.store_seen()
 
     # -- which links -------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from dcp.cluster.cluster_view import ClusterView, Stored
 from dcp.cluster.effects import Notice
 from dcp.cluster.ran_time import RanTime
 from dcp.cluster.record_writer import COMPARES_MAX, RecordChange
+from dcp.cluster.seen_records import SeenRecords
 from dcp.replication.arrivals import Arrivals
 from dcp.replication.asked_branches import AskedBranches
 from dcp.replication.fed_stream import SILENCE_NS_MAX, Followed, window_of
@@ -36,12 +37,14 @@ from dcp.replication.messages import (
     FORMAT,
     Greeting,
     ReplicaPosition,
+    StoreSeen,
     Welcome,
     decode,
     encode,
     versions_of,
 )
 from dcp.replication.own_pace import allowance_ns, is_starved
+from dcp.replication.parting_members import PartingMembers
 from dcp.replication.replica_feed import ReplicaFeed
 from dcp.replication.serving import Serving
 from dcp.replication.shell_effects import BranchEnded, ReplicationEffect, StepDue
@@ -83,6 +86,8 @@ class Leading:
         now_ns: int,
         ran: RanTime,
         store_trouble: Callable[[], str] = no_trouble,
+        kept: SeenRecords,
+        link_of: Callable[[str], int | None],
     ) -> None:
         self._engine = engine
         self._ran = ran
@@ -102,6 +107,7 @@ class Leading:
         self._wholes = WholeGroups(member, self.masterships, engine.num_vbuckets)
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
+        self.parting = PartingMembers(member, self.masterships, self.feeds, kept, link_of)
         self._sending = GroupSending(self.masterships, self.feeds, self._wholes)
         self.branches = AskedBranches(engine, self.masterships, member)
         self._level_ns: dict[str, int] = {}
@@ -202,12 +208,12 @@ class Leading:
             log = part.failover.cut(seqno)
             self._engine.keyspace.replace_history(part, log, part.leader_epoch, rollback_to=seqno)
 
-    def take_record(self, vb_id: int, record: ReplicationRecord) -> None:
-        """Take a newer record of the same epoch."""
-        for member in self.masterships[vb_id].take_record(record):
-            feed = self.feeds.get(member)
-            if feed is not None:  # its stream may still bring what it had of another copy
-                feed.end(vb_id)
+    def take_record(self, vb_id: int, record: ReplicationRecord, revision: int) -> None:
+        """Take a newer record of the same epoch, and its mod revision."""
+        renewed = self.masterships[vb_id].take_record(record, revision)
+        self.parting.note(vb_id)
+        for member in renewed & self.feeds.keys():
+            self.feeds[member].end(vb_id)  # it may still bring what it had of another copy
 
     def step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""
@@ -228,13 +234,23 @@ class Leading:
         for feed in self.feeds.values():
             feed.end(vb_id)
 
+    def records_were_kept(self) -> None:
+        """See MasterSide. The same for this node's own disk."""
+        if held := self.parting.release():
+            self._raise_watermarks(held)
+            self.step_due()
+
+    def serves_by(self) -> StoreSeen:
+        """See MasterSide."""
+        return self.parting.serves_by
+
     def _mastership_changed(self, vb_id: int) -> None:
         self._wholes.mastership_changed(vb_id)
         self.serving.changed(vb_id)
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is done for each partition: all are calm."""
+        """Whether all partitions are calm."""
         return not self.serving.restless()
 
     def group_begun(self, now_ns: int, group: CommitGroup) -> bool:

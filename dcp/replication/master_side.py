@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from dcp.replication.fed_stream import Followed
-from dcp.replication.messages import ReplicaPosition
+from dcp.replication.messages import ReplicaPosition, StoreSeen
 from dcp.replication.whole_groups import WholeGroup
 from dcp.session.replication_port import FeedAnswer
 from dcp.wire.message import StreamRequest
@@ -40,6 +40,12 @@ class MasterSide(Protocol[Feed_contra]):
 
     def confirmed(self, feed: Feed_contra) -> None:
         """A replica has confirmed that this node is the master of what it follows."""
+
+    def serves_by(self) -> StoreSeen:
+        """Return by which records of the metadata store this node serves all that it masters."""
+
+    def records_were_kept(self) -> None:
+        """A replica has more of the metadata store's records on disk: `ReplicaFeed.seen`."""
 
     def feed_closed(self, feed: Feed_contra) -> None:
         """The link is gone."""

@@ -15,6 +15,8 @@ Invariants
   more copy of what it sent;
 - nothing is answered that claims to be current without the confirmation of the in-sync set;
 - what a member acknowledged counts for its present copy only: it may have emptied an earlier one;
+- who has left the in-sync set counts until every member of it holds the record durably that says
+  so (`failover.isr.is_held`): the metadata store may go back to an older copy;
 - one change of the record is under way at a time. `asked` is the in-sync set that it asks for, from
   the moment when it is asked for until its outcome is in the view;
 - a branch that is wanted stays possible here: no history floor rises above it.
@@ -39,6 +41,7 @@ from failover.isr import (
     effective_isr,
     high_watermark,
     is_enough,
+    is_held,
     may_answer_reads,
     may_be_deposed,
     may_join,
@@ -128,6 +131,10 @@ class Mastership:
         self._sender = sender
         self._is_ready = False
         self._asked: frozenset[str] | None = None
+        self._parting: frozenset[str] = frozenset()
+        """Who has left the in-sync set by a record that not all of its members hold yet."""
+        self._parting_revision = 0
+        """Its mod revision."""
         self.is_writing = False
         """Whether a change of the record is under way."""
         self.handing_since_ns = 0
@@ -189,7 +196,21 @@ class Mastership:
     @property
     def isr(self) -> frozenset[str]:
         """The effective in-sync set."""
-        return effective_isr(self.record.isr, self.asked)
+        return effective_isr(self.record.isr, self.asked, self._parting)
+
+    @property
+    def has_parting(self) -> bool:
+        """Whether somebody still counts who has left the in-sync set."""
+        return bool(self._parting)
+
+    def members_saw(self, seen: Mapping[str, int]) -> bool:
+        """Take up to which revision of the metadata store members hold its records on disk. Return
+        whether nobody counts any more who has left the in-sync set.
+        """
+        if self._parting and is_held(self._record.isr, self._parting_revision, seen):
+            self._parting = frozenset()
+            self._changed()
+        return not self._parting
 
     def acknowledged(self, member: str, epoch: int, seqno: int) -> None:
         """A member has synced everything up to a seqno, in an epoch."""
@@ -259,19 +280,23 @@ class Mastership:
 
     # -- decisions ---------------------------------------------------------------------------------
 
-    def take_record(self, record: ReplicationRecord) -> list[str]:
-        """Take the record of this epoch, as the metadata store has it now. Return the members whose
-        copies are others than before, or gone: what they acknowledged does not count any more.
+    def take_record(self, record: ReplicationRecord, revision: int = 0) -> set[str]:
+        """Take the record of this epoch, as the metadata store has it now, and its mod revision
+        there (0: all members hold it). `members_saw` follows. Return the members whose copies are
+        others than before, or gone: what they acknowledged does not count any more.
         """
         assert record.epoch == self.epoch
         before, self._record = self._record, record
-        renewed: list[str] = []
+        if record.isr != before.isr:
+            self._parting = (self._parting | before.isr) - record.isr if revision else frozenset()
+            self._parting_revision = revision
+        renewed: set[str] = set()
         if (before.copies, before.added) != (record.copies, record.added):
-            renewed = [
+            renewed = {
                 member
                 for member in {*before.copies, *record.copies}
                 if not is_same_copy(before.number_of(member), record.number_of(member))
-            ]
+            }
         for member in renewed:
             self._acknowledged.pop(member, None)
             self._level_ns.pop(member, None)
@@ -301,6 +326,7 @@ class Mastership:
         return (
             not self.is_writing
             and self._asked is None
+            and not self._parting
             and not self.handing_since_ns
             and self.branch_wanted is None
             and record.branch is None

@@ -67,16 +67,16 @@ from vbucket.model.entry import (
 )
 from vbucket.model.ids import SEQNO_MAX
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """Version of these messages; nodes with different ones do not replicate."""
-_ENTRIES_EXTRAS: Final = Struct(">QQI")
-"""Number, question, CRC-32C of the value."""
+_ENTRIES_EXTRAS: Final = Struct(">QQIQQ")
+"""Number, question, CRC-32C of the value, and a `StoreSeen`."""
 _GROUP_EXTRAS: Final = Struct(">QQIQQ?")
 """Number, question, opaque of the newest stream; the messages whose groups are committed: from, to
 (0: none); whether the group is synced. The CRC-32C of the value and then of these follows."""
 _GROUP_EXTRAS_BYTES: Final = _GROUP_EXTRAS.size + 4
-_ACK_EXTRAS: Final = Struct(">QQ")
-"""Number, question."""
+_ACK_EXTRAS: Final = Struct(">QQQQ")
+"""Number, question, and a `StoreSeen`."""
 _SECTION: Final = Struct(">HIIQI")
 """Partition, opaque of the stream request, leader epoch, high watermark, bytes of entries."""
 TOLD_GROUPS_MAX: Final = 128
@@ -104,6 +104,20 @@ _LENGTHS_OF: Final = LENGTHS.unpack_from
 _META_OF: Final = META.unpack_from
 
 
+class StoreSeen(NamedTuple):
+    """Up to which revision of the metadata store something holds.
+
+    A master says that it serves by the records up to there, a replica that it has them on disk.
+    """
+
+    link: int = 0
+    """The sender's connection to that store (`AliveRecord.link`)."""
+    revision: int = 0
+
+
+NOT_SEEN: Final = StoreSeen()
+
+
 class EntriesSection(NamedTuple):
     """Entries of one partition, and its high watermark at the master."""
 
@@ -124,6 +138,7 @@ class Message(NamedTuple):
     question: int
     """What an acknowledgement confirms: that the master was still the master when it asked."""
     sections: tuple[EntriesSection, ...]
+    seen: StoreSeen = NOT_SEEN
 
 
 class SharedGroup(NamedTuple):
@@ -249,7 +264,9 @@ def versions_of(log: FailoverLog) -> list[tuple[str, str, int]]:
     return [(str(entry.vb_uuid), str(entry.seqno), entry.epoch) for entry in log.entries]
 
 
-def pack_entries(number: int, question: int, sections: Iterable[EntriesSection]) -> bytes:
+def pack_entries(
+    number: int, question: int, sections: Iterable[EntriesSection], seen: StoreSeen = NOT_SEEN
+) -> bytes:
     """Return a message of a master."""
     pieces: list[bytes] = []
     for section in sections:
@@ -261,14 +278,14 @@ def pack_entries(number: int, question: int, sections: Iterable[EntriesSection])
             entries,
         )
     value = b"".join(pieces)
-    extras = _ENTRIES_EXTRAS.pack(number, question, _crc32c(value))
+    extras = _ENTRIES_EXTRAS.pack(number, question, _crc32c(value), *seen)
     return pack_request(Opcode.X_REPLICA_ENTRIES, extras=extras, value=value)
 
 
 def unpack_entries(frame: Frame) -> Message:
     """Return a message of a master. Raises ReplicationError."""
     try:
-        number, question, checksum = _ENTRIES_EXTRAS.unpack(frame.extras)
+        number, question, checksum, *seen = _ENTRIES_EXTRAS.unpack(frame.extras)
     except struct.error:
         raise ReplicationError(f"a message has {_ENTRIES_EXTRAS.size} bytes of extras") from None
     value = frame.value
@@ -291,7 +308,7 @@ def unpack_entries(frame: Frame) -> Message:
             raise ReplicationError(f"message {number}, vb {vb_id}: {error}") from None
         sections.append(EntriesSection(vb_id, opaque, epoch, committed_seqno, entries))
         position += size
-    return Message(number, question, tuple(sections))
+    return Message(number, question, tuple(sections), StoreSeen(*seen))
 
 
 def share(entries: bytes) -> SharedGroup:
@@ -428,20 +445,20 @@ def _elsewhere(told: SnapshotWindow, high_seqno: int) -> str:
     )
 
 
-def pack_ack(number: int, question: int) -> bytes:
+def pack_ack(number: int, question: int, seen: StoreSeen = NOT_SEEN) -> bytes:
     """Return an acknowledgement."""
-    return pack_request(Opcode.X_REPLICA_ACK, extras=_ACK_EXTRAS.pack(number, question))
+    return pack_request(Opcode.X_REPLICA_ACK, extras=_ACK_EXTRAS.pack(number, question, *seen))
 
 
-def unpack_ack(extras: bytes) -> tuple[int, int]:
-    """Return number and question. Raises ReplicationError."""
+def unpack_ack(extras: bytes) -> tuple[int, int, StoreSeen]:
+    """Return number, question and what is seen of the store. Raises ReplicationError."""
     try:
-        number, question = _ACK_EXTRAS.unpack(extras)
+        number, question, *seen = _ACK_EXTRAS.unpack(extras)
     except struct.error:
         raise ReplicationError(
             f"an acknowledgement has {_ACK_EXTRAS.size} bytes of extras"
         ) from None
-    return number, question
+    return number, question, StoreSeen(*seen)
 
 
 def decode(value: bytes, kind: Any) -> Any:

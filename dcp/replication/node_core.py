@@ -20,7 +20,8 @@ Roles. A replication record says who holds a copy, who is master, and in which e
 master only in epochs that began while this process was running (`replication_record.is_master`).
 
 Invariants
-- an epoch is never followed lower than one that was seen;
+- an epoch is never followed lower than one that was seen, and no record that is older than one
+  that this folder has seen (`dcp.cluster.seen_records`): the metadata store may go back;
 - a partition that this node does not master is REPLICA here, or DEAD without a copy: it takes no
   writes, expires nothing;
 - a partition whose record does not name this member is emptied (`dropped_copies`);
@@ -31,15 +32,18 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dcp.cluster.cluster_keys import KeyKind
 from dcp.cluster.cluster_records import ReportedPartition, StoredPartition
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.cluster_view import Stored
 from dcp.cluster.effects import Notice
+from dcp.cluster.meta_restore import HeldLog
 from dcp.cluster.ran_time import RanTime
 from dcp.cluster.record_writer import OutcomeKind, WriteOutcome
+from dcp.cluster.seen_records import SeenRecords
+from dcp.cluster.store_age import older_records
 from dcp.core.groups import GroupCycle
 from dcp.replication.dropped_copies import DroppedCopies
 from dcp.replication.fence_reasons import no_trouble
@@ -47,9 +51,10 @@ from dcp.replication.following import Following, Identity
 from dcp.replication.leading import Leading
 from dcp.replication.loss_receipt import ElectionLoss
 from dcp.replication.mastership import ReplicationSettings
+from dcp.replication.messages import StoreSeen
 from dcp.replication.shell_effects import MapChanged, ReplicationEffect
 from dcp.stream.hub import StreamHub
-from failover.replication_record import ReplicationRecord, is_master
+from failover.replication_record import Rank, ReplicationRecord, is_master
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.replicated import ReplicatedChanges
@@ -76,13 +81,21 @@ class ReplicationCore:
         depose: Callable[[tuple[int, ...], str], None],
         now_ns: int,
         store_trouble: Callable[[], str] = no_trouble,
+        kept: SeenRecords | None = None,
     ) -> None:
         """`carry_out` carries out effects of the session with the metadata store. `depose` answers
         what waits in connections for a commit in partitions that this node does not master any
         more, for the reason given: it may or may not be committed. `store_trouble` tells why the
-        metadata store does not answer.
+        metadata store does not answer. `kept` is what this folder has seen of the store's records;
+        None: nothing, and it is not kept in a file.
         """
         membership = session.membership
+        self._kept = kept or SeenRecords(session.view.keys)
+        self._era = 0
+        self._sure: set[int] = set()
+        """Partitions whose record is known to be the newest: see `election.SuspectReport`."""
+        self._masters_all: bool | None = None
+        """Whether this node masters all partitions whose record names it; None: look."""
         self._engine = engine
         self._hub = hub
         self._commits = engine.commits
@@ -113,13 +126,14 @@ class ReplicationCore:
             Identity(cluster, membership.member, membership.incarnation), settings,
             record_of=self._record_of, raise_watermarks=self._raise_watermarks,
             commit_many=self._commit_many, was_welcomed=self._welcomed,
+            store_seen=self._store_seen, link_of=session.link_of,
             effects=self._effects, now_ns=now_ns, ran=self._ran,
         )  # fmt: skip
         self.leading = Leading(
             engine, hub, session.view, settings, cluster=cluster, member=membership.member,
             raise_watermarks=self._raise_watermarks, commit_many=self._commit_many,
             depose=depose, effects=self._effects, now_ns=now_ns, ran=self._ran,
-            store_trouble=store_trouble,
+            store_trouble=store_trouble, kept=self._kept, link_of=session.link_of,
         )  # fmt: skip
         self._dropped = DroppedCopies(engine, hub, self.following.empty)
         self._begin_unheard()
@@ -137,6 +151,11 @@ class ReplicationCore:
             part.committed_seqno = max(part.history_floor, min(known_seqno, part.high_seqno))
 
     @property
+    def partitions(self) -> Sequence[Partition]:
+        """The partitions of this node."""
+        return self._engine.partitions
+
+    @property
     def has_effects(self) -> bool:
         """Whether the shell has something to carry out."""
         return bool(self._effects)
@@ -149,9 +168,24 @@ class ReplicationCore:
 
     # -- records -----------------------------------------------------------------------------------
 
+    def held_logs(self) -> list[HeldLog]:
+        """Return where the logs of this node's copies end, for a restoration of the records."""
+        return [
+            HeldLog(
+                part.vb_id, part.leader_epoch, part.failover.current.epoch,
+                part.synced_seqno
+                if part.incomplete_snapshot is None
+                else part.incomplete_snapshot.start,
+                part.vb_id in self.leading.masterships,
+            )
+            for part in self.partitions
+            if part.high_seqno or part.leader_epoch
+        ]  # fmt: skip
+
     def records_changed(self, now_ns: int, vb_ids: Iterable[int]) -> None:
         """The view has other records of these partitions."""
         self._now_ns = now_ns
+        self._look_at_era()
         vb_ids = tuple(sorted(vb_ids))
         cluster = self._session.view.cluster
         if cluster is not None and self.leading.take_min_in_sync(cluster.content.min_in_sync):
@@ -167,6 +201,26 @@ class ReplicationCore:
                 key = view.keys.of_partition(KeyKind.PARTITION, vb_id)
                 self._distrust(vb_id, view.unreadable.get(key, "its record is gone"))
         self._effects.append(MapChanged(vb_ids))
+        if self._kept.kept_revision:
+            self.records_were_kept()
+
+    def _look_at_era(self) -> None:
+        """Forget what is known of the store only by another connection than the present one."""
+        if self._era != self._session.era:
+            self._era = self._session.era
+            self._kept.begin_again(self._era)
+            self._sure.clear()
+            self.following.begin_again()
+
+    def _store_seen(self) -> StoreSeen:
+        """Return what is on disk here of the records of the store."""
+        self._look_at_era()
+        return StoreSeen(self._session.link, self._kept.kept_revision)
+
+    def records_were_kept(self) -> None:
+        """More of the store's records is on disk (`SeenRecords.kept`)."""
+        self.following.records_were_kept()
+        self.leading.records_were_kept()
 
     def _distrust(self, vb_id: int, why: str) -> None:
         """Leave a partition as it is, because its record says nothing that can be followed. Say so
@@ -191,11 +245,17 @@ class ReplicationCore:
         seen_epoch = self._engine.partitions[vb_id].leader_epoch
         if vb_id in self._records:
             seen_epoch = max(seen_epoch, self._record_of(vb_id).epoch)
-        if record.epoch < seen_epoch:
+        self._masters_all = None
+        is_newest = self._kept.note_partition(vb_id, stored)
+        if record.epoch < seen_epoch or not is_newest:
+            seen = max(self._kept.rank(vb_id), Rank(seen_epoch, 0))
+            self._kept.older[vb_id] = seen
             self._distrust(
                 vb_id,
-                f"the metadata store was set back: it has leader epoch {record.epoch}, and "
-                f"epoch {seen_epoch} was seen. Restore a newer state of the store",
+                f"the metadata store was set back: it has leader epoch {record.epoch}, change "
+                f"{record.partition_epoch}, and epoch {seen.epoch}, change {seen.partition_epoch} "
+                "was seen. Restore a newer state of the store, or build the records anew: dcpctl "
+                "cluster meta restore",
             )
             return
         # An old epoch of a store that was set back is not the first one: a later one, which began
@@ -225,7 +285,7 @@ class ReplicationCore:
                 sender=self.following.take_sender(vb_id, record.epoch), now_ns=self._now_ns,
             )  # fmt: skip
         else:
-            self.leading.take_record(vb_id, record)
+            self.leading.take_record(vb_id, record, stored.item.mod_revision)
             self._raise_watermarks((vb_id,))
         self.leading.decide_waiting(vb_id)
         if (ended := self.leading.branches.ended(vb_id, record)) is not None:
@@ -368,6 +428,7 @@ class ReplicationCore:
         self.leading.arrivals.expire(now_ns)
         self._mark_unheard()
         self._note_followed()
+        self._note_serving()
         changes = self.leading.record_changes(self._trusted(), may_write=self._session.may_write)
         if changes:
             self._carry_out(self._session.write(now_ns, changes))
@@ -387,14 +448,45 @@ class ReplicationCore:
                 self._carry_out(self._session.write(now_ns, changes))
 
     def _trusted(self) -> Mapping[int, Stored[StoredPartition]]:
-        """Return the records that are followed, and may be written."""
-        if not self._distrusted:
+        """Return the records that are followed, and may be written. Nobody writes one that is older
+        than what anybody has seen.
+        """
+        view = self._session.view
+        older = {each.vb_id for each in older_records(view)} if view.reports else set[int]()
+        if not self._distrusted and not older:
             return self._records
         return {
             vb_id: stored
             for vb_id, stored in self._records.items()
-            if vb_id not in self._distrusted
+            if vb_id not in self._distrusted and vb_id not in older
         }  # fmt: skip
+
+    def _note_serving(self) -> None:
+        """Note by which records of the store this node serves all that it masters."""
+        self._look_at_era()
+        view = self._session.view
+        if self._masters_all is None:
+            mastered = sum(
+                stored.content.record.master == self._member for stored in view.partitions.values()
+            )
+            self._masters_all = mastered == len(self.leading.masterships)
+        may_say = self._masters_all and not self._distrusted and view.revision > 0
+        seen = StoreSeen(self._session.link, view.revision)
+        may_say &= not self.leading.serving.has_unserved
+        self.leading.parting.note_serving(seen, serves_all=may_say)
+        if len(self._sure) < len(self._records):
+            self._note_sure(self.leading.serves_by())
+
+    def _note_sure(self, own: StoreSeen) -> None:
+        """Note whose master, here or elsewhere, serves by the record that the store has."""
+        own_revision = own.revision if own.link == self._session.link else 0
+        for vb_id, stored in self._records.items():
+            if vb_id in self._sure or vb_id in self._distrusted:
+                continue
+            master, revision = stored.content.record.master, stored.item.mod_revision
+            is_own = master == self._member and revision <= own_revision
+            if is_own or self.following.is_served(master, revision):
+                self._sure.add(vb_id)
 
     def _note_followed(self) -> None:
         self.leading.handovers.note_followed(self._now_ns, self.following.is_followed)
@@ -437,7 +529,10 @@ class ReplicationCore:
 
     def _report(self) -> None:
         """Report the partitions whose master is not heard."""
-        if not self._unheard_masters and not self._reported:
+        older = self._kept.older
+        view = self._session.view
+        asked = view.reported_by_others(self._member) if view.reports else frozenset[int]()
+        if not self._unheard_masters and not self._reported and not older and not asked:
             return
         alive = self._session.view.alive
         suspects = frozenset(
@@ -445,19 +540,33 @@ class ReplicationCore:
             for master in self._unheard_masters
             if self.following.is_suspect(master, has_lease=master in alive)
         )
-        if not suspects and not self._reported:
+        if not suspects and not self._reported and not older and not asked:
             return
         reported: list[ReportedPartition] = []
         for vb_id, stored in sorted(self._records.items()):
             part, record = self._engine.partitions[vb_id], stored.content.record
-            if not part.is_unheard or record.master not in suspects:
+            is_suspected = part.is_unheard and record.master in suspects
+            is_asked = vb_id in asked and self._member in record.copies
+            if vb_id in older or not (is_suspected or is_asked):
                 continue
             window = part.incomplete_snapshot
             reported.append(
                 ReportedPartition(
-                    vb_id, record.epoch, part.vb_uuid, part.failover.current.epoch,
+                    vb_id, record.epoch if is_suspected else 0, part.vb_uuid,
+                    part.failover.current.epoch,
                     part.synced_seqno if window is None else window.start,
-                    is_electable=window is None and not _is_branch_below(record, part),
+                    window is None and not _is_branch_below(record, part),
+                    *max(self._kept.rank(vb_id), Rank(part.leader_epoch, 0)),
+                    is_sure=vb_id in self._sure,
+                )
+            )  # fmt: skip
+        # Who has seen a newer record says so all the time.
+        for vb_id, seen in older.items():
+            part = self._engine.partitions[vb_id]
+            reported.append(
+                ReportedPartition(
+                    vb_id, 0, part.vb_uuid, part.failover.current.epoch, part.synced_seqno,
+                    False, *seen,
                 )
             )  # fmt: skip
         reported.sort()

@@ -14,9 +14,8 @@ rise meanwhile; then so does the end of the snapshot. Nothing is held back for i
 that are purged meanwhile can make a part useless (`FedStream.is_overtaken`): then the stream is
 ended, and the answer to the next request sends the replica to 0.
 
-Who calls it: the session passes requests and acknowledgements on, the connection pumps messages
-(it is to the connection what `dcp.stream.producer` is for consumers), and the node core reports
-synced groups and answers what the feed asks (`MasterSide`).
+Who calls it: the session, the connection, which pumps messages (as of `dcp.stream.producer`), and
+the node core, which reports synced groups and answers what the feed asks (`MasterSide`).
 
 Invariants
 - what is sent is synced here, or is the group that is being written (`group_sending`);
@@ -27,7 +26,6 @@ Invariants
 - an acknowledgement counts for a partition if its stream was open when the message was made, and
   not for a part of a snapshot. A whole group counts as such only if no stream of the link was
   opened or closed since it was sent; otherwise each of its partitions counts for itself;
-- `_in_step` are the streams that are IN_STEP. To them all that is synced here was sent;
 - a replica knows the master's floors before it gets a change that was made after they rose.
 """
 
@@ -52,6 +50,7 @@ from dcp.replication.fill_pace import FILL_SECTION_BYTES, FillPace, LinkFill
 from dcp.replication.master_side import MasterSide
 from dcp.replication.messages import (
     GROUP_BYTES_MAX,
+    NOT_SEEN,
     NOTHING,
     EntriesSection,
     ReplicaPosition,
@@ -102,6 +101,8 @@ class ReplicaFeed:
         self.is_superseded = False
         """Whether a newer link of the same member has come: the connection closes."""
         self.damages: list[str] = []
+        self.seen = NOT_SEEN
+        """What the replica has on disk of the records of the metadata store."""
         self._engine = engine
         self._side = side
         self._schedule = schedule
@@ -121,14 +122,11 @@ class ReplicaFeed:
         self.delays = AckDelays(self._sent)
         self._acknowledged_number = 0
         self._sent_bytes = 0
-        """Their cost: their bytes and RECORD_BYTES for each part."""
         self._in_step: set[int] = set()
         self._takes_all_of: frozenset[int] | None = None
-        """Partitions that were all found to be in step; None: some have left since."""
         self._changes = StreamChanges()
         """Of streams that are opened, closed or ended."""
         self._told_changes = 0
-        """The last revision of these that `take_changed` has told."""
         self._newest_opaque = 0
         """Of the stream requests that were answered OK."""
         self._group_seqnos: dict[int, int] = {}
@@ -407,7 +405,7 @@ class ReplicaFeed:
         self._number += 1
         question = self._number
         self._questions.ask(question, self._now_ns)
-        message = pack_entries(self._number, question, sections)
+        message = pack_entries(self._number, question, sections, self._side.serves_by())
         self._out.append(message)
         if sections:
             cost = len(message) + RECORD_BYTES * (1 + len(sections))
@@ -536,7 +534,7 @@ class ReplicaFeed:
 
     def take_acknowledgement(self, extras: bytes) -> None:
         """Take an X_REPLICA_ACK. Raises ReplicationError."""
-        number, question = unpack_ack(extras)
+        number, question, seen = unpack_ack(extras)
         check_numbers(self.member, number, question, last=self._number)
         self._acknowledged_number = max(self._acknowledged_number, number)
         newest: dict[int, Followed] = {}
@@ -558,6 +556,9 @@ class ReplicaFeed:
             self._side.acknowledged(self.member, tuple(newest.values()))
         if wholes:
             self._side.groups_acknowledged(self.member, wholes)
+        if seen != self.seen:
+            self.seen = seen
+            self._side.records_were_kept()
         self._side.confirmed(self)
         if self.has_output:
             self._schedule()

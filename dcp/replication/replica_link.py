@@ -38,12 +38,14 @@ from typing import Final, NamedTuple, Protocol
 from dcp.replication.messages import (
     ENTRY_OVERHEAD_BYTES_MAX,
     MESSAGE_BYTES_MAX,
+    NOT_SEEN,
     TOLD_GROUPS_MAX,
     EntriesSection,
     Greeting,
     GroupMessage,
     Message,
     ReplicaPosition,
+    StoreSeen,
     Welcome,
     decode,
     encode,
@@ -126,6 +128,12 @@ class _AppliedGroup(NamedTuple):
 class ReplicaSide(Protocol):
     """What a link needs of its node's core."""
 
+    def store_seen(self) -> StoreSeen:
+        """Return what this node has on disk of the records of the metadata store."""
+
+    def master_serves(self, master: str, seen: StoreSeen) -> None:
+        """A master serves all that it masters by the records of the store that it has seen."""
+
     def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, ReplicaPosition]:
         """Return where this replica is, for a stream request."""
 
@@ -192,7 +200,8 @@ class ReplicaLink:
         self._number = 0
         """The last message that was applied."""
         self._question = 0
-        self._acked = (0, 0)
+        self._acked: tuple[int, int, StoreSeen] = (0, 0, NOT_SEEN)
+        self._master = greeting.master
         self._at_once_ns = -CONFIRM_NS
         """When a confirmation was told at once."""
         self._unsynced: deque[tuple[int, int]] = deque()
@@ -279,6 +288,10 @@ class ReplicaLink:
     def followed(self) -> tuple[int, ...]:
         """Return the partitions that are followed here."""
         return tuple(self._streams)
+
+    def store_seen(self) -> None:
+        """More of the metadata store's records is on disk here: tell the master at once."""
+        self._acknowledge()
 
     def synced(self, group: int) -> None:
         """A commit group of this node is on disk."""
@@ -430,6 +443,8 @@ class ReplicaLink:
         message = unpack_entries(frame)
         self._check_number(message.number)
         group = self._take_sections(message)
+        if message.seen.revision:
+            self._side.master_serves(self._master, message.seen)
         self._taken(message.number, message.question, group, now_ns, can_wait=False)
 
     def _check_number(self, number: int) -> None:
@@ -557,7 +572,7 @@ class ReplicaLink:
             self._synced_number = number
 
     def _acknowledge(self) -> None:
-        told = self._synced_number, self._question
+        told = self._synced_number, self._question, self._side.store_seen()
         if told != self._acked and self.state is LinkState.READY:
             self._acked = told
             self._out.append(pack_ack(*told))

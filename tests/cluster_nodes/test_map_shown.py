@@ -30,7 +30,7 @@ from dcp.server.cluster.cluster_file import KEYS_PREFIX, read_cluster_file
 from dcp.server.cluster.enrolment import NewCluster, join_cluster, withdraw
 from dcp.server.cluster.map_shown import MapShown
 from dcp.server.cluster.meta_access import MetaAccess
-from dcp.server.cluster.raised_life import RETRY_NS, RaisedLife
+from dcp.server.cluster.raised_life import HEARD_NS, RETRY_NS, RaisedLife
 from dcp.server.cluster.told_map import MAP_FILE, ToldMap
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.node import Node
@@ -242,8 +242,11 @@ def test_a_life_that_was_not_raised_is_tried_again_after_a_second() -> None:
     assert not meta.asked, "the view is not loaded"
     node.view.replace(node.items, 12)
     node.life.look()
-    for now_ns in (1, 2, RETRY_NS, RETRY_NS + 1):
+    for now_ns in (1, HEARD_NS):
         raised.tick(now_ns)
+    assert not meta.asked, "nodes may say that they have seen newer records"
+    for now_ns in (0, 1, RETRY_NS, RETRY_NS + 1):
+        raised.tick(1 + HEARD_NS + now_ns)
     assert len(meta.asked) == 2
     (put,) = meta.asked[0].then
     assert isinstance(put, Put)

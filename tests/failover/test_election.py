@@ -84,7 +84,7 @@ def test_a_member_that_reports_twice_is_one_witness():
     ],
 )  # fmt: skip
 def test_who_is_elected(why, record, reports, member):
-    assert master_to_elect(record, reports, 0, is_lease_over=True) == member, why
+    assert master_to_elect(record, reports, 0, is_lease_over=True, min_in_sync=2) == member, why
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,45 @@ REPORTS = st.lists(
 @given(REPORTS, st.frozensets(st.sampled_from("bc")), st.booleans())
 def test_a_clean_election_stays_within_the_in_sync_set(reports, leaving, lease_over):
     record = shrink(ABC, leaving)
-    member = master_to_elect(record, reports, 0, is_lease_over=lease_over)
+    member = master_to_elect(record, reports, 0, is_lease_over=lease_over, min_in_sync=2)
     if member is not None:
         assert member in record.isr
         elect(record, member)
         assert master_to_elect_uncleanly(record, reports, 0, is_lease_over=lease_over) is None
+
+
+# -- a metadata store that may have gone back ------------------------------------------------------
+
+NEWER = shrink(ABC, "c").rank
+
+
+@pytest.mark.parametrize(
+    ("why", "reports", "member"),
+    [
+        ("one of three copies has spoken", [told("c")], None),
+        ("two of three have, and know nothing newer", [told("c"), told("b", 5)], "c"),
+        ("one of them has seen a newer record", [told("c"), told("b", 5, seen=NEWER)], None),
+        ("also if it misses no master", [told("c"), told("b", epoch=0, seen=NEWER)], None),
+        ("one alone is sure of the store", [told("c", seen=ABC.rank, is_sure=True)], "c"),
+        ("of an older record", [told("c", seen=create("abc").rank, is_sure=True)], None),
+        ("who is sure need not be electable",
+         [told("c"), told("b", epoch=0, seen=ABC.rank, is_sure=True)], "c"),
+        ("who spoke too long ago", [told("c"), told("b", received_ns=-REPORT_VALID_NS - 1)], None),
+    ],
+)  # fmt: skip
+def test_nobody_is_elected_by_a_record_that_may_be_older(why, reports, member):
+    elected = master_to_elect(ABC, reports, 0, is_lease_over=True, min_in_sync=2)
+    assert elected == member, why
+
+
+def test_no_unclean_election_where_a_newer_record_was_seen():
+    record = shrink(ABC, "bc")
+    reports = [told("b"), told("c", seen=elect(record, "a").rank)]
+    assert master_to_elect_uncleanly(record, reports, 0, is_lease_over=True) is None
+
+
+def test_with_min_in_sync_1_all_copies_have_to_speak_or_one_is_sure():
+    reports = [told("b"), told("c")]
+    assert master_to_elect(ABC, reports, 0, is_lease_over=True, min_in_sync=1) is None
+    reports.append(told("a"))
+    assert master_to_elect(ABC, reports, 0, is_lease_over=True, min_in_sync=1) == "a"

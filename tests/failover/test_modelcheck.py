@@ -34,6 +34,7 @@ FOUND = {
     "unsynced-sender": (ON_FEW_DISKS, "receives seqno 1"),
     "old-sender": (ON_FEW_DISKS, "cuts its log back to 0"),
     "old-copy": (LOST, "empties it"),
+    "stale-isr": (LOST, "the store goes back to the copy"),
 }
 
 
@@ -61,6 +62,7 @@ def test_a_wrong_rule_is_found(name):
         Bounds(4, 1, 2, 0),
         Bounds(3, 1, 2, 0, moves=2),
         Bounds(2, 1, 2, 1, min_in_sync=1, moves=3),
+        Bounds(2, 1, 2, 1, min_in_sync=1, restores=1, changes=2),
     ],
     ids=str,
 )

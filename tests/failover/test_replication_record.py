@@ -64,7 +64,9 @@ def test_an_election_takes_out_those_that_are_known_to_be_gone():
 
 
 def test_who_restarts_is_elected_again_under_a_new_epoch():
-    assert elect(ABC, "a") == ReplicationRecord(("a", "b", "c"), frozenset("abc"), 2, "a")
+    assert elect(ABC, "a") == ReplicationRecord(
+        ("a", "b", "c"), frozenset("abc"), 2, "a", partition_epoch=1
+    )
 
 
 def test_an_unclean_election_leaves_one_in_sync_and_says_since_when():

@@ -30,6 +30,8 @@ def main() -> int:
     parser.add_argument("--min-in-sync", type=int, default=0, help="default: a majority")
     parser.add_argument("--branches", type=int, choices=(0, 1), default=0)
     parser.add_argument("--moves", type=int, default=0, help="copies dropped and added")
+    parser.add_argument("--restores", type=int, default=0, help="of the store, to an older copy")
+    parser.add_argument("--changes", type=int, default=default.changes, help="of the record")
     parser.add_argument("--states", type=int, help="stop at this many states")
     parser.add_argument("--broken", choices=[*ALL, "all"], help="a rule that is wrong")
     arguments = parser.parse_args()
@@ -44,6 +46,8 @@ def main() -> int:
         arguments.min_in_sync,
         arguments.branches,
         arguments.moves,
+        arguments.restores,
+        arguments.changes,
     )
     search = Search(bounds, RIGHT)
     broken = search.run(arguments.states)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from failover import isr, promotion
+from failover import election, isr, promotion
+from failover.election import SuspectReport
 from failover.history import FailoverLog
 from failover.isr import Acknowledgement, Candidate, Sender
 from failover.promotion import FirstStep
@@ -57,6 +58,14 @@ def kip_101(replica: History, master: History) -> int | None:
 def any_epoch(own_epoch: int, other_epoch: int) -> bool:
     """Nothing is fenced."""
     return True
+
+
+def any_record(
+    record: ReplicationRecord, reports: Iterable[SuspectReport], now_ns: int, **how: Any
+) -> str | None:
+    """Nobody is asked whether there was a newer record."""
+    told = [report._replace(seen=record.rank, is_sure=True) for report in reports]
+    return election.master_to_elect(record, told, now_ns, **how)
 
 
 def hw_of_any_epoch(
@@ -195,6 +204,14 @@ BROKEN = {
         replace(RIGHT, is_same_copy=lambda number, other: True),
         Bounds(3, 1, 2, 0, moves=2),
         "what a member acknowledged counts for a copy that it gets later",
+    ),
+}
+
+BROKEN |= {
+    "stale-isr": BrokenRule(
+        replace(RIGHT, master_to_elect=any_record),
+        Bounds(2, 1, 2, 0, min_in_sync=1, restores=1, changes=2),
+        "a record is believed although the store may have gone back to an older copy",
     ),
 }
 

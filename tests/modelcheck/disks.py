@@ -8,7 +8,8 @@ from .values import Step, ViolationError
 
 if TYPE_CHECKING:
     from .model import Model
-    from .values import Replica
+    from .rules import Entry
+    from .values import Replica, Store
 
 
 def check_disks(
@@ -33,9 +34,18 @@ def check_disks(
         raise ViolationError(f"a record is committed on too few disks: {disks}", step)
 
 
+def check_undone(store: Store, log: tuple[Entry, ...], step: Step) -> None:
+    """Raise ViolationError if a log has a record that a branch undid."""
+    if store.undone is not None:
+        epoch, seqno = store.undone
+        if any(entry.epoch < epoch for entry in log[seqno:]):
+            raise ViolationError("a record that a branch undid is back", step)
+
+
 def disagreement(mine: Replica, theirs: Replica) -> str:
     """Return in which version two replicas differ; "" if in none."""
-    if mine.lead and theirs.lead and mine.epoch == theirs.epoch:
+    is_same = (mine.epoch, mine.life) == (theirs.epoch, theirs.life)
+    if mine.lead and theirs.lead and is_same:
         return f"epoch {mine.epoch} has two masters"
     for version in mine.versions.entries:
         upper = theirs.versions.upper_of(version.vb_uuid, len(theirs.log))

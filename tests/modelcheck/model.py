@@ -20,14 +20,18 @@ from failover.election import SuspectReport
 from failover.history import FailoverLog
 from failover.isr import Acknowledgement, Candidate, Sender
 from failover.replication_record import (
+    UNSEEN,
     BranchUnderWay,
     HandedOver,
+    Rank,
     ReplicationRecord,
     majority,
 )
 
-from .disks import check_disks, disagreement
+from .disks import check_disks, check_undone, disagreement
+from .going_back import GoingBack
 from .moves import Moves, emptied
+from .power_cuts import PowerCuts
 from .renaming import Renaming
 from .rules import RIGHT, Entry, Rules
 from .values import (
@@ -45,7 +49,8 @@ from .values import (
 )
 
 BRANCH_UUID = 1000
-"""Versions of masters are named by their epoch."""
+"""Versions of masters are named by their epoch, and by its history."""
+LIFE_UUIDS = 100
 
 
 class Model:
@@ -67,8 +72,9 @@ class Model:
         self._agree: dict[tuple[int, int], str] = {}
         self._heard: dict[tuple[int, ...], int] = {}
         self._told: dict[tuple[int, int, int, int], int] = {}
-        self._cuts: dict[tuple[int, int, int], list[tuple[Step, int]]] = {}
         self._moves = Moves(self)
+        self._back = GoingBack(self)
+        self._power = PowerCuts(self)
         self._renaming = Renaming(bounds.replicas, self.stores, self.replicas)
 
     @property
@@ -81,13 +87,20 @@ class Model:
         record = records.create(self.members)
         versions = FailoverLog.create(1, 1)
         nobody = (None,) * len(self.members)
-        lead = Lead(nobody, record.isr, None, 0, None, self.numbers(record))
-        empty = Replica((), 0, versions, 1, 0, is_reconciled=True, lead=None)
+        lead = Lead(nobody, record.isr, None, 0, None, self.numbers(record), record.rank)
+        empty = Replica(
+            (), 0, versions, 1, 0, is_reconciled=True, lead=None, seen=self.seen(record)
+        )
         both = (empty._replace(lead=lead), empty._replace(sender=(0, 1, 0)))
         master, other = map(self.replicas.number, both)
         others = (other,) * (len(self.members) - 1)
         nothing = self.committed.number(())
-        return self.canonical((self.stores.number(Store(record)), master, *others, nothing, 0, 0))
+        store = Store(record, has_ranks=self.bounds.restores > 0)
+        return self.canonical((self.stores.number(store), master, *others, nothing, 0, 0))
+
+    def seen(self, record: ReplicationRecord) -> Rank:
+        """What counts of a record that is seen."""
+        return record.rank if self.bounds.restores else UNSEEN
 
     def numbers(self, record: ReplicationRecord) -> tuple[int | None, ...]:
         """The numbers of all copies, by replica."""
@@ -111,12 +124,12 @@ class Model:
                 if told is not None:
                     check_disks(self, record, each, now, told, step)
                     rest = (self._grow(record, each, committed, told, step), writes, cuts)
-                yield step, self._with(record, now, i, new, rest, step)
+                yield step, self.after(record, now, i, new, rest, step)
             if is_write_left and each in masters:
                 step = Step("{0} writes a record", i)
                 new = self._written(each, writes + 1)
                 rest = (committed, writes + 1, cuts)
-                yield step, self._with(record, now, i, new, rest, step)
+                yield step, self.after(record, now, i, new, rest, step)
             key = (record, each, i)
             known = self._with_record.get(key)
             for step, new_record, new, promoted in (
@@ -126,18 +139,20 @@ class Model:
                     record, committed, new, promoted, step
                 ):
                     rest = (self._undo(record, new_record, committed), writes, cuts)
-                    yield step, self._with(new_record, now, i, new, rest, step)
+                    yield step, self.after(new_record, now, i, new, rest, step)
             if each in masters:
                 yield from self._pair_steps(record, now, i, (committed, writes, cuts))
         if cuts < self.bounds.cuts:
-            yield from self._cut_steps(record, now, (committed, writes, cuts + 1))
+            yield from self._power.steps(record, now, (committed, writes, cuts + 1))
         for step, new_record in self._election_steps(record, now):
-            yield step, self._settled(new_record, list(now), (committed, writes, cuts))
+            yield step, self.settled(new_record, list(now), (committed, writes, cuts))
+        for step, new_record, changed in self._back.steps(record, now):
+            yield step, self.settled(new_record, list(changed), (committed, writes, cuts))
         if self.bounds.moves:
             for step, new_record in self._moves.steps(record):
-                yield step, self._settled(new_record, list(now), (committed, writes, cuts))
+                yield step, self.settled(new_record, list(now), (committed, writes, cuts))
 
-    def _with(
+    def after(
         self, record: int, now: list[int], i: int, new: int, rest: tuple[int, ...], step: Step
     ) -> State:
         """The state with one replica changed, after its history was compared with the others'."""
@@ -145,9 +160,9 @@ class Model:
         changed[i] = new
         if new != now[i]:
             self._check_agreement(changed, i, step)
-        return self._settled(record, changed, rest)
+        return self.settled(record, changed, rest)
 
-    def _settled(self, record: int, now: list[int], rest: tuple[int, ...]) -> State:
+    def settled(self, record: int, now: list[int], rest: tuple[int, ...]) -> State:
         """The state after what happens at once: masters hear what replicas acknowledge, and
         replicas what their master has synced.
 
@@ -180,6 +195,7 @@ class Model:
         if (
             replica.lead is None
             and replica.is_reconciled
+            and master.life == replica.life
             and self.rules.is_same_epoch(master.epoch, replica.epoch)
             and self._moves.is_fed(master, replica, j)
         ):
@@ -201,6 +217,7 @@ class Model:
             and replica.is_reconciled
             and replica.sender is not None
             and replica.sender[:2] == (i, master.epoch)
+            and master.life == replica.life
             and self.rules.is_same_epoch(master.epoch, replica.epoch)
             and self._moves.is_fed(master, replica, j)
         ):
@@ -215,7 +232,7 @@ class Model:
         lead, new = master.lead, number
         assert lead is not None
         if master.epoch < record.epoch and lead.asked is not None:
-            members = self.rules.effective_isr(lead.confirmed, lead.asked)
+            members = self._effective(lead)
             new = self.replicas.number(
                 master._replace(lead=lead._replace(confirmed=members, asked=None))
             )
@@ -256,7 +273,7 @@ class Model:
         }
         own = self.rules.acknowledgeable_seqno(replica.synced, len(replica.log))
         given[NAMES[i]] = Acknowledgement(replica.epoch, own)
-        members = self.rules.effective_isr(lead.confirmed, lead.asked)
+        members = self._effective(lead)
         sender = None if lead.sender is None else Sender(NAMES[lead.sender[0]], lead.sender[1])
         hw = self.rules.high_watermark(
             replica.hw, replica.epoch, members, given, self.min_in_sync, sender
@@ -265,6 +282,9 @@ class Model:
             new = replica._replace(hw=replica.hw + 1)
             told = self.committed.number(replica.log[: replica.hw + 1])
             yield Step(f"{{0}} commits up to seqno {new.hw}", i), self.replicas.number(new), told
+
+    def _effective(self, lead: Lead) -> frozenset[str]:
+        return self.rules.effective_isr(lead.confirmed, lead.asked) | lead.parting
 
     def _ask(self, replica: Replica, lead: Lead, i: int) -> Iterator[tuple]:
         for j, member in enumerate(self.members):
@@ -294,6 +314,8 @@ class Model:
         store, replica = self.stores.values[store_number], self.replicas.values[number]
         found: list[tuple] = []
         for record in (*store.earlier, store.record):
+            if record.rank < replica.seen:
+                continue
             if replica.epoch < record.epoch:
                 found += self._learn(record, store_number, replica, i)
             elif self.bounds.moves and replica.epoch == record.epoch:
@@ -301,14 +323,19 @@ class Model:
         lead = replica.lead
         if (
             lead is not None
-            and replica.epoch == store.record.epoch
+            and (replica.epoch, replica.life) == (store.record.epoch, store.life)
             and lead.numbers == self.numbers(store.record)
+            and store.record.rank >= max(lead.rank, replica.seen)
         ):
             if lead.asked is not None:
                 found += self._change_isr(store, store_number, replica, lead, i)
             elif store.record.branch is not None:
                 found += self._finish_branch(store, replica, lead, number, i)
-            elif store.record.epoch < self.bounds.epochs and store.record.isr == lead.confirmed:
+            elif (
+                store.record.epoch < self.bounds.epochs
+                and store.record.isr == lead.confirmed
+                and self._back.may_write(store)
+            ):
                 found += self._hand_over(store, replica, i)
                 if self.bounds.branches and store.undone is None:
                     found += self._start_branch(store, replica, i)
@@ -319,7 +346,11 @@ class Model:
         self, record: ReplicationRecord, store_number: int, replica: Replica, i: int
     ) -> Iterator[tuple]:
         copy = record.number_of(NAMES[i])
-        new = replica._replace(epoch=record.epoch, is_reconciled=False, lead=None, hw=0, copy=copy)
+        new = replica._replace(
+            epoch=record.epoch, is_reconciled=False, lead=None, hw=0, copy=copy,
+            seen=max(replica.seen, self.seen(record)),
+            life=self.stores.values[store_number].life,
+        )  # fmt: skip
         if copy is None:
             new = emptied(new)
         if not self.rules.is_master(record, NAMES[i], replica.epoch):
@@ -336,13 +367,14 @@ class Model:
             versions = versions.branch(record.branch.vb_uuid, back, record.epoch)
             end = back
         if start is not None:
-            versions = versions.branch(record.epoch, start, record.epoch)
+            name = record.epoch + LIFE_UUIDS * new.life
+            versions = versions.branch(name, start, record.epoch)
         # A master that is elected again may still have what was acknowledged to it before.
         acks = replica.lead.acknowledged if replica.lead else (None,) * len(self.members)
         sender = None
         if new.sender is not None and self.rules.has_sent(new.sender[1], new.epoch):
             sender = (new.sender[0], self.rules.sender_seqno(new.sender[2], end))
-        lead = Lead(acks, record.isr, None, end, sender, self.numbers(record))
+        lead = Lead(acks, record.isr, None, end, sender, self.numbers(record), record.rank)
         new = new._replace(
             log=replica.log[:end], synced=end, versions=versions, is_reconciled=True, lead=lead,
             sender=None,
@@ -359,13 +391,24 @@ class Model:
     ) -> Iterator[tuple]:
         assert lead.asked is not None
         record = store.record
-        if record.isr == lead.confirmed:
+        if (
+            record.isr == lead.confirmed
+            and record.rank == lead.rank
+            and self._back.may_write(store)
+        ):
             leaving, joining = lead.confirmed - lead.asked, lead.asked - lead.confirmed
             new = store.changed(records.expand(records.shrink(record, leaving), joining))
             step = Step("the store has the in-sync set that {0} asked for", i)
             yield step, self.stores.number(new), self.replicas.number(replica), None
         if record.isr == lead.asked:
-            heard = replica._replace(lead=lead._replace(confirmed=lead.asked, asked=None))
+            parting = frozenset[str]()
+            if self.bounds.restores:
+                parting = (lead.parting | lead.confirmed) - lead.asked
+            heard = replica._replace(
+                lead=lead._replace(
+                    confirmed=lead.asked, asked=None, rank=record.rank, parting=parting
+                )
+            )
             step = Step("{0} hears that its in-sync set is confirmed", i)
             yield step, number, self.replicas.number(heard), None
 
@@ -405,21 +448,29 @@ class Model:
         """Any members of the ISR may have reported, and the store may see the lease as over."""
         store = self.stores.values[number]
         record = store.record
-        if record.epoch >= self.bounds.epochs:
+        if record.epoch >= self.bounds.epochs or not self._back.may_write(store):
             return []
         key = (number, *now)
         reports = []
         for i, each in enumerate(now):
             replica = self.replicas.values[each]
-            if replica.epoch == record.epoch and replica.lead is None:
+            is_here = (replica.epoch, replica.life) == (record.epoch, store.life)
+            if is_here and replica.lead is None:
                 version = replica.versions.current
-                reports.append(
-                    SuspectReport(NAMES[i], record.epoch, version.epoch, replica.synced, 0)
-                )
+                report = SuspectReport(NAMES[i], record.epoch, version.epoch, replica.synced, 0)
+                reports.append(self._back.report(store, replica, report))
+            elif (speech := self._back.speech(replica, i)) is not None:
+                reports.append(speech)
         key = (number, *reports)
         if key not in self._elections:
             elected = {
-                self.rules.master_to_elect(record, told, 0, is_lease_over=True)
+                self.rules.master_to_elect(
+                    record,
+                    told,
+                    0,
+                    is_lease_over=self._back.is_lease_over(record, told),
+                    min_in_sync=self.min_in_sync,
+                )
                 for count in range(1, len(reports) + 1)
                 for told in combinations(reports, count)
             }
@@ -459,11 +510,13 @@ class Model:
                 changed[i], changed[j] = new_i, new_j
                 if new_j != other:
                     self._check_agreement(changed, j, step)
-                yield step, self._settled(record, changed, rest)
+                yield step, self.settled(record, changed, rest)
 
     def _find_pair(self, master_number: int, number: int, i: int, j: int) -> Iterator[tuple]:
         master, replica = self.replicas.values[master_number], self.replicas.values[number]
         if replica.lead is not None:
+            return
+        if master.life != replica.life:
             return
         if not self.rules.is_same_epoch(master.epoch, replica.epoch):
             return
@@ -496,50 +549,6 @@ class Model:
         step = Step(f"{{1}} cuts its log back to {back} to follow {{0}}", i, j)
         return step, master_number, self.replicas.number(new)
 
-    # Power cuts.
-
-    def _cut_steps(
-        self, record: int, now: list[int], rest: tuple[int, ...]
-    ) -> Iterator[tuple[Step, State]]:
-        outcomes = []
-        for i, each in enumerate(now):
-            found = self._cuts.get((record, each, i))
-            if found is None:
-                found = self._cuts[record, each, i] = self._after_cut(record, each, i)
-            outcomes.append(found)
-            for step, new in found:
-                yield step, self._with(record, now, i, new, rest, step)
-        losing = [found[-1][1] for found in outcomes]
-        yield Step("power cut of all", 0), self._settled(record, losing, rest)
-
-    def _after_cut(self, store_number: int, number: int, i: int) -> list[tuple[Step, int]]:
-        """Return the replica after each outcome of a cut, the worst one last.
-
-        It has started again and read the record. What it kept it has synced; it forgot its HW.
-        """
-        record, replica = self.stores.values[store_number].record, self.replicas.values[number]
-        lead = None
-        was_master = replica.lead is not None and replica.epoch == record.epoch
-        if was_master and self.rules.is_master(record, NAMES[i], record.epoch):
-            nobody = (None,) * len(self.members)
-            lead = Lead(nobody, record.isr, None, replica.synced, None, self.numbers(record))
-        outcomes = []
-        for kept in range(len(replica.log), replica.synced - 1, -1):
-            new = Replica(
-                log=replica.log[:kept],
-                synced=kept,
-                versions=replica.versions,
-                epoch=record.epoch,
-                hw=0,
-                is_reconciled=lead is not None,
-                lead=lead,
-                copy=record.number_of(NAMES[i]),
-            )
-            new = emptied(new) if new.copy is None else new
-            step = Step(f"power cut of {{0}}, which keeps {kept} records", i)
-            outcomes.append((step, self.replicas.number(new)))
-        return outcomes
-
     # What must hold.
 
     def _undo(self, old: int, new: int, committed: int) -> int:
@@ -562,15 +571,9 @@ class Model:
             elif old[:shorter] != new[:shorter]:
                 raise ViolationError("two different records are committed with one seqno", step)
             else:
-                self._check_undone(store, new, step)
+                check_undone(store, new, step)
             self._grown[key] = grown
         return self._grown[key]
-
-    def _check_undone(self, store: Store, log: tuple[Entry, ...], step: Step) -> None:
-        if store.undone is not None:
-            epoch, seqno = store.undone
-            if any(entry.epoch < epoch for entry in log[seqno:]):
-                raise ViolationError("a record that a branch undid is back", step)
 
     def _can_be_promoted(
         self, store_number: int, committed: int, new: int, is_newest: bool, step: Step
@@ -580,7 +583,7 @@ class Model:
         if is_newest:
             if replica.log[: len(kept)] != kept:
                 raise ViolationError("a committed record is lost: the new master lacks it", step)
-            self._check_undone(self.stores.values[store_number], replica.log, step)
+            check_undone(self.stores.values[store_number], replica.log, step)
         return kept[: replica.hw] == replica.log[: replica.hw]
 
     def _check_agreement(self, now: list[int], i: int, step: Step) -> None:

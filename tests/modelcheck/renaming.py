@@ -62,7 +62,9 @@ class Renaming:
             acks = sorted((-1, -1) if each is None else each for each in lead.acknowledged)
             copies = sorted(-1 if each is None else each for each in lead.numbers)
             sent = -1 if lead.sender is None else lead.sender[1]
-            seen = (tuple(acks), len(lead.confirmed), asked, lead.epoch_start, sent, tuple(copies))
+            parts = (lead.rank, len(lead.parting))
+            seen = (tuple(acks), len(lead.confirmed), asked, lead.epoch_start, sent,
+                    tuple(copies), parts)  # fmt: skip
         nameless = replica._replace(lead=None, sender=replica.sender and (0, *replica.sender[1:]))
         self._look[number] = self.looks.number((*nameless, seen))
         return self._look[number]
@@ -86,7 +88,9 @@ class Renaming:
         if key not in self._stores:
             store, names = self._known_stores.values[number], self._names(place)
             earlier = tuple(self._record(each, names) for each in store.earlier)
-            new = store._replace(record=self._record(store.record, names), earlier=earlier)
+            saved = None if store.saved is None else self._record(store.saved, names)
+            record = self._record(store.record, names)
+            new = store._replace(record=record, earlier=earlier, saved=saved)
             self._stores[key] = self._known_stores.number(new)
         return self._stores[key]
 
@@ -101,6 +105,7 @@ class Renaming:
             filling=frozenset(names[each] for each in record.filling),
             added=frozenset((names[each], number) for each, number in record.added),
             adds=record.adds,
+            partition_epoch=record.partition_epoch,
         )
 
     def _replica(self, number: int, place: int) -> int:
@@ -122,6 +127,7 @@ class Renaming:
                 acknowledged=tuple(lead.acknowledged[old] for old in self._orders[place]),
                 numbers=tuple(lead.numbers[old] for old in self._orders[place]),
                 confirmed=frozenset(names[each] for each in lead.confirmed),
+                parting=frozenset(names[each] for each in lead.parting),
                 asked=None if asked is None else frozenset(names[each] for each in asked),
             )
             self._replicas[key] = self._known_replicas.number(renamed._replace(lead=new))

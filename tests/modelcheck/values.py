@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 from failover.history import FailoverLog
 from failover.isr import Acknowledgement
-from failover.replication_record import ReplicationRecord
+from failover.replication_record import UNSEEN, Rank, ReplicationRecord
 
 from .rules import Entry, History
 
@@ -27,6 +28,10 @@ class Bounds(NamedTuple):
     """1: an operator's branch may happen once."""
     moves: int = 0
     """How often the coordinator drops a copy or adds one."""
+    restores: int = 0
+    """How often the metadata store goes back to an older copy."""
+    changes: int = 4
+    """With restores: the highest partition epoch of the record."""
 
     def __str__(self) -> str:
         text = (
@@ -35,7 +40,10 @@ class Bounds(NamedTuple):
         )
         text += f", min in-sync {self.min_in_sync}" if self.min_in_sync else ""
         text += ", a branch" if self.branches else ""
-        return text + (f", {self.moves} moves" if self.moves else "")
+        text += f", {self.moves} moves" if self.moves else ""
+        if self.restores:
+            text += f", {self.restores} restores of the store, {self.changes} changes of the record"
+        return text
 
 
 class Store(NamedTuple):
@@ -47,12 +55,23 @@ class Store(NamedTuple):
     """A branch's epoch and seqno: records above it, of earlier epochs, must not come back."""
     moves: int = 0
     """How many copies were dropped or added."""
+    saved: ReplicationRecord | None = None
+    """The copy of the store."""
+    restores: int = 0
+    """How often the store went back to it."""
+    life: int = 0
+    """How often it had gone back when the record's epoch began: it may begin once in each."""
+    has_ranks: bool = False
+    """Whether changes of the record are counted."""
 
     def changed(self, record: ReplicationRecord) -> Store:
         """Return the store with a new record."""
+        if not self.has_ranks:
+            record = replace(record, partition_epoch=0)
         if record.epoch == self.record.epoch:
             return self._replace(record=record)
-        return self._replace(record=record, earlier=(*self.earlier, self.record))
+        earlier = (*self.earlier, self.record)
+        return self._replace(record=record, earlier=earlier, life=self.restores)
 
     def without(self, epoch: int) -> Store:
         """Return the store when everybody knows this epoch."""
@@ -72,6 +91,10 @@ class Lead(NamedTuple):
     """The replica that sent the log of the epoch before, and up to where."""
     numbers: tuple[int | None, ...]
     """By replica, the number of its copy in the record that the master knows; None: no copy."""
+    rank: Rank = UNSEEN
+    """Of the record that it acts upon."""
+    parting: frozenset[str] = frozenset()
+    """Who has left the in-sync set by a record that not all members hold."""
 
 
 class Replica(NamedTuple):
@@ -89,6 +112,12 @@ class Replica(NamedTuple):
     sender: tuple[int, int, int] | None = None
     """The master with which it has reconciled last, in which epoch, and up to where it knows that
     master to have synced this log."""
+    seen: Rank = UNSEEN
+    """The newest record that it has on disk."""
+    life: int = 0
+    """That of its epoch: `Store.life`."""
+    is_sure: bool = False
+    """Whether the store has not gone back since its master served by the store's record."""
 
     @property
     def history(self) -> History:

@@ -154,13 +154,14 @@ def test_what_a_member_acknowledged_before_does_not_count_for_its_next_copy() ->
 
 def test_who_does_not_know_yet_that_its_copy_was_dropped_is_not_fed_for_the_next_one() -> None:
     cluster = holding()
-    cluster.write(drop_copies(cluster.record, "b", in_sync_min=1), "a")
+    dropped = drop_copies(cluster.record, "b", in_sync_min=1)
+    cluster.write(dropped, "a")
     cluster.write(add_copy(cluster.record, "b"), "a")
     cluster.run(LONG)
     assert cluster.record.filling == {"b"}
     assert cluster.b.part.high_seqno == 5, "it knows of nothing"
     after = cluster.record
-    cluster.write(drop_copies(after, "b", in_sync_min=1), "b")
+    cluster.write(dropped, "b")
     cluster.tick("b")
     assert is_empty(cluster.b)
     cluster.write(after)

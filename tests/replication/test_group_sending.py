@@ -266,4 +266,5 @@ def test_a_member_that_was_left_out_meanwhile_is_not_waited_for(copies: Copies) 
     copies.write(0, shrink(copies.records[0], ["c"]))
     copies.a.commit()
     copies.move()
+    copies.move()
     assert committed(copies, "a") == 1

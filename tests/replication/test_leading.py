@@ -124,6 +124,9 @@ def test_who_joins_counts_from_the_question_on_and_who_leaves_until_the_answer()
     cluster.tick("a")
     assert cluster.a.mastership.isr == {"a", "b", "c"}
     cluster.a.answer()
+    assert cluster.a.mastership.isr == {"a", "b", "c"}, "c has not seen the record yet"
+    cluster.show(cluster.nodes["c"])
+    cluster.settle()
     assert cluster.a.mastership.isr == {"a", "c"}
 
 

@@ -244,7 +244,9 @@ def test_a_slow_member_leaves_and_does_not_join() -> None:
     master.take_record(shrink(RECORD, "c"))
     acknowledge(master, "b", "c", seqno=0)
     assert master.changed_isr(NOW, ALIVE, heard, slow) is None
-    assert master.changed_isr(NOW, ALIVE, heard) == RECORD
+    joined = master.changed_isr(NOW, ALIVE, heard)
+    assert joined is not None
+    assert joined.isr == RECORD.isr
 
 
 def test_a_master_that_may_be_deposed_leaves_no_slow_member_out() -> None:
@@ -264,3 +266,16 @@ def test_a_slow_member_joins_where_the_others_are_too_few() -> None:
     slow = Lateness(frozenset("c"), frozenset("c"))
     master._level_ns["c"] = NOW
     assert master.changed_isr(NOW, ALIVE, {"c": NOW}, slow) == expand(alone, "c")
+
+
+def test_who_has_left_counts_until_all_members_hold_the_record() -> None:
+    """The metadata store may go back to an older copy."""
+    master = mastership()
+    acknowledge(master, "b", seqno=5)
+    master.take_record(shrink(RECORD, "c"), 9)
+    assert master.isr == {"a", "b", "c"}
+    assert not master.is_settled(ALIVE)
+    assert not master.members_saw({"a": 9, "b": 8})
+    assert master.isr == {"a", "b", "c"}
+    assert master.members_saw({"a": 9, "b": 9})
+    assert master.isr == {"a", "b"}

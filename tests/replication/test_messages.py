@@ -19,6 +19,7 @@ from dcp.replication.messages import (
     EntriesSection,
     Greeting,
     ReplicaPosition,
+    StoreSeen,
     Welcome,
     decode,
     encode,
@@ -90,16 +91,18 @@ sections = st.lists(
 def test_a_message_comes_back_as_it_was(
     number: int, question: int, sent: list[EntriesSection]
 ) -> None:
-    message = unpack_entries(frame_of(pack_entries(number, question, sent)))
-    assert (message.number, message.question) == (number, question)
+    seen = StoreSeen(question, number)
+    message = unpack_entries(frame_of(pack_entries(number, question, sent, seen)))
+    assert (message.number, message.question, message.seen) == (number, question, seen)
     assert [each._replace(entries=list(each.entries)) for each in message.sections] == sent
 
 
 @given(number=u64, question=u64)
 def test_an_acknowledgement_comes_back_as_it_was(number: int, question: int) -> None:
-    frame = frame_of(pack_ack(number, question))
+    seen = StoreSeen(question, number)
+    frame = frame_of(pack_ack(number, question, seen))
     assert frame.opcode == Opcode.X_REPLICA_ACK
-    assert unpack_ack(frame.extras) == (number, question)
+    assert unpack_ack(frame.extras) == (number, question, seen)
 
 
 def test_documents_come_back_as_they_were() -> None:
@@ -124,19 +127,19 @@ def test_a_flipped_bit_is_refused(sent: list[EntriesSection], at: int, bit: int)
             unpack_entries(frame._replace(value=bytes(value)))
 
 
-@given(extras=st.binary(max_size=30), value=st.binary(max_size=200))
+@given(extras=st.binary(max_size=40), value=st.binary(max_size=200))
 def test_bytes_of_any_kind_raise_nothing_else(extras: bytes, value: bytes) -> None:
     frame = frame_of(pack_request(Opcode.X_REPLICA_ENTRIES, extras=extras, value=value))
     with suppress(ReplicationError):
         unpack_entries(frame)
-    if len(extras) != 16:
-        with pytest.raises(ReplicationError, match="16 bytes of extras"):
+    if len(extras) != 32:
+        with pytest.raises(ReplicationError, match="32 bytes of extras"):
             unpack_ack(extras)
 
 
 def with_checksum(value: bytes) -> Frame:
     """A message whose checksum is right: a peer that lies."""
-    extras = struct.pack(">QQI", 1, 1, google_crc32c.value(value))
+    extras = struct.pack(">QQIQQ", 1, 1, google_crc32c.value(value), 0, 0)
     return frame_of(pack_request(Opcode.X_REPLICA_ENTRIES, extras=extras, value=value))
 
 

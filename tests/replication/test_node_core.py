@@ -15,7 +15,14 @@ from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.isr import PROMOTED_WAIT_NS
-from failover.replication_record import add_copy, elect, shrink, unclean_elect, vacate
+from failover.replication_record import (
+    add_copy,
+    drop_copies,
+    elect,
+    shrink,
+    unclean_elect,
+    vacate,
+)
 from support.core_cluster import MS, VB, CoreCluster, CoreNode
 from vbucket.engine.partition import VbState
 
@@ -59,7 +66,7 @@ def test_a_partition_is_a_replica_until_a_record_says_more() -> None:
 
 def test_without_a_copy_a_partition_is_dead_here() -> None:
     cluster = serving()
-    cluster.write(replace(cluster.record, copies=("a",), isr=frozenset("a")))
+    cluster.write(drop_copies(cluster.record, "b", in_sync_min=1))
     assert cluster.b.part.state == VbState.DEAD
     cluster.write(add_copy(cluster.record, "b"))
     assert cluster.b.part.state == VbState.REPLICA
@@ -231,7 +238,7 @@ def test_a_store_that_was_set_back_is_not_followed() -> None:
     cluster.run(LONG)
     for node in cluster.nodes.values():
         (notice,) = node.told(Notice)
-        assert "was set back: it has leader epoch 2, and epoch 3 was seen" in notice.text
+        assert "was set back: it has leader epoch 2, change 2, and epoch 3" in notice.text
     assert cluster.b.part.state == VbState.ACTIVE
     cluster.a.crash()
     cluster.show(cluster.a)
@@ -317,7 +324,7 @@ def test_without_a_record_or_a_master_nothing_is_heard() -> None:
 
 def test_where_no_copy_is_no_master_is_missed() -> None:
     cluster = CoreCluster("abc")
-    cluster.write(replace(cluster.record, copies=("a", "b"), isr=frozenset("ab")))
+    cluster.write(drop_copies(cluster.record, "c", in_sync_min=1))
     cut(cluster)
     cluster.tick(ns=2 * UNHEARD_NS)
     assert [node.part.is_unheard for node in cluster.nodes.values()] == [False, True, False]

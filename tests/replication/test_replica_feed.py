@@ -200,7 +200,7 @@ def test_an_acknowledgement_of_what_was_never_sent_closes_the_link() -> None:
             master.ack(*numbers)
     with pytest.raises(ReplicationError, match="confirms question 0 only"):
         master.ack(number, 0)
-    with pytest.raises(ReplicationError, match="16 bytes"):
+    with pytest.raises(ReplicationError, match="32 bytes"):
         master.feed.take_acknowledgement(b"")
     assert master.acknowledged_ == []
 

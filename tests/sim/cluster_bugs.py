@@ -131,7 +131,9 @@ def _watermark_of_any_epoch(
     return isr.high_watermark(hw_seqno, epoch, members, present, min_in_sync, sender)
 
 
-def _asked_set(confirmed: frozenset[str], asked: frozenset[str] | None) -> frozenset[str]:
+def _asked_set(
+    confirmed: frozenset[str], asked: frozenset[str] | None, _parting: frozenset[str]
+) -> frozenset[str]:
     """Who leaves does not count from the moment the master asks."""
     return confirmed if asked is None else asked
 
@@ -284,12 +286,14 @@ def _nothing_to_empty(_dropped: DroppedCopies, _vb_id: int, *, holds_copy: bool)
 _take_record = Mastership.take_record
 
 
-def _take_record_only(mastership: Mastership, record: ReplicationRecord) -> list[str]:
+def _take_record_only(
+    mastership: Mastership, record: ReplicationRecord, revision: int = 0
+) -> set[str]:
     """What a member acknowledged counts for the copy that it gets later."""
     acknowledged, levels = dict(mastership._acknowledged), dict(mastership._level_ns)
-    _take_record(mastership, record)
+    _take_record(mastership, record, revision)
     mastership._acknowledged, mastership._level_ns = acknowledged, levels
-    return []
+    return set()
 
 
 # -- collections -----------------------------------------------------------------------------------

@@ -55,6 +55,8 @@ class MoveWatch:
             return
         if record.handover is not None and record.epoch > before.epoch:
             self._facts.handed[vb_id, record.epoch] = record.handover.vb_uuid
+        if record.master is None and record.unclean_epoch == record.epoch > before.epoch:
+            return  # an operator gave up what only lost members have (`sim.operator`)
         gone = set(before.copies) - set(record.copies)
         wanted = min(len(before.isr), self._copies)
         if gone and len(record.isr) < wanted:

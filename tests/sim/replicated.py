@@ -17,6 +17,7 @@ from dcp.cluster.cluster_records import (
     encode_record,
 )
 from dcp.cluster.cluster_view import ClusterView
+from dcp.cluster.meta_restore import NodeTestimony
 from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn
 from dcp.cluster.revision_store import RevisionStore
 from failover.replication_record import ReplicationRecord, add_copy, create, majority, want
@@ -139,8 +140,9 @@ class ReplicatedNodes:
         self._moves: MoveWatch | None = None
         if setting.plan.nodes >= MOVE_NODES:
             self.operator = Operator(
-                setting.world, self.store, setting.plan.copies, self._views, lambda: self._dead
-            )
+                setting.world, self.store, setting.plan.copies, self._views, lambda: self._dead,
+                self._testimonies,
+            )  # fmt: skip
             self._moves = MoveWatch(setting.world, self.store, setting.facts, setting.plan.copies)
 
     def boot(self, machine: Machine) -> ClusterNode:
@@ -252,6 +254,18 @@ class ReplicatedNodes:
             for machine in dict.fromkeys(self._machines.values())
             if isinstance(machine.node, ClusterNode) and machine.node.session.view.is_loaded
         ]
+
+    def _testimonies(self, operation: str) -> list[NodeTestimony]:
+        """Return what the nodes that run have. Their store never goes back."""
+        nodes = [machine.node for machine in dict.fromkeys(self._machines.values())]
+        return [
+            NodeTestimony(
+                member=node.member, operation=operation, life=0, records={},
+                ends=node.core.held_logs(),
+            )
+            for node in nodes
+            if isinstance(node, ClusterNode)
+        ]  # fmt: skip
 
     # -- Controls ----------------------------------------------------------------------------------
 

@@ -34,6 +34,11 @@ class StoreClient:
             store, lambda: world.now_ns, world.after, world.draw, self.faults
         )
 
+    @property
+    def era(self) -> int:
+        """See MetaStore."""
+        return self._inner.era
+
     def submit(self, request: StoreRequest, done: Callable[[StoreResult], None]) -> None:
         """See MetaStore."""
         incarnation = self._host.incarnation

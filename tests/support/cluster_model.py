@@ -122,6 +122,7 @@ class ModelNode:
         now_ns = self.cluster.time.now_ns
         view = self.session.view
         suspects, changes = [], []
+        asked = view.reported_by_others(self.member)
         for vb_id, stored in sorted(view.partitions.items()):
             record = stored.content.record
             if self.member not in record.copies:
@@ -133,7 +134,14 @@ class ModelNode:
                     changes.append(RecordChange(vb_id, changed, stored))
             elif self._suspects(now_ns, vb_id, record):
                 version_epoch, end = self.ends.setdefault(vb_id, (1, 0))
-                suspects.append(ReportedPartition(vb_id, record.epoch, VB_UUID, version_epoch, end))
+                suspects.append(
+                    ReportedPartition(
+                        vb_id, record.epoch, VB_UUID, version_epoch, end, True, *record.rank
+                    )
+                )
+                continue
+            if vb_id in asked:
+                suspects.append(ReportedPartition(vb_id, 0, VB_UUID, 1, 0, False, *record.rank))
         driver.carry_out(self.session.report(now_ns, tuple(suspects)))
         if changes and self.session.may_write:
             driver.carry_out(self.session.write(now_ns, changes))

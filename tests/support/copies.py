@@ -197,6 +197,13 @@ class Copies:
         ]  # fmt: skip
         items += [
             KeyValue(
+                KEYS.of_member(KeyKind.ALIVE, member),
+                encode_record(AliveRecord(member=member, incarnation=1)), 1, 1, 1,
+            )
+            for member in self.nodes
+        ]  # fmt: skip
+        items += [
+            KeyValue(
                 KEYS.of_partition(KeyKind.PARTITION, vb_id),
                 encode_partition(StoredPartition(record, "test")),
                 1, self._written[vb_id], 1,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dcp.core.groups import Published
 from dcp.replication.messages import (
+    NOT_SEEN,
     EntriesSection,
     Message,
     ReplicaPosition,
+    StoreSeen,
     pack_ack,
     unpack_entries,
 )
@@ -61,6 +63,12 @@ class Master(MemoryNode):
 
     def confirmed(self, feed: ReplicaFeed) -> None:
         assert feed is self.feed
+
+    def serves_by(self) -> StoreSeen:
+        return NOT_SEEN
+
+    def records_were_kept(self) -> None:
+        """Nothing waits for it."""
 
     def feed_closed(self, feed: ReplicaFeed) -> None:
         self.closed.append(feed)

@@ -73,6 +73,7 @@ class FaultyMetaStore:
         faults: StoreFaults | None = None,
     ) -> None:
         self.store = store
+        self.era = 1
         self.faults = faults if faults is not None else StoreFaults()
         self._now_ns = now_ns
         self._schedule = schedule
@@ -134,6 +135,7 @@ class FaultyMetaStore:
     def restart(self) -> None:
         """Restart the store: leases get their whole time again, and watches end as Lost."""
         self.store.restart(self._now_ns())
+        self.era += 1
         for deadline_ns in self.store.deadlines_ns():
             self._schedule(deadline_ns - self._now_ns(), self._expire)
         self.lose_watches()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from dcp.replication.messages import (
+    NOT_SEEN,
     EntriesSection,
     Greeting,
     ReplicaPosition,
     SharedGroup,
+    StoreSeen,
     Welcome,
     encode,
     pack_entries,
@@ -45,6 +47,12 @@ class Replica:
         self.applied_: list[tuple[int, ...]] = []
         self.refuses_welcomes = ""
         self.open_group = 7
+
+    def store_seen(self) -> StoreSeen:
+        return NOT_SEEN
+
+    def master_serves(self, master: str, seen: StoreSeen) -> None:
+        self.done.append(("serves", master, seen))
 
     def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, ReplicaPosition]:
         return from_here(self.high[vb_id], 77), ReplicaPosition(epoch, [("77", "0", 1)])
@@ -118,7 +126,7 @@ class Line:
         return [frame for frame in self.sent() if frame.opcode == Opcode.DCP_STREAM_REQ]
 
     def acks(self) -> list[tuple[int, int]]:
-        return [unpack_ack(f.extras) for f in self.sent() if f.opcode == Opcode.X_REPLICA_ACK]
+        return [unpack_ack(f.extras)[:2] for f in self.sent() if f.opcode == Opcode.X_REPLICA_ACK]
 
     def ask(self, vb_id: int, epoch: int = EPOCH) -> int:
         """Follow a partition; return the opaque of the request."""

@@ -6,6 +6,8 @@
     GET  /api/v1/cluster/status   nodes, copies, what is wrong
     GET  /api/v1/cluster/map      the record of each partition
     GET  /api/v1/cluster/receipts loss receipts in the data folder of this node
+    POST /api/v1/cluster/meta/testify, meta/restore   build the metadata store's records anew
+    GET  /api/v1/cluster/meta/export   the newest records of the store that this node has seen
     POST /api/v1/cluster/set, rebalance, cancel, move, drain, undrain, remove, failover
 
 With `dry_run` these, init and join only say what they would do. Init and join restart the node in
@@ -32,11 +34,17 @@ from dcp.server.operate.cluster_reports import (
 from dcp.server.operate.cluster_requests import (
     ChangeReport,
     MasterFailoverRequest,
+    MetaExport,
+    MetaRestoreReport,
+    MetaRestoreRequest,
     MoveRequest,
     NodeRequest,
     PlainRequest,
     SetRequest,
+    TestifiedReport,
+    TestifyRequest,
 )
+from dcp.session.rights import Role
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -79,6 +87,7 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
     path = "/api/v1/cluster"
     return [
         *_change_routes(commands, path),
+        *_meta_routes(commands, f"{path}/meta"),
         RouteSpec(
             "POST", f"{path}/init", init, body=InitRequest, answer=InitAnswer,
             summary="Make this node, with its data, the first member of a new cluster.",
@@ -153,6 +162,41 @@ def _change_routes(commands: Callable[[], ClusterOperations], path: str) -> list
         )
         for change in _CHANGES
     ]  # fmt: skip
+
+
+def _meta_routes(commands: Callable[[], ClusterOperations], path: str) -> list[RouteSpec]:
+    async def testify(request: Request) -> Response:
+        body = await read_body(request, TestifyRequest)
+        told = _asked(lambda: commands().meta.testify(body))
+        return json_answer(await _settled(told, "this node did not testify"))
+
+    async def restore(request: Request) -> Response:
+        body = await read_body(request, MetaRestoreRequest)
+        done = _asked(lambda: commands().meta.restore(body))
+        return json_answer(await _settled(done, "the metadata store was not restored"))
+
+    async def export(_request: Request) -> Response:
+        found = _called(commands().meta.export)
+        return json_answer(await _settled(found, "there are no records"))
+
+    return [
+        RouteSpec(
+            "POST", f"{path}/testify", testify, body=TestifyRequest, answer=TestifiedReport,
+            summary="Write into the metadata store what this node has of its records.",
+        ),
+        RouteSpec(
+            "POST", f"{path}/restore", restore, body=MetaRestoreRequest, answer=MetaRestoreReport,
+            summary="Build the metadata store's records anew from what nodes have testified.",
+        ),
+        RouteSpec(
+            "GET", f"{path}/export", export, role=Role.ADMIN, answer=MetaExport,
+            summary="Return the newest records of the metadata store that this node has seen.",
+        ),
+    ]  # fmt: skip
+
+
+async def _asked(ask: Callable[[], Awaitable[_T]]) -> _T:
+    return await ask()
 
 
 async def _called(ask: Callable[[], _T]) -> _T:

@@ -26,6 +26,7 @@ from dcp.server.cluster.cluster_file import ClusterToken
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.cluster.cluster_status import cluster_report
 from dcp.server.cluster.enrolment import NewCluster
+from dcp.server.cluster.meta_desk import MetaDesk
 from dcp.server.cluster.receipt_files import receipts_in
 from dcp.server.cluster.replicated_node import ReplicatedNode
 from dcp.server.operate.cluster_reports import (
@@ -111,6 +112,11 @@ class ClusterOperations:
     def changes(self) -> ClusterChanges:
         """What operators may ask of a cluster. Raises ClusterRefusedError on a node alone."""
         return ClusterChanges(self._member())
+
+    @property
+    def meta(self) -> MetaDesk:
+        """The metadata store after it was lost. Raises ClusterRefusedError on a node alone."""
+        return MetaDesk(self._member())
 
     # -- reports -----------------------------------------------------------------------------------
 

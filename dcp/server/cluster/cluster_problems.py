@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dcp.cluster.cluster_view import ClusterView
+from dcp.cluster.store_age import META_RESTORE, older_records, older_text
 from dcp.server.access.link_tls import LinkTrouble
 from dcp.server.cluster.own_clock import CLOCK_ADVICE
 from dcp.server.operate.cluster_reports import NodeReport, ProblemReport, StoreReport
@@ -28,6 +29,8 @@ class OwnTroubles(NamedTuple):
     links: tuple[LinkTrouble, ...]
     clocks: tuple[str, ...]
     """Whose wall clock is off."""
+    is_store_emptied: bool = False
+    """Whether the store has no records of the cluster, although this node has seen some."""
 
 
 def problems_of(
@@ -36,6 +39,7 @@ def problems_of(
     """Return what is wrong. The list is empty if nothing is."""
     found = [
         *_own_problems(own),
+        *_age_problems(view, own),
         *_store_problems(view, nodes, store, own.wrong_store),
         *_node_problems(nodes),
         *_copy_problems(view, nodes),
@@ -52,6 +56,22 @@ def _own_problems(own: OwnTroubles) -> Iterator[_Problem]:
         yield _Problem(
             f"this node takes no part in the cluster, because it cannot write: {own.why_idle}",
             "Free space on its disk; it goes on by itself then",
+        )
+
+
+def _age_problems(view: ClusterView, own: OwnTroubles) -> Iterator[_Problem]:
+    if own.is_store_emptied:
+        yield _Problem(
+            "the metadata store has lost all records of this cluster: masters that run go on, but "
+            "nobody is elected, no in-sync set changes, and nothing moves",
+            f"If it is the right store (cluster.json has its URL), `{META_RESTORE}` builds the "
+            "records anew from what the nodes have. Start all nodes before",
+        )
+    if older := older_records(view):
+        yield _Problem(
+            older_text(view, older),
+            f"`{META_RESTORE}` builds the records anew from what the nodes have. Start all nodes "
+            "before",
         )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dcp.cluster.cluster_view import ClusterView
 from dcp.cluster.request_answers import name_of
+from dcp.cluster.store_age import why_not_elected
 from dcp.replication.leading_report import Unwritable, follower_lags, unwritable
 from dcp.server.access.link_tls import LinkTrouble
 from dcp.server.cluster.cluster_changes import plan_progress
@@ -76,6 +77,8 @@ def _own_troubles(replicated: ReplicatedNode) -> OwnTroubles:
     return OwnTroubles(
         replicated.wrong_store, replicated.why_idle, tuple(_link_troubles(replicated)),
         replicated.clock_problems(),
+        is_store_emptied=replicated.session.reader.is_emptied
+        or bool(replicated.wrong_store and replicated.seen.records.has_cluster),
     )  # fmt: skip
 
 
@@ -147,10 +150,13 @@ def _unwritable(replicated: ReplicatedNode, *, is_store_away: bool) -> list[Unwr
     groups: dict[_Reason, list[int]] = defaultdict(list)
     for found in unwritable(replicated.core.leading, elapsed_ns()):
         groups[_words(view, found, is_store_away=is_store_away)].append(found.vb_id)
+    leads, member = replicated.core.leading.masterships, replicated.member
     for vb_id, stored in view.partitions.items():
         record = stored.content.record
-        if record.master is None or record.master not in view.alive:
-            groups[_orphan_words(view, record, is_store_away=is_store_away)].append(vb_id)
+        is_orphan = record.master is None or record.master not in view.alive
+        if is_orphan or (record.master == member and vb_id not in leads):
+            words = _orphan_words(view, vb_id, record, is_store_away=is_store_away)
+            groups[words].append(vb_id)
     return [
         UnwritableReport(vbs=id_ranges(vb_ids), count=len(vb_ids), why=why, try_=advice)
         for (why, advice), vb_ids in sorted(groups.items(), key=lambda item: item[1])
@@ -184,10 +190,14 @@ def _when_too_few(view: ClusterView, vb_id: int) -> str:
     return "Wait, and look at `dcpctl cluster status` again"
 
 
-def _orphan_words(view: ClusterView, record: ReplicationRecord, *, is_store_away: bool) -> _Reason:
+def _orphan_words(
+    view: ClusterView, vb_id: int, record: ReplicationRecord, *, is_store_away: bool
+) -> _Reason:
     """Return why a partition has no living master, and what to do."""
     names = ", ".join(sorted(name_of(view, member) for member in record.isr))
     who = "it has no master" if record.master is None else "its master is down"
+    if record.master in view.alive:
+        who = "its master has restarted"
     if is_store_away:
         return _Reason(
             f"{who}, and nobody is elected while the metadata store is away",
@@ -199,4 +209,7 @@ def _orphan_words(view: ClusterView, record: ReplicationRecord, *, is_store_away
             f"Start {names} again. If that is lost for good, `dcpctl cluster failover NODE "
             "--unclean` gives up the changes that only it had",
         )
+    why, advice = why_not_elected(view, vb_id, record)
+    if why:
+        return _Reason(f"{who}; {why}", advice)
     return _Reason(f"{who}; another one is elected", "Wait a few seconds")

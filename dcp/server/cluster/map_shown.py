@@ -75,6 +75,7 @@ class MapShown:
         )  # fmt: skip
         self._config.show(shown, self._cluster)
         self.version = version
+        self._life.note_told(version)
         return True
 
 

@@ -9,6 +9,9 @@ from typing import Final
 from dcp.cluster.map_life import MapLife
 from dcp.cluster.metastore import MetaStore, StoreResult
 
+HEARD_NS: Final = 3_000_000_000
+"""How long the life has to be raised before it is: nodes that have seen newer records say so within
+a second or two."""
 RETRY_NS: Final = 1_000_000_000
 """Time between attempts."""
 
@@ -22,14 +25,18 @@ class RaisedLife:
         self._life = life
         self._meta = meta
         self._unix_s = unix_s
-        self._next_ns = 0
+        self._next_ns = self._due_since_ns = 0
 
     def tick(self, now_ns: int) -> None:
         """Let time pass: raise the life if that is due."""
         if now_ns < self._next_ns:
             return
         txn = self._life.raising(self._unix_s())
-        if txn is not None:
+        if txn is None:
+            self._due_since_ns = 0
+            return
+        self._due_since_ns = self._due_since_ns or now_ns
+        if now_ns - self._due_since_ns >= HEARD_NS:
             self._next_ns = now_ns + RETRY_NS
             self._meta.submit(txn, _decided)
 

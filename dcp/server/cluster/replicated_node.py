@@ -61,6 +61,7 @@ from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.quarantine_files import keep_cut_off
 from dcp.server.cluster.raised_life import RaisedLife
 from dcp.server.cluster.receipt_files import keep_election
+from dcp.server.cluster.seen_file import SeenFile
 from dcp.server.cluster.shared_manifest import ManifestNotChangedError, SharedManifest
 from dcp.server.cluster.shared_users import SharedUsers
 from dcp.server.cluster.told_map import ToldMap
@@ -160,6 +161,7 @@ class ReplicatedNode:
             CoordinatorSettings(choices.elects_uncleanly, choices.prefers_first),
             lease_s=choices.lease_s,
         )  # fmt: skip
+        self.seen = self._open_seen()
         self._driver = StoreDriver(session, access.meta, elapsed_ns, self._take, self._guarded)
         self.core = ReplicationCore(
             parts.engine, parts.store, parts.hub, parts.groups, session,
@@ -173,13 +175,13 @@ class ReplicatedNode:
                 fill_bytes_per_s=choices.fill_bytes_per_s,
             ),
             cluster=identity.cluster, carry_out=self._driver.carry_out, depose=self._depose,
-            now_ns=elapsed_ns(), store_trouble=lambda: access.trouble,
+            now_ns=elapsed_ns(), store_trouble=lambda: access.trouble, kept=self.seen.records,
         )  # fmt: skip
         self.port: ReplicationPort = self.core.leading
         self.access = access
         self._own: OwnRecord
         self._map: MapShown
-        self._told = ToldMap(parts.data_dir, identity.cluster, parts.tasks, parts.log)
+        self.told = self._told = ToldMap(parts.data_dir, identity.cluster, parts.tasks, parts.log)
         self._life = MapLife(session.view, self._told.version)
         self._raising = RaisedLife(self._life, access.meta)
         self.manifest = SharedManifest(session.view, parts.engine, access, self.core.settle)
@@ -213,6 +215,14 @@ class ReplicatedNode:
             PartitionsArrived: self._arrived,
             Notice: self._notice,
         }
+
+    def _open_seen(self) -> SeenFile:
+        parts, session, cluster = self._parts, self.session, self.identity.cluster
+        kept = partial(self._guarded, self._records_kept)
+        keys = session.view.keys
+        seen = SeenFile(parts.data_dir, cluster, keys, parts.tasks, parts.log, kept)
+        session.reader.must_have_cluster = seen.records.has_cluster
+        return seen
 
     # -- ReplicationHooks --------------------------------------------------------------------------
 
@@ -376,6 +386,7 @@ class ReplicatedNode:
         self._steps.cancel()
         self._map_pace.cancel()
         self._told.finish()
+        self.seen.finish()
         for each in self._links:
             each.link.closed()
             each.flush()
@@ -402,7 +413,8 @@ class ReplicatedNode:
             raise MembershipOverError(membership.why_over)
         view = self.session.view
         key = view.keys.of_member(KeyKind.MEMBER, self.member)
-        if view.is_loaded and not view.mod_revision(key):
+        was_member = self.seen.records.revision_of(KeyKind.MEMBER, self.member)
+        if view.is_loaded and not view.mod_revision(key) and not was_member:
             raise NodeRemovedError(
                 f"node {self.identity.name} was removed from its cluster, and takes no further "
                 f"part. {_REMOVED_ADVICE}"
@@ -426,8 +438,17 @@ class ReplicatedNode:
             self._core_turn = self._turns + CORE_TURNS
             self._looks.do()
         if self._turns % USERS_TURNS == 0:
-            self._users.adopt()  # again, if it could not be written before
+            self._adopt_users()  # again, if it could not be written before
         self._turns += 1
+        self._carry_out()
+
+    def _adopt_users(self) -> None:
+        if not self.seen.records.is_older(self.session.view, KeyKind.USERS):
+            self._users.adopt()
+
+    def _records_kept(self) -> None:
+        """More of the store's records is on disk here: masters wait for that."""
+        self.core.records_were_kept()
         self._carry_out()
 
     def _take(self, effect: SessionEffect) -> None:
@@ -436,17 +457,20 @@ class ReplicatedNode:
 
     def _taken(self, effect: SessionEffect) -> None:
         now_ns = elapsed_ns()
+        if isinstance(effect, ViewChanged):
+            self.seen.records.note_others(self.session.view)
         may_act = self._check_membership()
         if isinstance(effect, ViewChanged):
             if was_set_back := self._life.look():
                 self._log.warning(was_set_back)
             self.manifest.adopt()
-            self._users.adopt()
+            self._adopt_users()
             self._clock.view_changed()
             if may_act:
                 self.core.records_changed(now_ns, effect.vb_ids)
             else:
                 self._map_changed(MapChanged(tuple(effect.vb_ids)))
+            self.seen.changed()
         elif isinstance(effect, WriteOutcome):
             self.core.outcome(now_ns, effect)
         elif isinstance(effect, Elected):

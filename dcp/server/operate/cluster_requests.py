@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -116,3 +116,64 @@ class PlanProgress(Struct, frozen=True, kw_only=True):
         dict[str, int],
         Meta(description="Nodes that are down, or have no link to the master -> copies that wait."),
     ]
+
+
+class TestifyRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """A request to say what this node has, for a restoration of the metadata store."""
+
+    operation: Annotated[
+        str, Meta(description="Names the restoration. Empty: this node makes a name.")
+    ] = ""
+
+
+class TestifyingNode(Struct, frozen=True):
+    """A node that is to be asked, too."""
+
+    name: str
+    member: str
+    address: str
+    admin_port: int
+    admin_tls_port: int
+
+
+class TestifiedReport(Struct, frozen=True):
+    """What this node has is in the store for some minutes."""
+
+    node: str
+    operation: Annotated[str, Meta(description="For the other nodes, and for the restoration.")]
+    nodes: Annotated[
+        list[TestifyingNode], Meta(description="All nodes that this one has ever seen.")
+    ]
+
+
+class MetaRestoreRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The restoration of the metadata store from what nodes have testified."""
+
+    operation: Annotated[str, Meta(description="What the nodes were asked to testify for.")]
+    accept_loss: Annotated[
+        bool, Meta(description="Build also records by which answered changes may be lost.")
+    ] = False
+    dry_run: DryRun = False
+
+
+class MetaRestoreReport(Struct, frozen=True, kw_only=True):
+    """What a restoration would write, or has written."""
+
+    has_changes: bool
+    is_written: bool
+    rebuilt: Annotated[Count, Meta(description="Partitions whose record is built anew safely.")]
+    rebuilt_vbs: str
+    lossy: Annotated[Count, Meta(description="Partitions of which answered changes may be lost.")]
+    lossy_vbs: str
+    accepts_loss: bool
+    missing: Annotated[list[str], Meta(description="Nodes that may have newer copies of these.")]
+    notes: list[str]
+
+
+class MetaExport(Struct, frozen=True):
+    """The newest records of the metadata store that a node's folder has seen."""
+
+    cluster: str
+    node: str
+    revision: Annotated[int, Meta(description="The store's, when the newest one was seen.")]
+    records: Annotated[dict[str, Any], Meta(description="By key, without the cluster's prefix.")]
