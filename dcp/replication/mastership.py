@@ -128,6 +128,8 @@ class Mastership:
         self._sender = sender
         self._is_ready = False
         self._asked: frozenset[str] | None = None
+        self.in_sync_set = self._effective_set()
+        """What the high watermark depends on, beside acknowledgements."""
         self.is_writing = False
         """Whether a change of the record is under way."""
         self.handing_since_ns = 0
@@ -177,19 +179,18 @@ class Mastership:
     def ask(self, asked: frozenset[str] | None) -> None:
         """Ask for an in-sync set; None: nothing is asked for any more."""
         self._asked = asked
+        self.in_sync_set = self._effective_set()
         self._changed()
 
-    @property
-    def in_sync_set(self) -> InSyncSet:
-        """What the high watermark depends on, beside acknowledgements."""
-        return InSyncSet(self.isr, self.min_in_sync)
+    def _effective_set(self) -> InSyncSet:
+        return InSyncSet(effective_isr(self._record.isr, self._asked), self._min_in_sync)
 
     # -- what is known -----------------------------------------------------------------------------
 
     @property
     def isr(self) -> frozenset[str]:
         """The effective in-sync set."""
-        return effective_isr(self.record.isr, self.asked)
+        return self.in_sync_set.members
 
     def acknowledged(self, member: str, epoch: int, seqno: int) -> None:
         """A member has synced everything up to a seqno, in an epoch."""
@@ -283,6 +284,7 @@ class Mastership:
         """Take how many members must be in sync from now on; None: a majority of the copies."""
         self._settings = self._settings._replace(min_in_sync=setting)
         self._min_in_sync = min_in_sync_of(setting, self._record.counted_copies)
+        self.in_sync_set = self._effective_set()
         self._changed()
 
     def decided(self, *, is_written: bool) -> None:
@@ -296,21 +298,21 @@ class Mastership:
         if a copy that is filled may join, or if somebody asks for it.
         """
         record = self._record
+        if (
+            self.is_writing
+            or self._asked is not None
+            or self.handing_since_ns
+            or self.branch_wanted is not None
+            or record.branch is not None
+            or record.wanted_master not in {None, record.master}
+        ):
+            return False
         can_wait = is_enough(record.isr, self._min_in_sync, record.counted_copies)
-        filling = record.filling if can_wait else frozenset[str]()
-        return (
-            not self.is_writing
-            and self._asked is None
-            and not self.handing_since_ns
-            and self.branch_wanted is None
-            and record.branch is None
-            and record.wanted_master in {None, record.master}
-            and all(
-                (member in record.isr) == (member in alive)
-                for member in record.copies
-                if member not in filling
-            )
-        )
+        for member in record.copies:
+            is_as_it_stays = (member in record.isr) == (member in alive)
+            if not is_as_it_stays and not (can_wait and member in record.filling):
+                return False
+        return True
 
     def confirmed_until_ns(self, asked_ns: Mapping[str, int]) -> int | None:
         """Return until when reads may be answered; None: without limit. `asked_ns` has, for each
