@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -22,15 +23,17 @@ from dcp.server.cluster.cluster_file import ClusterToken, read_cluster_file
 from dcp.server.cluster.enrolment import EnrolmentError
 from dcp.server.cluster.link_try import LinkRequest
 from dcp.server.cluster.meta_access import MetaAccess
+from dcp.server.cluster.newcomer_door import BYTES_MAX, open_door
 from dcp.server.cluster.process_facts import PROTOCOL
+from dcp.server.net.cluster_config import Ports
 from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns
-from dcp.wire.frame import pack_request
+from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.certificates import TestCa
 from support.cluster_here import CLUSTER, SECRET, ClusterHere
-from support.node_here import Client
+from support.node_here import Client, node_here
 from support.waiting import until_so
 
 KEYS = ClusterKeys(f"/dcpd/{CLUSTER}/".encode())
@@ -268,3 +271,47 @@ def encoded(request: LinkRequest, **changed: Any) -> bytes:
 
 def asked(value: bytes) -> bytes:
     return pack_request(Opcode.SASL_AUTH, key=DIAL_BACK.encode(), value=value)
+
+
+@pytest.mark.parametrize("settings", [PLAIN, ON, MUTUAL])
+async def test_a_node_joins_at_its_start_before_it_listens(
+    cluster: ClusterHere, ca: TestCa, tmp_path: Path, settings: Settings
+) -> None:
+    path = tmp_path / "token"
+    path.write_text(token())
+    cluster._settings = settings(ca)
+    await cluster.start("n1")
+    await cluster.become_member("n1", copies=2)
+    await until_so(lambda: is_alive(cluster))
+    joins = {"cluster": "join", "cluster_token_file": path, "node_name": "n2"}
+    cluster._settings = {**settings(ca), **joins}
+    await cluster.start("n2")
+    await cluster.until_all_in_sync(2)
+
+
+async def test_the_door_of_a_node_that_does_not_listen_yet_takes_logins_of_nodes_only(
+    tmp_path: Path,
+) -> None:
+    async with node_here(tmp_path, {"ada": "secret1"}) as node:
+        async with open_door(node.access, node._settings, Ports(), SECRET, ()) as door:
+            assert door.kv not in {0, node.ports.kv}
+            for packet in (
+                pack_request(Opcode.GET, key=b"k"),
+                pack_request(Opcode.SASL_STEP, key=b"SCRAM-SHA512", value=b"x"),
+                pack_request(Opcode.HELLO, value=bytes(BYTES_MAX)),
+                bytes(24),
+            ):
+                reader, writer = await asyncio.open_connection("127.0.0.1", door.kv)
+                writer.write(packet)
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b"", "it is closed without an answer"
+                writer.close()
+            for mechanism, value in ((b"PLAIN", b"\0ada\0secret1"), (b"EXTERNAL", b"@cluster/b")):
+                login = pack_request(Opcode.SASL_AUTH, key=mechanism, value=value)
+                reader, writer = await asyncio.open_connection("127.0.0.1", door.kv)
+                writer.write(login)
+                (frame,) = FrameDecoder().feed(await reader.read(1 << 16))
+                assert frame.status == Status.AUTH_ERROR
+                writer.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", door.kv)

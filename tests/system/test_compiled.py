@@ -60,7 +60,8 @@ CORE = (
     "vbucket/test_kvenv.py", "vbucket/test_loads.py", "vbucket/test_loads_beside.py",
     "vbucket/test_log.py", "vbucket/test_merge.py", "vbucket/test_merge_slices.py",
     "vbucket/test_native.py", "vbucket/test_replay_run.py", "vbucket/test_runs.py",
-    "vbucket/test_store.py", "vbucket/test_tally.py", "vbucket/test_scan_walks.py", "wire/test_frame.py",
+    "vbucket/test_store.py", "vbucket/test_tally.py", "vbucket/test_scan_walks.py",
+    "wire/test_frame.py",
 )  # fmt: skip
 """Tests of compiled modules, which also run as plain Python, like all tests."""
 REPLACING_METHODS = (

@@ -137,8 +137,12 @@ class _DoorConnection(asyncio.Protocol):
 
     def _take(self, frame: Frame) -> None:
         mechanism = frame.key.decode("ascii", "replace")
-        if frame.opcode == Opcode.SASL_AUTH and mechanism in _MECHANISMS:
-            step = self._logins.start(mechanism, frame.value, self._is_loopback)
+        if frame.opcode == Opcode.SASL_AUTH:
+            offered = _MECHANISMS.intersection(self._logins.mechanisms(self._is_loopback))
+            why = f"no such SASL mechanism: {mechanism}"
+            step: AuthStep | None = AuthStep(Status.AUTH_ERROR, why=why)
+            if mechanism in offered:
+                step = self._logins.start(mechanism, frame.value, self._is_loopback)
             assert step is not None, "only passwords are answered later"
             self._answer(frame, step)
         elif frame.opcode == Opcode.SASL_STEP and self._exchange is not None:
