@@ -46,6 +46,13 @@ USED_PARTITIONS: Final = (0, 5, 9)
 STRANGE_PARTITIONS: Final = (*USED_PARTITIONS, 1023, 1024, 1025, 32_768, 65_535)
 STATES: Final = (VbState.ACTIVE, VbState.ACTIVE, *VbState)
 KEY: Final = b"\0a"
+ARRAY_KEY: Final = b"array"
+ARRAY_PARTITIONS: Final = USED_PARTITIONS[:2]
+ARRAY_ITEMS: Final = 70_000
+ARRAY: Final = b"[" + b"1," * (ARRAY_ITEMS - 1) + b"1]"
+"""Above 128 KiB: sessions look at it in steps."""
+LARGE_SHARE: Final = 0.25
+"""Rounds with such a document."""
 _PATH: Final = b"\0\1\0"
 PARTS: Final[dict[int, tuple[bytes, bytes, bytes]]] = {
     **dict.fromkeys((0x00, 0x04, 0x09, 0x0C, 0x0D, 0x14, 0x83, 0x94, 0x95, 0xA0), (b"", KEY, b"")),
@@ -93,11 +100,21 @@ def run_round(seed: int) -> Round:
         syncs_writes=draw.random() < 0.8,
         oversized_set_removes=draw.random() < 0.5,
     )
+    has_array = draw.random() < LARGE_SHARE
+    if has_array:
+        limits = limits._replace(value_bytes_max=2 * len(ARRAY))
+        loader = node.connect(limits=limits)
+        for vb_id in ARRAY_PARTITIONS:
+            loader.send(
+                pack_request(Opcode.SET, vb_id=vb_id, key=ARRAY_KEY, value=ARRAY, extras=bytes(8))
+            )
+        node.commit()
     peers = [connect(node, draw, limits) for _ in range(PEERS)]
     frames = closed = 0
     for _ in range(PIECES):
         place = draw.randrange(PEERS)
-        count, data = piece(draw)
+        is_of_array = has_array and draw.random() < 0.2
+        count, data = (1, large_array(draw)) if is_of_array else piece(draw)
         frames += count
         feed(draw, peers[place], data)
         if draw.random() < 0.5:
@@ -151,7 +168,7 @@ def feed(draw: random.Random, peer: Peer, data: bytes) -> None:
         answers = b"".join(state.answers)
         state.answers.clear()
         state.notes.clear()
-        assert len(answers) <= 2 * ANSWER_BYTES_MAX + VALUE_BYTES_MAX
+        assert len(answers) <= 2 * ANSWER_BYTES_MAX + state.limits.value_bytes_max
         if not is_text:
             decoder.feed(answers)
         while state.is_full:
@@ -159,7 +176,7 @@ def feed(draw: random.Random, peer: Peer, data: bytes) -> None:
             state.answers.clear()
             state.notes.clear()
         kept = session._buffer if isinstance(session, TextSession) else state.buffer
-        assert len(kept) <= VALUE_BYTES_MAX + BODY_EXTRA_BYTES + 24 + size
+        assert len(kept) <= state.limits.value_bytes_max + BODY_EXTRA_BYTES + 24 + size
     if state.is_closing:
         assert state.close_reason, "a connection closes with a reason"
 
@@ -303,6 +320,31 @@ SECTIONS: Final = (
     b"\0\0\0\x08\0\0\0\x04u\x001\0", b"\0\0\0\x09\0\0\0\x05_s\x001\0", b"\0\0\0\x04\0\0\0\0",
     b"\0\0\1\0", b"",
 )  # fmt: skip
+
+
+def large_array(draw: random.Random) -> bytes:
+    """Return a store of a large array, or a look-up into it, or a change of it."""
+    vb_id = draw.choice(ARRAY_PARTITIONS)
+    key = b"\0" * (draw.random() < 0.3) + ARRAY_KEY
+    kind = draw.randrange(10)
+    if kind == 0:
+        return pack_request(Opcode.SET, vb_id=vb_id, key=key, value=ARRAY, extras=bytes(8))
+    place = draw.choice((0, -1, ARRAY_ITEMS - 1, ARRAY_ITEMS, draw.randrange(ARRAY_ITEMS)))
+    paths = [b"[%d]" % place, b"", b"[-1]", b"[0].a"]
+    if kind < 5:
+        specs = b"".join(
+            struct.pack(">BBH", draw.choice(LOOKUPS), 0, len(path)) + path
+            for path in draw.choices(paths, k=16)
+        )
+        return pack_request(Opcode.SUBDOC_MULTI_LOOKUP, vb_id=vb_id, key=key, value=specs)
+    path, value = draw.choice(paths), draw.choice(JSON_VALUES)
+    opcode = draw.choice(MUTATIONS[2:])
+    if kind < 7:
+        extras = struct.pack(">HB", len(path), 0)
+        return pack_request(opcode, vb_id=vb_id, key=key, value=path + value, extras=extras)
+    head = struct.pack(">BBHI", opcode, 0, len(path), len(value))
+    specs = draw.randint(1, 16) * (head + path + value)
+    return pack_request(Opcode.SUBDOC_MULTI_MUTATION, vb_id=vb_id, key=key, value=specs)
 
 
 def subdocument(draw: random.Random, vb_id: int, key: bytes) -> bytes:

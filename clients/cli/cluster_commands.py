@@ -29,6 +29,8 @@ from clients.errors import DcpdError, OperationTimeoutError
 
 INIT_PATH: Final = "/api/v1/cluster/init"
 JOIN_PATH: Final = "/api/v1/cluster/join"
+JOIN_S: Final = 60.0
+"""A join tries links, and waits for members that do not answer for as long as they may be alive."""
 POLL_S: Final = 0.1
 TOKEN_BYTES_MAX: Final = 4096
 """A token has about 250 bytes; the rest is the URL of its metadata store."""
@@ -122,6 +124,7 @@ def join(
         raise click.UsageError("name the token: --token TOKEN, or --token-file FILE")
     body = {name: value for name, value in wanted.items() if value}
     body["token"] = _read_token(token_file) if token is None else token
+    target = target._replace(timeout_s=max(target.timeout_s, JOIN_S))
     admin = admin_of_named(target)
     end = _previewed(admin, target, JOIN_PATH, body, Choices(dry_run, yes))
     if end is not None:

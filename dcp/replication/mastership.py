@@ -135,6 +135,8 @@ class Mastership:
         """Who has left the in-sync set by a record that not all of its members hold yet."""
         self._parting_revision = 0
         """Its mod revision."""
+        self.in_sync_set = self._effective_set()
+        """What the high watermark depends on, beside acknowledgements."""
         self.is_writing = False
         """Whether a change of the record is under way."""
         self.handing_since_ns = 0
@@ -184,19 +186,22 @@ class Mastership:
     def ask(self, asked: frozenset[str] | None) -> None:
         """Ask for an in-sync set; None: nothing is asked for any more."""
         self._asked = asked
-        self._changed()
+        self._renew_set()
 
-    @property
-    def in_sync_set(self) -> InSyncSet:
-        """What the high watermark depends on, beside acknowledgements."""
-        return InSyncSet(self.isr, self.min_in_sync)
+    def _effective_set(self) -> InSyncSet:
+        members = effective_isr(self._record.isr, self._asked, self._parting)
+        return InSyncSet(members, self._min_in_sync)
+
+    def _renew_set(self) -> None:
+        self.in_sync_set = self._effective_set()
+        self._changed()
 
     # -- what is known -----------------------------------------------------------------------------
 
     @property
     def isr(self) -> frozenset[str]:
         """The effective in-sync set."""
-        return effective_isr(self.record.isr, self.asked, self._parting)
+        return self.in_sync_set.members
 
     @property
     def has_parting(self) -> bool:
@@ -209,7 +214,7 @@ class Mastership:
         """
         if self._parting and is_held(self._record.isr, self._parting_revision, seen):
             self._parting = frozenset()
-            self._changed()
+            self._renew_set()
         return not self._parting
 
     def acknowledged(self, member: str, epoch: int, seqno: int) -> None:
@@ -308,7 +313,7 @@ class Mastership:
         """Take how many members must be in sync from now on; None: a majority of the copies."""
         self._settings = self._settings._replace(min_in_sync=setting)
         self._min_in_sync = min_in_sync_of(setting, self._record.counted_copies)
-        self._changed()
+        self._renew_set()
 
     def decided(self, *, is_written: bool) -> None:
         """A change of the record has its outcome; `take_record` follows if it was written."""
@@ -321,22 +326,22 @@ class Mastership:
         if a copy that is filled may join, or if somebody asks for it.
         """
         record = self._record
+        if (
+            self.is_writing
+            or self._asked is not None
+            or self._parting
+            or self.handing_since_ns
+            or self.branch_wanted is not None
+            or record.branch is not None
+            or record.wanted_master not in {None, record.master}
+        ):
+            return False
         can_wait = is_enough(record.isr, self._min_in_sync, record.counted_copies)
-        filling = record.filling if can_wait else frozenset[str]()
-        return (
-            not self.is_writing
-            and self._asked is None
-            and not self._parting
-            and not self.handing_since_ns
-            and self.branch_wanted is None
-            and record.branch is None
-            and record.wanted_master in {None, record.master}
-            and all(
-                (member in record.isr) == (member in alive)
-                for member in record.copies
-                if member not in filling
-            )
-        )
+        for member in record.copies:
+            is_as_it_stays = (member in record.isr) == (member in alive)
+            if not is_as_it_stays and not (can_wait and member in record.filling):
+                return False
+        return True
 
     def confirmed_until_ns(self, asked_ns: Mapping[str, int]) -> int | None:
         """Return until when reads may be answered; None: without limit. `asked_ns` has, for each

@@ -41,7 +41,8 @@ LOOK_NS_PER_PARTITION: Final = 20_000
 """Pause between looks at partitions that are not served yet: ten times what a look costs."""
 LOOK_AT_ONCE: Final = 2 * GROUP_MAX
 """So few are looked at whenever there may be news: a handover is under way."""
-_SERVED: Final = frozenset({Service.SERVING, Service.HANDING})
+_SERVING: Final = Service.SERVING
+_HANDING: Final = Service.HANDING
 
 
 class Serving:
@@ -142,14 +143,16 @@ class Serving:
         return left
 
     def confirmations(self, mastership: Mastership) -> dict[str, int]:
-        """Return member -> when it was asked the question that it confirmed last, of all copies."""
-        vb_id = mastership.part.vb_id
+        """Return member -> when it was asked the question that it confirmed last, of those that are
+        in sync.
+        """
+        vb_id, feeds = mastership.part.vb_id, self._feeds
         asked: dict[str, int] = {}
-        for member in mastership.record.copies:
-            feed = self._feeds.get(member)
-            asked_ns = None if feed is None else feed.confirmed_ns(vb_id)
-            if asked_ns is not None:
-                asked[member] = asked_ns
+        for member in mastership.isr:
+            if (feed := feeds.get(member)) is not None:
+                asked_ns = feed.confirmed_ns(vb_id)
+                if asked_ns is not None:
+                    asked[member] = asked_ns
         return asked
 
     # -- looks -------------------------------------------------------------------------------------
@@ -197,10 +200,11 @@ class Serving:
         """Let one partition serve what it may; note when it is fenced."""
         until_ns = mastership.confirmed_until_ns(self.confirmations(mastership))
         service = mastership.service(now_ns, until_ns)
-        if service in _SERVED and not self._knows_collections(mastership.part):
-            service = Service.REPLAYING
-        self._set_service(mastership, service)
-        if service in _SERVED:
+        is_served = service is _SERVING or service is _HANDING
+        if is_served and not self._knows_collections(mastership.part):
+            service, is_served = Service.REPLAYING, False
+        self._set_service(mastership, service, is_served=is_served)
+        if is_served:
             self._unserved.discard(mastership.part.vb_id)
             self._fence_at(until_ns)
         else:
@@ -220,20 +224,22 @@ class Serving:
         self.awaited.pop(part.vb_id, None)
         return True
 
-    def _set_service(self, mastership: Mastership, service: Service | None) -> None:
+    def _set_service(
+        self, mastership: Mastership, service: Service | None, *, is_served: bool
+    ) -> None:
         part = mastership.part
-        was_active, may_serve = part.state == VbState.ACTIVE, service in _SERVED
+        was_active = part.state == VbState.ACTIVE
         part.may_send_back = may_send_back(
             is_master=service is not Service.PREPARING, hw_seqno=part.committed_seqno,
             epoch_start_seqno=mastership.epoch_start_seqno,
         )  # fmt: skip
-        if may_serve and not was_active:
+        if is_served and not was_active:
             part.state = VbState.ACTIVE
             self._engine.keyspace.tell_missing_events(part)
             self._arrivals.ended(part.vb_id)
-        elif was_active and not may_serve:
+        elif was_active and not is_served:
             self.fence(part)
-        why = mastership.why_writes_wait if may_serve else ""
+        why = mastership.why_writes_wait if is_served else ""
         if why:
             part.hold_writes(Hold.REPLICATION, why)
         else:

@@ -73,11 +73,11 @@ class ExitCode(IntEnum):
 
 EXIT_CODES_TEXT: Final = (
     "Exit codes: 0 stopped by a signal or removed from its cluster, 1 failed, 2 usage, settings or "
-    "protected mode, 3 the data folder cannot be used (in use, not a dcpd folder, unknown format), "
-    "4 data is damaged, 5 a port cannot be used, 6 the metadata store of the cluster to be joined "
-    "does not answer: try again. Every option is also a key of the TOML file (admin_port) "
-    "and an environment variable (DCPD_ADMIN_PORT). Flags override variables, and variables "
-    "override the file."
+    "protected mode, 3 the data folder cannot be used (in use, not a dcpd folder, unknown format) "
+    "or the node may not join its cluster, 4 data is damaged, 5 a port cannot be used, 6 the "
+    "metadata store of the cluster to be joined does not answer: try again. Every option is also a "
+    "key of the TOML file (admin_port) and an environment variable (DCPD_ADMIN_PORT). Flags "
+    "override variables, and variables override the file."
 )
 
 

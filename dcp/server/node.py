@@ -270,7 +270,7 @@ class Node:
         storage = self._storage
         return NewMember(
             storage.engine, storage.node.node_id, self.about.data_dir, self._settings, self.ports,
-            self._users, self._log,
+            self._users, self.access, self._log,
         )  # fmt: skip
 
     def _cluster_operations(self) -> ClusterOperations:
@@ -403,6 +403,7 @@ class Node:
         self, identity: ClusterFile, access: MetaAccess, after_commit: AfterCommit
     ) -> ReplicatedNode:
         """Create the replication of a cluster's node."""
+        from dcp.server.cluster.link_try import LinkTries
         from dcp.server.cluster.membership_of_node import replicated_node
         from dcp.server.cluster.replicated_node import LEAVE_S, ServerParts
 
@@ -417,7 +418,10 @@ class Node:
             parts, storage.node.node_id, identity, self._settings, access
         )
         self._users.let_cluster_in(identity.secret)
-        self.access.logins.nodes.open(self._settings.cluster_tls, self.replicated.hosts)
+        tries = LinkTries(identity, self.access.link_tls, self._tasks)
+        self.access.logins.nodes.open(
+            self._settings.cluster_tls, self.replicated.hosts, tries.dial_back
+        )
         return self.replicated
 
     def _wire_ports(self) -> None:

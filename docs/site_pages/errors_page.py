@@ -60,7 +60,8 @@ DCPD_CODES = {
     ExitCode.STOPPED: "stopped by a signal, or removed from its cluster",
     ExitCode.FAILED: "failed; the log says why",
     ExitCode.USAGE: "wrong usage or settings, or another address than loopback without users",
-    ExitCode.FOLDER: "the data folder cannot be used: in use, not a dcpd folder, unknown format",
+    ExitCode.FOLDER: "the data folder cannot be used: in use, not a dcpd folder, unknown format; "
+    "or the node may not join its cluster",
     ExitCode.DAMAGED: "data is damaged",
     ExitCode.PORT: "a port cannot be used",
     ExitCode.META_STORE: "the metadata store of the cluster to be joined does not answer; start it "

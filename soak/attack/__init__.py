@@ -23,4 +23,6 @@ Meanwhile a probe in its own process measures how long a read, a NOOP and /livez
     crowds.py     crowd, logins   half-sent requests; floods of logins
     cas.py        cas             absurd CAS, revisions, seqnos, expiries
     garbage.py    garbage         input that is not the protocol
+    arrays.py     arrays          look-ups into large arrays, changes of them
+    starved.py    starved         nodes of a cluster that run a tenth of the time
 """

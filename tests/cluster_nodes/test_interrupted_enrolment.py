@@ -129,6 +129,7 @@ def opens_store(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         return MetaAccess(store, content.meta)
 
     monkeypatch.setattr(becoming_member.MetaAccess, "open", opened)
+    monkeypatch.setattr(becoming_member, "PATIENCE_LEASES", 0)  # nobody is alive in that store
 
 
 @pytest.mark.usefixtures("opens_store")

@@ -376,7 +376,14 @@ async def test_a_new_cluster_has_a_higher_life_than_any_before(tmp_path: Path) -
     async with ClusterHere(tmp_path) as cluster:
         node = await cluster.start("n1")
         newcomer = NewMember(
-            node.engine, "m1", tmp_path / "folder", node._settings, node.ports, node._users, LOG
+            node.engine,
+            "m1",
+            tmp_path / "folder",
+            node._settings,
+            node.ports,
+            node._users,
+            node.access,
+            LOG,
         )
         (tmp_path / "folder").mkdir()
         access = MetaAccess._of(cluster.meta.client(), "memory")

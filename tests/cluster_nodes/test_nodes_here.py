@@ -385,7 +385,7 @@ class ClosedLink:
 async def test_an_address_of_another_node_that_is_none_ends_the_link_only(address: str) -> None:
     link: Any = ClosedLink()
     told: list[None] = []
-    await MemberLink(link, "s" * 32, lambda: told.append(None)).dial(address)
+    await MemberLink(link, "s" * 32, lambda: told.append(None), own_name="b").dial(address)
     assert (link.ends, told) == (1, [None])
 
 

@@ -217,6 +217,47 @@ def test_tokens_and_folders_that_do_not_fit(tmp_path: Path) -> None:
         assert dcpctl(b, "join").returncode == 2
 
 
+def test_a_node_without_a_link_each_way_does_not_join(tmp_path: Path) -> None:
+    """By a command on a node that runs, and at a start, before the node listens."""
+    pem = TestCa(tmp_path).issue()
+    unreached = ("--advertise-host", "127.0.0.9", "--lease", "2s")
+    with_tls = (
+        "--cluster-tls", "on", "--tls-cert", str(pem), "--cluster-ca", str(tmp_path / "ca.pem"),
+        "--tls-port", "0", "--admin-tls-port", "0",
+    )  # fmt: skip
+    texts = {
+        unreached: "node a gets no link to this node: no connection to node b at 127.0.0.9:",
+        with_tls: "this node gets no link to node a: node a offers no TLS. Start it with --tls",
+    }
+    token = tmp_path / "token"
+
+    def start(options: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "dcp.server.main", "--data", str(tmp_path / options[0]),
+             "--port", "0", "--admin-port", "0", "--cluster", "join", "--node-name", "b",
+             "--cluster-token-file", str(token), *options],
+            capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+
+    with DcpServer(tmp_path / "a") as a, DcpServer(tmp_path / "b", *unreached) as b:
+        token.write_text(done(a, "init", "--copies", "3", "--name", "a"))
+        until(lambda: a.ask("GET", STATUS)["served_here"] == 1024)
+        members = a.ask("GET", STATUS)["nodes"]
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(refused, b, "join", "--token-file", str(token), "--name", "b")
+            started = {options: pool.submit(start, options) for options in texts}
+        assert texts[unreached] in asked.result()
+        assert "try: Check that --advertise-host and the port" in asked.result()
+        assert is_alone(b)
+        for options, ended in started.items():
+            assert f"this node does not become a member: {texts[options]}" in ended.result().stderr
+            assert "Traceback" not in ended.result().stderr
+            assert ended.result().returncode == ExitCode.FOLDER
+            assert not (tmp_path / options[0] / "cluster.json").exists()
+        assert [each["name"] for each in a.ask("GET", STATUS)["nodes"]] == ["a"]
+        assert len(members) == 1
+
+
 def test_a_join_while_the_store_is_away_has_exit_codes_of_its_own(
     alone: DcpServer, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from dcp.server.access.logins import (
     Logins,
     Peer,
 )
-from dcp.server.access.users import CLUSTER_USER, USERS_FILE, Users
+from dcp.server.access.users import CLUSTER_USER, USERS_FILE, Users, node_user
 from dcp.server.observe.event_log import EventLog
 from dcp.session.rights import FULL_RIGHTS, Rights, Role
 from dcp.wire.status import Status
@@ -253,16 +253,36 @@ async def test_an_admin_request_that_is_given_up_leaves_nothing_behind(logins):
     assert (await plain(logins.peer("h", "h:1", "kv"), "ada", "secret1")).status == Status.OK
 
 
-async def test_a_node_is_let_in_however_often_its_neighbours_have_failed(logins, audited):
-    """They have one address, where all of them run on one machine or behind one router."""
+async def test_wrong_logins_of_a_node_count_for_that_node_at_that_address(logins, audited):
+    """Nodes have one address, where all of them run on one machine or behind one router."""
     logins.users.let_cluster_in("s" * 43)
-    for _ in range(3 * ALL_NAMES_FACTOR + 1):
-        assert scram(logins, "w" * 43).status == Status.AUTH_ERROR
-    assert scram(logins, "s" * 43).status == Status.OK
+    for _ in range(3):
+        assert scram(logins, "w" * 43, "b").status == Status.AUTH_ERROR
+    step = scram(logins, "s" * 43, "b")
+    assert step.status == Status.AUTH_ERROR, "it backs off, whatever its secret is now"
+    assert "too many wrong logins of node 'b' from 127.0.0.1; try again in" in step.why
+    # Neither its neighbours nor users nor a node of this name elsewhere notice.
+    assert scram(logins, "s" * 43, "c").status == Status.OK
+    assert scram(logins, "s" * 43, "b", host="elsewhere").status == Status.OK
     assert (await plain(logins.peer(*HERE[:3]), "ada", "secret1")).status == Status.OK
     refused = [line for line in audited() if line["result"] == "refused"]
-    assert len(refused) == 3 * ALL_NAMES_FACTOR + 1
-    assert {line["why"] for line in refused} == {"the secret is not that of this cluster"}
+    assert [line["user"] for line in refused] == ["@cluster/b"] * 4
+    assert [line["why"] for line in refused[:3]] == ["the secret is not that of this cluster"] * 3
+
+
+async def test_names_of_nodes_that_are_made_up_take_bounded_memory(logins, monkeypatch):
+    """And what is known of wrong logins of users is not forgotten for them."""
+    logins.users.let_cluster_in("s" * 43)
+    for _ in range(3):
+        await plain(logins.peer(*HERE[:3]), "ada", "wrong")
+    monkeypatch.setattr(logins._failed_nodes, "_pairs_max", 20)
+    for number in range(50):
+        assert scram(logins, "w" * 43, f"x{number}").status == Status.AUTH_ERROR
+    assert len(logins._failed_nodes._failures) == 20
+    assert "too many wrong logins" in logins.refusal(HERE, "ada")
+    for name in ("", "a" * 65, "a/b", "\N{SNOWMAN}"):  # no names of nodes: unknown users
+        assert scram(logins, "s" * 43, name).status == Status.AUTH_ERROR
+    assert len(logins._failed_nodes._failures) == 20
 
 
 async def test_a_password_for_the_nodes_user_counts_as_any_other(logins):
@@ -273,12 +293,13 @@ async def test_a_password_for_the_nodes_user_counts_as_any_other(logins):
     assert "too many wrong logins" in logins.refusal(HERE, CLUSTER_USER)
 
 
-def scram(logins, secret):
+def scram(logins, secret, node, host="127.0.0.1"):
     """Log in as a node; return the last step."""
-    client = ScramClient(["SCRAM-SHA-512"], CLUSTER_USER, secret)
-    peer_logins = logins.peer(*HERE[:3])
+    client = ScramClient(["SCRAM-SHA-512"], node_user(node), secret)
+    peer_logins = logins.peer(host, f"{host}:1", "kv")
     step = peer_logins.start("SCRAM-SHA512", client.get_client_first().encode(), True)
-    assert step.status == Status.AUTH_CONTINUE
+    if step.status != Status.AUTH_CONTINUE:
+        return step
     client.set_server_first(step.data.decode())
     step = peer_logins.step(step.exchange, client.get_client_final().encode())
     peer_logins.leave()

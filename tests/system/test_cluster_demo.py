@@ -29,7 +29,7 @@ from clients.link.topology import single_node
 from soak.cluster import replicas
 from support.cluster_here import ClusterHere
 from support.etcd_members import IS_MISSING
-from support.waiting import until_so
+from support.waiting import until, until_so
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -115,9 +115,10 @@ def test_everything_is_gone_when_it_is_interrupted(tmp_path: Path) -> None:
                 break
         assert len(left_behind(tmp_path)) > 6, "the folder, etcd and the nodes"
         demo.send_signal(signal.SIGINT)
-        demo.stderr.read()
-        assert demo.wait(60) == 130
-    assert left_behind(tmp_path) == []
+        said = demo.stderr.read()
+        assert demo.wait() == 130, said
+    # The kernel kills the store process of a server that is gone. Nobody waits for that.
+    until(lambda: left_behind(tmp_path) == [])
 
 
 def test_without_etcd_it_says_what_to_do(tmp_path: Path) -> None:

@@ -235,8 +235,9 @@ class Partition:
 
     def release_writes(self, holder: object) -> None:
         """Remove a hold; without one, nothing happens."""
-        self.holds.pop(holder, None)
-        self.is_backed_up = bool(self.holds)
+        if self.holds:  # usually not: nodes of clusters ask for each partition, again and again
+            self.holds.pop(holder, None)
+            self.is_backed_up = bool(self.holds)
 
     def lower_cas(self, mended: Mended) -> None:
         """Lower the highest CAS of the partition."""

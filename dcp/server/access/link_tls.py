@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Callable, Collection, Mapping
 from ipaddress import ip_address
@@ -21,17 +22,30 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from dcp.server.access.certificates import Stamp, TlsError, reason_of, stamp_of
+from dcp.server.access.users import CLUSTER_USER
 from dcp.server.config.settings import Settings
+from dcp.session.auth import AuthStep
+from dcp.wire.status import Status
 
 OFF: Final = "off"
 ON: Final = "on"
 MUTUAL: Final = "mutual"
 EXTERNAL: Final = "EXTERNAL"
+DIAL_BACK: Final = "X-DIAL-BACK"
+"""Not a login, but asked for like one: try a link to a node that wants to become a member
+(dcp.server.cluster.link_try)."""
+WRONG_SECRET: Final = "the secret is not that of this cluster"  # noqa: S105 - a reason
 _NO_PASSWORD: Final = ""
 _EXPIRED: Final = 10
 """OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED."""
 _WRONG_NAME: Final = frozenset({62, 64})
 """X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
+
+
+DialBack = Callable[
+    [bytes, "frozenset[str] | None", Callable[[AuthStep], None]], "AuthStep | asyncio.Task[None]"
+]
+"""Takes a request, the hosts of the certificate if nodes show one, and who is told the outcome."""
 
 
 class LinkTrouble(NamedTuple):
@@ -137,10 +151,39 @@ class NodeDoor:
     def __init__(self) -> None:
         self._mode = ""
         self._hosts: Callable[[], Collection[str]] = tuple
+        self._dial_back: DialBack | None = None
+        self.trying = asyncio.Lock()
+        """Held by a node alone while members try their links to it."""
 
-    def open(self, mode: str, hosts: Callable[[], Collection[str]]) -> None:
-        """Let nodes in by the setting cluster_tls; `hosts` returns the hosts of the members."""
-        self._mode, self._hosts = mode, hosts
+    def open(
+        self, mode: str, hosts: Callable[[], Collection[str]], dial_back: DialBack | None = None
+    ) -> None:
+        """Let nodes in by the setting cluster_tls; `hosts` returns the hosts of the members,
+        `dial_back` tries links to nodes that want to become one. The mode "" closes the door.
+        """
+        self._mode, self._hosts, self._dial_back = mode, hosts, dial_back
+
+    @property
+    def tries_links(self) -> bool:
+        """Whether `dial_back` is on offer."""
+        return self._dial_back is not None
+
+    def dial_back(
+        self,
+        request: bytes,
+        certificate: Mapping[str, Any],
+        *,
+        is_tls: bool,
+        tell: Callable[[AuthStep], None],
+    ) -> AuthStep | asyncio.Task[None]:
+        """Begin to try a link to a node that wants to become a member. Return its refusal, or the
+        task that calls `tell` with the outcome.
+        """
+        assert self._dial_back is not None, "it is on offer"
+        names = hosts_of(certificate) if self._mode == MUTUAL else None
+        if (not certificate or names is None) and (why := self.secret_refusal(is_tls=is_tls)):
+            return AuthStep(Status.AUTH_ERROR, claimed=CLUSTER_USER, why=why)
+        return self._dial_back(request, names, tell)
 
     def takes_certificates(self, certificate: Mapping[str, Any]) -> bool:
         """Whether SASL EXTERNAL is on offer to who showed this certificate."""
@@ -162,12 +205,17 @@ class NodeDoor:
     def certificate_refusal(self, certificate: Mapping[str, Any]) -> str:
         """Return why a certificate of the right CA opens nothing; "": it is a member's."""
         names = hosts_of(certificate)
-        if any(_is_for(host, names) for host in self._hosts()):
+        if any(is_for(host, names) for host in self._hosts()):
             return ""
-        return (
-            f"the certificate is for {', '.join(sorted(names)) or 'no host'}, and no member of "
-            "this cluster has such a host. Issue it for the host that the node advertises"
-        )
+        return wrong_hosts(names, "no member of this cluster has such a host")
+
+
+def wrong_hosts(names: Collection[str], why: str) -> str:
+    """Return why a certificate for these hosts opens nothing."""
+    shown = ", ".join(sorted(names)) or "no host"
+    return (
+        f"the certificate is for {shown}, and {why}. Issue it for the host that the node advertises"
+    )
 
 
 def hosts_of(certificate: Mapping[str, Any]) -> frozenset[str]:
@@ -176,7 +224,8 @@ def hosts_of(certificate: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(name.lower() for kind, name in names if kind in {"DNS", "IP Address"})
 
 
-def _is_for(host: str, names: frozenset[str]) -> bool:
+def is_for(host: str, names: Collection[str]) -> bool:
+    """Whether a certificate with these names is for a host."""
     host = host.lower()
     try:
         address = ip_address(host)

@@ -7,8 +7,9 @@ Invariants
 - each refused login, and each successful one on a key-value port, has a line in the audit log;
 - after too many failures within a minute, logins are refused whatever their password, or guessing
   could go on. This is checked before a password is derived, and again when the outcome is known;
-- a node of the cluster with the right secret or certificate is let in, however often its neighbours
-  at the same address have failed: a secret is too random to be guessed, and costs an HMAC to check;
+- nodes of the cluster are counted each for itself, by address and name: one with a wrong secret
+  locks out neither its neighbours at the same address, nor a node of its name elsewhere. A right
+  certificate is let in whatever was counted: its check is over before the login;
 - passwords are derived in threads (dcp.server.access.password_checks), which do nothing else.
 """
 
@@ -21,9 +22,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from dcp.server.access.audit import AuditLog
-from dcp.server.access.link_tls import EXTERNAL, NodeDoor
+from dcp.server.access.link_tls import DIAL_BACK, EXTERNAL, WRONG_SECRET, NodeDoor
 from dcp.server.access.password_checks import Outcome, PasswordChecks, Ticket
-from dcp.server.access.users import CLUSTER_USER, PLAIN, PasswordCheck, Users, read_plain
+from dcp.server.access.users import (
+    CLUSTER_USER,
+    PLAIN,
+    PasswordCheck,
+    Users,
+    is_node_user,
+    read_plain,
+)
 from dcp.server.config.sources import is_loopback
 from dcp.session.auth import AuthStep
 from dcp.session.rights import Rights
@@ -35,6 +43,9 @@ ALL_NAMES_FACTOR: Final = 10
 """An address may fail this many times as often as one of its users, because names can be guessed,
 too."""
 PAIRS_MAX: Final = 10_000
+NODES_MAX: Final = 1_000
+"""Nodes at one address are not counted together, so names that somebody makes up are forgotten
+first, and apart from those of users."""
 _ALL_NAMES: Final = ""
 TOO_MANY_CHECKS: Final = "too many passwords wait to be checked; try again soon"
 
@@ -42,9 +53,12 @@ TOO_MANY_CHECKS: Final = "too many passwords wait to be checked; try again soon"
 class FailedLogins:
     """Counts failures per (address, user) and per address. Time is an argument."""
 
-    def __init__(self, per_minute_max: int, pairs_max: int = PAIRS_MAX) -> None:
+    def __init__(
+        self, per_minute_max: int, pairs_max: int = PAIRS_MAX, *, counts_addresses: bool = True
+    ) -> None:
         self._max = per_minute_max
         self._pairs_max = pairs_max
+        self._counts_addresses = counts_addresses
         self._failures: dict[tuple[str, str], tuple[float, int]] = {}
         """(address, user) -> (beginning of its minute, failures since)."""
 
@@ -57,7 +71,7 @@ class FailedLogins:
 
     def failed(self, host: str, user: str, now_s: float) -> None:
         """Count a failure."""
-        for pair in ((host, user), (host, _ALL_NAMES)):
+        for pair in ((host, user), (host, _ALL_NAMES))[: 1 + self._counts_addresses]:
             since_s, count = self._failures.pop(pair, (now_s, 0))
             if now_s - since_s >= WINDOW_S:
                 since_s, count = now_s, 0
@@ -98,6 +112,9 @@ class Logins:
         self.audit = audit
         self._limits = limits
         self._failed = FailedLogins(limits.login_failures_per_minute)
+        self._failed_nodes = FailedLogins(
+            limits.login_failures_per_minute, NODES_MAX, counts_addresses=False
+        )
         self._checks = PasswordChecks(self._is_blocked)
         self.nodes = NodeDoor()
         self._connections: Counter[str] = Counter()
@@ -114,19 +131,22 @@ class Logins:
         """Return the authenticator for one connection."""
         return PeerLogins(self, Peer(host, address, over, certificate or {}))
 
-    def refusal(self, peer: Peer, user: str) -> str:
+    def refusal(self, peer: Peer, user: str, *, is_node: bool = False) -> str:
         """Return why a login is refused without a check, "" if it is not."""
-        blocked_s = self._failed.blocked_s(peer.host, user, time.monotonic())
+        counted = self._failed_nodes if is_node else self._failed
+        blocked_s = counted.blocked_s(peer.host, user, time.monotonic())
         if not blocked_s:
             return ""
+        whose = f"of node {user.partition('/')[2]!r} " if is_node else ""
         return (
-            f"too many wrong logins from {peer.host}; try again in {blocked_s:.0f} s "
+            f"too many wrong logins {whose}from {peer.host}; try again in {blocked_s:.0f} s "
             "(setting login_failures_per_minute)"
         )
 
-    def failed(self, peer: Peer, user: str, why: str) -> None:
+    def failed(self, peer: Peer, user: str, why: str, *, is_node: bool = False) -> None:
         """Count a failed login, and audit it."""
-        self._failed.failed(peer.host, user, time.monotonic())
+        counted = self._failed_nodes if is_node else self._failed
+        counted.failed(peer.host, user, time.monotonic())
         self.refused(peer, user, why)
 
     def refused(self, peer: Peer, user: str, why: str) -> None:
@@ -225,6 +245,8 @@ class PeerLogins:
         """The user this connection is counted for."""
         self._ticket: Ticket | None = None
         """A password of this connection that is being checked."""
+        self._dialling: asyncio.Task[None] | None = None
+        """A link that is being tried for this connection."""
         self.on_outcome: Callable[[AuthStep], None] = _not_waiting
         """Called with the outcome that `start` did not know yet."""
 
@@ -233,6 +255,8 @@ class PeerLogins:
         mechanisms = self._logins.users.mechanisms(peer_is_loopback)
         if self._logins.nodes.takes_certificates(self._peer.certificate):
             mechanisms.insert(0, EXTERNAL)
+        if self._logins.nodes.tries_links:
+            mechanisms.append(DIAL_BACK)
         return mechanisms
 
     def start(self, mechanism: str, initial: bytes, peer_is_loopback: bool) -> AuthStep | None:
@@ -240,7 +264,9 @@ class PeerLogins:
         assert self._ticket is None, "a session waits for the outcome of a login"
         self._mechanism = mechanism
         if mechanism == EXTERNAL:
-            return self._judge(self._as_node())
+            return self._judge(self._as_node(initial.decode("ascii", "replace")))
+        if mechanism == DIAL_BACK:
+            return self._dial_back(initial)
         if mechanism != PLAIN:
             return self._judge(self._logins.users.start(mechanism, initial, peer_is_loopback))
         login = read_plain(initial)
@@ -252,12 +278,43 @@ class PeerLogins:
         self._ticket = step
         return None
 
-    def _as_node(self) -> AuthStep:
+    def _as_node(self, user: str) -> AuthStep:
         """Return the outcome of a login as a node of the cluster, with a certificate."""
         logins = self._logins
+        claimed = user if is_node_user(user) else CLUSTER_USER
         if why := logins.nodes.certificate_refusal(self._peer.certificate):
-            return AuthStep(Status.AUTH_ERROR, claimed=CLUSTER_USER, why=why)
-        return logins.users.plain_step(CLUSTER_USER, is_right=True)
+            return AuthStep(Status.AUTH_ERROR, claimed=claimed, why=why)
+        return logins.users.plain_step(CLUSTER_USER, is_right=True)._replace(claimed=claimed)
+
+    def _dial_back(self, request: bytes) -> AuthStep | None:
+        """Begin to try a link to a node that wants to become a member."""
+        peer, nodes = self._peer, self._logins.nodes
+        begun = nodes.dial_back(
+            request, peer.certificate, is_tls=peer.over == KV_TLS, tell=self._dialled
+        )
+        if isinstance(begun, AuthStep):
+            self._audit_try(begun)
+            return begun
+        self._dialling = begun
+        return None
+
+    def _dialled(self, step: AuthStep) -> None:
+        self._dialling = None
+        self._audit_try(step)
+        self.on_outcome(step)
+
+    def _audit_try(self, step: AuthStep) -> None:
+        """Audit a try of a link. It lets nobody in, and a wrong proof counts as a wrong secret."""
+        logins, peer = self._logins, self._peer
+        if step.status == Status.OK:
+            logins.audit.write(
+                "login", user=step.claimed, peer=peer.address, over=peer.over,
+                mechanism=DIAL_BACK, result="tried",
+            )  # fmt: skip
+        elif step.why == WRONG_SECRET:
+            logins.failed(peer, step.claimed, step.why, is_node=True)
+        else:
+            logins.refused(peer, step.claimed, step.why)
 
     def step(self, exchange: object, message: bytes) -> AuthStep:
         """Continue an exchange."""
@@ -268,6 +325,9 @@ class PeerLogins:
         if self._ticket is not None:
             self._logins.drop(self._ticket)
             self._ticket = None
+        if self._dialling is not None:
+            self._dialling.cancel()
+            self._dialling = None
         if self._entered:
             self._logins.leave(self._entered)
             self._entered = ""
@@ -279,8 +339,10 @@ class PeerLogins:
     def _judge(self, step: AuthStep) -> AuthStep:
         logins, peer = self._logins, self._peer
         name = self._claimed = step.claimed or self._claimed
-        is_node = name == CLUSTER_USER and self._mechanism != PLAIN
-        blocked = "" if is_node else logins.refusal(peer, name)
+        is_node = is_node_user(name) and self._mechanism != PLAIN
+        blocked = ""
+        if self._mechanism != EXTERNAL:
+            blocked = logins.refusal(peer, name, is_node=is_node)
         if blocked:
             step = AuthStep(Status.AUTH_ERROR, claimed=name, why=blocked)
         elif (
@@ -305,7 +367,7 @@ class PeerLogins:
         if step.why:  # the password was not checked, or does not matter
             logins.refused(peer, name, step.why)
         elif is_node:
-            logins.refused(peer, name, "the secret is not that of this cluster")
+            logins.failed(peer, name, WRONG_SECRET, is_node=True)
         else:
             logins.failed(peer, name, "user or password is wrong, or from elsewhere")
         return step

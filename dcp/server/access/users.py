@@ -60,7 +60,9 @@ USERS_FILE: Final = "users.json"
 GUEST: Final = "guest"
 GUEST_PASSWORD: Final = "guest"  # noqa: S105 - public on purpose, loopback only
 CLUSTER_USER: Final = "@cluster"
-"""The nodes of a cluster log in at each other with this name. No user can have it."""
+"""The nodes of a cluster log in at each other with this name, followed by `/` and their own. No
+user can have it."""
+_NODE_USER: Final = re.compile(rf"{CLUSTER_USER}(/[A-Za-z0-9._-]{{1,64}})?")
 PLAIN: Final = "PLAIN"
 _PLAIN_KEYS: Final = "SCRAM-SHA512"
 """The keys that a PLAIN password is checked against."""
@@ -184,8 +186,11 @@ class Users:
         return None if record is None else record.rights
 
     def let_cluster_in(self, secret: str) -> None:
-        """Let the nodes of a cluster log in with SCRAM, with nothing but the role replicate."""
-        self._cluster_keys = _keys_of_secret(secret, self._draw_bytes(SALT_BYTES))
+        """Let the nodes of a cluster log in with SCRAM, with nothing but the role replicate; with
+        the secret "" no longer.
+        """
+        keys = _keys_of_secret(secret, self._draw_bytes(SALT_BYTES)) if secret else {}
+        self._cluster_keys = keys
 
     def share_changes(self, share: Callable[[bytes, bytes], None]) -> None:
         """Let the users be those of a cluster: call `share` with the file before and after each
@@ -414,10 +419,11 @@ class Users:
             answer = finish_exchange(exchange.exchange, message)
         except MalformedMessageError:
             return AuthStep(Status.EINVAL)
-        rights = self.rights_of(exchange.user)
+        user = CLUSTER_USER if is_node_user(exchange.user) else exchange.user
+        rights = self.rights_of(user)
         if answer is None or not exchange.is_known or rights is None:
             return AuthStep(Status.AUTH_ERROR, claimed=exchange.user)
-        return AuthStep(Status.OK, answer, user=exchange.user, rights=rights, claimed=exchange.user)
+        return AuthStep(Status.OK, answer, user=user, rights=rights, claimed=exchange.user)
 
     # -- keys ------------------------------------------------------------------------------------
 
@@ -432,7 +438,7 @@ class Users:
         decoy = ScramKeys(seed[:SALT_BYTES], self._iterations, bytes(size), bytes(size))
         if self._is_guest(name, peer_is_loopback=peer_is_loopback):
             return self._guest_keys[mechanism], True
-        if name == CLUSTER_USER and self._cluster_keys:
+        if self._cluster_keys and is_node_user(name):
             return self._cluster_keys[mechanism], True
         known = self._content.users.get(name)
         return (decoy, False) if known is None else (known.keys[mechanism], True)
@@ -499,6 +505,16 @@ def read_plain(message: bytes) -> PlainLogin | AuthStep:
     if authzid not in {"", name}:
         return AuthStep(Status.AUTH_ERROR, claimed=name)
     return PlainLogin(name, password)
+
+
+def node_user(node: str) -> str:
+    """Return the name with which a node logs in at the others."""
+    return f"{CLUSTER_USER}/{node}"
+
+
+def is_node_user(name: str) -> bool:
+    """Whether nodes of the cluster log in with this name."""
+    return _NODE_USER.fullmatch(name) is not None
 
 
 def _guest_keys(salt: bytes) -> dict[str, ScramKeys]:

@@ -20,6 +20,7 @@ import msgspec
 from dcp.cluster.cluster_records import MemberRecord
 from dcp.cluster.map_life import life_from
 from dcp.cluster.metastore import MetaStore
+from dcp.server.access.access import Access
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import (
     SECRET_BYTES,
@@ -38,8 +39,11 @@ from dcp.server.cluster.enrolment import (
     check_store,
     found_cluster,
     join_cluster,
+    running_members,
     withdraw,
 )
+from dcp.server.cluster.link_try import PATIENCE_LEASES, LinkRequest, LinkTrial
+from dcp.server.cluster.map_shown import host_and_port
 from dcp.server.cluster.membership_of_node import address_of, cluster_refusal
 from dcp.server.cluster.meta_access import (
     EMBEDDED,
@@ -48,6 +52,7 @@ from dcp.server.cluster.meta_access import (
     MetaUrlError,
     new_store_url,
 )
+from dcp.server.cluster.newcomer_door import open_door
 from dcp.server.config.settings import Settings
 from dcp.server.net.cluster_config import Ports
 from dcp.server.observe.event_log import EventLog
@@ -73,6 +78,7 @@ class NewMember(NamedTuple):
     settings: Settings
     ports: Ports
     users: Users
+    access: Access
     log: EventLog
 
     def name_or(self, name: str) -> str:
@@ -181,6 +187,7 @@ async def join_by_token(
         access = await _opened(content, newcomer)
         try:
             record = newcomer.record(content.name, content.rack)
+            await _check_join(newcomer, access.meta, content, record)
             cluster = await join_cluster(
                 access.meta, content.root, newcomer.engine, record, proof=content.secret_proof
             )
@@ -201,9 +208,7 @@ async def check_join_by_token(
     access = await _opened(content, newcomer)
     try:
         record = newcomer.record(content.name, content.rack)
-        await check_join(
-            access.meta, content.root, newcomer.engine, record, proof=content.secret_proof
-        )
+        await _check_join(newcomer, access.meta, content, record)
     finally:
         await access.close()
     return content, ["its users are those of the cluster from then on", _RESTARTS]
@@ -219,6 +224,32 @@ def _content_of_token(newcomer: NewMember, text: str, name: str, rack: str) -> C
     return ClusterFile(
         cluster=token.cluster, meta=token.meta, secret=token.secret, name=name, rack=rack
     )
+
+
+async def _check_join(
+    newcomer: NewMember, meta: MetaStore, content: ClusterFile, record: MemberRecord
+) -> None:
+    """Check that the node may join, and that it has a link each way to each member that is alive.
+    Write nothing. Raises EnrolmentError.
+    """
+    proof = content.secret_proof
+    await check_join(meta, content.root, newcomer.engine, record, proof=proof)
+    settings, hosts = newcomer.settings, set[str]()
+
+    async def alive() -> list[MemberRecord]:
+        members = await running_members(meta, content.root, record.member)
+        hosts.update(host_and_port(member.address)[0] for member in members)
+        return members
+
+    door = open_door(newcomer.access, settings, newcomer.ports, content.secret, hosts)
+    async with door as ports:
+        request = LinkRequest(
+            name=content.name, address=address_of(settings, ports.kv),
+            tls_address=address_of(settings, ports.kv_tls) if ports.kv_tls else "",
+        )  # fmt: skip
+        patience_s = PATIENCE_LEASES * settings.lease_s
+        trial = LinkTrial(request, content.secret, newcomer.access.link_tls, patience_s)
+        await trial.run(alive)
 
 
 async def _write_or_withdraw(

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 from dcp.cluster.cluster_keys import MEMBER_ID, ClusterKeys, KeyKind
 from dcp.cluster.cluster_records import (
+    AliveRecord,
     ClusterRecord,
     ManifestRecord,
     MemberRecord,
@@ -315,6 +316,19 @@ async def _members(meta: MetaStore, keys: ClusterKeys) -> list[MemberRecord]:
         return [decode_record(item, MemberRecord) for item in found.items]
     except RecordUnreadableError as error:
         raise EnrolmentError(str(error)) from None
+
+
+async def running_members(meta: MetaStore, root: bytes, own: str) -> list[MemberRecord]:
+    """Return the members whose nodes run, but for this one. Raises EnrolmentError."""
+    keys = ClusterKeys(root)
+    found = await ask_again(meta, Range(keys.of_members(KeyKind.ALIVE), is_prefix=True))
+    if not isinstance(found, RangeResult):
+        raise EnrolmentError(f"the metadata store does not answer: {found}")
+    try:
+        alive = {decode_record(item, AliveRecord).member for item in found.items} - {own}
+    except RecordUnreadableError as error:
+        raise EnrolmentError(str(error)) from None
+    return [member for member in await _members(meta, keys) if member.member in alive]
 
 
 def _check_rack(members: list[MemberRecord], newcomer: MemberRecord) -> None:

@@ -17,37 +17,19 @@ import asyncio
 from collections.abc import Callable
 from typing import Final, cast
 
-from scramp import ScramClient, ScramException
+from scramp import ScramException
 
 from dcp.replication.replica_link import LinkState, ReplicaLink
-from dcp.server.access.link_tls import (
-    EXTERNAL,
-    LinkTls,
-    LinkTrouble,
-    certificate_trouble,
-    link_trouble,
-)
-from dcp.server.access.users import CLUSTER_USER
+from dcp.server.access.link_tls import LinkTls, LinkTrouble, certificate_trouble, link_trouble
 from dcp.server.cluster.map_shown import host_and_port
+from dcp.server.cluster.node_login import LOGIN_ADVICE, LoginRefusedError, NodeLogin
 from dcp.server.observe.elapsed import elapsed_ns
-from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_request
-from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
+from dcp.wire.frame import FrameDecoder, RemoteProtocolError
 
 DIAL_S: Final = 1.0
 """How long a connection may take. A node that does not answer is dialled again."""
 TLS_DIAL_S: Final = 3.0
 """The same with TLS: both sides compute, and a busy machine takes its time for that."""
-_MECHANISM: Final = "SCRAM-SHA512"
-_RFC_MECHANISM: Final = "SCRAM-SHA-512"
-_LOGIN_ADVICE: Final = (
-    "The log of that node has the reason. The secret in cluster.json and --cluster-tls must be the "
-    "same on all nodes"
-)
-
-
-class LoginRefusedError(Exception):
-    """The other side does not let this node in, or does not know the secret."""
 
 
 class MemberLink(asyncio.Protocol):
@@ -59,6 +41,7 @@ class MemberLink(asyncio.Protocol):
         secret: str,
         on_bytes: Callable[[], None],
         *,
+        own_name: str,
         tls: LinkTls | None = None,
         name: str = "the node",
         member: str = "",
@@ -74,10 +57,8 @@ class MemberLink(asyncio.Protocol):
         self._tls = tls
         self.name = name
         self._where = name
-        self._scram = ScramClient([_RFC_MECHANISM], CLUSTER_USER, secret)
+        self._login = NodeLogin(secret, own_name, uses_certificate=self._uses_certificate)
         self._decoder = FrameDecoder()
-        self.is_in = False
-        """Whether the login is done on both sides."""
         self._transport: asyncio.Transport | None = None
 
     async def dial(self, address: str) -> None:
@@ -112,6 +93,11 @@ class MemberLink(asyncio.Protocol):
         self._on_bytes()
 
     @property
+    def is_in(self) -> bool:
+        """Whether the login is done on both sides."""
+        return self._login.is_in
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing more comes of it."""
         return self.link.state is LinkState.CLOSED and self._transport is None
@@ -121,11 +107,7 @@ class MemberLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin the login."""
         self._transport = cast("asyncio.Transport", transport)
-        mechanism, first = EXTERNAL, b""
-        if not self._uses_certificate:
-            mechanism = _MECHANISM
-            first = self._scram.get_client_first().encode()
-        self._transport.write(pack_request(Opcode.SASL_AUTH, key=mechanism.encode(), value=first))
+        self._transport.write(self._login.first())
         self.flush()
 
     def data_received(self, data: bytes) -> None:
@@ -133,10 +115,10 @@ class MemberLink(asyncio.Protocol):
         if not self.is_in:
             try:
                 for frame in self._decoder.feed(data):
-                    self._log_in(frame)
+                    self._send(self._login.take(frame))
             except (LoginRefusedError, RemoteProtocolError, ScramException) as error:
                 why = f"the login at {self._where} failed: {error}"
-                self.trouble = LinkTrouble(why, _LOGIN_ADVICE)
+                self.trouble = LinkTrouble(why, LOGIN_ADVICE)
                 self.link.refused(why)
         else:
             self.link.receive(data, elapsed_ns())
@@ -166,28 +148,9 @@ class MemberLink(asyncio.Protocol):
         if self.link.state is LinkState.CLOSED:
             transport.abort()
 
-    # -- the login ---------------------------------------------------------------------------------
-
-    def _log_in(self, frame: Frame) -> None:
+    def _send(self, data: bytes) -> None:
         assert self._transport is not None
-        if self.is_in:
-            raise LoginRefusedError("the other side sent more than the end of the login")
-        text = frame.value.decode("utf-8", "replace")
-        if frame.opcode == Opcode.SASL_AUTH and frame.status == Status.AUTH_CONTINUE:
-            self._scram.set_server_first(text)
-            final = self._scram.get_client_final().encode()
-            self._transport.write(
-                pack_request(Opcode.SASL_STEP, key=_MECHANISM.encode(), value=final)
-            )
-        elif frame.opcode == Opcode.SASL_STEP and frame.status == Status.OK:
-            self._scram.set_server_final(text)  # it proves that the other side knows the secret
-            self.is_in = True
-        elif self._uses_certificate and frame.status == Status.OK:
-            self.is_in = True  # the TLS handshake has proved who the other side is
-        elif frame.status == Status.AUTH_ERROR:
-            raise LoginRefusedError(f"it does not let this node in ({text[:200]})")
-        else:
-            raise LoginRefusedError(f"status 0x{frame.status:x} {text[:200]}")
+        self._transport.write(data)
 
     @property
     def _uses_certificate(self) -> bool:

@@ -522,8 +522,9 @@ class ReplicatedNode:
         record, tls = stored.content, self._parts.link_tls
         name = f"node {record.name or record.member}"
         connection = MemberLink(
-            link, self.identity.secret, self._link_moved, tls=tls, name=name, member=effect.member
-        )
+            link, self.identity.secret, self._link_moved, own_name=self.identity.name, tls=tls,
+            name=name, member=effect.member,
+        )  # fmt: skip
         self._links.append(connection)
         address = record.address if tls is None else tls_address_of(record)
         if address:

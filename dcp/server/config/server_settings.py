@@ -419,7 +419,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Option(
             "Wrong logins allowed per minute for one user from one address, and ten times as many "
-            "for one address. More logins are refused until the minute is over.",
+            "for one address. More logins are refused until the minute is over. Each node of a "
+            "cluster counts for itself.",
             read_count,
             "COUNT",
             1,
