@@ -213,9 +213,11 @@ def get_run(partitions: Partitions) -> GetRun | None:
 
 
 def key_tree(
-    file: memoryview, page_bytes: int, last_page: int, depth: int, root: int
+    file: memoryview, page_bytes: int, last_page: int, depth: int, root: int,
+    sums: memoryview | None = None, transaction: int = 0,
 ) -> KeyTree | None:
-    """Return what looks up keys in a tree of LMDB's pages. None: the loops are not built, or this
+    """Return what looks up keys in a tree of LMDB's pages; with `sums`, the checksums of this
+    transaction's state, it compares each page. None: the loops are not built, or this
     is no tree.
     """
     try:
@@ -223,7 +225,7 @@ def key_tree(
     except ModuleNotFoundError:
         return None
     try:
-        return KeyTree(file, page_bytes, last_page, depth, root)
+        return KeyTree(file, page_bytes, last_page, depth, root, sums, transaction)
     except ValueError:
         return None
 

@@ -3,8 +3,9 @@
    Invariants
    - no byte outside of the file's map is read, whatever the pages have: a page lies within the map,
      and a node within its page;
-   - a page on the way has its own number and the type of its level. A page that does not makes the
-     outcome UNKNOWN, and Python looks the key up.
+   - a page on the way has its own number, the type of its level and, where checksums are given,
+     the bytes that were written last: it is compared once. A page that does not makes the outcome
+     UNKNOWN, and Python looks the key up.
 
    The caller holds the object, so the map stays; a read transaction pins the state. */
 
@@ -27,6 +28,8 @@
 #define CACHE_LINE_BYTES 64
 #define RECORD_BYTES 38 /* of by_key: vbucket/store/key_record.py */
 #define RECORD_CRC_AT 34
+#define SUMS_HEADER_BYTES 16 /* vbucket/store/page_sums.py: the transaction, then the checksums */
+#define SUMS_TRANSACTION_AT 8
 #define FULL_KEY_BYTES_MAX 511 /* LMDB's limit */
 
 /* Numbers are in the byte order of the machine. */
@@ -74,6 +77,25 @@ static int node_fits(const KeyTree *tree, const Search *search, const uint8_t *n
     return at <= tree->page_bytes && more <= tree->page_bytes - at;
 }
 
+/* Whether a page has the bytes that were written last, as far as its checksum is known. */
+static int is_written_last(const KeyTree *tree, const Search *search)
+{
+    uint64_t known, number = search->number;
+    const uint8_t *sums = tree->sums.buf;
+    uint8_t bit = (uint8_t)(1 << (number & 7));
+    if (tree->compared == NULL || tree->compared[number / 8] & bit)
+        return 1;
+    memcpy(&known, sums + SUMS_TRANSACTION_AT, sizeof known);
+    if (known < tree->transaction) /* the checksums of this state are being written */
+        return 1;
+    size_t at = SUMS_HEADER_BYTES + (size_t)number * 4;
+    if (at + 4 > (size_t)tree->sums.len ||
+        crc32c(0, search->page, tree->page_bytes) != number32(sums + at))
+        return 0;
+    tree->compared[number / 8] |= bit;
+    return 1;
+}
+
 /* Checks the head of a page. */
 static void begin_page(const KeyTree *tree, Search *search, uint32_t kind)
 {
@@ -83,6 +105,10 @@ static void begin_page(const KeyTree *tree, Search *search, uint32_t kind)
     uint32_t least = kind == BRANCH ? 2 : 1; /* nodes */
     if (number != search->number || flags != kind || lower > tree->page_bytes ||
         lower < PAGE_HEADER_BYTES + 2 * least) {
+        search->outcome = UNKNOWN;
+        return;
+    }
+    if (!is_written_last(tree, search)) {
         search->outcome = UNKNOWN;
         return;
     }
@@ -233,17 +259,53 @@ static PyObject *key_tree_unproven(KeyTree *self, PyObject *args)
     return unproven;
 }
 
+static PyObject *key_tree_unsound(KeyTree *self, PyObject *keys)
+{
+    if (!PyList_Check(keys)) {
+        PyErr_SetString(PyExc_TypeError, "a list of keys is needed");
+        return NULL;
+    }
+    PyObject *unsound = PyList_New(0);
+    for (Py_ssize_t first = 0; unsound != NULL && first < PyList_GET_SIZE(keys);) {
+        Search searches[SEARCHES_MAX];
+        size_t count = 0;
+        for (; count < SEARCHES_MAX && first + (Py_ssize_t)count < PyList_GET_SIZE(keys); count++) {
+            char *key;
+            Py_ssize_t bytes;
+            if (PyBytes_AsStringAndSize(PyList_GET_ITEM(keys, first + (Py_ssize_t)count), &key,
+                                        &bytes) < 0) {
+                Py_DECREF(unsound);
+                return NULL;
+            }
+            searches[count] = (Search){.key = (const uint8_t *)key, .key_bytes = (size_t)bytes};
+        }
+        key_tree_search(self, searches, count);
+        for (size_t i = 0; i < count && unsound != NULL; i++)
+            if (searches[i].outcome == UNKNOWN &&
+                PyList_Append(unsound, PyList_GET_ITEM(keys, first + (Py_ssize_t)i)))
+                Py_CLEAR(unsound);
+        first += (Py_ssize_t)count;
+    }
+    return unsound;
+}
+
 static PyObject *key_tree_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    Py_buffer file;
-    unsigned long long page_bytes, last_page, root;
+    Py_buffer file, sums = {0};
+    PyObject *sums_from = Py_None;
+    unsigned long long page_bytes, last_page, root, transaction = 0;
     unsigned int depth;
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "KeyTree() takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "y*KKIK", &file, &page_bytes, &last_page, &depth, &root))
+    if (!PyArg_ParseTuple(args, "y*KKIK|OK", &file, &page_bytes, &last_page, &depth, &root,
+                          &sums_from, &transaction))
         return NULL;
+    if (sums_from != Py_None && PyObject_GetBuffer(sums_from, &sums, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&file);
+        return NULL;
+    }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     KeyTree *self = NULL;
     int is_tree = page_bytes >= PAGE_BYTES_MIN && page_bytes <= PAGE_BYTES_MAX &&
@@ -254,9 +316,20 @@ static PyObject *key_tree_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         self = (KeyTree *)allocate(type, 0);
     if (self == NULL) {
         PyBuffer_Release(&file);
+        PyBuffer_Release(&sums); /* does nothing if there are none */
         return NULL;
     }
     self->file = file;
+    self->sums = sums;
+    self->transaction = transaction;
+    self->compared = NULL;
+    if (sums.buf != NULL && sums.len >= SUMS_HEADER_BYTES) {
+        self->compared = PyMem_Calloc((size_t)last_page / 8 + 1, 1);
+        if (self->compared == NULL) {
+            Py_DECREF(self);
+            return PyErr_NoMemory();
+        }
+    }
     self->page_bytes = (size_t)page_bytes;
     self->last_page = last_page;
     self->depth = depth;
@@ -269,6 +342,8 @@ static void key_tree_dealloc(KeyTree *self)
     PyTypeObject *type = Py_TYPE(self);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     PyBuffer_Release(&self->file);
+    PyBuffer_Release(&self->sums);
+    PyMem_Free(self->compared);
     release(self);
     Py_DECREF(type);
 }
@@ -280,6 +355,7 @@ int is_key_tree(PyObject *object)
 
 static PyMethodDef methods[] = {
     {"get", (PyCFunction)key_tree_get, METH_VARARGS, NULL},
+    {"unsound", (PyCFunction)key_tree_unsound, METH_O, NULL},
     {"unproven", (PyCFunction)key_tree_unproven, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

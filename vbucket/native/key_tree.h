@@ -21,6 +21,9 @@ typedef struct {
     uint64_t last_page, root;
     size_t page_bytes;
     unsigned int depth;
+    Py_buffer sums;       /* vbucket/store/page_sums.py; `buf` is NULL if there are none */
+    uint64_t transaction; /* of the state */
+    uint8_t *compared;    /* a bit for each page: it was compared with its checksum */
 } KeyTree;
 
 enum { ABSENT = 0, FOUND = 1, UNKNOWN = -1 /* a page is not as it should be */ };

@@ -203,9 +203,15 @@ class KeyTree:
     """Looks up keys in a table of LMDB's file, in one committed state that does not change."""
 
     def __init__(
-        self, file: memoryview, page_bytes: int, last_page: int, depth: int, root: int, /
+        self, file: memoryview, page_bytes: int, last_page: int, depth: int, root: int,
+        sums: memoryview | None = None, transaction: int = 0, /,
     ) -> None:
-        """Raises ValueError if this is no tree."""
+        """With `sums` (vbucket.store.page_sums) each page of the state of this transaction is
+        compared with its checksum once. Raises ValueError if this is no tree.
+        """
+
+    def unsound(self, keys: list[bytes], /) -> list[bytes]:
+        """Return the keys on whose way a page is damaged, or whose value is not in its leaf."""
 
     def get(self, key: bytes, /) -> bytes | bool | None:
         """Return the value of a key; None: it is not there; False: a page is damaged."""

@@ -1,0 +1,379 @@
+"""A checksum for each page of LMDB's file, in a file beside it: a write that the disk lost shows.
+
+A page that holds what it held some commits ago is sound in itself; only another place can tell that
+it is old. `pages.sums` is that place: it has the CRC-32C of each page of the newest state.
+
+    bytes 0 to 7    _MAGIC
+    bytes 8 to 15   the transaction whose pages all have their checksum
+    then            u32 for each page number, in the byte order of the machine
+
+LMDB writes a page only if no state that a crash could bring back uses it. So the checksums of the
+state before are still there while those of the newest one are written, and one table serves both.
+
+Who calls it: `vbucket.store.environment_lmdb` writes it after each commit, `lmdb_pages` compares.
+
+Invariants
+- a checksum is written after LMDB's commit and synced before the next one. So after a crash only
+  those of the last commit can be missing; `follow` finds its pages by comparing the two states;
+- the transaction in the header is written after the checksums are on disk, so it is at most that of
+  the newest meta page, and at least the second before it;
+- a page that a commit replaces is checked first. If it was outdated, what replaces it gets a
+  checksum that no page has, so damage stays damage.
+
+Of a value on pages of its own the first page has a checksum. That is the whole value's, except for
+blocks: these have checksums of their own in it, so their first page tells.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from struct import Struct, unpack_from
+from typing import Final, NamedTuple
+
+import google_crc32c
+
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.lmdb_pages import (
+    DEPTH_MAX,
+    FIRST_PAGE_ONLY,
+    FREE_TABLE,
+    MAIN_TABLE,
+    TREE_RECORD_BYTES,
+    Meta,
+    Tree,
+    pages_of,
+    tree_of,
+)
+
+SUMS_FILE_NAME: Final = "pages.sums"
+LAG_MAX: Final = 2
+"""Commits of which a crash can keep the header's word from the disk."""
+_MAGIC: Final = b"dcpdsum1"
+_HEADER: Final = Struct("=8sQ")
+_ENTRIES_AT: Final = _HEADER.size // 4
+_GROWTH_BYTES: Final = 1 << 16
+"""The file grows by so much at a time: the checksums of 64 MiB of pages."""
+_WRONG: Final = 0xFFFFFFFF
+"""Changes a checksum into one that its page does not have."""
+_U64: Final = Struct("=Q").unpack_from
+_PAGE_HEAD: Final = Struct("=8xHHHH").unpack_from
+_NODE: Final = Struct("=IHH").unpack_from
+_PAGE_HEADER_BYTES: Final = 16
+_NODE_HEADER_BYTES: Final = 8
+_BRANCH: Final = 1
+_BIG_VALUE, _TABLE = 1, 2
+_NO_ROOT: Final = 2**64 - 1
+_crc32c = google_crc32c.value
+
+State = dict[str, Tree]
+"""Table -> its tree, the lists of free pages and of tables included."""
+
+
+class PageSums:
+    """The checksums, open for reading."""
+
+    def __init__(self, folder: Path) -> None:
+        """If there is no file, nothing is compared. Raises OSError, StoreDamagedError."""
+        self.path = folder / SUMS_FILE_NAME
+        self._map: memoryview | None = None
+        self._entries: memoryview | None = None
+        self._load()
+
+    @property
+    def view(self) -> memoryview | None:
+        """The file, None if there is none."""
+        return self._map
+
+    @property
+    def transaction(self) -> int:
+        """The transaction whose pages all have checksums; 0: none has."""
+        if self._map is None:
+            self._load()
+        return 0 if self._map is None else _U64(self._map, 8)[0]
+
+    def differs(self, number: int, crc: int, transaction: int) -> bool:
+        """Whether a page of the state of a transaction is not the one that was written last."""
+        if self.transaction < transaction:  # of a commit whose checksums are being written
+            return False
+        assert self._entries is not None
+        if _ENTRIES_AT + number >= len(self._entries):
+            self._load()
+        entries = self._entries
+        at = _ENTRIES_AT + number
+        return at >= len(entries) or entries[at] != crc
+
+    def check_age(self, known: int, transaction: int) -> None:
+        """Compare `transaction` as it was, `known`, with that of the newest state, read after it.
+
+        Raises StoreDamagedError if a crash cannot explain the difference.
+        """
+        if not known:
+            return
+        data, lag = self.path.with_name("data.mdb"), transaction - known
+        if lag < 0:
+            old, newer = f"{data} is older than {self.path}", f"{transaction} instead of {known}"
+        elif lag > LAG_MAX:
+            old, newer = f"{self.path} is older than {data}", f"{known} instead of {transaction}"
+        else:
+            return
+        raise StoreDamagedError(
+            f"{old} (transaction {newer}): the disk has lost a write, or an older file was put "
+            "back; check the disk, and restore the whole folder from one copy, or a backup"
+        )
+
+    def _load(self) -> None:
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            size = os.fstat(fd).st_size & ~3
+            if size < _HEADER.size:
+                return
+            view = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ))
+        finally:
+            os.close(fd)
+        if bytes(view[:8]) != _MAGIC:
+            raise StoreDamagedError(
+                f"{self.path}: it does not begin as such a file does; check the disk and restore "
+                "a backup"
+            )
+        self._map, self._entries = view, view.cast("I")
+
+
+class Changed(NamedTuple):
+    """A page that is in one of two states only, or the pages of a large value."""
+
+    table: str
+    height: int
+    """0 for leaves; -1 for large values."""
+    number: int
+    bytes_summed: int
+    low: bytes
+    high: bytes | None
+    """The keys that it can have: low <= key < high."""
+
+
+class SumsWriter:
+    """Keeps the file as new as the store. One process has it at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / SUMS_FILE_NAME
+        self._fd = -1
+        self._map: mmap.mmap | None = None
+
+    def follow(self, view: memoryview, before: Meta | None, after: Meta) -> list[str]:
+        """Write the checksums of the pages that `after` has and `before` has not; None: of all.
+
+        Return the tables in which an outdated page was replaced. Raises OSError.
+        """
+        compare = _Comparison(view, after.page_bytes)
+        new, gone = compare.states(before, after)
+        entries = self._room(max(after.last_page, 0 if before is None else before.last_page))
+        damaged = [
+            compare.widened(page) for page in gone
+            if page.number + _ENTRIES_AT >= len(entries)
+            or entries[_ENTRIES_AT + page.number] != _sum(view, page, after.page_bytes)
+        ]  # fmt: skip
+        highest: dict[str, int] = {}
+        for page in new:
+            highest[page.table] = max(page.height, highest.get(page.table, page.height))
+        for page in new:
+            if page.number > after.last_page:
+                continue  # a damaged tree: no page has it
+            crc = _sum(view, page, after.page_bytes)
+            if any(_may_be_from(page, each, highest[page.table]) for each in damaged):
+                crc ^= _WRONG
+            entries[_ENTRIES_AT + page.number] = crc
+        entries.release()
+        assert self._map is not None
+        self._map.flush()
+        self._map[8:16] = after.transaction.to_bytes(8, sys.byteorder)
+        return sorted({page.table for page in damaged})
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _room(self, last_page: int) -> memoryview:
+        """Return the file's words, enough for this page."""
+        needed = _HEADER.size + 4 * (last_page + 1)
+        if self._fd < 0:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        size = os.fstat(self._fd).st_size
+        if size < needed:
+            grown = -(-needed // _GROWTH_BYTES) * _GROWTH_BYTES
+            os.posix_fallocate(self._fd, size, grown - size)
+            if size < _HEADER.size:
+                os.pwrite(self._fd, _HEADER.pack(_MAGIC, 0), 0)
+            size = grown
+        if self._map is None or len(self._map) < size & ~3:
+            if self._map is not None:
+                self._map.close()
+            self._map = mmap.mmap(self._fd, size & ~3)
+        return memoryview(self._map).cast("I")
+
+
+Bounds = tuple[bytes, bytes | None]
+"""The keys that a page can have: low <= key < high."""
+
+
+class _Comparison:
+    """Two states of a file. Pages of the earlier one may be damaged, so nothing is believed."""
+
+    def __init__(self, view: memoryview, page_bytes: int) -> None:
+        self._view = view
+        self._page_bytes = page_bytes
+
+    def states(
+        self, before: Meta | None, after: Meta
+    ) -> tuple[list[Changed], list[Changed]]:
+        """Return the pages that only the later state has, and those that only the earlier one has.
+
+        A page of both has not changed, so what is below it is not looked at.
+        """
+        new: list[Changed] = []
+        gone: list[Changed] = []
+        old, now = (
+            {}
+            if state is None
+            else {FREE_TABLE: state.free, MAIN_TABLE: state.main} | self.tables(state.main)
+            for state in (before, after)
+        )
+        for table in old.keys() | now.keys():
+            self.tree(table, old.get(table), now.get(table), gone, new)
+        return new, gone
+
+    def widened(self, page: Changed) -> Changed:
+        """Return a damaged page with bounds that have the keys which are in it, too."""
+        if page.height:
+            return page
+        keys = [key for key, *_ in self._nodes(page.number)]
+        high = None if page.high is None else max([page.high, *(key + b"\0" for key in keys)])
+        return page._replace(low=min([page.low, *keys]), high=high)
+
+    def tables(self, main: Tree) -> State:
+        """Return the tables that a list of tables names."""
+        found: State = {}
+        for page in self._only_in(None, main, MAIN_TABLE)[1]:
+            for key, flags, at, size in self._nodes(page.number) if not page.height else ():
+                if flags == _TABLE and size == TREE_RECORD_BYTES:
+                    record = bytes(self._view[at : at + size])
+                    found[key.decode(errors="backslashreplace")] = tree_of(record)
+        return found
+
+    def tree(
+        self,
+        table: str,
+        old: Tree | None,
+        new: Tree | None,
+        gone: list[Changed],
+        added: list[Changed],
+    ) -> None:
+        """Add the pages that only one of two states of a table has."""
+        pages = self._only_in(old, new, table)
+        large: list[dict[int, Changed]] = [{}, {}]
+        for tree, found, values in zip((old, new), pages, large, strict=True):
+            if tree is not None and tree.large_pages:
+                for page in found:
+                    if not page.height:
+                        values.update(self._large(table, page.number))
+        for found, mine, others in ((gone, 0, 1), (added, 1, 0)):
+            found += pages[mine]
+            found += [
+                page for number, page in large[mine].items() if number not in large[others]
+            ]
+
+    def _only_in(
+        self, old: Tree | None, new: Tree | None, table: str
+    ) -> tuple[list[Changed], list[Changed]]:
+        """Return the pages that only one of two trees has."""
+        found: tuple[list[Changed], list[Changed]] = ([], [])
+        levels: list[dict[int, Bounds]] = [{}, {}]
+        trees = (old, new)
+        depth = max(0 if tree is None else min(tree.depth, DEPTH_MAX) for tree in trees)
+        for height in reversed(range(depth)):
+            for tree, level in zip(trees, levels, strict=True):
+                if tree is not None and tree.depth == height + 1 and tree.root != _NO_ROOT:
+                    level[tree.root] = (b"", None)
+            for number in levels[0].keys() & levels[1].keys():
+                del levels[0][number], levels[1][number]
+            below: list[dict[int, Bounds]] = [{}, {}]
+            for level, pages, children in zip(levels, found, below, strict=True):
+                for number, (low, high) in level.items():
+                    pages.append(Changed(table, height, number, self._page_bytes, low, high))
+                    if height:
+                        children.update(self._children(number, low, high))
+            levels = below
+        return found
+
+    def _children(self, number: int, low: bytes, high: bytes | None) -> Iterator[tuple[int, Bounds]]:
+        """Yield the children of a branch, and the keys that each can have."""
+        if self._head(number)[0] != _BRANCH:
+            return
+        child, start = -1, low
+        for at, (key, flags, _, size) in enumerate(self._nodes(number)):
+            if at:
+                yield child, (start, key)
+                start = key
+            child = size | flags << 32
+        if child >= 0:
+            yield child, (start, high)
+
+    def _large(self, table: str, number: int) -> Iterator[tuple[int, Changed]]:
+        """Yield the values of a leaf that have pages of their own, by their first page."""
+        for key, flags, at, size in self._nodes(number):
+            if flags & _BIG_VALUE and at + 8 <= len(self._view):
+                (first,) = _U64(self._view, at)
+                pages = 1
+                if table not in FIRST_PAGE_ONLY:
+                    pages = pages_of(size, self._page_bytes)
+                summed = pages * self._page_bytes
+                yield first, Changed(table, -1, first, summed, key, key + b"\0")
+
+    def _head(self, number: int) -> tuple[int, int]:
+        """Return flags and end of the slots of a page; zeros if it is not in the file."""
+        start = number * self._page_bytes
+        if start + self._page_bytes > len(self._view):
+            return 0, 0
+        _, flags, lower, _ = _PAGE_HEAD(self._view, start)
+        return flags, min(lower, self._page_bytes)
+
+    def _nodes(self, number: int) -> Iterator[tuple[bytes, int, int, int]]:
+        """Yield for each node of a page: key, flags, where its value begins in the file, size."""
+        lower = self._head(number)[1]
+        start = number * self._page_bytes
+        raw = bytes(self._view[start : start + self._page_bytes])
+        for slot in unpack_from(f"={max(lower - _PAGE_HEADER_BYTES, 0) // 2}H", raw, 16):
+            if slot + _NODE_HEADER_BYTES > len(raw):
+                return
+            size, flags, key_bytes = _NODE(raw, slot)
+            end = slot + _NODE_HEADER_BYTES + key_bytes
+            if end <= len(raw):
+                yield raw[end - key_bytes : end], flags, start + end, size
+
+
+def _sum(view: memoryview, page: Changed, page_bytes: int) -> int:
+    start = page.number * page_bytes
+    crc: int = _crc32c(bytes(view[start : start + page.bytes_summed]))
+    return crc
+
+
+def _may_be_from(page: Changed, damaged: Changed, height_max: int) -> bool:
+    """Whether a new page may have content of a damaged one that it replaces."""
+    if page.table != damaged.table or page.height != min(damaged.height, height_max):
+        return False
+    if page.table == FREE_TABLE:
+        return True
+    return (damaged.high is None or page.low < damaged.high) and (
+        page.high is None or page.high > damaged.low
+    )
