@@ -213,8 +213,13 @@ def get_run(partitions: Partitions) -> GetRun | None:
 
 
 def key_tree(
-    file: memoryview, page_bytes: int, last_page: int, depth: int, root: int,
-    sums: memoryview | None = None, transaction: int = 0,
+    file: memoryview,
+    page_bytes: int,
+    last_page: int,
+    depth: int,
+    root: int,
+    sums: memoryview | None = None,
+    transaction: int = 0,
 ) -> KeyTree | None:
     """Return what looks up keys in a tree of LMDB's pages; with `sums`, the checksums of this
     transaction's state, it compares each page. None: the loops are not built, or this

@@ -203,8 +203,15 @@ class KeyTree:
     """Looks up keys in a table of LMDB's file, in one committed state that does not change."""
 
     def __init__(
-        self, file: memoryview, page_bytes: int, last_page: int, depth: int, root: int,
-        sums: memoryview | None = None, transaction: int = 0, /,
+        self,
+        file: memoryview,
+        page_bytes: int,
+        last_page: int,
+        depth: int,
+        root: int,
+        sums: memoryview | None = None,
+        transaction: int = 0,
+        /,
     ) -> None:
         """With `sums` (vbucket.store.page_sums) each page of the state of this transaction is
         compared with its checksum once. Raises ValueError if this is no tree.

@@ -346,7 +346,8 @@ class LmdbEnv:
                 }
             self._file = PageFile(folder)
             self._sums = SumsWriter(folder)
-            with self._env.begin(write=True), suppress(OSError):  # the first write tries it again
+            # If there is no room, the first write tries it again.
+            with self._env.begin(write=True), suppress(OSError, StoreFailedError):
                 self._catch_up()
         except (lmdb.VersionMismatchError, lmdb.InvalidError) as error:
             raise UnknownFormatError(
@@ -371,6 +372,9 @@ class LmdbEnv:
         """See KvEnv."""
         try:
             before = self._catch_up()
+        except OSError as error:
+            raise self._sums_failed(error) from error
+        try:
             with self._env.begin(write=True) as transaction:
                 write = LmdbWrite(self._env, transaction, self._tables, self._file)
                 yield write
@@ -378,10 +382,8 @@ class LmdbEnv:
                     raise WriteLostError(write.why_lost)
             after = self._file.newest()
             if after.transaction != before.transaction:
-                with suppress(OSError):  # it is committed; the next one tells
+                with suppress(OSError, StoreFailedError):  # it is committed; the next write tells
                     self._follow(before, after)
-        except OSError as error:
-            raise self._sums_failed(error) from error
         except lmdb.MapFullError as error:
             raise MapFullError(
                 f"{self._folder}: the store's map of {self._env.info()['map_size']} bytes is full, "
@@ -465,7 +467,7 @@ class LmdbPageReader(PageReader):
             self._file = PageFile(folder)
         except OSError as error:
             raise StoreFailedError(f"{folder}: the store cannot be opened: {error}") from error
-        super().__init__(self._file.view, self._file.newest())
+        super().__init__(self._file.view, self._file.newest(), sums=self._file.sums)
         self.missing = [name for name in tables if name not in found]
         """Tables that the store does not have."""
 

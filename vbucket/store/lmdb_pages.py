@@ -310,7 +310,8 @@ class PageReader:
             for at in range(low, high):
                 place, size, flags = page.nodes[at]
                 if flags != _TABLE or size != _TREE.size:
-                    raise self._damaged(MAIN_TABLE, page.keys[at], number, "has a node that is no table")
+                    what = "has a node that is no table"
+                    raise self._damaged(MAIN_TABLE, page.keys[at], number, what)
                 start = number * self._page_bytes + place
                 record = bytes(self._view[start : start + size])
                 if tree_flags := _TREE.unpack(record)[1]:  # LMDB opens no table whose flags differ
@@ -547,7 +548,9 @@ def read_meta(data: bytes, slot: int) -> Meta | None:
         and last_page >= METAS - 1
         and not _TREE.unpack(main)[1]  # LMDB opens no table if the list of tables has flags
     )
-    return Meta(transaction, last_page, page_bytes, tree_of(free), tree_of(main)) if is_sound else None
+    if not is_sound:
+        return None
+    return Meta(transaction, last_page, page_bytes, tree_of(free), tree_of(main))
 
 
 def tree_of(record: bytes) -> Tree:

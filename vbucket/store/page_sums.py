@@ -234,9 +234,7 @@ class _Comparison:
         self._view = view
         self._page_bytes = page_bytes
 
-    def states(
-        self, before: Meta | None, after: Meta
-    ) -> tuple[list[Changed], list[Changed]]:
+    def states(self, before: Meta | None, after: Meta) -> tuple[list[Changed], list[Changed]]:
         """Return the pages that only the later state has, and those that only the earlier one has.
 
         A page of both has not changed, so what is below it is not looked at.
@@ -287,11 +285,8 @@ class _Comparison:
                 for page in found:
                     if not page.height:
                         values.update(self._large(table, page.number))
-        for found, mine, others in ((gone, 0, 1), (added, 1, 0)):
-            found += pages[mine]
-            found += [
-                page for number, page in large[mine].items() if number not in large[others]
-            ]
+        gone += pages[0] + [large[0][number] for number in large[0].keys() - large[1].keys()]
+        added += pages[1] + [large[1][number] for number in large[1].keys() - large[0].keys()]
 
     def _only_in(
         self, old: Tree | None, new: Tree | None, table: str
@@ -316,7 +311,9 @@ class _Comparison:
             levels = below
         return found
 
-    def _children(self, number: int, low: bytes, high: bytes | None) -> Iterator[tuple[int, Bounds]]:
+    def _children(
+        self, number: int, low: bytes, high: bytes | None
+    ) -> Iterator[tuple[int, Bounds]]:
         """Yield the children of a branch, and the keys that each can have."""
         if self._head(number)[0] != _BRANCH:
             return
