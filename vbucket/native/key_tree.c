@@ -21,6 +21,7 @@
 #define FIRST_PAGE 2 /* the meta pages are before it */
 #define BRANCH 1
 #define LEAF 2
+#define LARGE 1 /* flag of a node: its value has pages of its own */
 #define NO_ROOT UINT64_MAX
 #define DEPTH_MAX 32
 #define PAGE_BYTES_MIN 256
@@ -137,6 +138,7 @@ static int halve(const KeyTree *tree, Search *search, uint32_t kind)
         search->value_bytes = number32(node);
         int is_inside = !number16(node + 4) && node_fits(tree, search, node, search->value_bytes);
         search->outcome = is_inside ? FOUND : UNKNOWN;
+        search->is_large = number16(node + 4) == LARGE && node_fits(tree, search, node, 8);
         return 0;
     }
     if (order < 0)
@@ -154,8 +156,17 @@ static int halve(const KeyTree *tree, Search *search, uint32_t kind)
 /* Goes to the child of a branch where the search has ended. */
 static void next_level(const KeyTree *tree, Search *search)
 {
+    const uint8_t *node;
+    if (search->wants_above && search->low < search->count) {
+        search->high = search->low;
+        node = middle_node(tree, search);
+        if (node != NULL && node_fits(tree, search, node, 0)) {
+            search->above = node + NODE_HEADER_BYTES;
+            search->above_bytes = number16(node + 6);
+        }
+    }
     search->low = search->high = search->low - 1;
-    const uint8_t *node = middle_node(tree, search);
+    node = middle_node(tree, search);
     if (node == NULL)
         search->outcome = UNKNOWN;
     else
@@ -259,6 +270,13 @@ static PyObject *key_tree_unproven(KeyTree *self, PyObject *args)
     return unproven;
 }
 
+/* Compares two keys as LMDB does. */
+static int order_of(const uint8_t *one, size_t one_bytes, const uint8_t *other, size_t other_bytes)
+{
+    int order = memcmp(one, other, one_bytes < other_bytes ? one_bytes : other_bytes);
+    return order ? order : (one_bytes > other_bytes) - (one_bytes < other_bytes);
+}
+
 static PyObject *key_tree_unsound(KeyTree *self, PyObject *keys)
 {
     if (!PyList_Check(keys)) {
@@ -266,25 +284,26 @@ static PyObject *key_tree_unsound(KeyTree *self, PyObject *keys)
         return NULL;
     }
     PyObject *unsound = PyList_New(0);
-    for (Py_ssize_t first = 0; unsound != NULL && first < PyList_GET_SIZE(keys);) {
-        Search searches[SEARCHES_MAX];
-        size_t count = 0;
-        for (; count < SEARCHES_MAX && first + (Py_ssize_t)count < PyList_GET_SIZE(keys); count++) {
-            char *key;
-            Py_ssize_t bytes;
-            if (PyBytes_AsStringAndSize(PyList_GET_ITEM(keys, first + (Py_ssize_t)count), &key,
-                                        &bytes) < 0) {
-                Py_DECREF(unsound);
-                return NULL;
-            }
-            searches[count] = (Search){.key = (const uint8_t *)key, .key_bytes = (size_t)bytes};
+    Search last = {.outcome = UNKNOWN}; /* its leaf is sound unless this is its outcome */
+    for (Py_ssize_t i = 0; unsound != NULL && i < PyList_GET_SIZE(keys); i++) {
+        char *key;
+        Py_ssize_t bytes;
+        if (PyBytes_AsStringAndSize(PyList_GET_ITEM(keys, i), &key, &bytes) < 0) {
+            Py_CLEAR(unsound);
+            break;
         }
-        key_tree_search(self, searches, count);
-        for (size_t i = 0; i < count && unsound != NULL; i++)
-            if (searches[i].outcome == UNKNOWN &&
-                PyList_Append(unsound, PyList_GET_ITEM(keys, first + (Py_ssize_t)i)))
-                Py_CLEAR(unsound);
-        first += (Py_ssize_t)count;
+        Search search = {.key = (const uint8_t *)key, .key_bytes = (size_t)bytes, .wants_above = 1};
+        if (last.outcome != UNKNOWN &&
+            order_of(last.key, last.key_bytes, search.key, search.key_bytes) <= 0 &&
+            (last.above == NULL ||
+             order_of(search.key, search.key_bytes, last.above, last.above_bytes) < 0))
+            continue; /* it belongs into the same leaf */
+        key_tree_search(self, &search, 1);
+        if (search.outcome == UNKNOWN && search.is_large)
+            search.outcome = FOUND;
+        if (search.outcome == UNKNOWN && PyList_Append(unsound, PyList_GET_ITEM(keys, i)))
+            Py_CLEAR(unsound);
+        last = search;
     }
     return unsound;
 }
@@ -346,6 +365,33 @@ static void key_tree_dealloc(KeyTree *self)
     PyMem_Free(self->compared);
     release(self);
     Py_DECREF(type);
+}
+
+PyObject *loops_page_crcs(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    Py_buffer file;
+    unsigned long long page_bytes, summed_bytes;
+    PyObject *numbers;
+    if (!PyArg_ParseTuple(args, "y*KKO!", &file, &page_bytes, &summed_bytes, &PyList_Type,
+                          &numbers))
+        return NULL;
+    uint64_t size = (uint64_t)file.len, pages = page_bytes ? size / page_bytes + 1 : 0;
+    Py_ssize_t count = PyList_GET_SIZE(numbers);
+    PyObject *sums = PyList_New(count);
+    for (Py_ssize_t i = 0; sums != NULL && i < count; i++) {
+        unsigned long long number = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(numbers, i));
+        uint64_t at = number < pages ? number * page_bytes : size;
+        uint64_t left = at < size ? size - at : 0;
+        size_t bytes = (size_t)(summed_bytes < left ? summed_bytes : left);
+        PyObject *sum = PyErr_Occurred() ? NULL : PyLong_FromUnsignedLong(
+            crc32c(0, (const uint8_t *)file.buf + (left ? at : 0), bytes));
+        if (sum == NULL)
+            Py_CLEAR(sums);
+        else
+            PyList_SET_ITEM(sums, i, sum);
+    }
+    PyBuffer_Release(&file);
+    return sums;
 }
 
 int is_key_tree(PyObject *object)

@@ -38,11 +38,18 @@ typedef struct {
     const uint8_t *page;
     uint64_t number;
     uint32_t low, high, count;
+    int wants_above;
+    const uint8_t *above; /* if wanted: the first key of the next leaf, NULL: there is none */
+    size_t above_bytes;
+    int is_large; /* found, but its value has pages of its own */
 } Search;
 
 /* Looks for up to SEARCHES_MAX keys together, level by level, so that what one of them waits for
    is loaded while the others are compared. */
 void key_tree_search(const KeyTree *tree, Search *searches, size_t count);
+
+/* page_crcs(file, page_bytes, summed_bytes, numbers) -> [crc]: of the first bytes of pages. */
+PyObject *loops_page_crcs(PyObject *self, PyObject *args);
 
 int is_key_tree(PyObject *object);
 

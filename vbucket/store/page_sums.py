@@ -34,8 +34,7 @@ from pathlib import Path
 from struct import Struct, unpack_from
 from typing import Final, NamedTuple
 
-import google_crc32c
-
+from vbucket.native import page_crcs
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.lmdb_pages import (
     DEPTH_MAX,
@@ -67,7 +66,6 @@ _NODE_HEADER_BYTES: Final = 8
 _BRANCH: Final = 1
 _BIG_VALUE, _TABLE = 1, 2
 _NO_ROOT: Final = 2**64 - 1
-_crc32c = google_crc32c.value
 
 State = dict[str, Tree]
 """Table -> its tree, the lists of free pages and of tables included."""
@@ -145,17 +143,29 @@ class PageSums:
         self._map, self._entries = view, view.cast("I")
 
 
+Bounds = tuple[bytes, bytes | None]
+"""The keys that a page can have: low <= key < high."""
+
+
 class Changed(NamedTuple):
-    """A page that is in one of two states only, or the pages of a large value."""
+    """Pages of one height that are in one of two states only, or large values."""
 
     table: str
     height: int
     """0 for leaves; -1 for large values."""
-    number: int
     bytes_summed: int
+    """Of each page, or value, from its beginning."""
+    pages: dict[int, Bounds]
+    """By the number of the page, or the first page."""
+
+
+class _Damaged(NamedTuple):
+    """An outdated page that a commit has replaced."""
+
+    table: str
+    height: int
     low: bytes
     high: bytes | None
-    """The keys that it can have: low <= key < high."""
 
 
 class SumsWriter:
@@ -173,27 +183,29 @@ class SumsWriter:
         """
         compare = _Comparison(view, after.page_bytes)
         new, gone = compare.states(before, after)
-        entries = self._room(max(after.last_page, 0 if before is None else before.last_page))
+        last_page = max(after.last_page, 0 if before is None else before.last_page)
+        entries = self._room(last_page)
         damaged = [
-            compare.widened(page) for page in gone
-            if page.number + _ENTRIES_AT >= len(entries)
-            or entries[_ENTRIES_AT + page.number] != _sum(view, page, after.page_bytes)
+            each for part in gone for each in _damaged(compare, part, entries, last_page)
         ]  # fmt: skip
         highest: dict[str, int] = {}
-        for page in new:
-            highest[page.table] = max(page.height, highest.get(page.table, page.height))
-        for page in new:
-            if page.number > after.last_page:
-                continue  # a damaged tree: no page has it
-            crc = _sum(view, page, after.page_bytes)
-            if any(_may_be_from(page, each, highest[page.table]) for each in damaged):
-                crc ^= _WRONG
-            entries[_ENTRIES_AT + page.number] = crc
+        for part in new:
+            highest[part.table] = max(part.height, highest.get(part.table, part.height))
+        for part in new:
+            numbers = [number for number in part.pages if number <= last_page]
+            for number, crc in zip(numbers, compare.sums(part, numbers), strict=True):
+                entries[_ENTRIES_AT + number] = crc
+            for each in damaged:
+                if part.table == each.table and part.height == min(
+                    each.height, highest[part.table]
+                ):
+                    for number in _that_may_be_from(each, part, numbers):
+                        entries[_ENTRIES_AT + number] ^= _WRONG
         entries.release()
         assert self._map is not None
         self._map.flush()
         self._map[8:16] = after.transaction.to_bytes(8, sys.byteorder)
-        return sorted({page.table for page in damaged})
+        return sorted({each.table for each in damaged})
 
     def close(self) -> None:
         """Close the file."""
@@ -223,10 +235,6 @@ class SumsWriter:
         return memoryview(self._map).cast("I")
 
 
-Bounds = tuple[bytes, bytes | None]
-"""The keys that a page can have: low <= key < high."""
-
-
 class _Comparison:
     """Two states of a file. Pages of the earlier one may be damaged, so nothing is believed."""
 
@@ -251,22 +259,25 @@ class _Comparison:
             self.tree(table, old.get(table), now.get(table), gone, new)
         return new, gone
 
-    def widened(self, page: Changed) -> Changed:
-        """Return a damaged page with bounds that have the keys which are in it, too."""
-        if page.height:
-            return page
-        keys = [key for key, *_ in self._nodes(page.number)]
-        high = None if page.high is None else max([page.high, *(key + b"\0" for key in keys)])
-        return page._replace(low=min([page.low, *keys]), high=high)
+    def sums(self, part: Changed, numbers: list[int]) -> list[int]:
+        """Return the checksums of some of the pages."""
+        return page_crcs(self._view, self._page_bytes, part.bytes_summed, numbers)
+
+    def keys(self, number: int) -> list[bytes]:
+        """Return the keys that a page has."""
+        return [key for key, *_ in self._nodes(number)]
 
     def tables(self, main: Tree) -> State:
         """Return the tables that a list of tables names."""
         found: State = {}
-        for page in self._only_in(None, main, MAIN_TABLE)[1]:
-            for key, flags, at, size in self._nodes(page.number) if not page.height else ():
-                if flags == _TABLE and size == TREE_RECORD_BYTES:
-                    record = bytes(self._view[at : at + size])
-                    found[key.decode(errors="backslashreplace")] = tree_of(record)
+        leaves = [
+            part.pages for part in self._only_in(None, main, MAIN_TABLE)[1] if not part.height
+        ]
+        numbers = [number for pages in leaves for number in pages]
+        for key, flags, at, size in (node for number in numbers for node in self._nodes(number)):
+            if flags == _TABLE and size == TREE_RECORD_BYTES:
+                record = bytes(self._view[at : at + size])
+                found[key.decode(errors="backslashreplace")] = tree_of(record)
         return found
 
     def tree(
@@ -278,15 +289,20 @@ class _Comparison:
         added: list[Changed],
     ) -> None:
         """Add the pages that only one of two states of a table has."""
-        pages = self._only_in(old, new, table)
-        large: list[dict[int, Changed]] = [{}, {}]
-        for tree, found, values in zip((old, new), pages, large, strict=True):
+        parts = self._only_in(old, new, table)
+        large: list[dict[tuple[int, int], Bounds]] = [{}, {}]
+        for tree, found, values in zip((old, new), parts, large, strict=True):
             if tree is not None and tree.large_pages:
-                for page in found:
-                    if not page.height:
-                        values.update(self._large(table, page.number))
-        gone += pages[0] + [large[0][number] for number in large[0].keys() - large[1].keys()]
-        added += pages[1] + [large[1][number] for number in large[1].keys() - large[0].keys()]
+                for part in found:
+                    for number in part.pages if not part.height else ():
+                        values.update(self._large(table, number))
+        for at, into in ((0, gone), (1, added)):
+            into.extend(parts[at])
+            by_pages: dict[int, dict[int, Bounds]] = {}
+            for first, pages in large[at].keys() - large[1 - at].keys():
+                by_pages.setdefault(pages, {})[first] = large[at][first, pages]
+            for pages, found_values in by_pages.items():
+                into.append(Changed(table, -1, pages * self._page_bytes, found_values))
 
     def _only_in(
         self, old: Tree | None, new: Tree | None, table: str
@@ -303,11 +319,11 @@ class _Comparison:
             for number in levels[0].keys() & levels[1].keys():
                 del levels[0][number], levels[1][number]
             below: list[dict[int, Bounds]] = [{}, {}]
-            for level, pages, children in zip(levels, found, below, strict=True):
-                for number, (low, high) in level.items():
-                    pages.append(Changed(table, height, number, self._page_bytes, low, high))
-                    if height:
-                        children.update(self._children(number, low, high))
+            for level, parts, children in zip(levels, found, below, strict=True):
+                if level:
+                    parts.append(Changed(table, height, self._page_bytes, level))
+                for number, (low, high) in level.items() if height else ():
+                    children.update(self._children(number, low, high))
             levels = below
         return found
 
@@ -326,16 +342,14 @@ class _Comparison:
         if child >= 0:
             yield child, (start, high)
 
-    def _large(self, table: str, number: int) -> Iterator[tuple[int, Changed]]:
-        """Yield the values of a leaf that have pages of their own, by their first page."""
+    def _large(self, table: str, number: int) -> Iterator[tuple[tuple[int, int], Bounds]]:
+        """Yield first page and pages of the values of a leaf that have pages of their own."""
+        pages = 1
         for key, flags, at, size in self._nodes(number):
             if flags & _BIG_VALUE and at + 8 <= len(self._view):
-                (first,) = _U64(self._view, at)
-                pages = 1
                 if table not in FIRST_PAGE_ONLY:
                     pages = pages_of(size, self._page_bytes)
-                summed = pages * self._page_bytes
-                yield first, Changed(table, -1, first, summed, key, key + b"\0")
+                yield (_U64(self._view, at)[0], pages), (key, key + b"\0")
 
     def _head(self, number: int) -> tuple[int, int]:
         """Return flags and end of the slots of a page; zeros if it is not in the file."""
@@ -359,18 +373,31 @@ class _Comparison:
                 yield raw[end - key_bytes : end], flags, start + end, size
 
 
-def _sum(view: memoryview, page: Changed, page_bytes: int) -> int:
-    start = page.number * page_bytes
-    crc: int = _crc32c(bytes(view[start : start + page.bytes_summed]))
-    return crc
+def _damaged(
+    compare: _Comparison, part: Changed, entries: memoryview, last_page: int
+) -> Iterator[_Damaged]:
+    """Yield the pages whose checksums differ, with bounds that have the keys in them, too."""
+    numbers = [number for number in part.pages if number <= last_page]
+    sums = compare.sums(part, numbers)
+    known = [entries[_ENTRIES_AT + number] for number in numbers]
+    if known == sums and len(numbers) == len(part.pages):
+        return
+    right = {n for n, crc, there in zip(numbers, sums, known, strict=True) if crc == there}
+    for number in part.pages.keys() - right:
+        low, high = part.pages[number]
+        if not part.height:
+            keys = compare.keys(number)
+            low = min([low, *keys])
+            high = None if high is None else max([high, *(key + b"\0" for key in keys)])
+        yield _Damaged(part.table, part.height, low, high)
 
 
-def _may_be_from(page: Changed, damaged: Changed, height_max: int) -> bool:
-    """Whether a new page may have content of a damaged one that it replaces."""
-    if page.table != damaged.table or page.height != min(damaged.height, height_max):
-        return False
-    if page.table == FREE_TABLE:
-        return True
-    return (damaged.high is None or page.low < damaged.high) and (
-        page.high is None or page.high > damaged.low
-    )
+def _that_may_be_from(damaged: _Damaged, part: Changed, numbers: list[int]) -> Iterator[int]:
+    """Yield the new pages that may have content of a damaged one."""
+    for number in numbers:
+        low, high = part.pages[number]
+        is_below = high is not None and high <= damaged.low
+        is_above = damaged.high is not None and low >= damaged.high
+        # The keys of the list of free pages do not ascend as bytes.
+        if part.table == FREE_TABLE or not (is_below or is_above):
+            yield number
