@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from clients.errors import DcpdError
 from clients.testing import ServerStartError
-from soak.attack import archives, arrays, cas, crowds, damage, disks, garbage, processes
+from soak.attack import archives, arrays, cas, crowds, damage, disks, garbage, processes, stale
 from soak.attack.case import HANG_S, AttackError, Case, Fault, NotRunError, Stage
 from soak.attack.probe import WRONG, Measured, Probe
 from soak.attack.table import Tally, from_document, table, to_document
@@ -45,6 +45,7 @@ KINDS: Final[dict[str, tuple[int, Callable[[Case], None]]]] = {
     "cas": (1, cas.run),
     "garbage": (2, garbage.run),
     "arrays": (2, arrays.run),
+    "stale page": (3, stale.run),
 }
 """Kind -> its weight, and the function that runs a case."""
 

@@ -467,7 +467,7 @@ class LmdbPageReader(PageReader):
             self._file = PageFile(folder)
         except OSError as error:
             raise StoreFailedError(f"{folder}: the store cannot be opened: {error}") from error
-        super().__init__(self._file.view, self._file.newest(), sums=self._file.sums)
+        super().__init__(self._file.view, self._file.follow(), sums=self._file.sums)
         self.missing = [name for name in tables if name not in found]
         """Tables that the store does not have."""
 

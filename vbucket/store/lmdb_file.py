@@ -84,6 +84,16 @@ class PageFile:
         if (state.last_page + 1) * state.page_bytes > len(self._view):
             self._map_all()
 
+    def follow(self) -> Meta:
+        """Return the newest state. Its pages can all be compared, also if a crash kept checksums of
+        the last commit from the disk. Nobody may write meanwhile.
+        """
+        state = self.newest()
+        if self.sums.transaction != state.transaction:
+            self.map_state(state)
+            self.sums.follow(self._view, self.before(state), state)
+        return state
+
     def damaged(self, what: str) -> StoreDamagedError:
         """Return the error that names the file."""
         return StoreDamagedError(f"{self.path}: {what}; check the disk and restore a backup")

@@ -79,6 +79,8 @@ class PageSums:
         self.path = folder / SUMS_FILE_NAME
         self._map: memoryview | None = None
         self._entries: memoryview | None = None
+        self._followed = 0
+        self._new: frozenset[int] = frozenset()
         self._load()
 
     @property
@@ -95,8 +97,10 @@ class PageSums:
 
     def differs(self, number: int, crc: int, transaction: int) -> bool:
         """Whether a page of the state of a transaction is not the one that was written last."""
-        if self.transaction < transaction:  # of a commit whose checksums are being written
+        if number in self._new:
             return False
+        if max(self.transaction, self._followed) < transaction:
+            return False  # of a commit whose checksums are being written
         assert self._entries is not None
         if _ENTRIES_AT + number >= len(self._entries):
             self._load()
@@ -122,6 +126,27 @@ class PageSums:
             f"{old} (transaction {newer}): the disk has lost a write, or an older file was put "
             "back; check the disk, and restore the whole folder from one copy, or a backup"
         )
+
+    def follow(self, view: memoryview, before: Meta, after: Meta) -> None:
+        """Go on to a state whose checksums a crash kept from the file, without writing them: its
+        new pages are not compared, all others are. Nobody may write meanwhile. Raises
+        StoreDamagedError if the last commit has replaced an outdated page.
+        """
+        if not self.transaction:
+            return
+        assert self._entries is not None
+        compare = _Comparison(view, after.page_bytes)
+        new, gone = compare.states(before, after)
+        last_page = min(before.last_page, len(self._entries) - _ENTRIES_AT - 1)
+        for part in gone:
+            for page in _damaged(compare, part, self._entries, last_page):
+                raise StoreDamagedError(
+                    f"{self.path.with_name('data.mdb')}: table {page.table}: a page that the last "
+                    "commit has replaced was not the one that was written last (the disk has lost "
+                    "a write, or an older file was put back); check the disk and restore a backup"
+                )
+        self._new = frozenset(number for part in new for number in part.pages)
+        self._followed = after.transaction
 
     def _load(self) -> None:
         try:
