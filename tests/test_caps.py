@@ -36,9 +36,9 @@ CAPS: Final = {
     "arguments of a constructor": Cap(22, 10),
     "callbacks passed to constructors": Cap(105, 40),
     "Protocol classes": Cap(42, 25),
-    "files": Cap(558, 340),
+    "files": Cap(560, 340),
     "files in a folder": Cap(40, 15),
-    "lines": Cap(100_500, 87_000),
+    "lines": Cap(100_600, 87_000),
     "support modules of tests": Cap(52, 25),
 }
 

@@ -29,7 +29,7 @@ from vbucket.store.environment import (
 )
 from vbucket.store.lmdb_file import PageFile, check_file
 from vbucket.store.lmdb_pages import Meta, PageReader
-from vbucket.store.page_sums import SumsWriter
+from vbucket.store.sums_writer import SumsWriter
 
 if TYPE_CHECKING:
     from vbucket.native.loops import KeyTree

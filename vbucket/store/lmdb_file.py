@@ -22,6 +22,7 @@ from vbucket.store.lmdb_pages import (
     read_meta,
 )
 from vbucket.store.page_sums import PageSums
+from vbucket.store.sums_writer import follow_a_crash
 
 DATA_FILE_NAME: Final = "data.mdb"
 
@@ -91,7 +92,7 @@ class PageFile:
         state = self.newest()
         if self.sums.transaction != state.transaction:
             self.map_state(state)
-            self.sums.follow(self._view, self.before(state), state)
+            follow_a_crash(self.sums, self._view, self.before(state), state)
         return state
 
     def damaged(self, what: str) -> StoreDamagedError:

@@ -6,8 +6,7 @@ with SIGBUS. A page with the content of another page silently hides existing key
 on the way is checked, and damage raises a StoreDamagedError that names the table, the key and the
 page.
 
-Who calls it: `vbucket.store.environment_lmdb`, for what LMDB does not do safely. LMDB still looks
-up single keys that exist, because it needs a quarter of the time.
+Who calls it: `vbucket.store.environment_lmdb`, for what LMDB does not do safely.
 
 Invariants
 - a reader shows one committed state, which a read transaction pins (or nobody writes). So its pages
