@@ -453,7 +453,7 @@ def test_a_change_that_memory_runs_out_for_is_noticed_or_has_not_happened() -> N
 
 
 def damage(node: MemoryNode, full_key: bytes) -> None:
-    """Flip a bit of a record of by_key, wherever its page was written, and adapt the page's checksum:
+    """Flip a bit of a record of by_key, wherever its page was written, and adapt its checksum:
     only the record's own tells.
     """
     if not isinstance(node, LmdbNode):
