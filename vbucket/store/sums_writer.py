@@ -273,6 +273,8 @@ class _Comparison:
         lower = self._head(number)[1]
         start = number * self._page_bytes
         raw = bytes(self._view[start : start + self._page_bytes])
+        if len(raw) < self._page_bytes:
+            return
         for slot in unpack_from(f"={max(lower - _PAGE_HEADER_BYTES, 0) // 2}H", raw, 16):
             if slot + _NODE_HEADER_BYTES > len(raw):
                 return
