@@ -70,17 +70,24 @@ def run(case: Case) -> None:
     harm = draw_harm(damaged, case.draw)
     has_effect = apply(damaged, harm)
     case.note(f"{made.words}: {harm}")
+    attack(case, made, damaged, harm, has_effect=has_effect)
+
+
+def attack(
+    case: Case, made: MadeFolder, damaged: Path, harm: Harm, *, has_effect: bool = True
+) -> None:
+    """Check a damaged copy of a folder, and serve it."""
     verdict = verify(case, damaged)
     case.note(f"verify: {sorted(verdict.kinds) or verdict.code}")
     if not has_effect:
         case.demand(verdict.code == 0, Fault.WRONG, "verify finds something where nothing is")
     data = Path(shutil.copytree(damaged, case.folder / "data"))
-    attack = _Attack(case, made, harm, verdict, AttackedServer(data, *ARGUMENTS))
+    attacked = _Attack(case, made, harm, verdict, AttackedServer(data, *ARGUMENTS))
     try:
-        attack.run()
+        attacked.run()
     finally:
         case.rest()
-        attack.server.close()
+        attacked.server.close()
 
 
 def verify(case: Case, folder: Path) -> Verdict:

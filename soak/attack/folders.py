@@ -42,6 +42,8 @@ class MadeFolder:
         """The position of a consumer that has seen the first part of the changes."""
         self.late: dict[int, Place] = {}
         """The position of a consumer that has seen all changes."""
+        self.older: list[bytes] = []
+        """The store's file as it was after each merge but the last."""
         self._changes: dict[bytes, int] = {}
         server = AttackedServer(self.path, *ARGUMENTS)
         server.start()
@@ -77,6 +79,7 @@ class MadeFolder:
                 self.history.write(client, self._part(keys, draw))
                 if part < parts - 1:
                     server.compact()  # everything up to here is in the store
+                    self.older.append((self.path / "store" / "data.mdb").read_bytes())
                 if part == 0:
                     self.early = places(client, self.history.changes)
             self.late = places(client, self.history.changes)

@@ -22,7 +22,18 @@ from typing import Any, Final
 
 from clients.errors import DcpdError
 from clients.testing import ServerStartError
-from soak.attack import archives, arrays, cas, crowds, damage, disks, garbage, processes, starved
+from soak.attack import (
+    archives,
+    arrays,
+    cas,
+    crowds,
+    damage,
+    disks,
+    garbage,
+    processes,
+    stale,
+    starved,
+)
 from soak.attack.case import HANG_S, AttackError, Case, Fault, NotRunError, Stage
 from soak.attack.probe import WRONG, Measured, Probe
 from soak.attack.table import Tally, from_document, table, to_document
@@ -46,6 +57,7 @@ KINDS: Final[dict[str, tuple[int, Callable[[Case], None]]]] = {
     "garbage": (2, garbage.run),
     "arrays": (2, arrays.run),
     "starved": (1, starved.run),
+    "stale page": (3, stale.run),
 }
 """Kind -> its weight, and the function that runs a case."""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import google_crc32c
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.engine.versions import Meta
 from vbucket.native import new_staged, set_run
 from vbucket.store.environment import StoreDamagedError
+from vbucket.store.page_sums import ENTRIES_AT, SUMS_FILE_NAME
 from vbucket.store.records import BY_KEY_TABLE
 
 if TYPE_CHECKING:
@@ -426,7 +428,9 @@ def test_a_change_that_memory_runs_out_for_is_noticed_or_has_not_happened() -> N
 
 
 def damage(node: MemoryNode, full_key: bytes) -> None:
-    """Flip a bit of a record of by_key, wherever its page was written."""
+    """Flip a bit of a record of by_key, wherever its page was written, and adapt its checksum:
+    only the record's own tells.
+    """
     if not isinstance(node, LmdbNode):
         node.env.flip(BY_KEY_TABLE, full_key, 12)  # type: ignore[attr-defined]
     else:
@@ -437,6 +441,12 @@ def damage(node: MemoryNode, full_key: bytes) -> None:
             for at in found:
                 file.seek(at + 11)
                 file.write(bytes([data[at + 11] ^ 1]))
+        with (Path(node._folder.name) / "store" / SUMS_FILE_NAME).open("r+b") as sums:
+            damaged = (Path(node._folder.name) / "store" / "data.mdb").read_bytes()
+            for number in {(at + 11) // 4096 for at in found}:
+                page = damaged[number * 4096 : (number + 1) * 4096]
+                sums.seek(4 * (ENTRIES_AT + number))
+                sums.write(google_crc32c.value(page).to_bytes(4, sys.byteorder))
     node.store.refresh()
 
 

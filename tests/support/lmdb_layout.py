@@ -60,6 +60,11 @@ def _walk(data: bytes, page: int, table: Table) -> set[bytes]:
     return below
 
 
+def keys_on(data: bytes, page: int) -> set[bytes]:
+    """Return the keys of a page of a file."""
+    return {key for key, *_ in _nodes(data, page)}
+
+
 def _nodes(data: bytes, page: int) -> list[tuple[bytes, int, bytes]]:
     """Return key, flags and value of each node; in a branch, low bytes of the child's number."""
     start = page * PAGE_BYTES

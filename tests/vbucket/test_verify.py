@@ -351,8 +351,8 @@ def test_a_file_is_checked_without_being_touched(tmp_path: Path) -> None:
     file.close()
     after = {path: (path.read_bytes(), path.stat()) for path in tmp_path.iterdir()}
     assert after.keys() == before.keys()
-    assert [after[path][0] == before[path][0] for path in before] == [True]
-    assert [after[path][1].st_mtime_ns == before[path][1].st_mtime_ns for path in before] == [True]
+    assert all(after[path][0] == before[path][0] for path in before)
+    assert all(after[path][1].st_mtime_ns == before[path][1].st_mtime_ns for path in before)
     assert check.progress.keys == 7
 
 

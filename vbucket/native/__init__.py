@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import google_crc32c
+
 if TYPE_CHECKING:
     from array import array
 
@@ -240,9 +242,16 @@ def live_run(stream: type, part: type, layer: type, tally: type) -> LiveRun | No
 
 
 def key_tree(
-    file: memoryview, page_bytes: int, last_page: int, depth: int, root: int
+    file: memoryview,
+    page_bytes: int,
+    last_page: int,
+    depth: int,
+    root: int,
+    sums: memoryview | None = None,
+    transaction: int = 0,
 ) -> KeyTree | None:
-    """Return what looks up keys in a tree of LMDB's pages. None: the loops are not built, or this
+    """Return what looks up keys in a tree of LMDB's pages; with `sums`, the checksums of this
+    transaction's state, it compares each page. None: the loops are not built, or this
     is no tree.
     """
     try:
@@ -250,9 +259,21 @@ def key_tree(
     except ModuleNotFoundError:
         return None
     try:
-        return KeyTree(file, page_bytes, last_page, depth, root)
+        return KeyTree(file, page_bytes, last_page, depth, root, sums, transaction)
     except ValueError:
         return None
+
+
+def page_crcs(
+    file: memoryview, page_bytes: int, summed_bytes: int, numbers: list[int]
+) -> list[int]:
+    """Return the CRC-32C of the first bytes of some pages, as far as they are in the file."""
+    try:
+        from vbucket.native import loops
+    except ModuleNotFoundError:
+        starts = [number * page_bytes for number in numbers]
+        return [google_crc32c.value(bytes(file[at : at + summed_bytes])) for at in starts]
+    return loops.page_crcs(file, page_bytes, summed_bytes, numbers)
 
 
 def log_thread(done_fd: int) -> LogThread | None:

@@ -4,8 +4,9 @@
    Invariants
    - no byte outside of the file's map is read, whatever the pages have: a page lies within the map,
      and a node within its page;
-   - a page on the way has its own number and the type of its level. A page that does not makes the
-     outcome UNKNOWN, and Python looks the key up.
+   - a page on the way has its own number, the type of its level and, where checksums are given,
+     the bytes that were written last: it is compared once. A page that does not makes the outcome
+     UNKNOWN, and Python looks the key up.
 
    The caller holds the object, so the map stays; a read transaction pins the state. */
 
@@ -22,12 +23,14 @@
 #define FIRST_PAGE 2 /* the meta pages are before it */
 #define BRANCH 1
 #define LEAF 2
+#define LARGE 1 /* flag of a node: its value has pages of its own */
 #define NO_ROOT UINT64_MAX
 #define DEPTH_MAX 32
 #define PAGE_BYTES_MIN 256
 #define PAGE_BYTES_MAX 0x8000
 #define CACHE_LINE_BYTES 64
-#define BIG_VALUE 1 /* flag of a node whose value is on pages of its own */
+#define SUMS_HEADER_BYTES 16 /* vbucket/store/page_sums.py: the transaction, then the checksums */
+#define SUMS_TRANSACTION_AT 8
 #define FULL_KEY_BYTES_MAX 511 /* LMDB's limit */
 
 /* Numbers are in the byte order of the machine. */
@@ -87,6 +90,25 @@ static int compare(const uint8_t *one, size_t one_bytes, const uint8_t *other, s
     return order ? order : (one_bytes > other_bytes) - (one_bytes < other_bytes);
 }
 
+/* Whether a page has the bytes that were written last, as far as its checksum is known. */
+static int is_written_last(const KeyTree *tree, const Search *search)
+{
+    uint64_t known, number = search->number;
+    const uint8_t *sums = tree->sums.buf;
+    uint8_t bit = (uint8_t)(1 << (number & 7));
+    if (tree->compared == NULL || tree->compared[number / 8] & bit)
+        return 1;
+    memcpy(&known, sums + SUMS_TRANSACTION_AT, sizeof known);
+    if (known < tree->transaction) /* the checksums of this state are being written */
+        return 1;
+    size_t at = SUMS_HEADER_BYTES + (size_t)number * 4;
+    if (at + 4 > (size_t)tree->sums.len ||
+        crc32c(0, search->page, tree->page_bytes) != number32(sums + at))
+        return 0;
+    tree->compared[number / 8] |= bit;
+    return 1;
+}
+
 /* Checks the head of a page. */
 static void begin_page(const KeyTree *tree, Search *search, uint32_t kind)
 {
@@ -96,6 +118,10 @@ static void begin_page(const KeyTree *tree, Search *search, uint32_t kind)
     uint32_t least = kind == BRANCH ? 2 : 1; /* nodes */
     if (number != search->number || flags != kind || lower > tree->page_bytes ||
         lower < PAGE_HEADER_BYTES + 2 * least) {
+        search->outcome = UNKNOWN;
+        return;
+    }
+    if (!is_written_last(tree, search)) {
         search->outcome = UNKNOWN;
         return;
     }
@@ -121,6 +147,7 @@ static int halve(const KeyTree *tree, Search *search, uint32_t kind)
         search->value_bytes = number32(node);
         int is_inside = !number16(node + 4) && node_fits(tree, search, node, search->value_bytes);
         search->outcome = is_inside ? FOUND : UNKNOWN;
+        search->is_large = number16(node + 4) == LARGE && node_fits(tree, search, node, 8);
         return 0;
     }
     if (order < 0)
@@ -202,7 +229,7 @@ int key_tree_node(const KeyTree *tree, const Search *search, int offset, Node *n
     if (!flags)
         return node_fits(tree, search, at, node->value_bytes);
     uint64_t number;
-    if (flags != BIG_VALUE || !node_fits(tree, search, at, sizeof number))
+    if (flags != LARGE || !node_fits(tree, search, at, sizeof number))
         return 0;
     memcpy(&number, node->value, sizeof number);
     size_t pages = (size_t)tree->file.len / tree->page_bytes;
@@ -304,17 +331,54 @@ static PyObject *key_tree_unproven(KeyTree *self, PyObject *args)
     return unproven;
 }
 
+static PyObject *key_tree_unsound(KeyTree *self, PyObject *keys)
+{
+    if (!PyList_Check(keys)) {
+        PyErr_SetString(PyExc_TypeError, "a list of keys is needed");
+        return NULL;
+    }
+    PyObject *unsound = PyList_New(0);
+    Search last = {.outcome = UNKNOWN}; /* its leaf is sound unless this is its outcome */
+    for (Py_ssize_t i = 0; unsound != NULL && i < PyList_GET_SIZE(keys); i++) {
+        char *key;
+        Py_ssize_t bytes;
+        if (PyBytes_AsStringAndSize(PyList_GET_ITEM(keys, i), &key, &bytes) < 0) {
+            Py_CLEAR(unsound);
+            break;
+        }
+        Search search = {.key = (const uint8_t *)key, .key_bytes = (size_t)bytes};
+        if (last.outcome != UNKNOWN &&
+            compare(last.key, last.key_bytes, search.key, search.key_bytes) <= 0 &&
+            (last.to == NULL || compare(search.key, search.key_bytes, last.to + NODE_HEADER_BYTES,
+                                        number16(last.to + 6)) < 0))
+            continue; /* it belongs into the same leaf */
+        key_tree_search(self, &search, 1);
+        if (search.outcome == UNKNOWN && search.is_large)
+            search.outcome = FOUND;
+        if (search.outcome == UNKNOWN && PyList_Append(unsound, PyList_GET_ITEM(keys, i)))
+            Py_CLEAR(unsound);
+        last = search;
+    }
+    return unsound;
+}
+
 static PyObject *key_tree_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    Py_buffer file;
-    unsigned long long page_bytes, last_page, root;
+    Py_buffer file, sums = {0};
+    PyObject *sums_from = Py_None;
+    unsigned long long page_bytes, last_page, root, transaction = 0;
     unsigned int depth;
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "KeyTree() takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "y*KKIK", &file, &page_bytes, &last_page, &depth, &root))
+    if (!PyArg_ParseTuple(args, "y*KKIK|OK", &file, &page_bytes, &last_page, &depth, &root,
+                          &sums_from, &transaction))
         return NULL;
+    if (sums_from != Py_None && PyObject_GetBuffer(sums_from, &sums, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&file);
+        return NULL;
+    }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     KeyTree *self = NULL;
     int is_tree = page_bytes >= PAGE_BYTES_MIN && page_bytes <= PAGE_BYTES_MAX &&
@@ -325,9 +389,20 @@ static PyObject *key_tree_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         self = (KeyTree *)allocate(type, 0);
     if (self == NULL) {
         PyBuffer_Release(&file);
+        PyBuffer_Release(&sums); /* does nothing if there are none */
         return NULL;
     }
     self->file = file;
+    self->sums = sums;
+    self->transaction = transaction;
+    self->compared = NULL;
+    if (sums.buf != NULL && sums.len >= SUMS_HEADER_BYTES) {
+        self->compared = PyMem_Calloc((size_t)last_page / 8 + 1, 1);
+        if (self->compared == NULL) {
+            Py_DECREF(self);
+            return PyErr_NoMemory();
+        }
+    }
     self->page_bytes = (size_t)page_bytes;
     self->last_page = last_page;
     self->depth = depth;
@@ -340,8 +415,37 @@ static void key_tree_dealloc(KeyTree *self)
     PyTypeObject *type = Py_TYPE(self);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     PyBuffer_Release(&self->file);
+    PyBuffer_Release(&self->sums);
+    PyMem_Free(self->compared);
     release(self);
     Py_DECREF(type);
+}
+
+PyObject *loops_page_crcs(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    Py_buffer file;
+    unsigned long long page_bytes, summed_bytes;
+    PyObject *numbers;
+    if (!PyArg_ParseTuple(args, "y*KKO!", &file, &page_bytes, &summed_bytes, &PyList_Type,
+                          &numbers))
+        return NULL;
+    uint64_t size = (uint64_t)file.len, pages = page_bytes ? size / page_bytes + 1 : 0;
+    Py_ssize_t count = PyList_GET_SIZE(numbers);
+    PyObject *sums = PyList_New(count);
+    for (Py_ssize_t i = 0; sums != NULL && i < count; i++) {
+        unsigned long long number = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(numbers, i));
+        uint64_t at = number < pages ? number * page_bytes : size;
+        uint64_t left = at < size ? size - at : 0;
+        size_t bytes = (size_t)(summed_bytes < left ? summed_bytes : left);
+        PyObject *sum = PyErr_Occurred() ? NULL : PyLong_FromUnsignedLong(
+            crc32c(0, (const uint8_t *)file.buf + (left ? at : 0), bytes));
+        if (sum == NULL)
+            Py_CLEAR(sums);
+        else
+            PyList_SET_ITEM(sums, i, sum);
+    }
+    PyBuffer_Release(&file);
+    return sums;
 }
 
 int is_key_tree(PyObject *object)
@@ -351,6 +455,7 @@ int is_key_tree(PyObject *object)
 
 static PyMethodDef methods[] = {
     {"get", (PyCFunction)key_tree_get, METH_VARARGS, NULL},
+    {"unsound", (PyCFunction)key_tree_unsound, METH_O, NULL},
     {"unproven", (PyCFunction)key_tree_unproven, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -21,6 +21,9 @@ typedef struct {
     uint64_t last_page, root;
     size_t page_bytes;
     unsigned int depth;
+    Py_buffer sums;       /* vbucket/store/page_sums.py; `buf` is NULL if there are none */
+    uint64_t transaction; /* of the state */
+    uint8_t *compared;    /* a bit for each page: it was compared with its checksum */
 } KeyTree;
 
 enum { ABSENT = 0, FOUND = 1, UNKNOWN = -1 /* a page is not as it should be */ };
@@ -38,6 +41,7 @@ typedef struct {
     uint32_t low, high, count;
     const uint8_t *from, *to; /* nodes of branches: the leaf's keys are from one to below the other;
                                  NULL: there is no such bound */
+    int is_large; /* found, but its value has pages of its own */
 } Search;
 
 /* A node of a leaf. The value may lie on pages of its own. */
@@ -57,6 +61,8 @@ int key_tree_node(const KeyTree *tree, const Search *search, int offset, Node *n
 /* Whether the keys of the leaf where a search ended are within its bounds, and no node is there
    twice. */
 int key_tree_leaf_fits(const KeyTree *tree, const Search *search);
+/* page_crcs(file, page_bytes, summed_bytes, numbers) -> [crc]: of the first bytes of pages. */
+PyObject *loops_page_crcs(PyObject *self, PyObject *args);
 
 int is_key_tree(PyObject *object);
 

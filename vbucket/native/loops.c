@@ -44,6 +44,7 @@ static PyMethodDef functions[] = {
     {"crc32c", loops_crc32c, METH_VARARGS, NULL},
     {"crc32c_by_tables", loops_crc32c_by_tables, METH_VARARGS, NULL},
     {"is_json", py_is_json, METH_O, NULL},
+    {"page_crcs", loops_page_crcs, METH_VARARGS, NULL},
     {"mark_json", py_mark_json, METH_VARARGS, NULL},
     {"entries_of", loops_entries_of, METH_VARARGS, NULL},
     {"frame_keys", loops_frame_keys, METH_VARARGS, NULL},

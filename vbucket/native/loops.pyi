@@ -16,6 +16,11 @@ def crc32c(data: bytes, /) -> int:
 def crc32c_by_tables(data: bytes, /) -> int:
     """Return the same, without the processor's instruction."""
 
+def page_crcs(
+    file: memoryview, page_bytes: int, summed_bytes: int, numbers: list[int], /
+) -> list[int]:
+    """Return the CRC-32C of the first bytes of some pages, as far as they are in the file."""
+
 def is_json(text: bytes | memoryview, /) -> bool:
     """Return whether a text is JSON (`vbucket.engine.json_value`)."""
 
@@ -214,9 +219,22 @@ class KeyTree:
     """Looks up keys in a table of LMDB's file, in one committed state that does not change."""
 
     def __init__(
-        self, file: memoryview, page_bytes: int, last_page: int, depth: int, root: int, /
+        self,
+        file: memoryview,
+        page_bytes: int,
+        last_page: int,
+        depth: int,
+        root: int,
+        sums: memoryview | None = None,
+        transaction: int = 0,
+        /,
     ) -> None:
-        """Raises ValueError if this is no tree."""
+        """With `sums` (vbucket.store.page_sums) each page of the state of this transaction is
+        compared with its checksum once. Raises ValueError if this is no tree.
+        """
+
+    def unsound(self, keys: list[bytes], /) -> list[bytes]:
+        """Return the keys on whose way a page is damaged."""
 
     def get(self, key: bytes, /) -> bytes | bool | None:
         """Return the value of a key; None: it is not there; False: a page is damaged."""

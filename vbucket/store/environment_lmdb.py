@@ -8,9 +8,10 @@ not use it in a thread beside a busy one: use a separate process, or do short re
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,7 +28,8 @@ from vbucket.store.environment import (
     place_of,
 )
 from vbucket.store.lmdb_file import PageFile, check_file
-from vbucket.store.lmdb_pages import PageReader
+from vbucket.store.lmdb_pages import Meta, PageReader
+from vbucket.store.sums_writer import SumsWriter
 
 if TYPE_CHECKING:
     from vbucket.native.loops import KeyTree
@@ -55,11 +57,8 @@ its steps. The steps are microseconds apart, and a commit takes a sync."""
 class LmdbSnapshot:
     """`KvSnapshot`: a read transaction that is renewed. Values are views into maps of the file.
 
-    LMDB looks up single keys. If it finds nothing, the pages themselves are searched again. All
-    other reads use only the pages (`vbucket.store.lmdb_pages` says why). After an error LMDB
-    refuses any further use of a transaction, but the transaction still pins its state. So the same
-    state is read from the pages until the next `refresh`, and a damaged page only affects reads of
-    its content.
+    LMDB's transaction pins the state; all reads use its pages (`vbucket.store.lmdb_pages` says
+    why). The loop in C looks up single keys, if it is built.
     """
 
     def __init__(self, env: Any, tables: dict[str, Any], file: PageFile) -> None:
@@ -82,20 +81,14 @@ class LmdbSnapshot:
 
     def get(self, table: str, key: bytes) -> Buffer | None:
         """See KvReader."""
-        try:
-            value: Buffer | None = self._transaction.get(key, None, self._tables[table])
-        except lmdb.Error:
-            return self._pages.get(table, key)
-        return value
+        tree = self._pages.tree_in_c(table)
+        found = False if tree is None else tree.get(key)
+        return self._pages.get(table, key) if isinstance(found, bool) else found
 
     def get_many(self, table: str, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
         """See KvReader."""
-        try:
-            with self._transaction.cursor(db=self._tables[table]) as cursor:
-                found = cursor.getmulti(keys)
-        except lmdb.Error:
-            return self._pages.get_many(table, keys)
-        return [(bytes(key), bytes(value)) for key, value in found]
+        found = ((key, self.get(table, key)) for key in keys)
+        return [(key, bytes(value)) for key, value in found if value is not None]
 
     def neighbours(self, table: str, key: bytes) -> Sequence[tuple[bytes, Buffer]]:
         """See KvReader."""
@@ -150,6 +143,7 @@ class LmdbWrite:
 
     def get(self, table: str, key: bytes) -> Buffer | None:
         """See KvReader."""
+        self._check(table, [key])
         with self._inner(table, key) as inner:
             value: bytes | None = inner.get(key, None, self._tables[table])
         return value
@@ -158,6 +152,7 @@ class LmdbWrite:
         """See KvReader."""
         if not keys:
             return []
+        self._check(table, keys)
         with (
             self._inner(table, keys[0]) as inner,
             inner.cursor(db=self._tables[table]) as cursor,
@@ -228,6 +223,7 @@ class LmdbWrite:
         """See KvWrite."""
         if key > self._ends.get(table, key):
             self._ends[table] = key
+        self._check_before_write(table, [key])
         try:
             self._transaction.put(key, value, db=self._tables[table])
         except _DAMAGE as error:
@@ -238,6 +234,7 @@ class LmdbWrite:
         if not items:
             return
         is_above = items[0][0] > self._end_of(table)
+        self._check_before_write(table, [key for key, _ in (items[:1] if is_above else items)])
         cursor = self._cursors.get(table)
         if cursor is None:
             cursor = self._cursors[table] = self._transaction.cursor(db=self._tables[table])
@@ -266,10 +263,32 @@ class LmdbWrite:
 
     def delete(self, table: str, key: bytes) -> bool:
         """See KvWrite."""
+        self._check_before_write(table, [key])
         try:
             return bool(self._transaction.delete(key, db=self._tables[table]))
         except _DAMAGE as error:
             raise self._lost(table, [key], error) from error
+
+    @property
+    def why_lost(self) -> str:
+        """The damage that a write met, "" if none did."""
+        return self._why_lost
+
+    def _check(self, table: str, keys: Sequence[bytes]) -> None:
+        """Check the committed pages on the way to keys. Raises StoreDamagedError."""
+        if self._why_lost:
+            raise WriteLostError(self._why_lost)
+        self._committed().check_ways(table, keys)
+
+    def _check_before_write(self, table: str, keys: Sequence[bytes]) -> None:
+        """Check the pages that a write would copy: an outdated one must not become a new one."""
+        try:
+            self._check(table, keys)
+        except WriteLostError:
+            raise
+        except StoreDamagedError as error:
+            self._why_lost = str(error)
+            raise WriteLostError(self._why_lost) from error
 
     def _lost(self, table: str, keys: Sequence[bytes], error: Exception) -> WriteLostError:
         """Return the error that names the first of these keys whose pages are damaged."""
@@ -326,6 +345,10 @@ class LmdbEnv:
                     name: self._env.open_db(name.encode(), txn=transaction) for name in tables
                 }
             self._file = PageFile(folder)
+            self._sums = SumsWriter(folder)
+            # If there is no room, the first write tries it again.
+            with self._env.begin(write=True), suppress(OSError, StoreFailedError):
+                self._catch_up()
         except (lmdb.VersionMismatchError, lmdb.InvalidError) as error:
             raise UnknownFormatError(
                 f"{folder}: this is not a store of {self.engine}: {error}; use the version of "
@@ -348,8 +371,19 @@ class LmdbEnv:
     def write(self) -> Iterator[LmdbWrite]:
         """See KvEnv."""
         try:
+            before = self._catch_up()
+        except OSError as error:
+            raise self._sums_failed(error) from error
+        try:
             with self._env.begin(write=True) as transaction:
-                yield LmdbWrite(self._env, transaction, self._tables, self._file)
+                write = LmdbWrite(self._env, transaction, self._tables, self._file)
+                yield write
+                if write.why_lost:
+                    raise WriteLostError(write.why_lost)
+            after = self._file.newest()
+            if after.transaction != before.transaction:
+                with suppress(OSError, StoreFailedError):  # it is committed; the next write tells
+                    self._follow(before, after)
         except lmdb.MapFullError as error:
             raise MapFullError(
                 f"{self._folder}: the store's map of {self._env.info()['map_size']} bytes is full, "
@@ -370,6 +404,27 @@ class LmdbEnv:
                 f"{self._folder}: the store's transaction failed: {error}; the log still has all "
                 "changes. Check the disk, then start again"
             ) from error
+
+    def _catch_up(self) -> Meta:
+        """Write the checksums that the last commit left out, if any; return the newest state.
+
+        Raises OSError, StoreFailedError.
+        """
+        state = self._file.newest()
+        known = self._file.sums.transaction
+        if known != state.transaction:
+            self._follow(self._file.before(state) if known else None, state)
+        return state
+
+    def _follow(self, before: Meta | None, after: Meta) -> None:
+        self._file.map_state(after)
+        self._sums.follow(self._file.view, before, after)
+
+    def _sums_failed(self, error: OSError) -> StoreFullError | StoreFailedError:
+        what = f"{self._folder}: the checksums of the store's pages cannot be written: {error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return StoreFullError(f"{what}; nothing was written. Free some space")
+        return StoreFailedError(f"{what}; nothing was written. Check the disk, then start again")
 
     def grow(self) -> bool:
         """See KvEnv. The map doubles; a full disk shows at the commit, as StoreFullError."""
@@ -394,6 +449,7 @@ class LmdbEnv:
         """See KvEnv."""
         self._env.close()
         self._file.close()
+        self._sums.close()
 
 
 class LmdbPageReader(PageReader):
@@ -411,7 +467,7 @@ class LmdbPageReader(PageReader):
             self._file = PageFile(folder)
         except OSError as error:
             raise StoreFailedError(f"{folder}: the store cannot be opened: {error}") from error
-        super().__init__(self._file.view, self._file.newest())
+        super().__init__(self._file.view, self._file.follow(), sums=self._file.sums)
         self.missing = [name for name in tables if name not in found]
         """Tables that the store does not have."""
 

@@ -21,6 +21,8 @@ from vbucket.store.lmdb_pages import (
     is_meta,
     read_meta,
 )
+from vbucket.store.page_sums import PageSums
+from vbucket.store.sums_writer import follow_a_crash
 
 DATA_FILE_NAME: Final = "data.mdb"
 
@@ -34,6 +36,7 @@ class PageFile:
         self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         self._view = memoryview(b"")
         self._kept: dict[int, Page] = {}
+        self.sums = PageSums(folder)
         self._map_all()
 
     @property
@@ -57,6 +60,11 @@ class PageFile:
             raise self.damaged("its two meta pages differ in the size of a page")
         return second if second.transaction > first.transaction else first
 
+    def before(self, state: Meta) -> Meta:
+        """Return the state before the newest one. Raises StoreDamagedError."""
+        slot = 1 - (state.transaction & 1)
+        return self._meta(slot, slot * state.page_bytes)
+
     def state_of(self, transaction: int) -> Meta | None:
         """Return the state that a transaction committed; None if a later one has replaced it."""
         slot = transaction & 1
@@ -67,11 +75,25 @@ class PageFile:
 
     def reader(self, state: Meta) -> PageReader:
         """Return a reader of a state. Raises StoreFailedError."""
-        if (state.last_page + 1) * state.page_bytes > len(self._view):
-            self._map_all()
+        self.map_state(state)
         if len(self._kept) > PAGES_KEPT_MAX:
             self._kept.clear()
-        return PageReader(self._view, state, self._kept)
+        return PageReader(self._view, state, self._kept, self.sums)
+
+    def map_state(self, state: Meta) -> None:
+        """Map the file as far as a state needs it. Raises StoreFailedError."""
+        if (state.last_page + 1) * state.page_bytes > len(self._view):
+            self._map_all()
+
+    def follow(self) -> Meta:
+        """Return the newest state. Its pages can all be compared, also if a crash kept checksums of
+        the last commit from the disk. Nobody may write meanwhile.
+        """
+        state = self.newest()
+        if self.sums.transaction != state.transaction:
+            self.map_state(state)
+            follow_a_crash(self.sums, self._view, self.before(state), state)
+        return state
 
     def damaged(self, what: str) -> StoreDamagedError:
         """Return the error that names the file."""
@@ -124,7 +146,9 @@ def check_file(folder: Path) -> set[str] | None:
     try:
         if len(file.view) >= META_BYTES and not file.is_ours():
             return None
+        known = file.sums.transaction
         state = file.newest()
+        file.sums.check_age(known, state.transaction)
         reader = file.reader(state)
         pages = len(file.view) // state.page_bytes
         missing = state.last_page + 1 - pages

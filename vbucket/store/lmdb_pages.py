@@ -6,8 +6,7 @@ with SIGBUS. A page with the content of another page silently hides existing key
 on the way is checked, and damage raises a StoreDamagedError that names the table, the key and the
 page.
 
-Who calls it: `vbucket.store.environment_lmdb`, for what LMDB does not do safely. LMDB still looks
-up single keys that exist, because it needs a quarter of the time.
+Who calls it: `vbucket.store.environment_lmdb`, for what LMDB does not do safely.
 
 Invariants
 - a reader shows one committed state, which a read transaction pins (or nobody writes). So its pages
@@ -17,8 +16,8 @@ Invariants
   walk only moves forward, and a key that is not found is not in the tree;
 - no byte behind the end of the file is read.
 
-It cannot detect an outdated page of the same table (a write that the disk lost), nor changed bytes
-in a value: records have their own checksums for these.
+An outdated page of the same table (a write that the disk lost) and changed bytes in a page are
+detected by the checksums beside the file (`vbucket.store.page_sums`).
 
 The format is that of LMDB 0.9 (data version 1), in the byte order of the machine.
 """
@@ -41,6 +40,7 @@ from vbucket.store.environment import Buffer, StoreDamagedError, place_of
 
 if TYPE_CHECKING:
     from vbucket.native.loops import KeyTree
+    from vbucket.store.page_sums import PageSums
 
 PAGES_KEPT_MAX: Final = 2048
 """Pages whose keys are kept, at some 10 KiB each: the branches above five million keys."""
@@ -55,7 +55,7 @@ _TABLE: Final = 2
 _KINDS: Final = {_BRANCH: "branch", _LEAF: "leaf"}
 _NODES_MIN: Final = {_BRANCH: 2, _LEAF: 1}
 _NO_ROOT: Final = 2**64 - 1
-_DEPTH_MAX: Final = 32
+DEPTH_MAX: Final = 32
 _PAGE_BYTES_MIN, _PAGE_BYTES_MAX = 256, 0x8000
 _HEADER: Final = Struct("=QHHHH")
 """Page number, pad, flags, lower and upper end of the free space between slots and nodes."""
@@ -66,14 +66,21 @@ _NODE_BYTES: Final = _NODE.size
 _TREE: Final = Struct("=IHHQQQQQ")
 """Pad (page size, in the free list's), flags, depth, branch, leaf and overflow pages, entries,
 root."""
+TREE_RECORD_BYTES: Final = _TREE.size
 _META_BODY: Final = Struct("=II16x48s48sQQ")
 """Magic, version, the trees of free pages and of tables, last page, transaction."""
 META_BYTES: Final = _HEADER_BYTES + _META_BODY.size
 _U64: Final = Struct("=Q")
 _page_number: Final = _U64.unpack_from
 _key_bytes: Final = Struct("=H").unpack_from
-_MAIN: Final = "(tables)"
-_FREE: Final = "(free pages)"
+MAIN_TABLE: Final = "(tables)"
+FREE_TABLE: Final = "(free pages)"
+"""Names for LMDB's own trees."""
+FIRST_PAGE_ONLY: Final = frozenset({"by_seqno"})
+"""Tables whose large values begin with checksums of their own: the first page tells the value."""
+OUTDATED: Final = (
+    "is not the one that was written last (the disk has lost a write, or changed it later)"
+)
 _OUTSIDE: Final = "has nodes that are not within it"
 _crc32c = google_crc32c.value
 
@@ -83,6 +90,8 @@ class Tree(NamedTuple):
 
     depth: int
     root: int
+    large_pages: int
+    """Pages of values that have pages of their own."""
 
 
 class Meta(NamedTuple):
@@ -151,14 +160,23 @@ class PageReader:
     Every read may raise StoreDamagedError.
     """
 
-    def __init__(self, view: memoryview, state: Meta, kept: dict[int, Page] | None = None) -> None:
-        """`view` is the file; `kept` caches checked pages, of other states too."""
+    def __init__(
+        self,
+        view: memoryview,
+        state: Meta,
+        kept: dict[int, Page] | None = None,
+        sums: PageSums | None = None,
+    ) -> None:
+        """`view` is the file; `kept` caches checked pages, of other states too. With `sums` each
+        page is compared with its checksum.
+        """
         self._view = view
+        self._sums = sums
         self._state = state
         self._kept = {} if kept is None else kept
         self._transaction = state.transaction
         self._page_bytes = state.page_bytes
-        self._trees: dict[str, Tree] = {_MAIN: state.main}
+        self._trees: dict[str, Tree] = {MAIN_TABLE: state.main}
         self._in_c: dict[str, KeyTree | None] = {}
 
     @property
@@ -235,31 +253,41 @@ class PageReader:
             return last
         return None
 
+    def check_ways(self, table: str, keys: Sequence[bytes]) -> None:
+        """Check the pages where these keys are or would be; fast if the loops are built."""
+        tree = self.tree_in_c(table)
+        for key in keys if tree is None else tree.unsound(list(keys)):
+            leaf = self._leaf_of(table, key)
+            if leaf is not None:
+                self._keys_of(table, key, leaf)
+
     def free_pages(self) -> Iterator[int]:
         """Yield the numbers of the pages that are free."""
-        depth, root = self._state.free
+        depth, root, _ = self._state.free
         level = [] if root == _NO_ROOT else [root]
         for _ in range(1, depth):
-            pages = [self._page(_FREE, b"", number, _BRANCH) for number in level]
+            pages = [self._page(FREE_TABLE, b"", number, _BRANCH) for number in level]
             level = [child for page in pages for child in page.children]
         for number in level:
-            page = self._page(_FREE, b"", number, _LEAF)
+            page = self._page(FREE_TABLE, b"", number, _LEAF)
             for key, node in zip(page.keys, page.nodes, strict=True):
-                data = bytes(self._value(_FREE, key, number, node))
+                data = bytes(self._value(FREE_TABLE, key, number, node))
                 count = _U64.unpack_from(data)[0] if len(data) >= _U64.size else -1
                 if len(key) != _U64.size or len(data) != (count + 1) * _U64.size:
-                    raise self._damaged(_FREE, key, number, "has a list of the wrong size")
+                    raise self._damaged(FREE_TABLE, key, number, "has a list of the wrong size")
                 yield from unpack_from(f"={count}Q", data, _U64.size)
 
     def tree_in_c(self, table: str) -> KeyTree | None:
-        """Return what looks up keys of a table in C, None if the loops are not built. It checks
-        less than this reader, and trusts a sound page that is outdated.
+        """Return what looks up keys of a table in C, None if the loops are not built. It compares
+        each page with its checksum once; otherwise it checks less than this reader.
         """
         if table not in self._in_c:
             tree = self._tree(table)
+            sums = None if self._sums is None else self._sums.view
             self._in_c[table] = key_tree(
-                self._view, self._page_bytes, self._state.last_page, tree.depth, tree.root
-            )
+                self._view, self._page_bytes, self._state.last_page, tree.depth, tree.root,
+                sums, self._transaction,
+            )  # fmt: skip
         return self._in_c[table]
 
     # -- ways through the tree -------------------------------------------------------------------
@@ -277,28 +305,29 @@ class PageReader:
 
     def _tables(self) -> dict[str, Tree]:
         found: dict[str, Tree] = {}
-        for number, page, low, high in self._leaves(_MAIN, b"", None):
+        for number, page, low, high in self._leaves(MAIN_TABLE, b"", None):
             for at in range(low, high):
                 place, size, flags = page.nodes[at]
                 if flags != _TABLE or size != _TREE.size:
-                    raise self._damaged(_MAIN, page.keys[at], number, "has a node that is no table")
+                    what = "has a node that is no table"
+                    raise self._damaged(MAIN_TABLE, page.keys[at], number, what)
                 start = number * self._page_bytes + place
                 record = bytes(self._view[start : start + size])
                 if tree_flags := _TREE.unpack(record)[1]:  # LMDB opens no table whose flags differ
                     why = f"has a table with the flags {tree_flags}"
-                    raise self._damaged(_MAIN, page.keys[at], number, why)
+                    raise self._damaged(MAIN_TABLE, page.keys[at], number, why)
                 name = page.keys[at].decode(errors="backslashreplace")
-                found[name] = _tree(record)
+                found[name] = tree_of(record)
         return found
 
     def _leaf_of(self, table: str, key: bytes, *, is_below: bool = False) -> _Leaf | None:
         """Return the leaf where a key is or would be; with `is_below`, the leaf of the keys below
         it. None: the table is empty.
         """
-        depth, number = self._trees.get(table) or self._tree(table)
+        depth, number, _ = self._trees.get(table) or self._tree(table)
         if number == _NO_ROOT:
             return None
-        if not 0 < depth <= _DEPTH_MAX:
+        if not 0 < depth <= DEPTH_MAX:
             raise self._damaged(table, key, number, f"is the root of a tree of {depth} levels")
         bisect = bisect_left if is_below else bisect_right
         low = b""
@@ -371,6 +400,7 @@ class PageReader:
             if end + (_U64.size if flags & _BIG_VALUE else size) > len(raw):
                 raise self._damaged(table, key, number, _OUTSIDE)
             found.append((there, self._value(table, there, number, (end, size, flags))))
+        self._compare(table, key, number, raw)
         self._check_sides(table, leaf, at, len(slots))
         return found
 
@@ -417,14 +447,21 @@ class PageReader:
             return page
         raw, slots = self._raw(table, key, number, kind)
         crc = _crc32c(raw)
-        if page is not None and page.crc == crc and page.kind == kind:
-            page.seen = self._transaction
-            return page
-        page = Page(kind, crc, self._transaction)
-        if problem := page.fill(raw, slots, is_ordered=table != _FREE):
-            raise self._damaged(table, key, number, problem)
+        if page is None or page.crc != crc or page.kind != kind:
+            page = Page(kind, crc, 0)
+            if problem := page.fill(raw, slots, is_ordered=table != FREE_TABLE):
+                raise self._damaged(table, key, number, problem)
+        if self._sums is not None and self._sums.differs(number, crc, self._transaction):
+            raise self._damaged(table, key, number, OUTDATED)
+        page.seen = self._transaction
         self._kept[number] = page
         return page
+
+    def _compare(self, table: str, key: bytes, number: int, raw: bytes) -> None:
+        """Compare a page, or the pages of a large value, with the checksum."""
+        sums = self._sums
+        if sums is not None and sums.differs(number, _crc32c(raw), self._transaction):
+            raise self._damaged(table, key, number, OUTDATED)
 
     def _raw(self, table: str, key: bytes, number: int, kind: int) -> tuple[bytes, tuple[int, ...]]:
         """Return a page's bytes and where its nodes begin, after a check of its header."""
@@ -458,11 +495,15 @@ class PageReader:
             return self._view[start : start + size]
         if flags != _BIG_VALUE:
             raise self._damaged(table, key, number, f"has a node with the flags {flags}")
-        # The value's own checksum covers the content of these pages.
         (number,) = _page_number(self._view, start)
-        start = number * self._page_bytes + _HEADER_BYTES
+        first = number * self._page_bytes
+        start = first + _HEADER_BYTES
         if number > self._state.last_page or start + size > len(self._view):
             raise self._damaged(table, key, number, "holds a value that is not within the file")
+        if self._sums is not None:
+            pages = 1 if table in FIRST_PAGE_ONLY else pages_of(size, self._page_bytes)
+            raw = bytes(self._view[first : first + pages * self._page_bytes])
+            self._compare(table, key, number, raw)
         return self._view[start : start + size]
 
     def _damaged(self, table: str, key: bytes, number: int, what: str) -> _PageDamagedError:
@@ -477,6 +518,11 @@ def _text(table: str, key: bytes, number: int, what: str) -> str:
         f"{place_of(table, key)}: page {number} of the store's file {what}; check the disk and "
         "restore a backup"
     )
+
+
+def pages_of(size: int, page_bytes: int) -> int:
+    """Return how many pages a value of this size takes if it has pages of its own."""
+    return -(-(size + _HEADER_BYTES) // page_bytes)
 
 
 def is_meta(data: memoryview) -> bool:
@@ -501,12 +547,15 @@ def read_meta(data: bytes, slot: int) -> Meta | None:
         and last_page >= METAS - 1
         and not _TREE.unpack(main)[1]  # LMDB opens no table if the list of tables has flags
     )
-    return Meta(transaction, last_page, page_bytes, _tree(free), _tree(main)) if is_sound else None
+    if not is_sound:
+        return None
+    return Meta(transaction, last_page, page_bytes, tree_of(free), tree_of(main))
 
 
-def _tree(record: bytes) -> Tree:
-    _, _, depth, _, _, _, _, root = _TREE.unpack(record)
-    return Tree(depth, root)
+def tree_of(record: bytes) -> Tree:
+    """Return the tree that a table's record describes (TREE_RECORD_BYTES)."""
+    _, _, depth, _, _, large_pages, _, root = _TREE.unpack(record)
+    return Tree(depth, root, large_pages)
 
 
 def _key_at(raw: bytes, slot: int) -> bytes:

@@ -38,6 +38,7 @@ from dcp.server.storage.folder import (
 from vbucket.check.finding import Finding, Kind
 from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME
 from vbucket.store.lmdb_file import DATA_FILE_NAME
+from vbucket.store.page_sums import SUMS_FILE_NAME
 
 _DAMAGE: Final = (
     ClusterRefusedError,
@@ -151,7 +152,7 @@ def _read_cut(path: Path) -> None:
 
 def _strays(folder: Path, prefix: str) -> Iterator[NotRead]:
     """Yield the files of log and store that are none of theirs; the rest is checked."""
-    known = {MARK_NAME, DATA_FILE_NAME, _LMDB_LOCK}
+    known = {MARK_NAME, DATA_FILE_NAME, SUMS_FILE_NAME, _LMDB_LOCK}
     for path in sorted(folder.iterdir()):
         if path.name not in known and not SEGMENT_NAME.match(path.name):
             yield _not_read(f"{prefix}{path.name}")
