@@ -20,9 +20,9 @@ from clients.address import parse_address
 from clients.kv.client import KvClient
 from clients.testing import ServerRefusedError
 from dcp.server.cluster.cluster_file import ClusterToken
-from soak.cluster.links import ADVERTISED, BEHIND, CLIENT, free_port
-from soak.cluster.members import EmbeddedMembers
-from soak.cluster.network import Network
+from tests.soak.cluster.links import ADVERTISED, BEHIND, CLIENT, free_port
+from tests.soak.cluster.members import EmbeddedMembers
+from tests.soak.cluster.network import Network
 
 SETTLE_SECONDS: Final = 120.0
 """A busy machine starts three nodes within 20 s."""

@@ -32,28 +32,28 @@ from typing import Any, Final
 
 from benchmarks import workload
 from benchmarks.cpu import NOW_NS, CoreNode, OpenDoor
-from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import (
-    AliveRecord,
-    MemberRecord,
-    StoredPartition,
-    encode_partition,
-    encode_record,
-)
-from dcp.cluster.cluster_session import ClusterSession, SessionEffect
-from dcp.cluster.metastore import KeyValue
-from dcp.cluster.partition_choices import CoordinatorSettings
 from dcp.core.groups import GroupCycle, WriteGroup
-from dcp.replication.mastership import ReplicationSettings
-from dcp.replication.node_core import ReplicationCore
-from dcp.replication.shell_effects import Dial
 from dcp.server.main import GC_THRESHOLDS
 from dcp.session.held_answers import HeldAnswers
 from dcp.session.node_facts import Limits
 from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.session.session import Session
 from dcp.session.state import SessionState
-from failover.replication_record import ReplicationRecord
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import (
+    AliveRecord,
+    MemberRecord,
+    StoredPartition,
+    encode_partition,
+    encode_record,
+)
+from failover.coordinator.cluster_session import ClusterSession, SessionEffect
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.metadata.metastore import KeyValue
+from failover.replication.mastership import ReplicationSettings
+from failover.replication.node_core import ReplicationCore
+from failover.replication.shell_effects import Dial
+from failover.rules.replication_record import ReplicationRecord
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import NUM_VBUCKETS
 

@@ -46,7 +46,7 @@ from flight_data import DataError, packaged_csv, read_flights
 from processes import ProcessFailedError, ReplicaProcess
 
 from clients import DcpdError, KvClient
-from soak.cluster.replicas import Compared, compare_replicas
+from tests.soak.cluster.replicas import Compared, compare_replicas
 
 DIFFERENCES_SHOWN = 20
 FREEZE_S = 3.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mutations.__main__ import AnchorError, files_of_tests, main, place_of
-from mutations.mutation import Mutation
-from mutations.table import MUTATIONS
+from tests.mutations.__main__ import AnchorError, files_of_tests, main, place_of
+from tests.mutations.mutation import Mutation
+from tests.mutations.table import MUTATIONS
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

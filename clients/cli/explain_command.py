@@ -11,9 +11,9 @@ import click
 from clients.cli.dcpctl import Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
 from clients.kv.sync_client import SyncKv
-from failover.explain import Explanation, explain
-from failover.history import VB_UUID_MAX, FailoverLog, Version
-from failover.rollback import Question
+from failover.rules.explain import Explanation, explain
+from failover.rules.history import VB_UUID_MAX, FailoverLog, Version
+from failover.rules.rollback import Question
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 _SEQNO = click.IntRange(0, SEQNO_MAX)

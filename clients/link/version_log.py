@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dcp.wire.frame import Frame
-from failover.history import FAILOVER_ENTRIES_SHOWN
+from failover.rules.history import FAILOVER_ENTRIES_SHOWN
 
 
 def version_log_group(vb_id: int) -> bytes:

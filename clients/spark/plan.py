@@ -22,8 +22,8 @@ from clients.position import Position, Ranges, Versions
 from clients.spark.offset import COLLECTIONS, NOTHING, Entry, Offset, decode, entry_at, trimmed
 from clients.streaming.outcome import RollbackAsked
 from clients.streaming.rollback_rounds import log_of, next_round
-from failover.history import FailoverLog
-from failover.rollback import Question, decide
+from failover.rules.history import FailoverLog
+from failover.rules.rollback import Question, decide
 
 TASK_ROWS_MIN: Final = 20_000
 """Minimum rows per task if there are several tasks. Starting a task takes 20 ms."""

@@ -3,7 +3,7 @@
 Invariants
 - every round lowers the seqno or the number of versions, so the number of rounds is bounded;
 - if the answer has the server's failover log, a client keeps nothing above the seqno up to which
-  both histories agree. `failover.rollback` compares the client's versions with that log.
+  both histories agree. `failover.rules.rollback` compares the client's versions with that log.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from clients.errors import StreamViolationError
 from clients.position import Position, Versions, rolled_back
 from clients.streaming.outcome import RollbackAsked
-from failover.history import FailoverLog
-from failover.rollback import common_seqno
+from failover.rules.history import FailoverLog
+from failover.rules.rollback import common_seqno
 
 
 def log_of(versions: Versions, vb_id: int | None = None) -> FailoverLog:

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 from dcp.wire.frame import pack_response
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.write_answer import AMBIGUOUS, Durability
+from failover.rules.write_answer import AMBIGUOUS, Durability
 from vbucket.model.entry import seqno_of, vb_id_of
 
 TEXT_COMMAND: Final = -1

@@ -43,7 +43,7 @@ from typing import Final
 
 from dcp.session.answer_marks import MARK_BYTES, HeldAnswer, Mark, MarkedAnswers, Wait
 from dcp.session.state import SessionState
-from failover.write_answer import Durability, is_done
+from failover.rules.write_answer import Durability, is_done
 from vbucket.engine.engine import Engine
 from vbucket.engine.loads import LoadTicket
 from vbucket.model.entry import vb_id_of

@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator
 from typing import Final
 
 from dcp.wire.status import RefusedError, Status
-from failover.write_answer import Durability
+from failover.rules.write_answer import Durability
 
 QUEUED_MAX: Final = 256
 QUEUED_PER_USER_MAX: Final = QUEUED_MAX // 2

@@ -11,7 +11,7 @@ from typing import Final
 from dcp.session.long_requests import LongRequest, Steps
 from dcp.session.state import SessionState
 from dcp.wire.status import RefusedError, Status
-from failover.write_answer import Durability
+from failover.rules.write_answer import Durability
 from vbucket.store.environment import StoreDamagedError
 
 REMOVED: Final = "user {!r} was removed; log in again (SASL_AUTH)"

@@ -1,6 +1,6 @@
 """What a session needs of replication: a replica's node may connect, and who arrives. Pure.
 
-`dcp.replication` implements both. A node alone has no port, and refuses such connections.
+`failover.replication` implements both. A node alone has no port, and refuses such connections.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Durability: level 1 is a majority of the copies in memory, 2 the same and the active copy on disk,
 3 a majority on disk. A timeout of 0 or 0xffff is invalid. All three levels mean the same here: the
 change is on the disks of the whole in-sync set before its answer, and of a majority of the copies
-(failover/write_answer.py). A node alone has the only copy.
+(failover/rules/write_answer.py). A node alone has the only copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dcp.wire.frame import RemoteProtocolError, frame_infos
 from dcp.wire.message import STREAM_ID_FRAME
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status
-from failover.write_answer import LEVEL_MAX, LEVEL_MIN, TIMEOUT_INVALID, Durability
+from failover.rules.write_answer import LEVEL_MAX, LEVEL_MIN, TIMEOUT_INVALID, Durability
 
 BARRIER_FRAME_ID: Final = 0
 DURABILITY_FRAME_ID: Final = 1

@@ -57,7 +57,7 @@ from dcp.wire.frame import (
 )
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import RefusedError, Status
-from failover.write_answer import Durability, refusal_of
+from failover.rules.write_answer import Durability, refusal_of
 from vbucket.engine.partition import VbState
 from vbucket.store.environment import StoreDamagedError
 

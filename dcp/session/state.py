@@ -28,7 +28,7 @@ from dcp.wire.status import (
     UnknownNameError,
     WrongVbucketError,
 )
-from failover.write_answer import Durability
+from failover.rules.write_answer import Durability
 from vbucket.engine.engine import Engine
 from vbucket.engine.loads import LoadTicket
 from vbucket.engine.partition import Partition, VbState

@@ -19,7 +19,7 @@ from dcp.session.controls import is_decimal
 from dcp.stream.terms import Terms
 from dcp.wire.frame import MAX_KEY_BYTES
 from dcp.wire.status import RefusedError, Status
-from failover.history import FAILOVER_ENTRIES_MAX
+from failover.rules.history import FAILOVER_ENTRIES_MAX
 
 VALUE_BYTES_MAX: Final = 64 * 1024
 """Longest JSON value of a stream request; a list of 1,024 collections has about 10 KiB."""

@@ -33,7 +33,7 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, WrongVbucketError
-from failover.rollback import Decision, Question, decide
+from failover.rules.rollback import Decision, Question, decide
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.datatype import JSON, SNAPPY
 from vbucket.model.ids import SEQNO_MAX

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from failover.history import FailoverLog
+from failover.rules.history import FailoverLog
 
 
 class MarkerVersion(IntEnum):

@@ -16,7 +16,7 @@ from dcp.server.operate.operations import StreamChoice
 from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.rollback import Question
+from failover.rules.rollback import Question
 from support.admin_node import CONFIG, GUEST
 from vbucket.engine.partition import VbState
 

@@ -319,7 +319,8 @@ def test_what_a_server_cannot_give_now_is_asked_for_later():
 
 
 def test_a_rollback_leaves_nothing_that_the_servers_failover_log_does_not_have():
-    """The server says 3, but its history parts from the archive's at 2: `failover.rollback`."""
+    """The server says 3, but its history parts from the archive's at 2:
+    `failover.rules.rollback`."""
     server = Server({3: 4}, history=True)
     server.reply(3)
     server.send(server.marker(3, 0, 4, flags=0x32) + server.mutations(3, 1, 2, 3, 4))

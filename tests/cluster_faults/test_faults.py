@@ -17,9 +17,9 @@ from clients.kv.client import KvClient
 from clients.link.pipelined_link import Link
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from soak.cluster.nodes import FaultyCluster
-from soak.cluster.run import own_disks, run_faults
 from support.waiting import until
+from tests.soak.cluster.nodes import FaultyCluster
+from tests.soak.cluster.run import own_disks, run_faults
 from vbucket.model.ids import vbucket_of
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(900)]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soak.cluster import linearizable
-from soak.cluster.history import Kind, Operation
-from soak.cluster.linearizable import TooHardError, mixed_tokens, violation_of
+from tests.soak.cluster import linearizable
+from tests.soak.cluster.history import Kind, Operation
+from tests.soak.cluster.linearizable import TooHardError, mixed_tokens, violation_of
 
 
 def write(value, begin, end=None):

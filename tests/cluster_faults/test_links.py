@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from soak.cluster.flows import OPEN, Flow, FlowTable
-from soak.cluster.links import ADVERTISED, BEHIND
-from soak.cluster.network import Network, NetworkError
 from support.waiting import until
+from tests.soak.cluster.flows import OPEN, Flow, FlowTable
+from tests.soak.cluster.links import ADVERTISED, BEHIND
+from tests.soak.cluster.network import Network, NetworkError
 
 
 class Echo(threading.Thread):

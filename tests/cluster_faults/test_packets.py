@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from soak.cluster.packets import IN_USER_NAMESPACE, why_not
 from support.etcd_members import IS_MISSING
+from tests.soak.cluster.packets import IN_USER_NAMESPACE, why_not
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +39,6 @@ def test_each_flow_is_held_in_its_direction_only_and_passes_again() -> None:
 def test_dropped_packets_lose_nothing_and_no_answer_is_wrong(tmp_path: Path) -> None:
     if IS_MISSING:
         pytest.skip("the command etcd is missing (sudo apt-get install etcd-server)")
-    said = in_namespaces("soak.cluster.packets", str(tmp_path), "1", "cut from all")
+    said = in_namespaces("tests.soak.cluster.packets", str(tmp_path), "1", "cut from all")
     assert "is cut off from everybody" in said
     assert " answered, " in said

@@ -15,17 +15,17 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from soak.cluster import faults, run
-from soak.cluster.contents import _against_answers, _different
-from soak.cluster.faults import ALONE, FAULTS, Scene
-from soak.cluster.history import Kind, Operation
-from soak.cluster.load import Load
-from soak.cluster.network import Network
-from soak.cluster.nodes import FaultyCluster
-from soak.cluster.run import RoundReport, choose, soak
 from support.etcd_members import EtcdMembers
 from support.small_disk import small_disk
 from support.waiting import until
+from tests.soak.cluster import faults, run
+from tests.soak.cluster.contents import _against_answers, _different
+from tests.soak.cluster.faults import ALONE, FAULTS, Scene
+from tests.soak.cluster.history import Kind, Operation
+from tests.soak.cluster.load import Load
+from tests.soak.cluster.network import Network
+from tests.soak.cluster.nodes import FaultyCluster
+from tests.soak.cluster.run import RoundReport, choose, soak
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,7 +65,7 @@ def processes_in(folder: Path) -> list[str]:
 def test_sigterm_ends_what_was_started_and_unmounts_the_disk(tmp_path: Path) -> None:
     state, keep = tmp_path / "state.json", tmp_path / "kept"
     with small_disk("1m") as disk:  # skips the test where no disk can be mounted
-        command = [sys.executable, "-m", "soak", "cluster", "--rounds", "1"]
+        command = [sys.executable, "-m", "tests.soak", "cluster", "--rounds", "1"]
         soaking = subprocess.Popen(
             [*command, "--state", str(state), "--keep", str(keep)],
             env=os.environ | {"TMPDIR": str(disk), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
@@ -91,7 +91,7 @@ def test_sigterm_ends_what_was_started_and_unmounts_the_disk(tmp_path: Path) -> 
 def test_without_etcd_it_says_what_is_missing(tmp_path: Path, words: tuple[str, ...]) -> None:
     state = tmp_path / "state.json"
     done = subprocess.run(
-        [sys.executable, "-m", "soak", "cluster", "--state", str(state), *words],
+        [sys.executable, "-m", "tests.soak", "cluster", "--state", str(state), *words],
         env=os.environ | {"PATH": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -14,16 +14,16 @@ import pytest_asyncio
 
 from clients.cli.dcpctl import EXIT_UNAVAILABLE
 from clients.errors import DcpdError
-from dcp.cluster.failover_request import failover
-from dcp.cluster.metastore import (
+from dcp.server.cluster import cluster_changes
+from dcp.server.observe.membership_over import MembershipOverError
+from failover.coordinator.failover_request import failover
+from failover.metadata.metastore import (
     TXN_OPERATIONS_MAX,
     OutcomeUnknown,
     StoreRequest,
     Txn,
     if_created_at,
 )
-from dcp.server.cluster import cluster_changes
-from dcp.server.observe.membership_over import MembershipOverError
 from support.cluster_here import ClusterHere
 from support.ctl import Ran, ctl
 from support.waiting import until_so

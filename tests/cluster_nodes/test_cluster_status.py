@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from clients.errors import DcpdError
-from dcp.cluster.cluster_records import MemberRecord
-from dcp.replication.loss_receipt import CutOff, ElectionLoss
 from dcp.server.cluster.enrolment import EnrolmentError, join_cluster
 from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER, keep_cut_off
 from dcp.server.cluster.receipt_files import keep_election, receipts_in
 from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.operate.cluster_requests import NodeRequest
-from failover.history import FAILOVER_ENTRIES_MAX
+from failover.coordinator.cluster_records import MemberRecord
+from failover.replication.loss_receipt import CutOff, ElectionLoss
+from failover.rules.history import FAILOVER_ENTRIES_MAX
 from support.cluster_here import ClusterHere
 from support.waiting import until_so
 from vbucket.model.entry import pack_mutation

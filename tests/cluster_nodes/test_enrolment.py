@@ -8,9 +8,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from dcp.cluster.cluster_keys import ClusterKeys
-from dcp.cluster.cluster_records import MemberRecord
-from dcp.cluster.metastore import (
+from dcp.server.cluster import enrolment
+from dcp.server.cluster.cluster_file import ClusterToken, ClusterTokenError
+from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_cluster, join_cluster
+from failover.coordinator.cluster_keys import ClusterKeys
+from failover.coordinator.cluster_records import MemberRecord
+from failover.metadata.metastore import (
     OutcomeUnknown,
     Range,
     RangeResult,
@@ -18,10 +21,7 @@ from dcp.cluster.metastore import (
     StoreResult,
     StoreUnavailable,
 )
-from dcp.cluster.revision_store import RevisionStore
-from dcp.server.cluster import enrolment
-from dcp.server.cluster.cluster_file import ClusterToken, ClusterTokenError
-from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_cluster, join_cluster
+from failover.metadata.revision_store import RevisionStore
 from support.memory_node import MemoryNode
 
 ROOT = b"/dcpd/x/"

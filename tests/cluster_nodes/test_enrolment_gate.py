@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from dcp.cluster.cluster_records import MemberRecord
-from dcp.cluster.metastore import StoreRequest, StoreResult
-from dcp.cluster.revision_store import RevisionStore
 from dcp.server.access.users_file import UsersHeldError
 from dcp.server.cluster import becoming_member, enrolment
 from dcp.server.cluster.cluster_file import ClusterFile, ClusterToken, proof_of
@@ -28,6 +25,9 @@ from dcp.server.storage.folder import CLUSTER_FILE
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from failover.coordinator.cluster_records import MemberRecord
+from failover.metadata.metastore import StoreRequest, StoreResult
+from failover.metadata.revision_store import RevisionStore
 from support.memory_node import MemoryNode
 from support.node_here import Client, node_here
 from vbucket.engine.loads import LoadTicket

@@ -8,8 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcp.cluster.metastore import StoreRequest
-from dcp.cluster.metastore_memory import MemoryMetaStore
 from dcp.server.cluster import becoming_member
 from dcp.server.cluster.becoming_member import NewMember
 from dcp.server.cluster.cluster_file import ClusterFile, ClusterToken, read_cluster_file
@@ -17,6 +15,8 @@ from dcp.server.cluster.entering import entered
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.node import Node
 from dcp.server.storage.folder import FolderError
+from failover.metadata.metastore import StoreRequest
+from failover.metadata.metastore_memory import MemoryMetaStore
 from support.node_here import node_here
 
 

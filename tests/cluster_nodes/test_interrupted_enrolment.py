@@ -17,11 +17,6 @@ from pathlib import Path
 import pytest
 
 from clients.testing import DcpServer
-from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import AliveRecord, MemberRecord, encode_record
-from dcp.cluster.metastore import Put, Range, RangeResult, Txn
-from dcp.cluster.metastore_memory import MemoryMetaStore
-from dcp.cluster.revision_store import RevisionStore
 from dcp.server.cluster import becoming_member
 from dcp.server.cluster.becoming_member import NewMember, join_by_token
 from dcp.server.cluster.cluster_file import (
@@ -35,6 +30,11 @@ from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_clust
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.process_facts import PROTOCOL
 from dcp.server.storage.folder import CLUSTER_FILE
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import AliveRecord, MemberRecord, encode_record
+from failover.metadata.metastore import Put, Range, RangeResult, Txn
+from failover.metadata.metastore_memory import MemoryMetaStore
+from failover.metadata.revision_store import RevisionStore
 from support.memory_node import MemoryNode
 from support.node_here import node_here
 

@@ -13,9 +13,6 @@ import msgspec
 import pytest
 from test_tls_links import tls_settings
 
-from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import AliveRecord, MemberRecord, encode_record
-from dcp.cluster.metastore import Delete, Put, Range, RangeResult, Txn
 from dcp.server.access.link_tls import DIAL_BACK
 from dcp.server.cluster import becoming_member, link_try
 from dcp.server.cluster.becoming_member import check_join_by_token, join_by_token
@@ -31,6 +28,9 @@ from dcp.server.observe.elapsed import elapsed_ns
 from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import AliveRecord, MemberRecord, encode_record
+from failover.metadata.metastore import Delete, Put, Range, RangeResult, Txn
 from support.certificates import TestCa
 from support.cluster_here import CLUSTER, SECRET, ClusterHere
 from support.node_here import Client, node_here

@@ -11,18 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import (
-    ClusterRecord,
-    MemberRecord,
-    StoredPartition,
-    encode_partition,
-    encode_record,
-)
-from dcp.cluster.cluster_view import ClusterView
-from dcp.cluster.map_life import NEVER_TOLD, MapLife, MapVersion
-from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn
-from dcp.cluster.revision_store import RevisionStore
 from dcp.server.access.users_file import replace_file
 from dcp.server.cluster import told_map as told_map_module
 from dcp.server.cluster.becoming_member import NewMember, init_cluster
@@ -37,7 +25,19 @@ from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
-from failover.replication_record import ReplicationRecord, create, shrink
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import (
+    ClusterRecord,
+    MemberRecord,
+    StoredPartition,
+    encode_partition,
+    encode_record,
+)
+from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.map_life import NEVER_TOLD, MapLife, MapVersion
+from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn
+from failover.metadata.revision_store import RevisionStore
+from failover.rules.replication_record import ReplicationRecord, create, shrink
 from support.cluster_here import ClusterHere
 from support.loop_metastore import LoopMetaStore
 from support.memory_node import MemoryNode

@@ -12,9 +12,6 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from dcp.cluster.cluster_keys import ClusterKeys
-from dcp.cluster.cluster_records import encode_record
-from dcp.cluster.metastore import Put, Txn
 from dcp.server.admin import couchbase_routes
 from dcp.server.admin.couchbase_routes import BLOCK_END
 from dcp.server.cluster import map_pace
@@ -26,6 +23,9 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, Magic, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from failover.coordinator.cluster_keys import ClusterKeys
+from failover.coordinator.cluster_records import encode_record
+from failover.metadata.metastore import Put, Txn
 from support.cluster_here import ClusterHere
 from support.node_here import Client
 from support.raw_http import GIVE_UP_S, RawHttp, login, request

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import AliveRecord, encode_record
-from dcp.cluster.metastore import Put, Txn, TxnResult
-from dcp.replication.messages import FORMAT
 from dcp.server.cluster import replicated_node
 from dcp.server.cluster.enrolment import ask
 from dcp.server.observe.membership_over import MembershipOverError
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import AliveRecord, encode_record
+from failover.metadata.metastore import Put, Txn, TxnResult
+from failover.replication.messages import FORMAT
 from support.cluster_here import CLUSTER, ClusterHere
 from support.waiting import until_so
 

@@ -18,9 +18,6 @@ import pytest_asyncio
 
 from clients.errors import DcpdError
 from clients.kv.client import KvClient
-from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import AliveRecord, ClockRecord, encode_record
-from dcp.cluster.metastore import Put, Txn, TxnResult
 from dcp.server.access.users import CLUSTER_USER
 from dcp.server.access.users_file import UsersFileError
 from dcp.server.cluster import replicated_node
@@ -36,6 +33,9 @@ from dcp.wire.frame import pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from failover.coordinator.cluster_keys import KeyKind
+from failover.coordinator.cluster_records import AliveRecord, ClockRecord, encode_record
+from failover.metadata.metastore import Put, Txn, TxnResult
 from support.cluster_here import CLUSTER, ClusterHere
 from support.loop_metastore import LoopMetaStore
 from support.node_here import Client, plain
@@ -243,7 +243,7 @@ async def test_a_member_needs_durability_commit(tmp_path: Path) -> None:
 def test_a_node_alone_imports_nothing_of_clusters() -> None:
     script = (
         "import sys, dcp.server.main, dcp.server.node, dcp.server.admin.application\n"
-        "names = ('dcp.server.cluster', 'dcp.replication', 'dcp.metastore', 'scramp')\n"
+        "names = ('dcp.server.cluster', 'failover.replication', 'failover.metadata', 'scramp')\n"
         "print([name for name in sys.modules if name.startswith(names)])"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
-from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import ClockRecord, decode_record
-from dcp.cluster.metastore import Put, Range, RangeResult, Txn, TxnResult
 from dcp.server.cluster.own_clock import TELL_NS, OwnClock
 from dcp.server.observe.event_log import EventLog
+from failover.coordinator.cluster_keys import KeyKind
+from failover.coordinator.cluster_records import ClockRecord, decode_record
+from failover.metadata.metastore import Put, Range, RangeResult, Txn, TxnResult
 from support.cluster_model import KEYS, ModelCluster, ModelNode
 
 CLOCK = KEYS.of_member(KeyKind.CLOCK, "a")

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from dcp.cluster.metastore import (
+from dcp.server.cluster import shared_record
+from dcp.server.cluster.shared_record import MayBeReplacedError, NotReplacedError, replace_record
+from failover.metadata.metastore import (
     KeyValue,
     MetaStore,
     OutcomeUnknown,
@@ -21,9 +23,7 @@ from dcp.cluster.metastore import (
     StoreUnavailable,
     Txn,
 )
-from dcp.cluster.revision_store import RevisionStore
-from dcp.server.cluster import shared_record
-from dcp.server.cluster.shared_record import MayBeReplacedError, NotReplacedError, replace_record
+from failover.metadata.revision_store import RevisionStore
 
 KEY = b"/dcpd/x/users"
 LOST = OutcomeUnknown("the link broke")

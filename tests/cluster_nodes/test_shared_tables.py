@@ -10,8 +10,6 @@ from http import HTTPStatus
 import pytest
 import pytest_asyncio
 
-from dcp.cluster.cluster_keys import ClusterKeys
-from dcp.cluster.metastore import OutcomeUnknown, Put, StoreRequest, StoreResult, Txn
 from dcp.server.access.users import LEAST_RIGHTS, Users
 from dcp.server.access.users_file import UsersFileError
 from dcp.server.operate.collection_changes import Collections, CollectionsRefusedError
@@ -19,6 +17,8 @@ from dcp.session.rights import Role
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from failover.coordinator.cluster_keys import ClusterKeys
+from failover.metadata.metastore import OutcomeUnknown, Put, StoreRequest, StoreResult, Txn
 from support.cluster_here import CLUSTER, ClusterHere
 from support.loop_metastore import LoopClient
 from support.node_here import Client, plain

@@ -1,5 +1,5 @@
 """The metadata store goes back to an older copy: nothing that was answered is lost, and nobody
-answers by an older record. Three processes and a real etcd: `python -m soak.cluster.meta`.
+answers by an older record. Three processes and a real etcd: `python -m tests.soak.cluster.meta`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from soak.cluster.meta import PARTS, Part, play
+from tests.soak.cluster.meta import PARTS, Part, play
 
 pytestmark = pytest.mark.crash
 

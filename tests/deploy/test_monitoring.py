@@ -15,7 +15,7 @@ import yaml
 
 from dcp.server.observe.meter import REFUSAL_KINDS
 from dcp.server.report.metrics import METRICS, MetricSpec
-from failover.rollback import RollbackKind
+from failover.rules.rollback import RollbackKind
 from vbucket.engine.partition import VbState
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from failover import election, isr, promotion
-from failover.election import SuspectReport
-from failover.history import FailoverLog
-from failover.isr import Acknowledgement, Candidate, Sender
-from failover.promotion import FirstStep
-from failover.replication_record import ReplicationRecord
+from failover.rules import election, isr, promotion
+from failover.rules.election import SuspectReport
+from failover.rules.history import FailoverLog
+from failover.rules.isr import Acknowledgement, Candidate, Sender
+from failover.rules.promotion import FirstStep
+from failover.rules.replication_record import ReplicationRecord
 
 from .rules import RIGHT, History, Rules
 from .values import Bounds

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from failover.election import SuspectReport
-from failover.replication_record import ReplicationRecord
+from failover.rules.election import SuspectReport
+from failover.rules.replication_record import ReplicationRecord
 
 from .values import NAMES, Replica, Step, Store
 

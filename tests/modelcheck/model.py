@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
-from failover import promotion
-from failover import replication_record as records
-from failover.election import SuspectReport
-from failover.history import FailoverLog
-from failover.isr import Acknowledgement, Candidate, Sender
-from failover.replication_record import (
+from failover.rules import promotion
+from failover.rules import replication_record as records
+from failover.rules.election import SuspectReport
+from failover.rules.history import FailoverLog
+from failover.rules.isr import Acknowledgement, Candidate, Sender
+from failover.rules.replication_record import (
     UNSEEN,
     BranchUnderWay,
     HandedOver,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from failover import replication_record as records
-from failover.replication_record import ReplicationRecord
+from failover.rules import replication_record as records
+from failover.rules.replication_record import ReplicationRecord
 
 from .values import NAMES, Replica, Step, Store
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 from typing import Any
 
-from failover.replication_record import ReplicationRecord
+from failover.rules.replication_record import ReplicationRecord
 
 from .values import NAMES, Replicas, State, Store, Table
 

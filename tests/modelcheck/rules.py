@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from failover import election, fencing, isr, promotion, replication_record
-from failover.history import FailoverLog
-from failover.replication_record import ReplicationRecord
-from failover.rollback import Question, decide
+from failover.rules import election, fencing, isr, promotion, replication_record
+from failover.rules.history import FailoverLog
+from failover.rules.replication_record import ReplicationRecord
+from failover.rules.rollback import Question, decide
 
 
 class Entry(NamedTuple):

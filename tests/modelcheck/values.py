@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
-from failover.history import FailoverLog
-from failover.isr import Acknowledgement
-from failover.replication_record import UNSEEN, Rank, ReplicationRecord
+from failover.rules.history import FailoverLog
+from failover.rules.isr import Acknowledgement
+from failover.rules.replication_record import UNSEEN, Rank, ReplicationRecord
 
 from .rules import Entry, History
 

@@ -9,7 +9,7 @@ from clients.testing import DcpServer, ServerRefusedError
 from dcp.server.observe.meter import Histogram, Meter
 from dcp.server.report.metrics import METRICS, VBUCKET_METRICS, markdown
 from dcp.wire.opcode import Opcode
-from failover.rollback import RollbackKind
+from failover.rules.rollback import RollbackKind
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 ROOT = Path(__file__).parents[2]

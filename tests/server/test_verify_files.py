@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from clients.testing import ServerStartError
-from dcp.replication.loss_receipt import CutOff, ElectionLoss
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.check import verify as shell
 from dcp.server.check.folder_files import NotRead, check_files
@@ -19,6 +18,7 @@ from dcp.server.cluster.quarantine_files import keep_cut_off
 from dcp.server.cluster.receipt_files import keep_election
 from dcp.server.cluster.told_map import MAP_FILE, MapContent
 from dcp.server.storage.folder import CLUSTER_FILE
+from failover.replication.loss_receipt import CutOff, ElectionLoss
 from support.server import DcpdProcess
 from vbucket.check.finding import Kind
 from vbucket.model.entry import pack_mutation

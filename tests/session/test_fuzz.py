@@ -9,8 +9,8 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from soak.fuzz import PARTS, STRANGE_PARTITIONS, USED_PARTITIONS, request_of, run_round
 from support.memory_node import MemoryNode, Peer
+from tests.soak.fuzz import PARTS, STRANGE_PARTITIONS, USED_PARTITIONS, request_of, run_round
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import NUM_VBUCKETS
 

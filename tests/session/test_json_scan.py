@@ -23,7 +23,7 @@ from dcp.session.subdoc.json_scan import (
     new_scan,
     steps_of,
 )
-from soak.subdoc import case_of
+from tests.soak.subdoc import case_of
 from vbucket.native import json_scan_loop
 
 FORMS: list[Any] = [PlainScan]

@@ -12,8 +12,8 @@ from dcp.session.subdoc.json_path import DEPTH_MAX, SubdocError, parse_path
 from dcp.session.subdoc.json_scan import IS_DONE, new_scan
 from dcp.session.subdoc.json_text import COMPILED_KEYS_MAX, Finder, finder_of
 from dcp.wire.status import Status
-from soak import subdoc
-from soak.subdoc import case_of, changed, check, check_request, looked_up, request_of
+from tests.soak import subdoc
+from tests.soak.subdoc import case_of, changed, check, check_request, looked_up, request_of
 
 
 @settings(max_examples=1_000, deadline=None, suppress_health_check=list(HealthCheck))

@@ -11,30 +11,30 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
-from dcp.cluster import plan_steps
-from dcp.cluster.cluster_view import ClusterView
-from dcp.cluster.copy_placement import Chain
-from dcp.cluster.metastore import OutcomeUnknown, StoreResult
-from dcp.cluster.record_writer import OutcomeKind, RecordWriter, WriterEffect
 from dcp.core.groups import Job, WriteGroup
-from dcp.replication import leading, mastership
-from dcp.replication.dropped_copies import DroppedCopies
-from dcp.replication.fill_pace import FillPace
-from dcp.replication.following import Following
-from dcp.replication.leading import Leading
-from dcp.replication.mastership import Mastership
-from dcp.replication.messages import ReplicaPosition
-from dcp.replication.replica_feed import ReplicaFeed
 from dcp.session import answer_marks
 from dcp.session.held_answers import HeldAnswers
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import StreamRequest
 from dcp.wire.status import Status
-from failover import isr, promotion
-from failover.history import FailoverLog
-from failover.isr import Acknowledgement, Candidate, Sender
-from failover.promotion import FirstStep
-from failover.replication_record import ReplicationRecord, add_copy, drop_copies, expand
+from failover.coordinator import plan_steps
+from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.copy_placement import Chain
+from failover.coordinator.record_writer import OutcomeKind, RecordWriter, WriterEffect
+from failover.metadata.metastore import OutcomeUnknown, StoreResult
+from failover.replication import leading, mastership
+from failover.replication.dropped_copies import DroppedCopies
+from failover.replication.fill_pace import FillPace
+from failover.replication.following import Following
+from failover.replication.leading import Leading
+from failover.replication.mastership import Mastership
+from failover.replication.messages import ReplicaPosition
+from failover.replication.replica_feed import ReplicaFeed
+from failover.rules import isr, promotion
+from failover.rules.history import FailoverLog
+from failover.rules.isr import Acknowledgement, Candidate, Sender
+from failover.rules.promotion import FirstStep
+from failover.rules.replication_record import ReplicationRecord, add_copy, drop_copies, expand
 from sim.cluster_node import ClusterNode
 from sim.network import Side
 from sim.serving import ServedConnection

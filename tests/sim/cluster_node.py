@@ -10,23 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from dcp.cluster.cluster_session import ClusterSession, SessionEffect
-from dcp.cluster.effects import ViewChanged
-from dcp.cluster.metastore import MetaStore
-from dcp.cluster.partition_choices import CoordinatorSettings
-from dcp.cluster.record_writer import WriteOutcome
-from dcp.cluster.store_driver import StoreDriver
 from dcp.core.groups import Job, Published, WriteGroup
-from dcp.replication.cluster_map import bucket_map
-from dcp.replication.loss_receipt import CutOff, ElectionLoss
-from dcp.replication.mastership import ReplicationSettings, Service
-from dcp.replication.node_core import ReplicationCore
-from dcp.replication.replica_link import LinkState, ReplicaLink
-from dcp.replication.shell_effects import Dial, PartitionsArrived, ReplicationEffect, StepDue
 from dcp.server.cluster.shared_manifest import SharedManifest
 from dcp.session.held_answers import HeldAnswers
 from dcp.stream.producer import Producer
-from failover.replication_record import ReplicationRecord
+from failover.coordinator.cluster_session import ClusterSession, SessionEffect
+from failover.coordinator.effects import ViewChanged
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.record_writer import WriteOutcome
+from failover.coordinator.store_driver import StoreDriver
+from failover.metadata.metastore import MetaStore
+from failover.replication.cluster_map import bucket_map
+from failover.replication.loss_receipt import CutOff, ElectionLoss
+from failover.replication.mastership import ReplicationSettings, Service
+from failover.replication.node_core import ReplicationCore
+from failover.replication.replica_link import LinkState, ReplicaLink
+from failover.replication.shell_effects import Dial, PartitionsArrived, ReplicationEffect, StepDue
+from failover.rules.replication_record import ReplicationRecord
 from sim.facts import CutOffFact, Facts, History, LostFact, Mastership
 from sim.network import Side
 from sim.node import Facades, SingleNode

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from failover.replication_record import ReplicationRecord
+from failover.rules.replication_record import ReplicationRecord
 from sim import cluster_faults
 from sim.consumer import SimConsumer
 from sim.facts import Facts

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from failover.history import FailoverLog
-from failover.replication_record import ReplicationRecord
+from failover.rules.history import FailoverLog
+from failover.rules.replication_record import ReplicationRecord
 from sim.facts import Facts, Kept, Lacking, Overlap
 from sim.machine import Machine
 from sim.world import MS, World

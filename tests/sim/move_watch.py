@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import decode_partition
-from dcp.cluster.metastore import Range, RangeResult, WatchBatch, WatchMessage
-from dcp.cluster.metastore_memory import MemoryWatch
-from dcp.cluster.revision_store import RevisionStore
-from failover.replication_record import ReplicationRecord
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import decode_partition
+from failover.metadata.metastore import Range, RangeResult, WatchBatch, WatchMessage
+from failover.metadata.metastore_memory import MemoryWatch
+from failover.metadata.revision_store import RevisionStore
+from failover.rules.replication_record import ReplicationRecord
 from sim.facts import Facts
 from sim.store_client import ROOT
 from sim.world import World

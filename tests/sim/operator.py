@@ -11,16 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from dcp.cluster.cluster_records import PlanKind
-from dcp.cluster.cluster_view import ClusterView
-from dcp.cluster.failover_request import failover
-from dcp.cluster.meta_restore import MetaRestore, NodeTestimony
-from dcp.cluster.metastore import Range, RangeResult, TxnResult
-from dcp.cluster.plan_requests import cancel, drain, move, rebalance, remove, set_cluster, undrain
-from dcp.cluster.plan_steps import progress_of
-from dcp.cluster.request_answers import Answer, Prepared, Stamp, refused_unreadable
-from dcp.cluster.revision_store import RevisionStore
-from dcp.cluster.store_age import silent_members
+from failover.coordinator.cluster_records import PlanKind
+from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.failover_request import failover
+from failover.coordinator.meta_restore import MetaRestore, NodeTestimony
+from failover.coordinator.plan_requests import (
+    cancel,
+    drain,
+    move,
+    rebalance,
+    remove,
+    set_cluster,
+    undrain,
+)
+from failover.coordinator.plan_steps import progress_of
+from failover.coordinator.request_answers import Answer, Prepared, Stamp, refused_unreadable
+from failover.coordinator.store_age import silent_members
+from failover.metadata.metastore import Range, RangeResult, TxnResult
+from failover.metadata.revision_store import RevisionStore
 from sim.world import MS, World
 
 LOOK_NS: Final = 300 * MS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcp.replication.loss_receipt import (
+from failover.replication.loss_receipt import (
     CutOff,
     QuarantineDamagedError,
     pack_cut_off,

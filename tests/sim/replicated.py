@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import (
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import (
     ClusterRecord,
     ManifestRecord,
     MemberRecord,
@@ -16,11 +16,11 @@ from dcp.cluster.cluster_records import (
     encode_partition,
     encode_record,
 )
-from dcp.cluster.cluster_view import ClusterView
-from dcp.cluster.meta_restore import NodeTestimony
-from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn
-from dcp.cluster.revision_store import RevisionStore
-from failover.replication_record import ReplicationRecord, add_copy, create, majority, want
+from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.meta_restore import NodeTestimony
+from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn
+from failover.metadata.revision_store import RevisionStore
+from failover.rules.replication_record import ReplicationRecord, add_copy, create, majority, want
 from sim.cluster import Setting
 from sim.cluster_bugs import node_type
 from sim.cluster_node import ROOT, ClusterNode

@@ -11,12 +11,12 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
-from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import StoredPartition, decode_partition, encode_partition
-from dcp.cluster.failover_request import failover
-from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn, TxnResult
-from dcp.cluster.request_answers import Prepared, Stamp
-from failover.replication_record import ReplicationRecord, want
+from failover.coordinator.cluster_keys import KeyKind
+from failover.coordinator.cluster_records import StoredPartition, decode_partition, encode_partition
+from failover.coordinator.failover_request import failover
+from failover.coordinator.request_answers import Prepared, Stamp
+from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn, TxnResult
+from failover.rules.replication_record import ReplicationRecord, want
 from sim.cluster import Setting
 from sim.cluster_node import ClusterNode
 from sim.facts import Kind, Operation, Outcome

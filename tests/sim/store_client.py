@@ -9,9 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.metastore import Put, StoreRequest, StoreResult, Txn, WatchHandle, WatchMessage
-from dcp.cluster.revision_store import RevisionStore
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.metadata.metastore import (
+    Put,
+    StoreRequest,
+    StoreResult,
+    Txn,
+    WatchHandle,
+    WatchMessage,
+)
+from failover.metadata.revision_store import RevisionStore
 from sim.world import MS, Host, World
 from support.metastore_faults import Absence, FaultyMetaStore, StoreFaults
 

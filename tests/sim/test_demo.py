@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dcp.replication.fed_stream import SECTION_BYTES
 from dcp.server.net.connection import PUMP_BYTES
 from dcp.session.held_answers import HeldAnswers, HeldBatch
+from failover.replication.fed_stream import SECTION_BYTES
 from sim import demo
 from sim.demo import Demo, DemoNode, Script, Summary
 from sim.demo_command import main

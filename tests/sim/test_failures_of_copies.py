@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from dcp.replication.messages import pack_entries, unpack_entries
 from dcp.stream.snapshots import Message
 from dcp.wire.frame import FrameDecoder
 from dcp.wire.opcode import Opcode
+from failover.replication.messages import pack_entries, unpack_entries
 from sim.facts import Outcome
 from sim.network import Side
 from sim.node import SingleNode

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sim.run import Options
-from soak import simulate
+from tests.soak import simulate
 
 
 def test_it_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

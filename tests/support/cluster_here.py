@@ -12,7 +12,6 @@ import msgspec
 
 from clients.address import ServerAddress
 from clients.kv.client import KvClient
-from dcp.cluster.cluster_records import MemberRecord
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.cluster.cluster_file import ClusterFile, write_cluster_file
 from dcp.server.cluster.enrolment import NewCluster, found_cluster, join_cluster
@@ -21,6 +20,7 @@ from dcp.server.config.settings import Settings
 from dcp.server.net.fixed_port import free_port
 from dcp.server.node import Node
 from dcp.server.observe.event_log import EventLog
+from failover.coordinator.cluster_records import MemberRecord
 from support.loop_metastore import LoopClient, LoopMetaStore
 from support.waiting import until_so
 from vbucket.engine.partition import VbState

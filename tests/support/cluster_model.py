@@ -11,23 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from random import Random
 
-from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import (
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import (
     ReportedPartition,
     StoredPartition,
     decode_partition,
     encode_partition,
 )
-from dcp.cluster.cluster_session import ClusterSession, SessionEffect
-from dcp.cluster.coordinator import Elected
-from dcp.cluster.effects import Notice
-from dcp.cluster.metastore import Put, Range, Txn, WatchBatch, WatchEvent, WatchMessage
-from dcp.cluster.metastore_memory import MemoryWatch
-from dcp.cluster.partition_choices import CoordinatorSettings
-from dcp.cluster.record_writer import RecordChange, WriteOutcome
-from dcp.cluster.revision_store import RevisionStore
-from dcp.cluster.store_driver import StoreDriver
-from failover.replication_record import (
+from failover.coordinator.cluster_session import ClusterSession, SessionEffect
+from failover.coordinator.coordinator import Elected
+from failover.coordinator.effects import Notice
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.record_writer import RecordChange, WriteOutcome
+from failover.coordinator.store_driver import StoreDriver
+from failover.metadata.metastore import Put, Range, Txn, WatchBatch, WatchEvent, WatchMessage
+from failover.metadata.metastore_memory import MemoryWatch
+from failover.metadata.revision_store import RevisionStore
+from failover.rules.replication_record import (
     HandedOver,
     ReplicationRecord,
     create,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from clients.testing import ServerRefusedError
-from soak.cluster.members import EmbeddedMembers
 from support.waiting import until
+from tests.soak.cluster.members import EmbeddedMembers
 
 
 class ClusterProcesses(EmbeddedMembers):

@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import (
+from dcp.core.groups import Job, Published
+from dcp.session.rights import FULL_RIGHTS, Role
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import (
     AliveRecord,
     MemberRecord,
     StoredPartition,
     encode_partition,
     encode_record,
 )
-from dcp.cluster.cluster_session import ClusterSession, SessionEffect
-from dcp.cluster.metastore import KeyValue
-from dcp.cluster.partition_choices import CoordinatorSettings
-from dcp.core.groups import Job, Published
-from dcp.replication.mastership import ReplicationSettings
-from dcp.replication.node_core import ReplicationCore
-from dcp.replication.replica_link import LinkState, ReplicaLink
-from dcp.replication.shell_effects import Dial
-from dcp.session.rights import FULL_RIGHTS, Role
-from failover.replication_record import ReplicationRecord, create, elect
+from failover.coordinator.cluster_session import ClusterSession, SessionEffect
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.metadata.metastore import KeyValue
+from failover.replication.mastership import ReplicationSettings
+from failover.replication.node_core import ReplicationCore
+from failover.replication.replica_link import LinkState, ReplicaLink
+from failover.replication.shell_effects import Dial
+from failover.rules.replication_record import ReplicationRecord, create, elect
 from support.memory_node import MemoryNode, Peer
 from vbucket.engine.partition import Partition, VbState
 from vbucket.log.commit_group import CommitGroup

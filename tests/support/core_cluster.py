@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import (
+from dcp.core.groups import Job, WriteGroup
+from dcp.session.rights import EVERYTHING, Rights, Role
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import (
     AliveRecord,
     MemberRecord,
     ReportedPartition,
@@ -16,19 +18,17 @@ from dcp.cluster.cluster_records import (
     encode_partition,
     encode_record,
 )
-from dcp.cluster.cluster_session import ClusterSession, SessionEffect
-from dcp.cluster.effects import Answered, Submit, ViewChanged
-from dcp.cluster.metastore import OutcomeUnknown, Put, Range, RangeResult, StoreResult, Txn
-from dcp.cluster.partition_choices import CoordinatorSettings
-from dcp.cluster.record_writer import WriteOutcome
-from dcp.cluster.revision_store import RevisionStore
-from dcp.core.groups import Job, WriteGroup
-from dcp.replication.mastership import Mastership, ReplicationSettings
-from dcp.replication.node_core import ReplicationCore
-from dcp.replication.replica_link import LinkState, ReplicaLink
-from dcp.replication.shell_effects import Dial, ReplicationEffect
-from dcp.session.rights import EVERYTHING, Rights, Role
-from failover.replication_record import ReplicationRecord, create, elect
+from failover.coordinator.cluster_session import ClusterSession, SessionEffect
+from failover.coordinator.effects import Answered, Submit, ViewChanged
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.record_writer import WriteOutcome
+from failover.metadata.metastore import OutcomeUnknown, Put, Range, RangeResult, StoreResult, Txn
+from failover.metadata.revision_store import RevisionStore
+from failover.replication.mastership import Mastership, ReplicationSettings
+from failover.replication.node_core import ReplicationCore
+from failover.replication.replica_link import LinkState, ReplicaLink
+from failover.replication.shell_effects import Dial, ReplicationEffect
+from failover.rules.replication_record import ReplicationRecord, create, elect
 from support.memory_node import MemoryNode, Peer
 from vbucket.engine.engine import SET
 from vbucket.engine.partition import Partition

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from dcp.cluster.metastore import MetaStore, OutcomeUnknown, Put, StoreUnavailable, Txn, TxnResult
+from failover.metadata.metastore import (
+    MetaStore,
+    OutcomeUnknown,
+    Put,
+    StoreUnavailable,
+    Txn,
+    TxnResult,
+)
 
 
 class CountingWriter:

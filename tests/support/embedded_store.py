@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dcp.metastore.embedded_client import EmbeddedClient
-from dcp.metastore.embedded_server import EmbeddedServer
+from failover.metadata.embedded_client import EmbeddedClient
+from failover.metadata.embedded_server import EmbeddedServer
 from support.store_proxy import StoreProxy
 
 SECRET = bytes(range(32))

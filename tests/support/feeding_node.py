@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dcp.core.groups import Published
-from dcp.replication.messages import (
+from dcp.session.replication_port import FeedAnswer
+from dcp.wire.frame import Frame, FrameDecoder
+from dcp.wire.message import StreamRequest
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from failover.replication.messages import (
     NOT_SEEN,
     EntriesSection,
     Message,
@@ -12,16 +17,11 @@ from dcp.replication.messages import (
     pack_ack,
     unpack_entries,
 )
-from dcp.replication.replica_feed import (
+from failover.replication.replica_feed import (
     WINDOW_BYTES,
     Followed,
     ReplicaFeed,
 )
-from dcp.session.replication_port import FeedAnswer
-from dcp.wire.frame import Frame, FrameDecoder
-from dcp.wire.message import StreamRequest
-from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
 from vbucket.model.entry import seqno_of, vb_id_of

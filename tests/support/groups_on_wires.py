@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dcp.replication.messages import GroupMessage, Message, unpack_entries, unpack_group
 from dcp.wire.frame import FrameDecoder
 from dcp.wire.opcode import Opcode
+from failover.replication.messages import GroupMessage, Message, unpack_entries, unpack_group
 from support.copies import Copies
 from vbucket.engine.engine import SET
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from dcp.cluster.metastore import StoreRequest, StoreResult, WatchMessage
-from dcp.cluster.metastore_memory import MemoryMetaStore, MemoryWatch
-from dcp.cluster.revision_store import RevisionStore
 from dcp.server.observe.elapsed import elapsed_ns
+from failover.metadata.metastore import StoreRequest, StoreResult, WatchMessage
+from failover.metadata.metastore_memory import MemoryMetaStore, MemoryWatch
+from failover.metadata.revision_store import RevisionStore
 
 ADVANCE_S = 0.02
 

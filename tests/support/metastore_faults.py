@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from random import Random
 
-from dcp.cluster.metastore import (
+from failover.metadata.metastore import (
     Compact,
     LeaseResult,
     Lost,
@@ -22,8 +22,8 @@ from dcp.cluster.metastore import (
     StoreUnavailable,
     WatchMessage,
 )
-from dcp.cluster.metastore_memory import MemoryWatch
-from dcp.cluster.revision_store import RevisionStore
+from failover.metadata.metastore_memory import MemoryWatch
+from failover.metadata.revision_store import RevisionStore
 
 MS = 1_000_000
 ABSENT_NS = 50 * MS

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import grpc
 
-from dcp.metastore.etcd_stubs import etcd_api_pb2 as pb
+from failover.metadata.etcd_stubs import etcd_api_pb2 as pb
 
 REVISION: Final = 5
 

@@ -1,4 +1,4 @@
-"""Two parties of `soak.cluster.packets`, and what passes between all while flows are held.
+"""Two parties of `tests.soak.cluster.packets`, and what passes between all while flows are held.
 
     unshare --user --map-root-user --net --mount python -m support.packet_parties
 
@@ -12,8 +12,8 @@ import select
 import subprocess
 import sys
 
-from soak.cluster.links import CLIENT
-from soak.cluster.packets import PORT, PacketNetwork, address_of
+from tests.soak.cluster.links import CLIENT
+from tests.soak.cluster.packets import PORT, PacketNetwork, address_of
 
 QUIET_S = 0.4
 """How long nothing arrives until it counts as held. TCP repeats a packet after 0.2 s."""

@@ -6,23 +6,23 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 
-from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import (
+from failover.coordinator.cluster_keys import KeyKind
+from failover.coordinator.cluster_records import (
     ClusterRecord,
     MemberRecord,
     decode_partition,
     encode_record,
 )
-from dcp.cluster.cluster_view import ClusterView
-from dcp.cluster.metastore import TxnResult
-from dcp.cluster.partition_choices import CoordinatorSettings
-from dcp.cluster.plan_steps import progress_of
-from dcp.cluster.request_answers import (
+from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.plan_steps import progress_of
+from failover.coordinator.request_answers import (
     Answer,
     Prepared,
     Stamp,
 )
-from failover.replication_record import ReplicationRecord, create
+from failover.metadata.metastore import TxnResult
+from failover.rules.replication_record import ReplicationRecord, create
 from support.cluster_model import KEYS, ModelCluster, ModelNode
 
 PARTITIONS = 12

@@ -19,7 +19,7 @@ from dcp.core.groups import GroupCycle, Job, LogTask, WriteGroup
 from dcp.core.merges import MergeCycle
 from dcp.stream.hub import StreamHub
 from dcp.wire.frame import FrameDecoder
-from failover.history import Version
+from failover.rules.history import Version
 from support.forgetful_disk import ForgetfulDisk, ForgetfulEnv, Power
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.leadership import set_leader_epoch

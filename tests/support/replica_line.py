@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from dcp.replication.messages import (
+from dcp.session.replication_port import ReplicationError
+from dcp.wire.frame import Frame, FrameDecoder, pack_response
+from dcp.wire.message import (
+    StreamRequest,
+)
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from failover.replication.messages import (
     NOT_SEEN,
     EntriesSection,
     Greeting,
@@ -18,17 +25,10 @@ from dcp.replication.messages import (
     share,
     unpack_ack,
 )
-from dcp.replication.replica_link import (
+from failover.replication.replica_link import (
     ReplicaLink,
     from_here,
 )
-from dcp.session.replication_port import ReplicationError
-from dcp.wire.frame import Frame, FrameDecoder, pack_response
-from dcp.wire.message import (
-    StreamRequest,
-)
-from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
 from vbucket.engine.replicated import ReplicatedChange
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import pack_mutation

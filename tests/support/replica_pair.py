@@ -6,20 +6,20 @@ cut and a process can die between any two messages.
 
 from __future__ import annotations
 
-from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import MemberRecord, ReportedPartition, StoredPartition
-from dcp.cluster.cluster_session import ClusterSession
-from dcp.cluster.cluster_view import Stored
-from dcp.cluster.coordinator import CoordinatorSettings
-from dcp.cluster.metastore import KeyValue
 from dcp.core.groups import WriteGroup
-from dcp.replication.mastership import ReplicationSettings
-from dcp.replication.node_core import ReplicationCore
-from dcp.replication.replica_link import LinkState, ReplicaLink
 from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.session.session import Session
 from dcp.session.state import SessionState
-from failover.replication_record import ReplicationRecord
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import MemberRecord, ReportedPartition, StoredPartition
+from failover.coordinator.cluster_session import ClusterSession
+from failover.coordinator.cluster_view import Stored
+from failover.coordinator.coordinator import CoordinatorSettings
+from failover.metadata.metastore import KeyValue
+from failover.replication.mastership import ReplicationSettings
+from failover.replication.node_core import ReplicationCore
+from failover.replication.replica_link import LinkState, ReplicaLink
+from failover.rules.replication_record import ReplicationRecord
 from support.memory_node import MemoryNode, Peer
 from support.open_door import OpenDoor
 from vbucket.check.store_check import StoreCheck

@@ -10,7 +10,7 @@ from dcp.session.session import Session
 from dcp.session.text import TextSession
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
-from failover.write_answer import Durability, WriteState
+from failover.rules.write_answer import Durability, WriteState
 from support.memory_node import MemoryNode, Peer
 from vbucket.engine.partition import Partition
 

@@ -26,10 +26,10 @@ from couchbase.exceptions import (
 
 from clients import MutationResult, vbucket_of
 from clients.link.topology import single_node
-from soak.cluster import replicas
 from support.cluster_here import ClusterHere
 from support.etcd_members import IS_MISSING
 from support.waiting import until, until_so
+from tests.soak.cluster import replicas
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

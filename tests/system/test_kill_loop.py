@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from soak.fork_server import ForkedServer
-from soak.kill import LANE_LIVES, Life, run
-from soak.kill_writer import KillLoopError
+from tests.soak.fork_server import ForkedServer
+from tests.soak.kill import LANE_LIVES, Life, run
+from tests.soak.kill_writer import KillLoopError
 from vbucket.log.device import MARK_SLOT_BYTES, MARK_SLOTS
 from vbucket.log.end_mark import LogEnd, pack_mark
 from vbucket.log.record import scan_segment
@@ -136,7 +136,10 @@ def test_a_life_that_failed_is_kept_and_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 def test_a_lane_stops_without_its_starter_and_continues_later(tmp_path: Path) -> None:
     """It must not go on beside the next run."""
-    code = f"import pathlib, soak.kill; soak.kill.run(1000, pathlib.Path({str(tmp_path)!r}))"
+    code = (
+        "import pathlib; from tests.soak import kill;"
+        f" kill.run(1000, pathlib.Path({str(tmp_path)!r}))"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment

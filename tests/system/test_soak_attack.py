@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from soak.attack import run as run_module
-from soak.attack.case import AttackedServer, AttackError, Case, Fault, NotRunError, Stage
-from soak.attack.damage import Verdict, _Attack
-from soak.attack.folders import ARGUMENTS, MadeFolder
-from soak.attack.harm import Harm, apply, files_in
-from soak.attack.probe import WRONG, Watched
-from soak.attack.processes import PROBE_KEY, PROBE_VALUE, put_probe_key
-from soak.attack.run import attack, judge_probe, kind_of, on_stage, run_case
-from soak.attack.truth import keys_in, with_tokens
 from support.raw_client import RawClient
 from support.server import DcpdProcess
 from support.waiting import until
+from tests.soak.attack import run as run_module
+from tests.soak.attack.case import AttackedServer, AttackError, Case, Fault, NotRunError, Stage
+from tests.soak.attack.damage import Verdict, _Attack
+from tests.soak.attack.folders import ARGUMENTS, MadeFolder
+from tests.soak.attack.harm import Harm, apply, files_in
+from tests.soak.attack.probe import WRONG, Watched
+from tests.soak.attack.processes import PROBE_KEY, PROBE_VALUE, put_probe_key
+from tests.soak.attack.run import attack, judge_probe, kind_of, on_stage, run_case
+from tests.soak.attack.truth import keys_in, with_tokens
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.crash
@@ -53,7 +53,7 @@ def test_a_run_ends_with_a_table_and_goes_on_from_its_state_file(tmp_path: Path)
     def soak(cases: int) -> dict[str, list[str]]:
         done = subprocess.run(
             [
-                sys.executable, "-m", "soak", "attack", "--cases", str(cases), "--seed", "7",
+                sys.executable, "-m", "tests.soak", "attack", "--cases", str(cases), "--seed", "7",
                 "--kinds", "damage", "--state", str(tmp_path / "state.json"),
                 "--folder", str(tmp_path / "work"),
             ],

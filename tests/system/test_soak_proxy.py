@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from soak.proxy import BadNetwork, run_round
+from tests.soak.proxy import BadNetwork, run_round
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,8 +55,8 @@ def test_the_command_goes_on_where_it_was(tmp_path):
     def soak(events):
         return subprocess.run(
             [
-                sys.executable, "-m", "soak", "proxy", "--events", str(events), "--writes", "300",
-                "--state", str(state),
+                sys.executable, "-m", "tests.soak", "proxy", "--events", str(events),
+                "--writes", "300", "--state", str(state),
             ],
             cwd=ROOT, capture_output=True, text=True, timeout=50, check=True,
         ).stdout  # fmt: skip

@@ -1,7 +1,7 @@
 """One damaged page of LMDB's file: what is on it is refused by name, all else is read on.
 
 A key and all that a table has are asked for in every way that there is, of a snapshot and of a
-write transaction. `soak/flip.py` damages pages at random.
+write transaction. `tests/soak/flip.py` damages pages at random.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dcp.wire.frame import FrameDecoder
 from dcp.wire.message import parse_deletion, parse_mutation
 from dcp.wire.opcode import Opcode
-from failover.history import Version
+from failover.rules.history import Version
 from support.memory_node import LmdbNode, MemoryNode
 from vbucket.engine.branch import BranchRefusedError, FloorError
 from vbucket.engine.engine import SET, StoredDocument

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
-from soak import flip
+from tests.soak import flip
 from vbucket.check.log_check import KnownEnds, LogCheck
 from vbucket.check.store_check import StoreCheck
 from vbucket.log.device import UnknownFormatError

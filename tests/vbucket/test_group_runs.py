@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.replication.messages import ENTRY_OVERHEAD_BYTES_MAX
-from dcp.replication.whole_entries import checked_group
 from dcp.session.replication_port import ReplicationError
+from failover.replication.messages import ENTRY_OVERHEAD_BYTES_MAX
+from failover.replication.whole_entries import checked_group
 from support.memory_node import MemoryNode
 from vbucket.engine.partition import Partition
 from vbucket.engine.replicated import ReplicatedChanges

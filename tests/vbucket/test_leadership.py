@@ -8,7 +8,7 @@ import pytest
 
 from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
-from failover.history import EPOCH_MAX, FailoverLog, Version
+from failover.rules.history import EPOCH_MAX, FailoverLog, Version
 from support.memory_node import MemoryNode
 from vbucket.engine.branch import BranchRefusedError, FloorError
 from vbucket.engine.engine import SET, StoredDocument

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dcp.stream.pins import allowed
-from failover.history import FAILOVER_ENTRIES_MAX
+from failover.rules.history import FAILOVER_ENTRIES_MAX
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
 from vbucket.engine.leadership import adopt_failover_log

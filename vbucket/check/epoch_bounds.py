@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from failover.history import FailoverLog
+from failover.rules.history import FailoverLog
 
 
 class EpochBounds:

@@ -24,7 +24,7 @@ from typing import Final
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
-from failover.history import FailoverLog
+from failover.rules.history import FailoverLog
 from vbucket.check.epoch_bounds import EpochBounds
 from vbucket.check.finding import Finding, Kind
 from vbucket.model.collection_counts import CollectionCounts

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import cbor2
 
-from failover.history import FailoverLog
+from failover.rules.history import FailoverLog
 from vbucket.check.finding import Finding, Kind
 from vbucket.check.log_check import KnownEnds, LogCheck
 from vbucket.check.partition_check import FINDINGS_MAX, SLICE_KEYS, PartitionCheck

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from failover.history import FailoverLog
+from failover.rules.history import FailoverLog
 from vbucket.engine.partition import Partition
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from dcp.wire.opcode import Opcode
-from failover.history import FailoverLog
+from failover.rules.history import FailoverLog
 from vbucket.engine.branch import Branch, check_undo
 from vbucket.engine.commits import Commits
 from vbucket.engine.item_cache import ItemCache

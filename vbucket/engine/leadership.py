@@ -19,7 +19,7 @@ and is refused with StaleEpochError. In all errors nothing was changed.
 
 from __future__ import annotations
 
-from failover.history import EPOCH_MAX, FailoverLog
+from failover.rules.history import EPOCH_MAX, FailoverLog
 from vbucket.engine.branch import Branch, check_undo
 from vbucket.engine.engine import Engine
 from vbucket.model.control import SnapshotWindow

@@ -36,8 +36,8 @@ from typing import Final
 
 from sortedcontainers import SortedList
 
-from failover.history import FailoverLog
-from failover.write_answer import WriteGuard
+from failover.rules.history import FailoverLog
+from failover.rules.write_answer import WriteGuard
 from vbucket.model.collection_counts import CollectionCounts
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import seqno_of

@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 
 from sortedcontainers import SortedSet
 
-from failover.history import FAILOVER_ENTRIES_MAX
+from failover.rules.history import FAILOVER_ENTRIES_MAX
 from vbucket.engine.engine import Engine
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.partition import ABSENT, Partition

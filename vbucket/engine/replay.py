@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dcp.wire.frame import HEADER_BYTES
-from failover.history import FailoverLog
+from failover.rules.history import FailoverLog
 from vbucket.engine.deferred_lookups import DeferredLookups
 from vbucket.engine.engine import Engine
 from vbucket.engine.keyspace import MUTATION

@@ -64,8 +64,8 @@ class ReplicatedChanges:
     def apply(self, part: Partition, entries: Sequence[bytes]) -> None:
         """Apply the next changes of a partition, in seqno order.
 
-        The caller has checked them (dcp.replication.messages): their seqnos follow each other, or
-        rise within the partition's incomplete snapshot. Raises StoreDamagedError before anything
+        The caller has checked them (failover.replication.messages): their seqnos follow each other,
+        or rise within the partition's incomplete snapshot. Raises StoreDamagedError before anything
         is changed.
         """
         if part.incomplete_snapshot is not None or part.purge_seqno:
@@ -113,9 +113,9 @@ class ReplicatedChanges:
         """Apply changes of several partitions, in the order of the master's log. Return the commit
         group that has them here.
 
-        The caller has checked them (dcp.replication.whole_entries): the seqnos of each partition
-        follow each other, and no partition has a part of a snapshot. Raises StoreDamagedError
-        before anything is changed.
+        The caller has checked them (failover.replication.whole_entries): the seqnos of each
+        partition follow each other, and no partition has a part of a snapshot. Raises
+        StoreDamagedError before anything is changed.
         """
         self._apply_linked(self._all_linked(changes))
         return self._engine.keyspace.group
@@ -130,9 +130,9 @@ class ReplicatedChanges:
         """Check and apply the entries of a whole group in C. Return the commit group that has them
         here, and partition -> end seqno; `highs` is raised.
 
-        None: nothing was changed; check the group in Python (dcp.replication.whole_entries, which
-        explains the arguments), and call `apply_group`. Raises StoreDamagedError before anything is
-        changed.
+        None: nothing was changed; check the group in Python (failover.replication.whole_entries,
+        which explains the arguments), and call `apply_group`. Raises StoreDamagedError before
+        anything is changed.
         """
         run, keyspace = self.group_run, self._engine.keyspace
         if run is None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from failover.history import FailoverLog
+from failover.rules.history import FailoverLog
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
 from vbucket.engine.replay import Replay

@@ -40,8 +40,8 @@ from dcp.server.operate.reports import (
     StateReport,
 )
 from dcp.session.rights import Role
-from failover.history import VB_UUID_MAX
-from failover.rollback import Question
+from failover.rules.history import VB_UUID_MAX
+from failover.rules.rollback import Question
 from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.lifecycle import HasCopiesError, PurgeRefusedError
 from vbucket.engine.mending import MendingRefusedError

@@ -18,7 +18,6 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from dcp.replication.loss_receipt import QuarantineDamagedError, unpack_cut_off
 from dcp.server.access.users import USERS_FILE
 from dcp.server.access.users_file import NEW_SUFFIX, UsersFileError, parse_file
 from dcp.server.cluster.cluster_file import read_cluster_file
@@ -35,6 +34,7 @@ from dcp.server.storage.folder import (
     log_path,
     store_path,
 )
+from failover.replication.loss_receipt import QuarantineDamagedError, unpack_cut_off
 from vbucket.check.finding import Finding, Kind
 from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME
 from vbucket.store.lmdb_file import DATA_FILE_NAME

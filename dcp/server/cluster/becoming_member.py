@@ -17,9 +17,6 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from dcp.cluster.cluster_records import MemberRecord
-from dcp.cluster.map_life import life_from
-from dcp.cluster.metastore import MetaStore
 from dcp.server.access.access import Access
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import (
@@ -57,6 +54,9 @@ from dcp.server.config.settings import Settings
 from dcp.server.net.cluster_config import Ports
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
+from failover.coordinator.cluster_records import MemberRecord
+from failover.coordinator.map_life import life_from
+from failover.metadata.metastore import MetaStore
 from vbucket.engine.engine import Engine
 
 CLUSTER_ID_BYTES = 16

@@ -20,23 +20,33 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 
-from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_view import ClusterView
-from dcp.cluster.failover_request import failover
-from dcp.cluster.metastore import (
-    OutcomeUnknown,
-    Put,
-    Range,
-    RangeResult,
-    StoreRefused,
-    StoreRequest,
-    StoreResult,
-    Txn,
-    TxnResult,
+from dcp.server.cluster.cluster_refusal import ClusterRefusedError
+from dcp.server.cluster.enrolment import EnrolmentError, ask, ask_again
+from dcp.server.operate.cluster_requests import (
+    ChangeReport,
+    MasterFailoverRequest,
+    MoveRequest,
+    NodeChange,
+    NodeRequest,
+    PartitionChange,
+    PlainRequest,
+    PlanProgress,
+    SetRequest,
 )
-from dcp.cluster.plan_requests import cancel, drain, move, rebalance, remove, set_cluster, undrain
-from dcp.cluster.plan_steps import progress_of, unseen_members
-from dcp.cluster.request_answers import (
+from failover.coordinator.cluster_keys import KeyKind
+from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.failover_request import failover
+from failover.coordinator.plan_requests import (
+    cancel,
+    drain,
+    move,
+    rebalance,
+    remove,
+    set_cluster,
+    undrain,
+)
+from failover.coordinator.plan_steps import progress_of, unseen_members
+from failover.coordinator.request_answers import (
     Answer,
     Prepared,
     RequestRefused,
@@ -50,19 +60,17 @@ from dcp.cluster.request_answers import (
     was_written,
     why_not_written,
 )
-from dcp.cluster.unclean_preview import unclean_notes
-from dcp.server.cluster.cluster_refusal import ClusterRefusedError
-from dcp.server.cluster.enrolment import EnrolmentError, ask, ask_again
-from dcp.server.operate.cluster_requests import (
-    ChangeReport,
-    MasterFailoverRequest,
-    MoveRequest,
-    NodeChange,
-    NodeRequest,
-    PartitionChange,
-    PlainRequest,
-    PlanProgress,
-    SetRequest,
+from failover.coordinator.unclean_preview import unclean_notes
+from failover.metadata.metastore import (
+    OutcomeUnknown,
+    Put,
+    Range,
+    RangeResult,
+    StoreRefused,
+    StoreRequest,
+    StoreResult,
+    Txn,
+    TxnResult,
 )
 from vbucket.model.id_ranges import id_ranges
 from vbucket.model.ids import NUM_VBUCKETS

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 
-from dcp.cluster.request_answers import name_of
-from dcp.metastore.etcd_settings import files_of_url
 from dcp.server.cluster.becoming_member import (
     Gate,
     NewMember,
@@ -38,6 +36,8 @@ from dcp.server.operate.cluster_reports import (
     PartitionReport,
     ReceiptsReport,
 )
+from failover.coordinator.request_answers import name_of
+from failover.metadata.etcd_settings import files_of_url
 
 
 class ClusterOperations:

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dcp.cluster.cluster_view import ClusterView
-from dcp.cluster.store_age import META_RESTORE, older_records, older_text
 from dcp.server.access.link_tls import LinkTrouble
 from dcp.server.cluster.own_clock import CLOCK_ADVICE
 from dcp.server.operate.cluster_reports import NodeReport, ProblemReport, StoreReport
+from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.store_age import META_RESTORE, older_records, older_text
 
 
 class _Problem(NamedTuple):

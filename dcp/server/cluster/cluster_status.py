@@ -10,10 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from dcp.cluster.cluster_view import ClusterView
-from dcp.cluster.request_answers import name_of
-from dcp.cluster.store_age import why_not_elected
-from dcp.replication.leading_report import Unwritable, follower_lags, unwritable
 from dcp.server.access.link_tls import LinkTrouble
 from dcp.server.cluster.cluster_changes import plan_progress
 from dcp.server.cluster.cluster_problems import OwnTroubles, problems_of
@@ -25,7 +21,11 @@ from dcp.server.operate.cluster_reports import (
     StoreReport,
     UnwritableReport,
 )
-from failover.replication_record import ReplicationRecord
+from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.request_answers import name_of
+from failover.coordinator.store_age import why_not_elected
+from failover.replication.leading_report import Unwritable, follower_lags, unwritable
+from failover.rules.replication_record import ReplicationRecord
 from vbucket.model.id_ranges import id_ranges
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from dcp.cluster.cluster_view import ClusterView
-from dcp.cluster.coordinator import Elected
 from dcp.server.observe.event_log import EventLog
+from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.coordinator import Elected
 
 
 class ElectionLog:

@@ -18,8 +18,10 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Final, NamedTuple
 
-from dcp.cluster.cluster_keys import MEMBER_ID, ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import (
+from dcp.server.cluster.cluster_refusal import ClusterRefusedError
+from dcp.server.cluster.process_facts import fit_reads, unfit
+from failover.coordinator.cluster_keys import MEMBER_ID, ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import (
     AliveRecord,
     ClusterRecord,
     ManifestRecord,
@@ -33,8 +35,8 @@ from dcp.cluster.cluster_records import (
     encode_partition,
     encode_record,
 )
-from dcp.cluster.map_life import FIRST_LIFE
-from dcp.cluster.metastore import (
+from failover.coordinator.map_life import FIRST_LIFE
+from failover.metadata.metastore import (
     TXN_OPERATIONS_MAX,
     Delete,
     MetaStore,
@@ -51,9 +53,7 @@ from dcp.cluster.metastore import (
     if_absent,
     if_unchanged,
 )
-from dcp.server.cluster.cluster_refusal import ClusterRefusedError
-from dcp.server.cluster.process_facts import fit_reads, unfit
-from failover.replication_record import ReplicationRecord
+from failover.rules.replication_record import ReplicationRecord
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
 

@@ -28,7 +28,6 @@ from typing import Final, NamedTuple
 import msgspec
 from scramp import ScramException
 
-from dcp.cluster.cluster_records import MemberRecord
 from dcp.server.access.link_tls import (
     DIAL_BACK,
     WRONG_SECRET,
@@ -56,6 +55,7 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from failover.coordinator.cluster_records import MemberRecord
 
 TRIES_MAX: Final = 16
 """Nodes that one member dials back at a time."""

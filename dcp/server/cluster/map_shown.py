@@ -1,20 +1,20 @@
 """The partition map that this node tells its clients, made from the view of the metadata store.
 
 The map's version is the life of the cluster, and the newest mod revision of what the map is made of
-(`dcp.cluster.map_life`). It is made only when the view has come that far, so that the same version
-is the same map on every node. A node that was read ahead of the watch, for example after its own
-write, tells the former map for a few milliseconds.
+(`failover.coordinator.map_life`). It is made only when the view has come that far, so that the same
+version is the same map on every node. A node that was read ahead of the watch, for example after
+its own write, tells the former map for a few milliseconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dcp.cluster.cluster_records import MemberRecord
-from dcp.cluster.cluster_view import ClusterView
-from dcp.cluster.map_life import NEVER_TOLD, MapLife
-from dcp.replication.cluster_map import bucket_map
 from dcp.server.net.cluster_config import ClusterConfig
+from failover.coordinator.cluster_records import MemberRecord
+from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.map_life import NEVER_TOLD, MapLife
+from failover.replication.cluster_map import bucket_map
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.partition_map import MapNode
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from dcp.cluster.cluster_records import MemberRecord
 from dcp.server.cluster.cluster_file import ClusterFile, begin_incarnation, read_cluster_file
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.cluster.meta_access import MetaAccess
@@ -14,6 +13,7 @@ from dcp.server.config.settings import Settings
 from dcp.server.config.sources import is_loopback
 from dcp.server.net.cluster_config import Ports
 from dcp.server.storage.folder import FolderError
+from failover.coordinator.cluster_records import MemberRecord
 
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 

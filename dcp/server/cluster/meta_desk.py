@@ -22,27 +22,6 @@ from uuid import uuid4
 
 import msgspec
 
-from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import MemberRecord, RecordUnreadableError
-from dcp.cluster.meta_restore import (
-    MetaRestore,
-    MetaRestorePlan,
-    NodeTestimony,
-    records_of,
-    testimony_key,
-    unpack_testimony,
-)
-from dcp.cluster.metastore import (
-    LeaseGrant,
-    LeaseResult,
-    Put,
-    Range,
-    RangeResult,
-    StoreRequest,
-    StoreResult,
-    Txn,
-    TxnResult,
-)
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.cluster.enrolment import EnrolmentError, ask_again
 from dcp.server.operate.cluster_requests import (
@@ -52,6 +31,27 @@ from dcp.server.operate.cluster_requests import (
     TestifiedReport,
     TestifyingNode,
     TestifyRequest,
+)
+from failover.coordinator.cluster_keys import KeyKind
+from failover.coordinator.cluster_records import MemberRecord, RecordUnreadableError
+from failover.coordinator.meta_restore import (
+    MetaRestore,
+    MetaRestorePlan,
+    NodeTestimony,
+    records_of,
+    testimony_key,
+    unpack_testimony,
+)
+from failover.metadata.metastore import (
+    LeaseGrant,
+    LeaseResult,
+    Put,
+    Range,
+    RangeResult,
+    StoreRequest,
+    StoreResult,
+    Txn,
+    TxnResult,
 )
 from vbucket.model.id_ranges import id_ranges
 

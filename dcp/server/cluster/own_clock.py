@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from dcp.cluster.clock_watch import ClockWatch
-from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import ClockRecord, encode_record
-from dcp.cluster.cluster_session import ClusterSession
-from dcp.cluster.metastore import (
+from dcp.server.observe.event_log import EventLog
+from failover.coordinator.clock_watch import ClockWatch
+from failover.coordinator.cluster_keys import KeyKind
+from failover.coordinator.cluster_records import ClockRecord, encode_record
+from failover.coordinator.cluster_session import ClusterSession
+from failover.metadata.metastore import (
     Compare,
     CompareTarget,
     MetaStore,
@@ -18,7 +19,6 @@ from dcp.cluster.metastore import (
     Txn,
     if_unchanged,
 )
-from dcp.server.observe.event_log import EventLog
 
 TELL_NS: Final = 20_000_000_000
 """Time between two records: a clock that was set is noticed within a minute."""

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import LinksRecord, RefusedLink, encode_record
-from dcp.cluster.cluster_session import ClusterSession
-from dcp.cluster.metastore import (
+from dcp.server.access.link_tls import LinkTrouble
+from dcp.server.observe.event_log import EventLog
+from failover.coordinator.cluster_keys import KeyKind
+from failover.coordinator.cluster_records import LinksRecord, RefusedLink, encode_record
+from failover.coordinator.cluster_session import ClusterSession
+from failover.metadata.metastore import (
     Compare,
     CompareTarget,
     Delete,
@@ -26,9 +28,7 @@ from dcp.cluster.metastore import (
     Txn,
     if_unchanged,
 )
-from dcp.replication.following import BARRED_REDIAL_NS_MAX
-from dcp.server.access.link_tls import LinkTrouble
-from dcp.server.observe.event_log import EventLog
+from failover.replication.following import BARRED_REDIAL_NS_MAX
 
 FORGET_NS: Final = 3 * BARRED_REDIAL_NS_MAX
 WRITE_NS: Final = 1_000_000_000

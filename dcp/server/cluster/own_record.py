@@ -10,10 +10,10 @@ from typing import Final
 
 import msgspec
 
-from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import MemberRecord, encode_record
-from dcp.cluster.cluster_view import ClusterView
-from dcp.cluster.metastore import MetaStore, Put, StoreResult, Txn, if_unchanged
+from failover.coordinator.cluster_keys import KeyKind
+from failover.coordinator.cluster_records import MemberRecord, encode_record
+from failover.coordinator.cluster_view import ClusterView
+from failover.metadata.metastore import MetaStore, Put, StoreResult, Txn, if_unchanged
 
 RETRY_NS: Final = 1_000_000_000
 """Time between attempts to change the record."""

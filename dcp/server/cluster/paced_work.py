@@ -10,9 +10,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from dcp.cluster.work_pace import WorkPace
-from dcp.replication.node_core import ReplicationCore
 from dcp.server.observe.elapsed import elapsed_ns
+from failover.coordinator.work_pace import WorkPace
+from failover.replication.node_core import ReplicationCore
 
 
 class PacedWork:

@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import (
+from dcp.server.cluster.map_shown import host_and_port
+from dcp.server.storage.folder import LOCK_NAME
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import (
     AliveRecord,
     MemberRecord,
     RecordUnreadableError,
     decode_record,
 )
-from dcp.cluster.membership import ProcessFacts
-from dcp.cluster.metastore import KeyValue, Range, Txn, TxnResult
-from dcp.replication.messages import FORMAT as PROTOCOL
-from dcp.server.cluster.map_shown import host_and_port
-from dcp.server.storage.folder import LOCK_NAME
+from failover.coordinator.membership import ProcessFacts
+from failover.metadata.metastore import KeyValue, Range, Txn, TxnResult
+from failover.replication.messages import FORMAT as PROTOCOL
 
 VERSION_ADVICE: Final = (
     "A cluster needs one version of dcpd: stop all of its nodes, then start all with the same one"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from dcp.replication.loss_receipt import CutOff, pack_cut_off
 from dcp.server.access.users_file import replace_file
+from failover.replication.loss_receipt import CutOff, pack_cut_off
 
 QUARANTINE_FOLDER: Final = "quarantine"
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from dcp.cluster.map_life import MapLife
-from dcp.cluster.metastore import MetaStore, StoreResult
+from failover.coordinator.map_life import MapLife
+from failover.metadata.metastore import MetaStore, StoreResult
 
 HEARD_NS: Final = 3_000_000_000
 """How long the life has to be raised before it is: nodes that have seen newer records say so within

@@ -16,15 +16,15 @@ from typing import Any, Final
 
 import msgspec
 
-from dcp.replication.loss_receipt import (
+from dcp.server.access.users_file import replace_file
+from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER
+from dcp.server.operate.cluster_reports import ReceiptReport, ReceiptsReport
+from failover.replication.loss_receipt import (
     ElectionLoss,
     QuarantineDamagedError,
     election_receipt,
     unpack_head,
 )
-from dcp.server.access.users_file import replace_file
-from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER
-from dcp.server.operate.cluster_reports import ReceiptReport, ReceiptsReport
 
 RECEIPTS_MAX: Final = 2000
 """Receipts in one list, the newest ones: an unclean election of every partition fits."""

@@ -4,8 +4,8 @@
                                                                 │
                        maps, connections, files, log  <── effects
 
-The rules are in `dcp.replication` and `dcp.cluster`. Here are the clock, the sockets and the files.
-Everything runs on the server's event loop; only files are written in threads.
+The rules are in `failover.replication` and `failover.coordinator`. Here are the clock, the sockets
+and the files. Everything runs on the server's event loop; only files are written in threads.
 
 Invariants
 - no partition is served before its record gives it to this process, and no other node is spoken to
@@ -26,23 +26,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from dcp.cluster.cluster_keys import KeyKind
-from dcp.cluster.cluster_records import MemberRecord
-from dcp.cluster.cluster_session import ClusterSession, SessionEffect
-from dcp.cluster.coordinator import Elected
-from dcp.cluster.effects import Notice, ViewChanged
-from dcp.cluster.map_life import MapLife
-from dcp.cluster.membership import MembershipState
-from dcp.cluster.metastore import Range, RangeResult, TxnResult
-from dcp.cluster.partition_choices import CoordinatorSettings
-from dcp.cluster.prefix_owner import owner_read, owner_trouble
-from dcp.cluster.record_writer import WriteOutcome
-from dcp.cluster.store_driver import StoreDriver
 from dcp.core.groups import GroupCycle, Published
-from dcp.replication.loss_receipt import CutOff, ElectionLoss, cut_off_receipt, election_receipt
-from dcp.replication.mastership import ReplicationSettings
-from dcp.replication.node_core import ReplicationCore
-from dcp.replication.shell_effects import BranchEnded, Dial, MapChanged, PartitionsArrived, StepDue
 from dcp.server.access.link_tls import LinkTls, LinkTrouble
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
@@ -75,6 +59,33 @@ from dcp.server.operate.collection_changes import CollectionsRefusedError
 from dcp.session.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
+from failover.coordinator.cluster_keys import KeyKind
+from failover.coordinator.cluster_records import MemberRecord
+from failover.coordinator.cluster_session import ClusterSession, SessionEffect
+from failover.coordinator.coordinator import Elected
+from failover.coordinator.effects import Notice, ViewChanged
+from failover.coordinator.map_life import MapLife
+from failover.coordinator.membership import MembershipState
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.record_writer import WriteOutcome
+from failover.coordinator.store_driver import StoreDriver
+from failover.metadata.metastore import Range, RangeResult, TxnResult
+from failover.metadata.prefix_owner import owner_read, owner_trouble
+from failover.replication.loss_receipt import (
+    CutOff,
+    ElectionLoss,
+    cut_off_receipt,
+    election_receipt,
+)
+from failover.replication.mastership import ReplicationSettings
+from failover.replication.node_core import ReplicationCore
+from failover.replication.shell_effects import (
+    BranchEnded,
+    Dial,
+    MapChanged,
+    PartitionsArrived,
+    StepDue,
+)
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
 from vbucket.log.commit_group import CommitGroup

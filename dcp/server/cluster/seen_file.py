@@ -20,11 +20,11 @@ from typing import Final
 
 import msgspec
 
-from dcp.cluster.cluster_keys import ClusterKeys
-from dcp.cluster.seen_records import SeenContent, SeenPiece, SeenRecord, SeenRecords
 from dcp.server.access.users_file import replace_file
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
+from failover.coordinator.cluster_keys import ClusterKeys
+from failover.coordinator.seen_records import SeenContent, SeenPiece, SeenRecord, SeenRecords
 
 FORMAT: Final = 1
 SEEN_FILE: Final = "seen.json"

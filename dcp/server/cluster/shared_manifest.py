@@ -12,14 +12,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from dcp.cluster.cluster_records import ManifestRecord, encode_record
-from dcp.cluster.cluster_view import ClusterView
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.shared_record import (
     MayBeReplacedError,
     NotReplacedError,
     replace_record,
 )
+from failover.coordinator.cluster_records import ManifestRecord, encode_record
+from failover.coordinator.cluster_view import ClusterView
 from vbucket.engine.engine import Engine
 from vbucket.model.manifest import Manifest
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from dcp.cluster.metastore import (
+from dcp.server.cluster.enrolment import AGAIN_S, EnrolmentError, ask
+from failover.metadata.metastore import (
     KeyValue,
     MetaStore,
     OutcomeUnknown,
@@ -24,7 +25,6 @@ from dcp.cluster.metastore import (
     TxnResult,
     if_unchanged,
 )
-from dcp.server.cluster.enrolment import AGAIN_S, EnrolmentError, ask
 
 TRIES_MAX: Final = 3
 """Attempts of a change whose answers are lost, before the outcome is told as unknown. The client

@@ -12,8 +12,6 @@ import asyncio
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Final
 
-from dcp.cluster.cluster_records import UsersRecord, encode_record
-from dcp.cluster.cluster_view import ClusterView
 from dcp.server.access.users import Users
 from dcp.server.access.users_file import UsersFileError
 from dcp.server.cluster.enrolment import ANSWER_S
@@ -25,6 +23,8 @@ from dcp.server.cluster.shared_record import (
 )
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
+from failover.coordinator.cluster_records import UsersRecord, encode_record
+from failover.coordinator.cluster_view import ClusterView
 
 TABLE_BYTES_MAX: Final = 1 << 20
 """Below the longest request of a metadata store: about a thousand users."""

@@ -1,8 +1,9 @@
 """The version of the newest map that this node has told clients: the file map.json of its folder.
 
-By it a node that starts knows that the metadata store was set back (`dcp.cluster.map_life`). It is
-written KEEP_S after the last time at most, beside everything else: a store that is restored from a
-copy that is not older than that is not recognised. A folder without the file has told nothing.
+By it a node that starts knows that the metadata store was set back
+(`failover.coordinator.map_life`). It is written KEEP_S after the last time at most, beside
+everything else: a store that is restored from a copy that is not older than that is not recognised.
+A folder without the file has told nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Final
 
 import msgspec
 
-from dcp.cluster.map_life import NEVER_TOLD, MapVersion
 from dcp.server.access.users_file import replace_file
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
+from failover.coordinator.map_life import NEVER_TOLD, MapVersion
 
 FORMAT: Final = 1
 MAP_FILE: Final = "map.json"

@@ -105,7 +105,7 @@ class Meter:
         self.admin_closed: Counter[str] = Counter(late=0, crowded=0)
         """Connections to the admin interface that the server closed, by reason."""
         self.rollbacks: Counter[str] = Counter()
-        """By kind of the reason (failover.rollback)."""
+        """By kind of the reason (failover.rules.rollback)."""
         self.session_failures = 0
         """Connections that ended because of a bug."""
         self.housekeeping_failures: Counter[str] = Counter()

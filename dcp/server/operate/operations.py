@@ -41,8 +41,8 @@ from dcp.stream.stream_limits import StreamChoice, StreamLimits
 from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.explain import explain
-from failover.rollback import Question
+from failover.rules.explain import explain
+from failover.rules.rollback import Question
 from vbucket.engine import lifecycle
 from vbucket.engine.branch import Branch, FloorError
 from vbucket.engine.engine import Engine

@@ -101,7 +101,7 @@ class StoreProcess:
     """The server's end of a running store process. Create it with `start`."""
 
     slice_pages: ClassVar[int] = SLICE_PAGES
-    """How many pages a slice of a merge may change. `soak.kill` lowers it."""
+    """How many pages a slice of a merge may change. `tests.soak.kill` lowers it."""
 
     def __init__(self, process: asyncio.subprocess.Process, silence_s: float = SILENCE_S) -> None:
         import asyncio

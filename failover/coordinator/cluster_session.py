@@ -1,0 +1,121 @@
+"""One node's session with the metadata store: all cluster cores behind one `on_event`. Pure.
+
+It routes answers and watch messages to the core that asked, and shows every change of the view to
+the coordinator. What it returns is for the node: requests and watches to carry out
+(`store_driver`), changes of the view, elections, outcomes of the node's own writes, and notices.
+
+Who calls it: the node and the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeAlias
+
+from failover.coordinator.cluster_keys import ClusterKeys
+from failover.coordinator.cluster_records import ReportedPartition
+from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.coordinator import COORDINATOR, Coordinator, Elected
+from failover.coordinator.effects import Notice, StoreEffect, StoreEvent, Tick, ViewChanged
+from failover.coordinator.membership import LEASE_TTL_S, MEMBERSHIP, Membership
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.record_writer import RecordChange, RecordWriter, WriteOutcome
+from failover.coordinator.suspect_reporter import REPORTER, SuspectReporter
+from failover.coordinator.view_reader import READER, ViewReader
+
+_ERA_BITS: Final = 20
+"""A process that connects anew a million times over has told the others by then."""
+RECORDS: Final = "records"
+"""The core that writes for the partitions whose master is this node."""
+
+SessionEffect: TypeAlias = StoreEffect | ViewChanged | Elected | WriteOutcome | Notice
+
+
+class ClusterSession:
+    """See the module. `incarnation` grows with every start of this member's process."""
+
+    def __init__(
+        self,
+        root: bytes,
+        member: str,
+        incarnation: int,
+        settings: CoordinatorSettings,
+        *,
+        lease_s: int = LEASE_TTL_S,
+    ) -> None:
+        keys = ClusterKeys(root)
+        owner = f"{member}.{incarnation}"
+        self.view = ClusterView(keys)
+        self.link = 0
+        """Names this process's present connection to the store among those of all its processes;
+        0: there was none yet. The store has it under the member's alive key."""
+        self.era = 0
+        """The store's client counts its connections so."""
+        self.membership = Membership(keys, member, incarnation, lease_s=lease_s)
+        self.coordinator = Coordinator(self.view, self.membership, owner, settings)
+        self.reader = self._reader = ViewReader(self.view)
+        self._reporter = SuspectReporter(keys, self.membership)
+        self._writer = RecordWriter(self.view, RECORDS, owner)
+        self._cores: Final[dict[str, Callable[[int, Any], Iterable[SessionEffect]]]] = {
+            MEMBERSHIP: self.membership.on_event,
+            READER: self._reader.on_event,
+            REPORTER: self._reporter.on_event,
+            RECORDS: self._writer.on_event,
+            COORDINATOR: self.coordinator.on_event,
+            self.coordinator.writer_core: self.coordinator.on_event,
+        }
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the last `write` has its outcomes."""
+        return self._writer.is_idle
+
+    def on_event(self, now_ns: int, event: StoreEvent) -> list[SessionEffect]:
+        """Take one event; return what to do and what happened."""
+        if not isinstance(event, Tick):
+            return self._shown(now_ns, self._cores[event.tag.core](now_ns, event))
+        effects: list[SessionEffect] = []
+        for on_event in dict.fromkeys(self._cores.values()):
+            effects += self._shown(now_ns, on_event(now_ns, event))
+        return effects
+
+    def begin_again(self, now_ns: int, era: int) -> list[SessionEffect]:
+        """There is a new connection to the store, which may be an older copy of it."""
+        self.era = era
+        self.link = self.membership.incarnation << _ERA_BITS | era & ((1 << _ERA_BITS) - 1)
+        self.membership.begin_again(now_ns, self.link)
+        self.coordinator.begin_again()
+        self._reporter.begin_again()
+        return list(self._reader.begin_again(now_ns))
+
+    def link_of(self, member: str) -> int | None:
+        """Return the name of a member's connection to this store, as it wrote it; None: none."""
+        alive = self.view.alive.get(member)
+        return None if alive is None else alive.content.link
+
+    def report(self, now_ns: int, partitions: tuple[ReportedPartition, ...]) -> list[SessionEffect]:
+        """Report these partitions from now on: their master is not heard. () for none."""
+        return list(self._reporter.report(now_ns, partitions))
+
+    def begin_to_leave(self, now_ns: int) -> None:
+        """Let the others know that this process is about to stop: it gets no partition any more."""
+        self.membership.begin_to_leave(now_ns)
+
+    def leave(self) -> list[SessionEffect]:
+        """End this member's lease: its keys go, and it takes no further part."""
+        return list(self.membership.leave())
+
+    def write(self, now_ns: int, changes: Sequence[RecordChange]) -> list[SessionEffect]:
+        """Write records as their master; the outcomes come as effects of later events."""
+        return self._shown(now_ns, self._writer.write(now_ns, changes))
+
+    def _shown(self, now_ns: int, effects: Iterable[SessionEffect]) -> list[SessionEffect]:
+        """Show the membership and the coordinator what changed in the view."""
+        shown: list[SessionEffect] = []
+        for effect in effects:
+            shown.append(effect)
+            if isinstance(effect, ViewChanged):
+                own = self.view.alive.get(self.membership.member)
+                shown += self.membership.see(now_ns, own, self.view.revision)
+                shown += self.coordinator.on_event(now_ns, effect)
+        return shown

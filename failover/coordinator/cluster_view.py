@@ -1,0 +1,294 @@
+"""What a node knows of the metadata store: the records, as far as its watch has come. Pure.
+
+The view is a copy and may be old. Whoever decides by it writes with compares, so that an old view
+makes a refused write and not a wrong one.
+
+Who calls it: `view_reader` fills it; the coordinator, and the node for its partitions, read it.
+
+Invariants
+- the view has each key's newest state that it was told, whatever the order
+- a partition is in `partitions` or in `unreadable`, not in both. One that cannot be read keeps its
+  key's mod revision, and nobody writes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind, ParsedKey
+from failover.coordinator.cluster_records import (
+    AliveRecord,
+    ClockRecord,
+    ClusterRecord,
+    LeaderRecord,
+    LinksRecord,
+    ManifestRecord,
+    MemberRecord,
+    MemberReport,
+    OperatorCommand,
+    PlanKind,
+    PlanRecord,
+    RecordUnreadableError,
+    StoredPartition,
+    UsersRecord,
+    decode_partition,
+    decode_record,
+    unreadable,
+)
+from failover.metadata.metastore import KeyValue, WatchBatch
+
+_OF_MAP: Final = frozenset({KeyKind.CLUSTER, KeyKind.MEMBER, KeyKind.PARTITION, KeyKind.REMOVED})
+"""What the partition map is made of."""
+_Content = TypeVar("_Content")
+
+
+class Stored(NamedTuple, Generic[_Content]):
+    """A record, and its key as the store holds it."""
+
+    content: _Content
+    item: KeyValue
+
+
+class ClusterView:
+    """See the module. All tables are read-only for callers."""
+
+    def __init__(self, keys: ClusterKeys) -> None:
+        self.keys = keys
+        self.revision = 0
+        """All changes up to here are in the view; 0: nothing was read yet."""
+        self.begun_revision = 0
+        """The store's revision when it was read first over the present connection. What is not
+        newer may be of an older copy that the store went back to."""
+        self.map_revision = 0
+        """The newest mod revision that a record of the partition map ever had, readable or not."""
+        self.life = 0
+        """The highest life that the cluster's record ever had; 0: none was read."""
+        self.partitions: dict[int, Stored[StoredPartition]] = {}
+        self.members: dict[str, Stored[MemberRecord]] = {}
+        self.alive: dict[str, Stored[AliveRecord]] = {}
+        self.clocks: dict[str, Stored[ClockRecord]] = {}
+        self.links: dict[str, Stored[LinksRecord]] = {}
+        self.reports: dict[str, Stored[MemberReport]] = {}
+        self.commands: dict[int, Stored[OperatorCommand]] = {}
+        self.cluster: Stored[ClusterRecord] | None = None
+        self.manifest: Stored[ManifestRecord] | None = None
+        self.users: Stored[UsersRecord] | None = None
+        self.plan: Stored[PlanRecord] | None = None
+        self.wanted: dict[int, tuple[str, ...]] = {}
+        """The chains of the plan."""
+        self.leader: Stored[LeaderRecord] | None = None
+        self.leader_item: KeyValue | None = None
+        """The leader's key, also where its record cannot be read."""
+        self.unreadable: dict[bytes, str] = {}
+        """Keys whose records cannot be read, with the reason."""
+        self._items: dict[bytes, KeyValue] = {}
+        self._changes: Final[dict[KeyKind, Callable[[ParsedKey, KeyValue | None], None]]] = {
+            KeyKind.CLUSTER: self._change_cluster,
+            KeyKind.MANIFEST: self._change_manifest,
+            KeyKind.USERS: self._change_users,
+            KeyKind.PLAN: self._change_plan,
+            KeyKind.LEADER: self._change_leader,
+            KeyKind.CLOCK: lambda name, item: _change(self.clocks, name.member, item, ClockRecord),
+            KeyKind.LINKS: lambda name, item: _change(self.links, name.member, item, LinksRecord),
+            KeyKind.ALIVE: lambda name, item: _change(self.alive, name.member, item, AliveRecord),
+            KeyKind.MEMBER: lambda name, item: _change(
+                self.members, name.member, item, MemberRecord
+            ),
+            KeyKind.SUSPECT: lambda name, item: _change(
+                self.reports, name.member, item, MemberReport
+            ),
+            KeyKind.COMMAND: lambda name, item: _change(
+                self.commands, name.vb_id, item, OperatorCommand
+            ),
+            KeyKind.PARTITION: self._change_partition,
+            KeyKind.REMOVED: lambda _name, _item: None,
+        }
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the records were read at least once."""
+        return self.revision > 0
+
+    def reported_by_others(self, member: str) -> set[int]:
+        """Return the partitions whose master somebody else misses. Who holds a copy says then what
+        it has seen: nobody is elected by a record that may be older.
+        """
+        return {
+            told.vb_id
+            for reporter, stored in self.reports.items()
+            if reporter != member and stored.item.mod_revision > self.begun_revision
+            for told in stored.content.partitions
+            if told.is_witness
+        }
+
+    def stays(self, member: str) -> bool:
+        """Whether a member's process runs, and is not about to stop."""
+        stored = self.alive.get(member)
+        return stored is not None and not stored.content.is_leaving
+
+    def can_follow(self, member: str, master: str | None) -> bool:
+        """Whether nothing is known that keeps a member from following a master."""
+        stored = self.links.get(member)
+        return stored is None or master not in stored.content.refused
+
+    def fails_over(self, vb_id: int, member: str | None) -> bool:
+        """Whether an operator wants this member to replace a partition's master."""
+        chain = self.wanted.get(vb_id)
+        is_failover = self.plan is not None and self.plan.content.kind is PlanKind.FAILOVER
+        return is_failover and chain is not None and chain[0] == member
+
+    def mod_revision(self, key: bytes) -> int:
+        """Return the mod revision of a key; 0 if it does not exist."""
+        item = self._items.get(key)
+        return item.mod_revision if item is not None else 0
+
+    def item(self, key: bytes) -> KeyValue | None:
+        """Return a key as the store has it; None if it does not exist."""
+        return self._items.get(key)
+
+    def value(self, key: bytes) -> bytes | None:
+        """Return the value of a key; None if it does not exist."""
+        item = self._items.get(key)
+        return item.value if item is not None else None
+
+    # ---- What the view is told
+
+    def replace(self, items: Iterable[KeyValue], revision: int) -> frozenset[int]:
+        """Take over a read of all keys; return the partitions that changed."""
+        found = {item.key: item for item in items}
+        gone = [
+            key
+            for key, item in self._items.items()
+            if key not in found and item.mod_revision <= revision
+        ]
+        changed = [self._forget(key) for key in gone]
+        changed += [self._learn(item) for item in found.values()]
+        self.revision = max(self.revision, revision)
+        return _partitions(changed)
+
+    def start_over(self, items: Iterable[KeyValue], revision: int) -> frozenset[int]:
+        """Take over a read of all keys of a store that may be another one, or an older copy:
+        nothing that was known counts. Return the partitions that are not as before.
+        """
+        found = {item.key: item for item in items}
+        changed = [self._forget(key) for key in tuple(self._items) if key not in found]
+        self.map_revision = self.life = 0
+        for key, item in found.items():
+            name = self.keys.parse(key)
+            if name is not None and name.kind in _OF_MAP:
+                self.map_revision = max(self.map_revision, item.mod_revision)
+            if self._items.get(key) != item:
+                changed.append(self._set(key, item))
+        if self.cluster is not None:
+            self.life = max(self.life, self.cluster.content.life)
+        self.revision = self.begun_revision = revision
+        return _partitions(changed)
+
+    def apply(self, batch: WatchBatch) -> frozenset[int]:
+        """Take over a batch of the watch; return the partitions that changed."""
+        assert batch.revision > self.revision, "a watch delivers each revision once"
+        changed: list[ParsedKey | None] = []
+        for event in batch.events:
+            item = event.item
+            if not event.is_delete:
+                changed.append(self._learn(item))
+            elif self.mod_revision(item.key) < item.mod_revision:
+                changed.append(self._forget(item.key))
+        self.revision = batch.revision
+        return _partitions(changed)
+
+    def learn(self, items: Iterable[KeyValue], revision: int) -> frozenset[int]:
+        """Take over keys that were read at a revision, perhaps before the watch delivers them."""
+        if revision < self.revision:
+            return frozenset()
+        return _partitions([self._learn(item) for item in items])
+
+    # ---- Changes of one key
+
+    def _learn(self, item: KeyValue) -> ParsedKey | None:
+        if item.mod_revision <= self.mod_revision(item.key):
+            return None
+        return self._set(item.key, item)
+
+    def _forget(self, key: bytes) -> ParsedKey | None:
+        return self._set(key, None) if key in self._items else None
+
+    def _set(self, key: bytes, item: KeyValue | None) -> ParsedKey | None:
+        name = self.keys.parse(key)
+        self.unreadable.pop(key, None)
+        if item is None:
+            del self._items[key]
+        else:
+            self._items[key] = item
+        if name is None:
+            return None  # a key of a newer version: not ours to judge
+        if item is not None and name.kind in _OF_MAP:
+            self.map_revision = max(self.map_revision, item.mod_revision)
+        try:
+            self._changes[name.kind](name, item)
+        except RecordUnreadableError as error:
+            self._changes[name.kind](name, None)
+            self.unreadable[key] = str(error)
+            if name.kind is KeyKind.LEADER:
+                self.leader_item = item
+        return name
+
+    def _change_cluster(self, name: ParsedKey, item: KeyValue | None) -> None:
+        assert name.kind is KeyKind.CLUSTER
+        self.cluster = None if item is None else Stored(decode_record(item, ClusterRecord), item)
+        if self.cluster is not None:
+            self.life = max(self.life, self.cluster.content.life)
+
+    def _change_manifest(self, name: ParsedKey, item: KeyValue | None) -> None:
+        assert name.kind is KeyKind.MANIFEST
+        self.manifest = None
+        if item is not None:
+            record = decode_record(item, ManifestRecord)
+            record.manifest()  # raises if it cannot be used
+            self.manifest = Stored(record, item)
+
+    def _change_users(self, name: ParsedKey, item: KeyValue | None) -> None:
+        assert name.kind is KeyKind.USERS
+        self.users = None if item is None else Stored(decode_record(item, UsersRecord), item)
+
+    def _change_plan(self, name: ParsedKey, item: KeyValue | None) -> None:
+        assert name.kind is KeyKind.PLAN
+        self.plan, self.wanted = None, {}
+        if item is not None:
+            record = decode_record(item, PlanRecord)
+            if problem := record.problem():
+                raise unreadable(item, problem)
+            self.plan, self.wanted = Stored(record, item), record.wanted()
+
+    def _change_leader(self, name: ParsedKey, item: KeyValue | None) -> None:
+        assert name.kind is KeyKind.LEADER
+        self.leader_item = item
+        self.leader = None
+        if item is not None:
+            self.leader = Stored(decode_record(item, LeaderRecord), item)
+
+    def _change_partition(self, name: ParsedKey, item: KeyValue | None) -> None:
+        if item is None:
+            self.partitions.pop(name.vb_id, None)
+        else:
+            self.partitions[name.vb_id] = Stored(decode_partition(item), item)
+
+
+_Name = TypeVar("_Name")
+
+
+def _change(
+    table: dict[_Name, Stored[_Content]], name: _Name, item: KeyValue | None, kind: type[_Content]
+) -> None:
+    """Set or remove one record of a table."""
+    if item is None:
+        table.pop(name, None)
+    else:
+        table[name] = Stored(decode_record(item, kind), item)
+
+
+def _partitions(changed: Iterable[ParsedKey | None]) -> frozenset[int]:
+    return frozenset(
+        name.vb_id for name in changed if name is not None and name.kind is KeyKind.PARTITION
+    )

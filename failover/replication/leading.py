@@ -1,0 +1,611 @@
+"""What a node does as a master: its masterships, the feeds of replicas, changes of records.
+Sans-IO.
+
+Who calls it: `failover.replication.node_core`; sessions open feeds here (`ReplicationPort`), and
+feeds ask and tell (`MasterSide`).
+
+Invariants
+- a replica is admitted only in the epoch that both sides are on, and after the version of that
+  epoch is on disk here;
+- from the moment when a branch is asked for, the history floor does not rise above its seqno;
+- a record is changed by one write at a time, and from the moment of a handover's write nobody is
+  served until its outcome is known;
+- at rest nothing is done for each partition (`failover.replication.serving`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+from dcp.session.replication_port import FeedAnswer, ReplicationError
+from dcp.stream.hub import StreamHub
+from dcp.wire.message import U64, StreamRequest
+from dcp.wire.status import Status
+from failover.coordinator.cluster_records import StoredPartition
+from failover.coordinator.cluster_view import ClusterView, Stored
+from failover.coordinator.effects import Notice
+from failover.coordinator.ran_time import RanTime
+from failover.coordinator.record_writer import COMPARES_MAX, RecordChange
+from failover.coordinator.seen_records import SeenRecords
+from failover.replication.arrivals import Arrivals
+from failover.replication.asked_branches import AskedBranches
+from failover.replication.fed_stream import SILENCE_NS_MAX, Followed, window_of
+from failover.replication.fence_reasons import FenceReasons, no_trouble
+from failover.replication.fill_pace import FillPace
+from failover.replication.group_sending import GroupSending
+from failover.replication.handovers import Handovers
+from failover.replication.late_members import LateMembers
+from failover.replication.mastership import Mastership, ReplicationSettings
+from failover.replication.messages import (
+    FORMAT,
+    Greeting,
+    ReplicaPosition,
+    StoreSeen,
+    Welcome,
+    decode,
+    encode,
+    versions_of,
+)
+from failover.replication.own_pace import allowance_ns, is_starved
+from failover.replication.parting_members import PartingMembers
+from failover.replication.replica_feed import ReplicaFeed
+from failover.replication.serving import Serving
+from failover.replication.shell_effects import BranchEnded, ReplicationEffect, StepDue
+from failover.replication.successors import Successors
+from failover.replication.whole_groups import WholeGroup, WholeGroups
+from failover.rules.fencing import is_same_copy, refusal
+from failover.rules.isr import Lateness, Sender, serves_from_ns
+from failover.rules.promotion import first_step, is_branch_done
+from failover.rules.replication_record import ReplicationRecord, finish_branch, start_branch
+from failover.rules.rollback import Question, decide
+from vbucket.engine.branch import BranchRefusedError, check_undo
+from vbucket.engine.engine import Engine
+from vbucket.engine.leadership import begin_version, set_leader_epoch
+from vbucket.engine.partition import Hold, Partition, VbState
+from vbucket.log.commit_group import CommitGroup
+from vbucket.store.environment import StoreDamagedError
+
+
+class Leading:
+    """See the module. `depose` answers what waits in connections as ambiguous."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        hub: StreamHub,
+        view: ClusterView,
+        settings: ReplicationSettings,
+        *,
+        cluster: str,
+        member: str,
+        raise_watermarks: Callable[[Iterable[int]], None],
+        commit_many: Callable[[Mapping[int, int]], None],
+        depose: Callable[[tuple[int, ...], str], None],
+        effects: list[ReplicationEffect],
+        now_ns: int,
+        ran: RanTime,
+        store_trouble: Callable[[], str] = no_trouble,
+        kept: SeenRecords,
+        link_of: Callable[[str], int | None],
+    ) -> None:
+        self._engine = engine
+        self._ran = ran
+        self._hub = hub
+        self._view = view
+        self._settings = settings
+        self._cluster = cluster
+        self._member = member
+        self._raise_watermarks = raise_watermarks
+        self._commit_many = commit_many
+        self._depose = depose
+        self._effects = effects
+        self._now_ns = now_ns
+        self.masterships: dict[int, Mastership] = {}
+        self._preparing: set[int] = set()
+        """Partitions whose mastership may not be ready yet."""
+        self._wholes = WholeGroups(member, self.masterships, engine.num_vbuckets)
+        self.feeds: dict[str, ReplicaFeed] = {}
+        """By member."""
+        self.parting = PartingMembers(member, self.masterships, self.feeds, kept, link_of)
+        self._sending = GroupSending(self.masterships, self.feeds, self._wholes)
+        self.branches = AskedBranches(engine, self.masterships, member)
+        self._level_ns: dict[str, int] = {}
+        """When members had all that was synced here, in all partitions that they follow."""
+        self._rested_ns: dict[str, int] = {}
+        """The same when nothing was done for each partition: then members in sync follow all."""
+        self._late_members = LateMembers(settings.replica_lag_max_ns, now_ns)
+        self._successors = Successors(view, member)
+        self.pace = FillPace(settings.fill_bytes_per_s)
+        self.arrivals = Arrivals(effects)
+        self.arriving = self.arrivals.vb_ids
+        """See ReplicationPort."""
+        self.serving = Serving(
+            engine, hub, view, member, self.masterships, self.feeds, self._wholes, self.arrivals
+        )  # fmt: skip
+        self.fences = FenceReasons(
+            view, member, self.masterships, self.feeds, self.serving.awaited, store_trouble
+        )
+        self.handovers = Handovers(self.serving.fence)
+        self._is_leaving = False
+        """Whether this node hands over all that it has."""
+        self._may_hand_over = False
+        """Whether the handovers that are ready are to be written now."""
+        self.is_step_due = False
+        """Whether the shell was asked for a step."""
+
+    # -- epochs ------------------------------------------------------------------------------------
+
+    def begin(
+        self, vb_id: int, record: ReplicationRecord, *,
+        confirmed_ns: int, told_seqno: int, sender: Sender | None, now_ns: int,
+    ) -> None:  # fmt: skip
+        """Become master in the record's epoch.
+
+        `confirmed_ns` is when this process may last have confirmed another master, `told_seqno` the
+        high watermark that the former master told, `sender` the master that sent all of the log.
+        """
+        self._now_ns = now_ns
+        part = self._engine.partitions[vb_id]
+        assert part.leader_epoch <= record.epoch, "an epoch is never followed lower"
+        self._give_up_snapshot(part)
+        was_master = vb_id in self.masterships
+        if was_master:
+            self.step_down(vb_id, f"epoch {record.epoch} has begun")
+        first = first_step(record, part.failover, part.high_seqno)
+        branch_only = was_master and record.branch is not None
+        if first.branch_seqno is not None:
+            branch_only &= self._carry_out_branch(part, record, first.branch_seqno)
+        if first.version_seqno is None or branch_only:
+            set_leader_epoch(self._engine, vb_id, record.epoch)
+        else:
+            begin_version(self._engine, vb_id, record.epoch)
+        part.state = VbState.FENCED
+        part.is_unheard = False
+        mastership = Mastership(
+            part, record, self._member, self._settings, now_ns=now_ns,
+            ready_group=part.last_group,
+            serves_from_ns=serves_from_ns(
+                confirmed_ns, was_handed_over=record.handover is not None or was_master
+            ),
+            known_seqno=max(told_seqno, first.committed_seqno),
+            sender=sender,
+            changed=partial(self._mastership_changed, vb_id),
+        )  # fmt: skip
+        part.guard = mastership
+        self.serving.began(vb_id, None if record.handover is None else now_ns)
+        self._preparing.add(vb_id)
+        self.masterships[vb_id] = mastership
+
+    def _carry_out_branch(self, part: Partition, record: ReplicationRecord, seqno: int) -> bool:
+        """Begin the version of the branch that a record names; return whether that was possible.
+
+        If it is not, because data is damaged or after an unclean election, nothing is undone, and
+        this master begins a version at its end. Nobody has seen the branch yet: it is served when
+        all members in sync have rolled back, and this one has not.
+        """
+        assert record.branch is not None
+        log = part.failover.branch(record.branch.vb_uuid, seqno, record.epoch)
+        try:
+            check_undo(part, seqno)
+            self._engine.keyspace.replace_history(part, log, record.epoch, rollback_to=seqno)
+        except (BranchRefusedError, StoreDamagedError) as error:
+            self._effects.append(
+                Notice(
+                    f"vb {part.vb_id}: its record asks for a branch at seqno {seqno} (version "
+                    f"{record.branch.vb_uuid}), which this master cannot carry out: {error}. "
+                    "Nothing is undone; ask for another branch"
+                )
+            )
+            return False
+        return True
+
+    def _give_up_snapshot(self, part: Partition) -> None:
+        """Cut off a part of a snapshot: only an unclean election makes such a replica master."""
+        window = part.incomplete_snapshot
+        if window is not None:
+            seqno = window.start if window.start >= part.history_floor else 0
+            log = part.failover.cut(seqno)
+            self._engine.keyspace.replace_history(part, log, part.leader_epoch, rollback_to=seqno)
+
+    def take_record(self, vb_id: int, record: ReplicationRecord, revision: int) -> None:
+        """Take a newer record of the same epoch, and its mod revision."""
+        renewed = self.masterships[vb_id].take_record(record, revision)
+        self.parting.note(vb_id)
+        for member in renewed & self.feeds.keys():
+            self.feeds[member].end(vb_id)  # it may still bring what it had of another copy
+
+    def step_down(self, vb_id: int, why: str) -> None:
+        """Stop being a partition's master."""
+        self._depose((vb_id,), why)
+        mastership = self.masterships.pop(vb_id)
+        mastership.want_branch(None)
+        self.handovers.ended(vb_id, self._now_ns, is_handed=mastership.has_handed)
+        self.serving.ended(vb_id)
+        if self.handovers.is_under_way:
+            self.step_due()
+        self._wholes.mastership_changed(vb_id)
+        part = self._engine.partitions[vb_id]
+        part.state = VbState.REPLICA
+        part.may_send_back = False
+        part.guard = None
+        part.release_writes(Hold.REPLICATION)
+        self._hub.fenced(vb_id)
+        for feed in self.feeds.values():
+            feed.end(vb_id)
+
+    def records_were_kept(self) -> None:
+        """See MasterSide. The same for this node's own disk."""
+        if held := self.parting.release():
+            self._raise_watermarks(held)
+            self.step_due()
+
+    def serves_by(self) -> StoreSeen:
+        """See MasterSide."""
+        return self.parting.serves_by
+
+    def _mastership_changed(self, vb_id: int) -> None:
+        self._wholes.mastership_changed(vb_id)
+        self.serving.changed(vb_id)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all partitions are calm."""
+        return not self.serving.restless()
+
+    def group_begun(self, now_ns: int, group: CommitGroup) -> bool:
+        """A group is about to be written; return whether replicas get it already."""
+        return self._sending.begun(now_ns, group)
+
+    def group_synced(self, now_ns: int, group: CommitGroup) -> Iterable[int]:
+        """A group is on disk: replicas get its changes, wholly where all of it is in step.
+
+        Commit what of a whole group waits for nobody else. Return the partitions of this master
+        where something else may be committed now.
+        """
+        self._note_ready()
+        whole = self._sending.synced(now_ns, group)
+        found: Iterable[int] = ()
+        if whole is None or whole.revision != self._wholes.revision:
+            found = group.high_seqnos.keys() & self.masterships.keys()
+        if whole is not None:
+            self.groups_acknowledged(self._member, (whole,))
+        return found
+
+    def _note_ready(self) -> None:
+        """Note which masterships are ready, because the beginning of their epoch is on disk."""
+        synced_group = self._engine.commits.synced_group
+        for vb_id in tuple(self._preparing):
+            mastership = self.masterships.get(vb_id)
+            if mastership is None or mastership.ready_group <= synced_group:
+                self._preparing.discard(vb_id)
+                if mastership is not None:
+                    mastership.become_ready()
+                    self.decide_waiting(vb_id)
+
+    def decide_waiting(self, vb_id: int) -> None:
+        """A record or the beginning of an epoch is known here now: replicas may wait for that."""
+        for feed in self.feeds.values():
+            feed.decide_waiting(vb_id)
+
+    def beat(self, now_ns: int) -> None:
+        """Let feeds ask their replicas whether this node is still the master, where that is due."""
+        silence_ns = self._ran.stretched(SILENCE_NS_MAX)
+        for feed in tuple(self.feeds.values()):
+            feed.silence_ns = silence_ns
+            feed.tick(now_ns)
+
+    # -- ReplicationPort and MasterSide ------------------------------------------------------------
+
+    def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaFeed:
+        """See ReplicationPort."""
+        told: Greeting = decode(greeting, Greeting)
+        if told.format != FORMAT:
+            raise ReplicationError(
+                f"member {told.member} has format {told.format} of the replication messages; "
+                f"this node has {FORMAT}. Upgrade the older of the two"
+            )
+        if told.cluster != self._cluster:
+            raise ReplicationError(
+                f"member {told.member} belongs to cluster {told.cluster!r}, this node to "
+                f"{self._cluster!r}"
+            )
+        if told.master != self._member:
+            raise ReplicationError(
+                f"member {told.member} wants to reach member {told.master}; here is {self._member}"
+            )
+        if told.member not in self._view.members:
+            raise ReplicationError(f"{told.member} is no member of this cluster")
+        alive = self._view.alive.get(told.member)
+        if alive is not None and told.incarnation < alive.content.incarnation:
+            raise ReplicationError(
+                f"member {told.member} runs as incarnation {alive.content.incarnation}; this is "
+                f"{told.incarnation}, an older process with the same data folder or a copy of it"
+            )
+        older = self.feeds.get(told.member)
+        if older is not None:
+            older.is_superseded = True
+            older.close()
+            self.serving.all_changed()
+        feed = ReplicaFeed(
+            self._engine, told.member, self, schedule, now_ns=self._now_ns,
+            window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
+            pace=self.pace,
+        )  # fmt: skip
+        feed.beat_ns = self._settings.beat_ns
+        self.feeds[told.member] = feed
+        return feed
+
+    def why_fenced(self, vb_id: int) -> str:
+        """See ReplicationPort."""
+        return self.fences.text(vb_id, self._now_ns)
+
+    def feed_closed(self, feed: ReplicaFeed) -> None:
+        """See MasterSide."""
+        if self.feeds.get(feed.member) is feed:
+            del self.feeds[feed.member]
+            self.serving.all_changed()
+
+    def admit(
+        self,
+        feed: ReplicaFeed,
+        vb_id: int,
+        asked: StreamRequest,
+        told: ReplicaPosition,
+        opaque: int,
+    ) -> FeedAnswer | None:
+        """See MasterSide."""
+        part, mastership = self._engine.partitions[vb_id], self.masterships.get(vb_id)
+        stored = self._view.partitions.get(vb_id)
+        own_epoch = max(part.leader_epoch, 0 if stored is None else stored.content.record.epoch)
+        if told.epoch > own_epoch:
+            return None  # the replica has read the record first: it comes here, too
+        why = refusal(own_epoch, told.epoch)
+        if why is None and (mastership is None or mastership.epoch != told.epoch):
+            why = f"vb {vb_id}: this node is not the master in epoch {told.epoch}"
+        if why is not None:
+            return FeedAnswer(Status.X_FENCED, why.encode())
+        assert mastership is not None
+        number = mastership.record.number_of(feed.member)
+        if not is_same_copy(number, told.copy_number):
+            why = (
+                f"vb {vb_id}: member {feed.member} asks for copy {told.copy_number}, the record of"
+            )
+            return FeedAnswer(Status.X_FENCED, f"{why} this master has {number}".encode())
+        try:
+            versions = tuple(told.failover_log().pairs())
+        except ValueError as error:
+            raise ReplicationError(f"vb {vb_id}: {error}") from error
+        window = window_of(vb_id, asked, told)
+        if not mastership.is_ready:
+            return None
+        question = Question(
+            asked.start_seqno, asked.vb_uuid, asked.snap_start_seqno, asked.snap_end_seqno,
+            versions, client_purge_seqno=told.snapshot_purge,
+        )  # fmt: skip
+        decision = decide(question, part.failover, part.high_seqno, part.purge_seqno)
+        if decision.rollback_seqno is not None:
+            return FeedAnswer(Status.ROLLBACK, U64.pack(decision.rollback_seqno))
+        if asked.snap_end_seqno > part.synced_seqno:
+            return FeedAnswer(Status.ETMPFAIL, b"the master has not synced so much yet")
+        whole_seqno = asked.start_seqno
+        if window is not None:
+            whole_seqno = window.start
+            window = window._replace(purge=part.purge_seqno)
+        mastership.begins_at(feed.member, whole_seqno, told.history_floor)
+        feed.open(
+            vb_id, mastership.epoch, opaque, asked.start_seqno, window,
+            is_filling=feed.member in mastership.record.filling,
+        )  # fmt: skip
+        welcome = Welcome(
+            mastership.epoch, versions_of(part.failover), part.history_floor, part.purge_seqno,
+            max(part.committed_seqno, part.history_floor),  # a floor is committed
+        )  # fmt: skip
+        return FeedAnswer(Status.OK, encode(welcome))
+
+    def acknowledged(self, member: str, followed: Sequence[Followed]) -> None:
+        """See MasterSide."""
+        touched = []
+        for each in followed:
+            mastership = self.masterships.get(each.vb_id)
+            if mastership is not None and mastership.epoch == each.epoch:
+                mastership.acknowledged(member, each.epoch, each.seqno)
+                touched.append(each.vb_id)
+        self._raise_watermarks(touched)
+
+    def groups_acknowledged(self, member: str, groups: Sequence[WholeGroup]) -> None:
+        """See MasterSide."""
+        found = self._wholes.acknowledged(member, groups)
+        if found.committed:
+            self._commit_many(found.committed)
+            for feed in self.feeds.values():
+                for whole in found.groups:
+                    feed.group_committed(whole, found.committed)
+        if found.one_by_one:
+            self._raise_watermarks(found.one_by_one)
+
+    def confirmed(self, feed: ReplicaFeed) -> None:
+        """See MasterSide."""
+        if self.serving.has_unserved and self.feeds.get(feed.member) is feed:
+            self.step_due()
+
+    def note_acknowledged(self, mastership: Mastership) -> None:
+        """Tell a mastership what replicas have acknowledged in whole groups."""
+        for feed in self.feeds.values():
+            if given := feed.group_acknowledgement(mastership.part.vb_id):
+                mastership.acknowledged(feed.member, *given)
+
+    # -- changes of records ------------------------------------------------------------------------
+
+    def serve(self, now_ns: int) -> None:
+        """Let each partition serve what it may, and find the next fence."""
+        self._now_ns = now_ns
+        self.serving.serve(now_ns)
+
+    def _look_for_late(self) -> Lateness:
+        """Return who acknowledges late. A member that is filled is not judged meanwhile."""
+        delays = {}
+        for member, feed in self.feeds.items():
+            if feed.delays.has_news and feed.is_filling:
+                feed.delays.take(self._now_ns)
+            else:
+                delays[member] = feed.delays
+        starved = is_starved(self._ran, self._now_ns)
+        lateness = self._late_members.look(self._now_ns, delays, is_starved=starved)
+        if any(not lateness.slow.isdisjoint(each.members) for each in self._wholes.in_sync_sets()):
+            self.serving.all_changed()
+        return lateness
+
+    def _are_level(self) -> bool:
+        """Whether no member of an in-sync set may have to leave it."""
+        for member, feed in self.feeds.items():
+            if feed.is_level():
+                self._level_ns[member] = max(self._level_ns.get(member, 0), feed.asked_ns)
+        lag_max_ns = self._settings.replica_lag_max_ns
+        since_ns = self._now_ns - lag_max_ns - allowance_ns(self._ran, lag_max_ns)
+        level = {member for member, at_ns in self._level_ns.items() if at_ns >= since_ns}
+        level.add(self._member)
+        return all(in_sync.members <= level for in_sync in self._wholes.in_sync_sets())
+
+    def record_changes(
+        self, records: Mapping[int, Stored[StoredPartition]], *, may_write: bool
+    ) -> list[RecordChange]:
+        """Return the changes of this master's records that are due, as many as one transaction
+        takes. They must be written. Records that are not in `records` are left alone.
+        """
+        if not self._are_level():
+            self.serving.all_changed()
+        self.pace.look(self._now_ns, (feed.delays for feed in self.feeds.values()))
+        lateness, may_fill = self._look_for_late(), self.pace.may_join(self._now_ns)
+        restless, left = self.serving.restless(may_fill=may_fill), self.serving.take_left()
+        rested_ns, self._rested_ns = self._rested_ns, dict(self._level_ns)
+        alive = self._view.alive
+        heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
+        lost_ns = allowance_ns(self._ran, self._settings.replica_lag_max_ns)
+        changes: list[RecordChange] = []
+        for vb_id in sorted(restless):
+            mastership = self.masterships[vb_id]
+            if len(mastership.record.isr) < len(mastership.record.copies):
+                mastership.in_snapshot = frozenset(
+                    member for member, feed in self.feeds.items() if feed.is_in_snapshot(vb_id)
+                )
+            self.note_acknowledged(mastership)
+            if vb_id in left:
+                mastership.rested(rested_ns)
+            record = mastership.changed_isr(
+                self._now_ns, alive, heard_ns, lateness, may_fill=may_fill, lost_ns=lost_ns
+            )
+            if mastership.is_writing or not mastership.is_ready or not may_write:
+                continue
+            if len(changes) == COMPARES_MAX or vb_id not in records:
+                continue  # the rest comes with the next tick; what is not followed is not written
+            record = record or self._next_record(mastership)
+            if record is not None:
+                changes.append(self._change(mastership, record, records[vb_id]))
+        if self._is_leaving:
+            self._want_successors()
+        if may_write and not changes and self.handovers.is_under_way:
+            changes = self.handover_changes(self._now_ns, records)
+        elif self.handovers.is_under_way:
+            self.step_due()
+        return changes
+
+    def _next_record(self, mastership: Mastership) -> ReplicationRecord | None:
+        """Return the record after a branch or a handover that is due; None: nothing is."""
+        record, part = mastership.record, mastership.part
+        if record.branch is not None:
+            done = is_branch_done(record, mastership.acknowledged_epochs())
+            return finish_branch(record) if done else None
+        wanted_branch = mastership.branch_wanted
+        if wanted_branch is not None and part.state == VbState.ACTIVE:
+            try:
+                mastership.check_branch(wanted_branch.seqno)
+            except BranchRefusedError as error:  # somebody else has joined since, for example
+                mastership.want_branch(None)
+                self.branches.give_up(part.vb_id)
+                self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
+                return None
+            return start_branch(record, wanted_branch)
+        if self._is_leaving:
+            record = self._successors.wanted(record)
+        return self.handovers.next_record(
+            mastership, record, self._now_ns, may_write=self._may_hand_over,
+            is_failover=self._view.fails_over(part.vb_id, record.wanted_master),
+        )  # fmt: skip
+
+    def handover_changes(
+        self, now_ns: int, records: Mapping[int, Stored[StoredPartition]]
+    ) -> list[RecordChange]:
+        """Return the handovers that are due now, before the next tick. They must be written."""
+        self._now_ns = now_ns
+        self._may_hand_over = False
+        due = self.handovers.due(now_ns, self.masterships)
+        self._next_handovers(due, records)
+        self._may_hand_over = self.handovers.may_write(now_ns, self.masterships)
+        changes = self._next_handovers(due, records)
+        self._may_hand_over = False
+        return changes
+
+    def _next_handovers(
+        self, vb_ids: Iterable[int], records: Mapping[int, Stored[StoredPartition]]
+    ) -> list[RecordChange]:
+        changes: list[RecordChange] = []
+        for vb_id in vb_ids:
+            mastership = self.masterships.get(vb_id)
+            if mastership is None or mastership.is_writing or vb_id not in records:
+                continue
+            self.serving.changed(vb_id)
+            if (record := self._next_record(mastership)) is not None:
+                changes.append(self._change(mastership, record, records[vb_id]))
+        return changes
+
+    def _change(
+        self, mastership: Mastership, record: ReplicationRecord, before: Stored[StoredPartition]
+    ) -> RecordChange:
+        mastership.is_writing = True
+        mastership.ask(record.isr)
+        return RecordChange(mastership.part.vb_id, record, before)
+
+    def step_due(self) -> None:
+        """Ask the shell for a step between ticks."""
+        if not self.is_step_due:
+            self.is_step_due = True
+            self._effects.append(StepDue())
+
+    def committed(self, vb_ids: Iterable[int]) -> None:
+        """High watermarks have risen."""
+        if self.handovers.is_under_way and self.handovers.any_held(vb_ids):
+            self.step_due()
+
+    def decided(self, mastership: Mastership, *, is_written: bool) -> None:
+        """A change of a record has its outcome."""
+        if mastership.has_handed and not is_written:
+            self.handovers.ended(mastership.part.vb_id, self._now_ns, is_handed=False)
+        mastership.decided(is_written=is_written)
+        if self.handovers.is_under_way:
+            self.step_due()
+
+    def take_min_in_sync(self, setting: int | None) -> bool:
+        """Take how many members must be in sync from now on; return whether that is another number
+        than before.
+        """
+        if setting == self._settings.min_in_sync:
+            return False
+        self._settings = self._settings._replace(min_in_sync=setting)
+        for mastership in self.masterships.values():
+            mastership.take_min_in_sync(setting)
+        return True
+
+    def leave(self) -> None:
+        """Hand over all partitions: this node is about to stop."""
+        self._is_leaving = True
+        self._want_successors()
+
+    def _want_successors(self) -> None:
+        able = self._successors.able
+        self.handovers.wait(vb_id for vb_id, each in self.masterships.items() if able(each.record))
+
+    def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
+        """See `AskedBranches.want`."""
+        self.serving.changed(vb_id)
+        return self.branches.want(vb_id, seqno, vb_uuid)

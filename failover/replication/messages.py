@@ -1,0 +1,475 @@
+"""The messages between a replica's node and a master's node. Pure.
+
+One connection for each ordered pair of nodes carries all partitions. The replica opens it like a
+DCP client (DCP_OPEN under a name that stays the same, DCP_CONTROL `x_replicate`). Then it sends
+
+    DCP_STREAM_REQ      for each partition: position, all its versions, and the leader epoch (JSON)
+    DCP_CLOSE_STREAM    it does not follow a partition here any more
+    X_REPLICA_ACK       how many messages are synced here, and which question it confirms
+
+and the master sends
+
+    the answers         OK with a `Welcome`, ROLLBACK, or X_FENCED with both epochs in words
+    X_REPLICA_ENTRIES   a numbered message: sections, each with entries of one partition
+    X_REPLICA_GROUP     a numbered message: a whole commit group of the master, or nothing; and
+                        which earlier ones are committed
+    DCP_STREAM_END      it is not this partition's master any more
+
+A section has the partition, the opaque of the stream request, the leader epoch, the high watermark,
+and entries as the log stores them, prefix included. A message without sections is a heartbeat.
+Among the entries of a section are control entries (vbucket.model.control):
+
+    floor      the master's history floor and purge seqno
+    snapshot   with a window: what follows is a part of a de-duplicated snapshot, so its seqnos have
+               gaps. Without one: the snapshot ends here; with floor, purge seqno and highest CAS
+
+A commit group goes wholly to a replica that is level in all its partitions that it follows. The
+entries are as the log has them, the same bytes for every replica (`share`), without control
+entries. They are for the streams whose requests were answered before: the message has the opaque of
+the newest of these, and opaques rise. The high watermark comes back by number: the groups of the
+messages from one number to another are committed.
+
+Invariants
+- numbers have no gaps; an acknowledgement covers all messages up to its number;
+- a message is taken wholly or not at all: `unpack_entries` and `unpack_group` check the checksum,
+  `problem_of` and `failover.replication.whole_entries` that the entries follow what the replica
+  has;
+- seqnos follow each other without gaps, except within a snapshot, where they rise up to its end.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from struct import Struct
+from typing import Any, Final, NamedTuple
+
+import google_crc32c
+import msgspec
+from cbor2 import CBORDecodeError
+
+from dcp.session.replication_port import ReplicationError
+from dcp.wire.frame import HEADER, Frame, pack_request
+from dcp.wire.opcode import Magic, Opcode
+from failover.rules.history import EPOCH_MAX, FailoverLog
+from vbucket.log.record import LogDamagedError, split_entries
+from vbucket.model.control import SnapshotWindow, seqno_in, snapshot_window
+from vbucket.model.entry import (
+    CONTROL_ENTRY,
+    DELETION_EXTRAS_BYTES,
+    EXPIRATION_EXTRAS_BYTES,
+    LENGTHS,
+    LOG_CONTROL,
+    META,
+    MUTATION_EXTRAS_BYTES,
+    SYSTEM_EVENT_EXTRAS_BYTES,
+    control_document,
+    pack_control,
+)
+from vbucket.model.ids import SEQNO_MAX
+
+FORMAT: Final = 4
+"""Version of these messages; nodes with different ones do not replicate."""
+_ENTRIES_EXTRAS: Final = Struct(">QQIQQ")
+"""Number, question, CRC-32C of the value, and a `StoreSeen`."""
+_GROUP_EXTRAS: Final = Struct(">QQIQQ?")
+"""Number, question, opaque of the newest stream; the messages whose groups are committed: from, to
+(0: none); whether the group is synced. The CRC-32C of the value and then of these follows."""
+_GROUP_EXTRAS_BYTES: Final = _GROUP_EXTRAS.size + 4
+_ACK_EXTRAS: Final = Struct(">QQQQ")
+"""Number, question, and a `StoreSeen`."""
+_SECTION: Final = Struct(">HIIQI")
+"""Partition, opaque of the stream request, leader epoch, high watermark, bytes of entries."""
+TOLD_GROUPS_MAX: Final = 128
+"""A whole group is said to be committed by its number only as long as no more than so many followed
+it. A replica remembers twice as many."""
+MESSAGE_BYTES_MAX: Final = 24 << 20
+"""A section holds at least one entry, and a value may have 20 MiB."""
+GROUP_BYTES_MAX: Final = MESSAGE_BYTES_MAX - _GROUP_EXTRAS_BYTES
+"""A longer commit group goes section by section."""
+ENTRY_OVERHEAD_BYTES_MAX: Final = 1024
+"""Key and extras of an entry: a key has at most 250 bytes and a collection id."""
+CONTROL_BYTES_MAX: Final = 256
+"""Body of a control entry: a few names and at most six seqnos."""
+_EXTRAS_BYTES: Final[dict[int, int]] = {
+    Opcode.DCP_MUTATION: MUTATION_EXTRAS_BYTES,
+    Opcode.DCP_DELETION: DELETION_EXTRAS_BYTES,
+    Opcode.DCP_EXPIRATION: EXPIRATION_EXTRAS_BYTES,
+    Opcode.DCP_SYSTEM_EVENT: SYSTEM_EVENT_EXTRAS_BYTES,
+}
+"""The changes that an entry can be, and the length of their extras."""
+
+_crc32c = google_crc32c.value
+_crc32c_extend = google_crc32c.extend
+_LENGTHS_OF: Final = LENGTHS.unpack_from
+_META_OF: Final = META.unpack_from
+
+
+class StoreSeen(NamedTuple):
+    """Up to which revision of the metadata store something holds.
+
+    A master says that it serves by the records up to there, a replica that it has them on disk.
+    """
+
+    link: int = 0
+    """The sender's connection to that store (`AliveRecord.link`)."""
+    revision: int = 0
+
+
+NOT_SEEN: Final = StoreSeen()
+
+
+class EntriesSection(NamedTuple):
+    """Entries of one partition, and its high watermark at the master."""
+
+    vb_id: int
+    opaque: int
+    """Opaque of the request for the stream that this belongs to. A partition that was left and
+    followed again has another one.
+    """
+    epoch: int
+    committed_seqno: int
+    entries: Sequence[bytes]
+
+
+class Message(NamedTuple):
+    """A numbered message of a master."""
+
+    number: int
+    question: int
+    """What an acknowledgement confirms: that the master was still the master when it asked."""
+    sections: tuple[EntriesSection, ...]
+    seen: StoreSeen = NOT_SEEN
+
+
+class SharedGroup(NamedTuple):
+    """The entries of a whole commit group, with their checksum, for all replicas."""
+
+    entries: bytes
+    checksum: int
+
+
+class GroupMessage(NamedTuple):
+    """A numbered message of a master with a whole commit group."""
+
+    number: int
+    question: int
+    opened: int
+    """Opaque of the newest stream request that was answered OK before."""
+    committed: tuple[int, int]
+    """The messages from the first number to the second: their groups are committed; 0: none."""
+    entries: bytes
+    """The group's; b"": the message only tells what is committed."""
+    is_synced: bool = True
+    """Whether the master had synced the group when it sent it."""
+
+
+class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The value of the control `x_replicate`: who wants to replicate."""
+
+    format: int
+    cluster: str
+    member: str
+    incarnation: int
+    master: str
+    """The member that it wants to reach: another folder may be served at the same address now."""
+
+
+class ReplicaPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The JSON value of a replica's stream request."""
+
+    epoch: int
+    versions: list[tuple[str, str, int]]
+    """vb_uuid, seqno (decimal text, because 64 bits are more than a JSON number holds), epoch."""
+    snapshot_purge: int = 0
+    """The purge seqno of the incomplete snapshot of which the replica has a part; 0: none."""
+    history_floor: int = 0
+    """The replica cannot go back below it, but to 0. A former master may have told it a floor that
+    its present one has not heard of."""
+    copy_number: int = 0
+    """The number of the replica's copy, in the record that it knows."""
+
+    def failover_log(self) -> FailoverLog:
+        """Return the replica's versions. Raises ValueError."""
+        return FailoverLog.from_document(
+            [[int(vb_uuid), int(seqno), epoch] for vb_uuid, seqno, epoch in self.versions]
+        )
+
+
+class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The JSON value of the answer OK: what the replica takes over before anything else."""
+
+    epoch: int
+    versions: list[tuple[str, str, int]]
+    history_floor: int
+    purge_seqno: int
+    committed_seqno: int
+
+    def failover_log(self) -> FailoverLog:
+        """Return the master's versions. Raises ValueError."""
+        return ReplicaPosition(self.epoch, self.versions).failover_log()
+
+
+class FloorsTold(NamedTuple):
+    """The master's history floor and purge seqno, in a control entry."""
+
+    floor: int
+    purge: int
+
+
+class SnapshotDone(NamedTuple):
+    """The end of a snapshot, in a control entry. It is the replica's history floor."""
+
+    seqno: int
+    purge: int
+    cas: int
+
+
+Told = FloorsTold | SnapshotWindow | SnapshotDone
+"""What a control entry tells."""
+
+
+def pack_told(vb_id: int, told: Told) -> bytes:
+    """Return the control entry that tells it."""
+    document: dict[str, object]
+    if isinstance(told, SnapshotWindow):
+        document = {"kind": "snapshot", "window": list(told)}
+    elif isinstance(told, SnapshotDone):
+        document = {"kind": "snapshot", "window": None, **told._asdict()}
+    else:
+        document = {"kind": "floor", "seqno": told.floor, "purge": told.purge}
+    return pack_control(vb_id, document)
+
+
+def unpack_told(entry: bytes) -> Told:
+    """Return what a control entry tells. Raises ReplicationError."""
+    if not CONTROL_ENTRY.size <= len(entry) <= CONTROL_ENTRY.size + CONTROL_BYTES_MAX:
+        raise ReplicationError(f"a control entry of {len(entry)} bytes is not for replicas")
+    try:
+        document: Any = control_document(entry)
+        kind = document["kind"]
+        if kind == "floor":
+            return FloorsTold(seqno_in(document["seqno"]), seqno_in(document["purge"]))
+        if kind == "snapshot":
+            names = SnapshotDone._fields
+            return snapshot_window(document) or SnapshotDone(
+                *(seqno_in(document[n]) for n in names)
+            )
+    except (CBORDecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ReplicationError(f"a control entry cannot be read: {error!r}") from error
+    raise ReplicationError(f"a control entry of kind {kind!r} is not for replicas")
+
+
+def versions_of(log: FailoverLog) -> list[tuple[str, str, int]]:
+    """Return a failover log as `ReplicaPosition` and `Welcome` carry it."""
+    return [(str(entry.vb_uuid), str(entry.seqno), entry.epoch) for entry in log.entries]
+
+
+def pack_entries(
+    number: int, question: int, sections: Iterable[EntriesSection], seen: StoreSeen = NOT_SEEN
+) -> bytes:
+    """Return a message of a master."""
+    pieces: list[bytes] = []
+    for section in sections:
+        entries = b"".join(section.entries)
+        pieces += (
+            _SECTION.pack(
+                section.vb_id, section.opaque, section.epoch, section.committed_seqno, len(entries)
+            ),
+            entries,
+        )
+    value = b"".join(pieces)
+    extras = _ENTRIES_EXTRAS.pack(number, question, _crc32c(value), *seen)
+    return pack_request(Opcode.X_REPLICA_ENTRIES, extras=extras, value=value)
+
+
+def unpack_entries(frame: Frame) -> Message:
+    """Return a message of a master. Raises ReplicationError."""
+    try:
+        number, question, checksum, *seen = _ENTRIES_EXTRAS.unpack(frame.extras)
+    except struct.error:
+        raise ReplicationError(f"a message has {_ENTRIES_EXTRAS.size} bytes of extras") from None
+    value = frame.value
+    if _crc32c(value) != checksum:
+        raise _bad_checksum(number, value)
+    sections: list[EntriesSection] = []
+    position, end = 0, len(value)
+    while position < end:
+        if end - position < _SECTION.size:
+            raise ReplicationError(f"message {number}: its last section is cut")
+        vb_id, opaque, epoch, committed_seqno, size = _SECTION.unpack_from(value, position)
+        position += _SECTION.size
+        if size > end - position:
+            raise ReplicationError(
+                f"message {number}, vb {vb_id}: {size} bytes of entries, fewer follow"
+            )
+        try:
+            entries = split_entries(value[position : position + size])
+        except LogDamagedError as error:
+            raise ReplicationError(f"message {number}, vb {vb_id}: {error}") from None
+        sections.append(EntriesSection(vb_id, opaque, epoch, committed_seqno, entries))
+        position += size
+    return Message(number, question, tuple(sections), StoreSeen(*seen))
+
+
+def share(entries: bytes) -> SharedGroup:
+    """Make the entries of a commit group ready to be sent to any number of replicas."""
+    return SharedGroup(entries, _crc32c(entries))
+
+
+NOTHING: Final = share(b"")
+"""For a message that only tells what is committed."""
+
+
+def pack_group(
+    number: int,
+    question: int,
+    opened: int,
+    committed: tuple[int, int],
+    group: SharedGroup,
+    *,
+    is_synced: bool = True,
+) -> list[bytes]:
+    """Return the pieces of a message with a whole commit group; see `GroupMessage`."""
+    extras = _GROUP_EXTRAS.pack(number, question, opened, *committed, is_synced)
+    checksum: int = _crc32c_extend(group.checksum, extras)
+    head = HEADER.pack(
+        Magic.REQUEST, Opcode.X_REPLICA_GROUP, 0, _GROUP_EXTRAS_BYTES, 0, 0,
+        _GROUP_EXTRAS_BYTES + len(group.entries), 0, 0,
+    )  # fmt: skip
+    head += extras + checksum.to_bytes(4, "big")
+    return [head, group.entries] if group.entries else [head]
+
+
+def unpack_group(frame: Frame) -> GroupMessage:
+    """Return a message with a whole commit group; its entries are not checked. Raises
+    ReplicationError.
+    """
+    extras, value = frame.extras, frame.value
+    if len(extras) != _GROUP_EXTRAS_BYTES:
+        raise ReplicationError(f"a message with a group has {_GROUP_EXTRAS_BYTES} bytes of extras")
+    number, question, opened, first, last, is_synced = _GROUP_EXTRAS.unpack_from(extras)
+    checksum = _crc32c_extend(_crc32c(value), extras[: _GROUP_EXTRAS.size])
+    if checksum != int.from_bytes(extras[_GROUP_EXTRAS.size :], "big"):
+        raise _bad_checksum(number, value)
+    return GroupMessage(number, question, opened, (first, last), value, is_synced=is_synced)
+
+
+def _bad_checksum(number: int, value: bytes) -> ReplicationError:
+    return ReplicationError(
+        f"message {number}: the checksum of its {len(value)} bytes is wrong; the network or a "
+        "machine changes bytes"
+    )
+
+
+def problem_of(
+    section: EntriesSection, high_seqno: int, window: SnapshotWindow | None, value_bytes_max: int
+) -> str:
+    """Return what is wrong with a section for a replica at `high_seqno`; "" if nothing is. `window`
+    is that of its incomplete snapshot.
+    """
+    epoch_max, vb_id = section.epoch, section.vb_id
+    if not 0 < epoch_max <= EPOCH_MAX or section.committed_seqno > SEQNO_MAX:
+        return f"leader epoch {epoch_max} or seqno {section.committed_seqno} cannot be"
+    body_bytes_max = value_bytes_max + ENTRY_OVERHEAD_BYTES_MAX
+    epoch_before = 0
+    for entry in section.entries:
+        prev_seqno, epoch, opcode, key_bytes, extras_bytes, entry_vb_id, body_bytes = _LENGTHS_OF(
+            entry
+        )
+        if entry_vb_id != vb_id:
+            return f"an entry of vb {entry_vb_id} in the section of vb {vb_id}"
+        if opcode == LOG_CONTROL:
+            try:
+                told = unpack_told(entry)
+            except ReplicationError as error:
+                return str(error)
+            if problem := _misplaced(told, high_seqno, window, section.committed_seqno):
+                return problem
+            window = told if isinstance(told, SnapshotWindow) else None
+            continue
+        if (
+            _EXTRAS_BYTES.get(opcode) != extras_bytes
+            or not key_bytes
+            or extras_bytes + key_bytes > body_bytes
+        ):
+            return (
+                f"the entry after seqno {high_seqno} has opcode 0x{opcode:02x}, {body_bytes} bytes,"
+                f" of these {extras_bytes} of extras and {key_bytes} of key: that is no change"
+            )
+        _, _, _, _, cas, seqno, _ = _META_OF(entry)
+        if not high_seqno < seqno <= (high_seqno + 1 if window is None else window.end):
+            where = "" if window is None else f" in the snapshot that ends at {window.end}"
+            return f"seqno {seqno} follows {high_seqno}{where}"
+        if not epoch_before <= epoch <= epoch_max:
+            return f"seqno {seqno} has leader epoch {epoch}, outside {epoch_before} to {epoch_max}"
+        if body_bytes > body_bytes_max:
+            return f"seqno {seqno} has {body_bytes} bytes; at most {body_bytes_max} are allowed"
+        if prev_seqno >= seqno or (not cas and opcode != Opcode.DCP_SYSTEM_EVENT):
+            return f"seqno {seqno} replaces seqno {prev_seqno} and has CAS {cas}: that cannot be"
+        high_seqno, epoch_before = seqno, epoch
+    if window is not None and window.start == high_seqno:
+        return f"the snapshot from seqno {window.start} begins without a change"
+    return ""
+
+
+def _misplaced(
+    told: Told, high_seqno: int, window: SnapshotWindow | None, committed_seqno: int
+) -> str:
+    """Return why a control entry cannot stand behind `high_seqno`, "" if it can."""
+    if isinstance(told, FloorsTold):
+        if window is not None:
+            return f"floors inside the snapshot that ends at {window.end}"
+        if told.floor <= min(high_seqno, committed_seqno) and told.purge < max(told.floor, 1):
+            return ""
+        return (
+            f"history floor {told.floor} with purge seqno {told.purge}, behind seqno {high_seqno} "
+            f"and committed seqno {committed_seqno}: a floor is committed, a purge seqno is below "
+            "it"
+        )
+    if isinstance(told, SnapshotDone):
+        if window is None or not window.end == told.seqno == high_seqno:
+            return f"a snapshot ends at seqno {told.seqno}; this replica is at {high_seqno}"
+        if told.purge >= told.seqno:
+            return f"purge seqno {told.purge} of a snapshot that ends at {told.seqno}"
+        return ""
+    if window is None:
+        return "" if told.start == high_seqno else _elsewhere(told, high_seqno)
+    goes_on = told.start == window.start and told.end >= window.end
+    return "" if goes_on else _elsewhere(told, high_seqno)
+
+
+def _elsewhere(told: SnapshotWindow, high_seqno: int) -> str:
+    return (
+        f"a snapshot begins at seqno {told.start} and ends at {told.end}; this replica is at "
+        f"{high_seqno}"
+    )
+
+
+def pack_ack(number: int, question: int, seen: StoreSeen = NOT_SEEN) -> bytes:
+    """Return an acknowledgement."""
+    return pack_request(Opcode.X_REPLICA_ACK, extras=_ACK_EXTRAS.pack(number, question, *seen))
+
+
+def unpack_ack(extras: bytes) -> tuple[int, int, StoreSeen]:
+    """Return number, question and what is seen of the store. Raises ReplicationError."""
+    try:
+        number, question, *seen = _ACK_EXTRAS.unpack(extras)
+    except struct.error:
+        raise ReplicationError(
+            f"an acknowledgement has {_ACK_EXTRAS.size} bytes of extras"
+        ) from None
+    return number, question, StoreSeen(*seen)
+
+
+def decode(value: bytes, kind: Any) -> Any:
+    """Return a JSON value as a `kind`. Raises ReplicationError."""
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ReplicationError(f"not a {kind.__name__}: {error}") from None
+
+
+def encode(value: msgspec.Struct) -> bytes:
+    """Return a Greeting, ReplicaPosition or Welcome as JSON."""
+    return msgspec.json.encode(value)

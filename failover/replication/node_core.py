@@ -1,0 +1,585 @@
+"""The replication of one node: roles of its partitions, and their high watermarks. Sans-IO.
+
+    ReplicationCore ──> Leading      masterships, feeds of replicas, changes of records
+                    └─> Following    links to masters, what comes on them
+
+The shell (a server, or a simulated node) tells it what happens:
+
+    records_changed(vb_ids)   the view of the metadata store has changed
+    group_begun(group)        a commit group of this node is about to be written
+    group_synced(group)       it is on disk
+    time_passes()             the process runs, at least every 100 ms
+    tick()                    the same, and it is time to look at all links and partitions
+    step()                    the effect StepDue asked for it
+    check_fence()             before every batch of requests
+    outcome(...)              a change of a record that this node wrote was decided
+
+and carries out `take_effects()` after each of these, and after bytes came for a session or a link.
+
+Roles. A replication record says who holds a copy, who is master, and in which epoch. This node is
+master only in epochs that began while this process was running (`replication_record.is_master`).
+
+Invariants
+- an epoch is never followed lower than one that was seen, and no record that is older than one
+  that this folder has seen (`failover.coordinator.seen_records`): the metadata store may go back;
+- a partition that this node does not master is REPLICA here, or DEAD without a copy: it takes no
+  writes, expires nothing;
+- a partition whose record does not name this member is emptied (`dropped_copies`);
+- a replica that hears no master is marked (`Partition.is_unheard`) and has no streams of clients;
+- what waits in connections is answered (`depose`) before history is cut off;
+- the high watermark of a master comes from its in-sync set, that of a replica from its master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from dcp.core.groups import GroupCycle
+from dcp.stream.hub import StreamHub
+from failover.coordinator.cluster_keys import KeyKind
+from failover.coordinator.cluster_records import ReportedPartition, StoredPartition
+from failover.coordinator.cluster_session import ClusterSession, SessionEffect
+from failover.coordinator.cluster_view import Stored
+from failover.coordinator.effects import Notice
+from failover.coordinator.meta_restore import HeldLog
+from failover.coordinator.ran_time import RanTime
+from failover.coordinator.record_writer import OutcomeKind, WriteOutcome
+from failover.coordinator.seen_records import SeenRecords
+from failover.coordinator.store_age import older_records
+from failover.replication.dropped_copies import DroppedCopies
+from failover.replication.fence_reasons import no_trouble
+from failover.replication.following import Following, Identity
+from failover.replication.leading import Leading
+from failover.replication.loss_receipt import ElectionLoss
+from failover.replication.mastership import ReplicationSettings
+from failover.replication.messages import StoreSeen
+from failover.replication.shell_effects import MapChanged, ReplicationEffect
+from failover.rules.replication_record import Rank, ReplicationRecord, is_master
+from vbucket.engine.engine import Engine
+from vbucket.engine.partition import Partition, VbState
+from vbucket.engine.replicated import ReplicatedChanges
+from vbucket.log.commit_group import CommitGroup
+from vbucket.store.store import Store
+
+CarryOut = Callable[[Iterable[SessionEffect]], None]
+
+
+class ReplicationCore:
+    """See the module."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        hub: StreamHub,
+        groups: GroupCycle,
+        session: ClusterSession,
+        settings: ReplicationSettings,
+        *,
+        cluster: str,
+        carry_out: CarryOut,
+        depose: Callable[[tuple[int, ...], str], None],
+        now_ns: int,
+        store_trouble: Callable[[], str] = no_trouble,
+        kept: SeenRecords | None = None,
+    ) -> None:
+        """`carry_out` carries out effects of the session with the metadata store. `depose` answers
+        what waits in connections for a commit in partitions that this node does not master any
+        more, for the reason given: it may or may not be committed. `store_trouble` tells why the
+        metadata store does not answer. `kept` is what this folder has seen of the store's records;
+        None: nothing, and it is not kept in a file.
+        """
+        membership = session.membership
+        self._kept = kept or SeenRecords(session.view.keys)
+        self._era = 0
+        self._sure: set[int] = set()
+        """Partitions whose record is known to be the newest: see `election.SuspectReport`."""
+        self._masters_all: bool | None = None
+        """Whether this node masters all partitions whose record names it; None: look."""
+        self._engine = engine
+        self._hub = hub
+        self._commits = engine.commits
+        self._groups = groups
+        self._session = session
+        self._carry_out = carry_out
+        self._member = membership.member
+        self._changes = ReplicatedChanges(engine, store)
+        self._now_ns = now_ns
+        self._effects: list[ReplicationEffect] = []
+        self._records: dict[int, Stored[StoredPartition]] = {}
+        """The newest record of each partition that was acted upon."""
+        self._distrusted: dict[int, str] = {}
+        """Partitions whose record in the store is not followed, and why. Nobody writes it."""
+        self._first_epochs: dict[int, int] = {}
+        """The epoch that a partition's record had when this process first read it."""
+        self._reported: tuple[ReportedPartition, ...] = ()
+        self._followed_masters: set[str | None] | None = None
+        """Masters of the partitions that this node does not master; None: records have changed
+        since that was known."""
+        self._unheard_masters: frozenset[str | None] = frozenset()
+        """Those of them that are not heard."""
+        self._ran = RanTime(now_ns)
+        self._unheard_from_ns = now_ns
+        """When the next partition counts as unheard, unless its master is heard before."""
+        self.following = Following(
+            engine, self._changes,
+            Identity(cluster, membership.member, membership.incarnation), settings,
+            record_of=self._record_of, raise_watermarks=self._raise_watermarks,
+            commit_many=self._commit_many, was_welcomed=self._welcomed,
+            store_seen=self._store_seen, link_of=session.link_of,
+            effects=self._effects, now_ns=now_ns, ran=self._ran,
+        )  # fmt: skip
+        self.leading = Leading(
+            engine, hub, session.view, settings, cluster=cluster, member=membership.member,
+            raise_watermarks=self._raise_watermarks, commit_many=self._commit_many,
+            depose=depose, effects=self._effects, now_ns=now_ns, ran=self._ran,
+            store_trouble=store_trouble, kept=self._kept, link_of=session.link_of,
+        )  # fmt: skip
+        self._dropped = DroppedCopies(engine, hub, self.following.empty)
+        self._begin_unheard()
+
+    def _begin_unheard(self) -> None:
+        """Serve nothing before a record says what this node is to a partition."""
+        engine = self._engine
+        for part in engine.partitions:
+            part.has_copies = True
+            part.state = VbState.REPLICA
+            part.is_unheard = True  # until a record says that there is no copy here, or a master
+            part.may_send_back = False
+            # A floor is committed, and so is what the log says. More is not known.
+            known_seqno = engine.keyspace.known_watermarks.get(part.vb_id, 0)
+            part.committed_seqno = max(part.history_floor, min(known_seqno, part.high_seqno))
+
+    @property
+    def partitions(self) -> Sequence[Partition]:
+        """The partitions of this node."""
+        return self._engine.partitions
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether the shell has something to carry out."""
+        return bool(self._effects)
+
+    def take_effects(self) -> list[ReplicationEffect]:
+        """Return what the shell has to carry out, in order."""
+        effects = self._effects[:]
+        self._effects.clear()
+        return effects
+
+    # -- records -----------------------------------------------------------------------------------
+
+    def held_logs(self) -> list[HeldLog]:
+        """Return where the logs of this node's copies end, for a restoration of the records."""
+        return [
+            HeldLog(
+                part.vb_id, part.leader_epoch, part.failover.current.epoch,
+                part.synced_seqno
+                if part.incomplete_snapshot is None
+                else part.incomplete_snapshot.start,
+                part.vb_id in self.leading.masterships,
+            )
+            for part in self.partitions
+            if part.high_seqno or part.leader_epoch
+        ]  # fmt: skip
+
+    def records_changed(self, now_ns: int, vb_ids: Iterable[int]) -> None:
+        """The view has other records of these partitions."""
+        self._now_ns = now_ns
+        self._look_at_era()
+        vb_ids = tuple(sorted(vb_ids))
+        cluster = self._session.view.cluster
+        if cluster is not None and self.leading.take_min_in_sync(cluster.content.min_in_sync):
+            self._raise_watermarks(tuple(self.leading.masterships))
+        for vb_id in vb_ids:
+            if vb_id >= self._engine.num_vbuckets:
+                continue
+            stored = self._session.view.partitions.get(vb_id)
+            if stored is not None:
+                self._take_record(vb_id, stored)
+            else:
+                view = self._session.view
+                key = view.keys.of_partition(KeyKind.PARTITION, vb_id)
+                self._distrust(vb_id, view.unreadable.get(key, "its record is gone"))
+        self._effects.append(MapChanged(vb_ids))
+        if self._kept.kept_revision:
+            self.records_were_kept()
+
+    def _look_at_era(self) -> None:
+        """Forget what is known of the store only by another connection than the present one."""
+        if self._era != self._session.era:
+            self._era = self._session.era
+            self._kept.begin_again(self._era)
+            self._sure.clear()
+            self.following.begin_again()
+
+    def _store_seen(self) -> StoreSeen:
+        """Return what is on disk here of the records of the store."""
+        self._look_at_era()
+        return StoreSeen(self._session.link, self._kept.kept_revision)
+
+    def records_were_kept(self) -> None:
+        """More of the store's records is on disk (`SeenRecords.kept`)."""
+        self.following.records_were_kept()
+        self.leading.records_were_kept()
+
+    def _distrust(self, vb_id: int, why: str) -> None:
+        """Leave a partition as it is, because its record says nothing that can be followed. Say so
+        once.
+        """
+        if self._distrusted.get(vb_id) != why:
+            self._distrusted[vb_id] = why
+            known = self._records.get(vb_id)
+            epoch = self._engine.partitions[vb_id].leader_epoch
+            master = "not known"
+            if known is not None:
+                epoch, master = known.content.record.epoch, known.content.record.master or "none"
+            self._effects.append(
+                Notice(f"vb {vb_id} stays as it is (leader epoch {epoch}, master {master}): {why}")
+            )
+
+    def _record_of(self, vb_id: int) -> ReplicationRecord:
+        return self._records[vb_id].content.record
+
+    def _take_record(self, vb_id: int, stored: Stored[StoredPartition]) -> None:
+        record = stored.content.record
+        seen_epoch = self._engine.partitions[vb_id].leader_epoch
+        if vb_id in self._records:
+            seen_epoch = max(seen_epoch, self._record_of(vb_id).epoch)
+        self._masters_all = None
+        is_newest = self._kept.note_partition(vb_id, stored)
+        if record.epoch < seen_epoch or not is_newest:
+            seen = max(self._kept.rank(vb_id), Rank(seen_epoch, 0))
+            self._kept.older[vb_id] = seen
+            self._distrust(
+                vb_id,
+                f"the metadata store was set back: it has leader epoch {record.epoch}, change "
+                f"{record.partition_epoch}, and epoch {seen.epoch}, change {seen.partition_epoch} "
+                "was seen. Restore a newer state of the store, or build the records anew: dcpctl "
+                "cluster meta restore",
+            )
+            return
+        # An old epoch of a store that was set back is not the first one: a later one, which began
+        # before this process, would make it master.
+        first_epoch = self._first_epochs.setdefault(vb_id, record.epoch)
+        self._distrusted.pop(vb_id, None)
+        self._records[vb_id] = stored
+        self._followed_masters = None
+        mastership = self.leading.masterships.get(vb_id)
+        if not is_master(record, self._member, first_epoch):
+            if mastership is not None:
+                self.leading.step_down(vb_id, f"epoch {record.epoch} has begun")
+                self.following.confirmed(vb_id, self._now_ns)
+            holds_copy = self._member in record.copies
+            self._engine.partitions[vb_id].state = VbState.REPLICA if holds_copy else VbState.DEAD
+            self.following.follow(vb_id, record, self._now_ns)
+            self._dropped.note(vb_id, holds_copy=holds_copy)
+        elif mastership is None or mastership.epoch != record.epoch:
+            confirmed_ns = self.following.last_confirmed_ns(vb_id)
+            self.following.leave(vb_id)
+            self._changes.settle()
+            part = self._engine.partitions[vb_id]
+            told_seqno = max(self.following.take_told_hw(vb_id), part.committed_seqno)
+            self._tell_loss(vb_id, record, told_seqno)
+            self.leading.begin(
+                vb_id, record, confirmed_ns=confirmed_ns, told_seqno=told_seqno,
+                sender=self.following.take_sender(vb_id, record.epoch), now_ns=self._now_ns,
+            )  # fmt: skip
+        else:
+            self.leading.take_record(vb_id, record, stored.item.mod_revision)
+            self._raise_watermarks((vb_id,))
+        self.leading.decide_waiting(vb_id)
+        if (ended := self.leading.branches.ended(vb_id, record)) is not None:
+            self._effects.append(ended)
+
+    def _tell_loss(self, vb_id: int, record: ReplicationRecord, told_seqno: int) -> None:
+        """Emit a receipt if this node is the first master since an unclean election."""
+        part = self._engine.partitions[vb_id]
+        if record.unclean_epoch is not None and part.leader_epoch < record.unclean_epoch:
+            versions = tuple(part.failover.pairs())
+            self._effects.append(
+                ElectionLoss(vb_id, record.epoch, versions, part.high_seqno, told_seqno or None)
+            )
+
+    def outcome(self, now_ns: int, outcome: WriteOutcome) -> None:
+        """A change that this node wrote was decided."""
+        self._now_ns = now_ns
+        vb_id = outcome.change.vb_id
+        mastership = self.leading.masterships.get(vb_id)
+        if mastership is None:
+            return
+        self.leading.decided(mastership, is_written=outcome.kind is OutcomeKind.WRITTEN)
+        stored = self._session.view.partitions.get(vb_id)
+        if stored is not None:
+            self._take_record(vb_id, stored)
+
+    # -- high watermarks ---------------------------------------------------------------------------
+
+    def group_begun(self, now_ns: int, group: CommitGroup) -> bool:
+        """A commit group of this node is about to be written, and to be synced; return whether
+        replicas get it already.
+        """
+        self._now_ns = now_ns
+        return self.leading.group_begun(now_ns, group)
+
+    def group_synced(self, now_ns: int, group: CommitGroup) -> None:
+        """A commit group of this node is on disk."""
+        self._now_ns = now_ns
+        self._changes.settle()
+        self._raise_watermarks(self.leading.group_synced(now_ns, group))
+        self._raise_watermarks(self._followed_and_told(group))
+        self.following.synced(self._commits.synced_group)
+
+    def _followed_and_told(self, group: CommitGroup) -> list[int]:
+        """Return the followed partitions of a group where it commits something: the master has told
+        a high watermark that was not synced here, or the group has no changes (but a version).
+        """
+        masterships, awaiting = self.leading.masterships, self.following.awaiting_sync
+        if len(masterships) == self._engine.num_vbuckets:
+            return []
+        found: Iterable[int] = awaiting & group.high_seqnos.keys()
+        if group.has_control:
+            partitions = self._engine.partitions
+            found = [
+                vb_id
+                for vb_id, seqno in group.high_seqnos.items()
+                if seqno <= partitions[vb_id].committed_seqno or vb_id in awaiting
+            ]
+        return [vb_id for vb_id in found if vb_id not in masterships]
+
+    def _raise_watermarks(self, vb_ids: Iterable[int]) -> None:
+        """Commit what may be committed now in these partitions."""
+        rose: list[int] = []
+        masterships, lagging = self.leading.masterships, self._commits.lagging
+        for vb_id in vb_ids:
+            part = self._engine.partitions[vb_id]
+            if part.committed_seqno == part.synced_seqno and vb_id not in lagging:
+                continue  # all that may be committed is
+            mastership = masterships.get(vb_id)
+            if mastership is None:
+                seqno = self.following.told_hw(vb_id)
+            else:
+                self.leading.note_acknowledged(mastership)
+                seqno = mastership.hw_seqno()
+            seqno = max(part.committed_seqno, min(seqno, part.synced_seqno))
+            self.following.reached(vb_id, seqno)
+            if self._commits.commit(vb_id, seqno):
+                rose.append(vb_id)
+                self._engine.keyspace.watermarks[vb_id] = part.committed_seqno
+        if rose:
+            self._effects.append(self._groups.committed(rose))
+            self.leading.committed(rose)
+            for feed in self.leading.feeds.values():
+                feed.hw_rose(rose)
+
+    def _commit_many(self, seqnos: Mapping[int, int]) -> None:
+        """Commit these partitions up to these seqnos. The caller tells the replicas."""
+        rose = self._commits.commit_many(seqnos)
+        if rose:
+            partitions, watermarks = self._engine.partitions, self._engine.keyspace.watermarks
+            if rose is seqnos:
+                watermarks.update(seqnos)
+            else:
+                watermarks.update((vb_id, partitions[vb_id].committed_seqno) for vb_id in rose)
+            self._effects.append(self._groups.committed(rose))
+            self.leading.committed(rose)
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def check_fence(self, now_ns: int) -> None:
+        """Fence the partitions that are not confirmed any more, and mark those whose master is not
+        heard. Call it before every batch: the process may have been stopped since the last tick.
+        Go on with handovers that have rested: nothing else may ask for a step before the next tick.
+        """
+        fence_ns = self.leading.serving.fence_ns
+        if fence_ns is not None and now_ns >= fence_ns:
+            self.leading.serve(now_ns)
+        if self.leading.arriving:
+            self.leading.arrivals.expire(now_ns)
+        if self.leading.handovers.take_rested(now_ns):
+            self.leading.step_due()
+        if now_ns >= self._unheard_from_ns:
+            self.following.note_heard(now_ns)
+            self._mark_unheard()
+
+    def time_passes(self, now_ns: int) -> None:
+        """Note that the process runs, and send heartbeats that are due."""
+        self._ran.tick(now_ns)
+        self.leading.beat(now_ns)
+
+    def missed(self, now_ns: int, lost_ns: int) -> None:
+        """Note that this process did not run for so long just now, in the middle of its work."""
+        self._ran.missed(now_ns, lost_ns)
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass: links, services, in-sync sets, handovers, reports."""
+        self._now_ns = now_ns
+        self._ran.tick(now_ns)
+        self.leading.is_step_due = False
+        self.following.tick(now_ns)
+        self._dropped.tick(now_ns)
+        masterships = self.leading.masterships
+        if self.following.take_gaps():
+            for vb_id, stored in self._records.items():
+                if vb_id not in masterships:
+                    self.following.follow(vb_id, stored.content.record, now_ns)
+        restless = self.leading.serving.restless()
+        self._raise_watermarks(self._commits.lagging.keys() | restless)
+        self.leading.serve(now_ns)
+        self.leading.arrivals.expire(now_ns)
+        self._mark_unheard()
+        self._note_followed()
+        self._note_serving()
+        changes = self.leading.record_changes(self._trusted(), may_write=self._session.may_write)
+        if changes:
+            self._carry_out(self._session.write(now_ns, changes))
+        self._report()
+
+    def step(self, now_ns: int) -> None:
+        """Do what need not wait for the next tick (`StepDue`): serve partitions that may be served
+        now, and go on with handovers.
+        """
+        self._now_ns = now_ns
+        self.leading.is_step_due = False
+        self.leading.serving.serve_more(now_ns)
+        self._note_followed()
+        if self.leading.handovers.is_under_way and self._session.may_write:
+            changes = self.leading.handover_changes(now_ns, self._trusted())
+            if changes:
+                self._carry_out(self._session.write(now_ns, changes))
+
+    def _trusted(self) -> Mapping[int, Stored[StoredPartition]]:
+        """Return the records that are followed, and may be written. Nobody writes one that is older
+        than what anybody has seen.
+        """
+        view = self._session.view
+        older = {each.vb_id for each in older_records(view)} if view.reports else set[int]()
+        if not self._distrusted and not older:
+            return self._records
+        return {
+            vb_id: stored
+            for vb_id, stored in self._records.items()
+            if vb_id not in self._distrusted and vb_id not in older
+        }  # fmt: skip
+
+    def _note_serving(self) -> None:
+        """Note by which records of the store this node serves all that it masters."""
+        self._look_at_era()
+        view = self._session.view
+        if self._masters_all is None:
+            mastered = sum(
+                stored.content.record.master == self._member for stored in view.partitions.values()
+            )
+            self._masters_all = mastered == len(self.leading.masterships)
+        may_say = self._masters_all and not self._distrusted and view.revision > 0
+        seen = StoreSeen(self._session.link, view.revision)
+        may_say &= not self.leading.serving.has_unserved
+        self.leading.parting.note_serving(seen, serves_all=may_say)
+        if len(self._sure) < len(self._records):
+            self._note_sure(self.leading.serves_by())
+
+    def _note_sure(self, own: StoreSeen) -> None:
+        """Note whose master, here or elsewhere, serves by the record that the store has."""
+        own_revision = own.revision if own.link == self._session.link else 0
+        for vb_id, stored in self._records.items():
+            if vb_id in self._sure or vb_id in self._distrusted:
+                continue
+            master, revision = stored.content.record.master, stored.item.mod_revision
+            is_own = master == self._member and revision <= own_revision
+            if is_own or self.following.is_served(master, revision):
+                self._sure.add(vb_id)
+
+    def _note_followed(self) -> None:
+        self.leading.handovers.note_followed(self._now_ns, self.following.is_followed)
+
+    def _welcomed(self) -> None:
+        """A master lets this node follow a partition."""
+        if self.leading.handovers.is_under_way:
+            self.leading.step_due()
+
+    def _mark_unheard(self) -> None:
+        """Mark the replicas whose master is not heard, and end their streams. Nothing is done for
+        each partition unless a record or what is heard has changed.
+        """
+        following = self.following
+        self._unheard_from_ns = following.unheard_from_ns
+        has_new_records = self._followed_masters is None
+        if self._followed_masters is None:
+            self._followed_masters = {
+                self._record_of(vb_id).master
+                for vb_id in self._records.keys() - self.leading.masterships.keys()
+            }
+        unheard = frozenset(filter(following.is_unheard, self._followed_masters))
+        if unheard == self._unheard_masters and not has_new_records:
+            return
+        self._unheard_masters = unheard
+        for vb_id, stored in self._records.items():
+            record, part = stored.content.record, self._engine.partitions[vb_id]
+            was_unheard = part.is_unheard
+            part.is_unheard = (
+                part.state == VbState.REPLICA
+                and self._member in record.copies
+                and record.master in unheard
+            )
+            if part.is_unheard and not was_unheard:
+                self._hub.fenced(vb_id)
+
+    def settle(self) -> None:
+        """Settle the counts of documents. Call it before the collections change."""
+        self._changes.settle()
+
+    def _report(self) -> None:
+        """Report the partitions whose master is not heard."""
+        older = self._kept.older
+        view = self._session.view
+        asked = view.reported_by_others(self._member) if view.reports else frozenset[int]()
+        if not self._unheard_masters and not self._reported and not older and not asked:
+            return
+        alive = self._session.view.alive
+        suspects = frozenset(
+            master
+            for master in self._unheard_masters
+            if self.following.is_suspect(master, has_lease=master in alive)
+        )
+        if not suspects and not self._reported and not older and not asked:
+            return
+        reported: list[ReportedPartition] = []
+        for vb_id, stored in sorted(self._records.items()):
+            part, record = self._engine.partitions[vb_id], stored.content.record
+            is_suspected = part.is_unheard and record.master in suspects
+            is_asked = vb_id in asked and self._member in record.copies
+            if vb_id in older or not (is_suspected or is_asked):
+                continue
+            window = part.incomplete_snapshot
+            reported.append(
+                ReportedPartition(
+                    vb_id, record.epoch if is_suspected else 0, part.vb_uuid,
+                    part.failover.current.epoch,
+                    part.synced_seqno if window is None else window.start,
+                    window is None and not _is_branch_below(record, part),
+                    *max(self._kept.rank(vb_id), Rank(part.leader_epoch, 0)),
+                    is_sure=vb_id in self._sure,
+                )
+            )  # fmt: skip
+        # Who has seen a newer record says so all the time.
+        for vb_id, seen in older.items():
+            part = self._engine.partitions[vb_id]
+            reported.append(
+                ReportedPartition(
+                    vb_id, 0, part.vb_uuid, part.failover.current.epoch, part.synced_seqno,
+                    False, *seen,
+                )
+            )  # fmt: skip
+        reported.sort()
+        if tuple(reported) != self._reported:
+            self._reported = tuple(reported)
+            self._carry_out(self._session.report(self._now_ns, self._reported))
+
+
+def _is_branch_below(record: ReplicationRecord, part: Partition) -> bool:
+    """Whether a branch is under way that a member can only make by beginning again at 0."""
+    branch = record.branch
+    return (
+        branch is not None
+        and 0 < branch.seqno < part.history_floor
+        and part.failover.upper_of(branch.vb_uuid, part.high_seqno) is None
+    )

@@ -1,0 +1,601 @@
+"""The master's side of a replication link: what one replica's node gets. Sans-IO.
+
+    IN_STEP   the partition is in every group message: all that is synced here was sent, and the
+              group that is being written, if that was sent already
+    BEHIND    it is read from its cursor, from memory or from blocks, until it is level
+
+A commit group goes wholly, as one message, if all of its partitions that the replica follows are
+IN_STEP (`send_whole`), and section by section otherwise (`group_synced`). With a whole group
+nothing is done for each partition: acknowledgements and high watermarks come and go by number.
+
+Below the master's history floor versions may be gone. A replica that is there gets what is left up
+to the floor as a snapshot: its seqnos have gaps, and it is of use only as a whole. The floor may
+rise meanwhile; then so does the end of the snapshot. Nothing is held back for it. Only deletions
+that are purged meanwhile can make a part useless (`FedStream.is_overtaken`): then the stream is
+ended, and the answer to the next request sends the replica to 0.
+
+Who calls it: the session, the connection, which pumps messages (as of `dcp.stream.producer`), and
+the node core, which reports synced groups and answers what the feed asks (`MasterSide`).
+
+Invariants
+- what is sent is synced here, or is the group that is being written (`group_sending`);
+- at most `window_bytes` of messages are sent and not acknowledged, and one more section. A
+  partition that does not fit into the window goes BEHIND: it costs a cursor, no memory, no wait;
+- what the feed holds is bounded, whatever the replica does: messages count with what is remembered
+  of them, and no more than QUESTIONS_MAX heartbeats are waiting for an answer;
+- an acknowledgement counts for a partition if its stream was open when the message was made, and
+  not for a part of a snapshot. A whole group counts as such only if no stream of the link was
+  opened or closed since it was sent; otherwise each of its partitions counts for itself;
+- a replica knows the master's floors before it gets a change that was made after they rose.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from dcp.session.replication_port import FeedAnswer, ReplicationError
+from dcp.wire.frame import Frame
+from dcp.wire.message import STREAM_REQ_EXTRAS, EndReason, pack_stream_end, parse_stream_request
+from failover.replication.fed_stream import (
+    BEAT_NS,
+    NEVER,
+    QUESTIONS_MAX,
+    SECTION_BYTES,
+    SILENCE_NS_MAX,
+    WINDOW_BYTES,
+    FedStream,
+    FeedPace,
+    Followed,
+    known_committed,
+)
+from failover.replication.fill_pace import FILL_SECTION_BYTES, FillPace, LinkFill
+from failover.replication.master_side import MasterSide
+from failover.replication.messages import (
+    GROUP_BYTES_MAX,
+    NOT_SEEN,
+    NOTHING,
+    EntriesSection,
+    ReplicaPosition,
+    SharedGroup,
+    decode,
+    pack_entries,
+    pack_group,
+    unpack_ack,
+)
+from failover.replication.sent_messages import (
+    RECORD_BYTES,
+    AckDelays,
+    CommitsTold,
+    Questions,
+    Sent,
+    SentWhole,
+    check_numbers,
+)
+from failover.replication.waiting_requests import WaitingRequests
+from failover.replication.whole_groups import StreamChanges, WholeGroup
+from vbucket.engine.engine import Engine
+from vbucket.engine.partition import Partition
+from vbucket.model.control import SnapshotWindow
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
+from vbucket.store.environment import StoreDamagedError
+
+
+class ReplicaFeed:
+    """See the module. `schedule` rings the connection, which pumps later."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        member: str,
+        side: MasterSide[ReplicaFeed],
+        schedule: Callable[[], None],
+        *,
+        now_ns: int,
+        window_bytes: int = WINDOW_BYTES,
+        section_bytes: int = SECTION_BYTES,
+        pace: FillPace | None = None,
+    ) -> None:
+        self.member = member
+        self._fill = LinkFill(pace, member)
+        self.is_superseded = False
+        """Whether a newer link of the same member has come: the connection closes."""
+        self.damages: list[str] = []
+        self.seen = NOT_SEEN
+        """What the replica has on disk of the records of the metadata store."""
+        self._engine = engine
+        self._side = side
+        self._schedule = schedule
+        self._is_closed = False
+        self._window_bytes = window_bytes
+        self._section_bytes = section_bytes
+        self._streams: dict[int, FedStream] = {}
+        self._out: list[bytes] = []
+        self._waiting = WaitingRequests(self._send_answer)
+        self._behind: dict[int, None] = {}
+        """Partitions to read from their cursors, in turn."""
+        self._stale: dict[int, None] = {}
+        """Partitions whose high watermark the replica does not know, in the order they rose."""
+        self._number = 0
+        self._sent: deque[Sent] = deque()
+        """Messages with entries or high watermarks that are not acknowledged."""
+        self.delays = AckDelays(self._sent)
+        self._acknowledged_number = 0
+        self._sent_bytes = 0
+        self._in_step: set[int] = set()
+        self._takes_all_of: frozenset[int] | None = None
+        self._changes = StreamChanges()
+        """Of streams that are opened, closed or ended."""
+        self._told_changes = 0
+        self._newest_opaque = 0
+        """Of the stream requests that were answered OK."""
+        self._group_seqnos: dict[int, int] = {}
+        """Partition -> what the replica has acknowledged of it in whole groups."""
+        self._committed = CommitsTold()
+        self._begun_revision = 0
+        """That of `_changes` when the last group was sent that was not synced yet."""
+        self._number_at_call = 0
+        """The last message that was made when `is_level` was asked last."""
+        self._questions = Questions()
+        self._now_ns = self._heard_ns = now_ns
+        self._next_beat_ns, self.beat_ns = now_ns, BEAT_NS
+        self.silence_ns = SILENCE_NS_MAX
+
+    @property
+    def asked_ns(self) -> int:
+        """When the question was asked that the replica confirmed last; 0: none was."""
+        return self._questions.confirmed_ns
+
+    # -- streams -----------------------------------------------------------------------------------
+
+    def stream_request(self, request: Frame) -> FeedAnswer | None:
+        """Answer the request for a partition; None: later. Raises ReplicationError."""
+        if len(request.extras) != STREAM_REQ_EXTRAS.size:
+            raise ReplicationError(
+                f"a stream request has {STREAM_REQ_EXTRAS.size} bytes of extras: {request.extras!r}"
+            )
+        if self._is_closed:
+            raise ReplicationError(f"member {self.member} has a newer link")
+        asked = parse_stream_request(request.extras)
+        told = decode(request.value, ReplicaPosition)
+        if request.vb_id >= self._engine.num_vbuckets:
+            raise ReplicationError(f"there is no vb {request.vb_id} here")
+        self._waiting.refuse(request.vb_id)
+        answer = self._side.admit(self, request.vb_id, asked, told, request.opaque)
+        if answer is None:
+            self._waiting.keep(request)
+        return answer
+
+    def decide_waiting(self, vb_id: int) -> None:
+        """Answer a request that had to wait, as far as it can be decided now."""
+        self._waiting.decide(vb_id, self.stream_request)
+
+    def _send_answer(self, packet: bytes) -> None:
+        self._out.append(packet)
+        self._schedule()
+
+    def open(
+        self,
+        vb_id: int,
+        epoch: int,
+        opaque: int,
+        seqno: int,
+        window: SnapshotWindow | None = None,
+        *,
+        is_filling: bool = False,
+    ) -> None:
+        """Feed a partition to the replica, which has everything up to `seqno`, or the part of the
+        snapshot `window` up to there. `is_filling`: at a pace, until it is level.
+        """
+        self._drop(vb_id)
+        self._streams[vb_id] = stream = FedStream(
+            epoch, opaque, seqno, self._questions.confirmations, self._number, window
+        )
+        stream.is_paced = is_filling
+        self._newest_opaque = max(self._newest_opaque, opaque)
+        self._is_behind(vb_id)
+        self._stale[vb_id] = None
+        self._schedule()
+
+    def close_stream(self, vb_id: int) -> None:
+        """The replica does not follow a partition any more."""
+        self._waiting.refuse(vb_id)
+        self._drop(vb_id)
+
+    def _drop(self, vb_id: int) -> FedStream | None:
+        self._changes.note(vb_id)
+        self._in_step.discard(vb_id)
+        self._takes_all_of = None
+        self._group_seqnos.pop(vb_id, None)
+        return self._streams.pop(vb_id, None)
+
+    def end(self, vb_id: int) -> None:
+        """Tell the replica that this node is not the partition's master any more."""
+        self._waiting.refuse(vb_id)
+        stream = self._drop(vb_id)
+        if stream is not None:
+            self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.STATE_CHANGED))
+            self._schedule()
+
+    def take_changed(self) -> set[int]:
+        """Return the partitions whose stream was opened, closed or ended since the last call."""
+        told, self._told_changes = self._told_changes, self._changes.revision
+        return self._changes.since(told)
+
+    def is_in_snapshot(self, vb_id: int) -> bool:
+        """Whether the replica has only a part of a snapshot of a partition."""
+        stream = self._streams.get(vb_id)
+        return stream is not None and stream.whole_number > self._acknowledged_number
+
+    def confirmed_ns(self, vb_id: int) -> int | None:
+        """Return when the question was asked with which the replica last confirmed this master of
+        a partition; None: it has not.
+
+        The replica closes a stream before it confirms another master of the partition. So every
+        confirmation that arrives while the stream is open is for this master.
+        """
+        stream = self._streams.get(vb_id)
+        if stream is None or stream.confirmations == self._questions.confirmations:
+            return None
+        return self._questions.confirmed_ns
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether the replica gets a copy for the first time: that delays what it acknowledges."""
+        return any(stream.is_paced for stream in self._streams.values())
+
+    def is_level(self) -> bool:
+        """Return whether the replica has synced all that was sent when this was asked last, but for
+        copies that are filled: it is in sync in none of these.
+        """
+        number, self._number_at_call = self._number_at_call, self._number
+        oldest = self.delays.oldest_new()
+        return not self._behind and (oldest is None or oldest.number > number)
+
+    def group_acknowledgement(self, vb_id: int) -> tuple[int, int] | None:
+        """Return leader epoch and seqno up to which the replica has acknowledged a partition in
+        whole groups; None: nothing.
+        """
+        seqno = self._group_seqnos.get(vb_id)
+        return None if seqno is None else (self._streams[vb_id].epoch, seqno)
+
+    # -- what the node core tells ------------------------------------------------------------------
+
+    def send_begun(self, group: WholeGroup) -> bool:
+        """Send a group that is about to be written here, if all of it is in step that the replica
+        follows, and there is room; return whether it was.
+        """
+        self._begun_revision = self._changes.revision
+        followed = group.seqnos.keys() & self._streams.keys()
+        may = self._takes_all(group.mastered) or followed <= self._in_step
+        return may and self.send_whole(group, is_synced=False)
+
+    def begun_synced(self, group: WholeGroup) -> None:
+        """The last group that `send_begun` has sent is synced. It is not for streams that were
+        opened since, and those may have read all that was synced before: they read on.
+        """
+        if self._begun_revision != self._changes.revision:
+            changed = self._changes.since(self._begun_revision)
+            for vb_id in changed & group.seqnos.keys() & self._streams.keys():
+                self._in_step.discard(vb_id)
+                self._takes_all_of = None
+                self._streams[vb_id].pace = FeedPace.BEHIND
+                self._is_behind(vb_id)
+            self._schedule()
+
+    def send_whole(self, group: WholeGroup, *, is_synced: bool = True) -> bool:
+        """Send what is in step of a group as one message; False: the window is full. What is behind
+        is read from its cursor.
+        """
+        seqnos, shared = group.seqnos, group.shared
+        if not self._takes_all(group.mastered) and not seqnos.keys() <= self._in_step:
+            followed = seqnos.keys() & self._streams.keys()
+            if behind := followed - self._in_step:
+                for vb_id in behind:
+                    self._is_behind(vb_id)
+                self._schedule()
+            if not (followed := followed & self._in_step):
+                return True
+            seqnos, shared = group.only(followed)
+        size = len(shared.entries)
+        cost = size + RECORD_BYTES * (1 + len(seqnos))
+        if self._sent_bytes + cost > self._window_bytes or size > GROUP_BYTES_MAX:
+            return False
+        group.sent_to[self.member] = seqnos
+        self._post(shared, is_synced=is_synced)
+        self._committed.sent(group.number, self._number)
+        whole = SentWhole(group, seqnos, self._changes.revision)
+        self._sent.append(Sent(self._number, cost, self._now_ns, whole=whole))
+        self._sent_bytes += cost
+        return True
+
+    def out_of_step(self, group: WholeGroup) -> set[int]:
+        """Return the partitions for which the replica is in sync, and not in step."""
+        if self._takes_all(group.mastered) or group.seqnos.keys() <= self._in_step:
+            return set()
+        return group.out_of_step(self.member, self._in_step)
+
+    def _takes_all(self, mastered: frozenset[int]) -> bool:
+        """Whether all partitions that this node masters are in step."""
+        if self._takes_all_of is not mastered and mastered <= self._in_step:
+            self._takes_all_of = mastered
+        return self._takes_all_of is mastered
+
+    def _post(self, shared: SharedGroup, *, is_synced: bool = True) -> None:
+        """Make a message with a whole group, or with nothing. It tells what is committed."""
+        self._number += 1
+        self._questions.ask(self._number, self._now_ns)
+        told = self._number, self._number, self._newest_opaque, self._committed.take()
+        self._out += pack_group(*told, shared, is_synced=is_synced)
+        self._schedule()
+
+    def group_committed(self, group: WholeGroup, committed: Mapping[int, int]) -> None:
+        """Partitions of a whole group are committed; the replica is told with the next message."""
+        seqnos = group.sent_to.get(self.member)
+        # Another group may have brought less of the same partitions. Of partitions that the replica
+        # does not follow any more, it commits nothing by number.
+        is_all = seqnos is committed or (group.is_committed and not group.left_out)
+        if not is_all and seqnos is not None:
+            followed = seqnos.keys() & self._streams.keys()
+            is_all = all(seqnos[vb_id] <= committed.get(vb_id, -1) for vb_id in followed)
+        can_tell = is_all and self._committed.can_tell(group.number)
+        told = seqnos if seqnos is not None and can_tell else {}
+        if told is not committed:  # others came from cursors, maybe before they were committed
+            self.hw_rose((group.seqnos.keys() & committed.keys()) - told.keys())
+        if told:
+            self._committed.committed(group.number)
+            self._schedule()
+
+    def group_synced(self, changes: Mapping[int, Sequence[bytes]]) -> None:
+        """Send a synced group section by section: partition -> its entries for replicas, floors
+        included.
+        """
+        sections: list[EntriesSection] = []
+        followed: list[tuple[FedStream, Followed]] = []
+        room = self._window_bytes - self._sent_bytes
+        partitions = self._engine.partitions
+        for vb_id, entries in changes.items():
+            stream = self._streams.get(vb_id)
+            if stream is None:
+                continue
+            size = sum(map(len, entries)) + RECORD_BYTES
+            part = partitions[vb_id]
+            if stream.pace is FeedPace.IN_STEP and size > room:
+                self._leave_behind(stream, part, entries)
+            if stream.pace is FeedPace.BEHIND:
+                self._is_behind(vb_id)
+                continue
+            sections.append(stream.section(part, entries))
+            followed.append((stream, Followed(vb_id, stream.epoch, part.synced_seqno)))
+            room -= size
+        if sections:
+            self._send(sections, followed)
+        if self._behind or self._fill.has_next(self._now_ns):
+            self._schedule()
+
+    def _is_behind(self, vb_id: int) -> None:
+        """A partition is to be read from its cursor, in turn."""
+        if self._streams[vb_id].is_paced:
+            self._fill.wait(vb_id)
+        else:
+            self._behind[vb_id] = None
+
+    def _leave_behind(self, stream: FedStream, part: Partition, entries: Sequence[bytes]) -> None:
+        """Send these entries of a synced group, and later ones, from the partition's cursor."""
+        self._in_step.discard(part.vb_id)
+        self._takes_all_of = None
+        stream.pace = FeedPace.BEHIND
+        first = next((entry for entry in entries if entry[OPCODE_AT] != LOG_CONTROL), None)
+        stream.sent_seqno = part.synced_seqno if first is None else seqno_of(first) - 1
+
+    def hw_rose(self, vb_ids: Iterable[int]) -> None:
+        """High watermarks have risen; the replica is told with the next message."""
+        for vb_id in vb_ids:
+            if vb_id in self._streams:
+                self._stale[vb_id] = None
+        if self._stale:
+            self._schedule()
+
+    def _send(
+        self,
+        sections: Sequence[EntriesSection],
+        followed: Sequence[tuple[FedStream, Followed]],
+        filling: int = 0,
+    ) -> None:
+        self._number += 1
+        question = self._number
+        self._questions.ask(question, self._now_ns)
+        message = pack_entries(self._number, question, sections, self._side.serves_by())
+        self._out.append(message)
+        if sections:
+            cost = len(message) + RECORD_BYTES * (1 + len(sections))
+            self._sent.append(Sent(self._number, cost, self._now_ns, (*followed,), None, filling))
+            self._sent_bytes += cost
+        self._schedule()
+
+    # -- the connection ----------------------------------------------------------------------------
+
+    @property
+    def has_output(self) -> bool:
+        """Whether `pump` would return anything now."""
+        waits = self._stale or self._behind or self._committed or self._fill.has_next(self._now_ns)
+        return bool(self._out or (waits and self._has_room))
+
+    @property
+    def can_wait(self) -> bool:
+        """See StreamSender: the next group tells what is committed as well."""
+        return not (self._out or self._stale or self._behind or self._fill.has_next(self._now_ns))
+
+    @property
+    def _has_room(self) -> bool:
+        return self._sent_bytes < self._window_bytes
+
+    def pump(self, bytes_max: int) -> list[bytes]:
+        """Return messages to send, about `bytes_max` of them."""
+        if self._behind and self._has_room and self._fill.has_next(self._now_ns):
+            bytes_max -= self._catch_up(self._fill.take_next())  # else it might wait for ever
+        while self._has_room and bytes_max > 0:
+            if self._behind:
+                vb_id = next(iter(self._behind))
+                del self._behind[vb_id]
+            elif self._fill.has_next(self._now_ns):
+                vb_id = self._fill.take_next()
+            else:
+                break
+            bytes_max -= self._catch_up(vb_id)
+        if self._stale and self._has_room:
+            self._send_watermarks()
+        while self._committed and self._has_room:
+            self._post(NOTHING)
+        out, self._out = self._out, []
+        return out
+
+    def _catch_up(self, vb_id: int) -> int:
+        """Send the next entries of a partition that is behind; return their bytes."""
+        stream = self._streams.get(vb_id)
+        if stream is None or stream.pace is FeedPace.IN_STEP:
+            return 0
+        part = self._engine.partitions[vb_id]
+        if stream.is_overtaken(part):
+            self.end(vb_id)  # the replica asks again, and learns what it can have
+            return 0
+        try:
+            section_bytes = self._section_bytes
+            if stream.is_paced:
+                section_bytes = min(section_bytes, FILL_SECTION_BYTES)
+            entries = stream.next_entries(part, self._engine.versions, section_bytes, self.member)
+        except StoreDamagedError as error:
+            self._fail(vb_id, str(error))
+            return 0
+        if entries:
+            brought = Followed(vb_id, stream.epoch, stream.sent_seqno)
+            section = stream.section(part, entries)
+            is_whole = stream.window is None
+            filling = sum(map(len, entries)) if stream.is_paced else 0
+            self._fill.sent(filling)
+            self._send([section], ((stream, brought),) if is_whole else (), filling)
+            if not is_whole:
+                stream.whole_number = NEVER
+            elif stream.whole_number == NEVER:
+                stream.whole_number = self._number
+        if stream.sent_seqno == part.synced_seqno and stream.window is None:
+            stream.pace = FeedPace.IN_STEP
+            stream.is_paced = False
+            self._in_step.add(vb_id)
+        else:
+            self._is_behind(vb_id)
+        return sum(map(len, entries))
+
+    def _fail(self, vb_id: int, why: str) -> None:
+        """End a stream that cannot be read here, rather than leave anything out."""
+        self.damages.append(why)
+        stream = self._drop(vb_id)
+        assert stream is not None, "it was read from"
+        self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.BACKFILL_FAILED))
+
+    def _send_watermarks(self) -> None:
+        """Tell the replica the high watermarks that it does not know. What it acknowledges then is
+        what it has, also where nothing was left to send.
+        """
+        sections: list[EntriesSection] = []
+        followed: list[tuple[FedStream, Followed]] = []
+        for vb_id in self._stale:
+            stream = self._streams.get(vb_id)
+            if stream is None or stream.window is not None:
+                continue
+            part = self._engine.partitions[vb_id]
+            if stream.shown_seqno != known_committed(part):
+                sections.append(stream.section(part, ()))
+                is_in_step = stream.pace is FeedPace.IN_STEP
+                seqno = part.synced_seqno if is_in_step else stream.sent_seqno
+                followed.append((stream, Followed(vb_id, stream.epoch, seqno)))
+        self._stale.clear()
+        if sections:
+            self._send(sections, followed)
+
+    def at(self, now_ns: int) -> None:
+        """It is this late; monotonic nanoseconds."""
+        self._now_ns = now_ns
+
+    def heard(self, now_ns: int) -> None:
+        """Bytes have come from the replica; monotonic nanoseconds."""
+        self._now_ns = self._heard_ns = now_ns
+
+    def tick(self, now_ns: int) -> bool:
+        """Ask whether this node is still the master, every `beat_ns`; False: disconnect."""
+        self._now_ns = now_ns
+        if self._fill.has_next(now_ns):
+            self._schedule()
+        is_read = not self._out and len(self._questions) < QUESTIONS_MAX
+        if now_ns >= self._next_beat_ns and is_read:  # else enough questions are on their way
+            self._next_beat_ns = now_ns + self.beat_ns
+            self._send((), ())
+        return not self._is_closed and now_ns - self._heard_ns < self.silence_ns
+
+    def take_acknowledgement(self, extras: bytes) -> None:
+        """Take an X_REPLICA_ACK. Raises ReplicationError."""
+        number, question, seen = unpack_ack(extras)
+        check_numbers(self.member, number, question, last=self._number)
+        self._acknowledged_number = max(self._acknowledged_number, number)
+        newest: dict[int, Followed] = {}
+        wholes: list[WholeGroup] = []
+        while self._sent and self._sent[0].number <= number:
+            sent = self._sent.popleft()
+            self._sent_bytes -= sent.cost
+            self.delays.acknowledged(sent, self._now_ns)
+            self._fill.acknowledged(sent.filling)
+            if sent.whole is not None:
+                newest |= self._take_whole(sent.number, sent.whole)
+                wholes.append(sent.whole.group)
+            for stream, each in sent.followed:
+                # A stream that was closed and opened again may have left this message out.
+                if self._streams.get(each.vb_id) is stream:
+                    newest[each.vb_id] = each
+        self._questions.confirmed(question)
+        if newest:
+            self._side.acknowledged(self.member, tuple(newest.values()))
+        if wholes:
+            self._side.groups_acknowledged(self.member, wholes)
+        if seen != self.seen:
+            self.seen = seen
+            self._side.records_were_kept()
+        self._side.confirmed(self)
+        if self.has_output:
+            self._schedule()
+
+    def _take_whole(self, number: int, sent: SentWhole) -> dict[int, Followed]:
+        """Take note that a whole group is acknowledged; return what of it goes one by one."""
+        if sent.streams_revision == self._changes.revision:
+            self._group_seqnos.update(sent.seqnos)
+            return {}
+        changed = self._changes.since(sent.streams_revision)
+        sent.group.leave_out(changed)
+        found: dict[int, Followed] = {}
+        for vb_id, seqno in sent.seqnos.items():
+            if vb_id not in changed:
+                self._group_seqnos[vb_id] = seqno
+                continue
+            stream = self._streams.get(vb_id)
+            if stream is not None and stream.opened_number < number:
+                found[vb_id] = Followed(vb_id, stream.epoch, seqno)
+        return found
+
+    def close(self) -> None:
+        """The connection is gone, or a newer link of the member has come."""
+        self._is_closed = True
+        for vb_id in self._streams:
+            self._changes.note(vb_id)
+        for sent in self._sent:
+            if sent.whole is not None:
+                del sent.whole.group.sent_to[self.member]
+        self._sent.clear()
+        self._waiting.clear()
+        self._streams.clear()
+        self._in_step.clear()
+        self._takes_all_of = None
+        self._group_seqnos.clear()
+        self._committed.clear()
+        self._behind.clear()
+        self._fill.close()
+        self._stale.clear()
+        self._side.feed_closed(self)

@@ -1,0 +1,251 @@
+"""Which partitions a master serves, and until when their replicas have confirmed it. Sans-IO.
+
+Most of the time nothing changes: all partitions are served, and the replicas go on confirming that.
+Such partitions are *calm*. A look at each in-sync set and each feed says the same of them as one at
+each of them, so nothing is done for each. A change of a record, of a replica's stream or of the
+members that live makes the partitions that it is about restless, and no others. A partition of
+which a copy is filled is calm, too, but for the ticks at which full copies may join.
+
+Who calls it: `failover.replication.leading`.
+
+Invariants
+- clients are served only while the in-sync set confirms this master. Who is not served any more has
+  its streams ended, so that a consumer that reaches only a deposed master notices;
+- a partition that is not served gets no change, also no system event: it may be handed over with
+  its end as of the fence. What is missing is added when it is served;
+- a partition is not served before this node has read of the collections that the partition tells
+  of: its record may be known here first. Streams would leave them out, and be told of their drop;
+- a calm partition is served, nothing is under way for its record, and the stream of each member in
+  sync was confirmed. Nothing of that has changed since but the time of confirmations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from dcp.stream.hub import StreamHub
+from failover.coordinator.cluster_view import ClusterView
+from failover.replication.arrivals import Arrivals
+from failover.replication.handovers import GROUP_MAX
+from failover.replication.mastership import Mastership, Service
+from failover.replication.replica_feed import ReplicaFeed
+from failover.replication.whole_groups import WholeGroups
+from failover.rules.isr import confirmed_until_ns, may_answer_reads
+from failover.rules.promotion import may_send_back
+from vbucket.engine.engine import Engine
+from vbucket.engine.leadership import knows_collections
+from vbucket.engine.partition import Hold, Partition, VbState
+
+LOOK_NS_PER_PARTITION: Final = 20_000
+"""Pause between looks at partitions that are not served yet: ten times what a look costs."""
+LOOK_AT_ONCE: Final = 2 * GROUP_MAX
+"""So few are looked at whenever there may be news: a handover is under way."""
+_SERVING: Final = Service.SERVING
+_HANDING: Final = Service.HANDING
+
+
+class Serving:
+    """See the module. `masterships`, `feeds` and `wholes` are those of `Leading`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        hub: StreamHub,
+        view: ClusterView,
+        member: str,
+        masterships: Mapping[int, Mastership],
+        feeds: Mapping[str, ReplicaFeed],
+        wholes: WholeGroups,
+        arrivals: Arrivals,
+    ) -> None:
+        self._engine = engine
+        self._hub = hub
+        self._view = view
+        self._member = member
+        self._masterships = masterships
+        self._feeds = feeds
+        self._wholes = wholes
+        self._arrivals = arrivals
+        self.fence_ns: int | None = None
+        """When the first partition is not confirmed any more; None: none is served so."""
+        self._calm: set[int] = set()
+        self._left: set[int] = set()
+        """Partitions that were calm since their in-sync sets were looked at last."""
+        self._filled: set[int] = set()
+        """Partitions that were calm although a copy of them is filled."""
+        self._alive: Mapping[str, object] = {}
+        self._unserved: set[int] = set()
+        """Partitions that were not served when they were looked at last."""
+        self._look_ns = 0
+        """When they are looked at again."""
+        self.awaited: dict[int, int] = {}
+        """Partition that has events of a newer manifest than this node -> the uid of this node's
+        when they were compared."""
+
+    # -- what changes ------------------------------------------------------------------------------
+
+    def began(self, vb_id: int, handed_over_ns: int | None) -> None:
+        """A partition has its master here; `handed_over_ns` is when it was handed over to it."""
+        self._unserved.add(vb_id)
+        if handed_over_ns is not None:
+            self._arrivals.began(vb_id, handed_over_ns)
+
+    def ended(self, vb_id: int) -> None:
+        """A partition has not its master here any more."""
+        self._unserved.discard(vb_id)
+        self.awaited.pop(vb_id, None)
+        self._arrivals.ended(vb_id)
+        self._calm.discard(vb_id)
+        self._left.discard(vb_id)
+
+    def changed(self, vb_id: int) -> None:
+        """A partition is not calm any more."""
+        if vb_id in self._calm:
+            self._calm.discard(vb_id)
+            self._left.add(vb_id)
+
+    def all_changed(self) -> None:
+        """No partition is calm any more."""
+        self._left |= self._calm
+        self._calm.clear()
+
+    def _note_changes(self) -> None:
+        for feed in self._feeds.values():
+            for vb_id in feed.take_changed():
+                self.changed(vb_id)
+        alive = dict.fromkeys(self._view.alive)
+        if alive != self._alive:
+            self._alive = alive
+            self.all_changed()
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    @property
+    def has_unserved(self) -> bool:
+        """Whether a partition was not served when it was looked at last."""
+        return bool(self._unserved)
+
+    def restless(self, *, may_fill: bool = False) -> set[int]:
+        """Return the partitions that are not calm. `may_fill`: those of which a copy is filled are
+        not, because it may join if it is full.
+        """
+        self._note_changes()
+        if may_fill:
+            for vb_id in self._filled:
+                self.changed(vb_id)
+            self._filled.clear()
+        return self._masterships.keys() - self._calm
+
+    def take_left(self) -> set[int]:
+        """Return the partitions that were calm since this was called last."""
+        left, self._left = self._left, set()
+        return left
+
+    def confirmations(self, mastership: Mastership) -> dict[str, int]:
+        """Return member -> when it was asked the question that it confirmed last, of those that are
+        in sync.
+        """
+        vb_id, feeds = mastership.part.vb_id, self._feeds
+        asked: dict[str, int] = {}
+        for member in mastership.isr:
+            if (feed := feeds.get(member)) is not None:
+                asked_ns = feed.confirmed_ns(vb_id)
+                if asked_ns is not None:
+                    asked[member] = asked_ns
+        return asked
+
+    # -- looks -------------------------------------------------------------------------------------
+
+    def serve(self, now_ns: int) -> None:
+        """Let each partition serve what it may, and find the next fence."""
+        self.fence_ns = None
+        restless = self.restless()
+        if self._calm and not self._serve_on(now_ns):
+            self.all_changed()
+            restless = set(self._masterships)
+        for vb_id in restless:
+            mastership = self._masterships[vb_id]
+            service = self._look_at(mastership, now_ns)
+            if service is Service.SERVING and mastership.is_settled(self._alive):
+                self._calm.add(vb_id)
+                if mastership.record.filling:
+                    self._filled.add(vb_id)
+
+    def serve_more(self, now_ns: int) -> None:
+        """Let partitions serve that are not served yet, if there is news of them."""
+        if now_ns >= self._look_ns:
+            if len(self._unserved) > LOOK_AT_ONCE:
+                self._look_ns = now_ns + LOOK_NS_PER_PARTITION * len(self._unserved)
+            for vb_id in tuple(self._unserved):
+                self._look_at(self._masterships[vb_id], now_ns)
+
+    def _serve_on(self, now_ns: int) -> bool:
+        """Find the next fence of the calm partitions; False: some must not be served."""
+        asked = {member: feed.asked_ns for member, feed in self._feeds.items()}
+        for in_sync, vb_ids in self._wholes.in_sync_sets().items():
+            if self._calm.isdisjoint(vb_ids):
+                continue
+            until_ns = confirmed_until_ns(self._member, in_sync.members, asked)
+            if not may_answer_reads(now_ns, until_ns):
+                return False
+            self._fence_at(until_ns)
+        return True
+
+    def _fence_at(self, until_ns: int | None) -> None:
+        if until_ns is not None:
+            self.fence_ns = until_ns if self.fence_ns is None else min(self.fence_ns, until_ns)
+
+    def _look_at(self, mastership: Mastership, now_ns: int) -> Service | None:
+        """Let one partition serve what it may; note when it is fenced."""
+        until_ns = mastership.confirmed_until_ns(self.confirmations(mastership))
+        service = mastership.service(now_ns, until_ns)
+        is_served = service is _SERVING or service is _HANDING
+        if is_served and not self._knows_collections(mastership.part):
+            service, is_served = Service.REPLAYING, False
+        self._set_service(mastership, service, is_served=is_served)
+        if is_served:
+            self._unserved.discard(mastership.part.vb_id)
+            self._fence_at(until_ns)
+        else:
+            self._unserved.add(mastership.part.vb_id)
+        return service
+
+    def _knows_collections(self, part: Partition) -> bool:
+        """Whether this node has read of the collections of a partition that it is to serve."""
+        if part.state == VbState.ACTIVE:
+            return True
+        uid = self._engine.keyspace.manifest.uid
+        if self.awaited.get(part.vb_id) == uid:
+            return False
+        if not knows_collections(self._engine, part.vb_id):
+            self.awaited[part.vb_id] = uid
+            return False
+        self.awaited.pop(part.vb_id, None)
+        return True
+
+    def _set_service(
+        self, mastership: Mastership, service: Service | None, *, is_served: bool
+    ) -> None:
+        part = mastership.part
+        was_active = part.state == VbState.ACTIVE
+        part.may_send_back = may_send_back(
+            is_master=service is not Service.PREPARING, hw_seqno=part.committed_seqno,
+            epoch_start_seqno=mastership.epoch_start_seqno,
+        )  # fmt: skip
+        if is_served and not was_active:
+            part.state = VbState.ACTIVE
+            self._engine.keyspace.tell_missing_events(part)
+            self._arrivals.ended(part.vb_id)
+        elif was_active and not is_served:
+            self.fence(part)
+        why = mastership.why_writes_wait if is_served else ""
+        if why:
+            part.hold_writes(Hold.REPLICATION, why)
+        else:
+            part.release_writes(Hold.REPLICATION)
+
+    def fence(self, part: Partition) -> None:
+        """Let a partition serve nobody, and end its streams."""
+        part.state = VbState.FENCED
+        self._hub.fenced(part.vb_id)

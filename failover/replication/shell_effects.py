@@ -1,0 +1,55 @@
+"""What the replication of a node asks its shell to do. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dcp.core.groups import Published
+from failover.coordinator.effects import Notice
+from failover.replication.loss_receipt import CutOff, ElectionLoss
+
+
+class Dial(NamedTuple):
+    """Connect to a member's node; give the connection to the link (`Following.links`)."""
+
+    member: str
+
+
+class MapChanged(NamedTuple):
+    """The partition map that clients get has changed."""
+
+    vb_ids: tuple[int, ...]
+    """Partitions whose records are others now."""
+
+
+class BranchEnded(NamedTuple):
+    """A branch that was asked for here (`Leading.want_branch`) is decided: answer the operator."""
+
+    vb_id: int
+    vb_uuid: int
+    """The version that was asked for."""
+    why_not: str
+    """Why it is not known to be done; "": all copies in sync have rolled back."""
+
+
+class StepDue(NamedTuple):
+    """Call `ReplicationCore.step` soon: something need not wait for the next tick."""
+
+
+class PartitionsArrived(NamedTuple):
+    """Resume the sessions that wait for a partition: it is served, or will not be served soon."""
+
+
+ReplicationEffect = (
+    Published
+    | Dial
+    | MapChanged
+    | CutOff
+    | ElectionLoss
+    | BranchEnded
+    | StepDue
+    | PartitionsArrived
+    | Notice
+)
+"""CutOff: write the file, then answer with `Following.kept` or `Following.not_kept`.
+ElectionLoss: write the receipt."""

@@ -1,0 +1,105 @@
+"""What follows a cancellation: the next plan takes over what is left of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from failover.coordinator.cluster_records import (
+    PlanKind,
+)
+from failover.coordinator.failover_request import failover
+from failover.coordinator.plan_requests import (
+    cancel,
+    drain,
+    move,
+    rebalance,
+    remove,
+    set_cluster,
+    undrain,
+)
+from failover.coordinator.request_answers import (
+    Answer,
+    Prepared,
+)
+from support.planned_cluster import PARTITIONS, Cluster, even
+
+
+@pytest.mark.parametrize("then", ["rebalance", "drain", "move", "set", "failover"])
+def test_a_plan_replaces_a_cancellation_and_ends_what_it_had_to_do(then: str) -> None:
+    cluster = Cluster(cut="ad")  # some copies of the first plan are being filled
+    cluster.ask(set_cluster(cluster.view, cluster.stamp(), copies=4))
+    cluster.run(0.5)
+    assert any(record.filling for record in cluster.records().values())
+    cluster.nodes["d"].is_paused = True
+    cluster.nodes["b"].is_paused = True
+    operation = cluster.stamp()
+    for txn in _prepared(cancel(cluster.view, operation)).txns:
+        cluster.store.apply(cluster.time.now_ns, txn)
+    cluster.run(0.05)
+    plan = cluster.view.plan
+    assert plan is not None
+    assert plan.content.kind is PlanKind.CANCEL
+    view, stamp = cluster.view, cluster.stamp()
+    asked = {
+        "rebalance": lambda: rebalance(view, stamp),
+        "drain": lambda: drain(view, "n-b", stamp),
+        "move": lambda: move(view, 0, "n-c", stamp),
+        "set": lambda: set_cluster(view, stamp, copies=2),
+        "failover": lambda: failover(view, stamp, vb_id=0),
+    }
+    cluster.ask(asked[then]())
+    cluster.nodes["d"].is_paused = cluster.nodes["b"].is_paused = False
+    cluster.cuts.clear()
+    cluster.until_done()
+    copies = 2 if then == "set" else 3
+    assert {len(record.copies) for record in cluster.records().values()} == {copies}
+    assert not any(record.filling for record in cluster.records().values())
+    assert (cluster.copies()["b"] == 0) == (then == "drain")
+    cluster.check_history(copies)
+
+
+def _prepared(answer: Answer) -> Prepared:
+    assert isinstance(answer, Prepared), answer
+    return answer
+
+
+def test_undrain_during_a_drain_takes_it_back() -> None:
+    cluster = Cluster(cut="ad")
+    cluster.ask(drain(cluster.view, "n-b", cluster.stamp()))
+    assert cluster.view.plan is not None
+    assert cluster.ask(undrain(cluster.view, "n-b", cluster.stamp())).what == "cancel drain n-b"
+    assert not cluster.view.members["b"].content.is_drained
+    again = _prepared(undrain(cluster.view, "n-b", cluster.stamp()))
+    assert (again.txns, again.notes) == ((), ("n-b is not drained",))
+    cluster.cuts.clear()
+    cluster.until_done()
+    assert {len(record.copies) for record in cluster.records().values()} == {3}
+    assert cluster.copies()["b"] > 0
+    cluster.check_history(3)
+
+
+def test_undrain_is_not_held_up_by_the_plan_of_another_node() -> None:
+    cluster = Cluster("abcde")
+    cluster.ask(drain(cluster.view, "n-e", cluster.stamp()))
+    cluster.until_done()
+    cluster.cuts.add(frozenset("ad"))
+    cluster.ask(drain(cluster.view, "n-b", cluster.stamp()))
+    plan = cluster.view.plan
+    assert plan is not None
+    cluster.ask(undrain(cluster.view, "n-e", cluster.stamp()))
+    assert not cluster.view.members["e"].content.is_drained
+    assert cluster.view.plan == plan
+
+
+def test_a_dead_node_is_removed_right_after_a_cancellation() -> None:
+    cluster = Cluster()
+    cluster.nodes["b"].kill()
+    cluster.run(8)
+    cluster.nodes["d"].is_paused = True
+    cluster.ask(drain(cluster.view, "n-b", cluster.stamp()))
+    cluster.ask(cancel(cluster.view, cluster.stamp()))
+    cluster.nodes["d"].is_paused = False
+    cluster.ask(remove(cluster.view, "n-b", cluster.stamp()))
+    cluster.until_done()
+    assert "b" not in cluster.view.members
+    assert even(cluster.copies(), "acd", 3 * PARTITIONS)

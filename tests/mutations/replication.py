@@ -1,0 +1,307 @@
+"""The mutations of replication; see mutations.table."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+REPLICATION = (
+    # -- replication ---------------------------------------------------------------------------
+    Mutation(
+        "groups-of-handovers-without-a-rest",
+        "now_ns + min(now_ns - self._began_ns, GROUP_REST_NS_MAX)\n",
+        "now_ns\n",
+        ("test_handovers",),
+    ),
+    Mutation(
+        "stale-acknowledgement-counts",
+        "        if given is None or given.epoch != epoch:\n",
+        "        if given is None:\n",
+        ("test_isr",),
+    ),
+    Mutation(
+        "shrink-counts-at-once",
+        "    return confirmed | parting if asked is None else confirmed | asked | parting\n",
+        "    return confirmed | parting if asked is None else asked | parting\n",
+        ("test_isr", "test_modelcheck"),
+    ),
+    Mutation(
+        "joins-below-the-epoch-start",
+        "        and given.synced_seqno >= max(hw_seqno, epoch_start_seqno)\n",
+        "        and given.synced_seqno >= hw_seqno\n",
+        ("test_isr", "test_modelcheck"),
+    ),
+    Mutation(
+        "promoted-replica-does-not-wait",
+        "    return last_confirmed_ns + (0 if was_handed_over else PROMOTED_WAIT_NS)\n",
+        "    return last_confirmed_ns\n",
+        ("test_isr",),
+    ),
+    Mutation(
+        "handover-unchecked",
+        "    return handover is not None and handover == (log.current.vb_uuid, end_seqno)\n",
+        "    return handover is not None\n",
+        ("test_promotion",),
+    ),
+    Mutation(
+        "restarted-process-is-master",
+        "    return record.master == member and record.epoch > first_seen_epoch\n",
+        "    return record.master == member\n",
+        ("test_replication_record",),
+    ),
+    Mutation(
+        "one-witness-of-two",
+        "    return len(members) + is_lease_over >= majority(len(record.isr))\n",
+        "    return len(members) + is_lease_over >= majority(len(record.isr) - 1)\n",
+        ("test_election",),
+    ),
+    Mutation(
+        "longer-log-of-an-older-version",
+        "            report.version_epoch,\n            report.end_seqno,\n",
+        "            report.end_seqno,\n",
+        ("test_election",),
+    ),
+    Mutation(
+        "unclean-election-forgotten",
+        "        unclean_epoch=epoch,\n",
+        "",
+        ("test_replication_record", "test_promotion"),
+    ),
+    Mutation(
+        "frame-satisfied-by-a-minority",
+        "    return max(state.min_in_sync, majority(state.counted_copies))\n",
+        "    return state.min_in_sync\n",
+        ("test_write_answer",),
+    ),
+    # -- links between nodes -------------------------------------------------------------------
+    Mutation(
+        "acknowledgement-of-a-closed-stream",
+        "                if self._streams.get(each.vb_id) is stream:\n",
+        "                if each.vb_id in self._streams:\n",
+        ("test_replica_feed", "test_copies"),
+    ),
+    Mutation(
+        "section-of-a-left-stream",
+        "            if stream is None or stream.opaque != section.opaque:\n",
+        "            if stream is None:\n",
+        ("test_replica_link", "test_copies"),
+    ),
+    Mutation(
+        "closed-link-forgets-its-master",
+        "            self.problem = problem\n        self._waiting.clear()\n",
+        "            self.problem = problem\n        self._waiting.clear()\n"
+        "        self._streams.clear()\n",
+        ("test_copies", "test_replica_link"),
+    ),
+    Mutation(
+        "unsynced-message-acknowledged",
+        "            unsynced.append((group, number))\n        else:\n",
+        "            self._synced_number = number\n        else:\n",
+        ("test_replica_link", "test_copies"),
+    ),
+    Mutation(
+        "floor-missed-while-behind",
+        "        elif self.floors != floors:\n",
+        "        elif self.floors > floors:\n",
+        ("test_replica_feed", "test_snapshot_below_floor"),
+    ),
+    Mutation(
+        "snapshot-part-joins",
+        "        return stream is not None and stream.whole_number > self._acknowledged_number\n",
+        "        return False\n",
+        ("test_snapshot_below_floor",),
+    ),
+    Mutation(
+        "snapshot-hides-gaps",
+        "    goes_on = told.start == window.start and told.end >= window.end\n",
+        "    goes_on = told.start in {window.start, high_seqno} and told.end >= window.end\n",
+        ("test_snapshot_below_floor",),
+    ),
+    Mutation(
+        "replica-presumes-documents",
+        "            keyspace.apply(part, key, entry, seqno, is_document - was_document)\n",
+        "            keyspace.apply(part, key, entry, seqno, int(is_document))\n",
+        ("test_apply_paths", "test_copies"),
+    ),
+    # -- whole groups ----------------------------------------------------------------------------
+    Mutation(
+        "group-taken-by-a-later-stream",
+        "        if opened < self._newest_open:\n",
+        "        if False:\n",
+        ("test_whole_groups",),
+    ),
+    Mutation(
+        "group-counts-for-streams-opened-since",
+        "if stream is not None and stream.opened_number < number:\n",
+        "if stream is not None:\n",
+        ("test_whole_groups",),
+    ),
+    Mutation(
+        "group-commits-without-who-joined",
+        "            if whole.revision != self.revision:\n",
+        "            if False:\n",
+        ("test_whole_groups",),
+    ),
+    Mutation(
+        "committed-group-of-an-earlier-stream",
+        "            if left != self._left:\n",
+        "            if False:\n",
+        ("test_whole_groups",),
+    ),
+    Mutation(
+        "uncommitted-group-told",
+        "        first, last = first_run(self._committed, self._untold.values(), self._given_up)\n",
+        "        first, last = first_run(self._committed, (), self._given_up)\n",
+        ("test_whole_groups",),
+    ),
+    Mutation(
+        "left-behind-and-still-in-step",
+        "        self._in_step.discard(part.vb_id)\n        self._takes_all_of = None\n",
+        "        self._in_step.discard(part.vb_id)\n",
+        ("test_whole_groups",),
+    ),
+    Mutation(
+        "unsynced-group-counts-for-who-is-left-alone",
+        "            told_seqno = min(told_seqno, max(welcome.seqno, begin))\n",
+        "            pass\n",
+        ("test_group_sending",),
+    ),
+    Mutation(
+        "newest-group-of-a-link-forgotten",
+        "            self._senders.link_gone(member, link.newest_group)\n",
+        "",
+        ("test_group_sending",),
+    ),
+    Mutation(
+        "stream-opened-amid-a-group-misses-it",
+        "                self._streams[vb_id].pace = FeedPace.BEHIND\n",
+        "",
+        ("test_group_sending",),
+    ),
+    Mutation(
+        "group-that-fell-apart-sent-wholly",
+        "(begun is None or not whole.left_out)",
+        "True",
+        ("test_group_sending",),
+    ),
+    Mutation(
+        "branch-below-a-floor",
+        "                mastership.check_branch(wanted_branch.seqno)\n",
+        "                pass\n",
+        ("test_leading",),
+    ),
+    Mutation(
+        "floor-above-a-wanted-branch",
+        "            pins.add(branch.seqno)\n",
+        "            pins.add(self.part.high_seqno)\n",
+        ("test_leading",),
+    ),
+    # -- replication of a node -----------------------------------------------------------------
+    Mutation(
+        "replica-let-in-before-the-version-is-on-disk",
+        "        if not mastership.is_ready:\n            return None\n        question",
+        "        question",
+        ("test_leading",),
+    ),
+    Mutation(
+        "who-joins-counts-late",
+        "        mastership.ask(record.isr)\n",
+        "        mastership.ask(None)\n",
+        ("test_leading",),
+    ),
+    Mutation(
+        "silent-replica-is-level",
+        "max(self._level_ns.get(member, 0), heard_ns.get(member, 0))\n",
+        "max(self._level_ns.get(member, 0), now_ns)\n",
+        ("test_mastership",),
+    ),
+    Mutation(
+        "master-serves-while-it-hands-over",
+        "        if self.has_handed or not may_answer_reads(now_ns, until_ns):\n",
+        "        if not may_answer_reads(now_ns, until_ns):\n",
+        ("test_mastership", "test_leading"),
+    ),
+    Mutation(
+        "handed-over-before-all-is-committed",
+        "        is_drained = _is_drained(part)\n        is_in_vain",
+        "        is_drained = True\n        is_in_vain",
+        ("test_leading",),
+    ),
+    Mutation(
+        "no-fence-before-a-batch",
+        "        if fence_ns is not None and now_ns >= fence_ns:\n",
+        "        if fence_ns is not None and now_ns > fence_ns:\n",
+        ("test_leading",),
+    ),
+    Mutation(
+        "cut-off-before-it-is-answered",
+        "        self._depose((vb_id,), why)\n        mastership = self.masterships.pop(vb_id)",
+        "        mastership = self.masterships.pop(vb_id)",
+        ("test_leading", "test_node_core"),
+    ),
+    Mutation(
+        "cut-off-before-it-is-kept",
+        "        if keeping.kept_seqno < part.high_seqno:\n            return False\n",
+        "",
+        ("test_following",),
+    ),
+    Mutation(
+        "told-watermark-outlives-a-truncation",
+        "            self._hw[part.vb_id] = min(self._hw[part.vb_id], seqno)\n",
+        "            pass\n",
+        ("test_following",),
+    ),
+    Mutation(
+        "confirmation-forgotten-with-the-link",
+        "            self.confirmed(vb_id, link.confirmed_ns)\n            link.leave(vb_id)\n",
+        "            link.leave(vb_id)\n",
+        ("test_following",),
+    ),
+    Mutation(
+        "store-that-was-set-back-is-followed",
+        "        if record.epoch < seen_epoch or not is_newest:\n",
+        "        if record.epoch < 0:\n",
+        ("test_node_core",),
+    ),
+    Mutation(
+        "unreadable-record-is-written",
+        "            if vb_id not in self._distrusted and vb_id not in older\n",
+        "            if vb_id not in older\n",
+        ("test_node_core",),
+    ),
+    Mutation(
+        "unheard-replica-answers",
+        "        if part.is_unheard:\n",
+        "        if part.is_unheard and not part.has_copies:\n",
+        ("test_session_fence", "test_node_core"),
+    ),
+    Mutation(
+        "unheard-replica-keeps-its-streams",
+        "            if part.is_unheard and not was_unheard:\n",
+        "            if part.is_unheard and was_unheard is None:\n",
+        ("test_node_core",),
+    ),
+    Mutation(
+        "replica-of-a-stopped-process-answers",
+        "        if now_ns >= self._unheard_from_ns:\n",
+        "        if now_ns < self._unheard_from_ns:\n",
+        ("test_node_core",),
+    ),
+    Mutation(
+        "told-watermark-outlives-an-epoch",
+        "        self._cap_told(part, part.high_seqno)\n",
+        "",
+        ("test_following",),
+    ),
+    Mutation(
+        "member-in-sync-begins-at-0",
+        "            if seqno and self._identity.member in self._record_of(vb_id).isr:\n",
+        "            if not seqno and self._identity.member in self._record_of(vb_id).isr:\n",
+        ("test_following",),
+    ),
+    Mutation(
+        "member-above-a-branch-is-elected",
+        "window is None and not _is_branch_below(record, part),\n",
+        "window is None,\n",
+        ("test_following",),
+    ),
+)

@@ -1,0 +1,282 @@
+"""One seed of `scripts/soak cluster`: a cluster, its load, and faults in the order of the seed.
+
+Most faults come alone; some come while another one lasts, or before all copies are in sync again.
+At the end everything is healed, and checked:
+
+- every key's history is linearizable, and a value has one CAS;
+- nothing that was answered is lost, and nothing is there that was refused;
+- the copies of a document are equal, on all nodes;
+- a consumer that has followed all the time has what the nodes have, as has one that begins now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, NamedTuple
+
+from clients.kv.client import KvClient
+from clients.mirror.mirror import Mirror
+from support.small_disk import small_disk
+from tests.soak.cluster.contents import check_contents
+from tests.soak.cluster.faults import ALONE, FAULTS, Begun, Scene
+from tests.soak.cluster.linearizable import mixed_tokens, violation_of
+from tests.soak.cluster.load import TIMEOUT_S, Load
+from tests.soak.cluster.nodes import NAMES, FaultyCluster, NodeError
+
+FAULTS_IN_ROUND: Final = 12
+TOGETHER: Final = 0.25
+"""Share of faults during which another one begins."""
+HASTE: Final = 0.25
+"""Share of faults after which the next one does not wait until all copies are in sync."""
+PROGRESS: Final = 60
+"""Operations that are answered after a fault before the next one begins."""
+PROGRESS_S: Final = 300.0
+DISK_MEBIBYTES: Final = 96
+SETTLE_S: Final = 1.0
+"""Load before the first fault."""
+
+
+class WrongError(Exception):
+    """What was answered, or what is stored, cannot be right."""
+
+
+class RoundReport(NamedTuple):
+    """The result of a round without a finding."""
+
+    answered: int
+    ambiguous: int
+    faults: Counter[str]
+    seconds: float
+
+    def words(self) -> str:
+        """Return it in one line."""
+        return (
+            f"{self.answered:,} answered, {self.ambiguous:,} ambiguous, "
+            f"{self.faults.total()} faults in {self.seconds:.0f} s"
+        )
+
+
+class Round:
+    """One seed on a running cluster."""
+
+    def __init__(
+        self,
+        cluster: FaultyCluster,
+        kv: KvClient,
+        view: Mirror,
+        seed: int,
+        second: Sequence[str] = (),
+    ) -> None:
+        self.cluster = cluster
+        self.load = Load(kv, self._addresses, seed)
+        self.faults: Counter[str] = Counter()
+        self._kv, self._view = kv, view
+        self._scene = Scene(cluster, random.Random(seed))
+        self._second = second
+        """What may begin while another fault lasts; (): all."""
+        self._healing: list[Begun] = []
+
+    def _addresses(self) -> dict[str, str]:
+        return {name: self.cluster.address(name) for name in self.cluster.nodes}
+
+    async def run(self, names: Sequence[str]) -> None:
+        """Let faults happen under load, then check everything."""
+        self.load.begin()
+        try:
+            await self._rest(SETTLE_S)
+            for name in names:
+                await self._one(name)
+            await self._heal()
+            await asyncio.to_thread(self.cluster.until_in_sync)
+            await self.load.stop()
+        except BaseException:
+            await self.load.abandon()
+            raise
+        await self.check()
+
+    async def _one(self, name: str) -> None:
+        draw, cluster = self._scene.draw, self.cluster
+        if name in ALONE:
+            await asyncio.to_thread(cluster.until_in_sync)
+        await self._begin(name)
+        await self._rest(draw.uniform(*FAULTS[name].seconds))
+        other = draw.choice(self._second) if self._second else choose(draw, cluster)
+        is_whole = len(cluster.running()) == len(cluster.nodes)
+        if draw.random() < TOGETHER and is_whole and not ALONE & {name, other}:
+            await self._begin(other)
+            await self._rest(draw.uniform(*FAULTS[other].seconds))
+        await self._heal()
+        if draw.random() >= HASTE or name in ALONE:
+            await asyncio.to_thread(self.cluster.until_in_sync)
+            await self._progress()
+
+    async def _begin(self, name: str) -> None:
+        self.faults[name] += 1
+        begun = await asyncio.to_thread(FAULTS[name].fault, self._scene)
+        say(begun.words)
+        self._healing.append(begun)
+
+    async def _heal(self) -> None:
+        """End all faults that last, in the order in which they began."""
+        healing, self._healing = self._healing, []
+        await asyncio.to_thread(self.cluster.network.heal)
+        for begun in healing:
+            await asyncio.to_thread(begun.heal)
+        for name in self.cluster.nodes.keys() - self.load.read_from:
+            self.load.add_reader(name)
+        if healing:
+            say("healed")
+
+    async def _rest(self, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            self._check_alive()
+            await asyncio.sleep(min(left_s, 0.2))
+
+    def _check_alive(self) -> None:
+        self.load.check_alive()
+        for name, node in self.cluster.nodes.items():
+            process = node._process
+            if process is not None and process.poll() is not None:
+                raise NodeError(f"node {name} has ended: {node.log_path.read_text()[-3000:]}")
+
+    async def _progress(self) -> None:
+        """Wait until operations are answered again."""
+        wanted, give_up_s = self.load.answers + PROGRESS, time.monotonic() + PROGRESS_S
+        while self.load.answers < wanted:
+            self._check_alive()
+            if time.monotonic() > give_up_s:
+                raise WrongError(f"nothing is answered any more: {self.load.refusals}")
+            await asyncio.sleep(0.05)
+
+    async def check(self) -> None:
+        """Check everything. Raises WrongError."""
+        await self.load.read_all()
+        wrong = []
+        for key, history in self.load.histories.items():
+            found = violation_of(history)
+            wrong += [f"{key!r}: {found.words()}"] if found is not None else []
+            wrong += [f"{key!r}: {text}" for text in mixed_tokens(history)]
+        wrong += await check_contents(self.cluster, self._kv, self._view, self.load)
+        if wrong:
+            raise WrongError("\n".join(wrong))
+
+
+def say(text: str) -> None:
+    """Print a step with its time of day."""
+    print(f"  {time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+
+def choose(draw: random.Random, cluster: FaultyCluster) -> str:
+    """Choose a fault by its weight."""
+    names = [name for name in FAULTS if name != "full disk" or cluster.with_disks()]
+    return draw.choices(names, [FAULTS[name].weight for name in names])[0]
+
+
+async def run_round(
+    folder: Path, seed: int, names: Sequence[str] = (), *, disks: dict[str, Path] | None = None
+) -> RoundReport:
+    """Run one seed, with these faults, or with those that it draws. Raises as `run_on`."""
+    return await run_on(FaultyCluster(folder, disks or {}), seed, names)
+
+
+async def run_on(cluster: FaultyCluster, seed: int, names: Sequence[str] = ()) -> RoundReport:
+    """Start a cluster and run one seed on it. Raises WrongError, NodeError, LoadError,
+    TooHardError.
+    """
+    try:
+        await asyncio.to_thread(cluster.__enter__)
+        return await run_faults(cluster, seed, names)
+    finally:
+        await asyncio.to_thread(cluster.__exit__, None, None, None)
+
+
+async def run_faults(cluster: FaultyCluster, seed: int, names: Sequence[str] = ()) -> RoundReport:
+    """Run one seed on a cluster that runs and holds nothing. Raises as `run_on`."""
+    begun_s = time.monotonic()
+    draw = random.Random(f"{seed} faults")
+    drawn = names or [choose(draw, cluster) for _ in range(FAULTS_IN_ROUND)]
+    address = cluster.address(draw.choice(NAMES))
+    async with KvClient.connect(address, timeout_s=TIMEOUT_S) as kv, Mirror(address) as view:
+        one = Round(cluster, kv, view, seed, second=names)
+        await one.run(drawn)
+    await asyncio.sleep(0)  # connections that were closed end in the loop's next turn
+    counts = one.load.counts
+    return RoundReport(
+        counts["answered"], counts["ambiguous"], one.faults, time.monotonic() - begun_s
+    )
+
+
+def soak(
+    state_path: Path,
+    *,
+    minutes: float | None = None,
+    rounds: int | None = None,
+    keep: Path | None = None,
+) -> int:
+    """Run seeds from where the last run was; return the exit code."""
+    state: dict[str, Any] = (
+        json.loads(state_path.read_text()) if state_path.exists() else {"seed": 0, "answered": 0}
+    )
+    until_s = None if minutes is None else time.monotonic() + minutes * 60
+    while (rounds is None or state["seed"] < rounds) and (
+        until_s is None or time.monotonic() < until_s
+    ):
+        try:
+            report = run_seed(state["seed"], keep)
+        except KeyboardInterrupt:
+            print(f"\nstopped in seed {state['seed']}; the same command begins it again")
+            return 130
+        state["seed"] += 1
+        state["answered"] += report.answered
+        state["ambiguous"] = state.get("ambiguous", 0) + report.ambiguous
+        faults = Counter(state.get("faults", {})) + report.faults
+        state["faults"] = dict(faults)
+        state_path.write_text(json.dumps(state))
+        print(f"seed {state['seed'] - 1}: {report.words()}", flush=True)
+    counted = ", ".join(f"{count} {name}" for name, count in sorted(state["faults"].items()))
+    print(
+        f"{state['seed']:,} seeds, {state['answered']:,} answered, {state['ambiguous']:,} "
+        f"ambiguous: 0 lost, 0 stale, 0 different\n{counted}"
+    )
+    return 0
+
+
+def run_seed(seed: int, keep: Path | None = None) -> RoundReport:
+    """Run one seed with folders of its own; what fails is kept if `keep` says where."""
+    print(f"seed {seed}", flush=True)
+    with contextlib.ExitStack() as stack:
+        if keep is None:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="dcpd-soak-")))
+        else:
+            folder = keep / f"seed-{seed}"
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier run of this seed
+            folder.mkdir(parents=True)
+        disks = own_disks(stack)
+        try:
+            return asyncio.run(run_round(folder, seed, disks=disks))
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            print(f"seed {seed} failed; repeat it with: scripts/soak cluster --round {seed}")
+            raise
+
+
+def own_disks(stack: contextlib.ExitStack) -> dict[str, Path]:
+    """Mount a small disk for one node, if this user may."""
+    import pytest
+
+    try:
+        return {"c": stack.enter_context(small_disk(f"{DISK_MEBIBYTES}m"))}
+    except pytest.skip.Exception as error:
+        print(f"did not run: a full disk: {error}")
+        return {}
