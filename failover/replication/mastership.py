@@ -153,7 +153,6 @@ class Mastership:
         self._acknowledged: dict[str, Acknowledgement] = {}
         self._level_ns = dict.fromkeys(record.copies, now_ns)
         self._synced_at_tick = part.high_seqno
-        self._failed_sync: set[str] = set()
         changed()
 
     # -- what the in-sync set depends on -----------------------------------------------------------
@@ -402,7 +401,6 @@ class Mastership:
             if member != self._member
             and must_leave(
                 self._level_ns.get(member, now_ns), now_ns, is_node_gone=member not in alive,
-                has_failed_sync=member in self._failed_sync,
                 lag_max_ns=lag_max_ns,
             )
         ]  # fmt: skip

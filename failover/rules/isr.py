@@ -3,8 +3,8 @@
 The ISR holds the members that have every committed change on disk. The HW is the last committed
 seqno. Clients and consumers see changes up to the HW only.
 
-Who calls it: a partition's master (all), a replica (`acknowledgeable_seqno`, `serves_from_ns`), the
-simulator and the model checker.
+Who calls it: a partition's master (all), a replica (`serves_from_ns`), the simulator and the
+model checker.
 
 Sources: KIP-101, KIP-279 and KIP-320 of Kafka. Each rule here is needed: the model checker finds a
 committed change that is lost, or two histories under one version, if a rule is left out
@@ -79,20 +79,7 @@ class LeaveReason(StrEnum):
     """Why a member leaves the ISR."""
 
     NODE_GONE = "node_gone"
-    FAILED_SYNC = "failed_sync"
     LAGGING = "lagging"
-
-
-def sendable_seqno(synced_seqno: int, high_seqno: int) -> int:
-    """Return the last seqno that a master sends to replicas: all that it has begun to write.
-
-    It need not be on its own disk yet, so all disks of a partition sync a change at the same time.
-    A power cut of the master may then leave it with less than its replicas. It is not a master when
-    it has started again (`replication_record.is_master`), so it gives none of these seqnos to
-    another change of the same version.
-    """
-    assert synced_seqno <= high_seqno
-    return high_seqno
 
 
 def may_send_unsynced(isr_size: int, min_in_sync: int) -> bool:
@@ -110,12 +97,6 @@ def sender_seqno(told_seqno: int, high_seqno: int) -> int:
     `told_seqno` is what it knows the former master to have synced. What it received is not enough.
     """
     return min(told_seqno, high_seqno)
-
-
-def acknowledgeable_seqno(synced_seqno: int, received_seqno: int) -> int:
-    """Return the last seqno that a replica acknowledges: the last one on its own disk."""
-    assert synced_seqno <= received_seqno
-    return synced_seqno
 
 
 def effective_isr(
@@ -193,8 +174,6 @@ class Candidate(NamedTuple):
     """It has acknowledged every commit group before those under way."""
     has_incomplete_snapshot: bool = False
     """A de-duplicated snapshot is incomplete: its seqno says nothing about what it holds."""
-    has_failed_sync: bool = False
-    """A sync failed there, and the end of its log has not been written anew since."""
 
 
 def may_join(candidate: Candidate, epoch: int, hw_seqno: int, epoch_start_seqno: int) -> bool:
@@ -215,7 +194,6 @@ def may_join(candidate: Candidate, epoch: int, hw_seqno: int, epoch_start_seqno:
         and given.synced_seqno >= max(hw_seqno, epoch_start_seqno)
         and candidate.is_level
         and not candidate.has_incomplete_snapshot
-        and not candidate.has_failed_sync
     )
 
 
@@ -224,7 +202,6 @@ def must_leave(
     now_ns: int,
     *,
     is_node_gone: bool,
-    has_failed_sync: bool,
     lag_max_ns: int = REPLICA_LAG_MAX_NS,
 ) -> LeaveReason | None:
     """Return why a replica must leave the ISR; None if it stays.
@@ -232,8 +209,6 @@ def must_leave(
     `level_at_ns` is when it was last level, by the master's clock. A power cut is no reason by
     itself: what a member acknowledged was on its disk.
     """
-    if has_failed_sync:
-        return LeaveReason.FAILED_SYNC
     if is_node_gone:
         return LeaveReason.NODE_GONE
     return LeaveReason.LAGGING if now_ns - level_at_ns > lag_max_ns else None

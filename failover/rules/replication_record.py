@@ -241,15 +241,6 @@ def unclean_elect(record: ReplicationRecord, member: str) -> ReplicationRecord:
     )
 
 
-def vacate(record: ReplicationRecord) -> ReplicationRecord:
-    """Return the record without a master, under the next epoch. The ISR stays as it was.
-
-    For a partition whose master is gone while nobody else of the ISR can be reached.
-    """
-    assert record.master is not None, "there is no master already"
-    return _next(record, epoch=record.epoch + 1, master=None, handover=None)
-
-
 def want(record: ReplicationRecord, member: str | None) -> ReplicationRecord:
     """Return the record with another wanted master. None, or the master itself: leave it there."""
     return _next(record, wanted_master=None if member == record.master else member)

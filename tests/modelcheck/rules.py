@@ -1,5 +1,8 @@
 """The rules that the model runs: the product's own functions, handed in as one object.
 
+Two rules are no functions there, because they say when the product does something: what is sent
+(`GroupSending.begun`), and what is acknowledged (`ReplicaLink.synced`).
+
 `RIGHT` is the product. modelcheck/broken.py replaces single functions. The product has no switch.
 """
 
@@ -31,6 +34,24 @@ class History(NamedTuple):
     hw_seqno: int
 
 
+def sendable_seqno(synced_seqno: int, high_seqno: int) -> int:
+    """Return the last seqno that a master sends to replicas: all that it has begun to write.
+
+    It need not be on its own disk yet, so all disks of a partition sync a change at the same time.
+    A power cut of the master may then leave it with less than its replicas. It is not a master when
+    it has started again (`replication_record.is_master`), so it gives none of these seqnos to
+    another change of the same version.
+    """
+    assert synced_seqno <= high_seqno
+    return high_seqno
+
+
+def acknowledgeable_seqno(synced_seqno: int, received_seqno: int) -> int:
+    """Return the last seqno that a replica acknowledges: the last one on its own disk."""
+    assert synced_seqno <= received_seqno
+    return synced_seqno
+
+
 def truncation(replica: History, master: History) -> int | None:
     """Return the seqno that a replica cuts its log back to; None: it goes on at its end."""
     end = len(replica.log)
@@ -48,8 +69,8 @@ def start_to_reach(version_start_seqno: int, epoch_start_seqno: int) -> int:
 class Rules:
     """One function per rule."""
 
-    sendable_seqno: Callable[[int, int], int] = isr.sendable_seqno
-    acknowledgeable_seqno: Callable[[int, int], int] = isr.acknowledgeable_seqno
+    sendable_seqno: Callable[[int, int], int] = sendable_seqno
+    acknowledgeable_seqno: Callable[[int, int], int] = acknowledgeable_seqno
     effective_isr: Callable[[frozenset[str], frozenset[str] | None], frozenset[str]] = (
         isr.effective_isr
     )

@@ -28,7 +28,7 @@ from failover.replication.mastership import Mastership, ReplicationSettings
 from failover.replication.node_core import ReplicationCore
 from failover.replication.replica_link import LinkState, ReplicaLink
 from failover.replication.shell_effects import Dial, ReplicationEffect
-from failover.rules.replication_record import ReplicationRecord, create, elect
+from failover.rules.replication_record import ReplicationRecord, create, elect, rebuild
 from support.memory_node import MemoryNode, Peer
 from vbucket.engine.engine import SET
 from vbucket.engine.partition import Partition
@@ -39,6 +39,11 @@ MS = 1_000_000
 TICK_NS = 50 * MS
 CLUSTER = "test"
 VB = 1
+
+
+def vacated(record: ReplicationRecord) -> ReplicationRecord:
+    """Return the record without a master, as a restoration of the metadata store leaves it."""
+    return rebuild(record, record.copies, record.isr, above=record.rank, is_clean=True)
 
 
 class RecordingSession(ClusterSession):

@@ -21,9 +21,8 @@ from failover.rules.replication_record import (
     elect,
     shrink,
     unclean_elect,
-    vacate,
 )
-from support.core_cluster import MS, VB, CoreCluster, CoreNode
+from support.core_cluster import MS, VB, CoreCluster, CoreNode, vacated
 from vbucket.engine.partition import VbState
 
 UNHEARD_NS = ReplicationSettings().unheard_ns
@@ -89,7 +88,7 @@ def test_one_transaction_takes_so_many_changes_of_records() -> None:
 
 def test_who_knows_a_higher_epoch_steps_down() -> None:
     cluster = serving()
-    cluster.write(vacate(cluster.record), "a")
+    cluster.write(vacated(cluster.record), "a")
     part = cluster.a.part
     assert (part.state, part.guard, part.may_send_back) == (VbState.REPLICA, None, False)
     assert [vb_ids for vb_ids, _, _ in cluster.a.deposed] == [(VB,)]
@@ -315,7 +314,7 @@ def test_without_a_record_or_a_master_nothing_is_heard() -> None:
     cluster.a.crash()
     assert asked_for_seqno(cluster.a).status == Status.ETMPFAIL, "it has read no record"
     cluster.show(cluster.a)
-    cluster.write(vacate(cluster.record), "b")
+    cluster.write(vacated(cluster.record), "b")
     cluster.tick()
     assert asked_for_seqno(cluster.b).status == Status.ETMPFAIL, "nobody is master"
     cluster.write(elect(cluster.record, "b"), "b")

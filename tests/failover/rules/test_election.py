@@ -14,7 +14,8 @@ from failover.rules.election import (
     master_to_elect,
     master_to_elect_uncleanly,
 )
-from failover.rules.replication_record import add_copy, create, elect, shrink, vacate
+from failover.rules.replication_record import add_copy, create, elect, shrink
+from support.core_cluster import vacated
 
 ABC = elect(create("abc"), "a")  # epoch 2
 AB = elect(create("ab"), "a")
@@ -57,7 +58,7 @@ def test_which_reports_count(why, record, report, counts):
         ("three of five", FIVE, "bcd", False, True),
         ("the master alone in its ISR, and the store", shrink(AB, "b"), "", True, True),
         ("the master's own folder, in a new process", FIVE, "a", False, True),
-        ("there is no master", vacate(create("abc")), "", False, True),
+        ("there is no master", vacated(create("abc")), "", False, True),
     ],
 )
 def test_when_a_master_is_gone(why, record, members, lease_over, gone):

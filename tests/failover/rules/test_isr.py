@@ -16,7 +16,6 @@ from failover.rules.isr import (
     Lateness,
     LeaveReason,
     Sender,
-    acknowledgeable_seqno,
     confirmed_until_ns,
     effective_isr,
     has_sent,
@@ -27,7 +26,6 @@ from failover.rules.isr import (
     may_send_unsynced,
     min_in_sync_of,
     must_leave,
-    sendable_seqno,
     sender_seqno,
     serves_from_ns,
     slow_to_leave,
@@ -120,11 +118,6 @@ def test_the_effective_isr(why, confirmed, asked, expected):
     assert effective_isr(frozenset(confirmed), asked) == frozenset(expected), why
 
 
-def test_what_is_not_on_disk_is_sent_and_not_acknowledged():
-    assert sendable_seqno(synced_seqno=7, high_seqno=9) == 9
-    assert acknowledgeable_seqno(synced_seqno=7, received_seqno=9) == 7
-
-
 @pytest.mark.parametrize(("isr", "min_in_sync", "may"), [(3, 2, True), (2, 2, False), (2, 1, True)])
 def test_a_master_sends_at_once_only_where_enough_are_left_without_it(isr, min_in_sync, may):
     assert may_send_unsynced(isr, min_in_sync) == may
@@ -159,7 +152,6 @@ LEVEL = Candidate(Acknowledgement(EPOCH, 100), is_level=True)
             False,
         ),
         ("incomplete snapshot", LEVEL._replace(has_incomplete_snapshot=True), 90, 0, False),
-        ("failed sync", LEVEL._replace(has_failed_sync=True), 90, 0, False),
     ],
 )
 def test_who_may_join(why, candidate, hw, start, joins):
@@ -167,19 +159,17 @@ def test_who_may_join(why, candidate, hw, start, joins):
 
 
 @pytest.mark.parametrize(
-    ("idle_ns", "gone", "failed", "reason"),
+    ("idle_ns", "gone", "reason"),
     [
-        (0, False, False, None),
-        (REPLICA_LAG_MAX_NS, False, False, None),
-        (REPLICA_LAG_MAX_NS + 1, False, False, LeaveReason.LAGGING),
-        (0, True, False, LeaveReason.NODE_GONE),
-        (0, False, True, LeaveReason.FAILED_SYNC),
-        (REPLICA_LAG_MAX_NS + 1, True, True, LeaveReason.FAILED_SYNC),
+        (0, False, None),
+        (REPLICA_LAG_MAX_NS, False, None),
+        (REPLICA_LAG_MAX_NS + 1, False, LeaveReason.LAGGING),
+        (0, True, LeaveReason.NODE_GONE),
+        (REPLICA_LAG_MAX_NS + 1, True, LeaveReason.NODE_GONE),
     ],
 )
-def test_who_must_leave(idle_ns, gone, failed, reason):
-    left = must_leave(1000, 1000 + idle_ns, is_node_gone=gone, has_failed_sync=failed)
-    assert left is reason
+def test_who_must_leave(idle_ns, gone, reason):
+    assert must_leave(1000, 1000 + idle_ns, is_node_gone=gone) is reason
 
 
 @pytest.mark.parametrize(
@@ -191,7 +181,7 @@ def test_a_majority_that_is_silent_may_depose_its_master(isr_size, silent, is_po
 
 
 def test_a_lag_may_be_set():
-    assert must_leave(0, 6, is_node_gone=False, has_failed_sync=False, lag_max_ns=5)
+    assert must_leave(0, 6, is_node_gone=False, lag_max_ns=5)
 
 
 @pytest.mark.parametrize(
