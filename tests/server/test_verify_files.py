@@ -16,6 +16,7 @@ from dcp.server.check.folder_files import NotRead, check_files
 from dcp.server.cluster.cluster_file import SECRET_BYTES, ClusterFile, write_cluster_file
 from dcp.server.cluster.quarantine_files import keep_cut_off
 from dcp.server.cluster.receipt_files import keep_election
+from dcp.server.cluster.seen_file import SEEN_FILE
 from dcp.server.cluster.told_map import MAP_FILE, MapContent
 from dcp.server.storage.folder import CLUSTER_FILE
 from failover.replication.loss_receipt import CutOff, ElectionLoss
@@ -51,6 +52,9 @@ def member(folder: Path) -> Path:
     write_cluster_file(folder, content)
     told = MapContent(cluster="c1", life=1, rev=9)
     (folder / MAP_FILE).write_bytes(msgspec.json.encode(told))
+    records = {"partition/3": ('{"master":"a"}', 7)}
+    seen = {"format": 1, "cluster": "c1", "revision": 9, "records": records}
+    (folder / SEEN_FILE).write_bytes(msgspec.json.encode(seen))
     return folder
 
 
@@ -82,6 +86,10 @@ def test_sound_files_have_no_finding(member: Path) -> None:
         (CLUSTER_FILE, b'"format": 1', b'"format": 9', "it has format 9, this dcpd reads format 1"),
         (MAP_FILE, b'"rev"', b'"rew"', "unknown field `rew`"),
         (MAP_FILE, b'"c1"', b'"c3"', "it is of the cluster c3, and cluster.json of c1"),
+        (SEEN_FILE, b'"c1"', b'"c3"', "it is of the cluster c3, and cluster.json of c1"),
+        (SEEN_FILE, b'"records"', b'"recorda"', "unknown field `recorda`"),
+        (SEEN_FILE, b'"format":1', b'"format":2', "it has format 2, this dcpd reads format 1"),
+        (SEEN_FILE, b'"{', b'"[', "its record partition/3 cannot be read"),
     ],
 )
 def test_a_damaged_file_is_named(

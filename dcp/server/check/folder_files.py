@@ -3,7 +3,7 @@ it with, or is listed as not read. Changes nothing.
 
 Called by `dcp.server.check.verify`, which holds the folder's lock.
 
-    users.json, cluster.json, map.json         as at a start of the server
+    users.json, cluster.json, map.json, seen.json  as at a start of the server
     quarantine/*.cut, *-election.receipt.json  as for `dcpctl cluster receipts`, to the last byte
     others                                     listed, with the reason why nothing is read
 """
@@ -25,6 +25,7 @@ from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.cluster.meta_access import STORE_FOLDER, check_access
 from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER
 from dcp.server.cluster.receipt_files import ELECTION_SUFFIX, read_election
+from dcp.server.cluster.seen_file import SEEN_FILE, check_seen
 from dcp.server.cluster.told_map import MAP_FILE, read_told_map
 from dcp.server.storage.folder import (
     CLUSTER_FILE,
@@ -126,10 +127,22 @@ def _read_map(data_path: Path) -> None:
         )
 
 
+def _read_seen(data_path: Path) -> None:
+    try:
+        member = read_cluster_file(data_path)
+    except FolderError:
+        return  # a finding of its own
+    try:
+        check_seen(data_path / SEEN_FILE, None if member is None else member.cluster)
+    except ValueError as error:
+        raise FolderError(f"{error}: this node notices no older metadata store by it") from None
+
+
 _READERS: Final[dict[str, Callable[[Path], object]]] = {
     USERS_FILE: _read_users,
     CLUSTER_FILE: _read_cluster,
     MAP_FILE: _read_map,
+    SEEN_FILE: _read_seen,
 }
 
 

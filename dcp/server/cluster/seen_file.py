@@ -63,6 +63,22 @@ def read_seen(path: Path, cluster: str) -> SeenContent | None:
     return SeenContent(records, content.revision)
 
 
+def check_seen(path: Path, cluster: str | None) -> None:
+    """Raise ValueError if a file cannot be read, is another cluster's (None: not compared), or has
+    a record that cannot be read.
+    """
+    told = msgspec.json.decode(path.read_bytes(), type=_SeenFileContent)
+    if cluster is not None and told.cluster != cluster:
+        raise ValueError(f"it is of the cluster {told.cluster}, and cluster.json of {cluster}")
+    content = read_seen(path, told.cluster)
+    assert content is not None, "it was there, and is of this cluster"
+    for name, seen in content.records.items():
+        try:
+            msgspec.json.decode(seen.value)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"its record {name} cannot be read: {error}") from None
+
+
 class SeenFile:
     """See the module. Lives on one event loop. `kept` is called after each write."""
 
