@@ -269,11 +269,11 @@ def page_crcs(
 ) -> list[int]:
     """Return the CRC-32C of the first bytes of some pages, as far as they are in the file."""
     try:
-        from vbucket.native import loops
+        from vbucket.native.loops import page_crcs as crcs_in_c
     except ModuleNotFoundError:
         starts = [number * page_bytes for number in numbers]
         return [google_crc32c.value(bytes(file[at : at + summed_bytes])) for at in starts]
-    return loops.page_crcs(file, page_bytes, summed_bytes, numbers)
+    return crcs_in_c(file, page_bytes, summed_bytes, numbers)
 
 
 def log_thread(done_fd: int) -> LogThread | None:
