@@ -5,6 +5,7 @@ and says why it is plain.
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import sysconfig
 import venv
@@ -131,3 +132,27 @@ def test_plain_modules_are_no_problem_and_say_nothing(tmp_path: Path) -> None:
     assert not has_loops(tmp_path)
     assert problem(tmp_path) == ""
     assert version_and_form("1.2", tmp_path) == "1.2 (plain Python)"
+
+
+CORE = (
+    "tests/stream", "tests/session/test_session_documents.py",
+    "tests/session/test_session_collections.py", "tests/vbucket/test_block.py",
+    "tests/vbucket/test_compaction.py", "tests/vbucket/test_damaged_pages.py",
+    "tests/vbucket/test_engine.py", "tests/vbucket/test_merge.py",
+    "tests/vbucket/test_page_sums.py", "tests/vbucket/test_recovery.py",
+    "tests/vbucket/test_runs.py", "tests/vbucket/test_store.py",
+)  # fmt: skip
+
+
+@pytest.mark.timeout(900)
+def test_the_core_passes_its_tests_without_the_loops(tmp_path: Path) -> None:
+    """All other tests run with them."""
+    source = copied_sources(tmp_path)
+    shutil.copytree(ROOT / "tests", source / "tests", ignore=shutil.ignore_patterns("npm"))
+    here = {"PYTHONPATH": str(source)}
+    form = run(
+        "-c", "from vbucket.native.form import form_text; print(form_text())", cwd=source, **here
+    )
+    assert form.stdout == "plain Python\n", form.stderr
+    ran = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *CORE, cwd=source, **here)
+    assert ran.returncode == 0, ran.stdout[-5000:]

@@ -176,8 +176,10 @@ def _meta_routes(commands: Callable[[], ClusterOperations], path: str) -> list[R
         return json_answer(await _settled(done, "the metadata store was not restored"))
 
     async def export(_request: Request) -> Response:
-        found = _called(lambda: commands().meta.export())
-        return json_answer(await _settled(found, "there are no records"))
+        async def found() -> MetaExport:
+            return commands().meta.export()
+
+        return json_answer(await _settled(found(), "there are no records"))
 
     return [
         RouteSpec(
