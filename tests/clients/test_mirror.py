@@ -250,13 +250,13 @@ async def test_a_mirror_of_an_older_version_begins_anew_for_other_keys(server, t
     path = tmp_path / "view"
     async with Mirror(server.address, path, key_prefixes="k1"):
         pass
-    file = LocalLmdb(path, FORMAT, version=2)
-    with file.writing() as transaction:
-        transaction.put(b"\0format", b"dcpd-mirror 1")
-        for key, raw in list(rows_from(transaction, b"p")):
-            transaction.put(key, encode_position(decode_position(raw)._replace(filter=None)))
-    file.close()
     for prefix in ("k1", "k2"):
+        file = LocalLmdb(path, FORMAT, version=2)
+        with file.writing() as transaction:
+            transaction.put(b"\0format", b"dcpd-mirror 1")
+            for key, raw in list(rows_from(transaction, b"p")):
+                transaction.put(key, encode_position(decode_position(raw)._replace(filter=None)))
+        file.close()
         async with Mirror(server.address, path, key_prefixes=prefix) as view:
             assert sum(key.startswith(b"k") for key in view) == 11
     with pytest.raises(CheckpointError, match="begin with 'k2'"):
