@@ -26,7 +26,7 @@ from clients.errors import DcpdError
 from clients.kv.sync_client import SyncKv
 
 START_TIMEOUT_S: Final = 20.0
-STOP_TIMEOUT_S: Final = 60.0
+STOP_TIMEOUT_S: Final = 120.0
 """More than a node of a cluster takes at most to hand its partitions over before it stops."""
 REQUEST_TIMEOUT_S: Final = 20.0
 _KEY_VALUE: Final = re.compile(r"key-value\s+127\.0\.0\.1:(\d+)")

@@ -405,9 +405,9 @@ class Node:
         """Create the replication of a cluster's node."""
         from dcp.server.cluster.link_try import LinkTries
         from dcp.server.cluster.membership_of_node import replicated_node
-        from dcp.server.cluster.replicated_node import LEAVE_S, ServerParts
+        from dcp.server.cluster.replicated_node import LEAVE_MAX_S, ServerParts
 
-        self.leave_s = LEAVE_S
+        self.leave_s = LEAVE_MAX_S
         storage = self._storage
         parts = ServerParts(
             self.engine, storage.store, self._hub, self._groups, self.connections, self._config,

@@ -99,7 +99,9 @@ CORE_TURNS: Final = 2
 USERS_TURNS: Final = 100
 """Ticks between attempts to write users that could not be written."""
 LEAVE_S: Final = 20.0
-"""How long a stop may take to hand over."""
+"""How long a stop waits for the next partition to be handed over."""
+LEAVE_MAX_S: Final = 90.0
+"""How long it waits for all of them."""
 LEAVE_TICK_S: Final = 0.05
 """Time between looks whether that is done."""
 OWNER_RETRY_S: Final = 0.5
@@ -342,32 +344,39 @@ class ReplicatedNode:
 
     async def leave(self) -> None:
         """Hand over masterships, then get out of the in-sync sets, so that nobody waits for this
-        node when it has stopped. It ends after LEAVE_S, or at once if nobody is there to take over.
+        node when it has stopped. It ends when nothing has moved for LEAVE_S, after LEAVE_MAX_S, or
+        at once if nobody is there to take over.
         """
         view = self.session.view
         others = [name for name in view.members if name != self.member and view.stays(name)]
         if self._next_tick is None or self._is_stopped or not others or self.access.trouble:
             return
-        until_ns = elapsed_ns() + int(LEAVE_S * 1e9)
+        until_ns = elapsed_ns() + int(LEAVE_MAX_S * 1e9)
         self.session.begin_to_leave(elapsed_ns())
         self.core.leading.leave()
-        await self._until(until_ns, lambda: not self.core.leading.masterships)
+        await self._until_none(until_ns, lambda: len(self.core.leading.masterships))
         self._driver.carry_out(self.session.leave())
-        await self._until(until_ns, lambda: not self._is_in_sync())
+        await self._until_none(until_ns, self._in_sync_count)
 
-    async def _until(self, until_ns: int, is_so: Callable[[], bool]) -> None:
-        """Wait until something is so, while there is somebody to take over."""
+    async def _until_none(self, until_ns: int, count: Callable[[], int]) -> None:
+        """Wait until none is left, while they get fewer and there is somebody to take over."""
         view = self.session.view
-        while not self._is_stopped and not is_so() and elapsed_ns() < until_ns:
+        fewest, moved_ns = count(), elapsed_ns()
+        while fewest and not self._is_stopped:
             others = [name for name in view.members if name != self.member]
             if self.access.trouble or not any(map(view.stays, others)):
                 return
             await asyncio.sleep(LEAVE_TICK_S)
+            left, now_ns = count(), elapsed_ns()
+            if left < fewest:
+                fewest, moved_ns = left, now_ns
+            if now_ns >= min(until_ns, moved_ns + int(LEAVE_S * 1e9)):
+                return
 
-    def _is_in_sync(self) -> bool:
-        """Whether a master waits for this node."""
+    def _in_sync_count(self) -> int:
+        """Return of how many partitions a master waits for this node."""
         records = (stored.content.record for stored in self.session.view.partitions.values())
-        return any(self.member in record.isr for record in records)
+        return sum(self.member in record.isr for record in records)
 
     def group_begun(self, group: CommitGroup) -> None:
         """A group is about to be written: the commit path calls this first. Replicas in step get it
