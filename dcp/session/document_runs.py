@@ -35,7 +35,6 @@ class DocumentRuns:
     def __init__(self, state: SessionState) -> None:
         self._state = state
         self._engine = state.engine
-        self._num_vbuckets = state.engine.num_vbuckets
         has_loops = state.engine.get_run is not None
         self._reading_runs: dict[int, Run] = {int(Opcode.GET): self.get_run} if has_loops else {}
         self._runs: dict[int, Run] = dict(self._reading_runs)

@@ -59,3 +59,21 @@ async def test_a_stop_does_not_wait_for_a_successor_that_does_nothing(
             await n1.replicated.leave()
         assert n1.replicated._in_sync_count(), "the time was over before that"
         assert n1.replicated.session.view.stays(n2.replicated.member), "n2 lives"
+
+
+async def test_a_stop_goes_on_while_partitions_are_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than LEAVE_S, which is for the next one of them."""
+    monkeypatch.setattr(replicated_node, "LEAVE_S", 0.2)
+    left = list(range(20))
+    async with ClusterHere(tmp_path) as cluster:
+        await cluster.start("n1")
+        n1 = await cluster.become_member("n1", copies=2)
+        await cluster.start("n2")
+        await cluster.become_member("n2")
+        await until_so(lambda: 2 in cluster.in_sync("n1"))
+        assert n1.replicated is not None
+        far_ns = 1 << 62
+        await n1.replicated._until_none(far_ns, lambda: len(left) and (left.pop() or len(left)))
+    assert not left
