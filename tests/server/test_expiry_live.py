@@ -15,9 +15,6 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient
 from vbucket.model.ids import SEQNO_MAX
-from vbucket.store.environment_lmdb import LmdbEnv
-from vbucket.store.records import EXPIRY_TABLE, STORE_FORMAT_VERSION, TABLES, put_node
-from vbucket.store.store import Store, StoreView
 
 VB = 5
 COUNT = 500
@@ -92,38 +89,3 @@ def test_what_was_due_while_the_server_was_down_expires_after_the_start(tmp_path
         RawClient(server.port) as consumer,
     ):
         assert len({key for _, key in expirations(consumer, COUNT)}) == COUNT
-
-
-def test_a_folder_of_the_format_before_is_brought_up_at_the_start(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    off = ("--expiry-interval", "0", "--memtable-bytes", "1MiB")
-    with DcpServer(folder, *off) as server, RawClient(server.port) as client:
-        store_with_expiry(client, int(time.time()) - 1)
-        while not server.metrics()["dcpd_merges_total"]:
-            client.ask(Opcode.SET, vb_id=9, key=b"filler", extras=bytes(8), value=bytes(300_000))
-        server.stop()
-    env = LmdbEnv(folder / "store", TABLES)
-    with env.write() as write:
-        node = StoreView(write).node()
-        assert node is not None
-        put_node(write, node._replace(format_version=1))
-        rows = [row for row, _ in write.range(EXPIRY_TABLE, b"\0")]
-        for row in rows:
-            write.delete(EXPIRY_TABLE, row)
-    env.close()
-    assert len(rows) == COUNT
-    with (
-        DcpServer(folder, "--expiry-interval", "20ms") as server,
-        RawClient(server.port) as consumer,
-    ):
-        assert len({key for _, key in expirations(consumer, COUNT)}) == COUNT
-        while not server.metrics()["dcpd_merges_total"]:
-            pass
-        server.stop()
-    env = LmdbEnv(folder / "store", TABLES)
-    store = Store(env)
-    upgraded = store.node()
-    assert upgraded is not None
-    assert upgraded.format_version == STORE_FORMAT_VERSION
-    store.close()
-    env.close()

@@ -25,7 +25,7 @@ from vbucket.model.entry import pack_mutation
 from vbucket.store.environment import StoreFailedError
 from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.environment_memory import MemoryEnv
-from vbucket.store.records import TABLES, NodeRecord, PartitionRecord
+from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord, PartitionRecord
 from vbucket.store.store import Store
 from vbucket.upkeep.compaction import Floors, SliceReport
 from vbucket.upkeep.merge import MergeRefusedError, MergeReport, merge
@@ -63,7 +63,8 @@ class Server:
         self.writer = LogWriter(self.device)
         self.writer.rotate()
         self.env = LmdbEnv(self.folder.store_path, TABLES)
-        node = NodeRecord(1, self.env.engine, "00", clean_shutdown=False, durability="commit",
+        node = NodeRecord(STORE_FORMAT_VERSION, self.env.engine, "00", clean_shutdown=False,
+                       durability="commit",
                           merged_segment=0)  # fmt: skip
         empty = PartitionRecord(1, 0, 0, 0, 0, 0, 0, [[1, 0, 0]])
         self.store = Store.create(self.env, node, {VB: empty})
@@ -336,7 +337,8 @@ def test_a_request_of_a_lost_server_commits_nothing(tmp_path: Path) -> None:
 
     env = MemoryEnv(TABLES)
     empty = PartitionRecord(1, 0, 0, 0, 0, 0, 0, [[1, 0, 0]])
-    node = NodeRecord(1, "memory", "00", clean_shutdown=False, durability="commit",
+    node = NodeRecord(STORE_FORMAT_VERSION, "memory", "00", clean_shutdown=False,
+                       durability="commit",
                       merged_segment=0)  # fmt: skip
     store = Store.create(env, node, {VB: empty})
     device = FileLogDevice(tmp_path, lambda: 1)
@@ -366,7 +368,8 @@ def rewritten(vb_ids: tuple[int, ...]) -> MemoryEnv:
     """A store in which partitions have one key, written twice."""
     env = MemoryEnv(TABLES)
     empty = PartitionRecord(1, 0, 0, 0, 0, 0, 0, [[1, 0, 0]])
-    node = NodeRecord(1, "memory", "00", clean_shutdown=False, durability="commit",
+    node = NodeRecord(STORE_FORMAT_VERSION, "memory", "00", clean_shutdown=False,
+                       durability="commit",
                       merged_segment=0)  # fmt: skip
     Store.create(env, node, dict.fromkeys(vb_ids, empty))
     entries = b"".join(

@@ -263,10 +263,10 @@ def test_the_guest_cannot_be_removed(users):
         (b"", "is damaged"),
         (b"[]", "is damaged"),
         (b"{}", "is damaged"),
-        (b'{"format_version": 1, "users": []}', "is damaged"),
-        (b'{"format_version": 1, "decoy_key": "", "users": {"a": {}}}', "is damaged"),
+        (b'{"format_version": 3, "users": []}', "is damaged"),
         (b'{"format_version": 3, "decoy_key": "", "users": {}}', "is damaged"),
-        (b'{"format_version": 4}', "has format version 4, this dcpd knows up to 3"),
+        (b'{"format_version": 2}', "has format version 2, this dcpd knows 3; use the version"),
+        (b'{"format_version": 4}', "has format version 4, this dcpd knows 3; use the version"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_and_left_alone(tmp_path, text, reason):
@@ -290,21 +290,6 @@ def test_any_flipped_bit_is_damage_or_has_no_effect(users, path):
         except UsersFileError:
             refused += 1
     assert refused > len(good) // 2
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_an_older_format_has_no_checksum(users, path, version):
-    document = json.loads(path.read_text())
-    document["format_version"] = version
-    path.write_text(json.dumps(document))
-    with pytest.raises(UsersFileError, match=f"format version {version} has no checksum"):
-        quick_users(path)
-    del document["crc32c"]
-    path.write_text(json.dumps(document))
-    old = quick_users(path)
-    assert old.table() == {"alice": FULL_RIGHTS}
-    old.add("bob", "builder")
-    assert json.loads(path.read_text())["format_version"] == 3
 
 
 def test_absurd_iterations_are_damage(users, path):
@@ -354,16 +339,6 @@ def test_an_interrupted_change_leaves_the_old_file(users, path, monkeypatch):
 # -- roles ---------------------------------------------------------------------------------------
 
 
-def without_roles(path):
-    """Make the file what a version without roles wrote."""
-    document = json.loads(path.read_text())
-    document["format_version"] = 1
-    del document["crc32c"]
-    for user in document["users"].values():
-        del user["roles"]
-    path.write_text(json.dumps(document))
-
-
 def test_a_new_user_may_only_read_unless_told(users, path):
     users.add("eve", "apple tree")
     assert users.rights_of("eve") == Rights({Role.READ: (EVERYTHING,)})
@@ -382,16 +357,6 @@ def test_roles_are_kept_with_the_user(users, path):
     assert scram(users, "bob", "builder").rights == Rights({Role.READ: (EVERYTHING,)})
     assert quick_users(path).rights_of("bob") == Rights({Role.READ: (EVERYTHING,)})
     assert users.rights_of("nobody") is None
-
-
-def test_a_file_from_before_there_were_roles_gives_all_of_them(users, path):
-    without_roles(path)
-    old = quick_users(path)
-    assert old.rights_of("alice") == FULL_RIGHTS
-    assert scram(old, "alice", "wonder land!", loopback=False).rights.is_full
-    old.add("bob", "builder", Rights({}))
-    assert json.loads(path.read_text())["format_version"] == 3
-    assert quick_users(path).table() == {"alice": FULL_RIGHTS, "bob": Rights({})}
 
 
 def test_grants_are_kept_and_taken_back(users, path):

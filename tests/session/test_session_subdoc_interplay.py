@@ -33,8 +33,6 @@ from vbucket.engine.locks import LOCKED_CAS
 from vbucket.engine.partition import VbState
 from vbucket.model.entry import DATATYPE_AT, value_of
 from vbucket.store.plain_value import plain_value
-from vbucket.store.records import STORE_FORMAT_VERSION, put_node
-from vbucket.store.store import StoreView
 
 VB, OTHER = 5, 6
 KEY = b"\0k"
@@ -407,24 +405,3 @@ def test_a_lost_change_of_a_deletion_is_ambiguous(
     )
     replicated.held.depose({VB})
     assert replicated.left() == [(1, Status.SYNC_WRITE_AMBIGUOUS)]
-
-
-# -- the store -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("datatype", [2, 4, 6])
-def test_a_merge_that_brings_such_a_value_makes_the_store_format_4(
-    node: MemoryNode, datatype: int
-) -> None:
-    """Programs that know up to 3 would take the value for a plain one. They refuse format 4."""
-    with node.env.write() as write:
-        record = StoreView(write).node()
-        assert record is not None
-        put_node(write, record._replace(format_version=3))
-    assert with_meta(connect_all(node), wire_form(datatype), datatype).status == Status.OK
-    node.commit()
-    node.merge()
-    with node.env.write() as write:
-        record = StoreView(write).node()
-    assert record is not None
-    assert record.format_version == STORE_FORMAT_VERSION

@@ -36,7 +36,7 @@ from vbucket.log.writer import LogWriter
 from vbucket.model.entry import pack_mutation
 from vbucket.store.environment import StoreDamagedError, StoreFailedError
 from vbucket.store.environment_lmdb import LmdbEnv, LmdbPageReader
-from vbucket.store.records import TABLES, NodeRecord, PartitionRecord
+from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord, PartitionRecord
 from vbucket.store.store import Store
 from vbucket.upkeep.merge import merge
 
@@ -88,7 +88,8 @@ def make_store(folder: Path) -> Truth:
     """Write a store of several levels; return what a reader must find in it."""
     folder.mkdir()
     env = LmdbEnv(folder / "store", TABLES, map_size_bytes=1 << 26)
-    node = NodeRecord(1, env.engine, "00ff", clean_shutdown=True, durability="commit",
+    node = NodeRecord(STORE_FORMAT_VERSION, env.engine, "00ff", clean_shutdown=True,
+                       durability="commit",
                       merged_segment=0)  # fmt: skip
     empty = PartitionRecord(1, 0, 0, 0, 0, 0, 0, [[1, 0, 0]])
     Store.create(env, node, dict.fromkeys(VBS, empty)).close()

@@ -24,15 +24,13 @@ import pytest
 
 from clients.backup.segment import FORMAT_VERSION
 from clients.testing import DcpServer
-from dcp.server.access.users import USERS_FILE, PasswordCheck, Users
 from dcp.server.access.users_file import USERS_FORMAT_VERSION
-from dcp.session.rights import FULL_RIGHTS
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame
 from dcp.wire.opcode import Opcode
 from support.raw_client import RawClient
 from vbucket.log.device import SEGMENT_FORMAT_VERSION
-from vbucket.store.records import STORE_FORMAT_VERSION
+from vbucket.store.records import OLDEST_FORMAT_VERSION, STORE_FORMAT_VERSION
 
 GOLDEN = Path(__file__).parents[1] / "data" / "upgrade-0.1.0.zip"
 USERS = Path(__file__).parents[1] / "data"
@@ -206,27 +204,17 @@ def test_an_archive_of_0_1_0_is_restored_and_continued(
             assert found(client, 7, b"undone").status == 1
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_users_of_before_are_read(tmp_path: Path, version: int) -> None:
-    """Files as the programs of then wrote them; they gave alice every role."""
-    path = tmp_path / USERS_FILE
-    shutil.copy(USERS / f"users-format-{version}.json", path)
-    users = Users(path)
-    assert users.table() == {"alice": FULL_RIGHTS}
-    check = users.check_of("alice", PASSWORD, peer_is_loopback=False)
-    assert isinstance(check, PasswordCheck)
-    assert check.matches()
-
-
 def test_the_page_names_the_formats() -> None:
     page = (Path(__file__).parents[2] / "docs" / "upgrade.md").read_text()
-    newest = {
-        "log": SEGMENT_FORMAT_VERSION, "store": STORE_FORMAT_VERSION,
-        "`users.json`": USERS_FORMAT_VERSION, "archives of `dcpctl backup`": FORMAT_VERSION,
-    }  # fmt: skip
-    for what, version in newest.items():
-        read = ", ".join(str(number) for number in range(1, version + 1))
-        assert f"| {what} | {read} | {version}" in page
+    formats = {
+        "log": (SEGMENT_FORMAT_VERSION, SEGMENT_FORMAT_VERSION),
+        "store": (OLDEST_FORMAT_VERSION, STORE_FORMAT_VERSION),
+        "`users.json`": (USERS_FORMAT_VERSION, USERS_FORMAT_VERSION),
+        "archives of `dcpctl backup`": (FORMAT_VERSION, FORMAT_VERSION),
+    }
+    for what, (oldest, newest) in formats.items():
+        read = ", ".join(str(number) for number in range(oldest, newest + 1))
+        assert f"| {what} | {read} | {newest}" in page
 
 
 if __name__ == "__main__":

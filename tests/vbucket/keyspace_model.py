@@ -9,7 +9,7 @@ from vbucket.log.writer import LogWriter
 from vbucket.model.entry import PREFIX_BYTES, pack_control, pack_deletion, pack_mutation
 from vbucket.store.environment import KvEnv
 from vbucket.store.key_record import StoredMeta
-from vbucket.store.records import NodeRecord, PartitionRecord
+from vbucket.store.records import STORE_FORMAT_VERSION, NodeRecord, PartitionRecord
 from vbucket.store.store import Store
 
 MUTATION = 0x57
@@ -170,7 +170,8 @@ class SegmentWriter:
 
 def create_store(env: KvEnv, vb_ids: list[int], **changes: object) -> Store:
     """Return a new store with empty partitions."""
-    node = NodeRecord(1, env.engine, "00ff", clean_shutdown=False, durability="commit",
+    node = NodeRecord(STORE_FORMAT_VERSION, env.engine, "00ff", clean_shutdown=False,
+                       durability="commit",
                       merged_segment=0)._replace(**changes)  # fmt: skip
     empty = PartitionRecord(1, 0, 0, 0, 0, 0, 0, [[1, 0, 0]])
     return Store.create(env, node, dict.fromkeys(vb_ids, empty))

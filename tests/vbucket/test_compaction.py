@@ -24,8 +24,7 @@ from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFullError
 from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.environment_memory import MemoryEnv
-from vbucket.store.records import BY_SEQNO_TABLE, STATE_TABLE, TABLES, _put_document
-from vbucket.store.store import StoreView
+from vbucket.store.records import BY_SEQNO_TABLE, TABLES
 from vbucket.upkeep.compaction import Compactor
 
 A, B, C, D = b"\0a", b"\0b", b"\0c", b"\0d"
@@ -495,27 +494,6 @@ def test_what_a_merge_adds_to_a_block_that_was_looked_at_stays(
     record = node.store.partition(VB)
     assert record is not None
     assert record.versions == 5
-
-
-def test_a_store_of_before_has_its_counts(node: MemoryNode) -> None:
-    """Its records have no counts, and a purge that raised no floor."""
-    write(node, A, B, A)
-    node.merge()
-    with node.env.write() as env_write:
-        view = StoreView(env_write)
-        record = view.partition(VB)
-        assert record is not None
-        document = record._replace(purge_seqno=2)._asdict()
-        for name in ("failover", "versions", "keys", "compacted"):
-            del document[name]
-        _put_document(env_write, STATE_TABLE, VB.to_bytes(2, "big"), document)
-    node.crash()
-    record = node.store.partition(VB)
-    assert record is not None
-    assert (record.versions, record.keys) == (3, 2)
-    assert (record.history_floor, record.purge_seqno) == (3, 2)
-    node.compact([VB])
-    assert seqnos(node) == [2, 3]
 
 
 @pytest.mark.parametrize("step_bytes", [1, 1 << 20])

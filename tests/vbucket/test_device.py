@@ -48,7 +48,7 @@ def test_segments_begin_with_a_header_that_tells_the_length_of_the_one_before(di
     device = disk.device
     assert device.rotate() == 1
     assert len(device.read(1)) == HEADER
-    assert header_of(device, 1) == (0, device.salt, HEADER, True)
+    assert header_of(device, 1) == (0, device.salt)
     device.append(b"abc")
     device.append(b"defg")
     assert device.current_bytes == HEADER + 7
@@ -58,7 +58,7 @@ def test_segments_begin_with_a_header_that_tells_the_length_of_the_one_before(di
     assert device.segments() == [1, 2]
     assert device.read(1)[HEADER:] == b"abcdefg"
     assert device.read(2)[HEADER:] == b"next"
-    assert header_of(device, 2) == (HEADER + 7, device.salt, HEADER, True)
+    assert header_of(device, 2) == (HEADER + 7, device.salt)
     assert header_of(device, 1).salt != device.salt, "drawn for each segment"
 
 
@@ -73,7 +73,7 @@ def test_what_was_written_is_there_after_opening_again(disk: Disk) -> None:
     device.append(b"+")
     assert device.read(2)[HEADER:] == b"two+"
     assert device.rotate() == 3
-    assert header_of(device, 3) == (HEADER + 4, device.salt, HEADER, True)
+    assert header_of(device, 3) == (HEADER + 4, device.salt)
 
 
 def test_cut_and_delete(disk: Disk) -> None:

@@ -16,12 +16,7 @@ from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import (
     BY_KEY_TABLE,
     EXPIRY_TABLE,
-    STORE_FORMAT_VERSION,
-    NodeRecord,
-    put_node,
 )
-from vbucket.store.store import Store
-from vbucket.upkeep.merge import merge
 
 VB = 3
 START_S = START_NS // 1_000_000_000
@@ -276,30 +271,6 @@ def test_a_row_says_what_it_is_and_damage_is_noticed() -> None:
     for damaged in (row[:-1], row[:2], b"\x01" + row[1:]):
         with pytest.raises(StoreDamagedError, match="table expiry"):
             read_due(damaged, value)
-
-
-def test_a_store_of_the_format_before_gets_its_table_with_the_first_merge(
-    node: MemoryNode,
-) -> None:
-    for number in range(20):
-        put(node, b"\0%d" % number, number % 3)
-    node.commit()
-    node.merge()
-    wanted = rows(node)
-    assert len(wanted) == 13
-    record = node.store.node()
-    assert record is not None
-    with node.env.write() as write:
-        put_node(write, record._replace(format_version=1))
-        for row in list(node.env.tables[EXPIRY_TABLE]):
-            write.delete(EXPIRY_TABLE, row)
-    assert rows(node) == []
-    node.crash()
-    merge(node.env, [])
-    assert rows(node) == wanted
-    upgraded = Store(node.env).node()
-    assert isinstance(upgraded, NodeRecord)
-    assert upgraded.format_version == STORE_FORMAT_VERSION
 
 
 def test_what_is_merged_is_let_go_in_slices() -> None:

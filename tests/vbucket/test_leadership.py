@@ -23,13 +23,10 @@ from vbucket.engine.leadership import (
 from vbucket.engine.lifecycle import set_state
 from vbucket.engine.partition import Partition, VbState
 from vbucket.log.record import scan_segment
-from vbucket.model.entry import head_of, pack_control
+from vbucket.model.entry import head_of
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import (
     BY_SEQNO_TABLE,
-    STORE_FORMAT_VERSION,
-    put_failover,
-    put_node,
 )
 
 VB = 7
@@ -316,34 +313,3 @@ def test_the_masters_control_entries_mean_the_same_in_a_replicas_log(node: Memor
         assert (copy.history_floor, copy.purge_seqno, copy.leader_epoch) == (2, 1, 4)
         assert copy.failover == part_of(node).failover
     assert epochs(replica) == epochs(node) == [0, 0, 0, 3, 4]
-
-
-# -- formats ---------------------------------------------------------------------------------------
-
-
-def test_a_log_too_long_for_older_programs_makes_them_refuse_the_store(node: MemoryNode) -> None:
-    versions = [[100 - number, 0, 0] for number in range(26)]
-    for length, version in ((25, 3), (26, STORE_FORMAT_VERSION)):
-        record = node.store.node()
-        assert record is not None
-        with node.env.write() as write:
-            put_node(write, record._replace(format_version=3))
-            put_failover(write, VB, versions[:length])
-        node.store.refresh()
-        found = node.store.node()
-        assert found is not None
-        assert found.format_version == version
-    # A start read the record before it wrote that log.
-    node.store.begin(record._replace(format_version=3))
-    found = node.store.node()
-    assert found is not None
-    assert found.format_version == STORE_FORMAT_VERSION
-
-
-def test_control_entries_from_before_there_were_epochs_are_replayed(node: MemoryNode) -> None:
-    document = {"kind": "failover", "log": [[5, 0], [4, 0]], "rollback_to": None}
-    node.writer.append(node.engine.keyspace.group, pack_control(VB, document))
-    node.writer.sync()
-    node.crash()
-    part = part_of(node)
-    assert (part.failover.pairs(), part.leader_epoch) == ([(5, 0), (4, 0)], 0)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import google_crc32c
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vbucket.log.device import (
     MARK_SLOTS,
-    OLD_SALT,
-    OLD_SEGMENT_HEADER,
+    SEGMENT_HEADER,
     SEGMENT_HEADER_BYTES,
     UnknownFormatError,
     pack_segment_header,
@@ -20,14 +18,11 @@ from vbucket.log.device import (
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.end_mark import NO_RECORD, LogEnd, pack_mark, read_marks
 from vbucket.log.record import (
-    KIND_GROUP,
-    OLD_RECORD_HEAD,
     RECORD_BYTES,
     LogDamagedError,
     ScannedGroup,
     groups_after,
     pack_group,
-    read_segment_header,
     record_crc,
     scan_segment,
     split_entries,
@@ -52,19 +47,6 @@ def records_of(payloads: list[bytes], first_group: int = 1, crc: int = 0) -> lis
         records.append(pack_group(group, payload, SALT, crc))
         crc = record_crc(records[-1])
     return records
-
-
-def old_segment_of(payloads: list[bytes]) -> bytes:
-    """Segment 1 as format version 1 has it."""
-    head = OLD_SEGMENT_HEADER.pack(b"dcpd-log", 1, 0, 1, 0, 0)[:-4]
-    records = [plain_record(i + 1, payload) for i, payload in enumerate(payloads)]
-    return head + google_crc32c.value(head).to_bytes(4, "big") + b"".join(records)
-
-
-def plain_record(group: int, payload: bytes) -> bytes:
-    """A record of format version 1: whoever knows the format can make it."""
-    head = OLD_RECORD_HEAD.pack(0xDC9D_106E, KIND_GROUP, len(payload), group)
-    return head + google_crc32c.value(head + payload).to_bytes(4, "big") + payload
 
 
 def ends_of(payloads: list[bytes]) -> list[int]:
@@ -167,9 +149,11 @@ def test_a_segment_under_another_number_is_damage() -> None:
 
 
 def test_an_unknown_format_version_is_refused_with_what_to_do() -> None:
-    header = OLD_SEGMENT_HEADER.pack(b"dcpd-log", 5, 0, 1, 0, 0)
-    with pytest.raises(UnknownFormatError, match=r"version 5, .* up to 4; use the version"):
-        list(scan_segment(header, 1))
+    for version in (3, 5):
+        header = SEGMENT_HEADER.pack(b"dcpd-log", version, 0, 1, 0, SALT, 0)
+        match = f"version {version}, this program knows 4; use the version .* with a backup"
+        with pytest.raises(UnknownFormatError, match=match):
+            list(scan_segment(header, 1))
 
 
 def test_group_numbers_that_jump_are_damage() -> None:
@@ -223,7 +207,7 @@ def torn_around(value: bytes) -> bytes:
 @pytest.mark.parametrize("group", [3, 4, 1000])
 def test_a_value_made_to_look_like_a_record_is_cut_with_its_torn_group(group: int) -> None:
     data = segment_of([b"a", b"b"])
-    crafted = plain_record(group, b"what a client wrote")
+    crafted = pack_group(group, b"what a client wrote", 0)
     found = list(scan_segment(data + torn_around(crafted), 1, is_newest=True))
     assert [scanned.payload for scanned in found] == [b"a", b"b"]
 
@@ -231,7 +215,7 @@ def test_a_value_made_to_look_like_a_record_is_cut_with_its_torn_group(group: in
 def test_a_record_of_another_segment_is_not_one_of_this() -> None:
     """Who stores the files of a log as values cannot know the salt of the segment under way."""
     data = segment_of([b"a", b"b"])
-    for salt in (SALT ^ 1, SALT ^ 1 << 32, OLD_SALT):
+    for salt in (SALT ^ 1, SALT ^ 1 << 32):
         torn = torn_around(pack_group(3, b"from a log", salt))
         assert len(list(scan_segment(data + torn, 1, is_newest=True))) == 2
 
@@ -240,37 +224,6 @@ def test_a_record_with_the_salt_behind_a_bad_place_is_damage() -> None:
     data = segment_of([b"a", b"b"]) + torn_around(pack_group(4, b"of our own", SALT))
     with pytest.raises(LogDamagedError, match="but one follows"):
         list(scan_segment(data, 1, is_newest=True))
-
-
-# -- segments of version 1 ------------------------------------------------------------------------
-
-
-def test_a_segment_of_version_1_is_read_to_its_end() -> None:
-    data = old_segment_of(PAYLOADS)
-    assert read_segment_header(data, 1) == (0, OLD_SALT, OLD_SEGMENT_HEADER.size, False)
-    assert [group.payload for group in scan_segment(data, 1)] == PAYLOADS
-    torn = data + plain_record(5, b"torn")[:-1] + bytes(90)
-    found = list(scan_segment(torn, 1, is_newest=True))
-    assert ([group.payload for group in found], found[-1].end) == (PAYLOADS, len(data))
-
-
-def test_a_hole_in_a_segment_of_version_1_is_damage() -> None:
-    data = bytearray(old_segment_of(PAYLOADS))
-    data[OLD_SEGMENT_HEADER.size + 1] ^= 1
-    with pytest.raises(LogDamagedError, match="but one follows"):
-        list(scan_segment(bytes(data), 1, is_newest=True))
-
-
-def test_in_a_segment_of_version_1_the_group_number_keeps_old_records_in_values_apart() -> None:
-    data = old_segment_of([b"a", b"b"])
-    torn = plain_record(3, b"value: " + plain_record(1, b"a log file as a value") + b" more")[:-1]
-    assert len(list(scan_segment(data + torn, 1, is_newest=True))) == 2
-
-
-@pytest.mark.parametrize("size", range(OLD_SEGMENT_HEADER.size))
-def test_a_header_of_version_1_that_is_cut_short_is_damage(size: int) -> None:
-    with pytest.raises(LogDamagedError, match=f"cut short to {size} bytes"):
-        list(scan_segment(old_segment_of([])[:size], 1, is_newest=True))
 
 
 def test_without_a_sync_per_group_a_hole_is_cut_with_what_follows() -> None:

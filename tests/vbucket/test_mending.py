@@ -21,11 +21,7 @@ from vbucket.engine.partition import VbState
 from vbucket.model.entry import DATATYPE_AT, value_of
 from vbucket.model.ids import CAS_AHEAD_NS, CAS_DRIFT_NS
 from vbucket.store.records import (
-    STATE_TABLE,
-    STORE_FORMAT_VERSION,
     Mended,
-    put_failover,
-    put_node,
 )
 from vbucket.upkeep.retention import Planner, Windows, seqno_at
 from vbucket.upkeep.seqno_at_time import seqno_before
@@ -377,27 +373,3 @@ def test_log_and_store_agree_on_the_highest_cas(steps: list[str], draws: list[in
             is_frozen = False
             part = node.engine.partitions[VB]
             assert (part.max_cas, part.mended, part.high_seqno) == state
-
-
-def test_a_store_of_format_2_is_written_as_such_until_a_merge_makes_it_the_newest(
-    node: MemoryNode,
-) -> None:
-    """An older program that comes back to it before that finds nothing that it does not know."""
-    record = node.store.node()
-    assert record is not None
-    with node.env.write() as write:
-        put_node(write, record._replace(format_version=2))
-        put_failover(write, VB, [[77, 0, 1], [1, 0, 0]])
-        value = write.get(STATE_TABLE, VB.to_bytes(2, "big"))
-        assert value is not None
-        assert b"mended" not in bytes(value)
-    node.store.refresh()
-    poison(node, is_merged=True)
-    record = node.store.node()
-    assert record is not None
-    assert record.format_version == STORE_FORMAT_VERSION
-    mend(node)
-    node.merge()
-    partition = node.store.partition(VB)
-    assert partition is not None
-    assert partition.mended

@@ -266,13 +266,11 @@ def test_a_failover_log_without_a_rollback_undoes_nothing(env: MemoryEnv) -> Non
         ([{"kind": "epoch", "epoch": 3}, {"log": [[9, 0, 2], [1, 0, 0]]}], 3),
         ([{"log": [[9, 0, 2], [1, 0, 0]]}], 2),
         ([{"log": [[9, 0, 2], [1, 0, 0]], "epoch": 7}], 7),
-        ([{"log": [[9, 0], [1, 0]]}], 0),
     ],
 )
 def test_the_leader_epoch_never_falls(
     env: MemoryEnv, documents: list[dict[str, object]], epoch: int
 ) -> None:
-    """The last one is as written before there were epochs."""
     history = {"kind": "failover", "rollback_to": 0}
     merge(env, sealed(*(pack_control(1, {**history, **document}) for document in documents)))
     assert record_of(env, 1).epoch == epoch

@@ -22,6 +22,7 @@ from vbucket.store.records import (
     FAILOVER_TABLE,
     META_TABLE,
     STATE_TABLE,
+    STORE_FORMAT_VERSION,
     TABLES,
     CleanEnd,
     NodeRecord,
@@ -71,7 +72,8 @@ def test_a_store_that_was_never_created_knows_nothing(env: KvEnv) -> None:
 
 
 def test_records_come_back_as_they_were_written(env: KvEnv) -> None:
-    node = NodeRecord(1, env.engine, "0123abcd", clean_shutdown=True, durability="interval",
+    node = NodeRecord(STORE_FORMAT_VERSION, env.engine, "0123abcd", clean_shutdown=True,
+                       durability="interval",
                       merged_segment=0)  # fmt: skip
     records = {
         vb_id: PartitionRecord(vb_id % 4, 2**63, vb_id, 3, 2**64 - 1, 4, 5, [[2**48 - 1, 9, 5]])
@@ -163,7 +165,8 @@ def test_the_last_possible_seqno_is_an_end(env: KvEnv) -> None:
 
 
 @pytest.mark.parametrize(("change", "text"), [
-    ({"format_version": 6}, "version 6, this program knows up to 5; use the version of dcpd that"),
+    ({"format_version": 3}, "version 3, this program knows 4 to 5; use the version of dcpd that"),
+    ({"format_version": 6}, "version 6, this program knows 4 to 5; use the version of dcpd that"),
     ({"engine_version": "lmdb 1.0"}, "written with lmdb 1.0, this program has"),
 ])  # fmt: skip
 def test_an_unknown_format_is_refused_with_what_to_do(

@@ -6,11 +6,11 @@ records, the same as for a start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from vbucket.check.finding import Finding, Kind
-from vbucket.log.device import UnknownFormatError
+from vbucket.log.device import SEGMENT_HEADER_BYTES, UnknownFormatError
 from vbucket.log.end_mark import NO_RECORD, EndMark, LogEnd
 from vbucket.log.record import (
     LogDamagedError,
@@ -105,7 +105,6 @@ class LogCheck:
             else:
                 yield Finding(Kind.LEFTOVER, f"log segment {segment}", "the store has merged it")
         size_before = 0
-        is_chained = False
         for segment in live:
             if segment != wanted:
                 yield self._missing(wanted, segment - 1)
@@ -121,17 +120,17 @@ class LogCheck:
                 continue
             self.size_bytes += len(data)
             self._stop, self._torn_bytes = None, 0
-            is_chained = yield from self._segment(segment, data, size_before, newest)
+            yield from self._segment(segment, data, size_before, newest)
             size_before = len(data)
         if not live:
             yield self._missing(wanted, wanted)
         elif self._stop is not None:
-            yield from self._log_end(self._stop, is_marked=is_chained)
+            yield from self._log_end(self._stop)
         if self._misfits > FINDINGS_MAX:
             more = self._misfits - FINDINGS_MAX
             yield Finding(Kind.LOG, "log", f"{more} more entries do not continue the store")
 
-    def _log_end(self, stop: tuple[int, int], *, is_marked: bool) -> Iterator[Finding]:
+    def _log_end(self, stop: tuple[int, int]) -> Iterator[Finding]:
         """Check the end of the log, and what follows its last good record.
 
         A tail was never answered only if nothing is missing before it.
@@ -141,10 +140,10 @@ class LogCheck:
         lost, end = None, known.end
         is_end_known = self._is_end_known or not self._has_lost_track
         if is_end_known:
-            lost = lost_end(self._end, stop, known.clean_end, known.mark, is_marked=is_marked)
+            lost = lost_end(self._end, stop, known.clean_end, known.mark)
         elif end is not None and (end.segment, end.size_bytes) > stop:
             lost = LostEnd(segment, damaged_at(segment, at, f"the log had {end} on disk"))
-        elif end is None and known.mark is not None and is_marked and torn_bytes:
+        elif end is None and known.mark is not None and torn_bytes:
             lost = LostEnd(segment, damaged_at(segment, at, known.mark.problem))
         torn = f"{torn_bytes} bytes from {at} on are no whole group" if torn_bytes else ""
         if lost is not None:
@@ -153,7 +152,7 @@ class LogCheck:
         elif torn:
             kind = Kind.TORN_TAIL if self._is_synced_per_group else Kind.UNSYNCED_TAIL
             yield Finding(kind, f"log segment {segment}", torn)
-        is_unmarked = is_marked and known.mark is not None and known.mark.end is None
+        is_unmarked = known.mark is not None and known.mark.end is None
         if lost is None and is_end_known and known.mark is not None and is_unmarked:
             what = f"{known.mark.problem}; the next start makes it again"
             yield Finding(Kind.LOG, "log end mark", what)
@@ -174,12 +173,12 @@ class LogCheck:
 
     def _segment(
         self, segment: int, data: bytes, size_before: int, newest: int
-    ) -> Generator[Finding, None, bool]:
-        """Yield what is wrong with a segment; return whether its records are chained."""
+    ) -> Iterator[Finding]:
+        """Yield what is wrong with a segment."""
         where = f"log segment {segment}"
         try:
             header = read_segment_header(data, segment)
-            end = header.size_bytes
+            end = SEGMENT_HEADER_BYTES
             if size_before and header.previous_bytes != size_before:
                 yield Finding(
                     Kind.LOG,
@@ -200,9 +199,8 @@ class LogCheck:
         except (LogDamagedError, UnknownFormatError) as error:
             self._lose_track()
             yield self._unreadable(segment, error)
-            return False
+            return
         self._stop, self._torn_bytes = (segment, end), max(0, written_bytes(data) - end)
-        return header.is_chained
 
     def _group(self, where: str, group: int, payload: bytes) -> Iterator[Finding]:
         high_seqnos = self.high_seqnos

@@ -77,7 +77,6 @@ class PartitionCheck:
         record: PartitionRecord,
         manifest: Manifest,
         *,
-        has_expiry_rows: bool = True,
         slice_keys: int = SLICE_KEYS,
         on_progress: Callable[[int, int], None] = lambda _keys, _bytes: None,
         cas_max: int = SEQNO_MAX,
@@ -88,7 +87,6 @@ class PartitionCheck:
         self._vb_id = vb_id
         self._record = record
         self._manifest = manifest
-        self._has_expiry_rows = has_expiry_rows
         self._slice_keys = slice_keys
         self._on_progress = on_progress
         self._where = f"vb {vb_id}"
@@ -330,7 +328,7 @@ class PartitionCheck:
         """Count a document that has an expiry, and say what is wrong with its row."""
         self.expiring += 1
         row, crc = due_item(int.from_bytes(value[_EXPIRY], "big"), full_key)
-        if not self._has_expiry_rows or self._reader.get(EXPIRY_TABLE, row) == crc:
+        if self._reader.get(EXPIRY_TABLE, row) == crc:
             return ""
         return "the expiry table has no such row for it"
 
@@ -349,8 +347,7 @@ class PartitionCheck:
         if item_count != sum(live.values()):
             yield self._differs("item_count", item_count, sum(live.values()))
         for name, found in (("keys", self.keys), ("versions", self.versions)):
-            # A store of an older format began to count when it was upgraded.
-            if getattr(record, name) > found:
+            if getattr(record, name) != found:
                 yield self._differs(name, getattr(record, name), found)
         if record.high_seqno < record.last_seqno:
             yield self._differs("high_seqno", record.high_seqno, record.last_seqno)

@@ -31,7 +31,6 @@ from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
-    EXPIRY_FORMAT_VERSION,
     EXPIRY_TABLE,
     FAILOVER_TABLE,
     META_TABLE,
@@ -119,7 +118,7 @@ class StoreCheck:
             self._is_log_whole &= finding.kind != Kind.LOG
             yield finding
         self.progress = self.progress._replace(log_changes=self.log.changes)
-        yield from self._tables(node, manifest)
+        yield from self._tables(manifest)
 
     # -- records -------------------------------------------------------------------------------
 
@@ -186,8 +185,7 @@ class StoreCheck:
 
     # -- tables --------------------------------------------------------------------------------
 
-    def _tables(self, node: NodeRecord | None, manifest: Manifest) -> Iterator[Finding]:
-        has_expiry_rows = node is not None and node.format_version >= EXPIRY_FORMAT_VERSION
+    def _tables(self, manifest: Manifest) -> Iterator[Finding]:
         expiring = 0
         for vb_id in self._vb_ids:
             if vb_id in self._records:
@@ -196,7 +194,6 @@ class StoreCheck:
                     vb_id,
                     self._records[vb_id],
                     manifest,
-                    has_expiry_rows=has_expiry_rows,
                     slice_keys=self._slice_keys,
                     cas_max=self._cas_max,
                     on_progress=self._within_partition,
@@ -212,8 +209,7 @@ class StoreCheck:
                 )
             self.progress = self.progress._replace(partitions=self.progress.partitions + 1)
             self._on_progress(self.progress)
-        if has_expiry_rows:
-            yield from self._expiry_rows(expiring)
+        yield from self._expiry_rows(expiring)
         yield from self._strays()
 
     def _living_seqno(self, vb_id: int) -> int:

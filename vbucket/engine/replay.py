@@ -125,10 +125,6 @@ class Replay:
             rollback_to = document["rollback_to"]
             if rollback_to is not None:
                 assert isinstance(rollback_to, int)
-                if 0 < rollback_to < part.history_floor:
-                    # Written before compaction existed, when a purge kept all history.
-                    part.history_floor = rollback_to
-                    part.purge_seqno = min(part.purge_seqno, rollback_to - 1)
                 engine.keyspace.roll_back(part, rollback_to)
                 self._lower_watermark(vb_id, rollback_to)
             part.set_failover(FailoverLog.from_document(document["log"]))

@@ -34,18 +34,12 @@ import google_crc32c
 
 SEGMENT_MAGIC: Final = b"dcpd-log"
 SEGMENT_FORMAT_VERSION: Final = 4
-"""Version 3 has the segment header of version 2, and other records (`vbucket.log.record`). Version
-4 has the same header and records, and control entries that older programs do not know
-(`vbucket.model.control`). Each start begins a segment of this version, so an older program refuses
-the folder from then on, before it reads anything that it does not know."""
+"""Each start begins a segment of this version, so an older program refuses the folder from then on,
+before it reads anything that it does not know. Versions 1 to 3 were in no release."""
 SEGMENT_HEADER: Final = Struct(">8sIIQQQI")
 """magic, format version, reserved 0, segment id, bytes of the previous segment (0: there was none),
 salt, CRC-32C of what stands before it."""
 SEGMENT_HEADER_BYTES: Final = SEGMENT_HEADER.size
-OLD_SEGMENT_HEADER: Final = Struct(">8sIIQQI")
-"""Version 1: without a salt. Versions 1 and 2 are read and not written."""
-OLD_SALT: Final = 0xDC9D_106E << 32
-"""The salt of records of version 1."""
 
 MARK_SLOTS: Final = 3
 """One slot on disk, one being synced, one being written: a power cut can tear only the last two."""

@@ -7,15 +7,12 @@
 
 The CRC covers the record's fields before it and the payload. The fields include the CRC of the
 previous record, so the records form a chain: if one is exchanged or lost in the middle, the chain
-breaks. Group numbers ascend by 1. Both continue across segments and restarts. Big-endian. Records
-in segments of versions 1 and 2 do not hold the CRC of the previous record; the first record after
-them does.
+breaks. Group numbers ascend by 1. Both continue across segments and restarts. Big-endian.
 
 A segment's header holds a salt, 64 random bits. Its upper half is the mark at the beginning of each
 record of the segment; its lower half is the initial value of their CRCs. Records hold clients'
 values unchanged, but a client cannot know the salt. So it cannot make a value that passes for a
-record, which would make a torn group look like damage. Segments of version 1 have no salt; their
-records use `device.OLD_SALT`.
+record, which would make a torn group look like damage.
 
 Who calls it: `vbucket.log.writer` packs records; recovery, the merge and the offline check scan
 segments. Pure.
@@ -39,10 +36,9 @@ from typing import Final, NamedTuple
 import google_crc32c
 
 from vbucket.log.device import (
-    OLD_SALT,
-    OLD_SEGMENT_HEADER,
     SEGMENT_FORMAT_VERSION,
     SEGMENT_HEADER,
+    SEGMENT_HEADER_BYTES,
     SEGMENT_MAGIC,
     UnknownFormatError,
 )
@@ -55,26 +51,12 @@ RECORD_HEAD: Final = Struct(">IIIQI")
 RECORD: Final = Struct(">IIIQII")
 """The same and the CRC-32C."""
 RECORD_BYTES: Final = RECORD.size
-OLD_RECORD_HEAD: Final = Struct(">IIIQ")
-OLD_RECORD: Final = Struct(">IIIQI")
-"""Records of segments of versions 1 and 2."""
-_LAYOUTS: Final = ((OLD_RECORD, OLD_RECORD_HEAD.size), (RECORD, RECORD_HEAD.size))
-"""Without and with a chain: the layout, and how much of it the checksum covers."""
-GROUP_WINDOW: Final = 1 << 20
-"""A record after a bad place counts only if its group number is at most this far above the last
-good one."""
 
 _BODY_LENGTH: Final = Struct(">20xI")
 """Where an entry has its body length: after 12 bytes of prefix and 8 of the frame's header."""
 _ENTRY_HEAD_BYTES: Final = 36
 _ZEROS: Final = bytes(64 << 10)
 _SALT_HALF: Final = (1 << 32) - 1
-_HEADERS: Final = {
-    1: OLD_SEGMENT_HEADER, 2: SEGMENT_HEADER, 3: SEGMENT_HEADER,
-    SEGMENT_FORMAT_VERSION: SEGMENT_HEADER,
-}  # fmt: skip
-_CHAINED_FROM: Final = 3
-"""The first version whose records hold the CRC of the previous record."""
 _VERSION_AT: Final = len(SEGMENT_MAGIC)
 _crc32c = google_crc32c.value
 _crc32c_extend = google_crc32c.extend
@@ -90,9 +72,6 @@ class SegmentHeader(NamedTuple):
 
     previous_bytes: int
     salt: int
-    size_bytes: int
-    is_chained: bool
-    """Whether records hold the CRC of the previous record."""
 
 
 class ScannedGroup(NamedTuple):
@@ -180,27 +159,24 @@ def read_segment_header(data: bytes, segment: int) -> SegmentHeader:
 
     Raises LogDamagedError, or UnknownFormatError if the version is unknown.
     """
-    if len(data) < OLD_SEGMENT_HEADER.size:
+    if len(data) < SEGMENT_HEADER_BYTES:
         raise damaged_at(segment, 0, f"its header is cut short to {len(data)} bytes")
     magic = data[:_VERSION_AT]
     if magic != SEGMENT_MAGIC:
         raise damaged_at(segment, 0, f"it begins with {magic!r} instead of {SEGMENT_MAGIC!r}")
     version = int.from_bytes(data[_VERSION_AT : _VERSION_AT + 4], "big")
-    layout = _HEADERS.get(version)
-    if layout is None:
+    if version != SEGMENT_FORMAT_VERSION:
         raise UnknownFormatError(
-            f"log segment {segment} has format version {version}, this program knows up to "
-            f"{SEGMENT_FORMAT_VERSION}; use the version of dcpd that wrote it"
+            f"log segment {segment} has format version {version}, this program knows "
+            f"{SEGMENT_FORMAT_VERSION}; use the version of dcpd that wrote it, or move the data "
+            "with a backup"
         )
-    if len(data) < layout.size:
-        raise damaged_at(segment, 0, f"its header is cut short to {len(data)} bytes")
-    _, _, _, found, previous_bytes, *salt, crc = layout.unpack_from(data)
+    _, _, _, found, previous_bytes, salt, crc = SEGMENT_HEADER.unpack_from(data)
     if found != segment:
         raise damaged_at(segment, 0, f"its header says that it is segment {found}")
-    if _crc32c(data[: layout.size - 4]) != crc:
+    if _crc32c(data[: SEGMENT_HEADER_BYTES - 4]) != crc:
         raise damaged_at(segment, 0, "its header does not match its checksum")
-    is_chained = version >= _CHAINED_FROM
-    return SegmentHeader(previous_bytes, salt[0] if salt else OLD_SALT, layout.size, is_chained)
+    return SegmentHeader(previous_bytes, salt)
 
 
 def scan_segment(
@@ -221,15 +197,15 @@ def scan_segment(
 
     Raises LogDamagedError; UnknownFormatError.
     """
-    header = read_segment_header(data, segment)
-    at = header.size_bytes
+    salt = read_segment_header(data, segment).salt
+    at = SEGMENT_HEADER_BYTES
     last = None if before is None else (before.group, before.crc)
-    while (record := _record_at(data, at, header)) is not None:
+    while (record := _record_at(data, at, salt)) is not None:
         group, payload_at, end, crc_before, crc = record
         if last is not None:
             if group != last[0] + 1:
                 raise damaged_at(segment, at, f"group {group} follows group {last[0]}")
-            if header.is_chained and crc_before != last[1]:
+            if crc_before != last[1]:
                 raise damaged_at(
                     segment, at, f"group {group} was not written after this group {last[0]}"
                 )
@@ -241,7 +217,7 @@ def scan_segment(
         raise damaged_at(segment, at, "there is no good record here, but a newer segment exists")
     if not is_synced_per_group or written_bytes(data) <= at:
         return
-    found = _find_record(data, at + 1, None if last is None else last[0], header)
+    found = _find_record(data, at + 1, salt)
     if found is not None:
         raise damaged_at(segment, at, f"there is no good record here, but one follows at {found}")
 
@@ -251,12 +227,12 @@ def groups_after(data: bytes, segment: int, start: int) -> Iterator[bytes]:
     segment. If its header is damaged, nothing can.
     """
     try:
-        header = read_segment_header(data, segment)
+        salt = read_segment_header(data, segment).salt
     except (LogDamagedError, UnknownFormatError):
         return
-    at: int | None = max(start, header.size_bytes)
-    while at is not None and (at := _find_record(data, at, None, header)) is not None:
-        record = _record_at(data, at, header)
+    at: int | None = max(start, SEGMENT_HEADER_BYTES)
+    while at is not None and (at := _find_record(data, at, salt)) is not None:
+        record = _record_at(data, at, salt)
         assert record is not None
         _, payload_at, end, _, _ = record
         yield data[payload_at:end]
@@ -273,42 +249,33 @@ def written_bytes(data: bytes) -> int:
     return end - len(last) + len(last.rstrip(b"\0"))
 
 
-def _record_at(
-    data: bytes, at: int, header: SegmentHeader
-) -> tuple[int, int, int, int, int] | None:
+def _record_at(data: bytes, at: int, salt: int) -> tuple[int, int, int, int, int] | None:
     """Return the good record at `at`: group number, position of the payload, end, checksum of the
-    previous record (0 if the record does not hold it), own checksum. None: there is none.
+    previous record, own checksum. None: there is none.
     """
-    layout, head_bytes = _LAYOUTS[header.is_chained]
-    payload_at = at + layout.size
+    payload_at = at + RECORD_BYTES
     if payload_at > len(data):
         return None
-    mark, kind, length, group, *before, crc = layout.unpack_from(data, at)
+    mark, kind, length, group, crc_before, crc = RECORD.unpack_from(data, at)
     end = payload_at + length
-    salt = header.salt
     if mark != salt >> 32 or kind != KIND_GROUP or end > len(data):
         return None
-    head_crc = _crc32c_extend(salt & _SALT_HALF, data[at : at + head_bytes])
+    head_crc = _crc32c_extend(salt & _SALT_HALF, data[at : at + RECORD_HEAD.size])
     if _crc32c_extend(head_crc, data[payload_at:end]) != crc:
         return None
-    return group, payload_at, end, before[0] if before else 0, crc
+    return group, payload_at, end, crc_before, crc
 
 
-def _find_record(data: bytes, start: int, last: int | None, header: SegmentHeader) -> int | None:
-    """Return the position of the next good record from `start` on that can belong to this log.
+def _find_record(data: bytes, start: int, salt: int) -> int | None:
+    """Return the position of the next good record from `start` on.
 
-    A value may hold any bytes. The salt keeps it from passing for a record. In a segment without a
-    salt only this does: the group number must be soon after `last`.
+    A value may hold any bytes. The salt keeps it from passing for a record.
     """
-    mark = (header.salt >> 32).to_bytes(4, "big")
-    layout, _ = _LAYOUTS[header.is_chained]
+    mark = (salt >> 32).to_bytes(4, "big")
     at = data.find(mark, start)
     while at >= 0:
-        if at + layout.size <= len(data):
-            group = layout.unpack_from(data, at)[3]
-            is_near = last is None or last < group <= last + GROUP_WINDOW
-            if is_near and _record_at(data, at, header) is not None:
-                return at
+        if _record_at(data, at, salt) is not None:
+            return at
         at = data.find(mark, at + 1)
     return None
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vbucket.log.device import LogDevice
+from vbucket.log.device import SEGMENT_HEADER_BYTES, LogDevice
 from vbucket.log.end_mark import NO_RECORD, EndMark, LogEnd, pack_mark, read_marks
 from vbucket.log.record import (
     LogDamagedError,
@@ -98,7 +98,6 @@ class Recovery:
         """Yield every group once, in order. Raises LogDamagedError, UnknownFormatError."""
         segments = [number for number in self._device.segments() if number > self._after_segment]
         previous_bytes = 0
-        is_chained = False
         for segment in range(self._after_segment + 1, max(segments, default=0) + 1):
             if segment not in segments:
                 raise _missing(segment, self._after_segment, segments)
@@ -111,10 +110,10 @@ class Recovery:
                     f"it ends here, but had {header.previous_bytes} bytes when it was sealed",
                 )
             yield from self._groups_of(segment, data, is_newest=segment == segments[-1])
-            previous_bytes, is_chained = len(data), header.is_chained
+            previous_bytes = len(data)
         if not segments:
             raise _missing(self._after_segment + 1, self._after_segment, segments)
-        self._check_end(is_marked=is_chained)
+        self._check_end()
         self._is_scanned = True
 
     def finish(self) -> TornTail | None:
@@ -147,7 +146,7 @@ class Recovery:
         self._newest_segment = 0
 
     def _groups_of(self, segment: int, data: bytes, *, is_newest: bool) -> Iterator[RecoveredGroup]:
-        at = read_segment_header(data, segment).size_bytes
+        at = SEGMENT_HEADER_BYTES
         if is_newest:
             self._newest, self._newest_segment, self._synced_bytes = data, segment, at
         scanned = scan_segment(
@@ -183,8 +182,8 @@ class Recovery:
         if found.segment == self._newest_segment:
             self._synced_bytes = found.size_bytes
 
-    def _check_end(self, *, is_marked: bool) -> None:
-        lost = lost_end(self.end, self._stop, self._clean_end, self._mark, is_marked=is_marked)
+    def _check_end(self) -> None:
+        lost = lost_end(self.end, self._stop, self._clean_end, self._mark)
         if lost is not None:
             raise lost.error
 
@@ -197,22 +196,16 @@ class LostEnd(NamedTuple):
 
 
 def lost_end(
-    found: LogEnd,
-    stop: tuple[int, int],
-    clean_end: LogEnd | None,
-    mark: EndMark | None,
-    *,
-    is_marked: bool,
+    found: LogEnd, stop: tuple[int, int], clean_end: LogEnd | None, mark: EndMark | None
 ) -> LostEnd | None:
     """Return what is wrong with a log that ends with the record `found`; None: nothing is known to
     be missing.
 
     `stop`: segment and position after the last good record, or after the header, of the newest
     segment. That is the place of the damage: `found` may be of an older segment, which is
-    complete. `mark` is None if nobody looked for it. `is_marked`: the newest segment was written
-    by a version that keeps end marks.
+    complete. `mark` is None if nobody looked for it.
     """
-    problem = _end_problem(found, clean_end, mark, is_marked=is_marked)
+    problem = _end_problem(found, clean_end, mark)
     if not problem:
         return None
     known = clean_end or (mark.end if mark is not None else None)
@@ -223,9 +216,7 @@ def lost_end(
     return LostEnd(segment, damaged_at(segment, at, problem))
 
 
-def _end_problem(
-    found: LogEnd, clean_end: LogEnd | None, mark: EndMark | None, *, is_marked: bool
-) -> str:
+def _end_problem(found: LogEnd, clean_end: LogEnd | None, mark: EndMark | None) -> str:
     if clean_end is not None:
         if _is_at(found, clean_end):
             return ""
@@ -233,7 +224,7 @@ def _end_problem(
     if mark is None:
         return ""
     if mark.end is None:
-        return f"{mark.problem}, so nothing tells whether groups are missing" if is_marked else ""
+        return f"{mark.problem}, so nothing tells whether groups are missing"
     if found.group < mark.end.group:
         return f"the log ends here with group {found.group}, but it had {mark.end} on disk"
     return ""

@@ -99,10 +99,7 @@ def watermarks_of(document: Mapping[str, Any]) -> dict[int, int]:
 
 
 def epoch_of(document: dict[str, Any]) -> int:
-    """Return the leader epoch of an entry of kind `epoch` or `failover`.
-
-    Entries from before leader epochs existed may lack it; then it is 0.
-    """
-    newest = document["log"][0][2:] if "log" in document else ()
-    epoch: int = max(document.get("epoch", 0), *newest, 0)
+    """Return the leader epoch of an entry of kind `epoch` or `failover`."""
+    newest: int = document["log"][0][2] if "log" in document else 0
+    epoch: int = max(newest, document.get("epoch", 0))
     return epoch

@@ -12,8 +12,8 @@ from typing import Final
 from dcp.wire.opcode import Opcode
 from vbucket.store.due import due_item
 from vbucket.store.environment import KvWrite
-from vbucket.store.key_record import StoredMeta, checked_meta
-from vbucket.store.records import BY_KEY_TABLE, EXPIRY_TABLE
+from vbucket.store.key_record import StoredMeta
+from vbucket.store.records import EXPIRY_TABLE
 
 BUILT_AT_ONCE: Final = 100_000
 """Rows collected before a write, while the table is built for a store that has none."""
@@ -60,13 +60,3 @@ class ExpiryRows:
 def expiry_of(meta: StoredMeta | None) -> int:
     """Return when a document expires, 0 for never or no document."""
     return meta.expiry if meta is not None and meta.opcode == _MUTATION else 0
-
-
-def build_expiry_table(write: KvWrite) -> None:
-    """Build the table for a store that was written without it."""
-    rows = ExpiryRows()
-    for vb_key, value in write.range(BY_KEY_TABLE, b"\x00"):
-        rows.replace(vb_key, None, expiry_of(checked_meta(vb_key, bytes(value))))
-        if len(rows) >= BUILT_AT_ONCE:
-            rows.write(write)
-    rows.write(write)

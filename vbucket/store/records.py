@@ -28,11 +28,8 @@ from vbucket.store.key_record import RecordDamagedError
 from vbucket.store.quarantine import Quarantine, Quarantined
 
 STORE_FORMAT_VERSION: Final = 5
-EXPIRY_FORMAT_VERSION: Final = 2
-"""The first format with the table expiry."""
-OLDEST_FORMAT_VERSION: Final = 1
-FAILOVER_ENTRIES_BEFORE: Final = 25
-"""The longest failover log that programs for formats up to 3 read."""
+"""Format 4 has no `PartMerged`; a merge makes it 5. Formats 1 to 3 were in no release."""
+OLDEST_FORMAT_VERSION: Final = 4
 META_TABLE: Final = "meta"
 FAILOVER_TABLE: Final = "failover"
 STATE_TABLE: Final = "state"
@@ -92,11 +89,10 @@ class PartitionRecord(NamedTuple):
     compacted: list[int] | None = None
     """History floor, purge seqno and manifest uid of the last compaction that was finished."""
     mended: list[int] | None = None
-    """`Mended`. The document omits it if it is None, because a store of format 2 may be written to
-    before a merge makes it format 3."""
+    """`Mended`. The document omits it if it is None."""
     snapshot: list[int] | None = None
     """`vbucket.model.control.SnapshotWindow` of a replica that has a part of the snapshot. The
-    document omits it if it is None, because formats before 4 do not know it."""
+    document omits it if it is None."""
 
 
 class PartMerged(NamedTuple):
@@ -122,9 +118,8 @@ class NodeRecord(NamedTuple):
     durability: str
     merged_segment: int
     merged_end: list[int] | None = None
-    """The last record of the log that the store has merged (`LogEnd.to_document`). None: unknown,
-    because nothing was merged since the store has format 3. The document omits it if it is None, so
-    older versions, which read format 2, understand it."""
+    """The last record of the log that the store has merged (`LogEnd.to_document`). None: nothing
+    was merged. The document omits it then."""
     part_merged: list[int] | None = None
     """`PartMerged`. The document omits it if it is None, because formats before 5 do not know it.
     """
@@ -155,8 +150,8 @@ class RecordView:
         if not OLDEST_FORMAT_VERSION <= document["format_version"] <= STORE_FORMAT_VERSION:
             raise UnknownFormatError(
                 f"the store has format version {document['format_version']}, this program knows "
-                f"up to {STORE_FORMAT_VERSION}; use the version of dcpd that wrote it, or move the "
-                "data with a backup"
+                f"{OLDEST_FORMAT_VERSION} to {STORE_FORMAT_VERSION}; use the version of dcpd that "
+                "wrote it, or move the data with a backup"
             )
         return NodeRecord(**document)
 
@@ -166,9 +161,7 @@ class RecordView:
         return INITIAL_MANIFEST if document is None else Manifest.from_document(document)
 
     def clean_end(self) -> CleanEnd | None:
-        """Return the end of the log at the last clean stop. None if the last stop was not clean, or
-        the store was written by a version that does not record it.
-        """
+        """Return the end of the log at the last clean stop. None if the last stop was not clean."""
         document = self._document(META_TABLE, _CLEAN_END_KEY)
         if document is None:
             return None
@@ -188,8 +181,6 @@ class RecordView:
         failover = self._document(FAILOVER_TABLE, key)
         if failover is None:
             raise RecordDamagedError(f"vb {vb_id}: the store has a state and no failover log")
-        if "versions" not in document:
-            document |= _counts_before_compaction(document)
         return PartitionRecord(**document, failover=failover)
 
     def partitions(self, without: Container[int] = ()) -> dict[int, PartitionRecord]:
@@ -261,35 +252,12 @@ def put_partition(write: KvWrite, vb_id: int, record: PartitionRecord) -> None:
 
 
 def put_failover(write: KvWrite, vb_id: int, log: list[list[int]]) -> None:
-    """Write a partition's failover log. Raises StoreFailedError for an unknown partition.
-
-    A log that is too long for format 3 makes the store format 4, so that older programs refuse it.
-    Formats without an expiry table wait for the merge that builds it, right after the start.
-    """
+    """Write a partition's failover log. Raises StoreFailedError for an unknown partition."""
     record = RecordView(write).partition(vb_id)
     if record is None:
         raise StoreFailedError(f"vb {vb_id}: the store has no such partition; create it first")
     epoch = max(record.epoch, log[0][2])
     put_partition(write, vb_id, record._replace(failover=log, epoch=epoch))
-    node = RecordView(write).node() if len(log) > FAILOVER_ENTRIES_BEFORE else None
-    if node is not None and EXPIRY_FORMAT_VERSION <= node.format_version < STORE_FORMAT_VERSION:
-        put_node(write, node._replace(format_version=STORE_FORMAT_VERSION))
-
-
-def _counts_before_compaction(document: dict[str, Any]) -> dict[str, int]:
-    """Return the fields that are missing in a record from before compaction existed.
-
-    Every version was kept then, so there are as many versions as seqnos, and at least as many keys
-    as documents. A purge only raised the purge seqno and dropped nothing.
-    """
-    purge_seqno = min(document["purge_seqno"], max(0, document["high_seqno"] - 1))
-    floor = max(document["history_floor"], purge_seqno + 1 if purge_seqno else 0)
-    return {
-        "versions": document.get("last_seqno", 0),
-        "keys": document["item_count"],
-        "purge_seqno": purge_seqno,
-        "history_floor": floor,
-    }
 
 
 def _put_document(write: KvWrite, table: str, key: bytes, document: Any) -> None:

@@ -5,10 +5,8 @@
     by_seqno  vb + first seqno    blocks of versions (vbucket.store.block)
     expiry    due + vb + key      when documents are due to expire (vbucket.store.due)
 
-Formats: format 1 has no expiry table; the first merge builds it. Format 2 does not record the end
-of the log, the quarantine, or lowered CAS. Up to format 3 a failover log has at most 25 versions,
-and the leader epoch is that of the newest one. Up to format 4 a merge is one transaction. All can
-be read, and become format 5 with the first merge, which the first start begins.
+Formats: in format 4 a merge is one transaction. It can be read, and becomes format 5 with the first
+merge, which the first start begins.
 
 Who calls it: the engine reads through `Store`; the merge reads and writes through `StoreView` and
 the functions here. Only the current writer calls `create` and `set_*`: the store process while the
@@ -457,15 +455,10 @@ class Store(StoreView):
         return super()._blocks(vb_id, start_seqno, end_seqno) if kept is None else kept
 
     def begin(self, node: NodeRecord) -> None:
-        """Replace the node's record at a start, and remove the clean end. The format never goes
-        back: a new failover log may have raised it.
-        """
+        """Replace the node's record at a start, and remove the clean end."""
 
         def put(write: KvWrite) -> None:
-            before = StoreView(write).node()
-            assert before is not None, "the store was created"
-            version = max(node.format_version, before.format_version)
-            put_node(write, node._replace(format_version=version))
+            put_node(write, node)
             put_clean_end(write, None)
 
         self._write(put)

@@ -36,10 +36,9 @@ from vbucket.log.record import (
 )
 from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import KvEnv, KvWrite
-from vbucket.store.expiry_index import ExpiryRows, build_expiry_table
+from vbucket.store.expiry_index import ExpiryRows
 from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import (
-    EXPIRY_FORMAT_VERSION,
     STORE_FORMAT_VERSION,
     NodeRecord,
     PartitionRecord,
@@ -184,7 +183,7 @@ class _Pass:
         view = StoreView(write)
         staging = self._staging
         if staging is None:
-            staging = self._stage(write, view)
+            staging = self._stage(view)
         rows = ExpiryRows()
         pages = 0
         while self._order and pages < self._slice_pages:
@@ -214,12 +213,10 @@ class _Pass:
             self._kept,
         )
 
-    def _stage(self, write: KvWrite, view: StoreView) -> Staging:
+    def _stage(self, view: StoreView) -> Staging:
         node = view.node()
         if node is None:
             raise MergeRefusedError("the store was never created; create it before merging")
-        if node.format_version < EXPIRY_FORMAT_VERSION:
-            build_expiry_table(write)
         self._staging = staging = Staging(view, node, self._damaged, native=self._native)
         self._stage_segments(staging, node)
         self._finishes_other = node.part_merged is not None

@@ -7,8 +7,7 @@ Called by `dcp.server.access.users`.
      "roles": {ROLE: [{"prefix": TEXT, "collection": "scope.collection"}, ...]}}}}
 
 A scope without prefix and collection means everything. The checksum covers `decoy_key` and `users`.
-Without it, a flipped bit could silently lock a user out or change rights. Format 1 has no roles:
-its users have all of them. Format 2 has no checksum. Both are read;
+Without it, a flipped bit could silently lock a user out or change rights.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ from typing import Any, Final, NamedTuple
 
 import google_crc32c
 
-from dcp.session.rights import FULL_RIGHTS, Rights, Role, Scope
+from dcp.session.rights import Rights, Role, Scope
 from dcp.session.scram import HASH_NAMES, ScramKeys
 
 USERS_FORMAT_VERSION: Final = 3
-_FORMAT_WITHOUT_ROLES: Final = 1
-_FORMATS_WITHOUT_CHECKSUM: Final = frozenset({_FORMAT_WITHOUT_ROLES, 2})
 _CHECKSUM: Final = "crc32c"
 NEW_SUFFIX: Final = ".new"
 """Of a file that is being written: a crash may leave it."""
@@ -151,17 +148,18 @@ def parse_file(path: Path, text: bytes) -> UsersContent:
     try:
         document = json.loads(text)
         version = document["format_version"]
-        if version not in {*_FORMATS_WITHOUT_CHECKSUM, USERS_FORMAT_VERSION}:
+        if version != USERS_FORMAT_VERSION:
             raise UsersFileError(
-                f"{path}: has format version {version!r}, this dcpd knows up to "
-                f"{USERS_FORMAT_VERSION}; use the version that wrote it"
+                f"{path}: has format version {version!r}, this dcpd knows {USERS_FORMAT_VERSION}; "
+                "use the version that wrote it"
             )
-        _check(document, version)
+        if document[_CHECKSUM] != checksum_of(document):
+            raise ValueError("the checksum is wrong")
         return UsersContent(
             {
                 name: UserRecord(
                     {m: _parse_keys(user["scram"][m]) for m in HASH_NAMES},
-                    FULL_RIGHTS if version == _FORMAT_WITHOUT_ROLES else parse_roles(user["roles"]),
+                    parse_roles(user["roles"]),
                 )
                 for name, user in document["users"].items()
             },
@@ -172,14 +170,6 @@ def parse_file(path: Path, text: bytes) -> UsersContent:
             f"{path}: is damaged ({type(error).__name__}: {error}); restore it from a copy, or "
             "delete it and add the users again"
         ) from error
-
-
-def _check(document: Mapping[str, Any], version: int) -> None:
-    if version in _FORMATS_WITHOUT_CHECKSUM:
-        if _CHECKSUM in document:
-            raise ValueError(f"format version {version} has no checksum")
-    elif document[_CHECKSUM] != checksum_of(document):
-        raise ValueError("the checksum is wrong")
 
 
 def _parse_keys(document: Mapping[str, Any]) -> ScramKeys:
