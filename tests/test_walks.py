@@ -26,17 +26,17 @@ class Ceiling(NamedTuple):
 
 
 CEILINGS: Final = {
-    "SET": Ceiling(28, 70, 16, 35),
-    "GET": Ceiling(12, 20, 12, 19),
-    "stream request, ROLLBACK": Ceiling(26, 69, 15, 30),
-    "stream request, backlog from memory": Ceiling(30, 98, 20, 45),
-    "SET with one live stream": Ceiling(36, 105, 24, 55),
-    "stream request, backlog from LMDB": Ceiling(34, 115, 20, 45),
-    "SET to a consumer's event, both ends": Ceiling(57, 160, 34, 80),
+    "SET": Ceiling(21, 46, 16, 35),
+    "GET": Ceiling(9, 14, 9, 14),
+    "stream request, ROLLBACK": Ceiling(23, 58, 15, 30),
+    "stream request, backlog from memory": Ceiling(27, 86, 20, 45),
+    "SET with one live stream": Ceiling(30, 78, 24, 55),
+    "stream request, backlog from LMDB": Ceiling(31, 103, 20, 45),
+    "SET to a consumer's event, both ends": Ceiling(53, 140, 34, 80),
     "master: a group begins, to two replicas": Ceiling(14, 33, 10, 18),
     "replica: a group in, applied": Ceiling(6, 8, 6, 8),
-    "replica: synced, acknowledgement out": Ceiling(19, 38, 10, 18),
-    "master: acknowledgement in, committed": Ceiling(16, 32, 11, 17),
+    "replica: synced, acknowledgement out": Ceiling(19, 36, 10, 18),
+    "master: acknowledgement in, committed": Ceiling(13, 25, 11, 17),
 }
 TRIES: Final = 10
 """A timer of the node may fall into a flow, so the shortest way of some runs counts."""

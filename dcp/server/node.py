@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Final
 from dcp.core.floors import FloorCycle
 from dcp.core.groups import GroupCycle, Published
 from dcp.core.merges import MergeCycle
-from dcp.core.pacing import Pacing
 from dcp.server.access.access import Access
 from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
 from dcp.server.access.users import Users
@@ -68,7 +67,6 @@ from dcp.server.storage.failover_logs import FailoverLogs
 from dcp.server.storage.folder import CLUSTER_FILE
 from dcp.server.storage.health import Health
 from dcp.server.storage.loading import Loading
-from dcp.server.storage.merge_pace import MergePace
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.opening import Storage
 from dcp.server.storage.store_process import StoreProcess
@@ -384,7 +382,6 @@ class Node:
             self.meter, commits, self._backpressure, self.connections,
             save_failover_log=failover_logs.save_soon,
         )  # fmt: skip
-        pace = MergePace(Pacing(engine.keyspace), merging, self.meter)
         on_publish: Callable[[Published], None] = after_commit.published
         self._config = ClusterConfig(settings.host, storage.node.node_id, settings.bucket)
         if identity is not None and self._meta is not None:
@@ -395,7 +392,7 @@ class Node:
             on_begin=None if self.replicated is None else self.replicated.group_begun,
             on_publish=on_publish, on_rotated=self._log_rotated,
             on_full=health.log_full, on_failure=self._fail,
-            sync_seconds=self.meter.sync_seconds, pace=pace,
+            sync_seconds=self.meter.sync_seconds, pace=merging,
         )  # fmt: skip
         self._periodic_sync = PeriodicSync(groups, self._committer, settings.sync_interval_s)
 

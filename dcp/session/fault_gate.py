@@ -21,18 +21,8 @@ class FaultGate:
 
     def __init__(self, state: SessionState) -> None:
         self._state = state
-        self._waiting: Fault | None = None
+        self.waiting: Fault | None = None
         """The fault that delays the first request in the buffer."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether requests need no check: there are no faults."""
-        return self._waiting is None and not self._state.faults.rules
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a fault delays a request."""
-        return self._waiting is not None
 
     def stops(self, buffer: bytes, position: int, now_ns: int) -> bool:
         """Return whether a fault keeps a complete request from being handled.
@@ -50,14 +40,14 @@ class FaultGate:
             key_at = position + HEADER_BYTES + extras_len
             key = buffer[key_at : key_at + key_len]
             vb_id = vbucket_of(key, state.engine.num_vbuckets)
-        fault, self._waiting = self._waiting, None
+        fault, self.waiting = self.waiting, None
         if fault is None:
             fault = state.faults.meet(opcode, vb_id)
             if fault is None:
                 return False
             state.note("fault", fault=fault.fault_id, opcode=opcode, vb_id=vb_id)
             if fault.delay_ms:
-                self._waiting = fault
+                self.waiting = fault
                 state.held_until_ns = now_ns + fault.delay_ms * 1_000_000
                 state.is_full = True
                 return True

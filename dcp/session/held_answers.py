@@ -131,15 +131,12 @@ class HeldAnswers:
         self._commits = engine.commits
         self._commit_timeout_ns = commit_timeout_ns
         self._needs_commit = not acknowledges_as_master
-        self._batches: deque[HeldBatch] = deque()
+        self.batches: deque[HeldBatch] = deque()
+        """What waits, in order."""
         self.held_bytes = 0
         self.next_expiry_ns: int | None = None
         """When to call `expire`, monotonic; None: nothing that waits is bounded. It may be early.
         """
-
-    def __bool__(self) -> bool:
-        """Whether answers wait."""
-        return bool(self._batches)
 
     def take(self, state: SessionState, read_ns: int) -> bytes:
         """Take a session's answers. Return them if they may leave at once, b"" if they wait."""
@@ -155,9 +152,9 @@ class HeldAnswers:
             state.loads = []
         state.answers.clear()
         state.wait_group, state.first_change = 0, -1
-        if not self._batches and self._may_leave(batch):
+        if not self.batches and self._may_leave(batch):
             return batch.answers if marked is None else b"".join(marked.answers)
-        self._batches.append(batch)
+        self.batches.append(batch)
         self.held_bytes += batch.size_bytes
         if marked is not None:
             self._expire_at(marked.due_ns)
@@ -171,7 +168,7 @@ class HeldAnswers:
         """
         if state.marks:
             self.take(state, read_ns)
-            return bool(self._batches)
+            return bool(self.batches)
         if state.first_change >= 0:
             for entry in self._keyspace.pending[state.first_change :]:
                 state.awaited[vb_id_of(entry)] = state.wait_group
@@ -183,7 +180,7 @@ class HeldAnswers:
         may leave which have none before them that waits.
         """
         ready: list[HeldBatch] = []
-        batches = self._batches
+        batches = self.batches
         while batches:
             batch = batches[0]
             marked = batch.marked
@@ -217,7 +214,7 @@ class HeldAnswers:
                 wait.vb_id in deposed and not self._is_over(wait) for wait in held.waits
             )
 
-        for batch in self._batches:
+        for batch in self.batches:
             if batch.marked is not None and batch.marked.touches(deposed):
                 self._replace(batch, is_lost, _DEPOSED)
 
@@ -226,7 +223,7 @@ class HeldAnswers:
         if self.next_expiry_ns is None or now_ns < self.next_expiry_ns:
             return
         self.next_expiry_ns = None
-        for batch in self._batches:
+        for batch in self.batches:
             marked = batch.marked
             if marked is None or marked.due_ns is None:
                 continue
@@ -238,7 +235,7 @@ class HeldAnswers:
 
     def clear(self) -> None:
         """Drop everything: the connection is gone."""
-        self._batches.clear()
+        self.batches.clear()
         self.held_bytes = 0
         self.next_expiry_ns = None
 

@@ -177,6 +177,11 @@ class Session:
         state.buffer = state.buffer + data if state.buffer else data
         self.resume(now_ns)
 
+    @property
+    def _has_faults(self) -> bool:
+        """Whether a fault may stop a request."""
+        return bool(self.state.faults.rules) or self._gate.waiting is not None
+
     def _is_acknowledgement(self, data: bytes) -> bool:
         """Whether these bytes are one acknowledgement of a replica, and nothing comes before it. It
         takes a third of the time of other packets: each small write waits for some.
@@ -187,7 +192,7 @@ class Session:
             and data.startswith(ACK_HEAD)
             and not (state.buffer or self._skip_bytes or self._missing_bytes)
             and not (state.is_full or state.login or state.rights is None)
-            and self._gate.is_open
+            and not self._has_faults
         )
 
     def resume(self, now_ns: int) -> None:
@@ -202,8 +207,9 @@ class Session:
         state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
         state.work = 0.0
+        has_steps = state.has_steps
         state.begin_commands(now_ns)
-        if state.has_steps and not self._took_last_step(now_ns):
+        if has_steps and not self._took_last_step(now_ns):
             self._is_entered = False
             return
         buffer = state.buffer
@@ -249,7 +255,7 @@ class Session:
             position = after
             hot = self._document_handlers()
             runs = all_runs.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
-        if not is_held:
+        if state.arrival.until_ns and not is_held:
             state.arrival.end(now_ns)
         self._keep_rest(buffer, position, missing_bytes)
         self._is_entered = False
@@ -324,9 +330,9 @@ class Session:
             return position, body_end - end
         if opcode in _WRITES and self._must_wait(opcode):
             return position, 0
-        if self._gate.is_open or not self._gate.stops(buffer, position, now_ns):
+        if not self._has_faults or not self._gate.stops(buffer, position, now_ns):
             self._take(buffer, position, body_end)
-        elif self._gate.is_waiting:
+        elif self._gate.waiting is not None:
             return position, 0
         return body_end, 0
 
@@ -366,7 +372,7 @@ class Session:
         """Return the handlers that the loop calls directly; none if packets need checks first."""
         state = self.state
         rights = state.rights
-        if rights is None or not self._gate.is_open or state.engine.writers_wait:
+        if rights is None or self._has_faults or state.engine.writers_wait:
             return _NO_HANDLERS
         hot = self._hot
         if state.marks is not None:

@@ -116,11 +116,11 @@ class SessionState:
         "observed",
         "peer_is_loopback",
         "prefixes",
-        "producer",
         "replication",
         "rights",
         "scans",
         "schedule",
+        "sender",
         "stale_user",
         "taken_bytes",
         "undo",
@@ -218,16 +218,17 @@ class SessionState:
         """Where replicas' nodes come in; None: this node is alone."""
         self.arrival = ArrivalWait()
         """The wait for a partition that is handed over to this node."""
-        self.producer: Producer | None = None
+        self.sender: StreamSender | None = None
+        """What pumps messages into the connection, if anything does: a producer or a feed."""
         self.feed: ReplicaSender | None = None
-        """What sends to a replica's node, instead of a producer."""
+        """What sends to a replica's node."""
         self.schedule = _nothing_to_schedule
         """Rings the shell, which only notes it, and pumps the sender later."""
 
     @property
-    def sender(self) -> StreamSender | None:
-        """What pumps messages into the connection, if anything does."""
-        return self.producer if self.producer is not None else self.feed
+    def producer(self) -> Producer | None:
+        """What sends streams to a DCP client, if this is one."""
+        return self.sender if isinstance(self.sender, Producer) else None
 
     def _begin_answers(self, has_replicas: bool, acknowledges_as_master: bool) -> None:
         """Begin with no answers, and nothing that they wait for."""

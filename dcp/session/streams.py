@@ -121,7 +121,7 @@ class DcpCommands:
         producer = Producer(
             request.key, state.engine, state.hub, state.schedule, state.limits.backlogs_max
         )
-        state.producer = producer
+        state.sender = producer
         # As in kv_engine, DCP_OPEN turns the datatype JSON on, whatever HELLO said.
         state.has_json = JSON
         state.datatypes |= JSON
@@ -206,11 +206,11 @@ class DcpCommands:
         if producer.stream_count:
             raise RefusedError(Status.EINVAL, "streams are open; open another connection")
         try:
-            state.feed = state.replication.open_feed(request.value, state.schedule)
+            feed = state.replication.open_feed(request.value, state.schedule)
         except ReplicationError as error:
             state.close(f"no replica of this node: {error}")
             raise RefusedError(Status.EINVAL, str(error)) from error
-        state.producer = None
+        state.sender = state.feed = feed
         producer.close()
         state.answer(request)
 

@@ -62,7 +62,7 @@ def test_a_value_that_looks_like_a_record_in_a_torn_group_stops_no_start(tmp_pat
     """The disk got the value and not the head of the group, which nobody was answered."""
     with DcpdProcess(tmp_path / "data") as server:
         log = server.data / "log"
-        crafted = b"".join(pack_group(group, b"x" * 40, 0) for group in range(1, 200))
+        crafted = b"".join(pack_group(group, b"x" * 40, 0)[0] for group in range(1, 200))
         with RawClient(server.port) as client:
             assert client.set(b"kept").status == Status.OK
             mark = (log / MARK_NAME).read_bytes()

@@ -225,12 +225,14 @@ async def paced_seconds(node: Node) -> float:
 class SteadyPace:
     """Every group waits as long."""
 
+    paces = True
+
     def __init__(self) -> None:
         self.seconds = 0.05
         self.groups: list[int] = []
         self._has_waited = False
 
-    def taken(self, group_bytes: int) -> None:
+    def group_taken(self, group_bytes: int) -> None:
         self.groups.append(group_bytes)
         self._has_waited = False
 

@@ -115,7 +115,8 @@ async def test_messages_that_can_wait_leave_with_others_or_alone(tmp_path: Path)
         (connection,) = node.connections
         assert isinstance(connection, ClientConnection)
         sender: Any = Sender()
-        connection.session.state.feed = sender
+        state = connection.session.state
+        state.sender = state.feed = sender
         sender.out.append(pack_request(Opcode.NOOP, opaque=2))
         connection.schedule_pump()
         await asyncio.sleep(0)
@@ -144,7 +145,8 @@ def test_messages_for_replicas_leave_at_once_under_uvloop_too(tmp_path: Path) ->
             assert isinstance(connection, ClientConnection)
             sender: Any = Sender()
             sender.can_wait = False
-            connection.session.state.feed = sender
+            state = connection.session.state
+            state.sender = state.feed = sender
             packet = pack_request(Opcode.NOOP, opaque=2)
             sender.out.append(packet)
             connection.schedule_pump()

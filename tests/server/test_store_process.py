@@ -343,7 +343,7 @@ def test_a_request_of_a_lost_server_commits_nothing(tmp_path: Path) -> None:
     store = Store.create(env, node, {VB: empty})
     device = FileLogDevice(tmp_path, lambda: 1)
     device.rotate()
-    device.append(pack_group(1, entry(1), device.salt))
+    device.append(pack_group(1, entry(1), device.salt)[0])
     device.rotate()
     device.close()
     for request in (
@@ -382,7 +382,7 @@ def rewritten(vb_ids: tuple[int, ...]) -> MemoryEnv:
     )  # fmt: skip
     device = MemoryLogDevice()
     device.rotate()
-    device.append(pack_group(1, entries, device.salt))
+    device.append(pack_group(1, entries, device.salt)[0])
     merge(env, [(1, device.read(1))])
     return env
 

@@ -53,7 +53,7 @@ def test_an_applied_change_becomes_ambiguous_when_its_master_is_deposed(node: Me
     assert connection.left() == []
     connection.held.depose({STUCK})
     assert connection.left() == [(1, OK), (2, AMBIGUOUS), (3, OK), (4, OK)]
-    assert not connection.held
+    assert not connection.held.batches
     assert connection.held.held_bytes == 0
     replaced = connection.frames()[1]
     assert replaced.opcode == Opcode.SET
@@ -115,12 +115,12 @@ def test_a_quiet_change_gets_an_answer_at_its_place(node: MemoryNode) -> None:
 def test_quiet_changes_are_silent_once_they_are_committed(node: MemoryNode) -> None:
     connection = ReplicatedConnection(node)
     connection.ask(set_(STUCK, 1, opcode=Opcode.SETQ))
-    assert connection.held, "it may get an answer after all"
+    assert connection.held.batches, "it may get an answer after all"
     connection.ask(noop(2))
     node.commit()
     commit(node, STUCK)
     assert connection.left() == [(2, OK)]
-    assert not connection.held
+    assert not connection.held.batches
 
 
 def test_quiet_changes_that_wait_count_as_memory(node: MemoryNode) -> None:
@@ -396,7 +396,7 @@ def test_a_get_that_ended_with_an_error_answers_no_more_keys(node: MemoryNode) -
     connection.sent = b""
     connection.ask(b"get %b %b %b %b\r\n" % (stuck, stuck, stuck, stuck), b"version\r\n")
     assert connection.peer.state.is_full
-    assert connection.held
+    assert connection.held.batches
     connection.held.depose({STUCK})
     connection.release()
     assert connection.sent.startswith(b"SERVER_ERROR try again")

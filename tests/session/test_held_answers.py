@@ -125,10 +125,10 @@ def test_a_batch_waits_for_each_of_its_partitions(node: MemoryNode) -> None:
     node.engine.partitions[FREE].has_copies = True
     connection = Connection(node)
     connection.ask(set_(STUCK, 1), set_(FREE, 2))
-    assert connection.held
+    assert connection.held.batches
     node.commit()
     for vb_id in (FREE, STUCK):
         assert connection.release() == []
         commit(node, vb_id)
     assert connection.release() == [1, 2]
-    assert not connection.held
+    assert not connection.held.batches

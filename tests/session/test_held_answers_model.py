@@ -215,7 +215,7 @@ class World:
                     assert request.may_be_replaced
                 settled &= request.must_be_replaced or self.is_settled_now(request)
             if settled:
-                assert not client.connection.held, "nothing waits for what is done"
+                assert not client.connection.held.batches, "nothing waits for what is done"
 
     def is_settled_now(self, request: Request) -> bool:
         return not request.seqno or self.is_done(request)
@@ -225,7 +225,7 @@ class World:
         self.pass_time(1000)
         self.check()
         for client in self.clients:
-            assert not client.connection.held
+            assert not client.connection.held.batches
             assert client.connection.held.held_bytes == 0
             assert client.connection.held.next_expiry_ns is None
             frames = FrameDecoder().feed(client.connection.sent)

@@ -242,7 +242,7 @@ def test_as_master_a_get_of_an_answered_uncommitted_value_does_not_wait(
     node.commit()
     assert reader.left() == [(1, OK), (2, OK)]
     reader.ask(get(VB, 3, opcode=opcode), get(VB, 4, opcode=opcode))
-    assert not reader.held
+    assert not reader.held.batches
     assert node.engine.partitions[VB].committed_seqno == 0
 
 

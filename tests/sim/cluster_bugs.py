@@ -246,7 +246,7 @@ def _depose_elsewhere(held: HeldAnswers, vb_ids: Iterable[int]) -> None:
     """Applied writes of a deposed master get NOT_MY_VBUCKET, without an error text: where one would
     stand, clients look for a map.
     """
-    for batch in held._batches:
+    for batch in held.batches:
         if batch.marked is not None:
             batch.marked._error_body = lambda _text, _status: b""
     with _all_replaced((Replaced(answer_marks, "AMBIGUOUS", Status.NOT_MY_VBUCKET),)):

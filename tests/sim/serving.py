@@ -106,11 +106,11 @@ class ServedConnection:
 
     def release(self) -> None:
         """Send the answers that may leave."""
-        if not self.held:
+        if not self.held.batches:
             return
         for batch in self.held.release():
             self.side.write(batch.answers)
-        if not self.held:
+        if not self.held.batches:
             self._resume()
             self.schedule_pump()
             self._close_if_done()
@@ -165,12 +165,12 @@ class ServedConnection:
         elif state.arrival.until_ns:
             wait_ns = max(0, state.arrival.until_ns - self._node.clock.wall_ns())
             self._node.host.after(wait_ns, self.go_on)
-        elif state.is_full and not self.held:
+        elif state.is_full and not self.held.batches:
             wait_ns = max(0, state.held_until_ns - self._node.clock.wall_ns())
             self._node.host.after(wait_ns, self._resume)
 
     def _resume(self) -> None:
-        may_go_on = not self.held or self.state.arrival.until_ns
+        may_go_on = not self.held.batches or self.state.arrival.until_ns
         if self.state.is_full and may_go_on and self.side.is_open and self.side.can_write:
             self._node.before_commands()
             self.session.resume(self._node.clock.wall_ns())
@@ -184,7 +184,7 @@ class ServedConnection:
         if sender.is_superseded:
             self._abort()
             return
-        if self.held or not self.side.can_write:
+        if self.held.batches or not self.side.can_write:
             return  # `release` and `on_writable` schedule the next turn
         messages = sender.pump(self._node.pump_bytes)
         assert not sender.damages, sender.damages
@@ -197,7 +197,7 @@ class ServedConnection:
         self.side.write(b"".join(messages))
 
     def _close_if_done(self) -> None:
-        if self.state.is_closing and not (self.held or self.state.answers):
+        if self.state.is_closing and not (self.held.batches or self.state.answers):
             self.side.close()
             self._forget()
 

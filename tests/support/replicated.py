@@ -89,7 +89,7 @@ class ReplicatedConnection:
         state = self.peer.state
         self.session.receive(b"".join(requests), self.node.now_ns)
         self._take()
-        while state.is_full and not self.held:
+        while state.is_full and not self.held.batches:
             self.session.resume(self.node.now_ns)
             self._take()
 
@@ -104,7 +104,7 @@ class ReplicatedConnection:
         """Send what may leave, and go on with what waited for that."""
         state = self.peer.state
         self.sent += b"".join(batch.answers for batch in self.held.release())
-        while state.is_full and not self.held:
+        while state.is_full and not self.held.batches:
             self.session.resume(self.node.now_ns)
             self._take()
 

@@ -18,12 +18,12 @@ from vbucket.log.device import (
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.end_mark import NO_RECORD, LogEnd, pack_mark, read_marks
 from vbucket.log.record import (
+    RECORD,
     RECORD_BYTES,
     LogDamagedError,
     ScannedGroup,
     groups_after,
     pack_group,
-    record_crc,
     scan_segment,
     split_entries,
     written_bytes,
@@ -44,9 +44,13 @@ def segment_of(payloads: list[bytes], *, number: int = 1, first_group: int = 1) 
 def records_of(payloads: list[bytes], first_group: int = 1, crc: int = 0) -> list[bytes]:
     records = []
     for group, payload in enumerate(payloads, first_group):
-        records.append(pack_group(group, payload, SALT, crc))
-        crc = record_crc(records[-1])
+        record, crc = pack_group(group, payload, SALT, crc)
+        records.append(record)
     return records
+
+
+def record_crc(record: bytes) -> int:
+    return int(RECORD.unpack_from(record)[-1])
 
 
 def ends_of(payloads: list[bytes]) -> list[int]:
@@ -157,7 +161,7 @@ def test_an_unknown_format_version_is_refused_with_what_to_do() -> None:
 
 
 def test_group_numbers_that_jump_are_damage() -> None:
-    data = segment_of([b"a"]) + pack_group(3, b"c", SALT)
+    data = segment_of([b"a"]) + pack_group(3, b"c", SALT)[0]
     with pytest.raises(LogDamagedError, match="group 3 follows group 1"):
         list(scan_segment(data, 1))
     with pytest.raises(LogDamagedError, match="group 1 follows group 7"):
@@ -169,7 +173,7 @@ def test_a_record_that_was_exchanged_breaks_the_chain() -> None:
     records = records_of(PAYLOADS)
     for index in range(len(records) - 1):
         crc = record_crc(records[index - 1]) if index else 0
-        other = pack_group(index + 1, b"of another log", SALT, crc)
+        other = pack_group(index + 1, b"of another log", SALT, crc)[0]
         data = pack_segment_header(1, 0, SALT) + b"".join(
             [*records[:index], other, *records[index + 1 :]]
         )
@@ -199,7 +203,7 @@ def test_what_can_still_be_read_after_damage() -> None:
 
 def torn_around(value: bytes) -> bytes:
     """A group that did not reach the disk whole: its first bytes did not, its value did."""
-    record = bytearray(pack_group(3, b"a key, and then: " + value, SALT))
+    record = bytearray(pack_group(3, b"a key, and then: " + value, SALT)[0])
     record[:RECORD_BYTES] = bytes(RECORD_BYTES)
     return bytes(record)
 
@@ -207,7 +211,7 @@ def torn_around(value: bytes) -> bytes:
 @pytest.mark.parametrize("group", [3, 4, 1000])
 def test_a_value_made_to_look_like_a_record_is_cut_with_its_torn_group(group: int) -> None:
     data = segment_of([b"a", b"b"])
-    crafted = pack_group(group, b"what a client wrote", 0)
+    crafted = pack_group(group, b"what a client wrote", 0)[0]
     found = list(scan_segment(data + torn_around(crafted), 1, is_newest=True))
     assert [scanned.payload for scanned in found] == [b"a", b"b"]
 
@@ -216,12 +220,12 @@ def test_a_record_of_another_segment_is_not_one_of_this() -> None:
     """Who stores the files of a log as values cannot know the salt of the segment under way."""
     data = segment_of([b"a", b"b"])
     for salt in (SALT ^ 1, SALT ^ 1 << 32):
-        torn = torn_around(pack_group(3, b"from a log", salt))
+        torn = torn_around(pack_group(3, b"from a log", salt)[0])
         assert len(list(scan_segment(data + torn, 1, is_newest=True))) == 2
 
 
 def test_a_record_with_the_salt_behind_a_bad_place_is_damage() -> None:
-    data = segment_of([b"a", b"b"]) + torn_around(pack_group(4, b"of our own", SALT))
+    data = segment_of([b"a", b"b"]) + torn_around(pack_group(4, b"of our own", SALT)[0])
     with pytest.raises(LogDamagedError, match="but one follows"):
         list(scan_segment(data, 1, is_newest=True))
 
@@ -291,7 +295,7 @@ def test_recovery_cuts_a_torn_tail_and_the_log_goes_on(kept: int) -> None:
     writer.sync()
     device = writer.device
     assert isinstance(device, MemoryLogDevice)
-    record = pack_group(3, b"torn", device.salt, writer.end.crc)
+    record = pack_group(3, b"torn", device.salt, writer.end.crc)[0]
     device.append(record)
     after = device.crash(keep_unsynced_bytes=kept)
     torn_bytes = len(record[:kept].rstrip(b"\0"))
@@ -402,7 +406,7 @@ def test_a_group_other_than_the_marked_one_is_damage() -> None:
     writer.sync()
     after = cut_to(writer, 3)
     scanned = list(scan_segment(after.read(1), 1, is_newest=True))
-    after.append(pack_group(4, b"of another log", after.salt, scanned[-1].crc))
+    after.append(pack_group(4, b"of another log", after.salt, scanned[-1].crc)[0])
     with pytest.raises(LogDamagedError, match="group 4 is not the one that the end mark names"):
         list(recover(after, 0).groups())
 

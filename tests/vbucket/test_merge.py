@@ -345,7 +345,7 @@ def test_a_torn_or_shortened_segment_is_damage(env: MemoryEnv) -> None:
     header_only = data[:SEGMENT_HEADER_BYTES]
     with pytest.raises(LogDamagedError, match="when it was sealed"):
         merge(env, [(1, header_only), (2, pack_segment_header(2, len(data), 2))])
-    other = pack_segment_header(2, len(data), 2) + pack_group(9, b"", 2)
+    other = pack_segment_header(2, len(data), 2) + pack_group(9, b"", 2)[0]
     with pytest.raises(LogDamagedError, match="group 9 follows group 1"):
         merge(env, [(1, data), (2, other)])
     assert merge(env, []).merged_segment == 0

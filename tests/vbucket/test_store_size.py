@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vbucket.engine.startup import new_partitions
 from vbucket.log.device import pack_segment_header
-from vbucket.log.record import pack_group, record_crc
+from vbucket.log.record import pack_group
 from vbucket.model.entry import pack_control, pack_mutation
 from vbucket.model.ids import vb_uuid_from_random
 from vbucket.store.environment_lmdb import LmdbEnv
@@ -64,8 +64,7 @@ class Churn:
             entries.append(entry)
             size += len(entry)
         at = len(self._sizes)
-        record = pack_group(at, b"".join(entries), SALT, self._crc)
-        self._crc = record_crc(record)
+        record, self._crc = pack_group(at, b"".join(entries), SALT, self._crc)
         data = pack_segment_header(at, self._sizes[-1], SALT) + record
         self._sizes.append(len(data))
         return at, data

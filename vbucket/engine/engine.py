@@ -134,18 +134,14 @@ class Engine:
         """Seqnos that streams went past. Versions that a snapshot leaves out count, too."""
         self._refusals: dict[Hold, str] = {}
         self._kept_xattrs = KeptXattrs(self.versions)
-        self._cas_floor = 0
+        self.now_ns = 0
+        """The time of the operations of this batch, as a CAS has it: without the lowest 16 bits."""
         self.now_s = 0  # Unix time of this batch of operations
-
-    @property
-    def now_ns(self) -> int:
-        """The time of the operations of this batch."""
-        return self._cas_floor
 
     @property
     def cas_max(self) -> int:
         """The highest CAS that may come from elsewhere now."""
-        return self._cas_floor + self.cas_drift_ns
+        return self.now_ns + self.cas_drift_ns
 
     def refuse_writes(self, why: str, hold: Hold = Hold.LOG_FULL) -> None:
         """Refuse all changes of documents with a temporary failure; `why` "" accepts them again.
@@ -175,9 +171,11 @@ class Engine:
 
     def begin_batch(self, now_ns: int) -> None:
         """Set the time of the operations that follow; `now_ns` since the Unix epoch."""
-        self._cas_floor = now_ns & ~0xFFFF
+        self.now_ns = now_ns & ~0xFFFF
         self.now_s = now_ns // 1_000_000_000
-        self.locks.begin_batch(now_ns)
+        self.locks.now_ns = now_ns
+        if self.locks.held:
+            self.locks.sweep_if_due()
 
     def store(
         self,
@@ -246,7 +244,7 @@ class Engine:
                 datatype, value = plain(datatype, body[len(key) :])
                 body = key + with_xattrs(xattrs, value)
                 datatype |= DATATYPE_XATTR
-        cas = self._cas_floor
+        cas = self.now_ns
         if cas <= part.max_cas:
             cas = part.max_cas + 1
         seqno = part.high_seqno + 1
@@ -332,7 +330,7 @@ class Engine:
         if resolves_conflict and (rev_seqno, new_cas) <= (old_rev_seqno, old_cas):
             return _EXISTS
         if not keeps_cas:
-            new_cas = max(self._cas_floor, part.max_cas + 1)
+            new_cas = max(self.now_ns, part.max_cas + 1)
         seqno = part.high_seqno + 1
         if opcode == MUTATION:
             datatype = datatype_of(datatype, body, len(key))
@@ -381,7 +379,7 @@ class Engine:
         replaced: dict[int, int] = {}
         if has_far or not are_new(part, frames.keys):
             indexes, prev_seqnos, live, replaced = winners(
-                self.versions, part, frames, cas_floor=self._cas_floor, cas_max=self.cas_max,
+                self.versions, part, frames, cas_floor=self.now_ns, cas_max=self.cas_max,
                 is_forced=not resolves_conflict,
             )  # fmt: skip
             if replaced:
@@ -503,7 +501,7 @@ class Engine:
 
         `xattrs` is the section that the deletion keeps. None: the document's system XATTRs.
         """
-        new_cas, seqno = max(self._cas_floor, part.max_cas + 1), part.high_seqno + 1
+        new_cas, seqno = max(self.now_ns, part.max_cas + 1), part.high_seqno + 1
         if xattrs is None:
             xattrs = self._kept_xattrs.of_removal(part, key, known)
         entry = (
@@ -520,7 +518,7 @@ class Engine:
         return 0, new_cas, seqno
 
     def _expire(self, part: Partition, key: bytes, known: StoredMeta) -> None:
-        new_cas, seqno = max(self._cas_floor, part.max_cas + 1), part.high_seqno + 1
+        new_cas, seqno = max(self.now_ns, part.max_cas + 1), part.high_seqno + 1
         xattrs = self._kept_xattrs.of_removal(part, key, known)
         entry = (
             _PACK_EXPIRATION(
@@ -537,7 +535,7 @@ class Engine:
 
     def next_change(self, part: Partition) -> tuple[int, int]:
         """Return the CAS and the seqno that the next change of a partition gets in this batch."""
-        return max(self._cas_floor, part.max_cas + 1), part.high_seqno + 1
+        return max(self.now_ns, part.max_cas + 1), part.high_seqno + 1
 
     def expire(self, vb_id: int, key: bytes) -> bool:
         """Remove a document that is due; the expiry is a change with its own seqno.

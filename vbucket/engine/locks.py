@@ -43,24 +43,24 @@ class Locks:
     def __init__(self) -> None:
         self.held: dict[tuple[int, bytes], Lock] = {}
         """(partition, stored key) -> lock; some may be over."""
-        self._now_ns = 0
+        self.now_ns = 0
+        """The time. The engine sets it before each batch."""
         self._sweep_at_ns = 0
 
-    def begin_batch(self, now_ns: int) -> None:
-        """Set the time, and remove the locks that are over if the last search was long ago."""
-        self._now_ns = now_ns
-        if self.held and now_ns >= self._sweep_at_ns:
+    def sweep_if_due(self) -> None:
+        """Remove the locks that are over if the last search was long ago."""
+        if self.now_ns >= self._sweep_at_ns:
             self._sweep()
 
     def of(self, part: Partition, key: bytes, seqno: int) -> Lock | None:
         """Return the lock of a document whose newest version is `seqno`; None: it is not locked."""
         lock = self.held.get((part.vb_id, key))
-        if lock is None or lock.until_ns <= self._now_ns:
+        if lock is None or lock.until_ns <= self.now_ns:
             return None
         return lock if (lock.vb_uuid, lock.seqno) == (part.vb_uuid, seqno) else None
 
     def lock(self, part: Partition, key: bytes, seqno: int, time_ns: int) -> int:
-        """Lock a document that is not locked; return the CAS that opens the lock.
+        """Lock a document that is not locked, for `time_ns`; return the CAS that opens the lock.
 
         0: there are too many locks.
         """
@@ -69,8 +69,8 @@ class Locks:
             self._sweep()
             if len(self.held) >= LOCKS_MAX:
                 return 0
-        part.max_cas = cas = max(self._now_ns & ~0xFFFF, part.max_cas + 1)
-        self.held[part.vb_id, key] = Lock(part.vb_uuid, seqno, cas, self._now_ns + time_ns)
+        part.max_cas = cas = max(self.now_ns & ~0xFFFF, part.max_cas + 1)
+        self.held[part.vb_id, key] = Lock(part.vb_uuid, seqno, cas, self.now_ns + time_ns)
         return cas
 
     def unlock(self, part: Partition, key: bytes) -> None:
@@ -92,7 +92,7 @@ class Locks:
 
     def _sweep(self) -> None:
         """Remove the locks that are over."""
-        now_ns = self._now_ns
+        now_ns = self.now_ns
         self._sweep_at_ns = now_ns + SWEEP_NS
         over = [place for place, lock in self.held.items() if lock.until_ns <= now_ns]
         for place in over:

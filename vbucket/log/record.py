@@ -83,20 +83,16 @@ class ScannedGroup(NamedTuple):
     crc: int
 
 
-def pack_group(group: int, payload: bytes, salt: int, crc_before: int = 0) -> bytes:
-    """Return the record of a commit group; `payload` is its entries one after another.
+def pack_group(group: int, payload: bytes, salt: int, crc_before: int = 0) -> tuple[bytes, int]:
+    """Return the record of a commit group and its checksum; `payload` is its entries one after
+    another.
 
     `salt` is that of its segment, `crc_before` the checksum of the previous record (0: there is
     none).
     """
     head = _pack_head(salt >> 32, KIND_GROUP, len(payload), group, crc_before)
     crc: int = _crc32c_extend(_crc32c_extend(salt & _SALT_HALF, head), payload)
-    return head + crc.to_bytes(4, "big") + payload
-
-
-def record_crc(record: bytes) -> int:
-    """Return the checksum of a record that `pack_group` made."""
-    return int.from_bytes(record[RECORD_HEAD.size : RECORD_BYTES], "big")
+    return head + crc.to_bytes(4, "big") + payload, crc
 
 
 def split_entries(payload: bytes) -> list[bytes]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from vbucket.log.device import MARK_SLOTS, AppendAside, LogDevice
 from vbucket.log.end_mark import NO_RECORD, LogEnd, pack_mark, read_marks
-from vbucket.log.record import pack_group, record_crc
+from vbucket.log.record import pack_group
 
 
 class GroupAside(NamedTuple):
@@ -38,7 +38,7 @@ class LogWriter:
         self.synced_end = end
         """The end of what is on disk."""
         self._marked_end = NO_RECORD
-        self._segment = 0
+        self._segment = self._salt = 0
         mark = read_marks(device.marks())
         self._sequence = mark.sequence
         self._has_mark = mark.end is not None
@@ -59,21 +59,21 @@ class LogWriter:
     def append(self, group: int, payload: bytes, *, sync_follows: bool = False) -> None:
         """Append a group; it survives a crash only after `sync`. See LogDevice.append."""
         device = self.device
-        record = pack_group(group, payload, device.salt, self.end.crc)
+        record, crc = pack_group(group, payload, self._salt, self.end.crc)
         device.append(record, sync_follows=sync_follows)
-        self.end = LogEnd(self._segment, device.current_bytes, group, record_crc(record))
+        self.end = LogEnd(self._segment, device.current_bytes, group, crc)
 
     def begin_append(self, group: int, payload: bytes) -> GroupAside | None:
         """Prepare a group that the caller writes and syncs. None: only `append` can do it; it may
         also take over a group that the caller could not write. Raises as `append` does.
         """
         device = self.device
-        record = pack_group(group, payload, device.salt, self.end.crc)
+        record, crc = pack_group(group, payload, self._salt, self.end.crc)
         aside = device.begin_append(record)
         if aside is None:
             return None
         end_bytes = device.current_bytes + len(record)
-        return GroupAside(aside, LogEnd(self._segment, end_bytes, group, record_crc(record)))
+        return GroupAside(aside, LogEnd(self._segment, end_bytes, group, crc))
 
     def end_append(self, group: GroupAside) -> None:
         """Take note that a group is on disk, written and synced by the caller."""
@@ -105,6 +105,7 @@ class LogWriter:
             self.mark_anew()
         end = self.end
         self._segment = self.device.rotate(at_least)
+        self._salt = self.device.salt
         self.synced_end = end
         self.mark_end()
         return self._segment

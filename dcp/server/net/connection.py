@@ -249,7 +249,7 @@ class ClientConnection(asyncio.Protocol):
     def release(self) -> bool:
         """Send the answers that may leave after a commit; return whether any still wait."""
         self._release()
-        return bool(self._held)
+        return bool(self._held.batches)
 
     @_supervised
     def _release(self) -> None:
@@ -260,7 +260,7 @@ class ClientConnection(asyncio.Protocol):
                 self._answered(batch.answers, (now_ns - batch.read_ns) / 1e9)
             answers = [batch.answers for batch in ready]
             self._write(answers[0] if len(answers) == 1 else b"".join(answers))
-        if not self._held:
+        if not self._held.batches:
             self._resume_session()
             self.schedule_pump()
             self._close_if_done()
@@ -436,7 +436,7 @@ class ClientConnection(asyncio.Protocol):
                 wait_s = (state.arrival.until_ns - time.time_ns()) / 1e9
                 self._arrival_timer = self._loop.call_later(wait_s, self._end_arrival)
             return
-        if self._held or self._is_write_paused or state.login or state.waits_for_room:
+        if self._held.batches or self._is_write_paused or state.login or state.waits_for_room:
             return
         wait_ns = state.held_until_ns - time.time_ns() if state.held_until_ns else 0
         if wait_ns > 0:
@@ -486,7 +486,7 @@ class ClientConnection(asyncio.Protocol):
         """Continue with commands that were left in the session's buffer, and with reading."""
         state = self.session.state
         may_go_on = not (self._is_write_paused or self._transport.is_closing())
-        if self._held:  # a wait that is over need not add the wait for older answers
+        if self._held.batches:  # a wait that is over need not add the wait for older answers
             has_room = self._held.held_bytes <= HELD_BYTES_MAX
             may_go_on = may_go_on and has_room and state.arrival.until_ns > 0
         if state.is_full and may_go_on and not self._must_wait:
@@ -537,7 +537,7 @@ class ClientConnection(asyncio.Protocol):
         if sender.is_superseded:
             self.abort("a newer connection has the same name")
             return
-        if self._held or self._is_write_paused:
+        if self._held.batches or self._is_write_paused:
             return  # release() and resume_writing() schedule the next turn
         messages = sender.pump(PUMP_BYTES)
         for damage in sender.damages:
@@ -550,8 +550,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _close_if_done(self) -> None:
         state = self.session.state
+        if not state.is_closing:
+            return
         is_busy = state.answers or state.has_steps or state.login is not None
-        if state.is_closing and not (is_busy or self._held or self._outgoing):
+        if not (is_busy or self._held.batches or self._outgoing):
             if state.close_reason in _ORDINARY_ENDS:
                 self._sessions.closed_as_usual(self.peer, state.close_reason)
             elif not self._transport.is_closing():

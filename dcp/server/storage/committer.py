@@ -80,9 +80,12 @@ JOIN_S: Final = 2.0
 
 
 class GroupPace(Protocol):
-    """How fast groups may follow each other (dcp.core.pacing)."""
+    """How fast groups may follow each other (`dcp.server.storage.merging`)."""
 
-    def taken(self, group_bytes: int) -> None:
+    paces: bool
+    """Whether a group may have to wait."""
+
+    def group_taken(self, group_bytes: int) -> None:
         """A group was taken."""
 
     def pause_s(self) -> float:
@@ -256,13 +259,14 @@ class Committer:
     def _begin(self) -> None:
         """Begin what the log has to do next, unless it is busy. The loop does small groups."""
         self._is_scheduled = False
-        if self._pauses():
+        if self._put_off():
             return
         job = None if self._has_failed else self._cycle.next_job()
         if job is None:
             return
-        if self._pace is not None and not self._drains and isinstance(job, WriteGroup):
-            self._pace.taken(len(job.group.payload))
+        if self._is_paced and isinstance(job, WriteGroup):
+            assert self._pace is not None, "asked there"
+            self._pace.group_taken(len(job.group.payload))
         if not isinstance(job, WriteGroup) or not self._is_for_the_loop(job):
             self._give(job)
             self._tell_begun(job)
@@ -282,13 +286,19 @@ class Committer:
         if self._on_begin is not None and isinstance(job, WriteGroup) and job.is_synced:
             self._on_begin(job.group)
 
-    def _pauses(self) -> bool:
-        """Whether the next group has to wait; then it begins later."""
+    @property
+    def _is_paced(self) -> bool:
+        """Whether groups may have to wait."""
+        return self._pace is not None and self._pace.paces and not self._drains
+
+    def _put_off(self) -> bool:
+        """Begin later if the next group has to wait; return whether it has to."""
         if self._pausing is not None:
             self._pausing.cancel()  # this may be another call than the one that it waits for
             self._pausing = None
-        if self._pace is None or self._drains or not self._cycle.next_is_group:
+        if not self._is_paced or not self._cycle.next_is_group:
             return False
+        assert self._pace is not None, "asked above"
         pause_s = self._pace.pause_s()
         if pause_s:
             self._is_scheduled = True

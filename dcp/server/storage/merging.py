@@ -9,7 +9,8 @@ The node calls `merge` once per rotation of the log. A merge is retried until it
 
 While nobody waits for it, a merge rests in between (`dcp.core.merge_duty`). It hurries from the
 moment when the next memtable is half full, a caller of `merge_now` waits, or urgent work waits for
-the store process.
+the store process. While it runs, commit groups may have to wait (`dcp.core.pacing`): the committer
+asks, as long as `paces` says so.
 
 `dcp.core.merges` has the rules and their invariants.
 """
@@ -24,7 +25,7 @@ from typing import Final
 
 from dcp.core.merge_duty import MergeDuty
 from dcp.core.merges import MergeCycle
-from dcp.core.pacing import left_of_merge_s
+from dcp.core.pacing import Pacing, left_of_merge_s
 from dcp.core.store_turns import Work
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
@@ -71,6 +72,9 @@ class Merging:
         """Notified at the end of a merge, and when a merge fails."""
         self._began_s = 0.0
         """When the running merge began, monotonic; 0: none runs."""
+        self.paces = False
+        """Whether commit groups may have to wait: a merge runs, or the last pause is not over."""
+        self._pacing = Pacing(engine.keyspace)
         self._duty = MergeDuty()
         """Under way while the merge has its turn in the store process, and until its end."""
         self._callers = 0
@@ -101,6 +105,16 @@ class Merging:
             ahead_s = self._queue.ahead_s(Work.MERGE)
         return ahead_s + left_of_merge_s(self._meter.last_merge_s, under_way_s)
 
+    def group_taken(self, group_bytes: int) -> None:
+        """A commit group was taken; it may delay the next one."""
+        self._pacing.taken(time.monotonic(), group_bytes, self.left_s())
+        self._meter.paced_s = self._pacing.paused_s
+        self.paces = bool(self._began_s) or self._pacing.is_slowing
+
+    def pause_s(self) -> float:
+        """Return how long the next commit group has to wait; 0 if it need not."""
+        return self._pacing.pause_s(time.monotonic()) if self._pacing.is_slowing else 0.0
+
     def why_behind(self) -> str:
         """Return why the store is behind."""
         if self.trouble:
@@ -113,6 +127,7 @@ class Merging:
         """Merge the sealed segments of the log; then drop the frozen layer, in slices."""
         segments = self._cycle.begin(self._device.segments())
         self._began_s = time.monotonic()
+        self.paces = True
         self._duty.rotated(self._began_s)
         merged = self._cycle.merged(await self._merge(segments))
         for vb_id, why in merged.entered.items():
