@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         WrongProtocolError,
     )
     from clients.event import (
+        Change,
         Deletion,
         Event,
         Mutation,
@@ -115,7 +116,7 @@ __getattr__ = lazy_names(
         " NotMyVbucketError OperationTimeoutError RangeError RollbackRequiredError"
         " ServerError StatusError StreamViolationError TemporaryError TooBigError"
         " TopologyError UnknownCollectionError UnsupportedError WrongProtocolError",
-        "event": "Deletion Event Mutation Rollback SeqnoAdvanced SnapshotEnd"
+        "event": "Change Deletion Event Mutation Rollback SeqnoAdvanced SnapshotEnd"
         " SnapshotStart StreamEnded StreamFailed StreamOpened SystemEvent",
         "kv.client": "KvClient",
         "kv.pipeline": "Pipeline",
@@ -135,6 +136,7 @@ __all__ = [
     "AsyncCheckpointStore",
     "AuthenticationError",
     "CasMismatchError",
+    "Change",
     "Checkpoint",
     "CheckpointError",
     "CheckpointFile",

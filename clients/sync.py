@@ -1,7 +1,7 @@
 """`SyncConsumer` and `SyncMirror`: consumers and mirrors for programs without asyncio.
 
-    with SyncConsumer("127.0.0.1:11210", store=CheckpointFile("state"), save_every_s=5) as changes:
-        for event in changes: ...
+    with SyncConsumer("127.0.0.1:11210", store=CheckpointFile("state"), save_every_s=5) as consumer:
+        for change in consumer.changes(): ...
 
     with SyncMirror("127.0.0.1:11210") as view:
         view["user:1"]
@@ -27,7 +27,7 @@ from clients.checkpoint.checkpoint import Checkpoint
 from clients.consumer.batch_reader import Delivery
 from clients.consumer.consumer import Consumer
 from clients.consumer.counters import ConsumerMetrics
-from clients.event import Event
+from clients.event import Change, Deletion, Event, Mutation, Rollback, StreamFailed
 from clients.mirror.mirror import Mirror
 from clients.streaming.mutations import Mutations
 
@@ -161,8 +161,8 @@ class _Looped(Generic[_Held]):
 class SyncConsumer(_Looped[Consumer]):
     """A `Consumer` for programs without asyncio. It takes the same arguments.
 
-    Use it with `with`. Iterate it, its `batches()` or its `deliveries()`. Methods may be called
-    from any thread, but only one iteration runs at a time.
+    Use it with `with`. Iterate `changes()`, `events()`, `batches()` or `deliveries()`. Methods may
+    be called from any thread, but only one iteration runs at a time.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -193,10 +193,20 @@ class SyncConsumer(_Looped[Consumer]):
         self._running()
         return self._iterate(self.consumer.deliveries())
 
-    def __iter__(self) -> Iterator[Event]:
-        """Yield events one by one."""
+    def events(self) -> Iterator[Event]:
+        """Yield all events one by one; see Consumer.events."""
         for events in self.batches():
             yield from self.consumer.one_by_one(events)
+
+    __iter__ = events
+
+    def changes(self) -> Iterator[Change]:
+        """Yield what happened to documents; see Consumer.changes."""
+        for event in self.events():
+            if isinstance(event, Mutation | Deletion | Rollback):
+                yield event
+            elif isinstance(event, StreamFailed):
+                raise event.error()
 
     def save(self) -> None:
         """Write `checkpoint()` to the store. Raises CheckpointError."""

@@ -1,12 +1,12 @@
 """`Consumer`: every change of a server, resumable, with asyncio.
 
     async with Consumer("127.0.0.1:11210", store=CheckpointFile("state.ckpt")) as consumer:
-        async for event in consumer:
-            match event:
+        async for change in consumer.changes():
+            match change:
                 case Mutation(): ...
                 case Deletion(): ...
-                case Rollback(): ...          # undo your changes above event.to_seqno
-            await consumer.save()             # after you processed events, as often as you like
+                case Rollback(): ...          # undo your changes above change.to_seqno
+            await consumer.save()             # after you processed changes, as often as you like
 
 What it does
 - It has one connection per node. Each partition is streamed from the node that serves it. If the
@@ -61,7 +61,7 @@ from clients.consumer.starting_point import (
 )
 from clients.consumer.supervisor import Supervisor
 from clients.errors import CheckpointError
-from clients.event import Event
+from clients.event import Change, Deletion, Event, Mutation, Rollback, StreamFailed
 from clients.link.pipelined_link import Link
 from clients.link.topology import Topology
 from clients.position import Filter, Position
@@ -77,8 +77,9 @@ answered for this time, its connection is closed."""
 class Consumer:
     """Follows every change of a server, reconnects, and resumes from checkpoints.
 
-    Use it with `async with`, and iterate it with `async for`: it yields events. docs/consumers.md
-    explains the guarantees. Raises ValueError for invalid options.
+    Use it with `async with`, and iterate `changes()`, `events()` (or the consumer itself, which is
+    the same) or batches. docs/consumers.md explains the guarantees. Raises ValueError for invalid
+    options.
 
     - `vbuckets`: the partitions to follow; None for all.
     - `group`: follow the share of a group's member.
@@ -315,11 +316,25 @@ class Consumer:
         async for items in self._reader.lazy_batches(self._supervisor):
             yield items
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yield events one by one."""
+    async def events(self) -> AsyncIterator[Event]:
+        """Yield all events one by one: changes, and how the streams go on (StreamOpened, ...)."""
         async for events in self.batches():
             for event in self._reader.one_by_one(events):
                 yield event
+
+    __aiter__ = events
+
+    async def changes(self) -> AsyncIterator[Change]:
+        """Yield what happened to documents, one by one: Mutation, Deletion, Rollback.
+
+        Raises DcpdError if the server refuses the stream of a partition for good: the changes of
+        that partition would be missing.
+        """
+        async for event in self.events():
+            if isinstance(event, Mutation | Deletion | Rollback):
+                yield event
+            elif isinstance(event, StreamFailed):
+                raise event.error()
 
     async def deliveries(self) -> AsyncIterator[Delivery]:
         """Yield batches with the positions to store together with their effects; see Delivery.

@@ -216,7 +216,7 @@ class Mirror:
             async for events, positions in self.consumer.deliveries():
                 for event in events:
                     if isinstance(event, StreamFailed):
-                        raise DcpdError(event.what, vb_id=event.vb_id, hint=event.hint)
+                        raise event.error()
                 take(
                     self._store, events, positions,
                     collection_id=self.consumer.collection_ids[0], journal_max=self._journal_max,

@@ -14,7 +14,7 @@ SECTIONS = {
     ),
     "Events": (
         "clients",
-        ("Event", "Mutation", "Deletion", "Rollback", "SnapshotStart", "SnapshotEnd",
+        ("Change", "Event", "Mutation", "Deletion", "Rollback", "SnapshotStart", "SnapshotEnd",
          "SeqnoAdvanced", "StreamOpened", "StreamEnded", "StreamFailed", "SystemEvent"),
     ),
     "Checkpoints": (

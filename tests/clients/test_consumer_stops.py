@@ -244,6 +244,11 @@ async def test_a_stream_that_is_refused_for_good_is_told_and_no_other_stands_sti
         server.fault(opcode="DCP_STREAM_REQ", vb=VB, status="EACCESS", count=1)
         with pytest.raises(DcpdError, match="stream request from seqno 0"):
             await Mirror(server.address, vbuckets=[VB]).open()
+        server.fault(opcode="DCP_STREAM_REQ", vb=VB, status="EACCESS", count=1)
+        async with Consumer(server.address, vbuckets=[VB]) as consumer:
+            with pytest.raises(DcpdError, match="stream request from seqno 0") as refused:
+                _ = [change async for change in consumer.changes()]
+        assert refused.value.status == Status.EACCESS
     finally:
         server.clear_faults()
 
