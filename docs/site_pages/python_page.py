@@ -9,8 +9,8 @@ SECTIONS = {
     "Key-value clients": ("clients", ("KvClient", "SyncKv", "ServerAddress", "parse_address")),
     "Consumers and mirrors": (
         "clients",
-        ("Consumer", "SyncConsumer", "Mirror", "SyncMirror", "Group", "Delivery", "Position",
-         "ConsumerMetrics", "export_prometheus"),
+        ("Consumer", "ConsumerOptions", "SyncConsumer", "Mirror", "SyncMirror", "Group", "Delivery",
+         "Position", "ConsumerMetrics", "export_prometheus"),
     ),
     "Events": (
         "clients",

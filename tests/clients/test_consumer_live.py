@@ -146,15 +146,13 @@ async def test_from_now_shows_only_what_comes(server):
             assert [change.key for change in changes] == [b"new"]
 
 
-@pytest.mark.parametrize("rollback_to", ["state", "beginning"])
-async def test_rollback_is_told_and_recovered_from(server, rollback_to):
+@pytest.mark.parametrize("strategy", ["undo", "restart"])
+async def test_rollback_is_told_and_recovered_from(server, strategy):
     vb_id = vbucket_of(b"a")
     async with KvClient.connect(server.address) as kv:
         for n in range(6):
             await kv.set("a", b"%d" % n)
-        consumer = Consumer(
-            server.address, vbuckets=[vb_id], validate=True, rollback_to=rollback_to
-        )
+        consumer = Consumer(server.address, vbuckets=[vb_id], validate=True, on_rollback=strategy)
         rollbacks = []
         async with consumer:
             async for event in consumer:
@@ -169,7 +167,7 @@ async def test_rollback_is_told_and_recovered_from(server, rollback_to):
                     break
         (rollback,) = rollbacks
         assert (rollback.vb_id, rollback.server_seqno, rollback.from_seqno) == (vb_id, 6, 7)
-        assert rollback.to_seqno == (6 if rollback_to == "state" else 0)
+        assert rollback.to_seqno == (6 if strategy == "undo" else 0)
         assert consumer.validator.compare({b"a": b"new"}) == []
 
 
