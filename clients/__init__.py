@@ -32,8 +32,13 @@ if TYPE_CHECKING:
     from clients.consumer.consumer import Consumer
     from clients.consumer.counters import ConsumerMetrics, Measured, export_prometheus
     from clients.consumer.group import Group
+    from clients.consumer.options import (
+        ConsumerArguments,
+        ConsumerOptions,
+        FollowArguments,
+        Start,
+    )
     from clients.consumer.rollback_strategy import OnRollback
-    from clients.consumer.starting_point import Start
     from clients.errors import (
         AmbiguousStatusError,
         AmbiguousWriteError,
@@ -49,6 +54,7 @@ if TYPE_CHECKING:
         InvalidRequestError,
         NoAccessError,
         NotFoundError,
+        NotJsonError,
         NotMyVbucketError,
         OperationTimeoutError,
         RangeError,
@@ -64,6 +70,7 @@ if TYPE_CHECKING:
         WrongProtocolError,
     )
     from clients.event import (
+        Change,
         Deletion,
         Event,
         Mutation,
@@ -77,6 +84,7 @@ if TYPE_CHECKING:
         SystemEvent,
     )
     from clients.kv.client import KvClient
+    from clients.kv.commands import Json, JsonDocument
     from clients.kv.pipeline import Pipeline
     from clients.kv.sync_client import SyncKv
     from clients.link.topology import ClusterNode, Topology
@@ -89,7 +97,7 @@ if TYPE_CHECKING:
         Outcome,
         vbucket_of,
     )
-    from clients.position import Position
+    from clients.position import Filter, Position
     from clients.streaming.mutations import Mutations
     from clients.sync import SyncConsumer, SyncMirror
 
@@ -106,24 +114,25 @@ __getattr__ = lazy_names(
         "consumer.consumer": "Consumer",
         "consumer.counters": "ConsumerMetrics Measured export_prometheus",
         "consumer.group": "Group",
+        "consumer.options": "ConsumerArguments ConsumerOptions FollowArguments Start",
         "consumer.rollback_strategy": "OnRollback",
-        "consumer.starting_point": "Start",
         "errors": "AmbiguousStatusError AmbiguousWriteError AuthenticationError CasMismatchError"
         " CheckpointError ConnectError ConnectionLostError DcpdError"
         " DurabilityImpossibleError ExistsError"
         " HistoryBranchedError InvalidRequestError NoAccessError NotFoundError"
-        " NotMyVbucketError OperationTimeoutError RangeError RollbackRequiredError"
+        " NotJsonError NotMyVbucketError OperationTimeoutError RangeError RollbackRequiredError"
         " ServerError StatusError StreamViolationError TemporaryError TooBigError"
         " TopologyError UnknownCollectionError UnsupportedError WrongProtocolError",
-        "event": "Deletion Event Mutation Rollback SeqnoAdvanced SnapshotEnd"
+        "event": "Change Deletion Event Mutation Rollback SeqnoAdvanced SnapshotEnd"
         " SnapshotStart StreamEnded StreamFailed StreamOpened SystemEvent",
         "kv.client": "KvClient",
+        "kv.commands": "Json JsonDocument",
         "kv.pipeline": "Pipeline",
         "kv.sync_client": "SyncKv",
         "link.topology": "ClusterNode Topology",
         "mirror.mirror": "Mirror",
         "operation": "CounterResult Document DurabilityLevel MutationResult Outcome vbucket_of",
-        "position": "Position",
+        "position": "Filter Position",
         "streaming.mutations": "Mutations",
         "sync": "SyncConsumer SyncMirror",
     },
@@ -135,6 +144,7 @@ __all__ = [
     "AsyncCheckpointStore",
     "AuthenticationError",
     "CasMismatchError",
+    "Change",
     "Checkpoint",
     "CheckpointError",
     "CheckpointFile",
@@ -143,7 +153,9 @@ __all__ = [
     "ConnectError",
     "ConnectionLostError",
     "Consumer",
+    "ConsumerArguments",
     "ConsumerMetrics",
+    "ConsumerOptions",
     "CounterResult",
     "DcpdError",
     "Deletion",
@@ -153,9 +165,13 @@ __all__ = [
     "DurabilityLevel",
     "Event",
     "ExistsError",
+    "Filter",
+    "FollowArguments",
     "Group",
     "HistoryBranchedError",
     "InvalidRequestError",
+    "Json",
+    "JsonDocument",
     "KvClient",
     "LmdbCheckpoint",
     "Measured",
@@ -166,6 +182,7 @@ __all__ = [
     "Mutations",
     "NoAccessError",
     "NotFoundError",
+    "NotJsonError",
     "NotMyVbucketError",
     "OnRollback",
     "OperationTimeoutError",

@@ -87,6 +87,12 @@ class DcpdError(Exception):
         return f"{self.what} ({', '.join(where)})" if where else self.what
 
 
+class NotJsonError(DcpdError):
+    """A document was read as JSON, and its value is something else."""
+
+    default_hint = "Read its bytes with get."
+
+
 class ConnectError(DcpdError):
     """The client cannot connect."""
 

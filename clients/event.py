@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from clients.errors import DcpdError
 from dcp.wire.message import EndReason
 
 
@@ -148,6 +149,13 @@ class StreamFailed(msgspec.Struct, gc=False):
     what: str
     hint: str
 
+    def error(self) -> DcpdError:
+        """Return the refusal as an exception. Its text names the partition already."""
+        return DcpdError(self.what, status=self.status, hint=self.hint)
+
+
+Change = Mutation | Deletion | Rollback
+"""What happened to documents. The other events say how the streams go on."""
 
 Event = (
     Mutation

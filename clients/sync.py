@@ -1,7 +1,7 @@
 """`SyncConsumer` and `SyncMirror`: consumers and mirrors for programs without asyncio.
 
-    with SyncConsumer("127.0.0.1:11210", store=CheckpointFile("state"), save_every_s=5) as changes:
-        for event in changes: ...
+    with SyncConsumer("127.0.0.1:11210", store=CheckpointFile("state"), save_every_s=5) as consumer:
+        for change in consumer.changes(): ...
 
     with SyncMirror("127.0.0.1:11210") as view:
         view["user:1"]
@@ -20,15 +20,19 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, Unpack
 
+from clients.address import ServerAddress
 from clients.checkpoint.checkpoint import Checkpoint
 from clients.consumer.batch_reader import Delivery
 from clients.consumer.consumer import Consumer
 from clients.consumer.counters import ConsumerMetrics
-from clients.event import Event
+from clients.consumer.options import ConsumerArguments, ConsumerOptions, FollowArguments
+from clients.event import Change, Deletion, Event, Mutation, Rollback, StreamFailed
 from clients.mirror.mirror import Mirror
+from clients.mirror.mirror_state import JOURNAL_MAX
 from clients.streaming.mutations import Mutations
 
 _T = TypeVar("_T")
@@ -161,12 +165,17 @@ class _Looped(Generic[_Held]):
 class SyncConsumer(_Looped[Consumer]):
     """A `Consumer` for programs without asyncio. It takes the same arguments.
 
-    Use it with `with`. Iterate it, its `batches()` or its `deliveries()`. Methods may be called
-    from any thread, but only one iteration runs at a time.
+    Use it with `with`. Iterate `changes()`, `events()`, `batches()` or `deliveries()`. Methods may
+    be called from any thread, but only one iteration runs at a time.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(lambda: Consumer(*arguments, **options), "dcpd-consumer")
+    def __init__(
+        self,
+        server: str | ServerAddress,
+        options: ConsumerOptions | None = None,
+        **given: Unpack[ConsumerArguments],
+    ) -> None:
+        super().__init__(lambda: Consumer(server, options, **given), "dcpd-consumer")
 
     @property
     def consumer(self) -> Consumer:
@@ -193,10 +202,20 @@ class SyncConsumer(_Looped[Consumer]):
         self._running()
         return self._iterate(self.consumer.deliveries())
 
-    def __iter__(self) -> Iterator[Event]:
-        """Yield events one by one."""
+    def events(self) -> Iterator[Event]:
+        """Yield all events one by one; see Consumer.events."""
         for events in self.batches():
             yield from self.consumer.one_by_one(events)
+
+    __iter__ = events
+
+    def changes(self) -> Iterator[Change]:
+        """Yield what happened to documents; see Consumer.changes."""
+        for event in self.events():
+            if isinstance(event, Mutation | Deletion | Rollback):
+                yield event
+            elif isinstance(event, StreamFailed):
+                raise event.error()
 
     def save(self) -> None:
         """Write `checkpoint()` to the store. Raises CheckpointError."""
@@ -248,8 +267,23 @@ class SyncConsumer(_Looped[Consumer]):
 class SyncMirror(_Looped[Mirror]):
     """A `Mirror` for programs without asyncio. It takes the same arguments; use it with `with`."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(lambda: Mirror(*arguments, **options), "dcpd-mirror")
+    def __init__(
+        self,
+        server: str | ServerAddress,
+        path: str | Path | None = None,
+        *,
+        collection: str | None = None,
+        key_prefixes: Iterable[str | bytes] | str | bytes = (),
+        journal_max: int = JOURNAL_MAX,
+        **options: Unpack[FollowArguments],
+    ) -> None:
+        def mirror() -> Mirror:
+            return Mirror(
+                server, path, collection=collection, key_prefixes=key_prefixes,
+                journal_max=journal_max, **options,
+            )  # fmt: skip
+
+        super().__init__(mirror, "dcpd-mirror")
 
     def caught_up(self, timeout_s: float | None = None) -> None:
         """Return when the mirror has everything that the server had at the time of the call."""

@@ -12,7 +12,7 @@ key of the partition, because a cached value may have been undone.
 import asyncio
 import sys
 
-from clients import Consumer, Deletion, KvClient, Mutation, Rollback, StreamFailed, vbucket_of
+from clients import Consumer, Deletion, KvClient, Mutation, Rollback, vbucket_of
 
 
 class Cache:
@@ -67,16 +67,14 @@ class Cache:
         self._reading.pop(key, None)
 
     async def _invalidate(self) -> None:
-        async for event in self._consumer:
-            match event:
+        async for change in self._consumer.changes():
+            match change:
                 case Mutation() | Deletion():
-                    self._forget(event.key)
+                    self._forget(change.key)
                 case Rollback():
                     for key in self._values.keys() | self._reading.keys():
-                        if vbucket_of(key) == event.vb_id:
+                        if vbucket_of(key) == change.vb_id:
                             self._forget(key)
-                case StreamFailed():
-                    raise RuntimeError(f"{event.what}; {event.hint}")
 
 
 async def main(server: str, key: str) -> None:

@@ -33,7 +33,7 @@ class Cap(NamedTuple):
 
 CAPS: Final = {
     "attributes of a class": Cap(61, 25),
-    "arguments of a constructor": Cap(22, 10),
+    "arguments of a constructor": Cap(15, 10),
     "callbacks passed to constructors": Cap(110, 40),
     "Protocol classes": Cap(42, 25),
     "support modules of tests": Cap(51, 25),

@@ -9,7 +9,7 @@ import click
 from clients.cli.dcpctl import Target, help_text, with_target
 from clients.cli.output import write_json, write_raw
 from clients.errors import error_from_status
-from clients.link.first_sync_link import first_sync_link
+from clients.link.blocking_link import first_sync_link
 from dcp.wire.opcode import Opcode
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from clients.address import ServerAddress
 from clients.errors import TRANSIENT, DcpdError, OperationTimeoutError, WrongProtocolError
-from clients.link.first_sync_link import first_sync_link
+from clients.link.blocking_link import first_sync_link
 
 WAIT_S: Final = 30.0
 """How long --wait waits at least. A server with a gigabyte of log to read takes that long."""

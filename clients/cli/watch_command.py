@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import click
 
@@ -33,7 +33,7 @@ from clients.cli.output import VALUE_STYLES, ValueStyle
 from clients.cli.watch_lines import Render, renderer
 from clients.cli.watch_start import LAST_MAX, Newest, parse_start
 from clients.consumer.consumer import Consumer
-from clients.consumer.starting_point import Start
+from clients.consumer.options import Start
 from clients.event import Deletion, Event, Mutation, Rollback, StreamFailed, SystemEvent
 from clients.kv.sync_client import SyncKv
 from vbucket.model.ids import NUM_VBUCKETS
@@ -109,7 +109,7 @@ def watch(
     collections: tuple[str, ...],
     style: ValueStyle,
     show_all: bool,
-    rollback_to: Literal["state", "beginning"],
+    rollback_to: str,
 ) -> int:
     """Stream changes, resumable."""
     if last is not None and (start != "beginning" or state is not None):
@@ -124,7 +124,7 @@ def watch(
             target.address,
             vbuckets=vb_ids or None,
             start=begins,
-            rollback_to=rollback_to,
+            on_rollback="restart" if rollback_to == "beginning" else "undo",
             collections="all" if "all" in collections else collections or None,
             key_prefixes=[prefix.encode(errors="surrogateescape")] if prefix else (),
             connect_timeout_s=target.timeout_s,

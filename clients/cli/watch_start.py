@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import click
 
-from clients.consumer.starting_point import Start
+from clients.consumer.options import Start
 from clients.event import Deletion, Event, Mutation
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 

@@ -1,12 +1,12 @@
 """`Consumer`: every change of a server, resumable, with asyncio.
 
     async with Consumer("127.0.0.1:11210", store=CheckpointFile("state.ckpt")) as consumer:
-        async for event in consumer:
-            match event:
+        async for change in consumer.changes():
+            match change:
                 case Mutation(): ...
                 case Deletion(): ...
-                case Rollback(): ...          # undo your changes above event.to_seqno
-            await consumer.save()             # after you processed events, as often as you like
+                case Rollback(): ...          # undo your changes above change.to_seqno
+            await consumer.save()             # after you processed changes, as often as you like
 
 What it does
 - It has one connection per node. Each partition is streamed from the node that serves it. If the
@@ -32,159 +32,65 @@ import inspect
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import Any, Unpack
 
 from clients.address import ServerAddress, parse_address
-from clients.checkpoint.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
-from clients.consumer.arguments import (
-    check_name,
-    check_numbers,
-    check_partitions,
-    check_switches,
-)
+from clients.checkpoint.checkpoint import Checkpoint
 from clients.consumer.batch_reader import BatchReader, Delivery
 from clients.consumer.core import ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.group import Group
 from clients.consumer.node_session import ConsumerSession
+from clients.consumer.options import ConsumerArguments, ConsumerOptions, options_of
 from clients.consumer.placement import Placement, jitter
-from clients.consumer.rollback_strategy import OnRollback, check_strategy
-from clients.consumer.saving import Saver, check_store
-from clients.consumer.starting_point import (
-    Start,
-    check_start,
-    chosen_collections,
-    find_collections,
-    find_starts,
-    prefixes_of,
-)
+from clients.consumer.saving import Saver
+from clients.consumer.starting_point import find_collections, find_starts
 from clients.consumer.supervisor import Supervisor
 from clients.errors import CheckpointError
-from clients.event import Event
+from clients.event import Change, Deletion, Event, Mutation, Rollback, StreamFailed
 from clients.link.pipelined_link import Link
 from clients.link.topology import Topology
-from clients.position import Filter, Position
+from clients.position import Position
 from clients.streaming.mutations import Mutations
-from clients.streaming.stream_connection import BUFFER_BYTES, NOOP_INTERVAL_S
 from clients.validator import StreamValidator
-
-STALL_S: Final = 60.0
-"""If a stream is behind and does not move for this time, it is requested again. If a request is not
-answered for this time, its connection is closed."""
 
 
 class Consumer:
     """Follows every change of a server, reconnects, and resumes from checkpoints.
 
-    Use it with `async with`, and iterate it with `async for`: it yields events. docs/consumers.md
-    explains the guarantees. Raises ValueError for invalid options.
-
-    - `vbuckets`: the partitions to follow; None for all.
-    - `group`: follow the share of a group's member.
-    - `start`: where partitions without a checkpoint start: "beginning", "now", a datetime with a
-      zone, or a Position or seqno by partition.
-    - `store`: it is loaded when the consumer opens, and written by `save`.
-    - `save_every_s`: also save at this interval, without the events that the user is still
-      processing.
-    - `until_now`: end when every partition has reached the high seqno that it had at the start.
-    - `on_rollback`: "undo" goes back to the newest complete state at or below the server's seqno,
-      for users who can restore it. "restart" goes to 0, for users who rebuild the partition. "fail"
-      raises HistoryBranchedError. A function gets the Rollback after all earlier events are
-      processed, and returns one of these words, or a seqno: then the consumer goes back to the
-      newest complete state at or below it.
-    - `rollback_to`: "state" and "beginning", the older names of "undo" and "restart".
-    - `collections`: names ("scope.collection") or ids to follow, or one name; "all" for all; None
-      for the default collection only. If it is set, there are system events, and events have the id
-      of their collection. A name is looked up once, because a collection that is dropped and
-      created again is a different one.
-    - `key_prefixes`: only documents whose key begins with one of them. The server filters if it
-      can; otherwise the consumer does, with the same result.
-    - `history`: every version of a document, not only the newest, as far back as the server keeps
-      them. A server that does not support this streams as usual.
-    - `previous_values`: events have the value that they replaced. A server that does not support
-      this streams as usual.
-    - `xattrs`: events have the XATTRs of the document.
-    - `events_per_s`: maximum rate of events. Flow control then slows down the server.
-    - `name`: the name of the DCP connections. A second consumer with the same name disconnects the
-      first. Members of a group get their number appended.
-    - `validate`: check every event (StreamViolationError).
-    - `give_up_after_s`: how long to try to reconnect; None for ever. When the consumer opens, every
-      node is tried once.
-    - `stall_s`: a stream that is behind and makes no progress for this time is requested again. A
-      connection that leaves a request unanswered for this time is closed.
+    Use it with `async with`, and iterate `changes()`, `events()` (or the consumer itself, which is
+    the same) or batches. docs/consumers.md explains the guarantees, and ConsumerOptions has the
+    options. Raises ValueError for invalid ones.
     """
 
     def __init__(
         self,
         server: str | ServerAddress,
-        *,
-        name: str | None = None,
-        vbuckets: Iterable[int] | None = None,
-        group: Group | None = None,
-        start: Start = "beginning",
-        store: CheckpointStore | AsyncCheckpointStore | None = None,
-        save_every_s: float | None = None,
-        until_now: bool = False,
-        on_rollback: OnRollback | None = None,
-        rollback_to: Literal["state", "beginning"] = "state",
-        collections: Iterable[str | int] | str | None = None,
-        key_prefixes: Iterable[str | bytes] | str | bytes = (),
-        history: bool = False,
-        previous_values: bool = False,
-        xattrs: bool = False,
-        events_per_s: float | None = None,
-        buffer_bytes: int = BUFFER_BYTES,
-        noop_interval_s: float = NOOP_INTERVAL_S,
-        validate: bool = False,
-        connect_timeout_s: float = 5.0,
-        give_up_after_s: float | None = None,
-        stall_s: float = STALL_S,
+        options: ConsumerOptions | None = None,
+        **given: Unpack[ConsumerArguments],
     ) -> None:
-        events = {"history": history, "previous_values": previous_values, "xattrs": xattrs}
-        check_switches(until_now=until_now, validate=validate, **events)
-        check_numbers(
-            buffer_bytes, noop_interval_s=noop_interval_s, save_every_s=save_every_s,
-            connect_timeout_s=connect_timeout_s, give_up_after_s=give_up_after_s, stall_s=stall_s,
-        )  # fmt: skip
-        if vbuckets is not None and group is not None:
-            raise ValueError("use either vbuckets or group: a group selects its own vbuckets")
-        if store is not None:
-            check_store(store, is_part=vbuckets is not None or group is not None)
-        elif save_every_s is not None:
-            raise ValueError("save_every_s needs a store, such as CheckpointFile(path)")
+        """Follow a server: HOST:PORT, a URL that may name several nodes, or an address.
+
+        The options may be given as keyword arguments instead, or on top of `options`.
+        """
+        self.options = options = options_of(options, given)
         self.address = _address_of(server)
-        self.name = _name_of(name, group)
+        self.name = _name_of(options.name, options.group)
         self.metrics = ConsumerMetrics()
         """Counters, see `clients.consumer.counters`."""
-        self.validator = StreamValidator() if validate else None
-        self._vbuckets = None if vbuckets is None else check_partitions(vbuckets)
-        self._group = group
-        self._start: Start = check_start(start)
-        self._saver = Saver(store, save_every_s, self.metrics, self.name)
-        self._on_rollback: OnRollback = check_strategy(on_rollback or _strategy_of(rollback_to))
-        self._collections = chosen_collections(collections)
-        prefixes = prefixes_of(key_prefixes)
-        self._filter = Filter.of(() if self._collections == "all" else self._collections, prefixes)
+        self.validator = StreamValidator() if options.validate else None
+        self._saver = Saver(options.store, options.save_every_s, self.metrics, self.name)
+        self._filter = options.filter
         self._collection_ids: tuple[int, ...] = DEFAULT_ONLY
         self._was_closed = False
         self._older_than: dict[int, int] = {}
         """Partition -> CAS. Changes with a lower CAS are dropped."""
-        self._core_options: dict[str, Any] = {
-            "until_now": until_now, **events,
-            "key_prefixes": prefixes, "filter": self._filter, "buffer_bytes": buffer_bytes,
-            "noop_interval_s": noop_interval_s,
-        }  # fmt: skip
-        self._placement = Placement(
-            self.address, self.metrics, self._make_session,
-            connect_timeout_s=connect_timeout_s, give_up_after_s=give_up_after_s,
-        )  # fmt: skip
-        self._reader = BatchReader(self._saver, self.metrics, self.validator, events_per_s)
+        self._placement = Placement(self.address, self.metrics, self._make_session, options)
+        self._reader = BatchReader(self._saver, self.metrics, self.validator, options.events_per_s)
         self._supervisor = Supervisor(
-            self.name, self.metrics, self._placement, self._reader,
-            on_rollback=self._on_rollback, buffer_bytes=buffer_bytes,
-            noop_interval_s=noop_interval_s, stall_s=stall_s,
-        )  # fmt: skip
+            self.name, self.metrics, self._placement, self._reader, options
+        )
 
     @property
     def topology(self) -> Topology | None:
@@ -237,17 +143,20 @@ class Consumer:
     async def _open(self) -> None:
         saved = await self._saver.load()
         await self._placement.refresh()
-        self._collection_ids = await find_collections(self._placement.any_link(), self._collections)
+        self._collection_ids = await find_collections(
+            self._placement.any_link(), self.options.chosen
+        )
         assert self.topology is not None
         count = self.topology.num_vbuckets
-        vb_ids: Iterable[int] = range(count) if self._vbuckets is None else self._vbuckets
-        if self._group is not None:
-            vb_ids = self._group.vbuckets(count)
-        for vb_id in (*vb_ids, *(self._start if isinstance(self._start, Mapping) else ())):
+        options, start = self.options, self.options.start
+        vb_ids: Iterable[int] = range(count) if options.vbuckets is None else options.vbuckets
+        if options.group is not None:
+            vb_ids = options.group.vbuckets(count)
+        for vb_id in (*vb_ids, *(start if isinstance(start, Mapping) else ())):
             if not 0 <= vb_id < count:
                 raise ValueError(f"there is no partition {vb_id}; the server has 0 to {count - 1}")
         starts = await find_starts(
-            self._placement, self._start, [vb_id for vb_id in vb_ids if vb_id not in saved]
+            self._placement, start, [vb_id for vb_id in vb_ids if vb_id not in saved]
         )
         self._older_than = starts.older_than
         positions = {vb: saved.get(vb, starts.positions.get(vb)) for vb in vb_ids}
@@ -315,11 +224,25 @@ class Consumer:
         async for items in self._reader.lazy_batches(self._supervisor):
             yield items
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yield events one by one."""
+    async def events(self) -> AsyncIterator[Event]:
+        """Yield all events one by one: changes, and how the streams go on (StreamOpened, ...)."""
         async for events in self.batches():
             for event in self._reader.one_by_one(events):
                 yield event
+
+    __aiter__ = events
+
+    async def changes(self) -> AsyncIterator[Change]:
+        """Yield what happened to documents, one by one: Mutation, Deletion, Rollback.
+
+        Raises DcpdError if the server refuses the stream of a partition for good: the changes of
+        that partition would be missing.
+        """
+        async for event in self.events():
+            if isinstance(event, Mutation | Deletion | Rollback):
+                yield event
+            elif isinstance(event, StreamFailed):
+                raise event.error()
 
     async def deliveries(self) -> AsyncIterator[Delivery]:
         """Yield batches with the positions to store together with their effects; see Delivery.
@@ -412,15 +335,13 @@ class Consumer:
     def _make_session(self, link: Link) -> ConsumerSession:
         core = ConsumerCore(
             self.name.encode(),
+            self.options,
             has_collections=link.has_collections,
             collections=self._collection_ids,
-            rollback_to_beginning=self._on_rollback == "restart",
-            asks_on_rollback=self._supervisor.asks,
             hidden=self._saver.hidden_keys,
             older_than=self._older_than,
             node=link.node,
             draw=jitter,
-            **self._core_options,
         )
         return ConsumerSession(self._supervisor, link, core)
 
@@ -431,20 +352,8 @@ def _address_of(server: str | ServerAddress) -> ServerAddress:
     return parse_address(server) if isinstance(server, str) else server
 
 
-def _strategy_of(rollback_to: str) -> OnRollback:
-    """Return the strategy of an older name."""
-    if rollback_to not in ("state", "beginning"):
-        raise ValueError(f'rollback_to {rollback_to!r}: use "state" or "beginning"')
-    return "restart" if rollback_to == "beginning" else "undo"
-
-
 def _name_of(name: str | None, group: Group | None) -> str:
     """Return the name of the connections. Two with the same name would end each other."""
-    if group is not None:
-        if not isinstance(group, Group):
-            raise ValueError(f"group {group!r}: it must be a Group(member, size)")
-        group.checked()
     if name is None:
         return f"dcpd-python-{secrets.token_hex(6)}"
-    check_name(name)
-    return name if group is None else check_name(f"{name}:{group.member}")
+    return name if group is None else f"{name}:{group.member}"

@@ -36,6 +36,7 @@ from typing import Final
 from clients.consumer.change_filter import left_in
 from clients.consumer.event_batch import Batch, OpenBatch
 from clients.consumer.extensions import DEFAULT_ONLY, Extensions
+from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import (
     PartitionStream,
     PartitionStreamState,
@@ -55,10 +56,10 @@ from clients.event import (
     SystemEvent,
 )
 from clients.link.frame_buffer import FrameBuffer
-from clients.position import Filter, Position
+from clients.position import Position
 from clients.streaming.change_runs import LOOPS, MUTATION_BYTES_MIN, MUTATION_EXTRAS_BYTES
 from clients.streaming.mutations import Mutations, decoded
-from clients.streaming.stream_connection import BUFFER_BYTES, NOOP_INTERVAL_S, Setup
+from clients.streaming.stream_connection import Setup
 from dcp.wire.frame import (
     HEADER_BYTES,
     Frame,
@@ -89,6 +90,7 @@ _OPAQUE: Final = Struct(">12xI")
 RUN_HEAD: Final = Struct(">6xH16xQ")
 """Partition and seqno of a mutation."""
 
+_DEFAULTS: Final = ConsumerOptions()
 _WITH_XATTRS: Final = (
     OpenFlag.PRODUCER | OpenFlag.INCLUDE_XATTRS | OpenFlag.INCLUDE_DELETED_USER_XATTRS
 )
@@ -100,44 +102,27 @@ class ConsumerCore:
     def __init__(
         self,
         name: bytes,
+        options: ConsumerOptions = _DEFAULTS,
         *,
         has_collections: bool,
         collections: tuple[int, ...] = DEFAULT_ONLY,
-        buffer_bytes: int = BUFFER_BYTES,
-        noop_interval_s: float = NOOP_INTERVAL_S,
-        until_now: bool = False,
-        rollback_to_beginning: bool = False,
-        history: bool = False,
-        previous_values: bool = False,
-        xattrs: bool = False,
-        key_prefixes: tuple[bytes, ...] = (),
-        filter: Filter | None = None,  # noqa: A002 - the word that positions have for it
         hidden: tuple[bytes, ...] = (),
         older_than: Mapping[int, int] = MappingProxyType({}),
-        asks_on_rollback: bool = False,
         node: str | None = None,
         draw: Callable[[], float] | None = None,
     ) -> None:
-        extensions = Extensions(
-            has_collections=has_collections,
-            collections=collections,
-            history=history,
-            previous_values=previous_values,
-            key_prefixes=key_prefixes,
-            filter=filter,
-        )
+        extensions = Extensions(options, has_collections=has_collections, collections=collections)
         setup = Setup(
-            name, _WITH_XATTRS if xattrs else OpenFlag.PRODUCER, buffer_bytes, noop_interval_s,
+            name, _WITH_XATTRS if options.xattrs else OpenFlag.PRODUCER, options.buffer_bytes,
+            options.noop_interval_s,
             wished=(b"send_stream_end_on_client_close_stream", *extensions.controls()),
             draw=draw,
         )  # fmt: skip
         self.node = node
         self._batch = OpenBatch()
         self.streams = StreamRequests(
-            setup, extensions, self._batch, self._on_message,
-            until_now=until_now, rollback_to_beginning=rollback_to_beginning,
-            asks_on_rollback=asks_on_rollback, node=node,
-        )  # fmt: skip
+            setup, extensions, self._batch, self._on_message, options, node
+        )
         """The streams and their requests."""
         self._connection = self.streams.connection
         self._extensions = extensions

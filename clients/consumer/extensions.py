@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from clients.position import Filter, Position
+from clients.consumer.options import ConsumerOptions
+from clients.position import Position
 from clients.streaming.stream_connection import VERSION_LOG
 
 SNAPSHOT_END: Final = b"x_snapshot_end"
@@ -39,26 +40,23 @@ class Extensions:
 
     def __init__(
         self,
+        options: ConsumerOptions,
         *,
         has_collections: bool,
         collections: tuple[int, ...] = DEFAULT_ONLY,
-        history: bool = False,
-        previous_values: bool = False,
-        key_prefixes: tuple[bytes, ...] = (),
-        filter: Filter | None = None,  # noqa: A002 - the word that positions have for it
     ) -> None:
-        self.filter = filter
-        self.key_prefixes = key_prefixes
+        self.filter = options.filter
+        self.key_prefixes = options.prefixes
         self.collections = collections
         self._filter: dict[str, object] = {}
         if has_collections and collections:
             self._filter["collections"] = [f"{collection_id:x}" for collection_id in collections]
         self._status: dict[bytes, int | None] = {VERSION_LOG: None, SNAPSHOT_END: None}
-        if history:
+        if options.history:
             self._status[CHANGE_STREAMS] = None
-        if previous_values:
+        if options.previous_values:
             self._status[PREVIOUS_VALUE] = None
-        if 0 < len(key_prefixes) <= KEY_PREFIXES_MAX:
+        if 0 < len(self.key_prefixes) <= KEY_PREFIXES_MAX:
             self._status[KEY_PREFIX] = None
 
     def controls(self) -> list[bytes]:

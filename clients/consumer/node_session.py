@@ -19,6 +19,7 @@ from typing import Final, Protocol
 from clients.consumer.core import ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.event_batch import Batch
+from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import Wanted
 from clients.errors import DcpdError, StatusError, StreamViolationError
 from clients.link.pipelined_link import Link
@@ -43,9 +44,7 @@ class SessionOwner(Protocol):
     """What a session needs from its supervisor."""
 
     name: str
-    noop_interval_s: float
-    buffer_bytes: int
-    stall_s: float
+    options: ConsumerOptions
     metrics: ConsumerMetrics
 
     def take_batch(self, session: ConsumerSession, batch: Batch) -> None:
@@ -91,7 +90,7 @@ class ConsumerSession:
         if self.link.is_closed:
             return
         self._watch()
-        self._arm("stall", self._owner.stall_s, self._check_stalls)
+        self._arm("stall", self._owner.options.stall_s, self._check_stalls)
 
     def add(self, partitions: Mapping[int, Wanted]) -> None:
         """Stream more partitions."""
@@ -187,7 +186,7 @@ class ConsumerSession:
 
     def _watch(self) -> None:
         """Close the connection if the server is silent for two NOOP intervals."""
-        interval_s = SILENT_NOOPS * self._owner.noop_interval_s
+        interval_s = SILENT_NOOPS * self._owner.options.noop_interval_s
         if not self._has_heard and not self.is_paused:
             self._give_up(f"nothing received for {interval_s:g} s")
             return
@@ -196,7 +195,7 @@ class ConsumerSession:
 
     def _check_stalls(self) -> None:
         """Ask for the server's high seqnos, unless received data waits for the user."""
-        stall_s = self._owner.stall_s
+        stall_s = self._owner.options.stall_s
         if not self.queued_bytes and not self.is_paused:
             oldest_ns = self.core.oldest_request_ns
             if oldest_ns is not None and time.monotonic_ns() - oldest_ns > stall_s * 1e9:
@@ -220,7 +219,7 @@ class ConsumerSession:
             self._give_up(f"{len(stalled)} streams do not move")
 
     def _is_full(self) -> bool:
-        return self.queued_bytes > QUEUE_WINDOWS * max(self._owner.buffer_bytes, 65536)
+        return self.queued_bytes > QUEUE_WINDOWS * max(self._owner.options.buffer_bytes, 65536)
 
     def _on_tick(self) -> None:
         self.core.tick(time.monotonic_ns())

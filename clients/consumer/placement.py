@@ -24,6 +24,7 @@ from clients.consumer.dials import Dials, Pause
 from clients.consumer.map_watch import MapWatch
 from clients.consumer.moves import Moves
 from clients.consumer.node_session import LOG, ConsumerSession
+from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import Wanted
 from clients.errors import (
     TRANSIENT,
@@ -53,9 +54,7 @@ class Placement:
         address: ServerAddress,
         metrics: ConsumerMetrics,
         make_session: Callable[[Link], ConsumerSession],
-        *,
-        connect_timeout_s: float,
-        give_up_after_s: float | None,
+        options: ConsumerOptions,
     ) -> None:
         self.address = address
         self.topology: Topology | None = None
@@ -63,8 +62,8 @@ class Placement:
         self.homeless: dict[int, Wanted] = {}
         self._metrics = metrics
         self._make_session = make_session
-        self._connect_timeout_s = connect_timeout_s
-        self._give_up_after_s = give_up_after_s
+        self._connect_timeout_s = options.connect_timeout_s
+        self._give_up_after_s = options.give_up_after_s
         self._work = asyncio.Event()
         self._dials = Dials(self._dial, self._work.set)
         self._pauses: dict[Place, Pause] = {}

@@ -20,6 +20,7 @@ from typing import Any, Final
 from clients.checkpoint.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.node_session import LOG
+from clients.consumer.options import is_whole
 from clients.errors import CheckpointError, DcpdError
 from clients.event import Deletion, Event, Mutation, Rollback, StreamOpened, SystemEvent
 from clients.position import Filter, Position, Versions
@@ -114,7 +115,7 @@ class Saver:
                 return
             if hasattr(store, "save_changes"):
                 await self._call(store.save_changes, changed)
-            elif _is_whole(store):
+            elif is_whole(store):
                 # Partitions that this consumer does not follow keep their positions.
                 await self._call(store.save, self._saved | checkpoint)
             else:
@@ -139,25 +140,6 @@ class Saver:
             return await _in_thread(function, *arguments)
         except OSError as error:
             raise CheckpointError(f"the checkpoint store failed: {error}") from error
-
-
-def check_store(store: object, *, is_part: bool) -> None:
-    """Raise ValueError if a store cannot keep the consumer's checkpoint.
-
-    `is_part`: the consumer follows only some of the partitions.
-    """
-    if not (hasattr(store, "load") and hasattr(store, "save")):
-        raise ValueError(f"store {store!r}: it needs load and save, as in CheckpointFile(path)")
-    if is_part and not (hasattr(store, "save_changes") or _is_whole(store)):
-        raise ValueError(
-            f"store {store!r} with a group or vbuckets: if several consumers share it, each would"
-            " overwrite the positions of the others. Add save_changes(changed), which writes only"
-            " those; or is_whole = True if one consumer owns the store and save replaces all"
-        )
-
-
-def _is_whole(store: object) -> bool:
-    return bool(getattr(store, "is_whole", False))
 
 
 def _history(position: Position) -> tuple[Versions, tuple[int, ...] | None, Filter | None]:

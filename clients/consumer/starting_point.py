@@ -14,13 +14,13 @@ have that group, the partition is streamed from 0, and the client drops older ch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
-from typing import Final, Literal, NamedTuple
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Final, NamedTuple
 
-from clients.consumer.arguments import check_collections, check_prefixes, check_starts
 from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.node_session import LOG
+from clients.consumer.options import Chosen, Start, time_ns_of
 from clients.consumer.placement import Placement
 from clients.errors import TopologyError, UnsupportedError, error_from_status
 from clients.link.pipelined_link import Link
@@ -34,33 +34,7 @@ from dcp.wire.status import Status
 
 QUESTIONS_AT_ONCE: Final = 64
 """Concurrent look-ups on one connection. Each costs the server about twenty reads."""
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNKNOWN: Final = frozenset({Status.KEY_ENOENT, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED})
-
-Start = Literal["beginning", "now"] | datetime | Mapping[int, Position | int]
-"""See the module."""
-
-
-def time_ns_of(moment: datetime) -> int:
-    """Return nanoseconds since the Unix epoch. Raises ValueError for a time without a zone."""
-    if moment.tzinfo is None:
-        raise ValueError(f"start {moment.isoformat()} has no time zone: set tzinfo")
-    since = moment - _EPOCH
-    return (since.days * 86_400 + since.seconds) * 1_000_000_000 + since.microseconds * 1000
-
-
-def check_start(start: Start) -> Start:
-    """Return the option. Raises ValueError if it is invalid."""
-    if isinstance(start, datetime):
-        time_ns_of(start)
-    elif isinstance(start, Mapping):
-        check_starts(start)  # type: ignore[arg-type]
-    elif start not in ("beginning", "now"):
-        raise ValueError(
-            f'start {start!r}: use "beginning", "now", a datetime with a zone, or a mapping of'
-            " partitions to Positions or seqnos"
-        )
-    return start
 
 
 class Starts(NamedTuple):
@@ -96,21 +70,6 @@ async def find_starts(placement: Placement, start: Start, vb_ids: list[int]) -> 
     return Starts(positions, older_than)
 
 
-Chosen = Literal["all"] | list[str | int] | None
-"""Collections by name or id; None: the default collection only."""
-
-
-def chosen_collections(given: Iterable[str | int] | str | None) -> Chosen:
-    """Return the chosen collections as a new list. Raises ValueError if the list is empty."""
-    if given is None or given == "all":
-        return "all" if given else None
-    chosen: list[str | int] = [given] if isinstance(given, str) else list(given)
-    if not chosen:
-        raise ValueError('collections is empty: use None for the default one, "all" for all')
-    check_collections(list(chosen))
-    return chosen
-
-
 async def find_collections(link: Link, wanted: Chosen) -> tuple[int, ...]:
     """Return the ids of the chosen collections. Raises UnknownCollectionError, UnsupportedError."""
     if wanted is None:
@@ -125,11 +84,6 @@ async def find_collections(link: Link, wanted: Chosen) -> tuple[int, ...]:
         frame = await link.request(Opcode.GET_COLLECTION_ID, key=item.encode())
         ids.append(collection_id_of(frame, item, link.node))
     return tuple(ids)
-
-
-def prefixes_of(given: Iterable[str | bytes] | str | bytes) -> tuple[bytes, ...]:
-    """Return one or several key prefixes as bytes. Raises ValueError for one that no key has."""
-    return check_prefixes([given] if isinstance(given, str | bytes) else given)
 
 
 async def seqnos_at(link: Link, vb_ids: list[int], time_ns: int) -> dict[int, int] | None:

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 from clients.consumer.event_batch import OpenBatch
 from clients.consumer.extensions import Extensions
+from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import (
     FINAL_STATES,
     PartitionStream,
@@ -82,10 +83,7 @@ class StreamRequests:
         extensions: Extensions,
         batch: OpenBatch,
         on_message: Callable[[PartitionStream, Frame], None],
-        *,
-        until_now: bool,
-        rollback_to_beginning: bool,
-        asks_on_rollback: bool = False,
+        options: ConsumerOptions,
         node: str | None,
     ) -> None:
         self.node = node
@@ -103,12 +101,12 @@ class StreamRequests:
         """A stream that was not finished when somebody asked."""
         self.by_vb: dict[int, PartitionStream] = {}
         """Partition -> stream, finished ones included."""
-        self._asks_on_rollback = asks_on_rollback
+        self._asks_on_rollback = options.asks_on_rollback
         self._stalls = StallWatch()
         self._extensions = extensions
         self._batch = batch
-        self._until_now = until_now
-        self._to_beginning = rollback_to_beginning
+        self._until_now = options.until_now
+        self._to_beginning = options.on_rollback == "restart"
         self._is_begun = False
         self._awaiting_seqnos: list[PartitionStream] = []
         self._awaiting_lists: list[PartitionStream] = []

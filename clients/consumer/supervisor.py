@@ -21,9 +21,10 @@ from clients.consumer.batch_reader import BatchReader
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.event_batch import Batch
 from clients.consumer.node_session import LOG, ConsumerSession
+from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import Wanted
 from clients.consumer.placement import Placement
-from clients.consumer.rollback_strategy import OnRollback, decide_rollback
+from clients.consumer.rollback_strategy import decide_rollback
 from clients.errors import TRANSIENT, AuthenticationError, DcpdError
 from clients.event import Rollback
 from clients.position import Position, gone_back
@@ -38,21 +39,14 @@ class Supervisor:
         metrics: ConsumerMetrics,
         placement: Placement,
         reader: BatchReader,
-        *,
-        on_rollback: OnRollback,
-        buffer_bytes: int,
-        noop_interval_s: float,
-        stall_s: float,
+        options: ConsumerOptions,
     ) -> None:
         self.name = name
         self.metrics = metrics
-        self.buffer_bytes = buffer_bytes
-        self.noop_interval_s = noop_interval_s
-        self.stall_s = stall_s
-        self.asks = on_rollback not in {"undo", "restart"}
+        self.options = options
+        self.asks = options.asks_on_rollback
         self.paused: dict[int, Wanted] = {}
         """Partitions that the user paused one by one."""
-        self._on_rollback = on_rollback
         self._placement = placement
         self._reader = reader
         self._held: dict[int, Wanted] = {}
@@ -153,7 +147,7 @@ class Supervisor:
         event = batch.items[at]
         assert isinstance(event, Rollback)
         vb_id = event.vb_id
-        decided = await decide_rollback(self._on_rollback, event, batch.positions[vb_id])
+        decided = await decide_rollback(self.options.on_rollback, event, batch.positions[vb_id])
         batch.items[at], batch.positions[vb_id] = decided
         self._go_on(vb_id, decided.position)
 

@@ -1,5 +1,6 @@
 """Performs the calls of `SyncKv`: does over blocking sockets what a Call says.
 
+Its coroutines wait where they are called, so each ends at its first step (`clients.kv.commands`).
 One operation is under way at a time. While its answer takes long, threads ask other nodes for a
 newer map (`clients.kv.map_fetches`).
 
@@ -10,13 +11,21 @@ elsewhere, that connection is closed before the next use of its node.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from clients.address import ServerAddress
-from clients.errors import DcpdError, OperationTimeoutError
+from clients.errors import (
+    DcpdError,
+    NotFoundError,
+    OperationTimeoutError,
+    UnknownCollectionError,
+    UnsupportedError,
+)
 from clients.kv.call import Call
+from clients.kv.commands import KvTransport, reply_of
+from clients.kv.reaction import is_answer
 from clients.kv.routing import (
     FETCH_STAGGER_S,
     PATIENCE_S,
@@ -25,12 +34,25 @@ from clients.kv.routing import (
     Result,
     Router,
     Send,
+    patience_s,
     place_of,
 )
 from clients.link.blocking_link import TIMEOUT_MIN_S, SyncLink
-from clients.link.topology import ClusterNode
+from clients.link.topology import ClusterNode, Topology, single_node
+from clients.operation import (
+    Document,
+    DurabilityLevel,
+    Operation,
+    Outcome,
+    collection_id_of,
+    durability_frame,
+    outcome_of,
+    pack_operations,
+)
+from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
 
 if TYPE_CHECKING:
     from clients.kv.map_fetches import MapFetches
@@ -45,6 +67,9 @@ that has ended."""
 
 jitter: Final = Random().random  # noqa: S311 - not for secrets
 
+REPLICA_LIMIT_S: Final = 0.5
+"""How long a replica may take before the next one, or the master, is asked."""
+
 
 class Started(NamedTuple):
     """An operation that was sent."""
@@ -58,14 +83,190 @@ Begin = Callable[[Send, SyncLink], Started]
 """Sends an operation over a connection."""
 
 
-class BlockingExchange:
+class BlockingExchange(KvTransport):
     """See the module."""
 
     def __init__(self, address: ServerAddress, router: Router) -> None:
+        self.router = router
         self._address = address
-        self._router = router
         self._links: dict[Place, SyncLink] = {}
         self._fetches: MapFetches | None = None
+        self._collection_ids: dict[str, int] = {}
+
+    # -- as a transport ------------------------------------------------------------------------
+
+    async def documents(
+        self,
+        operations: list[Operation],
+        timeout_s: float,
+        level: DurabilityLevel,
+        collection: str | None,
+    ) -> list[Outcome]:
+        """See KvTransport. It takes one operation: answers to more could fill both sockets."""
+        (operation,) = operations
+        begun_s = time.monotonic()
+        deadline_s = begun_s + timeout_s
+        self._reach_one(deadline_s)
+        begin = self._beginner(operation, level, deadline_s, collection)
+        direct = self.router.direct(operations)
+        flight: tuple[Send, Started] | None = None
+        if direct is not None:
+            started = self._begin(direct, begin, deadline_s)
+            asks_at_s = begun_s + patience_s(timeout_s)
+            if started is not None and not waited_for(direct, started, asks_at_s):
+                flight = direct, started
+            if is_answer(direct.outcomes[0]):
+                self.router.note_up(direct.node)
+                return cast("list[Outcome]", direct.outcomes)
+        call = Call(self.router, operations, begun_s, timeout_s, direct=direct)
+        if direct is not None and flight is None:
+            call.finish(direct, time.monotonic(), jitter())
+        self._run(call, begin, flight)
+        return cast("list[Outcome]", call.results)
+
+    async def command(
+        self,
+        opcode: Opcode,
+        what: str,
+        timeout_s: float,
+        *,
+        key: bytes = b"",
+        extras: bytes = b"",
+        vb_id: int | None = None,
+        node: ClusterNode | None = None,
+    ) -> Result:
+        """See KvTransport."""
+        now_s = time.monotonic()
+        self._reach_one(now_s + timeout_s)
+        call = Call(
+            self.router, [(opcode, key, extras, b"", 0)], now_s, timeout_s, vb_id=vb_id, node=node
+        )
+
+        def begin(send: Send, link: SyncLink) -> Started:
+            opaque = link.take_opaque()
+            send.sent = 1
+            link.start(
+                pack_request(opcode, vb_id=vb_id or 0, opaque=opaque, extras=extras, key=key)
+            )
+            frames: list[Frame] = []
+
+            def end() -> Result:
+                replies = (
+                    link.finish_stat(opaque, frames)
+                    if opcode == Opcode.STAT
+                    else [link.finish(opaque)]
+                )
+                return reply_of(opcode, what, replies, vb_id, send.node.name)
+
+            return Started(link, end)
+
+        self._run(call, begin)
+        result = call.results[0]
+        assert result is not None, "every operation has an outcome"
+        return result
+
+    async def ask_replicas(
+        self,
+        operation: Operation,
+        sends: Sequence[Send],
+        deadline_s: float,
+        collection: str | None,
+        master: Callable[[], Coroutine[Any, Any, Outcome]],
+    ) -> Outcome:
+        """See KvTransport. Each has REPLICA_LIMIT_S, one after the other."""
+        for send in sorted(sends, key=lambda _send: jitter()):
+            until_s = min(deadline_s, time.monotonic() + REPLICA_LIMIT_S)
+            begin = self._beginner(operation, DurabilityLevel.NONE, until_s, collection)
+            started = self._begin(send, begin, until_s)
+            if started is not None:
+                waited_for(send, started, until_s)
+            outcome = send.outcomes[0]
+            if isinstance(outcome, Document | NotFoundError):
+                return outcome
+            self.router.learn_from(outcome, send.node.host)
+        return await master()
+
+    async def named_node(self, timeout_s: float) -> ClusterNode:
+        """See KvTransport."""
+        self._reach_one(time.monotonic() + timeout_s)
+        return self.router.seed
+
+    async def topology(self, timeout_s: float) -> Topology:
+        """See KvTransport."""
+        router = self.router
+        if router.topology is None:
+            seed = await self.named_node(timeout_s)
+            reply = await self.command(
+                Opcode.GET_CLUSTER_CONFIG, "get cluster config", timeout_s, node=seed
+            )
+            if isinstance(reply, DcpdError):
+                raise reply
+            assert isinstance(reply, Frame)
+            if reply.status == Status.OK and reply.value:
+                router.learn(reply.value, seed.host)
+            else:
+                router.adopt(single_node(seed.host, seed.kv_port))
+        assert router.topology is not None
+        return router.topology
+
+    async def pause(self, seconds: float) -> None:
+        """See KvTransport."""
+        time.sleep(seconds)  # noqa: ASYNC251 - it waits where it is called
+
+    def now_s(self) -> float:
+        """See KvTransport."""
+        return time.monotonic()
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def _beginner(
+        self,
+        operation: Operation,
+        level: DurabilityLevel,
+        deadline_s: float,
+        collection: str | None,
+    ) -> Begin:
+        """Return what sends a document operation to a node."""
+
+        def begin(send: Send, link: SyncLink) -> Started:
+            if level and not link.has_durability:
+                raise UnsupportedError("the server has no durability levels", node=link.node)
+            prefix = self._prefix(link, collection)
+            opaque = link.take_opaque()
+            packet = pack_operations(
+                [operation], send.vb_ids, opaque=opaque, has_collections=link.has_collections,
+                collection_prefix=prefix,
+                framing=durability_frame(level, deadline_s - time.monotonic()),
+            )  # fmt: skip
+            send.sent = 1
+            link.start(packet)
+
+            def end() -> Result:
+                outcome = outcome_of(operation, send.vb_ids[0], link.finish(opaque), link.node)
+                if collection is not None and isinstance(outcome, UnknownCollectionError):
+                    self._collection_ids.pop(collection, None)  # the name may have a new id now
+                return outcome
+
+            return Started(link, end)
+
+        return begin
+
+    def _prefix(self, link: SyncLink, name: str | None) -> bytes:
+        """Return the collection prefix of keys.
+
+        Raises UnknownCollectionError, UnsupportedError.
+        """
+        if name is None:
+            return DEFAULT_COLLECTION_PREFIX
+        if not link.has_collections:
+            raise UnsupportedError("the server has no collections", node=link.node)
+        from vbucket.model.manifest import encode_leb128  # 3 ms that few commands need
+
+        found = self._collection_ids.get(name)
+        if found is None:
+            frame = link.request(Opcode.GET_COLLECTION_ID, key=name.encode())
+            found = self._collection_ids[name] = collection_id_of(frame, name, link.node)
+        return encode_leb128(found)
 
     def close(self) -> None:
         """Close all connections."""
@@ -73,19 +274,19 @@ class BlockingExchange:
             link.close()
         self._links.clear()
 
-    def reach_one(self, deadline_s: float) -> None:
+    def _reach_one(self, deadline_s: float) -> None:
         """Connect to one of several servers that the user named."""
-        if self._router.was_reached or not self._address.others:
+        if self.router.was_reached or not self._address.others:
             return
-        from clients.link.first_sync_link import first_sync_link
+        from clients.link.blocking_link import first_sync_link
 
         left_s = max(deadline_s - time.monotonic(), TIMEOUT_MIN_S)
         link = first_sync_link(self._address, min(left_s, CONNECT_LIMIT_S))
         place = link.address.host, link.address.port
         self._links[place] = link
-        self._router.begin_at(place)
+        self.router.begin_at(place)
 
-    def begin(self, send: Send, begin: Begin, deadline_s: float) -> Started | None:
+    def _begin(self, send: Send, begin: Begin, deadline_s: float) -> Started | None:
         """Send an operation. If that fails, fill in its outcome and return None."""
         try:
             return begin(send, self._link(send.node, deadline_s, send.attempt))
@@ -97,16 +298,16 @@ class BlockingExchange:
             send.outcomes[0] = error
         return None
 
-    def run(self, call: Call, begin: Begin, flight: tuple[Send, Started] | None = None) -> None:
+    def _run(self, call: Call, begin: Begin, flight: tuple[Send, Started] | None = None) -> None:
         """Do what the call says until it is done. `flight` is under way already."""
         self._fetches = None  # what an earlier call asked for is not for this one
         while True:
             has_news = False
             for action in call.step(time.monotonic(), jitter()):
                 if isinstance(action, FetchMap):
-                    has_news = self._has_fetched(call, action) or has_news
+                    has_news = self._fetch(call, action) or has_news
                     continue
-                started = self.begin(action, begin, call.deadline_s)
+                started = self._begin(action, begin, call.deadline_s)
                 if started is None:
                     call.finish(action, time.monotonic(), jitter())
                 else:
@@ -115,10 +316,10 @@ class BlockingExchange:
                 flight = None
             if call.is_done:
                 return
-            if not has_news and self._has_waited(call, flight):
+            if not has_news and self._wait(call, flight):
                 flight = None
 
-    def _has_waited(self, call: Call, flight: tuple[Send, Started] | None) -> bool:
+    def _wait(self, call: Call, flight: tuple[Send, Started] | None) -> bool:
         """Wait until something has ended, or the call has to go on. Return whether the operation
         under way has ended.
         """
@@ -127,7 +328,7 @@ class BlockingExchange:
         if flight is not None:
             if is_fetching:
                 until_s = min(until_s, time.monotonic() + SLICE_S)
-            has_ended = has_outcome(*flight, until_s)
+            has_ended = waited_for(*flight, until_s)
             if has_ended:
                 call.finish(flight[0], time.monotonic(), jitter())
             until_s = 0.0
@@ -140,12 +341,12 @@ class BlockingExchange:
 
     # -- maps ----------------------------------------------------------------------------------
 
-    def _has_fetched(self, call: Call, fetch: FetchMap) -> bool:
+    def _fetch(self, call: Call, fetch: FetchMap) -> bool:
         """Ask a node for its map: in a thread, or at once over a connection that is at hand. Return
         whether the call knows the answer already.
         """
         link = self._links.get(place_of(fetch.node))
-        is_first = link is None and not self._router.was_reached
+        is_first = link is None and not self.router.was_reached
         if is_first or (link is not None and link.is_usable):
             limit_s = fetch.until_s if is_first else time.monotonic() + FETCH_STAGGER_S
             answer = self._fetched(fetch, min(limit_s, call.deadline_s))
@@ -182,7 +383,7 @@ class BlockingExchange:
         if link is None:
             limit_s = max(deadline_s - time.monotonic(), TIMEOUT_MIN_S)
             limit_s = min(limit_s, CONNECT_LIMIT_S)
-            if self._router.was_reached and len(self._router.nodes()) > 1:
+            if self.router.was_reached and len(self.router.nodes()) > 1:
                 limit_s = min(limit_s, PATIENCE_S * (1 << min(attempt, 3)))
             self._links.pop(place, None)
             link = self._links[place] = SyncLink(self._address.at(*place), timeout_s=limit_s)
@@ -190,7 +391,7 @@ class BlockingExchange:
         return link
 
 
-def has_outcome(send: Send, started: Started, until_s: float) -> bool:
+def waited_for(send: Send, started: Started, until_s: float) -> bool:
     """Wait for the answer to what was sent; fill in its outcome. False: there is none yet."""
     started.link.set_deadline(until_s)
     try:

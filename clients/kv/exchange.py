@@ -15,22 +15,32 @@ from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any, Final, cast
 
-from clients.errors import DcpdError, UnknownCollectionError, UnsupportedError, error_from_status
+from clients.errors import (
+    DcpdError,
+    NotFoundError,
+    TemporaryError,
+    UnknownCollectionError,
+    UnsupportedError,
+)
 from clients.kv.call import Call
+from clients.kv.commands import KvTransport, reply_of
 from clients.kv.node_links import NodeLinks
 from clients.kv.reaction import is_answer
 from clients.kv.routing import (
     Action,
     FetchMap,
+    Place,
     Result,
     Router,
     Send,
     patience_s,
     place_of,
 )
+from clients.link.first_answer import first_answer
 from clients.link.pipelined_link import Link
-from clients.link.topology import ClusterNode
+from clients.link.topology import ClusterNode, Topology
 from clients.operation import (
+    Document,
     DurabilityLevel,
     Operation,
     Outcome,
@@ -48,17 +58,17 @@ BATCH_OPERATIONS_MAX: Final = 4096
 """Operations in one write: large enough for one fsync per batch, small enough for memory."""
 BATCH_BYTES_MAX: Final = 4 * 1024 * 1024
 
-_jitter: Final = Random().random  # noqa: S311 - not for secrets
+jitter: Final = Random().random  # noqa: S311 - not for secrets
 
 Flights = list[tuple[int, int, "asyncio.Future[list[Frame]]"]]
 """Chunks that were written: first position, end position, their replies."""
 
 
-class Exchange:
+class Exchange(KvTransport):
     """See the module. A client and its collections share one."""
 
     def __init__(self, router: Router, connections: NodeLinks) -> None:
-        self._router = router
+        self.router = router
         self._connections = connections
         self._collection_ids: dict[str, int] = {}
 
@@ -79,7 +89,7 @@ class Exchange:
             flights = work.setdefault(send, [])
             return self.transmit(operations, send, flights, level, deadline_s, collection)
 
-        send = self._router.direct(operations)
+        send = self.router.direct(operations)
         is_over = True
         if send is not None and self._connections.is_open(send.node):
             try:
@@ -88,15 +98,15 @@ class Exchange:
             except TimeoutError:
                 is_over = False
             if all(map(is_answer, send.outcomes)):
-                self._router.note_up(send.node)
+                self.router.note_up(send.node)
                 return cast("list[Outcome]", send.outcomes)
         else:
             send = None
-        call = Call(self._router, operations, begun_s, timeout_s, direct=send)
+        call = Call(self.router, operations, begun_s, timeout_s, direct=send)
         tasks: dict[asyncio.Task[Any], Action] = {}
         if send is not None:
             if is_over:
-                call.finish(send, loop.time(), _jitter())
+                call.finish(send, loop.time(), jitter())
             else:  # go on waiting, and look for a newer map meanwhile
                 tasks[asyncio.create_task(transmit(send))] = send
         await self._run(call, transmit, tasks)
@@ -119,11 +129,59 @@ class Exchange:
         """
         now_s = asyncio.get_running_loop().time()
         operation = (opcode, key, extras, b"", 0)
-        call = Call(self._router, [operation], now_s, timeout_s, vb_id=vb_id, node=node)
+        call = Call(self.router, [operation], now_s, timeout_s, vb_id=vb_id, node=node)
         await self._run(call, lambda send: self._transmit_command(operation, what, vb_id, send), {})
         result = call.results[0]
         assert result is not None, "every operation has an outcome"
         return result
+
+    async def ask_replicas(
+        self,
+        operation: Operation,
+        sends: Sequence[Send],
+        deadline_s: float,
+        collection: str | None,
+        master: Callable[[], Coroutine[Any, Any, Outcome]],
+    ) -> Outcome:
+        """See KvTransport. The next one is asked while the one before may still answer."""
+        by_place = {place_of(send.node): send for send in sends}
+
+        async def ask(place: Place) -> Outcome:
+            send = by_place.get(place)
+            if send is None:
+                return await master()
+            await self.transmit([operation], send, [], DurabilityLevel.NONE, deadline_s, collection)
+            outcome = send.outcomes[0]
+            if isinstance(outcome, Document | NotFoundError):
+                return outcome
+            self.router.learn_from(outcome, send.node.host)
+            raise TemporaryError(f"the replica does not answer: {outcome}")
+
+        _, outcome = await first_answer(
+            ask, [*sorted(by_place, key=lambda _place: jitter()), ("", 0)], lambda _outcome: None
+        )
+        return outcome
+
+    async def topology(self, timeout_s: float) -> Topology:  # noqa: ARG002 - see below
+        """See KvTransport. It comes with the first connection, which has a timeout of its own."""
+        if self.router.topology is None:
+            await self._connections.link(place_of(self.router.seed))
+        assert self.router.topology is not None
+        return self.router.topology
+
+    async def named_node(self, timeout_s: float) -> ClusterNode:
+        """See KvTransport. If that node has left the map, the first one of the map."""
+        nodes = (await self.topology(timeout_s)).nodes
+        seed = place_of(self.router.seed)
+        return next((node for node in nodes if place_of(node) == seed), nodes[0])
+
+    async def pause(self, seconds: float) -> None:
+        """See KvTransport."""
+        await asyncio.sleep(seconds)
+
+    def now_s(self) -> float:
+        """See KvTransport."""
+        return asyncio.get_running_loop().time()
 
     async def _run(
         self,
@@ -135,7 +193,7 @@ class Exchange:
         loop = asyncio.get_running_loop()
         try:
             while not call.is_done:
-                for action in call.step(loop.time(), _jitter()):
+                for action in call.step(loop.time(), jitter()):
                     work = (
                         transmit(action)
                         if isinstance(action, Send)
@@ -169,7 +227,7 @@ class Exchange:
                 call.mapped(action, task.result(), loop.time())
             elif not action.is_abandoned:
                 task.result()
-                call.finish(action, loop.time(), _jitter())
+                call.finish(action, loop.time(), jitter())
 
     async def transmit(
         self,
@@ -259,13 +317,7 @@ class Exchange:
         except DcpdError as error:
             send.outcomes[0] = error
             return
-        status, node = frames[-1].status if frames else 0, send.node.name
-        if status:
-            send.outcomes[0] = error_from_status(
-                status, what, body=frames[-1].value, vb_id=vb_id, node=node
-            )
-        else:
-            send.outcomes[0] = frames if opcode == Opcode.STAT else frames[0]
+        send.outcomes[0] = reply_of(opcode, what, frames, vb_id, send.node.name)
 
     async def _prefix(self, link: Link, name: str | None) -> bytes:
         """Return the collection prefix of keys.

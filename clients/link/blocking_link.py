@@ -1,8 +1,11 @@
-"""One connection over a blocking socket, for commands that must start fast.
+"""A connection over a blocking socket, for commands that must start fast.
 
 Used by `clients.kv.sync_client` for dcpctl, and by the Spark source. It does not import asyncio
 (60 ms), and imports SCRAM only if the server is not on loopback. The handshake is the same as that
 of the asyncio link (`clients.link.handshake`).
+
+With several nodes, `first_sync_link` connects to the first one that answers. A node that is silent
+costs STAGGER_S. With one node there is no thread.
 
 Invariant: replies come in the order of the requests, each with its request's opaque.
 """
@@ -12,15 +15,20 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
 from types import TracebackType
 from typing import Final
 
 from clients.address import ServerAddress, is_loopback
 from clients.errors import (
+    TRANSIENT,
     ConnectError,
     ConnectionLostError,
+    DcpdError,
     OperationTimeoutError,
     WrongProtocolError,
+    none_answered,
 )
 from clients.link.handshake import Handshake
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, pack_request
@@ -29,6 +37,9 @@ from dcp.wire.opcode import Opcode
 TIMEOUT_MIN_S: Final = 0.001
 """A socket takes a timeout of 0 for "do not wait at all"."""
 READ_BYTES: Final = 256 * 1024
+STAGGER_S: Final = 0.25
+"""How long one of several nodes has to answer before the next one is asked too. As in
+`clients.link.first_answer`, which needs asyncio."""
 TIMEOUT_CHANGE_S: Final = 0.01
 """A change of the timeout below this is not worth a system call."""
 
@@ -232,3 +243,80 @@ class SyncLink:
             raise ConnectionLostError(
                 f"the connection was lost: {error.strerror or error}", node=self.node
             ) from error
+
+
+def first_sync_link(address: ServerAddress, timeout_s: float) -> SyncLink:
+    """Return a connection to one of the address's nodes; its `address` names that one.
+
+    Raises ConnectError if none answers. An error that is not transient is raised at once.
+    """
+    if not address.others:
+        return SyncLink(address, timeout_s=timeout_s)
+    race = _Race()
+    try:
+        return race.run(address, timeout_s)
+    finally:
+        race.end()
+
+
+class _Race:
+    """Connects to several nodes. A blocking connection can wait for one node only, so each has a
+    thread, which ends with the timeout, whatever the node does. A connection that is not returned
+    is closed by its thread.
+    """
+
+    def __init__(self) -> None:
+        self._ended: SimpleQueue[SyncLink | DcpdError] = SimpleQueue()
+        self._lock = Lock()
+        self._is_over = False
+
+    def run(self, address: ServerAddress, timeout_s: float) -> SyncLink:
+        deadline_s = time.monotonic() + timeout_s
+        failure: DcpdError = OperationTimeoutError(
+            f"none of the {len(address.places)} nodes answered within {timeout_s:g} s",
+            node=address.node,
+        )
+        left, running = list(address.places), 0
+        while left or running:
+            now_s = time.monotonic()
+            if left:
+                self._start(address.at(*left.pop(0)), max(deadline_s - now_s, STAGGER_S))
+                running += 1
+            pause_s = STAGGER_S if left else max(0.0, deadline_s - now_s)
+            try:
+                ended = self._ended.get(timeout=pause_s)
+            except Empty:
+                if not left:
+                    raise failure from None
+                continue
+            running -= 1
+            if isinstance(ended, SyncLink):
+                return ended
+            if not isinstance(ended, TRANSIENT):
+                raise ended
+            failure = none_answered(ended, address.places)
+        raise failure
+
+    def end(self) -> None:
+        """Close what has been connected. What is connected later is closed by its thread."""
+        with self._lock:
+            self._is_over = True
+        while not self._ended.empty():
+            ended = self._ended.get()
+            if isinstance(ended, SyncLink):
+                ended.close()
+
+    def _start(self, address: ServerAddress, timeout_s: float) -> None:
+        name = f"dcpd-dial-{address.port}"
+        Thread(target=self._dial, args=(address, timeout_s), name=name, daemon=True).start()
+
+    def _dial(self, address: ServerAddress, timeout_s: float) -> None:
+        try:
+            ended: SyncLink | DcpdError = SyncLink(address, timeout_s=timeout_s)
+        except DcpdError as error:
+            ended = error
+        with self._lock:
+            if not self._is_over:
+                self._ended.put(ended)
+            elif isinstance(ended, SyncLink):
+                ended.close()

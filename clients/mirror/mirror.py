@@ -18,12 +18,12 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import Final, Literal, Unpack
 
 from clients.address import ServerAddress
 from clients.consumer.consumer import Consumer
 from clients.consumer.node_session import LOG
-from clients.consumer.starting_point import prefixes_of
+from clients.consumer.options import ConsumerOptions, FollowArguments, prefixes_of
 from clients.errors import DcpdError, OperationTimeoutError
 from clients.event import Rollback, StreamFailed
 from clients.mirror.mirror_state import JOURNAL_MAX, MemoryStore, MirrorStore, take
@@ -45,7 +45,7 @@ class Mirror:
     - `key_prefixes`: only documents whose key begins with one of them.
     - `journal_max`: changes per partition that can be undone. If history branches further back, the
       partition is loaded again.
-    - `options`: passed to the Consumer.
+    - `options`: those of ConsumerOptions that do not choose documents.
 
     A file that mirrors other documents is refused (CheckpointError). If the collection was dropped
     and created again, the file is emptied and the mirror starts again. So is a file of an older
@@ -61,17 +61,16 @@ class Mirror:
         collection: str | None = None,
         key_prefixes: Iterable[str | bytes] | str | bytes = (),
         journal_max: int = JOURNAL_MAX,
-        **options: Any,
+        **options: Unpack[FollowArguments],
     ) -> None:
         self._path = path
         self._journal_max = journal_max
         self._server = server
         self._key_prefixes = prefixes_of(key_prefixes)
-        self._options = options | {
-            "collections": None if collection is None else [collection],
-            "key_prefixes": self._key_prefixes,
-            "on_rollback": self._choose,
-        }
+        self._options = ConsumerOptions(
+            collections=collection, key_prefixes=self._key_prefixes, on_rollback=self._choose,
+            **options,
+        )  # fmt: skip
         self._store: MirrorStore = MemoryStore()
         self._task: asyncio.Task[None] | None = None
         self._moved = asyncio.Event()
@@ -117,7 +116,7 @@ class Mirror:
 
     async def _open_consumer(self) -> None:
         # Partitions that are not in the store begin at 0.
-        self.consumer = Consumer(self._server, start=self._store.positions(), **self._options)
+        self.consumer = Consumer(self._server, self._options, start=self._store.positions())
         self._was_opened = True
         await self.consumer.open()
 
@@ -216,13 +215,13 @@ class Mirror:
             async for events, positions in self.consumer.deliveries():
                 for event in events:
                     if isinstance(event, StreamFailed):
-                        raise DcpdError(event.what, vb_id=event.vb_id, hint=event.hint)
+                        raise event.error()
                 take(
                     self._store, events, positions,
                     collection_id=self.consumer.collection_ids[0], journal_max=self._journal_max,
                 )  # fmt: skip
                 self._moved.set()
-            if not self._options.get("until_now"):
+            if not self._options.until_now:
                 raise DcpdError(
                     "the stream ended: the collection was dropped, or the consumer was closed",
                     hint="Open a new mirror. A collection that is created again has a new id.",

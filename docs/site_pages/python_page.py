@@ -9,12 +9,12 @@ SECTIONS = {
     "Key-value clients": ("clients", ("KvClient", "SyncKv", "ServerAddress", "parse_address")),
     "Consumers and mirrors": (
         "clients",
-        ("Consumer", "SyncConsumer", "Mirror", "SyncMirror", "Group", "Delivery", "Position",
-         "ConsumerMetrics", "export_prometheus"),
+        ("Consumer", "ConsumerOptions", "SyncConsumer", "Mirror", "SyncMirror", "Group", "Delivery",
+         "Position", "ConsumerMetrics", "export_prometheus"),
     ),
     "Events": (
         "clients",
-        ("Event", "Mutation", "Deletion", "Rollback", "SnapshotStart", "SnapshotEnd",
+        ("Change", "Event", "Mutation", "Deletion", "Rollback", "SnapshotStart", "SnapshotEnd",
          "SeqnoAdvanced", "StreamOpened", "StreamEnded", "StreamFailed", "SystemEvent"),
     ),
     "Checkpoints": (

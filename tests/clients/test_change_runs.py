@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_consumer_core import core_with
 
 from clients.backup.feed import Feed
 from clients.backup.intake import Intake
 from clients.consumer import core as core_module
-from clients.consumer.core import ConsumerCore
 from clients.consumer.partition_stream import Wanted, advance
 from clients.errors import DcpdError, StreamViolationError
 from clients.event import Mutation
@@ -244,7 +244,7 @@ class Side:
     """A consumer's core with two open streams."""
 
     def __init__(self, **options: Any) -> None:
-        self.core = ConsumerCore(b"c", has_collections=True, **options)
+        self.core = core_with(**options)
         for vb_id in VB_IDS:
             self.core.add(vb_id, Wanted(Position()))
         decoder = FrameDecoder()

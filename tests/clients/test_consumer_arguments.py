@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import re
 from datetime import datetime
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from clients.consumer.consumer import Consumer
 from clients.consumer.extensions import KEY_PREFIX, KEY_PREFIXES_MAX, Extensions
 from clients.consumer.group import Group
+from clients.consumer.options import ConsumerArguments, ConsumerOptions, FollowArguments
 from clients.event import Mutation
 from clients.kv.client import KvClient
 from clients.position import Position
@@ -60,8 +61,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
     "store": [("checkpoint", "load and save")],
     "save_every_s": [(0, "above 0"), (-1, "above 0"), (NAN, "number"), ("5", "number")],
     "until_now": [("no", "True or False"), (1, "True or False")],
-    "on_rollback": [("sometimes", "sometimes")],
-    "rollback_to": [("now", "state"), (None, "state")],
+    "on_rollback": [("sometimes", "sometimes"), (None, "None")],
     "collections": [
         ([], "empty"),
         ([-1], "-1"),
@@ -90,8 +90,30 @@ BAD: dict[str, list[tuple[Any, str]]] = {
 }
 
 
-def test_every_argument_has_a_case() -> None:
-    assert set(BAD) == set(inspect.signature(Consumer).parameters)
+OPTIONS = {field.name: field for field in dataclasses.fields(ConsumerOptions)}
+
+
+def test_every_option_has_a_case_and_is_a_typed_keyword_argument() -> None:
+    assert set(BAD) == {"server", *OPTIONS}
+    assert {name: field.type for name, field in OPTIONS.items()} == {
+        name: annotation.__forward_arg__
+        for owner in (FollowArguments, ConsumerArguments)
+        for name, annotation in owner.__annotations__.items()
+    }
+
+
+def test_options_are_given_together_or_one_by_one() -> None:
+    options = ConsumerOptions(name="n", key_prefixes="a", collections=iter(["s.c"]))
+    consumer = Consumer(SERVER, options, until_now=True)
+    assert consumer.options == ConsumerOptions(
+        name="n", key_prefixes=[b"a"], collections="s.c", until_now=True
+    )
+    assert not options.until_now, "options that were given stay as they are"
+    assert hash(options) == hash(ConsumerOptions(name="n", key_prefixes="a", collections=["s.c"]))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.until_now = True  # type: ignore[misc]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'until'"):
+        Consumer(SERVER, until=True)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +125,10 @@ def test_a_bad_argument_is_a_value_error_at_once(name: str, value: object, why: 
         arguments["store"] = Store()
     with pytest.raises(ValueError, match=re.escape(why)):
         Consumer(**arguments)
+    if name != "server":
+        del arguments["server"]
+        with pytest.raises(ValueError, match=re.escape(why)):
+            ConsumerOptions(**arguments)
 
 
 class Store:
@@ -134,7 +160,7 @@ def test_more_prefixes_than_a_request_may_list_are_filtered_in_the_client(
     count: int, is_asked: bool
 ) -> None:
     prefixes = tuple(b"%d:" % n for n in range(count))
-    extensions = Extensions(has_collections=True, key_prefixes=prefixes)
+    extensions = Extensions(ConsumerOptions(key_prefixes=prefixes), has_collections=True)
     assert (KEY_PREFIX in extensions.controls()) == is_asked
     for key in extensions.controls():
         extensions.answered(key, 0)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clients.consumer.core import ConsumerCore
+from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import Wanted, advance
 from clients.consumer.stream_requests import RETRY_FIRST_NS
 from clients.errors import DcpdError, InvalidRequestError, StreamViolationError
@@ -21,7 +22,7 @@ from clients.event import (
     StreamFailed,
     StreamOpened,
 )
-from clients.position import Position
+from clients.position import Filter, Position
 from dcp.wire.frame import (
     MAX_BODY_BYTES,
     FrameDecoder,
@@ -47,11 +48,20 @@ from vbucket.model.ids import SEQNO_MAX
 LOG = [(77, 0)]
 
 
+LINK_FACTS = frozenset({"collections", "hidden", "older_than", "draw"})
+
+
+def core_with(*, has_collections=True, **given):
+    """A core with these options and facts of its connection."""
+    facts = {name: given.pop(name) for name in LINK_FACTS & given.keys()}
+    return ConsumerCore(b"c", ConsumerOptions(**given), has_collections=has_collections, **facts)
+
+
 class Session:
     """A core and the requests that it sent."""
 
     def __init__(self, partitions=None, *, has_collections=True, **options):
-        self.core = ConsumerCore(b"c", has_collections=has_collections, **options)
+        self.core = core_with(has_collections=has_collections, **options)
         self.decoder = FrameDecoder()
         self.has_collections = has_collections
         for vb_id, wanted in (partitions or {17: Wanted(Position())}).items():
@@ -138,7 +148,7 @@ def test_events_of_a_snapshot(has_collections):
         SnapshotEnd(17, 4),
     ]
     assert session.batch.positions == {
-        17: Position(((77, 0),), 4, 4, 4, ((0, 2), (4, 4)), collections=(0,)),
+        17: Position(((77, 0),), 4, 4, 4, ((0, 2), (4, 4)), collections=(0,), filter=Filter()),
     }
 
 
@@ -290,7 +300,10 @@ def test_a_checkpoint_ahead_of_the_server_goes_back_to_what_both_have(high, to_s
 def test_a_place_in_other_collections_is_a_rollback_to_the_beginning(asks, until_now):
     held = Position(((77, 0),), 9, 9, 9, ((0, 9),), collections=(8,))
     session = Session(
-        {17: Wanted(held)}, collections=(9,), asks_on_rollback=asks, until_now=until_now
+        {17: Wanted(held)},
+        collections=(9,),
+        until_now=until_now,
+        on_rollback="fail" if asks else "undo",
     )
     if until_now:
         question = next(f for f in session.open_requests if f.opcode == Opcode.GET_ALL_VB_SEQNOS)
@@ -530,7 +543,7 @@ BODIES = NUMBERS | st.binary(max_size=33) | st.builds(lambda a, b: a + b, NUMBER
     ),
 )  # fmt: skip
 def test_whatever_a_server_says_is_understood_or_a_named_error(start, collections, until_now, said):
-    core = ConsumerCore(b"c", has_collections=True, collections=collections, until_now=until_now)
+    core = core_with(collections=collections, until_now=until_now)
     core.add(17, Wanted(start))
     core.begin(0)
     for opcode, is_reply, opaque, status, key, extras, value in said:

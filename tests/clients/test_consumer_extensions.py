@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_consumer_core import Session
+from test_consumer_core import Session, core_with
 from test_consumer_pair import forget_extensions
 
-from clients.consumer.core import ConsumerCore
 from clients.consumer.partition_stream import Wanted
 from clients.errors import StreamViolationError
 from clients.event import Deletion, Mutation, Rollback, SeqnoAdvanced, SnapshotEnd, StreamEnded
@@ -37,7 +36,7 @@ class Silent:
     """A core and its first requests, none answered."""
 
     def __init__(self, position: Position, **options: bool) -> None:
-        self.core = ConsumerCore(b"c", has_collections=True, **options)
+        self.core = core_with(**options)
         self.core.add(VB, Wanted(position))
         self.requests = FrameDecoder().feed(self.core.begin(0))
 
@@ -194,7 +193,7 @@ class Pair:
         self.peer.hello()
         if not is_aware:
             forget_extensions(self.peer)
-        self.core = ConsumerCore(b"pair", has_collections=False, history=True, previous_values=True)
+        self.core = core_with(has_collections=False, history=True, previous_values=True)
         self.core.add(VB, Wanted(position))
         self.output = self.core.begin(0)
         self.rounds = 0

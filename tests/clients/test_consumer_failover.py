@@ -13,6 +13,7 @@ from test_consumer_steering import until
 from clients import Consumer, Mutation, StreamOpened
 from clients.address import parse_address
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.options import ConsumerOptions
 from clients.consumer.placement import Placement
 from clients.errors import ConnectError
 from clients.position import Position
@@ -132,7 +133,7 @@ async def test_a_stream_moves_to_the_same_place_though_its_old_node_tells_older_
         address = f"{second.address},{first.address}"
         placement = Placement(
             parse_address(address), ConsumerMetrics(), lambda _link: pytest.fail("no session"),
-            connect_timeout_s=5.0, give_up_after_s=None,
+            ConsumerOptions(),
         )  # fmt: skip
         await placement.refresh()
         assert placement.topology.revision == (1, 5)

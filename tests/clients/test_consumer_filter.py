@@ -8,6 +8,7 @@ from test_consumer_pair import forget_extensions
 
 from clients.consumer.change_filter import left_in
 from clients.consumer.core import ConsumerCore
+from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import Wanted
 from clients.event import Deletion, Mutation, SeqnoAdvanced, SnapshotEnd, SnapshotStart
 from clients.position import Position
@@ -31,7 +32,7 @@ class Follower:
         self.peer.ask(Opcode.SELECT_BUCKET, key=b"default")
         self.core = ConsumerCore(
             b"knows" if knows_prefixes else b"does not",
-            has_collections=has_collections, key_prefixes=(b"user:", b"cart:1"),
+            ConsumerOptions(key_prefixes=(b"user:", b"cart:1")), has_collections=has_collections,
         )  # fmt: skip
         if not knows_prefixes:
             forget_extensions(self.peer)

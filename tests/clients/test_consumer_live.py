@@ -54,6 +54,33 @@ async def test_until_now_sees_everything_and_resumes_without_gap_or_duplicate(se
         assert await consume(Consumer(server.address, until_now=True, store=store)) == []
 
 
+async def test_changes_are_what_happened_to_documents(server):
+    """Streams that open and end, snapshots and seqnos are events, and no changes."""
+    store = MemoryCheckpoint()
+    async with KvClient.connect(server.address) as kv:
+        await kv.set("a", b"1")
+        await kv.set("a", b"2")
+        await kv.delete("a")
+        await kv.set("b", b"1")
+        async with Consumer(server.address, until_now=True) as consumer:
+            assert {type(event) for event in [event async for event in consumer.events()]} > {
+                Mutation,
+                Deletion,
+            }
+        async with Consumer(server.address, until_now=True, store=store) as consumer:
+            async for change in consumer.changes():
+                assert isinstance(change, Mutation | Deletion)
+                position = consumer.checkpoint()[change.vb_id]
+                assert position.seqno == change.seqno, "the current change counts"
+            await consumer.save()
+        await asyncio.to_thread(branch, server, vbucket_of(b"a"), 1)
+        async with Consumer(server.address, until_now=True, store=store) as consumer:
+            (rollback, *again) = [change async for change in consumer.changes()]
+        assert isinstance(rollback, Rollback)
+        assert rollback.vb_id == vbucket_of(b"a")
+        assert [(change.key, change.value) for change in again] in ([], [(b"a", b"1")])
+
+
 async def test_lazy_batches_have_the_same_as_events_and_resume_without_gap(server, tmp_path):
     store = CheckpointFile(tmp_path / "state")
     async with KvClient.connect(server.address) as kv:
@@ -119,15 +146,13 @@ async def test_from_now_shows_only_what_comes(server):
             assert [change.key for change in changes] == [b"new"]
 
 
-@pytest.mark.parametrize("rollback_to", ["state", "beginning"])
-async def test_rollback_is_told_and_recovered_from(server, rollback_to):
+@pytest.mark.parametrize("strategy", ["undo", "restart"])
+async def test_rollback_is_told_and_recovered_from(server, strategy):
     vb_id = vbucket_of(b"a")
     async with KvClient.connect(server.address) as kv:
         for n in range(6):
             await kv.set("a", b"%d" % n)
-        consumer = Consumer(
-            server.address, vbuckets=[vb_id], validate=True, rollback_to=rollback_to
-        )
+        consumer = Consumer(server.address, vbuckets=[vb_id], validate=True, on_rollback=strategy)
         rollbacks = []
         async with consumer:
             async for event in consumer:
@@ -142,7 +167,7 @@ async def test_rollback_is_told_and_recovered_from(server, rollback_to):
                     break
         (rollback,) = rollbacks
         assert (rollback.vb_id, rollback.server_seqno, rollback.from_seqno) == (vb_id, 6, 7)
-        assert rollback.to_seqno == (6 if rollback_to == "state" else 0)
+        assert rollback.to_seqno == (6 if strategy == "undo" else 0)
         assert consumer.validator.compare({b"a": b"new"}) == []
 
 

@@ -14,6 +14,7 @@ from clients import Consumer, Mutation, Rollback, StreamOpened
 from clients.address import parse_address
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.dials import Dials, Pause
+from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import Wanted
 from clients.consumer.placement import Placement
 from clients.errors import AuthenticationError, ConnectError, OperationTimeoutError
@@ -233,7 +234,7 @@ async def test_a_login_that_one_node_refuses_leaves_no_connection_to_another():
 async def test_busy_partitions_do_not_hasten_the_search_for_one_without_a_node():
     placement = Placement(
         parse_address("127.0.0.1:1"), ConsumerMetrics(), lambda _link: pytest.fail("no session"),
-        connect_timeout_s=1.0, give_up_after_s=None,
+        ConsumerOptions(connect_timeout_s=1.0),
     )  # fmt: skip
     address = parse_address("127.0.0.1:1")
     session = SimpleNamespace(link=SimpleNamespace(address=address))

@@ -9,6 +9,7 @@ from scripted_peer import config_of
 
 from clients.address import parse_address
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.options import ConsumerOptions
 from clients.consumer.placement import Placement
 
 
@@ -16,7 +17,7 @@ from clients.consumer.placement import Placement
 async def placement():
     return Placement(
         parse_address("127.0.0.1:1"), ConsumerMetrics(), lambda _link: pytest.fail("no session"),
-        connect_timeout_s=1.0, give_up_after_s=None,
+        ConsumerOptions(connect_timeout_s=1.0),
     )  # fmt: skip
 
 

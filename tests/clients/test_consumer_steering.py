@@ -18,7 +18,7 @@ from clients import (
     Position,
     ServerCheckpoint,
 )
-from clients.consumer.starting_point import time_ns_of
+from clients.consumer.options import time_ns_of
 from clients.errors import UnknownCollectionError
 from clients.kv.sync_client import SyncKv
 from clients.testing import DcpServer

@@ -14,6 +14,7 @@ from test_consumer_stops import KEY, VB, Following, branched
 from clients import Consumer, KvClient, Mutation, Rollback, StreamOpened
 from clients.address import parse_address
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import Wanted
 from clients.consumer.placement import Placement
 from clients.errors import ConnectError, TopologyError
@@ -80,7 +81,7 @@ async def test_a_dead_node_keeps_no_partition_from_a_live_one(unused_tcp_port):
         placement = Placement(
             parse_address(peer.address), ConsumerMetrics(),
             lambda link: made.append(Recorded(link)) or made[-1],
-            connect_timeout_s=1.0, give_up_after_s=None,
+            ConsumerOptions(connect_timeout_s=1.0),
         )  # fmt: skip
         owners = [0, -1, 1] + [1] * 1021
         placement.adopt(config_of([unused_tcp_port, peer.port], owners), "127.0.0.1")
@@ -96,7 +97,7 @@ async def test_another_node_is_asked_where_the_first_one_is_gone(unused_tcp_port
     async with ScriptedPeer() as peer:
         placement = Placement(
             parse_address(f"127.0.0.1:{unused_tcp_port}"), ConsumerMetrics(), Recorded,
-            connect_timeout_s=1.0, give_up_after_s=None,
+            ConsumerOptions(connect_timeout_s=1.0),
         )  # fmt: skip
         placement.adopt(config_of([unused_tcp_port, peer.port], rev=1), "127.0.0.1")
         placement.topology = None  # all connections are lost

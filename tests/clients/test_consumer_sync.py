@@ -39,6 +39,14 @@ def test_saving_in_the_middle_of_a_batch_loses_nothing(server, stop_after):
     assert sorted(seen) == sorted(b"k%d" % n for n in range(100))
 
 
+def test_changes_are_mutations_deletions_and_rollbacks(server):
+    with SyncConsumer(server.address, until_now=True) as consumer:
+        changes = list(consumer.changes())
+    assert sorted(change.key for change in changes) == sorted(b"k%d" % n for n in range(100))
+    with SyncConsumer(server.address, until_now=True) as consumer:
+        assert len(list(consumer.events())) > len(changes) + 1024
+
+
 def test_who_leaves_an_iteration_goes_on_with_the_next_event(server):
     seen = []
     with SyncConsumer(server.address, until_now=True, validate=True) as consumer:

@@ -2,6 +2,11 @@
 
 import asyncio
 import gc
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from scripted_peer import ScriptedPeer, config_of, push, reply
@@ -14,16 +19,20 @@ from clients.errors import (
     ConnectError,
     ConnectionLostError,
     NotFoundError,
+    NotJsonError,
     NotMyVbucketError,
     OperationTimeoutError,
     TemporaryError,
 )
 from clients.kv.client import BATCH_OPERATIONS_MAX, KvClient
+from clients.kv.commands import KvCommands
 from clients.kv.sync_client import SyncKv
 from clients.operation import Document, MutationResult
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.model.ids import vbucket_of
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -425,3 +434,73 @@ async def test_blocking_client_says_what_went_wrong(peer):
     peer.handlers[Opcode.HELLO] = lambda _: b"-ERR unknown command, of another protocol\r\n"
     with pytest.raises(ConnectError, match="does not speak the protocol"):
         await in_thread(peer, lambda kv: kv.get(b"a"))
+
+
+# -- both forms ------------------------------------------------------------------------------------
+
+VALUE = {"name": "Ådne", "tags": ["a", 1, 2.5, None, True], "at": {"x": -1}}
+
+
+async def test_json_is_stored_and_read_by_both_clients():
+    async with ScriptedPeer() as peer, KvClient.connect(peer.address) as kv:
+        await kv.set_json("a", VALUE)
+        stored = await kv.get("a")
+        assert json.loads(stored.value) == VALUE
+        assert (await kv.get_json("a")).value == VALUE
+        assert await in_thread(peer, lambda sync: sync.get_json("a")) == await kv.get_json("a")
+        await in_thread(peer, lambda sync: sync.set_json("b", VALUE))
+        assert (await kv.get_json("b")).value == VALUE
+        await kv.set("c", b"{")
+        with pytest.raises(NotJsonError, match=r"not JSON.*key 'c'"):
+            await kv.get_json("c")
+        for wrong, error in ((b"x", TypeError), (float("nan"), ValueError)):
+            with pytest.raises(error):
+                await kv.set_json("c", {"x": wrong})
+        assert (await kv.get("c")).value == b"{", "nothing was sent"
+
+
+async def test_the_blocking_client_has_every_command_with_its_types_and_words():
+    """It has no rules of its own: its methods are those of KvClient, run to their end."""
+    renamed = {"cluster_map": "topology"}
+    for name, command in inspect.getmembers(KvCommands, inspect.iscoroutinefunction):
+        if name.startswith("_"):
+            continue
+        method = getattr(SyncKv, renamed.get(name, name))
+        assert method.__doc__ == command.__doc__
+        assert inspect.signature(method) == inspect.signature(command)
+        assert not inspect.iscoroutinefunction(method)
+    own = {name for name in vars(SyncKv) if not name.startswith("_")}
+    assert {name for name in own if not hasattr(KvCommands, name)} == {"close", "topology"}
+
+
+async def test_arguments_are_checked_alike_in_both_forms():
+    async with ScriptedPeer() as peer:
+
+        def work(kv):
+            token = kv.set("a", b"3")
+            with pytest.raises(ValueError, match="timeout_s 0"):
+                kv.get("a", timeout_s=0)
+            with pytest.raises(ValueError, match="at_least goes with"):
+                kv.get("a", at_least=token)
+            return kv.get("a").value
+
+        assert await in_thread(peer, work) == b"3"
+
+
+def test_a_type_checker_finds_a_value_that_is_no_bytes(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from clients import SyncKv\n"
+        'with SyncKv("127.0.0.1:1") as kv:\n'
+        '    kv.set_json("k", {"a": [1, None, {"b": 2.0}]})\n'
+        '    cas: int = kv.set("k", b"1").cas\n'
+        '    kv.set("k", {"a": 1})\n'
+        '    kv.get("k", tiemout_s=1)\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(program)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    found = [line.split(":")[1] for line in done.stdout.splitlines() if ": error:" in line]
+    assert found == ["5", "6"], done.stdout
+    assert 'incompatible type "dict[str, int]"; expected "bytes"' in done.stdout

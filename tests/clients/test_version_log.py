@@ -11,7 +11,7 @@ from clients import Consumer
 from clients.backup.archive import open_archive
 from clients.cli.dcpctl import run
 from clients.event import Mutation, Rollback, StreamOpened
-from clients.kv import sync_client
+from clients.kv import commands
 from clients.link.version_log import version_log_group, versions_of
 from support.server import DcpdProcess
 from vbucket.model.ids import vbucket_of
@@ -94,7 +94,7 @@ def test_a_server_that_does_not_know_the_group_tells_no_more(
     with server.connect() as kv:
         shown = kv.failover_log(VB)
         with monkeypatch.context() as patched:
-            patched.setattr(sync_client, "version_log_group", lambda vb_id: b"no-group %d" % vb_id)
+            patched.setattr(commands, "version_log_group", lambda vb_id: b"no-group %d" % vb_id)
             assert kv.version_log(VB) == shown
         assert len(kv.version_log(VB)) == FAILOVERS + 1 > len(shown)
         (link,) = kv._exchange._links.values()

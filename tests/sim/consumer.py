@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from clients.checkpoint.checkpoint import decode_checkpoint, encode_checkpoint
 from clients.consumer.core import Batch, ConsumerCore
+from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import PartitionStreamState, Wanted
 from clients.errors import StreamViolationError
 from clients.event import (
@@ -105,9 +106,8 @@ class ConsumerLink:
         consumer = self._consumer
         self.core = core = ConsumerCore(
             consumer.name.encode(),
+            ConsumerOptions(buffer_bytes=consumer.buffer_bytes, noop_interval_s=NOOP_INTERVAL_S),
             has_collections=handshake.has_collections,
-            buffer_bytes=consumer.buffer_bytes,
-            noop_interval_s=NOOP_INTERVAL_S,
             node=self.node,
         )
         for vb_id, position in self._wanted.items():
