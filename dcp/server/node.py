@@ -408,7 +408,8 @@ class Node:
         storage = self._storage
         parts = ServerParts(
             self.engine, storage.store, self._hub, self._groups, self.connections, self._config,
-            self._users, self.access.link_tls, self._tasks, self._log, self.about.data_dir,
+            self._users, self.health, self.access.link_tls, self._tasks, self._log,
+            self.about.data_dir,
             kick=self._kick, publish=after_commit.published, on_failure=self._fail,
         )  # fmt: skip
         self.replicated = replicated_node(

@@ -84,7 +84,7 @@ class ClusterSession:
         self.era = era
         self.link = self.membership.incarnation << _ERA_BITS | era & ((1 << _ERA_BITS) - 1)
         self.membership.begin_again(now_ns, self.link)
-        self.coordinator.begin_again()
+        self.coordinator.begin_again(now_ns)
         self._reporter.begin_again()
         return list(self._reader.begin_again(now_ns))
 

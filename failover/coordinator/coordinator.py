@@ -182,10 +182,10 @@ class Coordinator:
         """Whether this member believes to be the coordinator."""
         return self.term > 0
 
-    def begin_again(self) -> None:
+    def begin_again(self, now_ns: int) -> None:
         """The store may be another one, where this coordinator's key is of another term."""
         self.term = self._look_ns = 0
-        self._choices.begin_again()
+        self._choices.begin_again(now_ns)
 
     def on_event(self, now_ns: int, event: StoreEvent | ViewChanged) -> list[CoordinatorEffect]:
         """Take one event; return what to do."""

@@ -234,10 +234,10 @@ class MetaRestore:
         if is_right and (is_known or is_served):
             return
         in_sync = base.isr & spoken
-        able = {
-            member: end
-            for member, end in ends.items()
-            if member in base.copies and member not in base.filling
+        able = {  # a copy of which nothing was told is empty
+            member: ends.get(member, HeldLog(vb_id, 0, 0, 0, is_master=False))
+            for member in base.copies
+            if member in spoken and member not in base.filling
         }
         if is_known and in_sync and not has_forked:
             longest = max(able.values(), key=_length, default=None)

@@ -39,6 +39,8 @@ wins. Members lose a dead master at about the same time."""
 UNCLEAN_WAIT_NS: Final = 1_000_000_000
 """How long nobody of the ISR has to be left before an unclean election. Members repeat reports
 every 500 ms, so by then all that are left have reported."""
+AGAIN_NS: Final = 2_000_000_000
+"""How long members have to connect to the store again, and to say what they miss and know."""
 STEP_NS: Final = 100_000_000
 """Time between searches for steps of the plan, which look at each of its partitions, while there
 are many. Each finds as many as fill a transaction, so 1,000 partitions take a second."""
@@ -75,12 +77,18 @@ class PartitionChoices:
         """Partition -> since when an unclean election is the only way."""
         self._first_in_sync: dict[int, tuple[str, int]] = {}
         """Partition -> its first copy, which is in sync and not the master, and since when."""
+        self._moves_ns = 0
+        """From when on copies and masters are moved: see `begin_again`."""
         self._step_ns = 0
         """When steps of the plan are looked for next."""
 
-    def begin_again(self) -> None:
-        """The store may be another one: no report that was read counts."""
+    def begin_again(self, now_ns: int) -> None:
+        """The store may be another one: no report that was read counts, and nothing moves before
+        those who have seen newer records have said so.
+        """
         self._seen, self._reports = {}, {}
+        if self._view.is_loaded:
+            self._moves_ns = now_ns + AGAIN_NS
 
     def take_view(self, now_ns: int, vb_ids: Iterable[int]) -> None:
         """Take over that the view changed, and for which partitions."""
@@ -137,6 +145,8 @@ class PartitionChoices:
                     yield self._change(vb_id, elect(record, member, gone), stored)
             elif (left := self._unclean_choice(now_ns, vb_id, record)) is not None:
                 yield self._change(vb_id, unclean_elect(record, left), stored)
+        if now_ns < self._moves_ns:
+            return
         wanted = self._view.wanted
         busy = set(self._reports)
         for change in self._wishes(now_ns):

@@ -76,7 +76,8 @@ class SeenRecords:
         self._revision = kept.revision if kept is not None else 0
         self._partitions: dict[int, ReplicationRecord] = {}
         self.older: dict[int, Rank] = {}
-        """Partitions whose record in the store is older than one that was seen, with its rank."""
+        """Partitions whose record in the store is older than one that was seen, with a rank that a
+        record must have to be believed."""
         self.kept_revision = 0
         """All records of partitions that the store had up to here are kept."""
         self._era = 0
@@ -133,7 +134,9 @@ class SeenRecords:
         if seen is not None and (
             record.rank < seen.rank or (record.rank == seen.rank and record != seen)
         ):
-            self.older[vb_id] = seen.rank
+            # Of two records with one rank nobody knows which one others have seen.
+            forked = Rank(seen.epoch, seen.partition_epoch + 1)
+            self.older[vb_id] = forked if record.rank == seen.rank else seen.rank
             return False
         self.older.pop(vb_id, None)
         self._partitions[vb_id] = record

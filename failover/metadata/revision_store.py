@@ -223,12 +223,15 @@ class RevisionStore:
         return StoreImage(self.revision, self.compact_revision, older, events, self.leases())
 
     @classmethod
-    def of_image(cls, image: StoreImage) -> RevisionStore:
-        """Return the store that `image` was made of. Its leases begin at time 0."""
+    def of_image(cls, image: StoreImage, now_ns: int = 0) -> RevisionStore:
+        """Return the store that `image` was made of. Its leases have their whole time again."""
         store = cls()
+        store._now_ns = now_ns
         store.revision = store._told_revision = image.revision
         store.compact_revision = image.compact_revision
-        store._leases = {lease_id: _Lease(ttl_s, 0) for lease_id, ttl_s in image.leases.items()}
+        store._leases = {
+            lease_id: _Lease(ttl_s, now_ns) for lease_id, ttl_s in image.leases.items()
+        }
         for item in image.older:
             store._keys.setdefault(item.key, []).append(item)
         for item in image.events:

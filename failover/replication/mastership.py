@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from failover.replication.fed_stream import SECTION_BYTES, WINDOW_BYTES
 from failover.rules.fencing import is_same_copy
@@ -53,6 +53,9 @@ from failover.rules.replication_record import BranchUnderWay, ReplicationRecord,
 from failover.rules.write_answer import Durability, WriteState
 from vbucket.engine.branch import BranchRefusedError, check_undo
 from vbucket.engine.partition import Partition
+
+_IN_NO_STORE: Final = 1 << 63
+"""Above every revision."""
 
 
 class Service(Enum):
@@ -216,6 +219,12 @@ class Mastership:
             self._renew_set()
         return not self._parting
 
+    def store_begins_again(self) -> None:
+        """There is a new connection to the metadata store, which may be an older copy of itself:
+        nobody holds the record in it before `take_record` has its revision there.
+        """
+        self._parting_revision = _IN_NO_STORE
+
     def acknowledged(self, member: str, epoch: int, seqno: int) -> None:
         """A member has synced everything up to a seqno, in an epoch."""
         before = self._acknowledged.get(member)
@@ -294,6 +303,8 @@ class Mastership:
         if record.isr != before.isr:
             self._parting = (self._parting | before.isr) - record.isr if revision else frozenset()
             self._parting_revision = revision
+        elif revision:
+            self._parting_revision = min(self._parting_revision, revision)
         renewed: set[str] = set()
         if (before.copies, before.added) != (record.copies, record.added):
             renewed = {

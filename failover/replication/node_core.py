@@ -54,7 +54,7 @@ from failover.replication.loss_receipt import ElectionLoss
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.messages import StoreSeen
 from failover.replication.shell_effects import MapChanged, ReplicationEffect
-from failover.rules.replication_record import Rank, ReplicationRecord, is_master
+from failover.rules.replication_record import UNSEEN, Rank, ReplicationRecord, is_master
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.replicated import ReplicatedChanges
@@ -211,6 +211,8 @@ class ReplicationCore:
             self._kept.begin_again(self._era)
             self._sure.clear()
             self.following.begin_again()
+            for mastership in self.leading.masterships.values():
+                mastership.store_begins_again()
 
     def _store_seen(self) -> StoreSeen:
         """Return what is on disk here of the records of the store."""
@@ -248,7 +250,8 @@ class ReplicationCore:
         self._masters_all = None
         is_newest = self._kept.note_partition(vb_id, stored)
         if record.epoch < seen_epoch or not is_newest:
-            seen = max(self._kept.rank(vb_id), Rank(seen_epoch, 0))
+            older = self._kept.older.get(vb_id, UNSEEN)
+            seen = max(older, self._kept.rank(vb_id), Rank(seen_epoch, 0))
             self._kept.older[vb_id] = seen
             self._distrust(
                 vb_id,

@@ -53,9 +53,12 @@ async def ask(node):
 async def test_probes_need_no_login(ask, node):
     assert (await ask("GET", "/livez", login=None))[0] == 200
     assert (await ask("GET", "/readyz", login=None))[0] == 200
-    node.refusal_kind = "log_full"
+    node.refusal_kind = node.unready_kind = "log_full"
     refused = (503, {"status": "writes are refused", "why": "log_full"})
     assert (await ask("GET", "/readyz", login=None))[:2] == refused
+    node.refusal_kind, node.unready_kind = "", "metadata_store_older"
+    nothing = (503, {"status": "nothing is served", "why": "metadata_store_older"})
+    assert (await ask("GET", "/readyz", login=None))[:2] == nothing
     node.is_ready = False
     assert (await ask("GET", "/livez", login=None))[0] == 200
     assert (await ask("GET", "/readyz", login=None))[:2] == (503, {"status": "not ready"})

@@ -60,13 +60,16 @@ class GoingBack:
     ) -> Iterator[tuple[str, Replica]]:
         model = self._model
         replica, rank = model.replicas.values[number], store.record.rank
-        if replica.seen < rank:
-            yield "{0} has the record of the store on its disk", replica._replace(seen=rank)
+        if (replica.seen, replica.seen_in) < (rank, store.restores) and replica.seen <= rank:
+            seen = replica._replace(seen=rank, seen_in=store.restores)
+            yield "{0} has the record of the store on its disk", seen
         lead = replica.lead
         if lead is not None and lead.parting:
+            # Of two stores the revisions are not compared (`Mastership.store_begins_again`).
+            told = {NAMES[j]: model.replicas.values[each] for j, each in enumerate(now)}
             seen = {
-                NAMES[j]: int(model.replicas.values[each].seen >= lead.rank)
-                for j, each in enumerate(now)
+                member: int(each.seen >= lead.rank and each.seen_in == lead.rank_in)
+                for member, each in told.items()
             }
             if model.rules.is_held(lead.confirmed, 1, seen):
                 freed = lead._replace(parting=frozenset())

@@ -102,6 +102,10 @@ class Model:
         """What counts of a record that is seen."""
         return record.rank if self.bounds.restores else UNSEEN
 
+    def seen_in(self, replica: Replica, record: ReplicationRecord, store: Store) -> int:
+        """How often the store had gone back when the newest record was seen that is on disk now."""
+        return store.restores if self.seen(record) >= replica.seen else replica.seen_in
+
     def numbers(self, record: ReplicationRecord) -> tuple[int | None, ...]:
         """The numbers of all copies, by replica."""
         return tuple(map(record.number_of, self.members))
@@ -349,6 +353,7 @@ class Model:
         new = replica._replace(
             epoch=record.epoch, is_reconciled=False, lead=None, hw=0, copy=copy,
             seen=max(replica.seen, self.seen(record)),
+            seen_in=self.seen_in(replica, record, self.stores.values[store_number]),
             life=self.stores.values[store_number].life,
         )  # fmt: skip
         if copy is None:
@@ -374,7 +379,10 @@ class Model:
         sender = None
         if new.sender is not None and self.rules.has_sent(new.sender[1], new.epoch):
             sender = (new.sender[0], self.rules.sender_seqno(new.sender[2], end))
-        lead = Lead(acks, record.isr, None, end, sender, self.numbers(record), record.rank)
+        lead = Lead(
+            acks, record.isr, None, end, sender, self.numbers(record), record.rank,
+            self.stores.values[store_number].restores,
+        )  # fmt: skip
         new = new._replace(
             log=replica.log[:end], synced=end, versions=versions, is_reconciled=True, lead=lead,
             sender=None,
@@ -406,7 +414,11 @@ class Model:
                 parting = (lead.parting | lead.confirmed) - lead.asked
             heard = replica._replace(
                 lead=lead._replace(
-                    confirmed=lead.asked, asked=None, rank=record.rank, parting=parting
+                    confirmed=lead.asked,
+                    asked=None,
+                    rank=record.rank,
+                    rank_in=store.restores,
+                    parting=parting,
                 )
             )
             step = Step("{0} hears that its in-sync set is confirmed", i)

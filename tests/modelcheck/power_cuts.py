@@ -45,8 +45,9 @@ class PowerCuts:
         if was_master and model.rules.is_master(record, NAMES[i], record.epoch):
             nobody = (None,) * len(model.members)
             lead = Lead(
-                nobody, record.isr, None, replica.synced, None, model.numbers(record), record.rank
-            )
+                nobody, record.isr, None, replica.synced, None, model.numbers(record), record.rank,
+                store.restores,
+            )  # fmt: skip
         outcomes = []
         for kept in range(len(replica.log), replica.synced - 1, -1):
             new = Replica(
@@ -56,6 +57,7 @@ class PowerCuts:
                 epoch=max(record.epoch, replica.epoch) if model.bounds.restores else record.epoch,
                 life=store.life if record.epoch > replica.epoch else replica.life,
                 seen=max(replica.seen, model.seen(record)),
+                seen_in=model.seen_in(replica, record, store),
                 hw=0,
                 is_reconciled=lead is not None,
                 lead=lead,

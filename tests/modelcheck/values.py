@@ -93,6 +93,8 @@ class Lead(NamedTuple):
     """By replica, the number of its copy in the record that the master knows; None: no copy."""
     rank: Rank = UNSEEN
     """Of the record that it acts upon."""
+    rank_in: int = 0
+    """How often the store had gone back when it had that record."""
     parting: frozenset[str] = frozenset()
     """Who has left the in-sync set by a record that not all members hold."""
 
@@ -114,6 +116,8 @@ class Replica(NamedTuple):
     master to have synced this log."""
     seen: Rank = UNSEEN
     """The newest record that it has on disk."""
+    seen_in: int = 0
+    """How often the store had gone back when it had that record."""
     life: int = 0
     """That of its epoch: `Store.life`."""
     is_sure: bool = False

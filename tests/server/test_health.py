@@ -43,6 +43,20 @@ def test_a_full_log_is_told_until_it_has_room() -> None:
     assert told.said == ["log full", "log has room again"]
 
 
+def test_who_serves_nothing_beside_an_older_metadata_store_is_not_ready() -> None:
+    health = Told().health
+    health.store_is_older(3, 50.0, serves=True)
+    assert health.older_store == (3, 50.0, True)
+    assert health.unready_kind == "", "what it masters is answered here"
+    health.store_is_older(2, 60.0, serves=False)
+    assert health.older_store.since_s == 50.0, "since it knew first"
+    assert (health.unready_kind, health.refusal_kind) == ("metadata_store_older", "")
+    health.store_is_older(0, 70.0, serves=False)
+    assert health.unready_kind == ""
+    health.store_is_older(1, 80.0, serves=False)
+    assert health.older_store.since_s == 80.0
+
+
 def test_a_read_only_start_is_said_once() -> None:
     told = Told()
     told.health.read_only("")

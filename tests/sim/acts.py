@@ -294,6 +294,38 @@ def forgotten(scene: Scene) -> None:
     scene.when(lambda: replica.name not in controls.in_sync(vb_id), come_back)
 
 
+def gone_back(scene: Scene) -> None:
+    """A replica dies and leaves the in-sync set. Then the metadata store goes back to a copy that
+    has it in there, and it comes back while the others are down, or go on.
+    """
+    faults, controls = scene.faults, scene.controls
+    if not scene.replicas or (put_back := controls.copy_store()) is None:
+        return
+    behind = scene.replicas[0]
+    others = [each for each in (scene.master, *scene.others) if each is not behind]
+    last_ns = scene.between(1700, 2500)
+    faults.began("store_copied", _nothing, last_ns)
+    scene.later(0, scene.one_of("kill", "power_cut"), behind, last_ns)
+
+    def go_back() -> None:
+        if faults.world.chance(0.7):
+            for other in others:
+                scene.later(0, scene.one_of("kill", "stop"), other, scene.between(1000, 3500))
+        faults.counts["store_goes_back"] = faults.counts.get("store_goes_back", 0) + 1
+        put_back()
+        if behind.node is None and faults.world.chance(0.7):
+            behind.start()
+
+    scene.when(
+        lambda: behind.name not in controls.in_sync(scene.vb_id),
+        lambda: scene.after(scene.between(50, 300), go_back),
+    )
+
+
+def _nothing() -> None:
+    """There is nothing to mend."""
+
+
 def moving(scene: Scene) -> None:
     """Copies move, and somebody who takes part fails meanwhile."""
     controls = scene.controls
@@ -386,6 +418,7 @@ ACTS: Final[dict[str, Callable[[Scene], None]]] = {
     "master_and_replica": master_and_replica, "all_die": all_die, "to_and_fro": to_and_fro,
     "late_acks": late_acks, "moved_under_load": moved_under_load, "behind": behind,
     "came_back": came_back, "forgotten": forgotten, "unanswered": unanswered,
+    "gone_back": gone_back,
     "moving": moving, "moving_away": moving_away, "collections": collections,
     "starved": starved, "all_starved": all_starved,
     "full_master": full_master,

@@ -18,9 +18,11 @@ from dcp.stream.hub import StreamHub
 from dcp.wire.message import StreamRequest
 from dcp.wire.status import Status
 from failover.coordinator import plan_steps
-from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.cluster_records import StoredPartition
+from failover.coordinator.cluster_view import ClusterView, Stored
 from failover.coordinator.copy_placement import Chain
 from failover.coordinator.record_writer import OutcomeKind, RecordWriter, WriterEffect
+from failover.coordinator.seen_records import SeenRecords
 from failover.metadata.metastore import OutcomeUnknown, StoreResult
 from failover.replication import leading, mastership
 from failover.replication.dropped_copies import DroppedCopies
@@ -30,12 +32,13 @@ from failover.replication.leading import Leading
 from failover.replication.mastership import Mastership
 from failover.replication.messages import ReplicaPosition
 from failover.replication.replica_feed import ReplicaFeed
-from failover.rules import isr, promotion
+from failover.rules import election, isr, promotion
 from failover.rules.history import FailoverLog
 from failover.rules.isr import Acknowledgement, Candidate, Sender
 from failover.rules.promotion import FirstStep
 from failover.rules.replication_record import ReplicationRecord, add_copy, drop_copies, expand
 from sim.cluster_node import ClusterNode
+from sim.machine import Machine
 from sim.network import Side
 from sim.serving import ServedConnection
 from vbucket.engine.keyspace import Keyspace
@@ -198,6 +201,35 @@ def _unknown_is_not_written(
     return _written(writer, now_ns, result)
 
 
+# -- the metadata store goes back ------------------------------------------------------------------
+
+
+def _nobody_must_speak(*_args: object, **_named: object) -> frozenset[str]:
+    """Whatever record the store has counts as the newest."""
+    return frozenset()
+
+
+class ForgetsSeen(ClusterNode):
+    """Its folder forgets with each process what records it has seen, and what it has told."""
+
+    def __init__(self, machine: Machine, *args: Any) -> None:
+        machine.seen = None
+        super().__init__(machine, *args)
+
+
+_note_partition = SeenRecords.note_partition
+
+
+def _noted_by_epoch(seen: SeenRecords, vb_id: int, stored: Stored[StoredPartition]) -> bool:
+    """A record is older than one that was seen if its epoch is: a change of the in-sync set does
+    not count.
+    """
+    known = seen.record(vb_id)
+    if known is not None and known.epoch == stored.content.record.epoch:
+        seen._partitions.pop(vb_id)
+    return _note_partition(seen, vb_id, stored)
+
+
 # -- clients and consumers -------------------------------------------------------------------------
 
 
@@ -350,6 +382,21 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
             Replaced(promotion, "takes_over", _takes_over_unchecked),
             Replaced(Leading, "_next_record", _hands_over_early),
         ),
+    ),
+    "old-record-believed": ClusterBug(
+        "somebody is elected by a record that may be older than another one",
+        (Replaced(election, "must_speak", _nobody_must_speak),),
+        act="gone_back",
+    ),
+    "forgets-seen": ClusterBug(
+        "a node forgets at its restart what records it has seen",
+        node=ForgetsSeen,
+        act="gone_back",
+    ),
+    "unseen-shrink": ClusterBug(
+        "a change of an in-sync set does not count as seen",
+        (Replaced(SeenRecords, "note_partition", _noted_by_epoch),),
+        act="gone_back",
     ),
     "streams-show-synced": ClusterBug("streams show what is synced", node=StreamsSynced),
     "reads-unconfirmed": ClusterBug(

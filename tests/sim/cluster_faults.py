@@ -89,6 +89,18 @@ def _store(kind: str, *, is_for_all: bool) -> Fault:
     return harm
 
 
+def store_goes_back(faults: Faults) -> Mend | None:
+    """The metadata store is copied, and goes back to the copy when the fault ends."""
+    controls = faults.stage.controls
+    return None if controls is None else controls.copy_store()
+
+
+def store_restarts(faults: Faults) -> Mend | None:
+    """The metadata store restarts, or changes its leader."""
+    controls = faults.stage.controls
+    return None if controls is None else controls.restart_store()
+
+
 def cut_off(faults: Faults) -> Mend | None:
     """A node loses all other nodes, in both directions."""
     machine = faults.running()
@@ -247,6 +259,7 @@ FAULTS: Final[dict[str, Fault]] = {
     "isolate": isolate, "lonely_consumer": lonely_consumer, "strike": strike,
     "starve": starve, "cut_off": cut_off, "slow_from": slow_from,
     "store_away": _store("away", is_for_all=True), "store_slow": _store("slow", is_for_all=True),
+    "store_goes_back": store_goes_back, "store_restarts": store_restarts,
     "store_late": _store("late", is_for_all=True),
     "store_forgets": _store("forgets", is_for_all=True),
     "store_compacts": _store("compacts", is_for_all=True),

@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from dcp.core.groups import Job, Published, WriteGroup
+from dcp.server.cluster.raised_life import RaisedLife
 from dcp.server.cluster.shared_manifest import SharedManifest
 from dcp.session.held_answers import HeldAnswers
 from dcp.stream.producer import Producer
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect
 from failover.coordinator.effects import ViewChanged
+from failover.coordinator.map_life import NEVER_TOLD, MapLife, MapVersion
+from failover.coordinator.meta_restore import NodeTestimony, records_of
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.record_writer import WriteOutcome
+from failover.coordinator.seen_records import SeenPiece, SeenRecords
 from failover.coordinator.store_driver import StoreDriver
 from failover.metadata.metastore import MetaStore
 from failover.replication.cluster_map import bucket_map
@@ -33,7 +37,7 @@ from sim.node import Facades, SingleNode
 from sim.plan import Plan
 from sim.quarantine import keep
 from sim.store_client import ROOT
-from sim.world import MS
+from sim.world import MS, SECOND
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.entry import META, key_of, prev_seqno_of, seqno_of
 from vbucket.model.ids import vb_uuid_from_random
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
     from sim.machine import Machine
 
 CLUSTER_TICK_NS = 50 * MS
+SEEN_REST_NS = 50 * MS
+"""Time between two writes of what the folder has seen (`dcp.server.cluster.seen_file`)."""
 COMMIT_TIMEOUT_NS = 2_000 * MS
 
 
@@ -56,19 +62,23 @@ class ClusterFacades(Facades):
 
     def __init__(self, node: ClusterNode) -> None:
         self._node = node
-        self._config: tuple[int, bytes] = -1, b""
-        """The map that was made last, and its revision: all refusals of a batch tell the same."""
+        self._config = NEVER_TOLD, b""
+        """The map that was told last, and its version: all refusals of a batch tell the same."""
 
     def bucket_config(self) -> bytes:
-        view = self._node.session.view
-        if self._node.member not in view.members:
+        """See Facades. A newer map is told as `dcp.server.cluster.map_shown` does it."""
+        node = self._node
+        view, version = node.session.view, node.life.version()
+        if node.member not in view.members:
             return b""
-        if self._config[0] != view.revision:
-            self._config = view.revision, bucket_config(self._node.map())
+        is_newer = version > self._config[0] and node.life.may_tell(version)
+        if is_newer and view.revision >= version.rev:
+            self._config = version, bucket_config(node.map())
+            node.told(version)
         return self._config[1]
 
     def config_version(self) -> tuple[int, int]:
-        return (1, max(1, self._node.session.view.revision))
+        return max(self._config[0], (1, 1))
 
 
 class LinkHandler:
@@ -133,6 +143,10 @@ class ClusterNode(SingleNode):
             ROOT, self.member, machine.host.incarnation,
             CoordinatorSettings(elects_uncleanly=plan.unclean),
         )  # fmt: skip
+        self.life = MapLife(self.session.view, machine.told_map)
+        self._raised_life = RaisedLife(self.life, store, lambda: self.clock.wall_ns() / SECOND)
+        self.seen = SeenRecords(self.session.view.keys, machine.seen, is_kept_in_file=True)
+        self._is_keeping = False
         self.driver = StoreDriver(self.session, store, self.clock.monotonic_ns, self._take)
         settings = ReplicationSettings(
             min_in_sync=plan.min_in_sync,
@@ -143,7 +157,7 @@ class ClusterNode(SingleNode):
         self.core = self.core_type(
             self.engine, self.store, self.hub, self.groups, self.session, settings,
             cluster="sim", carry_out=self._carry_out, depose=self._depose,
-            now_ns=self.clock.monotonic_ns(),
+            now_ns=self.clock.monotonic_ns(), kept=self.seen,
         )  # fmt: skip
         self._manifest = SharedManifest(self.session.view, self.engine, store, self.core.settle)
         self.replication = self.core.leading
@@ -202,19 +216,56 @@ class ClusterNode(SingleNode):
             member: MapNode(stored.content.address, 11210, 8091 + number)
             for number, (member, stored) in enumerate(sorted(view.members.items()))
         }
+        version = self.life.version()
         return bucket_map(
-            view, self._plan.partitions, self.member, nodes, rev=max(1, view.revision)
+            view, self._plan.partitions, self.member, nodes, rev=version.rev, rev_epoch=version.life
         )
+
+    def told(self, version: MapVersion) -> None:
+        """Clients are told a map of this version."""
+        self.life.note_told(version)
+        self._machine.told_map = max(self._machine.told_map, version)
+
+    def testimony(self, operation: str) -> NodeTestimony:
+        """Return what this node has, for a restoration of the records."""
+        return NodeTestimony(
+            member=self.member, operation=operation, life=self._machine.told_map.life,
+            records=records_of(self.seen.content().records), ends=self.core.held_logs(),
+        )  # fmt: skip
 
     def _take(self, effect: SessionEffect) -> None:
         now_ns = self.clock.monotonic_ns()
         if isinstance(effect, ViewChanged):
+            self.seen.note_others(self.session.view)
+            self.life.look()
             self._manifest.adopt()
             self._note_records(effect.vb_ids)
             self.core.records_changed(now_ns, effect.vb_ids)
+            self._keep_seen()
         elif isinstance(effect, WriteOutcome):
             self.core.outcome(now_ns, effect)
         self._carry_out_core()
+
+    def _keep_seen(self) -> None:
+        """Write what the folder has seen of the store, one write at a time."""
+        if not self._is_keeping and (piece := self.seen.take_piece()) is not None:
+            self._is_keeping = True
+            took_ns = self._world.between(self._plan.sync_min_ns, self._plan.sync_max_ns)
+            self.host.after(took_ns, self._seen_written, piece)
+
+    def _seen_written(self, piece: SeenPiece) -> None:
+        if self._machine.disk.is_full:
+            self.seen.not_kept()
+        else:
+            self._machine.seen = piece.content
+            self.seen.kept(piece)
+            self.core.records_were_kept()
+            self._carry_out_core()
+        self.host.after(SEEN_REST_NS, self._seen_rested)
+
+    def _seen_rested(self) -> None:
+        self._is_keeping = False
+        self._keep_seen()
 
     def _note_records(self, vb_ids: Iterable[int]) -> None:
         """Tell the cluster of new records, before this node acts on them."""
@@ -295,6 +346,7 @@ class ClusterNode(SingleNode):
     def _cluster_tick(self) -> None:
         if self._has_begun:  # what is in the log is on disk, and it can be written
             self.driver.tick()
+            self._raised_life.tick(self.clock.monotonic_ns())
             self.core.tick(self.clock.monotonic_ns())
             self._carry_out_core()
         self.host.after(CLUSTER_TICK_NS, self._cluster_tick)

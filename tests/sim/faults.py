@@ -29,7 +29,7 @@ SHARES = (0.0, 0.3, 0.7, 1.0)
 RESTART_MAX_NS = 400 * MS
 HARM_MAX_NS = 800 * MS
 """How long a fault lasts at most, until it is mended."""
-LONG_HARMS = frozenset({"isolate", "lonely_consumer"})
+LONG_HARMS = frozenset({"isolate", "lonely_consumer", "store_goes_back"})
 LONG_HARMS_NS = ((500 * MS, 1000 * MS), (1500 * MS, 3000 * MS))
 """How long these last: about as long as an election takes, or longer."""
 BRANCHES_MAX = 3
@@ -73,6 +73,12 @@ class Controls(Protocol):
         """Let the metadata store be away, slow, forgetful, or compact its history: for one machine,
         or for all.
         """
+
+    def copy_store(self) -> Mend | None:
+        """Copy the metadata store; what is returned puts the copy back. None: not now."""
+
+    def restart_store(self) -> Mend:
+        """Restart the metadata store, or let it change its leader: all connections to it break."""
 
     def store_cut(self, machine: str) -> Mend:
         """Cut a machine off from the metadata store."""

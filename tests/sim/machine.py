@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from failover.coordinator.map_life import NEVER_TOLD
+from failover.coordinator.seen_records import SeenContent
 from sim.clock import Clock
 from sim.network import Network
 from sim.node import SimNode, StartFailedError, StartRefusedError
@@ -60,6 +62,10 @@ class Machine:
         self._folders += 1
         self.disk = ForgetfulDisk(Power())
         self.env = ForgetfulEnv(Power(), TABLES)
+        self.seen: SeenContent | None = None
+        """The folder's file seen.json; it is replaced as a whole, and synced."""
+        self.told_map = NEVER_TOLD
+        """The same of map.json."""
 
     def open_device(self, device_type: type[FileLogDevice] = FileLogDevice) -> FileLogDevice:
         """Open the log's device, as a new process does."""

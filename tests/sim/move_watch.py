@@ -8,13 +8,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import decode_partition
-from failover.metadata.metastore import Range, RangeResult, WatchBatch, WatchMessage
-from failover.metadata.metastore_memory import MemoryWatch
+from failover.coordinator.cluster_keys import ClusterKeys
+from failover.metadata.metastore import Range, RangeResult
 from failover.metadata.revision_store import RevisionStore
 from failover.rules.replication_record import ReplicationRecord
 from sim.facts import Facts
@@ -26,37 +24,37 @@ KEYS: Final = ClusterKeys(ROOT)
 
 
 class MoveWatch:
-    """See the module. `copies`: as many copies as the cluster wants at least."""
+    """See the module. `copies`: as many copies as the cluster wants at least. `restored` has the
+    partition and epoch of the records that an operator built anew: they may leave out the copies of
+    members that are lost.
+    """
 
-    def __init__(self, world: World, store: RevisionStore, facts: Facts, copies: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        store: Callable[[], RevisionStore],
+        facts: Facts,
+        copies: int,
+        restored: Collection[tuple[int, int]],
+    ) -> None:
         self._world = world
         self._store = store
         self._facts = facts
         self._copies = copies
+        self._restored = restored
         self._records: dict[int, ReplicationRecord] = {}
-        self._watch = MemoryWatch(ROOT, 1, self._take)
 
-    def begin(self) -> None:
-        """Look from now on."""
-        self._store.subscribe(lambda: self._watch.catch_up(self._store))
-        self._watch.catch_up(self._store)
-
-    def _take(self, message: WatchMessage) -> None:
-        assert isinstance(message, WatchBatch), message
-        for event in message.events:
-            name = KEYS.parse(event.item.key)
-            if name is not None and name.kind is KeyKind.PARTITION and not event.is_delete:
-                self._changed(name.vb_id, decode_partition(event.item).record)
-
-    def _changed(self, vb_id: int, record: ReplicationRecord) -> None:
-        before = self._records.get(vb_id)
+    def changed(
+        self, vb_id: int, before: ReplicationRecord | None, record: ReplicationRecord
+    ) -> None:
+        """A record was written; `before` was in the same store."""
         self._records[vb_id] = record
         if before is None:
             return
         if record.handover is not None and record.epoch > before.epoch:
             self._facts.handed[vb_id, record.epoch] = record.handover.vb_uuid
-        if record.master is None and record.unclean_epoch == record.epoch > before.epoch:
-            return  # an operator gave up what only lost members have (`sim.operator`)
+        if record.epoch > before.epoch and (vb_id, record.epoch) in self._restored:
+            return
         gone = set(before.copies) - set(record.copies)
         wanted = min(len(before.isr), self._copies)
         if gone and len(record.isr) < wanted:
@@ -68,7 +66,7 @@ class MoveWatch:
 
     def why_unsettled(self, nodes: Iterable[tuple[str, Engine]]) -> str:
         """Return what of a move is not over; "" if all is. `nodes`: the members that run."""
-        found = self._store.apply(self._world.now_ns, Range(KEYS.plan))
+        found = self._store().apply(self._world.now_ns, Range(KEYS.plan))
         assert isinstance(found, RangeResult)
         if found.items:
             return f"plan {found.items[0].value.decode()}"

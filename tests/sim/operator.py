@@ -1,9 +1,7 @@
 """An operator of a simulated cluster: asks for moves through the product's own requests.
 
 It asks some node, whose view may be old, and writes what comes of it to the store. What is refused
-is not written. Members whose folders are lost are removed as soon as that is possible. Where nobody
-is elected before such a member speaks, the operator gives up what only it may have had, as
-`dcpctl cluster meta restore --accept-loss` does.
+is not written. Members whose folders are lost are removed as soon as that is possible.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from typing import Final
 from failover.coordinator.cluster_records import PlanKind
 from failover.coordinator.cluster_view import ClusterView
 from failover.coordinator.failover_request import failover
-from failover.coordinator.meta_restore import MetaRestore, NodeTestimony
 from failover.coordinator.plan_requests import (
     cancel,
     drain,
@@ -26,8 +23,7 @@ from failover.coordinator.plan_requests import (
 )
 from failover.coordinator.plan_steps import progress_of
 from failover.coordinator.request_answers import Answer, Prepared, Stamp, refused_unreadable
-from failover.coordinator.store_age import silent_members
-from failover.metadata.metastore import Range, RangeResult, TxnResult
+from failover.metadata.metastore import TxnResult
 from failover.metadata.revision_store import RevisionStore
 from sim.world import MS, World
 
@@ -37,24 +33,22 @@ LOOK_NS: Final = 300 * MS
 
 class Operator:
     """See the module. `views` returns the views of the nodes that run, `dead` the members whose
-    folders are lost, `testimonies` what the nodes that run have.
+    folders are lost.
     """
 
     def __init__(
         self,
         world: World,
-        store: RevisionStore,
+        store: Callable[[], RevisionStore],
         copies: int,
         views: Callable[[], list[ClusterView]],
         dead: Callable[[], set[str]],
-        testimonies: Callable[[str], list[NodeTestimony]],
     ) -> None:
         self._world = world
         self._store = store
         self._copies = copies
         self._views = views
         self._dead = dead
-        self._testimonies = testimonies
         self._asked = 0
         self.is_tidying = False
         """Whether nothing may be left that waits: the faults are over."""
@@ -101,7 +95,7 @@ class Operator:
         if not isinstance(answer, Prepared) or not answer.txns:
             return False
         for txn in answer.txns:
-            result = self._store.apply(self._world.now_ns, txn)
+            result = self._store().apply(self._world.now_ns, txn)
             if not isinstance(result, TxnResult) or not result.succeeded:
                 return False
         self._world.note(f"operator: {answer.what}, {len(answer.moves)} moves")
@@ -117,32 +111,9 @@ class Operator:
             dead = sorted(self._dead() & view.members.keys())
             if refused_unreadable(view) is not None or not dead:
                 continue
-            if self.is_tidying and self._give_up(view):
-                return
             told = progress_of(view)
             if told is None or told.kind is PlanKind.GROW:
                 self._write(remove(view, dead[0], self._stamp()))
             elif told.waits_for.keys() & self._dead() or self.is_tidying:
                 self._write(cancel(view, self._stamp()))
             return
-
-    def _give_up(self, view: ClusterView) -> bool:
-        """Build records anew if an election waits for a member whose folder is lost."""
-        waiting = {
-            vb_id
-            for vb_id, stored in view.partitions.items()
-            if silent_members(view, vb_id, stored.content.record) & self._dead()
-        }
-        if not waiting:
-            return False
-        operation = self._stamp().operation
-        found = self._store.apply(self._world.now_ns, Range(view.keys.root, is_prefix=True))
-        assert isinstance(found, RangeResult)
-        plan = MetaRestore(
-            view.keys, found.items, self._testimonies(operation), operation=operation,
-            unix_s=self._world.now_ns / 1e9, accepts_loss=True,
-        ).plan()  # fmt: skip
-        for txn in plan.txns:
-            self._store.apply(self._world.now_ns, txn)
-        self._world.note(f"operator: gives up what only lost members have, of {sorted(waiting)}")
-        return bool(plan.txns)

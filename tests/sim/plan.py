@@ -24,7 +24,7 @@ CONSUMER_FAULTS = ("consumer_crash", "consumer_pause")
 CLUSTER_FAULTS = (
     "lost_folder", "handover", "left_behind", "unclean_election", "store_away", "store_slow",
     "store_forgets", "store_compacts", "handovers", "isolate", "lonely_consumer", "strike",
-    "one_store_away", "one_store_forgets",
+    "one_store_away", "one_store_forgets", "store_goes_back", "store_restarts",
 )  # fmt: skip
 """Faults that need several nodes."""
 MOVE_FAULTS = ("rebalance", "move", "drain", "set_copies", "cancel", "fail_over")
@@ -34,14 +34,15 @@ MOVE_NODES = 4
 ABOUT_ELECTIONS = (
     "kill", "power_cut", "pause", "handover", "lonely_consumer", "cut_one_way", "long_delays",
     "one_store_away", "one_store_forgets", "store_slow", "slow_link", "consumer_crash",
+    "store_restarts",
 )  # fmt: skip
 """Faults of plans that are about elections."""
 ACTS = (
     "deposed", "blink", "two_deaths", "master_and_replica", "all_die", "to_and_fro",
     "moved_under_load", "late_acks", "behind", "came_back", "forgotten",
-    "unanswered",
+    "unanswered", "gone_back",
 )  # fmt: skip
-RARE = ("blink", "behind", "came_back", "forgotten", "unanswered")
+RARE = ("blink", "behind", "came_back", "forgotten", "unanswered", "gone_back")
 """Acts for what random faults hardly ever bring about: most plans have one of them."""
 MOVE_ACTS = ("moving", "moving_away")
 """Acts that take operators."""
@@ -53,7 +54,7 @@ FAILOVER_NS = 3 * SECOND
 """What such an act takes, beside the time that the others get."""
 OF_PATIENCE = frozenset({"unanswered"})
 """Acts that show nothing to clients who give up before the next election."""
-OF_THREE = frozenset({"blink", "behind", "came_back", "unanswered"})
+OF_THREE = frozenset({"blink", "behind", "came_back", "unanswered", "gone_back"})
 """Acts that take three copies of a partition."""
 ACT_FAULTS = (
     "cut_off", "slow_from", "one_store_deaf", "one_store_forgets_write", "store_late", "starve",

@@ -19,7 +19,7 @@ from failover.coordinator.cluster_records import (
 from failover.coordinator.cluster_view import ClusterView
 from failover.coordinator.meta_restore import NodeTestimony
 from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn
-from failover.metadata.revision_store import RevisionStore
+from failover.metadata.revision_store import RevisionStore, StoreImage
 from failover.rules.replication_record import ReplicationRecord, add_copy, create, majority, want
 from sim.cluster import Setting
 from sim.cluster_bugs import node_type
@@ -33,6 +33,8 @@ from sim.move_watch import MoveWatch
 from sim.node import StartFailedError, StartRefusedError
 from sim.operator import Operator
 from sim.plan import MOVE_NODES
+from sim.record_watch import RecordWatch
+from sim.restorer import Nodes, Restorer
 from sim.routed_caller import RoutedCaller
 from sim.routing import Routing
 from sim.store_client import StoreClient
@@ -46,6 +48,8 @@ from vbucket.store.environment import StoreDamagedError
 KEYS = ClusterKeys(ROOT)
 FOLDERS_LOST_MAX = 1
 """Folders that one machine loses in a run: each adds a copy."""
+GOES_BACK_MAX = 2
+"""How often the store goes back in a run, so that some of it is about something else."""
 MASTERS_RETURN_S = 0.7
 """Of clusters that move copies: about as long as an election takes."""
 _ABSENCES = (Absence.REFUSING, Absence.SILENT, Absence.DEAF_TO_ANSWERS)
@@ -70,7 +74,8 @@ class MapRouting:
     def __init__(self, world: World, nodes: list[str]) -> None:
         self._world = world
         self._nodes = nodes
-        self._revision = 0
+        self._version = 0, 0
+        """(revEpoch, rev)"""
         self._masters: list[str | None] = []
 
     def node_of(self, vb_id: int) -> str | None:
@@ -84,14 +89,14 @@ class MapRouting:
         """See Routing."""
         try:
             told = json.loads(body)
-            revision = told["rev"]
+            version = told.get("revEpoch", 0), told["rev"]
             servers = told["vBucketServerMap"]["serverList"]
             chains = told["vBucketServerMap"]["vBucketMap"]
         except (ValueError, KeyError, TypeError):
             self._forget(vb_id)
             return
-        if revision >= self._revision:
-            self._revision = revision
+        if version >= self._version:
+            self._version = version
             names = [server.partition(":")[0] for server in servers]
             self._masters = [names[chain[0]] if chain[0] >= 0 else None for chain in chains]
 
@@ -116,11 +121,12 @@ class ReplicatedNodes:
         self._world = setting.world
         self.controls: Controls | None = self
         self.store = RevisionStore()
+        self._records = RecordWatch(self._changed)
         self._clients: dict[str, StoreClient] = {}
         """By machine."""
         self._watch = InSyncWatch(
             setting.world, setting.facts, setting.plan.partitions,
-            lambda vb_id: self._stored(vb_id)[1], lambda member: member.rpartition("-")[0],
+            self._records.newest, lambda member: member.rpartition("-")[0],
         )  # fmt: skip
         self._names = [f"n{number}" for number in range(1, setting.plan.nodes + 1)]
         self._members = {name: f"{name}-1" for name in self._names}
@@ -135,15 +141,23 @@ class ReplicatedNodes:
         self._read_at = -1
         self._dead: set[str] = set()
         """Members whose folders are lost."""
+        self._went_back = 0
+        self.restorer = Restorer(
+            setting.world,
+            Nodes(lambda: self.store, self._views, self._testimonies, self._all_run),
+        )
         self.operator: Operator | None = None
         """Of clusters that move copies."""
         self._moves: MoveWatch | None = None
         if setting.plan.nodes >= MOVE_NODES:
             self.operator = Operator(
-                setting.world, self.store, setting.plan.copies, self._views, lambda: self._dead,
-                self._testimonies,
+                setting.world, lambda: self.store, setting.plan.copies, self._views,
+                lambda: self._dead,
             )  # fmt: skip
-            self._moves = MoveWatch(setting.world, self.store, setting.facts, setting.plan.copies)
+            self._moves = MoveWatch(
+                setting.world, lambda: self.store, setting.facts, setting.plan.copies,
+                self.restorer.restored,
+            )  # fmt: skip
 
     def boot(self, machine: Machine) -> ClusterNode:
         """See Cluster."""
@@ -151,6 +165,7 @@ class ReplicatedNodes:
         if client is None:
             client = StoreClient(self._world, machine.host, self.store)
             self._clients[machine.name] = client
+        client.process_began()
         setting = self._setting
         try:
             make_node = node_type(setting.bug) or self.node_type
@@ -187,7 +202,9 @@ class ReplicatedNodes:
         world, facts = self._world, self._setting.facts
         if record.unclean_epoch == record.epoch and (vb_id, record.epoch) not in self._unclean:
             self._unclean.add((vb_id, record.epoch))
-            machine = self._machines.get(record.master or "")
+            is_given_up = (vb_id, record.epoch) in self.restorer.given_up
+            alone = next(iter(record.isr)) if is_given_up else ""  # who has the longest log
+            machine = self._machines.get(record.master or alone)
             node = machine.node if machine is not None else None
             kept_seqno = 0
             if isinstance(node, ClusterNode):
@@ -220,21 +237,23 @@ class ReplicatedNodes:
             copies = [holders[(vb_id + at) % len(holders)] for at in range(plan.copies)]
             stored = StoredPartition(create(copies), "made")
             puts.append(Put(KEYS.of_partition(KeyKind.PARTITION, vb_id), encode_partition(stored)))
-        if self.operator is not None:
-            cluster = ClusterRecord(
-                copies=plan.copies, min_in_sync=plan.min_in_sync, masters_return_s=MASTERS_RETURN_S
-            )
-            puts.append(Put(KEYS.cluster, encode_record(cluster)))
-            self.operator.begin()
+        returns_s = 0.0 if self.operator is None else MASTERS_RETURN_S
+        cluster = ClusterRecord(
+            copies=plan.copies, min_in_sync=plan.min_in_sync, masters_return_s=returns_s
+        )
+        puts.append(Put(KEYS.cluster, encode_record(cluster)))
         self.store.apply(self._world.now_ns, Txn((), tuple(puts)))
+        self._records.follow(self._world.now_ns, self.store)
         self._watch.begin()
-        if self._moves is not None:
-            self._moves.begin()
+        self.restorer.begin()
+        if self.operator is not None:
+            self.operator.begin()
 
     def mend(self) -> None:
         """See Cluster."""
         for client in self._clients.values():
             client.mend()
+        self.restorer.is_tidying = True
         if self.operator is not None:
             self.operator.is_tidying = True
 
@@ -256,21 +275,26 @@ class ReplicatedNodes:
         ]
 
     def _testimonies(self, operation: str) -> list[NodeTestimony]:
-        """Return what the nodes that run have. Their store never goes back."""
+        """Return what the nodes that run have."""
         nodes = [machine.node for machine in dict.fromkeys(self._machines.values())]
-        return [
-            NodeTestimony(
-                member=node.member, operation=operation, life=0, records={},
-                ends=node.core.held_logs(),
-            )
-            for node in nodes
-            if isinstance(node, ClusterNode)
-        ]  # fmt: skip
+        return [node.testimony(operation) for node in nodes if isinstance(node, ClusterNode)]
+
+    def _all_run(self) -> bool:
+        machines = dict.fromkeys(self._machines.values())
+        return all(machine.node is not None for machine in machines)
+
+    def _changed(
+        self, vb_id: int, before: ReplicationRecord | None, record: ReplicationRecord
+    ) -> None:
+        if self._moves is not None:
+            self._moves.changed(vb_id, before, record)
 
     # -- Controls ----------------------------------------------------------------------------------
 
     def handover(self, vb_id: int, wanted: str | None = None) -> None:
         """See Controls."""
+        if vb_id in self._records.older:
+            return  # the product changes no record that somebody reports
         item, record = self._stored(vb_id)
         member = self._members[wanted] if wanted is not None else None
         if member not in record.copies:
@@ -320,6 +344,8 @@ class ReplicatedNodes:
         member = self._members[machine]
         if sum(name == machine for name in self._lost) >= FOLDERS_LOST_MAX:
             return False
+        if self._went_back:
+            return False  # who has seen that the store is older may be lost with the folder
         down = {name for name, other in self._machines.items() if other.node is None}
         gone = self._dead | {member} | down  # the others may be left behind before they are back
         records = [self._stored(vb_id)[1] for vb_id in range(self._setting.plan.partitions)]
@@ -363,6 +389,39 @@ class ReplicatedNodes:
 
         return mend
 
+    def copy_store(self) -> Mend | None:
+        """See Controls."""
+        if self._went_back >= GOES_BACK_MAX or self._dead:
+            return None
+        image = self.store.image()
+
+        def put_back() -> None:
+            if self._went_back < GOES_BACK_MAX and not self._dead:
+                self._went_back += 1
+                self._world.note(f"the store goes back to revision {image.revision}")
+                self._replace_store(image)
+
+        return put_back
+
+    def restart_store(self) -> Mend:
+        """See Controls."""
+        self._replace_store(self.store.image())
+        return _nothing
+
+    def _replace_store(self, image: StoreImage) -> None:
+        """There is another store from now on; leases have their whole time again."""
+        now_ns = self._world.now_ns
+        store = self.store = RevisionStore.of_image(image, now_ns)
+        for deadline_ns in store.deadlines_ns():
+            self._world.after(deadline_ns - now_ns, self._expire, store)
+        self._read_at = -1
+        self._records.follow(now_ns, store)
+        for client in self._clients.values():
+            client.replace_store(store)
+
+    def _expire(self, store: RevisionStore) -> None:
+        store.expire(self._world.now_ns)
+
     def store_cut(self, machine: str) -> Mend:
         """See Controls."""
         client = self._clients[machine]
@@ -380,3 +439,7 @@ class ReplicatedNodes:
             assert isinstance(result, RangeResult)
             found = self._read[vb_id] = result.items[0], decode_partition(result.items[0]).record
         return found
+
+
+def _nothing() -> None:
+    """There is nothing to mend."""

@@ -102,6 +102,10 @@ class Scenario(Simulation):
         master = self.master(vb_id)
         return [machine.name for machine in self.machines if machine.name != master]
 
+    def replicas_of(self, vb_id: int) -> list[str]:
+        """Return the nodes in the in-sync set that do not serve a partition."""
+        return [name for name in self.in_sync(vb_id) if name != self.master(vb_id)]
+
     def is_served(self) -> bool:
         """Whether every partition has a master that serves."""
         return all(

@@ -2,7 +2,8 @@
 
 The store answers as events of nobody. A process takes an answer only while it runs, so each answer
 becomes an event of the process: one that is stopped takes it when it goes on, and the next process
-on the machine takes none of them.
+on the machine takes none of them. The same holds for a connection that broke because the store went
+back to a copy: nothing arrives over it any more, and the process notices that later.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
 from failover.metadata.metastore import (
+    OutcomeUnknown,
     Put,
     StoreRequest,
     StoreResult,
@@ -24,6 +26,8 @@ from support.metastore_faults import Absence, FaultyMetaStore, StoreFaults
 
 ROOT = b"/sim/"
 _KEYS = ClusterKeys(ROOT)
+NOTICED_NS = 50 * MS
+"""How late a process has its next connection to the store, at most."""
 DEADLINES_NS = (100 * MS, 500 * MS)
 """When a request without an answer ends as unknown: clients differ in their patience."""
 
@@ -37,39 +41,67 @@ class StoreClient:
         self._deadline_ns = DEADLINES_NS[world.below(len(DEADLINES_NS))]
         self.faults = StoreFaults()
         self.mend()
+        self.era = 0
+        """See MetaStore."""
+        self._store = store
+        self.connect()
+
+    def connect(self) -> None:
+        """Have a connection to the store as it is now."""
+        world = self._world
+        self.era += 1
         self._inner = FaultyMetaStore(
-            store, lambda: world.now_ns, world.after, world.draw, self.faults
+            self._store, lambda: world.now_ns, world.after, world.draw, self.faults
         )
 
-    @property
-    def era(self) -> int:
-        """See MetaStore."""
-        return self._inner.era
+    def replace_store(self, store: RevisionStore) -> None:
+        """The store is another one from now on: it was restarted, or went back to a copy."""
+        world, host = self._world, self._host
+        self._inner.is_cut, self._store = True, store
+        when_ns = world.now_ns + world.below(NOTICED_NS)
+        world.at(when_ns, host, host.incarnation, self._connect_again, (self._inner,))
+
+    def process_began(self) -> None:
+        """Another process is on the machine."""
+        if self._inner.is_cut:
+            self.connect()
+
+    def _connect_again(self, broken: FaultyMetaStore) -> None:
+        if broken is self._inner:
+            self.connect()
 
     def submit(self, request: StoreRequest, done: Callable[[StoreResult], None]) -> None:
         """See MetaStore."""
-        incarnation = self._host.incarnation
+        incarnation, inner = self._host.incarnation, self._inner
         if self._forgets_write and _writes_record(request):
             self._forgets_write = False
             self.be_deaf()
 
         def answered(result: StoreResult) -> None:
             world = self._world
-            world.at(world.now_ns, self._host, incarnation, done, (result,))
+            world.at(world.now_ns, self._host, incarnation, taken, (result,))
 
-        self._inner.submit(request, answered)
+        def taken(result: StoreResult) -> None:
+            is_over = inner is not self._inner
+            done(OutcomeUnknown("the connection to the store broke") if is_over else result)
+
+        inner.submit(request, answered)
 
     def watch(
         self, prefix: bytes, from_revision: int, deliver: Callable[[WatchMessage], None]
     ) -> WatchHandle:
         """See MetaStore."""
-        incarnation = self._host.incarnation
+        incarnation, inner = self._host.incarnation, self._inner
 
         def delivered(message: WatchMessage) -> None:
             world = self._world
-            world.at(world.now_ns, self._host, incarnation, deliver, (message,))
+            world.at(world.now_ns, self._host, incarnation, taken, (message,))
 
-        return self._inner.watch(prefix, from_revision, delivered)
+        def taken(message: WatchMessage) -> None:
+            if inner is self._inner:
+                deliver(message)
+
+        return inner.watch(prefix, from_revision, delivered)
 
     # -- faults ------------------------------------------------------------------------------------
 

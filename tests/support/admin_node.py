@@ -143,7 +143,7 @@ class SmallNode:
         self.users = users
         self.access = Access(Settings(data=data, audit="off"), users, EventLog(logging.getLogger()))
         self.is_ready = True
-        self.refusal_kind = ""
+        self.refusal_kind = self.unready_kind = ""
         self.is_broken = False
         self.page = lambda by_vbucket: b"dcpd_vb 1\n" if by_vbucket else b"dcpd_items 3\n"
         """What /metrics answers. The routes take `metrics` once, so tests replace this."""

@@ -74,6 +74,8 @@ class FaultyMetaStore:
     ) -> None:
         self.store = store
         self.era = 1
+        self.is_cut = False
+        """Whether the connection broke for good: nothing arrives over it any more."""
         self.faults = faults if faults is not None else StoreFaults()
         self._now_ns = now_ns
         self._schedule = schedule
@@ -103,6 +105,8 @@ class FaultyMetaStore:
                 request_ns += self._delay(faults.late_ns)
 
         def arrive() -> None:
+            if self.is_cut:
+                return
             result = self.store.apply(self._now_ns(), request)
             if isinstance(result, LeaseResult):
                 self._schedule(result.ttl_s * 1000 * MS, self._expire)
@@ -144,7 +148,9 @@ class FaultyMetaStore:
 
     def reach(self, watch: _FaultyWatch) -> None:
         """Deliver to a watch, unless the store is away."""
-        if self.faults.absence is Absence.HERE:
+        if self.is_cut:
+            watch.cancel()
+        elif self.faults.absence is Absence.HERE:
             watch.inner.catch_up(self.store)
         elif not watch.inner.is_over:
             self._schedule(ABSENT_NS, lambda: self.reach(watch))

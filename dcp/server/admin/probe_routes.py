@@ -1,7 +1,8 @@
 """What operators and orchestrators read.
 
 GET /livez             the process answers                        no login
-GET /readyz            200 ready, 503 not (starting, stopping, writes are refused)  no login
+GET /readyz            200 ready, 503 not (starting, stopping, writes are refused, nothing is served
+                       beside an older metadata store)            no login
 GET /metrics           for Prometheus; ?vbuckets=1 adds series for each partition
 GET /api/v1/status     the node's state and contents
 """
@@ -39,11 +40,12 @@ def routes(
         return json_answer(HealthAnswer("ok"))
 
     async def readyz(_request: Request) -> Response:
-        kind = health.refusal_kind
+        kind = health.unready_kind
         if health.is_ready and not kind:
             return json_answer(HealthAnswer("ok"))
         if health.is_ready:  # the full text names folders, so only `status` shows it
-            answer = HealthAnswer("writes are refused", kind)
+            what = "writes are refused" if health.refusal_kind else "nothing is served"
+            answer = HealthAnswer(what, kind)
         else:
             answer = HealthAnswer("not ready")
         return json_answer(answer, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -65,8 +67,8 @@ def routes(
         RouteSpec(
             "GET", "/readyz", readyz, needs_login=False, answer=HealthAnswer,
             other_statuses=(HTTPStatus.SERVICE_UNAVAILABLE,),
-            summary="200 if clients may be sent here; 503 while the server starts or stops, or"
-            " refuses writes.",
+            summary="200 if clients may be sent here; 503 while the server starts or stops,"
+            " refuses writes, or serves nothing because the metadata store went back.",
         ),
         RouteSpec(
             "GET", "/metrics", show_metrics, takes_token=True,

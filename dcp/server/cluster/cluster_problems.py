@@ -5,6 +5,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 from dcp.server.access.link_tls import LinkTrouble
@@ -29,6 +30,8 @@ class OwnTroubles(NamedTuple):
     links: tuple[LinkTrouble, ...]
     clocks: tuple[str, ...]
     """Whose wall clock is off."""
+    older_since_s: float = 0.0
+    """Unix time since which this node knows that the store is older; 0: it does not."""
     is_store_emptied: bool = False
     """Whether the store has no records of the cluster, although this node has seen some."""
 
@@ -68,8 +71,10 @@ def _age_problems(view: ClusterView, own: OwnTroubles) -> Iterator[_Problem]:
             "records anew from what the nodes have. Start all nodes before",
         )
     if older := older_records(view):
+        since = datetime.fromtimestamp(own.older_since_s, UTC).isoformat(timespec="seconds")
+        known = f". This node knows it since {since}" if own.older_since_s else ""
         yield _Problem(
-            older_text(view, older),
+            older_text(view, older) + known,
             f"`{META_RESTORE}` builds the records anew from what the nodes have. Start all nodes "
             "before",
         )

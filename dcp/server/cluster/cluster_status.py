@@ -50,9 +50,11 @@ def cluster_report(replicated: ReplicatedNode) -> ClusterReport:
     leader = None if view.leader is None else view.leader.content.member
     cluster = view.cluster.content if view.cluster is not None else None
     sizes = Counter(len(record.isr) for record in records)
+    older_since_s = replicated.older_store.since_s
     store = StoreReport(
-        url=replicated.access.url, trouble=replicated.access.trouble, revision=view.revision
-    )
+        url=replicated.access.url, trouble=replicated.access.trouble, revision=view.revision,
+        older_since_ms=int(older_since_s * 1000) or None,
+    )  # fmt: skip
     nodes = _nodes(view)
     blocked = _unwritable(replicated, is_store_away=bool(store.trouble))
     return ClusterReport(
@@ -77,8 +79,8 @@ def _own_troubles(replicated: ReplicatedNode) -> OwnTroubles:
     return OwnTroubles(
         replicated.wrong_store, replicated.why_idle, tuple(_link_troubles(replicated)),
         replicated.clock_problems(),
-        is_store_emptied=replicated.session.reader.is_emptied
-        or bool(replicated.wrong_store and replicated.seen.records.has_cluster),
+        older_since_s=replicated.older_store.since_s,
+        is_store_emptied=replicated.is_store_emptied,
     )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.membership_over import MembershipOverError, NodeRemovedError
 from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import CollectionsRefusedError
+from dcp.server.storage.health import Health, OlderStore
 from dcp.session.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
@@ -68,6 +69,7 @@ from failover.coordinator.map_life import MapLife
 from failover.coordinator.membership import MembershipState
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.record_writer import WriteOutcome
+from failover.coordinator.store_age import older_records
 from failover.coordinator.store_driver import StoreDriver
 from failover.metadata.metastore import Range, RangeResult, TxnResult
 from failover.metadata.prefix_owner import owner_read, owner_trouble
@@ -89,6 +91,7 @@ from failover.replication.shell_effects import (
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
 from vbucket.log.commit_group import CommitGroup
+from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import Manifest
 from vbucket.store.store import Store
 
@@ -96,6 +99,8 @@ TICK_S: Final = 0.05
 """Half a heartbeat, so that a late tick costs no heartbeat."""
 CORE_TURNS: Final = 2
 """Ticks for one of the replication core, which looks at every partition."""
+AGE_TURNS: Final = 10
+"""Ticks between looks whether the metadata store is older than what nodes have seen."""
 USERS_TURNS: Final = 100
 """Ticks between attempts to write users that could not be written."""
 LEAVE_S: Final = 20.0
@@ -124,6 +129,7 @@ class ServerParts(NamedTuple):
     connections: Connections
     config: ClusterConfig
     users: Users
+    health: Health
     link_tls: LinkTls | None
     tasks: Tasks
     log: EventLog
@@ -321,6 +327,7 @@ class ReplicatedNode:
                     await self._check_versions()
                     self._tick()
                     return
+            self._look_at_store_age()
             await asyncio.sleep(OWNER_RETRY_S)
 
     async def _check_versions(self) -> None:
@@ -447,6 +454,8 @@ class ReplicatedNode:
     def _pass_time(self) -> None:
         now_ns = elapsed_ns()
         self._driver.tick()
+        if self._turns % AGE_TURNS == 0:
+            self._look_at_store_age()
         if not self._check_membership():
             return
         self._own.tick(now_ns)
@@ -461,6 +470,24 @@ class ReplicatedNode:
             self._adopt_users()  # again, if it could not be written before
         self._turns += 1
         self._carry_out()
+
+    @property
+    def older_store(self) -> OlderStore:
+        """Whether the metadata store is older than what nodes have seen, and since when."""
+        return self._parts.health.older_store
+
+    @property
+    def is_store_emptied(self) -> bool:
+        """Whether the store has no records of the cluster, although this node has seen some."""
+        is_lost = bool(self.wrong_store) and self.seen.records.has_cluster
+        return is_lost or self.session.reader.is_emptied
+
+    def _look_at_store_age(self) -> None:
+        view = self.session.view
+        older = {each.vb_id for each in older_records(view)} | self.seen.records.older.keys()
+        if self.is_store_emptied:
+            older = set(range(NUM_VBUCKETS))
+        self._parts.health.store_is_older(len(older), time.time(), serves=self.served() > 0)
 
     def _adopt_users(self) -> None:
         if not self.seen.records.is_older(self.session.view, KeyKind.USERS):

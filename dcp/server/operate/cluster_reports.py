@@ -109,6 +109,13 @@ class StoreReport(Struct, frozen=True, kw_only=True):
     url: str
     trouble: Annotated[str, Meta(description="Why it does not answer this node; empty if it does.")]
     revision: Annotated[Count, Meta(description="The newest one that this node has seen.")]
+    older_since_ms: Annotated[
+        Count | None,
+        Meta(
+            description="Since when (Unix, ms) this node knows that the store is older than what"
+            " nodes have seen; null: it is not."
+        ),
+    ] = None
 
 
 class FollowerReport(Struct, frozen=True, kw_only=True):

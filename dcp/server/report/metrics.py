@@ -128,6 +128,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         _refusals,
     ),
     MetricSpec(
+        "dcpd_metadata_store_older_vbuckets", "gauge", "", (),
+        "Partitions whose record in the metadata store is older than one that a node has seen, or"
+        " gone: the store went back to a copy. Nobody is elected there.",
+        "above 0: start all nodes, then run dcpctl cluster meta restore",
+        _one(lambda of: of.health.older_store.partitions),
+    ),
+    MetricSpec(
         "dcpd_writers_wait", "gauge", "", (),
         "1 while writes wait for a merge. They wait for the setting write_wait at most.",
         "often 1: the store is too slow for the writes",

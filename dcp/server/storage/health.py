@@ -1,7 +1,8 @@
 """Whether clients should use this server, and whether it takes writes now.
 
 The node reports when it is ready, the committer when the log has no room, backpressure when the
-store is behind. /readyz, the status, the metrics and all background writers ask here.
+store is behind, a member of a cluster when the metadata store went back. /readyz, the status, the
+metrics and all background writers ask here.
 
 Invariant: while the log has no room, or the server started read-only, the engine refuses writes.
 """
@@ -9,7 +10,7 @@ Invariant: while the log has no room, or the server started read-only, the engin
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.backpressure import Pressure
@@ -19,7 +20,19 @@ from vbucket.engine.partition import Hold
 READ_ONLY_TEXT: Final = (
     "writes are refused until there is room on the server's disk: it started read-only"
 )
+STORE_OLDER: Final = "metadata_store_older"
 LOG_FULL_TEXT: Final = "writes are refused until there is room for the server's log"
+
+
+class OlderStore(NamedTuple):
+    """That the metadata store of a cluster is older than what its nodes have seen."""
+
+    partitions: int = 0
+    """Those whose record in it is older, or gone; 0: it is not older."""
+    since_s: float = 0.0
+    """Unix time since which this node knows."""
+    serves: bool = True
+    """Whether this node serves any partition."""
 
 
 class Health:
@@ -37,6 +50,7 @@ class Health:
         """Whether writes are refused because the store is behind."""
         self.is_ready = False
         """Whether the server has started, and is neither stopping nor failed."""
+        self.older_store = OlderStore()
         self.read_only_why = ""
         """Why there is no room yet for the first writes after the start; "" once they are made."""
 
@@ -60,6 +74,19 @@ class Health:
         if self._enrolling_why:
             return "enrolling"
         return "store_behind" if self._engine.write_refusal else ""
+
+    @property
+    def unready_kind(self) -> str:
+        """Why clients are not to be sent here although the server runs: a kind of refusal, or that
+        it serves nothing beside an older metadata store; "" if they are.
+        """
+        older = self.older_store
+        return self.refusal_kind or (STORE_OLDER if older.partitions and not older.serves else "")
+
+    def store_is_older(self, partitions: int, unix_s: float, *, serves: bool) -> None:
+        """Note of how many partitions the metadata store is older than what nodes have seen."""
+        since_s = self.older_store.since_s or unix_s
+        self.older_store = OlderStore(partitions, since_s if partitions else 0.0, serves)
 
     def read_only(self, why: str) -> None:
         """Note that the disk has no room for the first writes, or has room now ("")."""

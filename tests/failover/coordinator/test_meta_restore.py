@@ -24,7 +24,14 @@ from failover.coordinator.meta_restore import (
 )
 from failover.coordinator.seen_records import SeenContent, SeenRecords
 from failover.metadata.metastore import KeyValue, Put
-from failover.rules.replication_record import Rank, ReplicationRecord, create, elect, shrink
+from failover.rules.replication_record import (
+    Rank,
+    ReplicationRecord,
+    create,
+    elect,
+    shrink,
+    want,
+)
 from support.cluster_model import KEYS
 
 R0 = elect(create("abc"), "a")
@@ -107,6 +114,14 @@ def test_what_missing_nodes_may_have_stays_until_a_person_accepts_the_loss() -> 
     assert (record.isr, record.copies, record.unclean_epoch) == ({"c"}, ("c",), record.epoch)
 
 
+def test_an_empty_copy_is_one_that_may_be_all_that_is_left() -> None:
+    """Nodes say nothing of logs that are empty."""
+    one = told("c", R0, 0)
+    bare = NodeTestimony(member="c", operation="op", life=7, records=one.records, ends=[])
+    assert plan(OLD_COPY, bare).ends == {0: "c has the longest log, up to seqno 0"}
+    assert new_record(plan(OLD_COPY, bare, accepts_loss=True)).isr == {"c"}
+
+
 @pytest.mark.parametrize("epoch", [3, 40])
 def test_an_epoch_that_only_a_log_knows_is_not_gone_below(epoch: int) -> None:
     """Nobody knows who was in sync in it."""
@@ -162,7 +177,9 @@ def test_what_was_seen_does_not_fall_over_a_restart() -> None:
     assert not note(second, R0, 30), "an older record with a higher revision"
     assert second.older == {0: R1.rank}
     assert second.rank(0) == R1.rank == Rank(2, 2)
-    assert note(second, elect(R1, "b"), 31)
+    assert not note(second, want(R0, "b"), 31), "another record with the same rank"
+    assert second.older == {0: Rank(2, 3)}, "above both of them, so neither is believed"
+    assert note(second, elect(R1, "b"), 32)
     assert not second.older
 
 

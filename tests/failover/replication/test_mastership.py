@@ -279,3 +279,16 @@ def test_who_has_left_counts_until_all_members_hold_the_record() -> None:
     assert master.isr == {"a", "b", "c"}
     assert master.members_saw({"a": 9, "b": 9})
     assert master.isr == {"a", "b"}
+
+
+def test_revisions_of_another_connection_do_not_say_who_holds_the_record() -> None:
+    """The store may have gone back, and come as far again with other records."""
+    master = mastership()
+    left = shrink(RECORD, "c")
+    master.take_record(left, 9)
+    master.store_begins_again()
+    assert not master.members_saw({"a": 20, "b": 20})
+    assert master.isr == {"a", "b", "c"}
+    master.take_record(left, 9)  # it was read again: the store has not gone back
+    assert master.members_saw({"a": 9, "b": 9})
+    assert master.isr == {"a", "b"}

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, Final
 
@@ -139,8 +140,14 @@ async def an_older_copy(nodes: ClusterProcesses, store: SavedStore) -> None:
     until(lambda: re.search("older than what node a, b(, c)? have seen", told(nodes.status("c"))))
     assert "dcpctl cluster meta restore" in told(nodes.status("c"))
     assert nodes.status("c")["served_here"] == 0
+    until(lambda: all(older(nodes, name) == 1024 for name in "ab"))
+    assert not is_ready(nodes, "a"), "it serves nothing"
+    assert nodes.status("a")["store"]["older_since_ms"] > 0
+    assert "This node knows it since" in told(nodes.status("a"))
     assert "1024 partitions get a new record, and nothing is lost" in meta_restore(nodes, "--yes")
     await all_right(nodes, answered)
+    until(lambda: all(older(nodes, name) == 0 and is_ready(nodes, name) for name in "abc"))
+    assert nodes.status("a")["store"]["older_since_ms"] is None
     assert not [each for name in "abc" for each in receipts(nodes, name)]
     until(lambda: "nothing to do" in meta_restore(nodes, "--dry-run"))
 
@@ -158,6 +165,8 @@ async def masters_that_go_on(nodes: ClusterProcesses, store: SavedStore) -> None
     nodes.nodes["c"].start()
     until(lambda: "older than what node" in told(nodes.status("c")))
     answered |= await write(nodes, "ab", "later")
+    until(lambda: older(nodes, "a") > 0)
+    assert is_ready(nodes, "a"), "what it masters is answered"
     async with KvClient.connect(address(nodes, "ab"), timeout_s=TIMEOUT_S) as kv:
         assert await wrong(kv, answered) == []
     assert nodes.status("c")["served_here"] == 0
@@ -205,6 +214,24 @@ async def a_loss_that_a_person_accepts(nodes: ClusterProcesses, store: SavedStor
     for name in "ab":
         nodes.nodes[name].start()
     until(lambda: any(each["kind"] != "election" for each in receipts(nodes, "a")))
+
+
+def older(nodes: ClusterProcesses, name: str) -> float:
+    """Return of how many partitions a node says that the store is older than what was seen."""
+    return nodes.nodes[name].metrics()["dcpd_metadata_store_older_vbuckets"]
+
+
+def is_ready(nodes: ClusterProcesses, name: str) -> bool:
+    """Return what /readyz says."""
+    connection = HTTPConnection("127.0.0.1", nodes.nodes[name].admin_port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", "/readyz")
+        answer = connection.getresponse()
+        text = answer.read()
+    finally:
+        connection.close()
+    assert answer.status == 200 or b"metadata_store_older" in text, text
+    return answer.status == 200
 
 
 def receipts(nodes: ClusterProcesses, name: str) -> list[dict[str, Any]]:

@@ -1,0 +1,108 @@
+"""The operator who builds the records of a simulated cluster anew, as `dcpctl cluster meta restore`
+does: after the metadata store went back to a copy, or if only members that are lost could say
+whether a record is the newest.
+
+He does so where the nodes say that the store is older than what they have seen. What may be lost is
+given up, as with `--accept-loss`, only when the faults are over and every node that is left runs:
+each such record is in `given_up`, and what it may have cost is an excuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.cluster_records import decode_partition
+from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.meta_restore import MetaRestore, NodeTestimony
+from failover.coordinator.store_age import older_records, silent_members
+from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn, TxnResult
+from failover.metadata.revision_store import RevisionStore
+from sim.clock import WALL_START_NS
+from sim.store_client import ROOT
+from sim.world import MS, SECOND, World
+
+KEYS: Final = ClusterKeys(ROOT)
+LOOK_NS: Final = 300 * MS
+"""How often he looks at the nodes."""
+
+
+class Nodes(NamedTuple):
+    """What he asks of the nodes."""
+
+    store: Callable[[], RevisionStore]
+    views: Callable[[], list[ClusterView]]
+    """Of those that run."""
+    testimonies: Callable[[str], list[NodeTestimony]]
+    """The same."""
+    all_run: Callable[[], bool]
+    """Whether every node runs whose folder is not lost."""
+
+
+class Restorer:
+    """See the module."""
+
+    def __init__(self, world: World, nodes: Nodes) -> None:
+        self._world = world
+        self._nodes = nodes
+        self._asked = 0
+        self.is_tidying = False
+        """Whether nothing may be left that waits: the faults are over."""
+        self.restored: set[tuple[int, int]] = set()
+        """Partition and epoch of the records that were built anew."""
+        self.given_up: set[tuple[int, int]] = set()
+        """Those of them for which something may be lost."""
+
+    def begin(self) -> None:
+        """Look after the store from now on."""
+        self._world.after(LOOK_NS, self._look)
+
+    def _look(self) -> None:
+        views = self._nodes.views()
+        if any(older_records(view) for view in views):
+            self._restore(accepts_loss=False)
+        if self.is_tidying and self._nodes.all_run() and any(map(_waits_for_silent, views)):
+            self._restore(accepts_loss=True)
+        self._world.after(LOOK_NS, self._look)
+
+    def _restore(self, *, accepts_loss: bool) -> None:
+        """Build records anew, as far as that is possible."""
+        self._asked += 1
+        operation, now_ns, store = f"restore{self._asked}", self._world.now_ns, self._nodes.store()
+        found = store.apply(now_ns, Range(KEYS.root, is_prefix=True))
+        assert isinstance(found, RangeResult)
+        plan = MetaRestore(
+            KEYS, found.items, self._nodes.testimonies(operation), operation=operation,
+            unix_s=(WALL_START_NS + now_ns) / SECOND, accepts_loss=accepts_loss,
+        ).plan()  # fmt: skip
+        for txn in plan.txns:
+            self._note(txn, set(plan.lossy))
+            result = store.apply(now_ns, txn)
+            assert isinstance(result, TxnResult)
+            assert result.succeeded, "nobody has written meanwhile"
+        if plan.txns:
+            lost = sorted(plan.lossy) if accepts_loss else []
+            self._world.note(f"records built anew: {plan.rebuilt}, with losses: {lost}")
+
+    def _note(self, txn: Txn, lossy: set[int]) -> None:
+        for put in txn.then:
+            name = KEYS.parse(put.key)
+            if not isinstance(put, Put) or name is None or name.kind is not KeyKind.PARTITION:
+                continue
+            record = decode_partition(_item(put)).record
+            self.restored.add((name.vb_id, record.epoch))
+            if name.vb_id in lossy:
+                self.given_up.add((name.vb_id, record.epoch))
+
+
+def _item(put: Put) -> KeyValue:
+    return KeyValue(put.key, put.value, 1, 1, 1)
+
+
+def _waits_for_silent(view: ClusterView) -> bool:
+    """Whether an election waits for members that do not speak, although all run that are left."""
+    return bool(older_records(view)) or any(
+        silent_members(view, vb_id, stored.content.record)
+        for vb_id, stored in view.partitions.items()
+    )
