@@ -9,7 +9,7 @@ import click
 
 from clients.cli.dcpctl import Target, help_text, with_target
 from clients.cli.output import is_terminal, shown, text_fields, write_json, write_rows
-from failover.replication.loss_receipt import (
+from failover.replication.receipt import (
     KeptChange,
     QuarantineDamagedError,
     changes_of,

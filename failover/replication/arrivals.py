@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from failover.replication.shell_effects import PartitionsArrived, ReplicationEffect
+from failover.replication.effects import PartitionsArrived, ReplicationEffect
 
 ARRIVAL_NS_MAX: Final = 100_000_000
 """How long after its record a partition is expected to be served. The median is 15 to 35 ms on two

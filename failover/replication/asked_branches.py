@@ -3,15 +3,15 @@
     asked ── the record names it ──> recorded ── the whole in-sync set has rolled back ──> made
       └── refused, or another master ─────────────────────────────────────────────────> not made
 
-Who calls it: `failover.replication.leading`, and `node_core` with every new record.
+Who calls it: `failover.replication.leading`, and `node` with every new record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from failover.replication.effects import BranchEnded
 from failover.replication.mastership import Mastership
-from failover.replication.shell_effects import BranchEnded
 from failover.rules.replication_record import BranchUnderWay, ReplicationRecord
 from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.engine import Engine

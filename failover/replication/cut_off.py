@@ -15,8 +15,8 @@ Invariants
 
 from __future__ import annotations
 
-from failover.replication.loss_receipt import QUARANTINE_BYTES_MAX, CutOff
-from failover.replication.shell_effects import ReplicationEffect
+from failover.replication.effects import ReplicationEffect
+from failover.replication.receipt import QUARANTINE_BYTES_MAX, CutOff
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
 

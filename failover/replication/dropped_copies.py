@@ -12,7 +12,7 @@ and a merge writes all that was written anywhere on the node.
 What the other copies may lack goes into quarantine files first, if it may have been answered
 (`failover.rules.promotion`).
 
-Who calls it: `failover.replication.node_core`.
+Who calls it: `failover.replication.node`.
 
 Invariant: only a readable record, of an epoch that is not over, empties a partition.
 """

@@ -1,6 +1,6 @@
 """What a node does as a replica: links to the masters' nodes, and what comes on them. Sans-IO.
 
-Who calls it: `failover.replication.node_core`.
+Who calls it: `failover.replication.node`.
 
 Invariants
 - a partition is followed on one link at most: that of its master, in the epoch of its record;
@@ -21,8 +21,8 @@ from dcp.wire.message import StreamRequest
 from failover.coordinator.effects import Notice
 from failover.coordinator.ran_time import RanTime
 from failover.replication.cut_off import Quarantine
-from failover.replication.heard_gaps import HeardGaps
-from failover.replication.loss_receipt import CutOff
+from failover.replication.effects import Dial, ReplicationEffect
+from failover.replication.link import HEARD_NS_MAX, LinkState, ReplicaLink, from_here
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.messages import (
     FORMAT,
@@ -36,9 +36,9 @@ from failover.replication.messages import (
     unpack_told,
     versions_of,
 )
-from failover.replication.replica_link import HEARD_NS_MAX, LinkState, ReplicaLink, from_here
+from failover.replication.pace import HeardGaps
+from failover.replication.receipt import CutOff
 from failover.replication.senders import Senders
-from failover.replication.shell_effects import Dial, ReplicationEffect
 from failover.rules.isr import Sender
 from failover.rules.promotion import kept_elsewhere_seqno, may_have_been_answered
 from failover.rules.replication_record import ReplicationRecord

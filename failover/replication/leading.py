@@ -1,7 +1,7 @@
 """What a node does as a master: its masterships, the feeds of replicas, changes of records.
 Sans-IO.
 
-Who calls it: `failover.replication.node_core`; sessions open feeds here (`ReplicationPort`), and
+Who calls it: `failover.replication.node`; sessions open feeds here (`ReplicationPort`), and
 feeds ask and tell (`MasterSide`).
 
 Invariants
@@ -30,12 +30,11 @@ from failover.coordinator.record_writer import COMPARES_MAX, RecordChange
 from failover.coordinator.seen_records import SeenRecords
 from failover.replication.arrivals import Arrivals
 from failover.replication.asked_branches import AskedBranches
-from failover.replication.fed_stream import SILENCE_NS_MAX, Followed, window_of
+from failover.replication.effects import BranchEnded, ReplicationEffect, StepDue
 from failover.replication.fence_reasons import FenceReasons, no_trouble
-from failover.replication.fill_pace import FillPace
+from failover.replication.group import WholeGroup, WholeGroups
 from failover.replication.group_sending import GroupSending
-from failover.replication.handovers import Handovers
-from failover.replication.late_members import LateMembers
+from failover.replication.handover import Handovers, Successors
 from failover.replication.mastership import Mastership, ReplicationSettings
 from failover.replication.messages import (
     FORMAT,
@@ -47,13 +46,11 @@ from failover.replication.messages import (
     encode,
     versions_of,
 )
-from failover.replication.own_pace import allowance_ns, is_starved
+from failover.replication.pace import FillPace, LateMembers, allowance_ns, is_starved
 from failover.replication.parting_members import PartingMembers
+from failover.replication.progress import SILENCE_NS_MAX, Followed, window_of
 from failover.replication.replica_feed import ReplicaFeed
 from failover.replication.serving import Serving
-from failover.replication.shell_effects import BranchEnded, ReplicationEffect, StepDue
-from failover.replication.successors import Successors
-from failover.replication.whole_groups import WholeGroup, WholeGroups
 from failover.rules.fencing import is_same_copy, refusal
 from failover.rules.isr import Lateness, Sender, serves_from_ns
 from failover.rules.promotion import first_step, is_branch_done

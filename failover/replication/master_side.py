@@ -9,9 +9,9 @@ from typing import Protocol, TypeVar
 
 from dcp.session.replication_port import FeedAnswer
 from dcp.wire.message import StreamRequest
-from failover.replication.fed_stream import Followed
+from failover.replication.group import WholeGroup
 from failover.replication.messages import ReplicaPosition, StoreSeen
-from failover.replication.whole_groups import WholeGroup
+from failover.replication.progress import Followed
 
 Feed_contra = TypeVar("Feed_contra", contravariant=True)
 """The feed, which is defined by who implements it: it uses this protocol itself."""

@@ -7,7 +7,7 @@
     SERVING     clients are served, as long as the in-sync set confirms this master
     HANDING     writers are held back: the wanted master gets the partition next
 
-Who calls it: `failover.replication.node_core`, which carries out what it decides.
+Who calls it: `failover.replication.node`, which carries out what it decides.
 
 Invariants
 - the high watermark is the smallest synced seqno over the effective in-sync set, each acknowledged
@@ -26,9 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from failover.replication.fed_stream import SECTION_BYTES, WINDOW_BYTES
 from failover.rules.fencing import is_same_copy
 from failover.rules.isr import (
     ELECTION_NS,
@@ -53,6 +52,11 @@ from failover.rules.replication_record import BranchUnderWay, ReplicationRecord,
 from failover.rules.write_answer import Durability, WriteState
 from vbucket.engine.branch import BranchRefusedError, check_undo
 from vbucket.engine.partition import Partition
+
+WINDOW_BYTES: Final = 8 << 20
+"""Entries on their way to one replica: at 100 MB/s, 80 ms of them."""
+SECTION_BYTES: Final = 256 << 10
+"""Entries of a partition that is behind, in one message: a fair share of a turn."""
 
 
 class Service(Enum):

@@ -32,15 +32,17 @@ messages from one number to another are committed.
 Invariants
 - numbers have no gaps; an acknowledgement covers all messages up to its number;
 - a message is taken wholly or not at all: `unpack_entries` and `unpack_group` check the checksum,
-  `problem_of` and `failover.replication.whole_entries` that the entries follow what the replica
-  has;
+  `problem_of` and `checked_group` that the entries follow what the replica has. In a whole group
+  that is checked in the order of the log, without a section for each partition, and two rules are
+  narrower: no entry is a control entry, and all of a partition have the leader epoch in which it is
+  followed;
 - seqnos follow each other without gaps, except within a snapshot, where they rise up to its end.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
@@ -52,6 +54,7 @@ from dcp.session.replication_port import ReplicationError
 from dcp.wire.frame import HEADER, Frame, pack_request
 from dcp.wire.opcode import Magic, Opcode
 from failover.rules.history import EPOCH_MAX, FailoverLog
+from vbucket.engine.replicated import ReplicatedChange
 from vbucket.log.record import LogDamagedError, split_entries
 from vbucket.model.control import SnapshotWindow, seqno_in, snapshot_window
 from vbucket.model.entry import (
@@ -62,9 +65,12 @@ from vbucket.model.entry import (
     LOG_CONTROL,
     META,
     MUTATION_EXTRAS_BYTES,
+    OPCODE_AT,
+    PREFIX_BYTES,
     SYSTEM_EVENT_EXTRAS_BYTES,
     control_document,
     pack_control,
+    vb_id_of,
 )
 from vbucket.model.ids import SEQNO_MAX
 
@@ -473,3 +479,89 @@ def decode(value: bytes, kind: Any) -> Any:
 def encode(value: msgspec.Struct) -> bytes:
     """Return a Greeting, ReplicaPosition or Welcome as JSON."""
     return msgspec.json.encode(value)
+
+
+_HEAD: Final = Struct(">QIxBHBxHI4xQQ")
+"""prev seqno, epoch, opcode, key length, extras length, vbucket, body length, CAS, seqno."""
+_unpack_head = _HEAD.unpack_from
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
+_SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
+_OTHER_EXTRAS_BYTES: Final[dict[int, int]] = {
+    int(Opcode.DCP_DELETION): DELETION_EXTRAS_BYTES,
+    int(Opcode.DCP_EXPIRATION): EXPIRATION_EXTRAS_BYTES,
+    _SYSTEM_EVENT: SYSTEM_EVENT_EXTRAS_BYTES,
+}
+_BODY_AT: Final = PREFIX_BYTES + 24
+
+
+def checked_group(
+    payload: bytes,
+    highs: dict[int, int],
+    epochs: Mapping[int, int],
+    check_absent: Callable[[int], None],
+    value_bytes_max: int,
+) -> tuple[list[ReplicatedChange], dict[int, int]]:
+    """Return the changes of a whole group that are to be applied, and partition -> end seqno.
+    `payload` has its entries.
+
+    `highs` has the high seqno of each partition that the group is for, and is raised; `epochs` has
+    the leader epochs of these. `check_absent` raises ReplicationError if an entry of another
+    partition cannot be; else it is skipped. Raises ReplicationError; `highs` is of no use then.
+    """
+    changes: list[ReplicatedChange] = []
+    append = changes.append
+    ends: dict[int, int] = {}
+    body_bytes_max = value_bytes_max + ENTRY_OVERHEAD_BYTES_MAX
+    start, total = 0, len(payload)
+    try:
+        while start < total:
+            prev_seqno, epoch, opcode, key_bytes, extras_bytes, vb_id, body, cas, seqno = (
+                _unpack_head(payload, start)
+            )
+            end = start + _BODY_AT + body
+            if vb_id not in highs:
+                check_absent(vb_id)
+            elif (
+                seqno == highs[vb_id] + 1
+                and epoch == epochs[vb_id]
+                and prev_seqno < seqno
+                and (extras_bytes == MUTATION_EXTRAS_BYTES if opcode == _MUTATION
+                     else extras_bytes == _OTHER_EXTRAS_BYTES.get(opcode))
+                and 0 < key_bytes <= body - extras_bytes
+                and body <= body_bytes_max
+                and end <= total
+                and (cas or opcode == _SYSTEM_EVENT)
+            ):  # fmt: skip
+                highs[vb_id] = ends[vb_id] = seqno
+                key_at = start + _BODY_AT + extras_bytes
+                append(
+                    (
+                        vb_id, payload[key_at : key_at + key_bytes], payload[start:end], seqno,
+                        prev_seqno, cas, opcode == _MUTATION,
+                    )
+                )  # fmt: skip
+            else:
+                entry = payload[start:end]
+                raise _refused(entry, end - start, epochs[vb_id], highs[vb_id], value_bytes_max)
+            start = end
+    except struct.error as error:
+        raise ReplicationError(f"an entry is too short: {error}") from None
+    if start > total:
+        raise ReplicationError(f"an entry reaches {start - total} bytes beyond the end")
+    return changes, ends
+
+
+def _refused(
+    entry: bytes, entry_bytes: int, epoch: int, high_seqno: int, value_bytes_max: int
+) -> ReplicationError:
+    vb_id = vb_id_of(entry)
+    if entry[OPCODE_AT] == LOG_CONTROL:
+        return ReplicationError(f"vb {vb_id}: a control entry after seqno {high_seqno}")
+    section = EntriesSection(vb_id, 0, epoch, 0, [entry])
+    problem = problem_of(section, high_seqno, None, value_bytes_max)
+    if not problem and len(entry) < entry_bytes:
+        problem = f"an entry of {entry_bytes} bytes after seqno {high_seqno}; {len(entry)} follow"
+    return ReplicationError(
+        f"vb {vb_id}: "
+        + (problem or f"the entry after seqno {high_seqno} is no change of leader epoch {epoch}")
+    )

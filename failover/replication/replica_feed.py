@@ -37,20 +37,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.wire.frame import Frame
 from dcp.wire.message import STREAM_REQ_EXTRAS, EndReason, pack_stream_end, parse_stream_request
-from failover.replication.fed_stream import (
-    BEAT_NS,
-    NEVER,
-    QUESTIONS_MAX,
-    SECTION_BYTES,
-    SILENCE_NS_MAX,
-    WINDOW_BYTES,
-    FedStream,
-    FeedPace,
-    Followed,
-    known_committed,
-)
-from failover.replication.fill_pace import FILL_SECTION_BYTES, FillPace, LinkFill
+from failover.replication.group import StreamChanges, WholeGroup
 from failover.replication.master_side import MasterSide
+from failover.replication.mastership import SECTION_BYTES, WINDOW_BYTES
 from failover.replication.messages import (
     GROUP_BYTES_MAX,
     NOT_SEEN,
@@ -63,17 +52,25 @@ from failover.replication.messages import (
     pack_group,
     unpack_ack,
 )
-from failover.replication.sent_messages import (
+from failover.replication.pace import FILL_SECTION_BYTES, FillPace, LinkFill
+from failover.replication.progress import (
+    BEAT_NS,
+    NEVER,
+    QUESTIONS_MAX,
     RECORD_BYTES,
+    SILENCE_NS_MAX,
     AckDelays,
     CommitsTold,
+    FedStream,
+    FeedPace,
+    Followed,
     Questions,
     Sent,
     SentWhole,
     check_numbers,
+    known_committed,
 )
 from failover.replication.waiting_requests import WaitingRequests
-from failover.replication.whole_groups import StreamChanges, WholeGroup
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
 from vbucket.model.control import SnapshotWindow

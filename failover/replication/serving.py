@@ -27,10 +27,10 @@ from typing import Final
 from dcp.stream.hub import StreamHub
 from failover.coordinator.cluster_view import ClusterView
 from failover.replication.arrivals import Arrivals
-from failover.replication.handovers import GROUP_MAX
+from failover.replication.group import WholeGroups
+from failover.replication.handover import GROUP_MAX
 from failover.replication.mastership import Mastership, Service
 from failover.replication.replica_feed import ReplicaFeed
-from failover.replication.whole_groups import WholeGroups
 from failover.rules.isr import confirmed_until_ns, may_answer_reads
 from failover.rules.promotion import may_send_back
 from vbucket.engine.engine import Engine

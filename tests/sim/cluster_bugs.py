@@ -24,11 +24,11 @@ from failover.coordinator.record_writer import OutcomeKind, RecordWriter, Writer
 from failover.metadata.metastore import OutcomeUnknown, StoreResult
 from failover.replication import leading, mastership
 from failover.replication.dropped_copies import DroppedCopies
-from failover.replication.fill_pace import FillPace
 from failover.replication.following import Following
 from failover.replication.leading import Leading
 from failover.replication.mastership import Mastership
 from failover.replication.messages import ReplicaPosition
+from failover.replication.pace import FillPace
 from failover.replication.replica_feed import ReplicaFeed
 from failover.rules import isr, promotion
 from failover.rules.history import FailoverLog

@@ -21,11 +21,11 @@ from failover.coordinator.record_writer import WriteOutcome
 from failover.coordinator.store_driver import StoreDriver
 from failover.metadata.metastore import MetaStore
 from failover.replication.cluster_map import bucket_map
-from failover.replication.loss_receipt import CutOff, ElectionLoss
+from failover.replication.effects import Dial, PartitionsArrived, ReplicationEffect, StepDue
+from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings, Service
-from failover.replication.node_core import ReplicationCore
-from failover.replication.replica_link import LinkState, ReplicaLink
-from failover.replication.shell_effects import Dial, PartitionsArrived, ReplicationEffect, StepDue
+from failover.replication.node import ReplicationCore
+from failover.replication.receipt import CutOff, ElectionLoss
 from failover.rules.replication_record import ReplicationRecord
 from sim.facts import CutOffFact, Facts, History, LostFact, Mastership
 from sim.network import Side

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from failover.replication.loss_receipt import (
+from failover.replication.receipt import (
     CutOff,
     QuarantineDamagedError,
     pack_cut_off,

@@ -22,10 +22,10 @@ from failover.coordinator.cluster_records import (
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.metadata.metastore import KeyValue
+from failover.replication.effects import Dial
+from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings
-from failover.replication.node_core import ReplicationCore
-from failover.replication.replica_link import LinkState, ReplicaLink
-from failover.replication.shell_effects import Dial
+from failover.replication.node import ReplicationCore
 from failover.rules.replication_record import ReplicationRecord, create, elect
 from support.memory_node import MemoryNode, Peer
 from vbucket.engine.partition import Partition, VbState

@@ -24,10 +24,10 @@ from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.record_writer import WriteOutcome
 from failover.metadata.metastore import OutcomeUnknown, Put, Range, RangeResult, StoreResult, Txn
 from failover.metadata.revision_store import RevisionStore
+from failover.replication.effects import Dial, ReplicationEffect
+from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import Mastership, ReplicationSettings
-from failover.replication.node_core import ReplicationCore
-from failover.replication.replica_link import LinkState, ReplicaLink
-from failover.replication.shell_effects import Dial, ReplicationEffect
+from failover.replication.node import ReplicationCore
 from failover.rules.replication_record import ReplicationRecord, create, elect, rebuild
 from support.memory_node import MemoryNode, Peer
 from vbucket.engine.engine import SET

@@ -11,6 +11,10 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from failover.replication.link import (
+    ReplicaLink,
+    from_here,
+)
 from failover.replication.messages import (
     NOT_SEEN,
     EntriesSection,
@@ -24,10 +28,6 @@ from failover.replication.messages import (
     pack_group,
     share,
     unpack_ack,
-)
-from failover.replication.replica_link import (
-    ReplicaLink,
-    from_here,
 )
 from vbucket.engine.replicated import ReplicatedChange
 from vbucket.model.control import SnapshotWindow

@@ -16,9 +16,9 @@ from failover.coordinator.cluster_session import ClusterSession
 from failover.coordinator.cluster_view import Stored
 from failover.coordinator.coordinator import CoordinatorSettings
 from failover.metadata.metastore import KeyValue
+from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings
-from failover.replication.node_core import ReplicationCore
-from failover.replication.replica_link import LinkState, ReplicaLink
+from failover.replication.node import ReplicationCore
 from failover.rules.replication_record import ReplicationRecord
 from support.memory_node import MemoryNode, Peer
 from support.open_door import OpenDoor

@@ -35,7 +35,7 @@ from dcp.server.storage.folder import (
     log_path,
     store_path,
 )
-from failover.replication.loss_receipt import QuarantineDamagedError, unpack_cut_off
+from failover.replication.receipt import QuarantineDamagedError, unpack_cut_off
 from vbucket.check.finding import Finding, Kind
 from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME
 from vbucket.store.lmdb_file import DATA_FILE_NAME

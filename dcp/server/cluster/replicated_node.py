@@ -71,20 +71,20 @@ from failover.coordinator.record_writer import WriteOutcome
 from failover.coordinator.store_driver import StoreDriver
 from failover.metadata.metastore import Range, RangeResult, TxnResult
 from failover.metadata.prefix_owner import owner_read, owner_trouble
-from failover.replication.loss_receipt import (
-    CutOff,
-    ElectionLoss,
-    cut_off_receipt,
-    election_receipt,
-)
-from failover.replication.mastership import ReplicationSettings
-from failover.replication.node_core import ReplicationCore
-from failover.replication.shell_effects import (
+from failover.replication.effects import (
     BranchEnded,
     Dial,
     MapChanged,
     PartitionsArrived,
     StepDue,
+)
+from failover.replication.mastership import ReplicationSettings
+from failover.replication.node import ReplicationCore
+from failover.replication.receipt import (
+    CutOff,
+    ElectionLoss,
+    cut_off_receipt,
+    election_receipt,
 )
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState

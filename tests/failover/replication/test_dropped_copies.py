@@ -9,8 +9,8 @@ import pytest
 from failover.coordinator.cluster_records import ClusterRecord, encode_record
 from failover.metadata.metastore import Put, Txn
 from failover.replication.dropped_copies import REST_NS, ROOM_NS, DroppedCopies
-from failover.replication.loss_receipt import CutOff
 from failover.replication.mastership import ReplicationSettings
+from failover.replication.receipt import CutOff
 from failover.rules.promotion import kept_elsewhere_seqno
 from failover.rules.replication_record import (
     HandedOver,

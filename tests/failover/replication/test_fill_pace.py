@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dcp.wire.frame import FrameDecoder
-from failover.replication.fill_pace import BURST_NS, FILL_SECTION_BYTES, JOIN_NS, FillPace
 from failover.replication.mastership import Mastership, ReplicationSettings
 from failover.replication.messages import unpack_entries
-from failover.replication.sent_messages import AckDelays, Sent
+from failover.replication.pace import BURST_NS, FILL_SECTION_BYTES, JOIN_NS, FillPace
+from failover.replication.progress import AckDelays, Sent
 from failover.rules.replication_record import ReplicationRecord, add_copy, drop_copies, expand
 from support.core_cluster import MS, CoreCluster
 from support.feeding_node import EPOCH, Master

@@ -7,9 +7,9 @@ from itertools import pairwise
 from failover.coordinator.effects import Notice
 from failover.replication.cut_off import Quarantine
 from failover.replication.following import BARRED_REDIAL_NS_MAX, REDIAL_NS
-from failover.replication.loss_receipt import CutOff
+from failover.replication.link import RETRY_NS, LinkState
 from failover.replication.mastership import ReplicationSettings
-from failover.replication.replica_link import RETRY_NS, LinkState
+from failover.replication.receipt import CutOff
 from failover.rules.isr import PROMOTED_WAIT_NS
 from failover.rules.replication_record import elect, shrink, unclean_elect
 from support.core_cluster import MS, VB, CoreCluster, Wire

@@ -6,7 +6,8 @@ from copy import copy
 
 import pytest
 
-from failover.replication.handovers import (
+from failover.replication.effects import StepDue
+from failover.replication.handover import (
     FOLLOWED_NS_MAX,
     GROUP_REST_NS_MAX,
     HANDING_NS_MAX,
@@ -15,7 +16,6 @@ from failover.replication.handovers import (
     Handovers,
 )
 from failover.replication.mastership import Mastership
-from failover.replication.shell_effects import StepDue
 from failover.rules.isr import PROMOTED_WAIT_NS
 from failover.rules.replication_record import ReplicationRecord, elect, want
 from support.core_cluster import MS, VB, CoreCluster

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from failover.replication.late_members import (
+from failover.replication.pace import (
     LATE_DIVISOR,
     RETURN_LAGS,
     STOOD_STILL_NS,
     LateMembers,
 )
-from failover.replication.sent_messages import AckDelays, Sent
+from failover.replication.progress import AckDelays, Sent
 from failover.rules.isr import NOBODY_LATE
 
 MS = 1_000_000

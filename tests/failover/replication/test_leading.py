@@ -11,7 +11,8 @@ from dcp.session.replication_port import ReplicationError
 from dcp.stream.pins import allowed
 from failover.coordinator.effects import Notice
 from failover.metadata.metastore import OutcomeUnknown
-from failover.replication.handovers import (
+from failover.replication.effects import BranchEnded, StepDue
+from failover.replication.handover import (
     DRAINED_NS_MAX,
     FOLLOWED_NS_MAX,
     GROUP_MAX,
@@ -21,7 +22,6 @@ from failover.replication.handovers import (
 )
 from failover.replication.mastership import Service
 from failover.replication.messages import FORMAT, Greeting, encode
-from failover.replication.shell_effects import BranchEnded, StepDue
 from failover.rules.isr import CONFIRMATION_NS, ELECTION_NS, PROMOTED_WAIT_NS
 from failover.rules.replication_record import HandedOver, elect, hand_over, shrink, want
 from support.core_cluster import CLUSTER, MS, VB, CoreCluster

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.cli.dcpctl import run
-from failover.replication.loss_receipt import (
+from failover.replication.receipt import (
     RECEIPT_KEYS_MAX,
     CutOff,
     ElectionLoss,

@@ -12,8 +12,8 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.coordinator.effects import Notice
 from failover.coordinator.record_writer import COMPARES_MAX
-from failover.replication.loss_receipt import ElectionLoss
 from failover.replication.mastership import ReplicationSettings
+from failover.replication.receipt import ElectionLoss
 from failover.rules.isr import PROMOTED_WAIT_NS
 from failover.rules.replication_record import (
     add_copy,

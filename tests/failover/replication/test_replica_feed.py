@@ -7,16 +7,21 @@ import pytest
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
-from failover.replication.fed_stream import BEAT_NS, QUESTIONS_MAX, SECTION_BYTES, SILENCE_NS_MAX
+from failover.replication.mastership import SECTION_BYTES
 from failover.replication.messages import (
     EntriesSection,
     unpack_entries,
+)
+from failover.replication.progress import (
+    BEAT_NS,
+    QUESTIONS_MAX,
+    RECORD_BYTES,
+    SILENCE_NS_MAX,
 )
 from failover.replication.replica_feed import (
     Followed,
     ReplicaFeed,
 )
-from failover.replication.sent_messages import RECORD_BYTES
 from support.feeding_node import EPOCH, MS, Master, told
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, seqno_of
 from vbucket.store.environment import StoreDamagedError

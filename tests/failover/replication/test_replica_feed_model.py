@@ -12,7 +12,7 @@ from failover.replication.messages import (
     EntriesSection,
     unpack_entries,
 )
-from failover.replication.sent_messages import RECORD_BYTES
+from failover.replication.progress import RECORD_BYTES
 from support.feeding_node import EPOCH, Master
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, seqno_of
 

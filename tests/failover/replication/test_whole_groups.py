@@ -10,20 +10,20 @@ import pytest
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
-from failover.replication import replica_link
+from failover.replication import link
 from failover.replication.messages import (
     NOTHING,
     TOLD_GROUPS_MAX,
     FloorsTold,
     GroupMessage,
     Message,
+    checked_group,
     pack_group,
     pack_told,
     share,
     unpack_group,
 )
-from failover.replication.sent_messages import CommitsTold
-from failover.replication.whole_entries import checked_group
+from failover.replication.progress import CommitsTold
 from failover.rules.replication_record import shrink
 from support.copies import Copies, CopyNode, holdings
 from support.groups_on_wires import groups_to, messages_to, put
@@ -52,7 +52,7 @@ def test_a_group_is_applied_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*_arguments: object) -> None:
         raise AssertionError("the group was checked in Python")
 
-    monkeypatch.setattr(replica_link, "checked_group", asked)
+    monkeypatch.setattr(link, "checked_group", asked)
     copies = level()
     for vb_id in (0, 1, 3):
         put(copies, vb_id)

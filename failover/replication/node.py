@@ -47,13 +47,13 @@ from failover.coordinator.record_writer import OutcomeKind, WriteOutcome
 from failover.coordinator.seen_records import SeenRecords
 from failover.coordinator.store_age import older_records
 from failover.replication.dropped_copies import DroppedCopies
+from failover.replication.effects import MapChanged, ReplicationEffect
 from failover.replication.fence_reasons import no_trouble
 from failover.replication.following import Following, Identity
 from failover.replication.leading import Leading
-from failover.replication.loss_receipt import ElectionLoss
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.messages import StoreSeen
-from failover.replication.shell_effects import MapChanged, ReplicationEffect
+from failover.replication.receipt import ElectionLoss
 from failover.rules.replication_record import Rank, ReplicationRecord, is_master
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState

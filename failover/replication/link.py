@@ -60,6 +60,7 @@ from failover.replication.messages import (
     ReplicaPosition,
     StoreSeen,
     Welcome,
+    checked_group,
     decode,
     encode,
     pack_ack,
@@ -68,7 +69,6 @@ from failover.replication.messages import (
     unpack_group,
 )
 from failover.replication.senders import NewestGroup
-from failover.replication.whole_entries import checked_group
 from vbucket.engine.replicated import ReplicatedChange
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.ids import SEQNO_MAX

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from dcp.core.groups import Published
 from failover.coordinator.effects import Notice
-from failover.replication.loss_receipt import CutOff, ElectionLoss
+from failover.replication.receipt import CutOff, ElectionLoss
 
 
 class Dial(NamedTuple):
