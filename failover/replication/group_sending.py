@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from failover.replication.feed import ReplicaFeed
 from failover.replication.group import WholeGroup, WholeGroups, changes_for_replicas
 from failover.replication.mastership import Mastership
-from failover.replication.replica_feed import ReplicaFeed
 from failover.rules.isr import may_send_unsynced
 from vbucket.log.commit_group import CommitGroup
 

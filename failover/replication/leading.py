@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.hub import StreamHub
@@ -28,10 +29,9 @@ from failover.coordinator.effects import Notice
 from failover.coordinator.ran_time import RanTime
 from failover.coordinator.record_writer import COMPARES_MAX, RecordChange
 from failover.coordinator.seen_records import SeenRecords
-from failover.replication.arrivals import Arrivals
 from failover.replication.asked_branches import AskedBranches
 from failover.replication.effects import BranchEnded, ReplicationEffect, StepDue
-from failover.replication.fence_reasons import FenceReasons, no_trouble
+from failover.replication.feed import ReplicaFeed
 from failover.replication.group import WholeGroup, WholeGroups
 from failover.replication.group_sending import GroupSending
 from failover.replication.handover import Handovers, Successors
@@ -49,8 +49,7 @@ from failover.replication.messages import (
 from failover.replication.pace import FillPace, LateMembers, allowance_ns, is_starved
 from failover.replication.parting_members import PartingMembers
 from failover.replication.progress import SILENCE_NS_MAX, Followed, window_of
-from failover.replication.replica_feed import ReplicaFeed
-from failover.replication.serving import Serving
+from failover.replication.serving import Serving, no_trouble
 from failover.rules.fencing import is_same_copy, refusal
 from failover.rules.isr import Lateness, Sender, serves_from_ns
 from failover.rules.promotion import first_step, is_branch_done
@@ -62,6 +61,18 @@ from vbucket.engine.leadership import begin_version, set_leader_epoch
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.log.commit_group import CommitGroup
 from vbucket.store.environment import StoreDamagedError
+
+
+class FollowerLag(NamedTuple):
+    """How far one member's copies are behind the partitions whose master this node is."""
+
+    member: str
+    copies: int
+    behind_partitions: int
+    behind_changes: int
+    """Changes that are on disk here and not known to be on disk there."""
+    heard_ns: int | None
+    """How long ago it was asked what it confirmed last; None: it has no link here."""
 
 
 class Leading:
@@ -114,15 +125,12 @@ class Leading:
         self._late_members = LateMembers(settings.replica_lag_max_ns, now_ns)
         self._successors = Successors(view, member)
         self.pace = FillPace(settings.fill_bytes_per_s)
-        self.arrivals = Arrivals(effects)
-        self.arriving = self.arrivals.vb_ids
-        """See ReplicationPort."""
         self.serving = Serving(
-            engine, hub, view, member, self.masterships, self.feeds, self._wholes, self.arrivals
+            engine, hub, view, member, self.masterships, self.feeds, self._wholes, effects,
+            store_trouble,
         )  # fmt: skip
-        self.fences = FenceReasons(
-            view, member, self.masterships, self.feeds, self.serving.awaited, store_trouble
-        )
+        self.arriving = self.serving.arrivals.vb_ids
+        """See ReplicationPort."""
         self.handovers = Handovers(self.serving.fence)
         self._is_leaving = False
         """Whether this node hands over all that it has."""
@@ -335,7 +343,7 @@ class Leading:
 
     def why_fenced(self, vb_id: int) -> str:
         """See ReplicationPort."""
-        return self.fences.text(vb_id, self._now_ns)
+        return self.serving.why_fenced(vb_id, self._now_ns)
 
     def feed_closed(self, feed: ReplicaFeed) -> None:
         """See MasterSide."""
@@ -606,3 +614,24 @@ class Leading:
         """See `AskedBranches.want`."""
         self.serving.changed(vb_id)
         return self.branches.want(vb_id, seqno, vb_uuid)
+
+    def lags(self, now_ns: int) -> list[FollowerLag]:
+        """Return the lag of each member that has a copy of a partition of this master."""
+        found: dict[str, list[int]] = {}
+        for mastership in self.masterships.values():
+            self.note_acknowledged(mastership)
+            for copy in mastership.record.copies:
+                if copy != self._member:
+                    behind = mastership.part.synced_seqno - mastership.acknowledged_seqno(copy)
+                    found.setdefault(copy, []).append(max(0, behind))
+        return [
+            FollowerLag(
+                copy, len(behind), sum(map(bool, behind)), sum(behind),
+                _heard_ns(self.feeds.get(copy), now_ns),
+            )
+            for copy, behind in sorted(found.items())
+        ]  # fmt: skip
+
+
+def _heard_ns(feed: ReplicaFeed | None, now_ns: int) -> int | None:
+    return None if feed is None or not feed.asked_ns else max(0, now_ns - feed.asked_ns)

@@ -68,9 +68,10 @@ from failover.replication.messages import (
     unpack_entries,
     unpack_group,
 )
-from failover.replication.senders import NewestGroup
 from vbucket.engine.replicated import ReplicatedChange
+from vbucket.log.record import split_entries
 from vbucket.model.control import SnapshotWindow
+from vbucket.model.entry import seqno_of, vb_id_of
 from vbucket.model.ids import SEQNO_MAX
 
 RETRY_NS: Final = 100_000_000
@@ -85,6 +86,24 @@ CONFIRM_NS: Final = 50_000_000
 
 _REMEMBERED_GROUPS: Final = 2 * TOLD_GROUPS_MAX
 """The master names none of the older ones."""
+
+
+class NewestGroup:
+    """The newest whole group that came on a link, as long as its master may not have synced it."""
+
+    def __init__(self, number: int, payload: bytes) -> None:
+        self.number = number
+        """Of its message."""
+        self._payload = payload
+        self._begins: dict[int, int] | None = None
+
+    def begins(self) -> Mapping[int, int]:
+        """Return partition -> its seqno before the group."""
+        if self._begins is None:
+            self._begins = {}
+            for entry in split_entries(self._payload):
+                self._begins.setdefault(vb_id_of(entry), seqno_of(entry) - 1)
+        return self._begins
 
 
 class LinkState(Enum):
@@ -142,7 +161,7 @@ class ReplicaSide(Protocol):
 
     def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
         """The master does not have what lies above a seqno: cut it off. Nothing is cut while it has
-        to go into quarantine first; the master is asked again. Raises ReplicationError.
+        to go into a file first; the master is asked again. Raises ReplicationError.
         """
 
     def high_seqno(self, vb_id: int) -> int:

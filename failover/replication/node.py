@@ -24,7 +24,7 @@ Invariants
   that this folder has seen (`failover.coordinator.seen_records`): the metadata store may go back;
 - a partition that this node does not master is REPLICA here, or DEAD without a copy: it takes no
   writes, expires nothing;
-- a partition whose record does not name this member is emptied (`dropped_copies`);
+- a partition whose record does not name this member is emptied (`DroppedCopies`);
 - a replica that hears no master is marked (`Partition.is_unheard`) and has no streams of clients;
 - what waits in connections is answered (`depose`) before history is cut off;
 - the high watermark of a master comes from its in-sync set, that of a replica from its master.
@@ -46,14 +46,13 @@ from failover.coordinator.ran_time import RanTime
 from failover.coordinator.record_writer import OutcomeKind, WriteOutcome
 from failover.coordinator.seen_records import SeenRecords
 from failover.coordinator.store_age import older_records
-from failover.replication.dropped_copies import DroppedCopies
 from failover.replication.effects import MapChanged, ReplicationEffect
-from failover.replication.fence_reasons import no_trouble
-from failover.replication.following import Following, Identity
 from failover.replication.leading import Leading
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.messages import StoreSeen
 from failover.replication.receipt import ElectionLoss
+from failover.replication.replica import DroppedCopies, Following, Identity
+from failover.replication.serving import no_trouble
 from failover.rules.replication_record import Rank, ReplicationRecord, is_master
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
@@ -394,7 +393,7 @@ class ReplicationCore:
         if fence_ns is not None and now_ns >= fence_ns:
             self.leading.serve(now_ns)
         if self.leading.arriving:
-            self.leading.arrivals.expire(now_ns)
+            self.leading.serving.arrivals.expire(now_ns)
         if self.leading.handovers.take_rested(now_ns):
             self.leading.step_due()
         if now_ns >= self._unheard_from_ns:
@@ -425,7 +424,7 @@ class ReplicationCore:
         restless = self.leading.serving.restless()
         self._raise_watermarks(self._commits.lagging.keys() | restless)
         self.leading.serve(now_ns)
-        self.leading.arrivals.expire(now_ns)
+        self.leading.serving.arrivals.expire(now_ns)
         self._mark_unheard()
         self._note_followed()
         self._note_serving()

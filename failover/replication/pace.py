@@ -6,8 +6,8 @@ A copy that is filled for the first time can wait; the writes that go on must no
 `LateMembers`). A node that gets little of a processor lives; it is only late (`HeardGaps`), and it
 blames nobody else for being late (`allowance_ns`, `is_starved`).
 
-Who calls it: `failover.replication.leading` at every tick, `failover.replication.replica_feed` for
-what it fills, `failover.replication.following` for the gaps.
+Who calls it: `failover.replication.leading` at every tick, `failover.replication.feed` for
+what it fills, `failover.replication.replica` for the gaps.
 
 Invariants
 - the rate is between FLOOR_BYTES_PER_S (or the setting, if that is lower) and the setting: a fill

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from failover.coordinator.seen_records import SeenRecords
+from failover.replication.feed import ReplicaFeed
 from failover.replication.mastership import Mastership
 from failover.replication.messages import NOT_SEEN, StoreSeen
-from failover.replication.replica_feed import ReplicaFeed
 
 
 class PartingMembers:

@@ -1,7 +1,7 @@
 """One partition on the way to one replica: what of it was sent, and what must come next. And the
 messages on the link that are not acknowledged. Sans-IO.
 
-Who calls it: `failover.replication.replica_feed`, which has the rules.
+Who calls it: `failover.replication.feed`, which has the rules.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NEVER: Final = SEQNO_MAX
 
 
 class FeedPace(Enum):
-    """See `failover.replication.replica_feed`."""
+    """See `failover.replication.feed`."""
 
     IN_STEP = auto()
     BEHIND = auto()

@@ -240,7 +240,7 @@ REPLICATION = (
     ),
     Mutation(
         "cut-off-before-it-is-kept",
-        "        if keeping.kept_seqno < part.high_seqno:\n            return False\n",
+        "        if discard.kept_seqno < part.high_seqno:\n            return False\n",
         "",
         ("test_following",),
     ),

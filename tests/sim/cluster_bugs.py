@@ -23,13 +23,12 @@ from failover.coordinator.copy_placement import Chain
 from failover.coordinator.record_writer import OutcomeKind, RecordWriter, WriterEffect
 from failover.metadata.metastore import OutcomeUnknown, StoreResult
 from failover.replication import leading, mastership
-from failover.replication.dropped_copies import DroppedCopies
-from failover.replication.following import Following
+from failover.replication.feed import ReplicaFeed
 from failover.replication.leading import Leading
 from failover.replication.mastership import Mastership
 from failover.replication.messages import ReplicaPosition
 from failover.replication.pace import FillPace
-from failover.replication.replica_feed import ReplicaFeed
+from failover.replication.replica import DroppedCopies, Following
 from failover.rules import isr, promotion
 from failover.rules.history import FailoverLog
 from failover.rules.isr import Acknowledgement, Candidate, Sender

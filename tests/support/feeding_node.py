@@ -8,6 +8,11 @@ from dcp.wire.frame import Frame, FrameDecoder
 from dcp.wire.message import StreamRequest
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from failover.replication.feed import (
+    WINDOW_BYTES,
+    Followed,
+    ReplicaFeed,
+)
 from failover.replication.messages import (
     NOT_SEEN,
     EntriesSection,
@@ -16,11 +21,6 @@ from failover.replication.messages import (
     StoreSeen,
     pack_ack,
     unpack_entries,
-)
-from failover.replication.replica_feed import (
-    WINDOW_BYTES,
-    Followed,
-    ReplicaFeed,
 )
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET

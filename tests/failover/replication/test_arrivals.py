@@ -8,8 +8,8 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.replication.arrivals import ARRIVAL_NS_MAX, Arrivals
 from failover.replication.effects import PartitionsArrived, ReplicationEffect, StepDue
+from failover.replication.serving import ARRIVAL_NS_MAX, Arrivals
 from failover.rules.isr import PROMOTED_WAIT_NS
 from failover.rules.replication_record import elect, want
 from support.core_cluster import MS, VB, CoreCluster, CoreNode

@@ -8,9 +8,9 @@ import pytest
 
 from failover.coordinator.cluster_records import ClusterRecord, encode_record
 from failover.metadata.metastore import Put, Txn
-from failover.replication.dropped_copies import REST_NS, ROOM_NS, DroppedCopies
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.receipt import CutOff
+from failover.replication.replica import REST_NS, ROOM_NS, DroppedCopies
 from failover.rules.promotion import kept_elsewhere_seqno
 from failover.rules.replication_record import (
     HandedOver,

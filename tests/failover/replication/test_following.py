@@ -1,15 +1,14 @@
-"""What a node does as a replica: links, truncation, quarantine, the high watermark."""
+"""What a node does as a replica: links, truncation, discards, the high watermark."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 from failover.coordinator.effects import Notice
-from failover.replication.cut_off import Quarantine
-from failover.replication.following import BARRED_REDIAL_NS_MAX, REDIAL_NS
 from failover.replication.link import RETRY_NS, LinkState
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.receipt import CutOff
+from failover.replication.replica import BARRED_REDIAL_NS_MAX, REDIAL_NS, Discards
 from failover.rules.isr import PROMOTED_WAIT_NS
 from failover.rules.replication_record import elect, shrink, unclean_elect
 from support.core_cluster import MS, VB, CoreCluster, Wire
@@ -107,13 +106,13 @@ def test_much_goes_to_several_files() -> None:
         node.engine.store(SET, VB, b"\0k%d" % number, b"\0k%d" % number + bytes(100), 0, 0, 0, 0)
     node.commit()
     effects: list[CutOff] = []
-    quarantine = Quarantine(node.engine, effects, piece_bytes_max=300)  # type: ignore[arg-type]
+    discards = Discards(node.engine, effects, piece_bytes_max=300)  # type: ignore[arg-type]
     found: list[int] = []
-    while not quarantine.is_kept(part, 2, 1):
+    while not discards.keep(part, 2, 1):
         piece = effects.pop()
-        assert not quarantine.is_kept(part, 2, 1)
+        assert not discards.keep(part, 2, 1)
         assert effects == [], "one piece at a time"
-        quarantine.kept(piece)
+        discards.kept(piece)
         found += [seqno_of(entry) for entry in piece.entries]
         assert len(piece.entries) <= 3
     assert found == [2, 3, 4, 5]
@@ -123,12 +122,12 @@ def test_what_was_kept_of_another_history_does_not_count() -> None:
     node = MemoryNode()
     part = node.engine.partitions[VB]
     effects: list[CutOff] = []
-    quarantine = Quarantine(node.engine, effects)  # type: ignore[arg-type]
+    discards = Discards(node.engine, effects)  # type: ignore[arg-type]
     node.engine.store(SET, VB, b"\0k", b"\0kv", 0, 0, 0, 0)
-    assert not quarantine.is_kept(part, 2, 0)
-    quarantine.kept(effects.pop())
+    assert not discards.keep(part, 2, 0)
+    discards.kept(effects.pop())
     node.engine.store(SET, VB, b"\0more", b"\0morev", 0, 0, 0, 0)
-    assert not quarantine.is_kept(part, 3, 0)
+    assert not discards.keep(part, 3, 0)
     assert [seqno_of(entry) for entry in effects.pop().entries] == [1, 2]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from failover.replication.link import NewestGroup
 from failover.replication.messages import GroupMessage, Message
-from failover.replication.senders import NewestGroup, Senders
+from failover.replication.replica import Senders
 from failover.rules.isr import Sender
 from failover.rules.replication_record import elect, shrink
 from support.copies import Copies, holdings

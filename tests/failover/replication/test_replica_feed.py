@@ -7,6 +7,10 @@ import pytest
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
+from failover.replication.feed import (
+    Followed,
+    ReplicaFeed,
+)
 from failover.replication.mastership import SECTION_BYTES
 from failover.replication.messages import (
     EntriesSection,
@@ -17,10 +21,6 @@ from failover.replication.progress import (
     QUESTIONS_MAX,
     RECORD_BYTES,
     SILENCE_NS_MAX,
-)
-from failover.replication.replica_feed import (
-    Followed,
-    ReplicaFeed,
 )
 from support.feeding_node import EPOCH, MS, Master, told
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, seqno_of

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from failover.replication.leading_report import unwritable
 from failover.rules.isr import CONFIRMATION_NS, PROMOTED_WAIT_NS
 from failover.rules.replication_record import HandedOver, want
 from support.core_cluster import MS, VB, CoreCluster, CoreNode
@@ -119,7 +118,7 @@ def test_a_master_serves_when_its_node_has_read_of_what_its_partition_has(
     """It would tell consumers that a collection is gone, and leave it out of streams."""
     cluster = others_changed(change)
     assert cluster.b.part.state == VbState.FENCED
-    (found,) = unwritable(cluster.b.core.leading, cluster.now_ns)
+    (found,) = cluster.b.core.leading.serving.unwritable(cluster.now_ns)
     assert "not read of all collections" in found.why
     read_manifest(cluster.b, change(FIRST))
     cluster.run(100 * MS)

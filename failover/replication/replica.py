@@ -8,7 +8,11 @@ Invariants
 - what this process confirmed to any master is not forgotten with the link: `last_confirmed_ns`
   bounds from when it may serve if it becomes master;
 - a master is suspected only after a silence in which this process ran (`ran_time`). What is served
-  here is fenced by the clock alone (`is_unheard`): it may be old, whatever this process did.
+  here is fenced by the clock alone (`is_unheard`): it may be old, whatever this process did;
+- what may have been answered goes into files before it is cut off (`Discards`), and one piece of a
+  partition is with the shell at a time. What is in files counts for the same history only: another
+  version or another end begins anew;
+- only a readable record, of an epoch that is not over, empties a partition (`DroppedCopies`).
 """
 
 from __future__ import annotations
@@ -17,12 +21,12 @@ from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from dcp.session.replication_port import ReplicationError
+from dcp.stream.hub import StreamHub
 from dcp.wire.message import StreamRequest
 from failover.coordinator.effects import Notice
 from failover.coordinator.ran_time import RanTime
-from failover.replication.cut_off import Quarantine
 from failover.replication.effects import Dial, ReplicationEffect
-from failover.replication.link import HEARD_NS_MAX, LinkState, ReplicaLink, from_here
+from failover.replication.link import HEARD_NS_MAX, LinkState, NewestGroup, ReplicaLink, from_here
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.messages import (
     FORMAT,
@@ -37,9 +41,8 @@ from failover.replication.messages import (
     versions_of,
 )
 from failover.replication.pace import HeardGaps
-from failover.replication.receipt import CutOff
-from failover.replication.senders import Senders
-from failover.rules.isr import Sender
+from failover.replication.receipt import QUARANTINE_BYTES_MAX, CutOff
+from failover.rules.isr import Sender, has_sent, sender_seqno
 from failover.rules.promotion import kept_elsewhere_seqno, may_have_been_answered
 from failover.rules.replication_record import ReplicationRecord
 from vbucket.engine.branch import BranchRefusedError
@@ -56,6 +59,7 @@ from vbucket.engine.partition import Partition
 from vbucket.engine.replicated import ReplicatedChange, ReplicatedChanges
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT
+from vbucket.model.ids import SEQNO_MAX
 from vbucket.store.environment import StoreDamagedError
 
 REDIAL_NS: Final = 200_000_000
@@ -71,6 +75,203 @@ class Identity(NamedTuple):
     cluster: str
     member: str
     incarnation: int
+
+
+class _Welcome(NamedTuple):
+    """The last time when a partition's log was reconciled."""
+
+    epoch: int
+    master: str
+    seqno: int
+    """The end of the log then. The master had all of it on disk."""
+    told_seqno: int = SEQNO_MAX
+    """What the master is known to have on disk, if the link is gone that brought the log."""
+
+
+class Senders:
+    """Which masters sent the logs of partitions, and what of that they have on disk.
+
+    A master sends a commit group while it writes it, and begins no other group before that one is
+    synced. So what a replica has of a master is on that master's disk, but for the newest group of
+    the link. That one is, too, when the replica hears that it is committed, or gets the next one.
+    Sections, and what is read from cursors, are synced before they are sent.
+
+    A node that is left alone by its master counts that master's disk (`failover.rules.isr.Sender`).
+    """
+
+    def __init__(self) -> None:
+        self._welcomes: dict[int, _Welcome] = {}
+
+    def welcomed(self, vb_id: int, epoch: int, master: str, seqno: int) -> None:
+        """A master lets this node follow a partition, whose log here ends at a seqno."""
+        self._welcomes[vb_id] = _Welcome(epoch, master, seqno)
+
+    def link_gone(self, master: str, newest: NewestGroup | None) -> None:
+        """A link to a master's node is replaced by another one. What was reconciled on it keeps
+        what is known, until it is reconciled again.
+        """
+        for vb_id, begin in ({} if newest is None else newest.begins()).items():
+            welcome = self._welcomes.get(vb_id)
+            if welcome is not None and welcome.master == master:
+                told_seqno = min(welcome.told_seqno, max(welcome.seqno, begin))
+                self._welcomes[vb_id] = welcome._replace(told_seqno=told_seqno)
+
+    def take(
+        self, vb_id: int, epoch: int, high_seqno: int, newest: Mapping[str, NewestGroup | None]
+    ) -> Sender | None:
+        """Return the master that sent this node a partition's log, and forget it: this node becomes
+        the master in an epoch. None: it did not follow the master of the epoch before, so the end
+        of its log may be on no other disk.
+
+        `newest` has the newest groups of the links that there are.
+        """
+        welcome = self._welcomes.pop(vb_id, None)
+        if welcome is None or not has_sent(welcome.epoch, epoch):
+            return None
+        told_seqno = welcome.told_seqno
+        group = newest.get(welcome.master)
+        begin = None if group is None else group.begins().get(vb_id)
+        if begin is not None:
+            told_seqno = min(told_seqno, max(welcome.seqno, begin))
+        return Sender(welcome.master, sender_seqno(told_seqno, high_seqno))
+
+
+class _Discard:
+    """How far the changes above a seqno of a partition are in files."""
+
+    __slots__ = ("end", "from_seqno", "kept_seqno", "piece")
+
+    def __init__(self, end: tuple[int, int], from_seqno: int) -> None:
+        self.end = end
+        """(version, last seqno) of the history that is cut."""
+        self.from_seqno = self.kept_seqno = from_seqno
+        self.piece: CutOff | None = None
+        """What the shell writes now."""
+
+
+class Discards:
+    """What a replica keeps in files before it cuts it off.
+
+        keep ── CutOff, the shell writes a file ── kept ──> next piece, or: cut it off
+                                                └─ not_kept ──> the same piece again
+
+    Nothing is cut off until the shell has reported every piece as kept. The link asks its master
+    again meanwhile, and the question comes back with each ROLLBACK. So a full disk holds up the
+    truncation of that partition only.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        effects: list[ReplicationEffect],
+        *,
+        piece_bytes_max: int = QUARANTINE_BYTES_MAX,
+    ) -> None:
+        self._engine = engine
+        self._effects = effects
+        self._piece_bytes_max = piece_bytes_max
+        self._discards: dict[int, _Discard] = {}
+
+    def keep(self, part: Partition, epoch: int, seqno: int) -> bool:
+        """Return whether all above a seqno is in files. If not, the next piece goes to the shell.
+
+        `epoch` is that of the master that does not have it.
+        """
+        end = part.vb_uuid, part.high_seqno
+        discard = self._discards.get(part.vb_id)
+        if discard is None or (discard.end, discard.from_seqno) != (end, seqno):
+            discard = self._discards[part.vb_id] = _Discard(end, seqno)
+        if discard.piece is None and discard.kept_seqno < part.high_seqno:
+            self._begin_piece(part, epoch, discard)
+        if discard.kept_seqno < part.high_seqno:
+            return False
+        del self._discards[part.vb_id]
+        return True
+
+    def _begin_piece(self, part: Partition, epoch: int, discard: _Discard) -> None:
+        entries = self._engine.versions.entries(
+            part, discard.kept_seqno + 1, part.high_seqno, self._piece_bytes_max
+        )
+        if not entries:  # what was there is compacted away
+            discard.kept_seqno = part.high_seqno
+            return
+        discard.piece = CutOff(part.vb_id, epoch, tuple(part.failover.pairs()), tuple(entries))
+        self._effects.append(discard.piece)
+
+    def kept(self, piece: CutOff) -> None:
+        """The file of a piece is on disk."""
+        discard = self._discards.get(piece.vb_id)
+        if discard is not None and discard.piece is piece:
+            discard.piece = None
+            discard.kept_seqno = piece.last_seqno
+
+    def not_kept(self, piece: CutOff) -> None:
+        """The file of a piece could not be written: it is tried again with the next ROLLBACK."""
+        discard = self._discards.get(piece.vb_id)
+        if discard is not None and discard.piece is piece:
+            discard.piece = None
+
+
+EMPTIED_MAX: Final = 64
+"""Partitions that are emptied in one turn: a fraction of a millisecond each."""
+REST_NS: Final = 5_000_000_000
+"""A merge is asked for when no partition was emptied for so long."""
+ROOM_NS: Final = 60_000_000_000
+"""A merge is asked for so long after the first partition was emptied, whatever else is: nodes that
+lose copies get others, and need the room on disk."""
+
+
+class DroppedCopies:
+    """Empties the partitions whose records do not name this member any more.
+
+        record without this member ── note ──> due ── tick ──> empty
+        record with it again ───────── note ──> not due
+
+    A copy is dropped while its member is down, too: then the first record that its next process
+    reads says so. Emptying is a change of memory and one control entry, so it is durable with its
+    commit group, before anything that comes later. The documents leave the store with the next
+    merge. One is asked for when nothing was emptied for a while: during a rebalance copies are
+    dropped all the time, and a merge writes all that was written anywhere on the node.
+
+    What the other copies may lack goes into discard files first, if it may have been answered
+    (`failover.rules.promotion`). `empty` returns whether nothing of a partition is left to do.
+    """
+
+    def __init__(self, engine: Engine, hub: StreamHub, empty: Callable[[int], bool]) -> None:
+        self._engine = engine
+        self._hub = hub
+        self._empty = empty
+        self._due: dict[int, None] = {}
+        self._emptied_ns: tuple[int, int] | None = None
+        """When the first and the last partition were emptied since a merge was asked for."""
+
+    def note(self, vb_id: int, *, holds_copy: bool) -> None:
+        """Take a partition's newest record: whether this member is in it."""
+        if holds_copy:
+            self._due.pop(vb_id, None)
+        elif self._engine.partitions[vb_id].high_seqno:
+            self._hub.fenced(vb_id)
+            self._due[vb_id] = None
+
+    def tick(self, now_ns: int) -> None:
+        """Empty what is due, and ask for a merge when it is time."""
+        emptied = 0
+        for vb_id in tuple(self._due):
+            if emptied == EMPTIED_MAX:
+                break
+            if self._empty(vb_id):
+                del self._due[vb_id]
+                emptied += 1
+        if emptied:
+            first_ns = now_ns if self._emptied_ns is None else self._emptied_ns[0]
+            self._emptied_ns = first_ns, now_ns
+        if self._emptied_ns is not None and self._is_time_to_merge(now_ns, *self._emptied_ns):
+            self._emptied_ns = None
+            self._engine.keyspace.merge_soon()  # the room on disk is free after it
+
+    @staticmethod
+    def _is_time_to_merge(now_ns: int, first_ns: int, last_ns: int) -> bool:
+        return now_ns - last_ns >= REST_NS or now_ns - first_ns >= ROOM_NS
 
 
 class Following:
@@ -127,7 +328,7 @@ class Following:
         self._hw: dict[int, int] = {}
         """The high watermarks that masters told, above those of here."""
         self._senders = Senders()
-        self._quarantine = Quarantine(engine, effects)
+        self._discards = Discards(engine, effects)
         self._damaged: dict[int, str] = {}
         """Partitions that could not be cut back, and what was said about it."""
 
@@ -355,7 +556,7 @@ class Following:
         if part.incomplete_snapshot is not None:
             seqno = min(seqno, part.incomplete_snapshot.start)
         try:
-            if not self._is_kept(part, epoch, seqno):
+            if not self._keep(part, epoch, seqno):
                 return
         except StoreDamagedError as error:
             self._tell_damage(part, seqno, error, "What it would cut off cannot be kept: it stays")
@@ -387,7 +588,7 @@ class Following:
             record, part.leader_epoch, part.committed_seqno, part.high_seqno
         )
         try:
-            if not self._is_kept(part, record.epoch, seqno):
+            if not self._keep(part, record.epoch, seqno):
                 return False
         except StoreDamagedError as error:
             then = "What nobody else may have cannot be kept in a file: the partition stays"
@@ -426,21 +627,23 @@ class Following:
                 )
             )
 
-    def _is_kept(self, part: Partition, epoch: int, seqno: int) -> bool:
-        """Whether all above a seqno that may have been answered is in quarantine."""
+    def _keep(self, part: Partition, epoch: int, seqno: int) -> bool:
+        """Return whether all above a seqno that may have been answered is in files. If not, the
+        next piece goes to the shell.
+        """
         may_matter = seqno < part.high_seqno and may_have_been_answered(
             self._record_of(part.vb_id), part.leader_epoch,
             acknowledges_as_master=self._settings.acknowledges_as_master,
         )  # fmt: skip
-        return not may_matter or self._quarantine.is_kept(part, epoch, seqno)
+        return not may_matter or self._discards.keep(part, epoch, seqno)
 
     def kept(self, piece: CutOff) -> None:
-        """The shell has written the quarantine file of a CutOff, and it is on disk."""
-        self._quarantine.kept(piece)
+        """The shell has written the discard file of a CutOff, and it is on disk."""
+        self._discards.kept(piece)
 
     def not_kept(self, piece: CutOff) -> None:
-        """The quarantine file of a CutOff could not be written: the shell gets it again."""
-        self._quarantine.not_kept(piece)
+        """The discard file of a CutOff could not be written: the shell gets it again."""
+        self._discards.not_kept(piece)
 
     def high_seqno(self, vb_id: int) -> int:
         """See ReplicaSide."""

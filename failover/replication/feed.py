@@ -33,12 +33,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from dcp.session.replication_port import FeedAnswer, ReplicationError
-from dcp.wire.frame import Frame
-from dcp.wire.message import STREAM_REQ_EXTRAS, EndReason, pack_stream_end, parse_stream_request
+from dcp.wire.frame import Frame, pack_response
+from dcp.wire.message import (
+    STREAM_REQ_EXTRAS,
+    EndReason,
+    StreamRequest,
+    pack_stream_end,
+    parse_stream_request,
+)
+from dcp.wire.status import Status
 from failover.replication.group import StreamChanges, WholeGroup
-from failover.replication.master_side import MasterSide
 from failover.replication.mastership import SECTION_BYTES, WINDOW_BYTES
 from failover.replication.messages import (
     GROUP_BYTES_MAX,
@@ -47,6 +54,7 @@ from failover.replication.messages import (
     EntriesSection,
     ReplicaPosition,
     SharedGroup,
+    StoreSeen,
     decode,
     pack_entries,
     pack_group,
@@ -70,12 +78,47 @@ from failover.replication.progress import (
     check_numbers,
     known_committed,
 )
-from failover.replication.waiting_requests import WaitingRequests
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
 from vbucket.store.environment import StoreDamagedError
+
+
+class MasterSide(Protocol):
+    """What a replica's feed asks and tells the master."""
+
+    def admit(
+        self,
+        feed: ReplicaFeed,
+        vb_id: int,
+        asked: StreamRequest,
+        told: ReplicaPosition,
+        opaque: int,
+    ) -> FeedAnswer | None:
+        """Decide about a replica's stream request; open the stream if it may continue. None: it is
+        decided when the epoch is known here, and its beginning on disk (`decide_waiting`).
+        """
+
+    def acknowledged(self, member: str, followed: Sequence[Followed]) -> None:
+        """A replica has synced these."""
+
+    def groups_acknowledged(self, member: str, groups: Sequence[WholeGroup]) -> None:
+        """A replica has synced what it got of these whole groups, all of it on streams that are
+        open since.
+        """
+
+    def confirmed(self, feed: ReplicaFeed) -> None:
+        """A replica has confirmed that this node is the master of what it follows."""
+
+    def serves_by(self) -> StoreSeen:
+        """Return by which records of the metadata store this node serves all that it masters."""
+
+    def records_were_kept(self) -> None:
+        """A replica has more of the metadata store's records on disk: `ReplicaFeed.seen`."""
+
+    def feed_closed(self, feed: ReplicaFeed) -> None:
+        """The link is gone."""
 
 
 class ReplicaFeed:
@@ -85,7 +128,7 @@ class ReplicaFeed:
         self,
         engine: Engine,
         member: str,
-        side: MasterSide[ReplicaFeed],
+        side: MasterSide,
         schedule: Callable[[], None],
         *,
         now_ns: int,
@@ -108,7 +151,9 @@ class ReplicaFeed:
         self._section_bytes = section_bytes
         self._streams: dict[int, FedStream] = {}
         self._out: list[bytes] = []
-        self._waiting = WaitingRequests(self._send_answer)
+        self._waiting: dict[int, Frame] = {}
+        """Stream requests that cannot be decided yet, by partition. Each gets one answer, or the
+        link ends."""
         self._behind: dict[int, None] = {}
         """Partitions to read from their cursors, in turn."""
         self._stale: dict[int, None] = {}
@@ -157,18 +202,27 @@ class ReplicaFeed:
         told = decode(request.value, ReplicaPosition)
         if request.vb_id >= self._engine.num_vbuckets:
             raise ReplicationError(f"there is no vb {request.vb_id} here")
-        self._waiting.refuse(request.vb_id)
+        self._refuse_waiting(request.vb_id)
         answer = self._side.admit(self, request.vb_id, asked, told, request.opaque)
         if answer is None:
-            self._waiting.keep(request)
+            self._waiting[request.vb_id] = request
         return answer
 
     def decide_waiting(self, vb_id: int) -> None:
         """Answer a request that had to wait, as far as it can be decided now."""
-        self._waiting.decide(vb_id, self.stream_request)
+        request = self._waiting.pop(vb_id, None)
+        if request is not None and (answer := self.stream_request(request)) is not None:
+            self._send_answer(request, answer)
 
-    def _send_answer(self, packet: bytes) -> None:
-        self._out.append(packet)
+    def _refuse_waiting(self, vb_id: int) -> None:
+        """Refuse the request that waits: another one has come, or this is no master."""
+        request = self._waiting.pop(vb_id, None)
+        if request is not None:
+            self._send_answer(request, FeedAnswer(Status.X_FENCED, b""))
+
+    def _send_answer(self, request: Frame, answer: FeedAnswer) -> None:
+        status, value = answer
+        self._out.append(pack_response(request.opcode, status, opaque=request.opaque, value=value))
         self._schedule()
 
     def open(
@@ -196,7 +250,7 @@ class ReplicaFeed:
 
     def close_stream(self, vb_id: int) -> None:
         """The replica does not follow a partition any more."""
-        self._waiting.refuse(vb_id)
+        self._refuse_waiting(vb_id)
         self._drop(vb_id)
 
     def _drop(self, vb_id: int) -> FedStream | None:
@@ -208,7 +262,7 @@ class ReplicaFeed:
 
     def end(self, vb_id: int) -> None:
         """Tell the replica that this node is not the partition's master any more."""
-        self._waiting.refuse(vb_id)
+        self._refuse_waiting(vb_id)
         stream = self._drop(vb_id)
         if stream is not None:
             self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.STATE_CHANGED))
