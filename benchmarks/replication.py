@@ -73,7 +73,7 @@ class Client:
         self.state = SessionState(
             engine=node.engine, hub=node.hub, facts=node, authenticator=OpenDoor(),
             peer_is_loopback=True, limits=Limits(),
-            replication=None if node.core is None else node.core.leading,
+            replication=None if node.core is None else node.core.master,
             has_replicas=node.core is not None,
         )  # fmt: skip
         self.session = Session(self.state)
@@ -192,7 +192,7 @@ class Link:
         self.served = Client(master)
         self.served.state.rights = FULL_RIGHTS.granted(Role.REPLICATE)
         assert replica.core is not None
-        self.link = replica.core.following.links[master.member]
+        self.link = replica.core.replica.links[master.member]
 
     def up(self) -> bool:
         """Carry what the replica has to say."""

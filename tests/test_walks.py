@@ -26,15 +26,15 @@ class Ceiling(NamedTuple):
 
 
 CEILINGS: Final = {
-    "SET": Ceiling(28, 70, 16, 35),
+    "SET": Ceiling(27, 70, 16, 35),
     "GET": Ceiling(12, 20, 12, 19),
     "stream request, ROLLBACK": Ceiling(26, 69, 15, 30),
     "stream request, backlog from memory": Ceiling(30, 98, 20, 45),
     "SET with one live stream": Ceiling(36, 105, 24, 55),
     "stream request, backlog from LMDB": Ceiling(34, 115, 20, 45),
     "SET to a consumer's event, both ends": Ceiling(57, 160, 34, 80),
-    "master: a group begins, to two replicas": Ceiling(14, 33, 10, 18),
-    "replica: a group in, applied": Ceiling(6, 8, 6, 8),
+    "master: a group begins, to two replicas": Ceiling(14, 29, 10, 18),
+    "replica: a group in, applied": Ceiling(5, 7, 5, 7),
     "replica: synced, acknowledgement out": Ceiling(19, 38, 10, 18),
     "master: acknowledgement in, committed": Ceiling(16, 32, 11, 17),
 }

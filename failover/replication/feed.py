@@ -5,7 +5,7 @@
     BEHIND    it is read from its cursor, from memory or from blocks, until it is level
 
 A commit group goes wholly, as one message, if all of its partitions that the replica follows are
-IN_STEP (`send_whole`), and section by section otherwise (`group_synced`). With a whole group
+IN_STEP (`send_group`), and section by section otherwise (`group_synced`). With a whole group
 nothing is done for each partition: acknowledgements and high watermarks come and go by number.
 
 Below the master's history floor versions may be gone. A replica that is there gets what is left up
@@ -18,7 +18,7 @@ Who calls it: the session, the connection, which pumps messages (as of `dcp.stre
 the node core, which reports synced groups and answers what the feed asks (`MasterSide`).
 
 Invariants
-- what is sent is synced here, or is the group that is being written (`group_sending`);
+- what is sent is synced here, or is the group that is being written (`commit`);
 - at most `window_bytes` of messages are sent and not acknowledged, and one more section. A
   partition that does not fit into the window goes BEHIND: it costs a cursor, no memory, no wait;
 - what the feed holds is bounded, whatever the replica does: messages count with what is remembered
@@ -45,7 +45,7 @@ from dcp.wire.message import (
     parse_stream_request,
 )
 from dcp.wire.status import Status
-from failover.replication.group import StreamChanges, WholeGroup
+from failover.replication.group import Group, StreamChanges
 from failover.replication.mastership import SECTION_BYTES, WINDOW_BYTES
 from failover.replication.messages import (
     GROUP_BYTES_MAX,
@@ -103,7 +103,7 @@ class MasterSide(Protocol):
     def acknowledged(self, member: str, followed: Sequence[Followed]) -> None:
         """A replica has synced these."""
 
-    def groups_acknowledged(self, member: str, groups: Sequence[WholeGroup]) -> None:
+    def groups_acknowledged(self, member: str, groups: Sequence[Group]) -> None:
         """A replica has synced what it got of these whole groups, all of it on streams that are
         open since.
         """
@@ -111,8 +111,8 @@ class MasterSide(Protocol):
     def confirmed(self, feed: ReplicaFeed) -> None:
         """A replica has confirmed that this node is the master of what it follows."""
 
-    def serves_by(self) -> StoreSeen:
-        """Return by which records of the metadata store this node serves all that it masters."""
+    serves_by: StoreSeen
+    """By which records of the metadata store this node serves all that it masters."""
 
     def records_were_kept(self) -> None:
         """A replica has more of the metadata store's records on disk: `ReplicaFeed.seen`."""
@@ -312,16 +312,16 @@ class ReplicaFeed:
 
     # -- what the node core tells ------------------------------------------------------------------
 
-    def send_begun(self, group: WholeGroup) -> bool:
+    def send_begun(self, group: Group) -> bool:
         """Send a group that is about to be written here, if all of it is in step that the replica
         follows, and there is room; return whether it was.
         """
         self._begun_revision = self._changes.revision
         followed = group.seqnos.keys() & self._streams.keys()
         may = self._takes_all(group.mastered) or followed <= self._in_step
-        return may and self.send_whole(group, is_synced=False)
+        return may and self.send_group(group, is_synced=False)
 
-    def begun_synced(self, group: WholeGroup) -> None:
+    def begun_synced(self, group: Group) -> None:
         """The last group that `send_begun` has sent is synced. It is not for streams that were
         opened since, and those may have read all that was synced before: they read on.
         """
@@ -334,7 +334,7 @@ class ReplicaFeed:
                 self._is_behind(vb_id)
             self._schedule()
 
-    def send_whole(self, group: WholeGroup, *, is_synced: bool = True) -> bool:
+    def send_group(self, group: Group, *, is_synced: bool = True) -> bool:
         """Send what is in step of a group as one message; False: the window is full. What is behind
         is read from its cursor.
         """
@@ -360,11 +360,11 @@ class ReplicaFeed:
         self._sent_bytes += cost
         return True
 
-    def out_of_step(self, group: WholeGroup) -> set[int]:
+    def not_replicated(self, group: Group) -> set[int]:
         """Return the partitions for which the replica is in sync, and not in step."""
         if self._takes_all(group.mastered) or group.seqnos.keys() <= self._in_step:
             return set()
-        return group.out_of_step(self.member, self._in_step)
+        return group.not_replicated_to(self.member, self._in_step)
 
     def _takes_all(self, mastered: frozenset[int]) -> bool:
         """Whether all partitions that this node masters are in step."""
@@ -380,12 +380,12 @@ class ReplicaFeed:
         self._out += pack_group(*told, shared, is_synced=is_synced)
         self._schedule()
 
-    def group_committed(self, group: WholeGroup, committed: Mapping[int, int]) -> None:
+    def group_committed(self, group: Group, committed: Mapping[int, int]) -> None:
         """Partitions of a whole group are committed; the replica is told with the next message."""
         seqnos = group.sent_to.get(self.member)
         # Another group may have brought less of the same partitions. Of partitions that the replica
         # does not follow any more, it commits nothing by number.
-        is_all = seqnos is committed or (group.is_committed and not group.left_out)
+        is_all = seqnos is committed or (group.is_committed and not group.excluded)
         if not is_all and seqnos is not None:
             followed = seqnos.keys() & self._streams.keys()
             is_all = all(seqnos[vb_id] <= committed.get(vb_id, -1) for vb_id in followed)
@@ -456,7 +456,7 @@ class ReplicaFeed:
         self._number += 1
         question = self._number
         self._questions.ask(question, self._now_ns)
-        message = pack_entries(self._number, question, sections, self._side.serves_by())
+        message = pack_entries(self._number, question, sections, self._side.serves_by)
         self._out.append(message)
         if sections:
             cost = len(message) + RECORD_BYTES * (1 + len(sections))
@@ -589,7 +589,7 @@ class ReplicaFeed:
         check_numbers(self.member, number, question, last=self._number)
         self._acknowledged_number = max(self._acknowledged_number, number)
         newest: dict[int, Followed] = {}
-        wholes: list[WholeGroup] = []
+        wholes: list[Group] = []
         while self._sent and self._sent[0].number <= number:
             sent = self._sent.popleft()
             self._sent_bytes -= sent.cost
@@ -620,7 +620,7 @@ class ReplicaFeed:
             self._group_seqnos.update(sent.seqnos)
             return {}
         changed = self._changes.since(sent.streams_revision)
-        sent.group.leave_out(changed)
+        sent.group.exclude(changed)
         found: dict[int, Followed] = {}
         for vb_id, seqno in sent.seqnos.items():
             if vb_id not in changed:

@@ -19,7 +19,7 @@ written as by an election: the wanted master is in sync, so it has all that is c
 a version. The last changes were not answered; their clients are told that they are ambiguous, and
 they are cut off.
 
-Who calls it: `failover.replication.leading`.
+Who calls it: `failover.replication.master`.
 
 Invariants
 - at most GROUP_MAX partitions are on their way, and a group begins when none is;

@@ -6,7 +6,7 @@ A copy that is filled for the first time can wait; the writes that go on must no
 `LateMembers`). A node that gets little of a processor lives; it is only late (`HeardGaps`), and it
 blames nobody else for being late (`allowance_ns`, `is_starved`).
 
-Who calls it: `failover.replication.leading` at every tick, `failover.replication.feed` for
+Who calls it: `failover.replication.master` at every tick, `failover.replication.feed` for
 what it fills, `failover.replication.replica` for the gaps.
 
 Invariants

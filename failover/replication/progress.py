@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.message import StreamRequest
-from failover.replication.group import WholeGroup
+from failover.replication.group import Group
 from failover.replication.messages import (
     TOLD_GROUPS_MAX,
     EntriesSection,
@@ -194,7 +194,7 @@ RECORD_BYTES: Final = 256
 class SentWhole(NamedTuple):
     """A whole group on its way."""
 
-    group: WholeGroup
+    group: Group
     seqnos: Mapping[int, int]
     """What the replica got of it."""
     streams_revision: int

@@ -57,7 +57,7 @@ class QuarantineDamagedError(Exception):
 
 
 class CutOff(NamedTuple):
-    """A replica cuts off these changes. See `Following.kept` for how the shell answers."""
+    """A replica cuts off these changes. See `Replica.kept` for how the shell answers."""
 
     vb_id: int
     epoch: int

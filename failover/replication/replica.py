@@ -274,7 +274,7 @@ class DroppedCopies:
         return now_ns - last_ns >= REST_NS or now_ns - first_ns >= ROOM_NS
 
 
-class Following:
+class Replica:
     """See the module. `raise_watermarks` is called with partitions whose master told a new one."""
 
     def __init__(

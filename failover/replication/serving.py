@@ -7,7 +7,7 @@ each of them, so nothing is done for each. A change of a record, of a replica's 
 members that live makes the partitions that it is about restless, and no others. A partition of
 which a copy is filled is calm, too, but for the ticks at which full copies may join.
 
-Who calls it: `failover.replication.leading`; sessions look at the partitions that arrive, and get
+Who calls it: `failover.replication.master`; sessions look at the partitions that arrive, and get
 the text of a refusal.
 
 Invariants
@@ -28,9 +28,9 @@ from typing import Final, NamedTuple
 
 from dcp.stream.hub import StreamHub
 from failover.coordinator.cluster_view import ClusterView
+from failover.replication.commit import OpenGroups
 from failover.replication.effects import PartitionsArrived, ReplicationEffect
 from failover.replication.feed import ReplicaFeed
-from failover.replication.group import WholeGroups
 from failover.replication.handover import GROUP_MAX
 from failover.replication.mastership import Mastership, Service
 from failover.rules.isr import CONFIRMATION_NS, confirmed_until_ns, may_answer_reads
@@ -121,7 +121,7 @@ def no_trouble() -> str:
 
 
 class Serving:
-    """See the module. `masterships`, `feeds` and `wholes` are those of `Leading`. `store_trouble`
+    """See the module. `masterships`, `feeds` and `groups` are those of `Master`. `store_trouble`
     tells why the metadata store does not answer; "": it does.
     """
 
@@ -133,7 +133,7 @@ class Serving:
         member: str,
         masterships: Mapping[int, Mastership],
         feeds: Mapping[str, ReplicaFeed],
-        wholes: WholeGroups,
+        groups: OpenGroups,
         effects: list[ReplicationEffect],
         store_trouble: Callable[[], str],
     ) -> None:
@@ -143,7 +143,7 @@ class Serving:
         self._member = member
         self._masterships = masterships
         self._feeds = feeds
-        self._wholes = wholes
+        self._groups = groups
         self.arrivals = Arrivals(effects)
         self.store_trouble = store_trouble
         self.fence_ns: int | None = None
@@ -262,7 +262,7 @@ class Serving:
     def _serve_on(self, now_ns: int) -> bool:
         """Find the next fence of the calm partitions; False: some must not be served."""
         asked = {member: feed.asked_ns for member, feed in self._feeds.items()}
-        for in_sync, vb_ids in self._wholes.in_sync_sets().items():
+        for in_sync, vb_ids in self._groups.in_sync_sets().items():
             if self._calm.isdisjoint(vb_ids):
                 continue
             until_ns = confirmed_until_ns(self._member, in_sync.members, asked)

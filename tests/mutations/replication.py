@@ -137,7 +137,7 @@ REPLICATION = (
     ),
     Mutation(
         "group-commits-without-who-joined",
-        "            if whole.revision != self.revision:\n",
+        "            if group.revision != self.revision:\n",
         "            if False:\n",
         ("test_whole_groups",),
     ),
@@ -179,7 +179,7 @@ REPLICATION = (
     ),
     Mutation(
         "group-that-fell-apart-sent-wholly",
-        "(begun is None or not whole.left_out)",
+        "(begun is None or not group.excluded)",
         "True",
         ("test_group_sending",),
     ),

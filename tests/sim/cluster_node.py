@@ -146,7 +146,7 @@ class ClusterNode(SingleNode):
             now_ns=self.clock.monotonic_ns(),
         )  # fmt: skip
         self._manifest = SharedManifest(self.session.view, self.engine, store, self.core.settle)
-        self.replication = self.core.leading
+        self.replication = self.core.master
         self._handlers: list[LinkHandler] = []
         self._told: dict[int, int] = {}
         """Partition -> the epoch in which this node was last seen to serve it."""
@@ -262,13 +262,13 @@ class ClusterNode(SingleNode):
         try:
             keep(self._machine.disk, cut)
         except OSError:
-            self.core.following.not_kept(cut)
+            self.core.replica.not_kept(cut)
             return
         stored = self.session.view.partitions.get(cut.vb_id)
         is_dropped = stored is not None and self.member not in stored.content.record.copies
         epoch = self.engine.partitions[cut.vb_id].leader_epoch if is_dropped else None
         self._record.cut_off.append(CutOffFact(self._world.now_ns, self.name, cut, epoch))
-        self.core.following.kept(cut)
+        self.core.replica.kept(cut)
 
     def _flushed(self, handler: LinkHandler) -> bool:
         """Send what a link has to send; return whether it is over."""
@@ -276,7 +276,7 @@ class ClusterNode(SingleNode):
         return handler.link.state is LinkState.CLOSED and handler.side is None
 
     def _dial(self, member: str) -> None:
-        link = self.core.following.links[member]
+        link = self.core.replica.links[member]
         stored = self.session.view.members.get(member)
         handler = LinkHandler(self, member, link)
         self._handlers.append(handler)
@@ -328,7 +328,7 @@ class ClusterNode(SingleNode):
         part = self.engine.partitions[vb_id]
         seqno = int(part.high_seqno * share)
         uuid = vb_uuid_from_random(self._world.draw.getrandbits(64))
-        if self.core.leading.want_branch(vb_id, seqno, uuid):
+        if self.core.master.want_branch(vb_id, seqno, uuid):
             return False
         self._record.excuse(self._world.now_ns, vb_id, seqno, "branch")
         return True
@@ -356,7 +356,7 @@ class ClusterNode(SingleNode):
 
     def would_answer(self, vb_id: int) -> bool:
         """See Watched."""
-        leading, now_ns = self.core.leading, self.clock.monotonic_ns()
+        leading, now_ns = self.core.master, self.clock.monotonic_ns()
         mastership = leading.masterships.get(vb_id)
         if mastership is None or self.engine.partitions[vb_id].state != VbState.ACTIVE:
             return False

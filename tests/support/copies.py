@@ -85,7 +85,7 @@ class CopyNode(MemoryNode):
     def accept(self) -> Peer:
         """Return a connection of another node."""
         peer = self.connect()
-        peer.state.replication = self.core.leading
+        peer.state.replication = self.core.master
         peer.state.rights = FULL_RIGHTS.granted(Role.REPLICATE)
         return peer
 
@@ -233,7 +233,7 @@ class Copies:
         for node in self.nodes.values():
             for effect in node.core.take_effects():
                 if isinstance(effect, Dial):
-                    link = node.core.following.links[effect.member]
+                    link = node.core.replica.links[effect.member]
                     self.wires.append(Wire(node, link, self.nodes[effect.member]))
 
     def move(self, up: int = 1 << 30, down: int = 1 << 30) -> bool:

@@ -18,7 +18,6 @@ from failover.replication.messages import (
     EntriesSection,
     Message,
     ReplicaPosition,
-    StoreSeen,
     pack_ack,
     unpack_entries,
 )
@@ -37,6 +36,7 @@ class Master(MemoryNode):
         super().__init__(partitions=partitions)
         for part in self.engine.partitions:
             part.has_copies = True
+        self.serves_by = NOT_SEEN
         self.acknowledged_: list[Followed] = []
         self.closed: list[ReplicaFeed] = []
         self.rings = 0
@@ -63,9 +63,6 @@ class Master(MemoryNode):
 
     def confirmed(self, feed: ReplicaFeed) -> None:
         assert feed is self.feed
-
-    def serves_by(self) -> StoreSeen:
-        return NOT_SEEN
 
     def records_were_kept(self) -> None:
         """Nothing waits for it."""

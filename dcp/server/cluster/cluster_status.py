@@ -130,7 +130,7 @@ def _nodes(view: ClusterView) -> list[NodeReport]:
 
 def _followers(replicated: ReplicatedNode) -> list[FollowerReport]:
     view = replicated.session.view
-    lags = replicated.core.leading.lags(elapsed_ns())
+    lags = replicated.core.master.lags(elapsed_ns())
     return [
         FollowerReport(
             node=name_of(view, lag.member), copies=lag.copies,
@@ -148,9 +148,9 @@ def _unwritable(replicated: ReplicatedNode, *, is_store_away: bool) -> list[Unwr
     """
     view = replicated.session.view
     groups: dict[_Reason, list[int]] = defaultdict(list)
-    for found in replicated.core.leading.serving.unwritable(elapsed_ns()):
+    for found in replicated.core.master.serving.unwritable(elapsed_ns()):
         groups[_words(view, found, is_store_away=is_store_away)].append(found.vb_id)
-    leads, member = replicated.core.leading.masterships, replicated.member
+    leads, member = replicated.core.master.masterships, replicated.member
     for vb_id, stored in view.partitions.items():
         record = stored.content.record
         is_orphan = record.master is None or record.master not in view.alive

@@ -190,7 +190,7 @@ class ReplicatedNode:
             cluster=identity.cluster, carry_out=self._driver.carry_out, depose=self._depose,
             now_ns=elapsed_ns(), store_trouble=lambda: access.trouble, kept=self.seen.records,
         )  # fmt: skip
-        self.port: ReplicationPort = self.core.leading
+        self.port: ReplicationPort = self.core.master
         self.access = access
         self._own: OwnRecord
         self._map: MapShown
@@ -353,8 +353,8 @@ class ReplicatedNode:
             return
         until_ns = elapsed_ns() + int(LEAVE_MAX_S * 1e9)
         self.session.begin_to_leave(elapsed_ns())
-        self.core.leading.leave()
-        await self._until_none(until_ns, lambda: len(self.core.leading.masterships))
+        self.core.master.leave()
+        await self._until_none(until_ns, lambda: len(self.core.master.masterships))
         self._driver.carry_out(self.session.leave())
         await self._until_none(until_ns, self._in_sync_count)
 
@@ -417,7 +417,7 @@ class ReplicatedNode:
     def _tick(self) -> None:
         if self._next_tick is not None:
             lag_s = self._loop.time() - self._next_tick.when()
-            self.core.leading.pace.was_late(max(0, int(lag_s * 1e9)))
+            self.core.master.pace.was_late(max(0, int(lag_s * 1e9)))
         self._next_tick = self._loop.call_later(TICK_S, self._tick)
         self._guarded(self._pass_time)
 
@@ -534,7 +534,7 @@ class ReplicatedNode:
         self._parts.publish(effect)
 
     def _dial(self, effect: Dial) -> None:
-        link = self.core.following.links[effect.member]
+        link = self.core.replica.links[effect.member]
         stored = self.session.view.members.get(effect.member)
         if stored is None:
             link.closed()
@@ -589,10 +589,10 @@ class ReplicatedNode:
                 "changes that a new master does not have cannot be written to a file; the "
                 "partition waits", vb_id=cut.vb_id, reason=str(error),
             )  # fmt: skip
-            self.core.following.not_kept(cut)
+            self.core.replica.not_kept(cut)
             return
         self._log.warning("loss receipt", **cut_off_receipt(cut), path=str(path))
-        self.core.following.kept(cut)
+        self.core.replica.kept(cut)
         self.after_commands()
 
     def _election_loss(self, lost: ElectionLoss) -> None:

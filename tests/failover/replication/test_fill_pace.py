@@ -154,7 +154,7 @@ def test_copies_that_are_filled_make_no_partition_restless() -> None:
     for wire in cluster.wires:
         wire.is_up = False  # nothing is acknowledged
     cluster.run(200 * MS)
-    feed = cluster.a.core.leading.feeds["b"]
+    feed = cluster.a.core.master.feeds["b"]
     assert feed.is_filling
     feed.is_level()
     assert feed.is_level()
@@ -187,7 +187,7 @@ def late_groups(delay_ns: int) -> float:
     settings = ReplicationSettings(min_in_sync=1, section_bytes=1000)
     cluster = CoreCluster(settings=settings)
     cluster.run(LONG)
-    leading = cluster.a.core.leading
+    leading = cluster.a.core.master
     for number in range(40):
         leading.pace.may_send("c", cluster.now_ns)  # another copy is filled meanwhile
         cluster.a.put(b"\0k%d" % number, bytes(100))

@@ -148,14 +148,14 @@ def test_a_rest_that_is_over_asks_for_a_step_between_ticks() -> None:
     cluster = CoreCluster()
     cluster.run(PROMOTED_WAIT_NS + 200 * MS)
     core = cluster.a.core
-    handovers = core.leading.handovers
+    handovers = core.master.handovers
     handovers.wait([VB + 1])
     handovers._handed[VB], handovers._began_ns = cluster.now_ns, cluster.now_ns - 5 * MS
     handovers.note_followed(cluster.now_ns, lambda vb_id: True)
     core.take_effects()
-    core.leading.is_step_due = False
+    core.master.is_step_due = False
     core.check_fence(cluster.now_ns + 5 * MS - 1)
-    assert not core.leading.is_step_due
+    assert not core.master.is_step_due
     core.check_fence(cluster.now_ns + 5 * MS)
-    assert core.leading.is_step_due
+    assert core.master.is_step_due
     assert StepDue() in core.take_effects()

@@ -66,7 +66,7 @@ def test_what_changes_for_one_partition_leaves_the_others_of_a_group_together(
 ) -> None:
     """While partitions are handed over, hundreds of others are written in the same groups."""
     copies = level()
-    leading = copies.a.core.leading
+    leading = copies.a.core.master
     one_by_one: list[int] = []
     raise_watermarks = leading._raise_watermarks
     monkeypatch.setattr(
@@ -79,8 +79,8 @@ def test_what_changes_for_one_partition_leaves_the_others_of_a_group_together(
     copies.a.commit()
     leading.masterships[1].ask(frozenset("abc"))  # a record changes here
     copies.move()
-    copies.nodes["c"].core.following.links["a"].leave(3)  # a stream is opened again there
-    copies.nodes["c"].core.following.links["a"].follow(3, copies.records[3].epoch, copies.now_ns)
+    copies.nodes["c"].core.replica.links["a"].leave(3)  # a stream is opened again there
+    copies.nodes["c"].core.replica.links["a"].follow(3, copies.records[3].epoch, copies.now_ns)
     for member in "bc":
         copies.nodes[member].commit()
     copies.move()
@@ -96,7 +96,7 @@ def test_what_is_not_in_step_everywhere_leaves_the_others_together() -> None:
     copies = level()
     put(copies, 3)
     copies.rest()
-    link = copies.nodes["c"].core.following.links["a"]
+    link = copies.nodes["c"].core.replica.links["a"]
     link.leave(1)  # c is in sync, and does not follow it at present
     copies.move()
     for vb_id in (0, 1, 2):
@@ -130,7 +130,7 @@ def test_a_copy_that_is_filled_costs_the_others_nothing() -> None:
     copies = level()
     copies.write(1, shrink(copies.records[1], ["c"]))
     copies.rest()
-    feed = copies.a.core.leading.feeds["c"]
+    feed = copies.a.core.master.feeds["c"]
     feed._window_bytes = 1
     put(copies, 1)
     copies.rest()
@@ -153,7 +153,7 @@ def test_a_copy_that_got_its_part_of_a_group_by_a_cursor_is_told_that_it_is_comm
     copies = level()
     copies.write(1, shrink(copies.records[1], ["c"]))
     copies.rest()
-    feed = copies.a.core.leading.feeds["c"]
+    feed = copies.a.core.master.feeds["c"]
     feed._leave_behind(feed._streams[1], copies.a.engine.partitions[1], ())
     for vb_id in (1, 2):
         put(copies, vb_id)
@@ -218,7 +218,7 @@ def test_replicas_are_told_by_the_number_of_the_message_that_a_group_is_committe
 
 def test_only_what_tells_of_commits_can_wait_and_the_next_group_takes_it_with_it() -> None:
     copies = level()
-    feed = copies.a.core.leading.feeds["b"]
+    feed = copies.a.core.master.feeds["b"]
     assert (feed.has_output, feed.can_wait) == (False, True)
     put(copies, 1)
     copies.a.commit()
@@ -281,7 +281,7 @@ def test_an_acknowledgement_for_a_stream_that_was_opened_again_does_not_count() 
     copies.move()
     copies.nodes["c"].commit()
     copies.move()
-    feed = copies.a.core.leading.feeds["b"]
+    feed = copies.a.core.master.feeds["b"]
     feed.close_stream(1)
     copies.b.commit()
     copies.move()
@@ -295,7 +295,7 @@ def test_an_acknowledgement_of_a_group_before_a_stream_was_opened_does_not_count
     copies.move()
     copies.nodes["c"].commit()
     copies.move()
-    feed = copies.a.core.leading.feeds["b"]
+    feed = copies.a.core.master.feeds["b"]
     feed.close_stream(1)
     feed.open(1, 2, 1 << 20, 0)
     copies.b.commit()
@@ -312,7 +312,7 @@ def test_who_joins_while_a_group_is_on_its_way_counts() -> None:
     put(copies, 1)
     copies.a.commit()
     copies.move()
-    copies.a.core.leading.masterships[1].ask(frozenset("abc"))
+    copies.a.core.master.masterships[1].ask(frozenset("abc"))
     copies.b.commit()
     copies.move()
     assert committed(copies.a, 1) == 0, "c may be elected by now"
@@ -323,7 +323,7 @@ def test_who_joins_while_a_group_is_on_its_way_counts() -> None:
 
 def test_a_member_that_got_the_group_section_by_section_counts_as_well() -> None:
     copies = level()
-    copies.a.core.leading.feeds["c"]._window_bytes = 300  # less than a whole group counts
+    copies.a.core.master.feeds["c"]._window_bytes = 300  # less than a whole group counts
     put(copies, 1)
     copies.a.commit()
     assert (len(groups_to(copies, "b")), len(groups_to(copies, "c"))) == (1, 0)
@@ -338,7 +338,7 @@ def test_a_group_on_a_link_that_is_closed_does_not_count_as_whole() -> None:
     copies = level()
     put(copies, 1)
     copies.a.commit()
-    feed = copies.a.core.leading.feeds["b"]
+    feed = copies.a.core.master.feeds["b"]
     (whole,) = [sent.whole.group for sent in feed._sent if sent.whole is not None]
     assert whole.sent_to.keys() == {"b", "c"}
     feed.close()
@@ -347,7 +347,7 @@ def test_a_group_on_a_link_that_is_closed_does_not_count_as_whole() -> None:
 
 def test_a_full_window_puts_partitions_behind_and_they_catch_up() -> None:
     copies = level()
-    feed = copies.a.core.leading.feeds["b"]
+    feed = copies.a.core.master.feeds["b"]
     put(copies, 1)
     copies.rest()
     feed._window_bytes = 1
@@ -449,7 +449,7 @@ def test_of_what_is_committed_no_group_between_is_told_that_is_not() -> None:
 
 def test_a_group_that_is_on_its_way_for_long_is_not_told_with_others() -> None:
     copies = level()
-    feed = copies.a.core.leading.feeds["b"]
+    feed = copies.a.core.master.feeds["b"]
     for number in range(TOLD_GROUPS_MAX + 1):
         put(copies, number % 4)
         copies.a.commit()
@@ -503,8 +503,8 @@ def test_a_stream_that_was_opened_again_takes_no_group_that_was_made_before() ->
     wire.take()
     late, wire.to_replica = wire.to_replica, b""
     record = copies.records[1]
-    copies.b.core.following.leave(1)
-    copies.b.core.following.follow(1, record, copies.now_ns)
+    copies.b.core.replica.leave(1)
+    copies.b.core.replica.follow(1, record, copies.now_ns)
     wire.take()
     wire.deliver(1 << 30, 0)
     wire.take()
@@ -523,7 +523,7 @@ def test_what_is_committed_of_an_earlier_stream_does_not_count_for_a_later_one()
     copies.b.commit()
     wire = next(wire for wire in copies.wires if wire.node is copies.b)
     link, number = wire.link, wire.link._number
-    copies.b.core.following.leave(1)
+    copies.b.core.replica.leave(1)
     pieces = pack_group(number + 1, number + 1, 1, (number, number), NOTHING)
     link.receive(b"".join(pieces), copies.now_ns)
     assert link.problem == ""

@@ -29,15 +29,15 @@ from failover.coordinator.effects import Notice
 from failover.coordinator.ran_time import RanTime
 from failover.coordinator.record_writer import COMPARES_MAX, RecordChange
 from failover.coordinator.seen_records import SeenRecords
-from failover.replication.asked_branches import AskedBranches
+from failover.replication.commit import OpenGroups
 from failover.replication.effects import BranchEnded, ReplicationEffect, StepDue
 from failover.replication.feed import ReplicaFeed
-from failover.replication.group import WholeGroup, WholeGroups
-from failover.replication.group_sending import GroupSending
+from failover.replication.group import Group
 from failover.replication.handover import Handovers, Successors
 from failover.replication.mastership import Mastership, ReplicationSettings
 from failover.replication.messages import (
     FORMAT,
+    NOT_SEEN,
     Greeting,
     ReplicaPosition,
     StoreSeen,
@@ -47,13 +47,17 @@ from failover.replication.messages import (
     versions_of,
 )
 from failover.replication.pace import FillPace, LateMembers, allowance_ns, is_starved
-from failover.replication.parting_members import PartingMembers
 from failover.replication.progress import SILENCE_NS_MAX, Followed, window_of
 from failover.replication.serving import Serving, no_trouble
 from failover.rules.fencing import is_same_copy, refusal
 from failover.rules.isr import Lateness, Sender, serves_from_ns
 from failover.rules.promotion import first_step, is_branch_done
-from failover.rules.replication_record import ReplicationRecord, finish_branch, start_branch
+from failover.rules.replication_record import (
+    BranchUnderWay,
+    ReplicationRecord,
+    finish_branch,
+    start_branch,
+)
 from failover.rules.rollback import Question, decide
 from vbucket.engine.branch import BranchRefusedError, check_undo
 from vbucket.engine.engine import Engine
@@ -75,7 +79,18 @@ class FollowerLag(NamedTuple):
     """How long ago it was asked what it confirmed last; None: it has no link here."""
 
 
-class Leading:
+class _AskedBranch:
+    """A branch that was asked for here."""
+
+    __slots__ = ("branch", "is_recorded")
+
+    def __init__(self, branch: BranchUnderWay) -> None:
+        self.branch = branch
+        self.is_recorded = False
+        """Whether a record was seen that names it."""
+
+
+class Master:
     """See the module. `depose` answers what waits in connections as ambiguous."""
 
     def __init__(
@@ -112,12 +127,17 @@ class Leading:
         self.masterships: dict[int, Mastership] = {}
         self._preparing: set[int] = set()
         """Partitions whose mastership may not be ready yet."""
-        self._wholes = WholeGroups(member, self.masterships, engine.num_vbuckets)
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
-        self.parting = PartingMembers(member, self.masterships, self.feeds, kept, link_of)
-        self._sending = GroupSending(self.masterships, self.feeds, self._wholes)
-        self.branches = AskedBranches(engine, self.masterships, member)
+        self._groups = OpenGroups(member, self.masterships, self.feeds, engine.num_vbuckets)
+        self._kept = kept
+        self._link_of = link_of
+        self._parting: set[int] = set()
+        """Partitions where somebody still counts who has left the in-sync set."""
+        self.serves_by = NOT_SEEN
+        """See MasterSide."""
+        self._branches: dict[int, _AskedBranch] = {}
+        """The branches that operators asked this node for, until each is decided."""
         self._level_ns: dict[str, int] = {}
         """When members had all that was synced here, in all partitions that they follow."""
         self._rested_ns: dict[str, int] = {}
@@ -126,7 +146,7 @@ class Leading:
         self._successors = Successors(view, member)
         self.pace = FillPace(settings.fill_bytes_per_s)
         self.serving = Serving(
-            engine, hub, view, member, self.masterships, self.feeds, self._wholes, effects,
+            engine, hub, view, member, self.masterships, self.feeds, self._groups, effects,
             store_trouble,
         )  # fmt: skip
         self.arriving = self.serving.arrivals.vb_ids
@@ -216,7 +236,9 @@ class Leading:
     def take_record(self, vb_id: int, record: ReplicationRecord, revision: int) -> None:
         """Take a newer record of the same epoch, and its mod revision."""
         renewed = self.masterships[vb_id].take_record(record, revision)
-        self.parting.note(vb_id)
+        if self.masterships[vb_id].has_parting:
+            self._parting.add(vb_id)
+            self._release_parting((vb_id,))
         for member in renewed & self.feeds.keys():
             self.feeds[member].end(vb_id)  # it may still bring what it had of another copy
 
@@ -229,7 +251,7 @@ class Leading:
         self.serving.ended(vb_id)
         if self.handovers.is_under_way:
             self.step_due()
-        self._wholes.mastership_changed(vb_id)
+        self._groups.mastership_changed(vb_id)
         part = self._engine.partitions[vb_id]
         part.state = VbState.REPLICA
         part.may_send_back = False
@@ -241,16 +263,41 @@ class Leading:
 
     def records_were_kept(self) -> None:
         """See MasterSide. The same for this node's own disk."""
-        if held := self.parting.release():
+        if self._parting and (held := self._release_parting(tuple(self._parting))):
             self._raise_watermarks(held)
             self.step_due()
 
-    def serves_by(self) -> StoreSeen:
-        """See MasterSide."""
-        return self.parting.serves_by
+    def _release_parting(self, vb_ids: Iterable[int]) -> list[int]:
+        """Return those partitions where nobody counts any more who has left the in-sync set: all of
+        its members hold the record durably that says so (`failover.rules.isr.is_held`).
+
+        The metadata store may go back to an older copy, in which they are in sync. Then each member
+        of the newer set knows better.
+        """
+        seen = {
+            member: feed.seen.revision
+            for member, feed in self.feeds.items()
+            if feed.seen.link == self._link_of(member)
+        }
+        seen[self._member] = self._kept.kept_revision
+        masterships = self.masterships
+        held = [
+            vb_id
+            for vb_id in vb_ids
+            if vb_id not in masterships or masterships[vb_id].members_saw(seen)
+        ]
+        self._parting.difference_update(held)
+        return [vb_id for vb_id in held if vb_id in masterships]
+
+    def note_serving(self, seen: StoreSeen, *, serves_all: bool) -> None:
+        """Note by which records of the store this node serves, if it serves by all of them."""
+        if seen.link != self.serves_by.link:
+            self.serves_by = NOT_SEEN
+        if serves_all and not self._parting:
+            self.serves_by = seen
 
     def _mastership_changed(self, vb_id: int) -> None:
-        self._wholes.mastership_changed(vb_id)
+        self._groups.mastership_changed(vb_id)
         self.serving.changed(vb_id)
 
     @property
@@ -260,21 +307,21 @@ class Leading:
 
     def group_begun(self, now_ns: int, group: CommitGroup) -> bool:
         """A group is about to be written; return whether replicas get it already."""
-        return self._sending.begun(now_ns, group)
+        return self._groups.begun(now_ns, group)
 
     def group_synced(self, now_ns: int, group: CommitGroup) -> Iterable[int]:
-        """A group is on disk: replicas get its changes, wholly where all of it is in step.
+        """A group is on disk: replicas get its changes.
 
-        Commit what of a whole group waits for nobody else. Return the partitions of this master
+        Commit what of it waits for nobody else. Return the partitions of this master
         where something else may be committed now.
         """
         self._note_ready()
-        whole = self._sending.synced(now_ns, group)
+        sent = self._groups.synced(now_ns, group)
         found: Iterable[int] = ()
-        if whole is None or whole.revision != self._wholes.revision:
+        if sent is None or sent.revision != self._groups.revision:
             found = group.high_seqnos.keys() & self.masterships.keys()
-        if whole is not None:
-            self.groups_acknowledged(self._member, (whole,))
+        if sent is not None:
+            self.groups_acknowledged(self._member, (sent,))
         return found
 
     def _note_ready(self) -> None:
@@ -418,14 +465,14 @@ class Leading:
                 touched.append(each.vb_id)
         self._raise_watermarks(touched)
 
-    def groups_acknowledged(self, member: str, groups: Sequence[WholeGroup]) -> None:
+    def groups_acknowledged(self, member: str, groups: Sequence[Group]) -> None:
         """See MasterSide."""
-        found = self._wholes.acknowledged(member, groups)
+        found = self._groups.acknowledged(member, groups)
         if found.committed:
             self._commit_many(found.committed)
             for feed in self.feeds.values():
-                for whole in found.groups:
-                    feed.group_committed(whole, found.committed)
+                for group in found.groups:
+                    feed.group_committed(group, found.committed)
         if found.one_by_one:
             self._raise_watermarks(found.one_by_one)
 
@@ -457,7 +504,7 @@ class Leading:
                 delays[member] = feed.delays
         starved = is_starved(self._ran, self._now_ns)
         lateness = self._late_members.look(self._now_ns, delays, is_starved=starved)
-        if any(not lateness.slow.isdisjoint(each.members) for each in self._wholes.in_sync_sets()):
+        if any(not lateness.slow.isdisjoint(each.members) for each in self._groups.in_sync_sets()):
             self.serving.all_changed()
         return lateness
 
@@ -470,7 +517,7 @@ class Leading:
         since_ns = self._now_ns - lag_max_ns - allowance_ns(self._ran, lag_max_ns)
         level = {member for member, at_ns in self._level_ns.items() if at_ns >= since_ns}
         level.add(self._member)
-        return all(in_sync.members <= level for in_sync in self._wholes.in_sync_sets())
+        return all(in_sync.members <= level for in_sync in self._groups.in_sync_sets())
 
     def record_changes(
         self, records: Mapping[int, Stored[StoredPartition]], *, may_write: bool
@@ -527,7 +574,7 @@ class Leading:
                 mastership.check_branch(wanted_branch.seqno)
             except BranchRefusedError as error:  # somebody else has joined since, for example
                 mastership.want_branch(None)
-                self.branches.give_up(part.vb_id)
+                self._branches.pop(part.vb_id, None)
                 self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
                 return None
             return start_branch(record, wanted_branch)
@@ -610,10 +657,63 @@ class Leading:
         able = self._successors.able
         self.handovers.wait(vb_id for vb_id, each in self.masterships.items() if able(each.record))
 
+    # -- branches ----------------------------------------------------------------------------------
+
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
-        """See `AskedBranches.want`."""
+        """Ask for a branch of a partition; return why it cannot begin, "" if it will.
+
+        The record says so first, then the whole in-sync set rolls back. The effect BranchEnded
+        says when that is done.
+        """
         self.serving.changed(vb_id)
-        return self.branches.want(vb_id, seqno, vb_uuid)
+        mastership = self.masterships.get(vb_id)
+        part = self._engine.partitions[vb_id]
+        if mastership is None or part.state != VbState.ACTIVE:
+            return f"vb {vb_id}: this node does not serve it now; ask its master"
+        if mastership.branch_wanted is not None or mastership.record.branch is not None:
+            return f"vb {vb_id}: another branch is under way"
+        try:
+            mastership.check_branch(seqno)
+        except BranchRefusedError as error:
+            return str(error)
+        branch = BranchUnderWay(vb_uuid, seqno)
+        mastership.want_branch(branch)
+        self._branches[vb_id] = _AskedBranch(branch)
+        return ""
+
+    def branch_ended(self, vb_id: int, record: ReplicationRecord) -> BranchEnded | None:
+        """Return the end of a branch that was asked for here, if a new record says that it ended.
+
+        A branch that a record names is finished, by this master or the next one, unless damaged
+        data is in the way. All members in sync have the master's failover log by then.
+        """
+        asked = self._branches.get(vb_id)
+        if asked is None:
+            return None
+        if record.branch == asked.branch:
+            asked.is_recorded = True
+            return None
+        mastership = self.masterships.get(vb_id)
+        if mastership is not None and mastership.branch_wanted == asked.branch:
+            return None  # it is not written yet
+        del self._branches[vb_id]
+        vb_uuid = asked.branch.vb_uuid
+        log = self._engine.partitions[vb_id].failover
+        if (
+            asked.is_recorded
+            and record.branch is None
+            and self._member in record.isr
+            and vb_uuid in dict(log.pairs())
+        ):
+            return BranchEnded(vb_id, vb_uuid, "")
+        return BranchEnded(
+            vb_id, vb_uuid,
+            f"vb {vb_id}: this node is not its master any more, or could not carry the branch out "
+            f"(its log says why). If the failover log has version {vb_uuid}, the branch was made; "
+            "otherwise ask the present master for it",
+        )  # fmt: skip
+
+    # -- the status --------------------------------------------------------------------------------
 
     def lags(self, now_ns: int) -> list[FollowerLag]:
         """Return the lag of each member that has a copy of a partition of this master."""
