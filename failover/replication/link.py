@@ -49,10 +49,10 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
 from failover.replication.messages import (
+    ANNOUNCED_GROUPS_MAX,
     ENTRY_OVERHEAD_BYTES_MAX,
     MESSAGE_BYTES_MAX,
     NOT_SEEN,
-    TOLD_GROUPS_MAX,
     EntriesSection,
     Greeting,
     GroupMessage,
@@ -84,7 +84,7 @@ HEARD_NS_MAX: Final = 3_000_000_000
 CONFIRM_NS: Final = 50_000_000
 """A tenth of the time for which a confirmation counts (`failover.rules.isr.CONFIRMATION_NS`)."""
 
-_REMEMBERED_GROUPS: Final = 2 * TOLD_GROUPS_MAX
+_REMEMBERED_GROUPS: Final = 2 * ANNOUNCED_GROUPS_MAX
 """The master names none of the older ones."""
 
 
@@ -176,7 +176,7 @@ class ReplicaSide(Protocol):
     def applied(self, vb_ids: Iterable[int]) -> None:
         """All sections of a message are applied; these are their partitions."""
 
-    def apply_whole(
+    def apply_group(
         self, payload: bytes, highs: dict[int, int], epochs: dict[int, int], body_bytes_max: int
     ) -> tuple[int, dict[int, int]] | None:
         """Check and apply a whole group by the loop in C, and raise `highs`; return the commit
@@ -184,12 +184,12 @@ class ReplicaSide(Protocol):
         here. Raises ReplicationError.
         """
 
-    def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
+    def apply_changes(self, changes: Sequence[ReplicatedChange]) -> int:
         """Apply changes of a whole group that were checked, or none of them; return the commit
         group that has them here. Raises ReplicationError.
         """
 
-    def told_committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
+    def committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
         """The master has committed these partitions up to these seqnos. `is_synced`: all of that is
         on disk here.
         """
@@ -529,7 +529,7 @@ class ReplicaLink:
         if opened < self._newest_open:
             streams = self._streams
             highs = {vb: seqno for vb, seqno in highs.items() if streams[vb].opaque <= opened}
-        applied = self._side.apply_whole(
+        applied = self._side.apply_group(
             message.entries, highs, self._epochs, self._value_bytes_max + ENTRY_OVERHEAD_BYTES_MAX
         )
         group, ends = applied or self._apply_checked(message, highs)
@@ -546,7 +546,7 @@ class ReplicaLink:
     def _apply_checked(
         self, message: GroupMessage, highs: dict[int, int]
     ) -> tuple[int, dict[int, int]]:
-        """Check a whole group, then apply it; return the same as `ReplicaSide.apply_whole`."""
+        """Check a whole group, then apply it; return the same as `ReplicaSide.apply_group`."""
 
         def check_absent(vb_id: int) -> None:
             stream = self._streams.get(vb_id)
@@ -560,7 +560,7 @@ class ReplicaLink:
             )
         except ReplicationError as error:
             raise ReplicationError(f"message {message.number}, {error}") from None
-        return self._side.apply_group(changes) if changes else 0, ends
+        return self._side.apply_changes(changes) if changes else 0, ends
 
     def _take_committed(self, first: int, last: int) -> None:
         """The whole groups of the messages from the first to the last are committed."""
@@ -578,7 +578,7 @@ class ReplicaLink:
                 }
             seqnos = seqnos | ends if seqnos else ends  # it is one group most often
         if seqnos:
-            self._side.told_committed(seqnos, is_synced=last <= self._synced_number)
+            self._side.committed(seqnos, is_synced=last <= self._synced_number)
 
     def _applied(self, number: int, group: int) -> None:
         """Take note of the group that must be synced before a message is acknowledged."""
@@ -591,10 +591,10 @@ class ReplicaLink:
             self._synced_number = number
 
     def _acknowledge(self) -> None:
-        told = self._synced_number, self._question, self._side.store_seen()
-        if told != self._acked and self.state is LinkState.READY:
-            self._acked = told
-            self._out.append(pack_ack(*told))
+        ack = self._synced_number, self._question, self._side.store_seen()
+        if ack != self._acked and self.state is LinkState.READY:
+            self._acked = ack
+            self._out.append(pack_ack(*ack))
 
 
 def from_here(seqno: int, vb_uuid: int, window: SnapshotWindow | None = None) -> StreamRequest:

@@ -47,7 +47,7 @@ from failover.replication.messages import (
     versions_of,
 )
 from failover.replication.pace import FillPace, LateMembers, allowance_ns, is_starved
-from failover.replication.progress import SILENCE_NS_MAX, Followed, window_of
+from failover.replication.progress import SILENCE_NS_MAX, Match, window_of
 from failover.replication.serving import Serving, no_trouble
 from failover.rules.fencing import is_same_copy, refusal
 from failover.rules.isr import Lateness, Sender, serves_from_ns
@@ -138,9 +138,9 @@ class Master:
         """See MasterSide."""
         self._branches: dict[int, _AskedBranch] = {}
         """The branches that operators asked this node for, until each is decided."""
-        self._level_ns: dict[str, int] = {}
+        self._caught_up_ns: dict[str, int] = {}
         """When members had all that was synced here, in all partitions that they follow."""
-        self._rested_ns: dict[str, int] = {}
+        self._steady_ns: dict[str, int] = {}
         """The same when nothing was done for each partition: then members in sync follow all."""
         self._late_members = LateMembers(settings.replica_lag_max_ns, now_ns)
         self._successors = Successors(view, member)
@@ -163,12 +163,13 @@ class Master:
 
     def begin(
         self, vb_id: int, record: ReplicationRecord, *,
-        confirmed_ns: int, told_seqno: int, sender: Sender | None, now_ns: int,
+        confirmed_ns: int, announced_seqno: int, sender: Sender | None, now_ns: int,
     ) -> None:  # fmt: skip
         """Become master in the record's epoch.
 
-        `confirmed_ns` is when this process may last have confirmed another master, `told_seqno` the
-        high watermark that the former master told, `sender` the master that sent all of the log.
+        `confirmed_ns` is when this process may last have confirmed another master,
+        `announced_seqno` the high watermark that the former master announced, `sender` the master
+        that sent all of the log.
         """
         self._now_ns = now_ns
         part = self._engine.partitions[vb_id]
@@ -193,7 +194,7 @@ class Master:
             serves_from_ns=serves_from_ns(
                 confirmed_ns, was_handed_over=record.handover is not None or was_master
             ),
-            known_seqno=max(told_seqno, first.committed_seqno),
+            known_seqno=max(announced_seqno, first.committed_seqno),
             sender=sender,
             changed=partial(self._mastership_changed, vb_id),
         )  # fmt: skip
@@ -301,9 +302,9 @@ class Master:
         self.serving.changed(vb_id)
 
     @property
-    def is_settled(self) -> bool:
+    def is_steady(self) -> bool:
         """Whether all partitions are calm."""
-        return not self.serving.restless()
+        return not self.serving.active()
 
     def group_begun(self, now_ns: int, group: CommitGroup) -> bool:
         """A group is about to be written; return whether replicas get it already."""
@@ -351,41 +352,41 @@ class Master:
 
     def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaFeed:
         """See ReplicationPort."""
-        told: Greeting = decode(greeting, Greeting)
-        if told.format != FORMAT:
+        peer: Greeting = decode(greeting, Greeting)
+        if peer.format != FORMAT:
             raise ReplicationError(
-                f"member {told.member} has format {told.format} of the replication messages; "
+                f"member {peer.member} has format {peer.format} of the replication messages; "
                 f"this node has {FORMAT}. Upgrade the older of the two"
             )
-        if told.cluster != self._cluster:
+        if peer.cluster != self._cluster:
             raise ReplicationError(
-                f"member {told.member} belongs to cluster {told.cluster!r}, this node to "
+                f"member {peer.member} belongs to cluster {peer.cluster!r}, this node to "
                 f"{self._cluster!r}"
             )
-        if told.master != self._member:
+        if peer.master != self._member:
             raise ReplicationError(
-                f"member {told.member} wants to reach member {told.master}; here is {self._member}"
+                f"member {peer.member} wants to reach member {peer.master}; here is {self._member}"
             )
-        if told.member not in self._view.members:
-            raise ReplicationError(f"{told.member} is no member of this cluster")
-        alive = self._view.alive.get(told.member)
-        if alive is not None and told.incarnation < alive.content.incarnation:
+        if peer.member not in self._view.members:
+            raise ReplicationError(f"{peer.member} is no member of this cluster")
+        alive = self._view.alive.get(peer.member)
+        if alive is not None and peer.incarnation < alive.content.incarnation:
             raise ReplicationError(
-                f"member {told.member} runs as incarnation {alive.content.incarnation}; this is "
-                f"{told.incarnation}, an older process with the same data folder or a copy of it"
+                f"member {peer.member} runs as incarnation {alive.content.incarnation}; this is "
+                f"{peer.incarnation}, an older process with the same data folder or a copy of it"
             )
-        older = self.feeds.get(told.member)
+        older = self.feeds.get(peer.member)
         if older is not None:
             older.is_superseded = True
             older.close()
             self.serving.all_changed()
         feed = ReplicaFeed(
-            self._engine, told.member, self, schedule, now_ns=self._now_ns,
+            self._engine, peer.member, self, schedule, now_ns=self._now_ns,
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
             pace=self.pace,
         )  # fmt: skip
         feed.beat_ns = self._settings.beat_ns
-        self.feeds[told.member] = feed
+        self.feeds[peer.member] = feed
         return feed
 
     def why_fenced(self, vb_id: int) -> str:
@@ -403,48 +404,49 @@ class Master:
         feed: ReplicaFeed,
         vb_id: int,
         asked: StreamRequest,
-        told: ReplicaPosition,
+        position: ReplicaPosition,
         opaque: int,
     ) -> FeedAnswer | None:
         """See MasterSide."""
         part, mastership = self._engine.partitions[vb_id], self.masterships.get(vb_id)
         stored = self._view.partitions.get(vb_id)
         own_epoch = max(part.leader_epoch, 0 if stored is None else stored.content.record.epoch)
-        if told.epoch > own_epoch:
+        if position.epoch > own_epoch:
             return None  # the replica has read the record first: it comes here, too
-        why = refusal(own_epoch, told.epoch)
-        if why is None and (mastership is None or mastership.epoch != told.epoch):
-            why = f"vb {vb_id}: this node is not the master in epoch {told.epoch}"
+        why = refusal(own_epoch, position.epoch)
+        if why is None and (mastership is None or mastership.epoch != position.epoch):
+            why = f"vb {vb_id}: this node is not the master in epoch {position.epoch}"
         if why is not None:
             return FeedAnswer(Status.X_FENCED, why.encode())
         assert mastership is not None
         number = mastership.record.number_of(feed.member)
-        if not is_same_copy(number, told.copy_number):
+        if not is_same_copy(number, position.copy_number):
             why = (
-                f"vb {vb_id}: member {feed.member} asks for copy {told.copy_number}, the record of"
+                f"vb {vb_id}: member {feed.member} asks for copy {position.copy_number}, the record"
+                f" of this master has {number}"
             )
-            return FeedAnswer(Status.X_FENCED, f"{why} this master has {number}".encode())
+            return FeedAnswer(Status.X_FENCED, why.encode())
         try:
-            versions = tuple(told.failover_log().pairs())
+            versions = tuple(position.failover_log().pairs())
         except ValueError as error:
             raise ReplicationError(f"vb {vb_id}: {error}") from error
-        window = window_of(vb_id, asked, told)
+        window = window_of(vb_id, asked, position)
         if not mastership.is_ready:
             return None
         question = Question(
             asked.start_seqno, asked.vb_uuid, asked.snap_start_seqno, asked.snap_end_seqno,
-            versions, client_purge_seqno=told.snapshot_purge,
+            versions, client_purge_seqno=position.snapshot_purge,
         )  # fmt: skip
         decision = decide(question, part.failover, part.high_seqno, part.purge_seqno)
         if decision.rollback_seqno is not None:
             return FeedAnswer(Status.ROLLBACK, U64.pack(decision.rollback_seqno))
         if asked.snap_end_seqno > part.synced_seqno:
             return FeedAnswer(Status.ETMPFAIL, b"the master has not synced so much yet")
-        whole_seqno = asked.start_seqno
+        complete_seqno = asked.start_seqno
         if window is not None:
-            whole_seqno = window.start
+            complete_seqno = window.start
             window = window._replace(purge=part.purge_seqno)
-        mastership.begins_at(feed.member, whole_seqno, told.history_floor)
+        mastership.begins_at(feed.member, complete_seqno, position.history_floor)
         feed.open(
             vb_id, mastership.epoch, opaque, asked.start_seqno, window,
             is_filling=feed.member in mastership.record.filling,
@@ -455,7 +457,7 @@ class Master:
         )  # fmt: skip
         return FeedAnswer(Status.OK, encode(welcome))
 
-    def acknowledged(self, member: str, followed: Sequence[Followed]) -> None:
+    def acknowledged(self, member: str, followed: Sequence[Match]) -> None:
         """See MasterSide."""
         touched = []
         for each in followed:
@@ -484,7 +486,7 @@ class Master:
     def note_acknowledged(self, mastership: Mastership) -> None:
         """Tell a mastership what replicas have acknowledged in whole groups."""
         for feed in self.feeds.values():
-            if given := feed.group_acknowledgement(mastership.part.vb_id):
+            if given := feed.group_match(mastership.part.vb_id):
                 mastership.acknowledged(feed.member, *given)
 
     # -- changes of records ------------------------------------------------------------------------
@@ -508,16 +510,16 @@ class Master:
             self.serving.all_changed()
         return lateness
 
-    def _are_level(self) -> bool:
+    def _note_caught_up(self) -> bool:
         """Whether no member of an in-sync set may have to leave it."""
         for member, feed in self.feeds.items():
-            if feed.is_level():
-                self._level_ns[member] = max(self._level_ns.get(member, 0), feed.asked_ns)
+            if feed.take_caught_up():
+                self._caught_up_ns[member] = max(self._caught_up_ns.get(member, 0), feed.asked_ns)
         lag_max_ns = self._settings.replica_lag_max_ns
         since_ns = self._now_ns - lag_max_ns - allowance_ns(self._ran, lag_max_ns)
-        level = {member for member, at_ns in self._level_ns.items() if at_ns >= since_ns}
-        level.add(self._member)
-        return all(in_sync.members <= level for in_sync in self._groups.in_sync_sets())
+        caught_up = {member for member, at_ns in self._caught_up_ns.items() if at_ns >= since_ns}
+        caught_up.add(self._member)
+        return all(in_sync.members <= caught_up for in_sync in self._groups.in_sync_sets())
 
     def record_changes(
         self, records: Mapping[int, Stored[StoredPartition]], *, may_write: bool
@@ -525,17 +527,17 @@ class Master:
         """Return the changes of this master's records that are due, as many as one transaction
         takes. They must be written. Records that are not in `records` are left alone.
         """
-        if not self._are_level():
+        if not self._note_caught_up():
             self.serving.all_changed()
         self.pace.look(self._now_ns, (feed.delays for feed in self.feeds.values()))
         lateness, may_fill = self._look_for_late(), self.pace.may_join(self._now_ns)
-        restless, left = self.serving.restless(may_fill=may_fill), self.serving.take_left()
-        rested_ns, self._rested_ns = self._rested_ns, dict(self._level_ns)
+        active, left = self.serving.active(may_fill=may_fill), self.serving.take_left()
+        steady_ns, self._steady_ns = self._steady_ns, dict(self._caught_up_ns)
         alive = self._view.alive
         heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
         lost_ns = allowance_ns(self._ran, self._settings.replica_lag_max_ns)
         changes: list[RecordChange] = []
-        for vb_id in sorted(restless):
+        for vb_id in sorted(active):
             mastership = self.masterships[vb_id]
             if len(mastership.record.isr) < len(mastership.record.copies):
                 mastership.in_snapshot = frozenset(
@@ -543,7 +545,7 @@ class Master:
                 )
             self.note_acknowledged(mastership)
             if vb_id in left:
-                mastership.rested(rested_ns)
+                mastership.was_steady(steady_ns)
             record = mastership.changed_isr(
                 self._now_ns, alive, heard_ns, lateness, may_fill=may_fill, lost_ns=lost_ns
             )
@@ -722,7 +724,7 @@ class Master:
             self.note_acknowledged(mastership)
             for copy in mastership.record.copies:
                 if copy != self._member:
-                    behind = mastership.part.synced_seqno - mastership.acknowledged_seqno(copy)
+                    behind = mastership.part.synced_seqno - mastership.match(copy)
                     found.setdefault(copy, []).append(max(0, behind))
         return [
             FollowerLag(

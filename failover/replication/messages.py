@@ -86,7 +86,7 @@ _ACK_EXTRAS: Final = Struct(">QQQQ")
 """Number, question, and a `StoreSeen`."""
 _SECTION: Final = Struct(">HIIQI")
 """Partition, opaque of the stream request, leader epoch, high watermark, bytes of entries."""
-TOLD_GROUPS_MAX: Final = 128
+ANNOUNCED_GROUPS_MAX: Final = 128
 """A whole group is said to be committed by its number only as long as no more than so many followed
 it. A replica remembers twice as many."""
 MESSAGE_BYTES_MAX: Final = 24 << 20
@@ -216,7 +216,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ReplicaPosition(self.epoch, self.versions).failover_log()
 
 
-class FloorsTold(NamedTuple):
+class Floors(NamedTuple):
     """The master's history floor and purge seqno, in a control entry."""
 
     floor: int
@@ -231,23 +231,23 @@ class SnapshotDone(NamedTuple):
     cas: int
 
 
-Told = FloorsTold | SnapshotWindow | SnapshotDone
+Control = Floors | SnapshotWindow | SnapshotDone
 """What a control entry tells."""
 
 
-def pack_told(vb_id: int, told: Told) -> bytes:
+def pack_control_entry(vb_id: int, control: Control) -> bytes:
     """Return the control entry that tells it."""
     document: dict[str, object]
-    if isinstance(told, SnapshotWindow):
-        document = {"kind": "snapshot", "window": list(told)}
-    elif isinstance(told, SnapshotDone):
-        document = {"kind": "snapshot", "window": None, **told._asdict()}
+    if isinstance(control, SnapshotWindow):
+        document = {"kind": "snapshot", "window": list(control)}
+    elif isinstance(control, SnapshotDone):
+        document = {"kind": "snapshot", "window": None, **control._asdict()}
     else:
-        document = {"kind": "floor", "seqno": told.floor, "purge": told.purge}
+        document = {"kind": "floor", "seqno": control.floor, "purge": control.purge}
     return pack_control(vb_id, document)
 
 
-def unpack_told(entry: bytes) -> Told:
+def unpack_control_entry(entry: bytes) -> Control:
     """Return what a control entry tells. Raises ReplicationError."""
     if not CONTROL_ENTRY.size <= len(entry) <= CONTROL_ENTRY.size + CONTROL_BYTES_MAX:
         raise ReplicationError(f"a control entry of {len(entry)} bytes is not for replicas")
@@ -255,7 +255,7 @@ def unpack_told(entry: bytes) -> Told:
         document: Any = control_document(entry)
         kind = document["kind"]
         if kind == "floor":
-            return FloorsTold(seqno_in(document["seqno"]), seqno_in(document["purge"]))
+            return Floors(seqno_in(document["seqno"]), seqno_in(document["purge"]))
         if kind == "snapshot":
             names = SnapshotDone._fields
             return snapshot_window(document) or SnapshotDone(
@@ -387,12 +387,12 @@ def problem_of(
             return f"an entry of vb {entry_vb_id} in the section of vb {vb_id}"
         if opcode == LOG_CONTROL:
             try:
-                told = unpack_told(entry)
+                control = unpack_control_entry(entry)
             except ReplicationError as error:
                 return str(error)
-            if problem := _misplaced(told, high_seqno, window, section.committed_seqno):
+            if problem := _misplaced(control, high_seqno, window, section.committed_seqno):
                 return problem
-            window = told if isinstance(told, SnapshotWindow) else None
+            window = control if isinstance(control, SnapshotWindow) else None
             continue
         if (
             _EXTRAS_BYTES.get(opcode) != extras_bytes
@@ -420,34 +420,36 @@ def problem_of(
 
 
 def _misplaced(
-    told: Told, high_seqno: int, window: SnapshotWindow | None, committed_seqno: int
+    control: Control, high_seqno: int, window: SnapshotWindow | None, committed_seqno: int
 ) -> str:
     """Return why a control entry cannot stand behind `high_seqno`, "" if it can."""
-    if isinstance(told, FloorsTold):
+    if isinstance(control, Floors):
         if window is not None:
             return f"floors inside the snapshot that ends at {window.end}"
-        if told.floor <= min(high_seqno, committed_seqno) and told.purge < max(told.floor, 1):
+        if control.floor <= min(high_seqno, committed_seqno) and control.purge < max(
+            control.floor, 1
+        ):
             return ""
         return (
-            f"history floor {told.floor} with purge seqno {told.purge}, behind seqno {high_seqno} "
-            f"and committed seqno {committed_seqno}: a floor is committed, a purge seqno is below "
-            "it"
+            f"history floor {control.floor} with purge seqno {control.purge}, behind seqno "
+            f"{high_seqno} and committed seqno {committed_seqno}: a floor is committed, a purge "
+            "seqno is below it"
         )
-    if isinstance(told, SnapshotDone):
-        if window is None or not window.end == told.seqno == high_seqno:
-            return f"a snapshot ends at seqno {told.seqno}; this replica is at {high_seqno}"
-        if told.purge >= told.seqno:
-            return f"purge seqno {told.purge} of a snapshot that ends at {told.seqno}"
+    if isinstance(control, SnapshotDone):
+        if window is None or not window.end == control.seqno == high_seqno:
+            return f"a snapshot ends at seqno {control.seqno}; this replica is at {high_seqno}"
+        if control.purge >= control.seqno:
+            return f"purge seqno {control.purge} of a snapshot that ends at {control.seqno}"
         return ""
     if window is None:
-        return "" if told.start == high_seqno else _elsewhere(told, high_seqno)
-    goes_on = told.start == window.start and told.end >= window.end
-    return "" if goes_on else _elsewhere(told, high_seqno)
+        return "" if control.start == high_seqno else _elsewhere(control, high_seqno)
+    goes_on = control.start == window.start and control.end >= window.end
+    return "" if goes_on else _elsewhere(control, high_seqno)
 
 
-def _elsewhere(told: SnapshotWindow, high_seqno: int) -> str:
+def _elsewhere(begun: SnapshotWindow, high_seqno: int) -> str:
     return (
-        f"a snapshot begins at seqno {told.start} and ends at {told.end}; this replica is at "
+        f"a snapshot begins at seqno {begun.start} and ends at {begun.end}; this replica is at "
         f"{high_seqno}"
     )
 

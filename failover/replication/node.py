@@ -277,10 +277,10 @@ class ReplicationCore:
             self.replica.leave(vb_id)
             self._changes.settle()
             part = self._engine.partitions[vb_id]
-            told_seqno = max(self.replica.take_told_hw(vb_id), part.committed_seqno)
-            self._tell_loss(vb_id, record, told_seqno)
+            announced_seqno = max(self.replica.take_announced(vb_id), part.committed_seqno)
+            self._tell_loss(vb_id, record, announced_seqno)
             self.master.begin(
-                vb_id, record, confirmed_ns=confirmed_ns, told_seqno=told_seqno,
+                vb_id, record, confirmed_ns=confirmed_ns, announced_seqno=announced_seqno,
                 sender=self.replica.take_sender(vb_id, record.epoch), now_ns=self._now_ns,
             )  # fmt: skip
         else:
@@ -290,13 +290,15 @@ class ReplicationCore:
         if (ended := self.master.branch_ended(vb_id, record)) is not None:
             self._effects.append(ended)
 
-    def _tell_loss(self, vb_id: int, record: ReplicationRecord, told_seqno: int) -> None:
+    def _tell_loss(self, vb_id: int, record: ReplicationRecord, announced_seqno: int) -> None:
         """Emit a receipt if this node is the first master since an unclean election."""
         part = self._engine.partitions[vb_id]
         if record.unclean_epoch is not None and part.leader_epoch < record.unclean_epoch:
             versions = tuple(part.failover.pairs())
             self._effects.append(
-                ElectionLoss(vb_id, record.epoch, versions, part.high_seqno, told_seqno or None)
+                ElectionLoss(
+                    vb_id, record.epoch, versions, part.high_seqno, announced_seqno or None
+                )
             )
 
     def outcome(self, now_ns: int, outcome: WriteOutcome) -> None:
@@ -325,10 +327,10 @@ class ReplicationCore:
         self._now_ns = now_ns
         self._changes.settle()
         self._raise_watermarks(self.master.group_synced(now_ns, group))
-        self._raise_watermarks(self._followed_and_told(group))
+        self._raise_watermarks(self._followed_and_announced(group))
         self.replica.synced(self._commits.synced_group)
 
-    def _followed_and_told(self, group: CommitGroup) -> list[int]:
+    def _followed_and_announced(self, group: CommitGroup) -> list[int]:
         """Return the followed partitions of a group where it commits something: the master has told
         a high watermark that was not synced here, or the group has no changes (but a version).
         """
@@ -355,7 +357,7 @@ class ReplicationCore:
                 continue  # all that may be committed is
             mastership = masterships.get(vb_id)
             if mastership is None:
-                seqno = self.replica.told_hw(vb_id)
+                seqno = self.replica.announced_seqno(vb_id)
             else:
                 self.master.note_acknowledged(mastership)
                 seqno = mastership.hw_seqno()
@@ -394,7 +396,7 @@ class ReplicationCore:
             self.master.serve(now_ns)
         if self.master.arriving:
             self.master.serving.arrivals.expire(now_ns)
-        if self.master.handovers.take_rested(now_ns):
+        if self.master.handovers.take_pause_end(now_ns):
             self.master.step_due()
         if now_ns >= self._unheard_from_ns:
             self.replica.note_heard(now_ns)
@@ -421,8 +423,8 @@ class ReplicationCore:
             for vb_id, stored in self._records.items():
                 if vb_id not in masterships:
                     self.replica.follow(vb_id, stored.content.record, now_ns)
-        restless = self.master.serving.restless()
-        self._raise_watermarks(self._commits.lagging.keys() | restless)
+        active = self.master.serving.active()
+        self._raise_watermarks(self._commits.lagging.keys() | active)
         self.master.serve(now_ns)
         self.master.serving.arrivals.expire(now_ns)
         self._mark_unheard()
@@ -522,7 +524,7 @@ class ReplicationCore:
             if part.is_unheard and not was_unheard:
                 self._hub.fenced(vb_id)
 
-    def settle(self) -> None:
+    def resolve_counts(self) -> None:
         """Settle the counts of documents. Call it before the collections change."""
         self._changes.settle()
 

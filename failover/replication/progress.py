@@ -15,13 +15,13 @@ from dcp.session.replication_port import ReplicationError
 from dcp.wire.message import StreamRequest
 from failover.replication.group import Group
 from failover.replication.messages import (
-    TOLD_GROUPS_MAX,
+    ANNOUNCED_GROUPS_MAX,
+    Control,
     EntriesSection,
-    FloorsTold,
+    Floors,
     ReplicaPosition,
     SnapshotDone,
-    Told,
-    pack_told,
+    pack_control_entry,
 )
 from vbucket.engine.partition import Partition
 from vbucket.engine.versions import Versions
@@ -40,36 +40,43 @@ NEVER: Final = SEQNO_MAX
 """Above the number of every message."""
 
 
-class FeedPace(Enum):
-    """See `failover.replication.feed`."""
+class ProgressState(Enum):
+    """See `Progress`."""
 
-    IN_STEP = auto()
-    BEHIND = auto()
+    PROBE = auto()
+    SNAPSHOT = auto()
+    REPLICATE = auto()
 
 
-class Followed(NamedTuple):
-    """What a replica has acknowledged of a partition, in one message."""
+class Match(NamedTuple):
+    """Up to which seqno a replica has synced a partition, in a leader epoch."""
 
     vb_id: int
     epoch: int
     seqno: int
 
 
-class FedStream:
-    """One partition on the link."""
+class Progress:
+    """What a master has sent of one partition to one replica, while their stream is open.
+
+    PROBE      it is read from its cursor, from memory or from blocks, until it has caught up
+    SNAPSHOT   the same, and the replica has only a part of a de-duplicated snapshot
+    REPLICATE  it is in every group message: all that is synced here was sent, and the group
+               that is being written, if that was sent already
+    """
 
     __slots__ = (
-        "confirmations",
+        "active_since",
+        "announced_seqno",
         "epoch",
         "floors",
-        "is_paced",
+        "is_filling",
+        "next",
         "opaque",
         "opened_number",
-        "pace",
         "safe_purge",
-        "sent_seqno",
-        "shown_seqno",
-        "whole_number",
+        "snapshot_number",
+        "state",
         "window",
     )
 
@@ -78,71 +85,87 @@ class FedStream:
         epoch: int,
         opaque: int,
         seqno: int,
-        confirmations: int,
+        active_since: int,
         opened_number: int,
         window: SnapshotWindow | None,
     ) -> None:
-        self.confirmations = confirmations
+        self.active_since = active_since
         """How many confirmations the link had when the stream was opened."""
         self.epoch = epoch
-        self.is_paced = False
-        """Whether this is a copy that is filled for the first time, and was never level yet."""
+        self.is_filling = False
+        """Whether this is a copy that is filled for the first time, and never caught up yet."""
         self.opaque = opaque
         self.opened_number = opened_number
         """The last message that was made before the stream was opened."""
-        self.sent_seqno = seqno
-        """The last seqno that was sent, while the stream is BEHIND."""
-        self.pace = FeedPace.BEHIND
-        self.shown_seqno = -1
+        self.next = seqno + 1
+        """The seqno to send next, unless the state is REPLICATE."""
+        self.state = ProgressState.PROBE
+        self.announced_seqno = -1
         """The high watermark that the replica was told last."""
-        self.floors = FloorsTold(0, 0)
+        self.floors = Floors(0, 0)
         """The floors that the replica was told while it was behind. Floors never fall, so these are
         the present ones only if it knows them."""
         self.window = window
-        """The snapshot of which the replica has a part; None: what it has is whole."""
-        self.whole_number = 0 if window is None else NEVER
+        """The snapshot of which the replica has a part; None: the state is not SNAPSHOT."""
+        self.snapshot_number = 0 if window is None else NEVER
         """The message that ends the last snapshot; NEVER: it was not sent yet."""
         self.safe_purge = 0 if window is None else window.purge
         """Deletions up to this seqno were purged, or superseded what they delete, before anything
         of the snapshot was read."""
+        self.become_probe(self.next)
+
+    def become_probe(self, next_seqno: int) -> None:
+        """Read the partition from its cursor, from this seqno on."""
+        self.next = next_seqno
+        self.state = ProgressState.PROBE if self.window is None else ProgressState.SNAPSHOT
+
+    def become_replicate(self) -> None:
+        """Send the partition in group messages."""
+        self.state = ProgressState.REPLICATE
+        self.is_filling = False
+
+    def caught_up(self, part: Partition) -> bool:
+        """Whether all was sent that is synced here, and makes a consistent copy."""
+        return self.next == part.synced_seqno + 1 and self.window is None
 
     def section(self, part: Partition, entries: Sequence[bytes]) -> EntriesSection:
         """Return a section, which tells the replica the high watermark."""
-        self.shown_seqno = known_committed(part)
-        return EntriesSection(part.vb_id, self.opaque, self.epoch, self.shown_seqno, entries)
+        self.announced_seqno = known_committed(part)
+        return EntriesSection(part.vb_id, self.opaque, self.epoch, self.announced_seqno, entries)
 
     def is_overtaken(self, part: Partition) -> bool:
         """Whether deletions were purged that the replica has not got, of documents that it has."""
-        return 0 < self.sent_seqno < part.purge_seqno and part.purge_seqno > self.safe_purge
+        return 1 < self.next <= part.purge_seqno and part.purge_seqno > self.safe_purge
 
-    def news(self, part: Partition) -> list[bytes]:
+    def _controls(self, part: Partition) -> list[bytes]:
         """Return the control entries that come before the next changes. A cursor meets none,
         because they are no changes.
         """
-        floors = FloorsTold(part.history_floor, part.purge_seqno)
+        floors = Floors(part.history_floor, part.purge_seqno)
         window = self.window
-        if window is None and self.sent_seqno < floors.floor:
-            self.window = SnapshotWindow(self.sent_seqno, *floors)
+        if window is None and self.next <= floors.floor:
+            self.window = SnapshotWindow(self.next - 1, *floors)
+            self.state = ProgressState.SNAPSHOT
             # Who holds nothing gets no document that a deletion below the floor has deleted.
-            self.safe_purge = 0 if self.sent_seqno else floors.floor
+            self.safe_purge = 0 if self.next > 1 else floors.floor
         elif window is not None:
             end = max(window.end, floors.floor)
             self.window = window._replace(end=end, purge=floors.purge)
-        told: list[Told] = []
+        controls: list[Control] = []
         if self.window is not None:
             if self.window != window:
-                told.append(self.window)
+                controls.append(self.window)
         elif self.floors != floors:
             self.floors = floors
-            told.append(floors)
-        return [pack_told(part.vb_id, each) for each in told]
+            controls.append(floors)
+        return [pack_control_entry(part.vb_id, each) for each in controls]
 
     def next_entries(
         self, part: Partition, versions: Versions, bytes_max: int, member: str
     ) -> list[bytes]:
-        """Return the next entries of a partition that is behind. Raises StoreDamagedError."""
-        entries = self.news(part)
-        window, first_seqno = self.window, self.sent_seqno + 1
+        """Return the next entries from the partition's cursor. Raises StoreDamagedError."""
+        entries = self._controls(part)
+        window, first_seqno = self.window, self.next
         end_seqno = part.synced_seqno if window is None else window.end
         if first_seqno <= end_seqno:
             changes = versions.entries(part, first_seqno, end_seqno, bytes_max)
@@ -153,18 +176,20 @@ class FedStream:
                     f"missing (history floor {part.history_floor}), so member {member} cannot "
                     "continue; check the disk and restore a backup"
                 )
-            self.sent_seqno = last_seqno
+            self.next = last_seqno + 1
             entries += changes
-        return entries + self.end_snapshot(part)
+        return entries + self._end_snapshot(part)
 
-    def end_snapshot(self, part: Partition) -> list[bytes]:
+    def _end_snapshot(self, part: Partition) -> list[bytes]:
         """Return the control entry that ends the snapshot if all of it is sent."""
         window = self.window
-        if window is None or self.sent_seqno < window.end:
+        if window is None or self.next <= window.end:
             return []
         self.window = None
-        self.floors = FloorsTold(part.history_floor, part.purge_seqno)
-        return [pack_told(part.vb_id, SnapshotDone(window.end, part.purge_seqno, part.max_cas))]
+        self.state = ProgressState.PROBE
+        self.floors = Floors(part.history_floor, part.purge_seqno)
+        done = SnapshotDone(window.end, part.purge_seqno, part.max_cas)
+        return [pack_control_entry(part.vb_id, done)]
 
 
 def known_committed(part: Partition) -> int:
@@ -174,24 +199,24 @@ def known_committed(part: Partition) -> int:
     return max(part.committed_seqno, part.history_floor)
 
 
-def window_of(vb_id: int, asked: StreamRequest, told: ReplicaPosition) -> SnapshotWindow | None:
+def window_of(vb_id: int, asked: StreamRequest, position: ReplicaPosition) -> SnapshotWindow | None:
     """Return the snapshot of which a replica has a part; None: what it has is whole. Raises
     ReplicationError.
     """
     start, seqno, end = asked.snap_start_seqno, asked.start_seqno, asked.snap_end_seqno
-    if not start <= seqno <= end or not 0 <= told.snapshot_purge <= end:
+    if not start <= seqno <= end or not 0 <= position.snapshot_purge <= end:
         raise ReplicationError(
             f"vb {vb_id}: a replica cannot be at seqno {seqno} of a snapshot from {start} to {end} "
-            f"with purge seqno {told.snapshot_purge}"
+            f"with purge seqno {position.snapshot_purge}"
         )
-    return SnapshotWindow(start, end, told.snapshot_purge) if start < seqno else None
+    return SnapshotWindow(start, end, position.snapshot_purge) if start < seqno else None
 
 
 RECORD_BYTES: Final = 256
 """What this node remembers of a message, and of each of its sections, until it is acknowledged."""
 
 
-class SentWhole(NamedTuple):
+class InflightGroup(NamedTuple):
     """A whole group on its way."""
 
     group: Group
@@ -201,15 +226,15 @@ class SentWhole(NamedTuple):
     """Of the link's streams when it was sent (`StreamChanges`)."""
 
 
-class Sent(NamedTuple):
+class Inflight(NamedTuple):
     """A message that is not acknowledged."""
 
     number: int
     cost: int
     sent_ns: int
     """When it was made, to a tick."""
-    followed: tuple[tuple[FedStream, Followed], ...] = ()
-    whole: SentWhole | None = None
+    matches: tuple[tuple[Progress, Match], ...] = ()
+    group: InflightGroup | None = None
     filling: int = 0
     """Bytes of a copy that is filled for the first time; 0: the message brings what is new."""
 
@@ -217,7 +242,7 @@ class Sent(NamedTuple):
 class AckDelays:
     """How long one replica's acknowledgements of changes take."""
 
-    def __init__(self, sent: Sequence[Sent]) -> None:
+    def __init__(self, sent: Sequence[Inflight]) -> None:
         """`sent` are the messages that are not acknowledged, the oldest first."""
         self._sent = sent
         self._worst_ns: int | None = None
@@ -229,14 +254,14 @@ class AckDelays:
         """Whether there is anything to judge the replica by."""
         return bool(self._sent) or self._worst_ns is not None
 
-    def acknowledged(self, sent: Sent, now_ns: int) -> None:
+    def acknowledged(self, sent: Inflight, now_ns: int) -> None:
         """A message is acknowledged."""
         took_ns = now_ns - sent.sent_ns
         self._worst_ns = max(self._worst_ns or 0, took_ns)
         if not sent.filling:
             self._worst_new_ns = max(self._worst_new_ns or 0, took_ns)
 
-    def oldest_new(self) -> Sent | None:
+    def oldest_new(self) -> Inflight | None:
         """Return the oldest message with what is new that is on its way; None: there is none."""
         return next((sent for sent in self._sent if not sent.filling), None)
 
@@ -299,15 +324,15 @@ def check_numbers(member: str, number: int, question: int, *, last: int) -> None
         )
 
 
-class CommitsTold:
+class Announcements:
     """Which whole groups are committed that a replica was not told of yet, by their messages."""
 
     def __init__(self) -> None:
-        self._untold: dict[int, int] = {}
+        self._open: dict[int, int] = {}
         """Commit group -> its message, for whole groups of which the replica does not know whether
         they are committed; the newest ones, in their order."""
         self._given_up = 0
-        """The last message that `_untold` had and has not any more, because newer ones came."""
+        """The last message that `_open` had and has not any more, because newer ones came."""
         self._committed: list[int] = []
         """Messages of whole groups that are committed, which the replica is not told yet."""
 
@@ -317,17 +342,17 @@ class CommitsTold:
 
     def sent(self, group: int, number: int) -> None:
         """A message with a whole group leaves."""
-        self._untold[group] = number
-        if len(self._untold) > TOLD_GROUPS_MAX:
-            self._given_up = self._untold.pop(next(iter(self._untold)))
+        self._open[group] = number
+        if len(self._open) > ANNOUNCED_GROUPS_MAX:
+            self._given_up = self._open.pop(next(iter(self._open)))
 
-    def can_tell(self, group: int) -> bool:
+    def is_open(self, group: int) -> bool:
         """Whether a group can be told to be committed by its message."""
-        return group in self._untold
+        return group in self._open
 
     def committed(self, group: int) -> None:
         """All that the replica got of a group is committed."""
-        self._committed.append(self._untold.pop(group))
+        self._committed.append(self._open.pop(group))
 
     def take(self) -> tuple[int, int]:
         """Return the first committed messages that no other one separates: from, to. 0, 0: there
@@ -335,7 +360,7 @@ class CommitsTold:
         """
         if not self._committed:
             return 0, 0
-        first, last = first_run(self._committed, self._untold.values(), self._given_up)
+        first, last = first_run(self._committed, self._open.values(), self._given_up)
         self._committed = [number for number in self._committed if number > last]
         return first, last
 

@@ -30,18 +30,18 @@ from failover.replication.link import HEARD_NS_MAX, LinkState, NewestGroup, Repl
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.messages import (
     FORMAT,
+    Control,
     EntriesSection,
     Greeting,
     ReplicaPosition,
     SnapshotDone,
     StoreSeen,
-    Told,
     Welcome,
-    unpack_told,
+    unpack_control_entry,
     versions_of,
 )
 from failover.replication.pace import HeardGaps
-from failover.replication.receipt import QUARANTINE_BYTES_MAX, CutOff
+from failover.replication.receipt import DISCARD_BYTES_MAX, CutOff
 from failover.rules.isr import Sender, has_sent, sender_seqno
 from failover.rules.promotion import kept_elsewhere_seqno, may_have_been_answered
 from failover.rules.replication_record import ReplicationRecord
@@ -84,7 +84,7 @@ class _Welcome(NamedTuple):
     master: str
     seqno: int
     """The end of the log then. The master had all of it on disk."""
-    told_seqno: int = SEQNO_MAX
+    synced_seqno: int = SEQNO_MAX
     """What the master is known to have on disk, if the link is gone that brought the log."""
 
 
@@ -113,8 +113,8 @@ class Senders:
         for vb_id, begin in ({} if newest is None else newest.begins()).items():
             welcome = self._welcomes.get(vb_id)
             if welcome is not None and welcome.master == master:
-                told_seqno = min(welcome.told_seqno, max(welcome.seqno, begin))
-                self._welcomes[vb_id] = welcome._replace(told_seqno=told_seqno)
+                synced_seqno = min(welcome.synced_seqno, max(welcome.seqno, begin))
+                self._welcomes[vb_id] = welcome._replace(synced_seqno=synced_seqno)
 
     def take(
         self, vb_id: int, epoch: int, high_seqno: int, newest: Mapping[str, NewestGroup | None]
@@ -128,12 +128,12 @@ class Senders:
         welcome = self._welcomes.pop(vb_id, None)
         if welcome is None or not has_sent(welcome.epoch, epoch):
             return None
-        told_seqno = welcome.told_seqno
+        synced_seqno = welcome.synced_seqno
         group = newest.get(welcome.master)
         begin = None if group is None else group.begins().get(vb_id)
         if begin is not None:
-            told_seqno = min(told_seqno, max(welcome.seqno, begin))
-        return Sender(welcome.master, sender_seqno(told_seqno, high_seqno))
+            synced_seqno = min(synced_seqno, max(welcome.seqno, begin))
+        return Sender(welcome.master, sender_seqno(synced_seqno, high_seqno))
 
 
 class _Discard:
@@ -165,7 +165,7 @@ class Discards:
         engine: Engine,
         effects: list[ReplicationEffect],
         *,
-        piece_bytes_max: int = QUARANTINE_BYTES_MAX,
+        piece_bytes_max: int = DISCARD_BYTES_MAX,
     ) -> None:
         self._engine = engine
         self._effects = effects
@@ -325,7 +325,7 @@ class Replica:
         """How often a partition was cut back to where its master's history parts."""
         self._has_gaps = False
         """Whether some partition may not be followed, because its master's link is closed."""
-        self._hw: dict[int, int] = {}
+        self._announced: dict[int, int] = {}
         """The high watermarks that masters told, above those of here."""
         self._senders = Senders()
         self._discards = Discards(engine, effects)
@@ -539,8 +539,8 @@ class Replica:
             self._senders.welcomed(vb_id, record.epoch, record.master, part.high_seqno)
         # An earlier master's word about changes that are not here says nothing about this history:
         # a branch or an unclean election may have replaced them.
-        self._cap_told(part, part.high_seqno)
-        self._note_told(vb_id, welcome.committed_seqno)
+        self._cap_announced(part, part.high_seqno)
+        self._note_announced(vb_id, welcome.committed_seqno)
         self._raise_watermarks((vb_id,))
         self._was_welcomed()
 
@@ -606,15 +606,15 @@ class Replica:
         adopt_failover_log(self._engine, part.vb_id, log, part.leader_epoch, rollback_to=seqno)
         self.rollbacks += 1
         self._damaged.pop(part.vb_id, None)
-        self._cap_told(part, seqno)
+        self._cap_announced(part, seqno)
         watermarks = self._engine.keyspace.watermarks
         if watermarks.get(part.vb_id, 0) > seqno:  # the log would be told after the cut
             watermarks[part.vb_id] = seqno
 
-    def _cap_told(self, part: Partition, seqno: int) -> None:
+    def _cap_announced(self, part: Partition, seqno: int) -> None:
         """Forget what was told of changes above a seqno."""
-        if part.vb_id in self._hw:
-            self._hw[part.vb_id] = min(self._hw[part.vb_id], seqno)
+        if part.vb_id in self._announced:
+            self._announced[part.vb_id] = min(self._announced[part.vb_id], seqno)
 
     def _tell_damage(self, part: Partition, seqno: int, why: StoreDamagedError, then: str) -> None:
         """Say once that a partition cannot be cut back, and what follows."""
@@ -669,13 +669,13 @@ class Replica:
                     continue
                 self._changes.apply(part, changes)
                 changes = []
-                self._take_told(section, unpack_told(entry))
+                self._take_control(section, unpack_control_entry(entry))
             self._changes.apply(part, changes)
         except (FloorsRefusedError, StoreDamagedError) as error:
             raise ReplicationError(str(error)) from error
-        self._note_told(section.vb_id, section.committed_seqno)
+        self._note_announced(section.vb_id, section.committed_seqno)
 
-    def apply_whole(
+    def apply_group(
         self, payload: bytes, highs: dict[int, int], epochs: dict[int, int], body_bytes_max: int
     ) -> tuple[int, dict[int, int]] | None:
         """See ReplicaSide."""
@@ -684,54 +684,54 @@ class Replica:
         except StoreDamagedError as error:
             raise ReplicationError(str(error)) from error
 
-    def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
+    def apply_changes(self, changes: Sequence[ReplicatedChange]) -> int:
         """See ReplicaSide."""
         try:
             return self._changes.apply_group(changes)
         except StoreDamagedError as error:
             raise ReplicationError(str(error)) from error
 
-    def told_committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
+    def committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
         """See ReplicaSide."""
         if is_synced:
             self._commit_many(seqnos)
             return
         for vb_id, seqno in seqnos.items():
-            self._note_told(vb_id, seqno)
+            self._note_announced(vb_id, seqno)
         self._raise_watermarks(seqnos)
 
     def applied(self, vb_ids: Iterable[int]) -> None:
         """See ReplicaSide."""
         self._raise_watermarks(vb_ids)
 
-    def _take_told(self, section: EntriesSection, told: Told) -> None:
+    def _take_control(self, section: EntriesSection, control: Control) -> None:
         engine, vb_id = self._engine, section.vb_id
-        if isinstance(told, SnapshotWindow):
-            begin_snapshot(engine, vb_id, told)
-        elif isinstance(told, SnapshotDone):
-            end_snapshot(engine, vb_id, told.purge, told.cas)
+        if isinstance(control, SnapshotWindow):
+            begin_snapshot(engine, vb_id, control)
+        elif isinstance(control, SnapshotDone):
+            end_snapshot(engine, vb_id, control.purge, control.cas)
         else:
-            adopt_floors(engine, vb_id, told.floor, told.purge, section.committed_seqno)
+            adopt_floors(engine, vb_id, control.floor, control.purge, section.committed_seqno)
 
     # -- high watermarks ---------------------------------------------------------------------------
 
     @property
     def awaiting_sync(self) -> KeysView[int]:
         """Partitions whose master told a high watermark that this node had not synced yet."""
-        return self._hw.keys()
+        return self._announced.keys()
 
     def reached(self, vb_id: int, seqno: int) -> None:
         """A partition is committed up to a seqno here."""
-        if self._hw.get(vb_id, seqno + 1) <= seqno:
-            del self._hw[vb_id]
+        if self._announced.get(vb_id, seqno + 1) <= seqno:
+            del self._announced[vb_id]
 
-    def told_hw(self, vb_id: int) -> int:
+    def announced_seqno(self, vb_id: int) -> int:
         """Return the high watermark that a partition's masters told, unless it is reached."""
-        return self._hw.get(vb_id, 0)
+        return self._announced.get(vb_id, 0)
 
-    def take_told_hw(self, vb_id: int) -> int:
+    def take_announced(self, vb_id: int) -> int:
         """Return the same and forget it: this node becomes the master."""
-        return self._hw.pop(vb_id, 0)
+        return self._announced.pop(vb_id, 0)
 
     def take_sender(self, vb_id: int, epoch: int) -> Sender | None:
         """Return what of a partition's log its former master has on disk, and forget it: this node
@@ -741,6 +741,6 @@ class Replica:
         high_seqno = self._engine.partitions[vb_id].high_seqno
         return self._senders.take(vb_id, epoch, high_seqno, newest)
 
-    def _note_told(self, vb_id: int, seqno: int) -> None:
-        if seqno > self._hw.get(vb_id, 0):
-            self._hw[vb_id] = seqno
+    def _note_announced(self, vb_id: int, seqno: int) -> None:
+        if seqno > self._announced.get(vb_id, 0):
+            self._announced[vb_id] = seqno

@@ -4,7 +4,7 @@ served. Sans-IO.
 Most of the time nothing changes: all partitions are served, and the replicas go on confirming that.
 Such partitions are *calm*. A look at each in-sync set and each feed says the same of them as one at
 each of them, so nothing is done for each. A change of a record, of a replica's stream or of the
-members that live makes the partitions that it is about restless, and no others. A partition of
+members that live makes the partitions that it is about active, and no others. A partition of
 which a copy is filled is calm, too, but for the ticks at which full copies may join.
 
 Who calls it: `failover.replication.master`; sessions look at the partitions that arrive, and get
@@ -148,7 +148,7 @@ class Serving:
         self.store_trouble = store_trouble
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
-        self._calm: set[int] = set()
+        self._steady: set[int] = set()
         self._left: set[int] = set()
         """Partitions that were calm since their in-sync sets were looked at last."""
         self._filled: set[int] = set()
@@ -175,19 +175,19 @@ class Serving:
         self._unserved.discard(vb_id)
         self.awaited.pop(vb_id, None)
         self.arrivals.ended(vb_id)
-        self._calm.discard(vb_id)
+        self._steady.discard(vb_id)
         self._left.discard(vb_id)
 
     def changed(self, vb_id: int) -> None:
         """A partition is not calm any more."""
-        if vb_id in self._calm:
-            self._calm.discard(vb_id)
+        if vb_id in self._steady:
+            self._steady.discard(vb_id)
             self._left.add(vb_id)
 
     def all_changed(self) -> None:
         """No partition is calm any more."""
-        self._left |= self._calm
-        self._calm.clear()
+        self._left |= self._steady
+        self._steady.clear()
 
     def _note_changes(self) -> None:
         for feed in self._feeds.values():
@@ -205,7 +205,7 @@ class Serving:
         """Whether a partition was not served when it was looked at last."""
         return bool(self._unserved)
 
-    def restless(self, *, may_fill: bool = False) -> set[int]:
+    def active(self, *, may_fill: bool = False) -> set[int]:
         """Return the partitions that are not calm. `may_fill`: those of which a copy is filled are
         not, because it may join if it is full.
         """
@@ -214,7 +214,7 @@ class Serving:
             for vb_id in self._filled:
                 self.changed(vb_id)
             self._filled.clear()
-        return self._masterships.keys() - self._calm
+        return self._masterships.keys() - self._steady
 
     def take_left(self) -> set[int]:
         """Return the partitions that were calm since this was called last."""
@@ -239,15 +239,15 @@ class Serving:
     def serve(self, now_ns: int) -> None:
         """Let each partition serve what it may, and find the next fence."""
         self.fence_ns = None
-        restless = self.restless()
-        if self._calm and not self._serve_on(now_ns):
+        active = self.active()
+        if self._steady and not self._serve_on(now_ns):
             self.all_changed()
-            restless = set(self._masterships)
-        for vb_id in restless:
+            active = set(self._masterships)
+        for vb_id in active:
             mastership = self._masterships[vb_id]
             service = self._look_at(mastership, now_ns)
-            if service is Service.SERVING and mastership.is_settled(self._alive):
-                self._calm.add(vb_id)
+            if service is Service.SERVING and mastership.is_steady(self._alive):
+                self._steady.add(vb_id)
                 if mastership.record.filling:
                     self._filled.add(vb_id)
 
@@ -263,7 +263,7 @@ class Serving:
         """Find the next fence of the calm partitions; False: some must not be served."""
         asked = {member: feed.asked_ns for member, feed in self._feeds.items()}
         for in_sync, vb_ids in self._groups.in_sync_sets().items():
-            if self._calm.isdisjoint(vb_ids):
+            if self._steady.isdisjoint(vb_ids):
                 continue
             until_ns = confirmed_until_ns(self._member, in_sync.members, asked)
             if not may_answer_reads(now_ns, until_ns):

@@ -69,14 +69,14 @@ def _nothing_unsynced(_following: Replica, _vb_id: int) -> int:
     return 0
 
 
+_apply_changes = Replica.apply_changes
 _apply_group = Replica.apply_group
-_apply_whole = Replica.apply_whole
-_told_committed = Replica.told_committed
+_committed = Replica.committed
 
 
 def _group_is_synced(following: Replica, changes: Sequence[ReplicatedChange]) -> int:
     """The same for whole groups."""
-    _apply_group(following, changes)
+    _apply_changes(following, changes)
     return 0
 
 
@@ -88,13 +88,13 @@ def _whole_is_synced(
     body_bytes_max: int,
 ) -> tuple[int, dict[int, int]] | None:
     """The same for those that the loop in C applies."""
-    applied = _apply_whole(following, payload, highs, epochs, body_bytes_max)
+    applied = _apply_group(following, payload, highs, epochs, body_bytes_max)
     return None if applied is None else (0, applied[1])
 
 
 def _told_early(following: Replica, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
     """What is acknowledged need not be synced, so it is committed here when it is."""
-    _told_committed(following, seqnos, is_synced=False)
+    _committed(following, seqnos, is_synced=False)
 
 
 _step_down = Master.step_down
@@ -289,9 +289,9 @@ def _take_record_only(
     mastership: Mastership, record: ReplicationRecord, revision: int = 0
 ) -> set[str]:
     """What a member acknowledged counts for the copy that it gets later."""
-    acknowledged, levels = dict(mastership._acknowledged), dict(mastership._level_ns)
+    acknowledged, levels = dict(mastership._acknowledged), dict(mastership._caught_up_ns)
     _take_record(mastership, record, revision)
-    mastership._acknowledged, mastership._level_ns = acknowledged, levels
+    mastership._acknowledged, mastership._caught_up_ns = acknowledged, levels
     return set()
 
 
@@ -316,9 +316,9 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
         "the HW counts what was received, not synced",
         (
             Replaced(Replica, "unsynced_group", _nothing_unsynced),
-            Replaced(Replica, "apply_group", _group_is_synced),
-            Replaced(Replica, "apply_whole", _whole_is_synced),
-            Replaced(Replica, "told_committed", _told_early),
+            Replaced(Replica, "apply_changes", _group_is_synced),
+            Replaced(Replica, "apply_group", _whole_is_synced),
+            Replaced(Replica, "committed", _told_early),
         ),
     ),
     "old-epoch-counts": ClusterBug(

@@ -145,7 +145,9 @@ class ClusterNode(SingleNode):
             cluster="sim", carry_out=self._carry_out, depose=self._depose,
             now_ns=self.clock.monotonic_ns(),
         )  # fmt: skip
-        self._manifest = SharedManifest(self.session.view, self.engine, store, self.core.settle)
+        self._manifest = SharedManifest(
+            self.session.view, self.engine, store, self.core.resolve_counts
+        )
         self.replication = self.core.master
         self._handlers: list[LinkHandler] = []
         self._told: dict[int, int] = {}

@@ -10,7 +10,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.replication.feed import (
     WINDOW_BYTES,
-    Followed,
+    Match,
     ReplicaFeed,
 )
 from failover.replication.messages import (
@@ -37,7 +37,7 @@ class Master(MemoryNode):
         for part in self.engine.partitions:
             part.has_copies = True
         self.serves_by = NOT_SEEN
-        self.acknowledged_: list[Followed] = []
+        self.acknowledged_: list[Match] = []
         self.closed: list[ReplicaFeed] = []
         self.rings = 0
         self.feed = ReplicaFeed(
@@ -57,7 +57,7 @@ class Master(MemoryNode):
         feed.open(vb_id, told.epoch, opaque, asked.start_seqno)
         return FeedAnswer(Status.OK, b"")
 
-    def acknowledged(self, member: str, followed: tuple[Followed, ...]) -> None:
+    def acknowledged(self, member: str, followed: tuple[Match, ...]) -> None:
         assert member == "r"
         self.acknowledged_ += followed
 

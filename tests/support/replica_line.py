@@ -82,17 +82,17 @@ class Replica:
     def unsynced_group(self, vb_id: int) -> int:
         return self.groups.get(vb_id, 0)
 
-    def apply_whole(
+    def apply_group(
         self, payload: bytes, highs: dict[int, int], epochs: dict[int, int], body_bytes_max: int
     ) -> None:
         """Leave it to Python."""
 
-    def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
+    def apply_changes(self, changes: Sequence[ReplicatedChange]) -> int:
         for change in changes:
             self.high[change[0]] += 1
         return self.open_group
 
-    def told_committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
+    def committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
         self.done.append(("committed", dict(seqnos)))
 
 

@@ -20,8 +20,8 @@ from dcp.server.access.users_file import replace_file
 from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER
 from dcp.server.operate.cluster_reports import ReceiptReport, ReceiptsReport
 from failover.replication.receipt import (
+    DiscardDamagedError,
     ElectionLoss,
-    QuarantineDamagedError,
     election_receipt,
     unpack_head,
 )
@@ -59,7 +59,7 @@ def receipts_in(data_dir: Path, node: str) -> ReceiptsReport:
             found.append(_cut_off(path, at_s) if is_cut else read_election(path))
         except FileNotFoundError:
             continue  # somebody has moved it away meanwhile
-        except (OSError, QuarantineDamagedError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (OSError, DiscardDamagedError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
             kind = "cut_off" if name.endswith(".cut") else "unclean_election"
             found.append(

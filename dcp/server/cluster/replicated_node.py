@@ -197,7 +197,7 @@ class ReplicatedNode:
         self.told = self._told = ToldMap(parts.data_dir, identity.cluster, parts.tasks, parts.log)
         self._life = MapLife(session.view, self._told.version)
         self._raising = RaisedLife(self._life, access.meta)
-        self.manifest = SharedManifest(session.view, parts.engine, access, self.core.settle)
+        self.manifest = SharedManifest(session.view, parts.engine, access, self.core.resolve_counts)
         self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
         self._clock = OwnClock(session, access.meta, parts.log)
         self.own_links = OwnLinks(session, access.meta, parts.log)

@@ -198,10 +198,10 @@ def test_a_member_in_sync_does_not_begin_again_at_0() -> None:
 
 def test_a_truncation_caps_what_was_told() -> None:
     cluster = parted(unclean=False)
-    cluster.a.core.replica._note_told(VB, 3)
+    cluster.a.core.replica.committed({VB: 3}, is_synced=False)
     reconcile(cluster)
     assert cluster.a.part.high_seqno == 1
-    assert cluster.a.core.replica.told_hw(VB) <= 1
+    assert cluster.a.core.replica.announced_seqno(VB) <= 1
 
 
 def test_what_was_told_is_known_at_promotion_and_no_more_than_what_is_here() -> None:
@@ -209,10 +209,10 @@ def test_what_was_told_is_known_at_promotion_and_no_more_than_what_is_here() -> 
     cluster.run(LONG)
     cluster.a.put()
     cluster.run(200 * MS)
-    cluster.b.core.replica._note_told(VB, 40)
+    cluster.b.core.replica.committed({VB: 40}, is_synced=False)
     cluster.write(elect(cluster.record, "b"), "b")
     assert cluster.b.mastership.known_seqno == 1
-    assert cluster.b.core.replica.told_hw(VB) == 0, "it is not told a second time"
+    assert cluster.b.core.replica.announced_seqno(VB) == 0, "it is not told a second time"
 
 
 def test_what_was_told_of_changes_that_are_not_here_ends_with_the_epoch() -> None:
@@ -221,10 +221,10 @@ def test_what_was_told_of_changes_that_are_not_here_ends_with_the_epoch() -> Non
     cluster.run(LONG)
     cluster.a.put()
     cluster.run(200 * MS)
-    cluster.b.core.replica._note_told(VB, 40)
+    cluster.b.core.replica.committed({VB: 40}, is_synced=False)
     cluster.write(elect(cluster.record, "a"))
     cluster.run(200 * MS)
-    assert cluster.b.core.replica.told_hw(VB) <= cluster.a.part.committed_seqno == 1
+    assert cluster.b.core.replica.announced_seqno(VB) <= cluster.a.part.committed_seqno == 1
 
 
 # -- links -----------------------------------------------------------------------------------------

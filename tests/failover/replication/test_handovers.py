@@ -40,12 +40,12 @@ def test_after_a_group_the_cluster_rests_as_long_as_the_group_took(
     handovers.note_followed(ended_ns, lambda vb_id: took_ns < FOLLOWED_NS_MAX)
     for _ in range(2):  # the rest is not made longer by looks at it
         if rest_ns:
-            assert not handovers.take_rested(ended_ns + rest_ns - 1)
+            assert not handovers.take_pause_end(ended_ns + rest_ns - 1)
             assert not handovers.due(ended_ns + rest_ns - 1, {})
         handovers.note_followed(ended_ns + rest_ns, lambda vb_id: True)
     assert handovers.due(ended_ns + rest_ns, {}) == [VB + 1]
-    assert handovers.take_rested(ended_ns + rest_ns) == (took_ns < FOLLOWED_NS_MAX)
-    assert not handovers.take_rested(ended_ns + rest_ns), "once"
+    assert handovers.take_pause_end(ended_ns + rest_ns) == (took_ns < FOLLOWED_NS_MAX)
+    assert not handovers.take_pause_end(ended_ns + rest_ns), "once"
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from dcp.session.replication_port import ReplicationError
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.replication.messages import (
+    Control,
     EntriesSection,
-    FloorsTold,
+    Floors,
     SnapshotDone,
-    Told,
-    pack_told,
+    pack_control_entry,
     problem_of,
-    unpack_told,
+    unpack_control_entry,
 )
 from support.replica_pair import REPLICA, VB, ReplicaPair
 from vbucket.engine.leadership import begin_snapshot
@@ -323,8 +323,8 @@ def test_seqnos_that_a_snapshot_leaves_out_are_of_no_collection() -> None:
 # -- what a replica refuses ------------------------------------------------------------------------
 
 
-def section(*entries: bytes | Told) -> EntriesSection:
-    packed = [each if isinstance(each, bytes) else pack_told(VB, each) for each in entries]
+def section(*entries: bytes | Control) -> EntriesSection:
+    packed = [each if isinstance(each, bytes) else pack_control_entry(VB, each) for each in entries]
     return EntriesSection(VB, 1, 2, 9, packed)
 
 
@@ -343,11 +343,11 @@ END = SnapshotDone(6, 1, 7)
         ((change(5),), 4, WINDOW),
         ((SnapshotWindow(2, 8, 3), change(8)), 4, WINDOW),
         ((END,), 6, WINDOW),
-        ((FloorsTold(2, 1), change(3)), 2, None),
+        ((Floors(2, 1), change(3)), 2, None),
     ],
 )
 def test_sections_of_snapshots_that_fit(
-    sent: tuple[bytes | Told, ...], high_seqno: int, window: SnapshotWindow | None
+    sent: tuple[bytes | Control, ...], high_seqno: int, window: SnapshotWindow | None
 ) -> None:
     assert problem_of(section(*sent), high_seqno, window, 100) == ""
 
@@ -365,11 +365,11 @@ def test_sections_of_snapshots_that_fit(
         ((WINDOW, change(5), END), 2, None, "a snapshot ends at seqno 6"),
         ((END,), 6, None, "a snapshot ends at seqno 6"),
         ((END._replace(purge=6),), 6, WINDOW, "purge seqno 6"),
-        ((FloorsTold(2, 1),), 4, WINDOW, "floors inside the snapshot"),
+        ((Floors(2, 1),), 4, WINDOW, "floors inside the snapshot"),
     ],
 )
 def test_sections_of_snapshots_that_do_not_fit(
-    sent: tuple[bytes | Told, ...], high_seqno: int, window: SnapshotWindow | None, words: str
+    sent: tuple[bytes | Control, ...], high_seqno: int, window: SnapshotWindow | None, words: str
 ) -> None:
     assert words in problem_of(section(*sent), high_seqno, window, 100)
 
@@ -390,7 +390,7 @@ def test_sections_of_snapshots_that_do_not_fit(
 )
 def test_control_entries_that_cannot_be_read(document: dict[str, object]) -> None:
     with pytest.raises(ReplicationError, match="a control entry"):
-        unpack_told(pack_control(VB, document))
+        unpack_control_entry(pack_control(VB, document))
 
 
 def test_the_check_finds_a_window_that_does_not_fit() -> None:

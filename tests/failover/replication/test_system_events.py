@@ -29,7 +29,7 @@ def serving() -> CoreCluster:
 
 def read_manifest(node: CoreNode, manifest: Manifest = FIRST) -> None:
     """Let a node read of other collections in the metadata store."""
-    node.core.settle()
+    node.core.resolve_counts()
     node.engine.keyspace.set_manifest(manifest)
 
 

@@ -12,18 +12,18 @@ from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from failover.replication import link
 from failover.replication.messages import (
+    ANNOUNCED_GROUPS_MAX,
     NOTHING,
-    TOLD_GROUPS_MAX,
-    FloorsTold,
+    Floors,
     GroupMessage,
     Message,
     checked_group,
+    pack_control_entry,
     pack_group,
-    pack_told,
     share,
     unpack_group,
 )
-from failover.replication.progress import CommitsTold
+from failover.replication.progress import Announcements
 from failover.rules.replication_record import shrink
 from support.copies import Copies, CopyNode, holdings
 from support.groups_on_wires import groups_to, messages_to, put
@@ -135,7 +135,7 @@ def test_a_copy_that_is_filled_costs_the_others_nothing() -> None:
     put(copies, 1)
     copies.rest()
     feed._window_bytes = 1 << 20
-    feed._leave_behind(feed._streams[1], copies.a.engine.partitions[1], ())
+    feed._fall_behind(feed._progress[1], copies.a.engine.partitions[1], ())
     put(copies, 1, b"\0more")
     put(copies, 2)
     copies.a.commit()
@@ -154,7 +154,7 @@ def test_a_copy_that_got_its_part_of_a_group_by_a_cursor_is_told_that_it_is_comm
     copies.write(1, shrink(copies.records[1], ["c"]))
     copies.rest()
     feed = copies.a.core.master.feeds["c"]
-    feed._leave_behind(feed._streams[1], copies.a.engine.partitions[1], ())
+    feed._fall_behind(feed._progress[1], copies.a.engine.partitions[1], ())
     for vb_id in (1, 2):
         put(copies, vb_id)
     copies.a.commit()
@@ -339,10 +339,10 @@ def test_a_group_on_a_link_that_is_closed_does_not_count_as_whole() -> None:
     put(copies, 1)
     copies.a.commit()
     feed = copies.a.core.master.feeds["b"]
-    (whole,) = [sent.whole.group for sent in feed._sent if sent.whole is not None]
-    assert whole.sent_to.keys() == {"b", "c"}
+    (group,) = [sent.group.group for sent in feed._inflight if sent.group is not None]
+    assert group.sent_to.keys() == {"b", "c"}
     feed.close()
-    assert whole.sent_to.keys() == {"c"}
+    assert group.sent_to.keys() == {"c"}
 
 
 def test_a_full_window_puts_partitions_behind_and_they_catch_up() -> None:
@@ -407,7 +407,7 @@ def long_mutation() -> bytes:
         (mutation(1, 5, prev_seqno=5), "replaces seqno 5"),
         (mutation(1, 5)[:-1], "an entry of 70 bytes after seqno 4; 69 follow"),
         (mutation(1, 5)[:20], "too short"),
-        (pack_told(1, FloorsTold(1, 0)), "a control entry after seqno 4"),
+        (pack_control_entry(1, Floors(1, 0)), "a control entry after seqno 4"),
         (long_mutation(), "at most 1124 are allowed"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
@@ -439,7 +439,7 @@ def test_a_message_with_a_group_comes_back_and_every_changed_byte_is_noticed() -
 
 
 def test_of_what_is_committed_no_group_between_is_told_that_is_not() -> None:
-    told = CommitsTold()
+    told = Announcements()
     for group, number in enumerate((3, 5, 6, 8)):
         told.sent(group, number)
     for group in (3, 1, 0):
@@ -448,19 +448,17 @@ def test_of_what_is_committed_no_group_between_is_told_that_is_not() -> None:
 
 
 def test_a_group_that_is_on_its_way_for_long_is_not_told_with_others() -> None:
-    copies = level()
-    feed = copies.a.core.master.feeds["b"]
-    for number in range(TOLD_GROUPS_MAX + 1):
-        put(copies, number % 4)
-        copies.a.commit()
-    numbers = [sent.number for sent in feed._sent if sent.whole is not None]
-    assert len(numbers) == TOLD_GROUPS_MAX + 1
-    told = feed._committed
-    assert list(told._untold.values()) == numbers[1:]
-    told._committed = [numbers[0] - 1, numbers[1]]
-    told._untold = {}
-    assert told.take() == (numbers[0] - 1, numbers[0] - 1)
-    assert told.take() == (numbers[1], numbers[1])
+    announcements = Announcements()
+    announcements.sent(0, 1)
+    announcements.sent(1, 2)
+    announcements.committed(0)
+    for group in range(2, ANNOUNCED_GROUPS_MAX + 2):
+        announcements.sent(group, group + 1)
+    assert not announcements.is_open(1), "too many followed it"
+    announcements.committed(2)
+    assert announcements.take() == (1, 1), "message 2 may not be committed"
+    assert announcements.take() == (3, 3)
+    assert not announcements
 
 
 def test_a_changed_byte_closes_the_link_and_nothing_of_the_group_is_applied() -> None:
