@@ -50,9 +50,9 @@ from failover.coordinator.cluster_records import (
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.metadata.metastore import KeyValue
+from failover.replication.effects import Dial
 from failover.replication.mastership import ReplicationSettings
-from failover.replication.node_core import ReplicationCore
-from failover.replication.shell_effects import Dial
+from failover.replication.node import ReplicationCore
 from failover.rules.replication_record import ReplicationRecord
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import NUM_VBUCKETS
@@ -73,7 +73,7 @@ class Client:
         self.state = SessionState(
             engine=node.engine, hub=node.hub, facts=node, authenticator=OpenDoor(),
             peer_is_loopback=True, limits=Limits(),
-            replication=None if node.core is None else node.core.leading,
+            replication=None if node.core is None else node.core.master,
             has_replicas=node.core is not None,
         )  # fmt: skip
         self.session = Session(self.state)
@@ -192,7 +192,7 @@ class Link:
         self.served = Client(master)
         self.served.state.rights = FULL_RIGHTS.granted(Role.REPLICATE)
         assert replica.core is not None
-        self.link = replica.core.following.links[master.member]
+        self.link = replica.core.replica.links[master.member]
 
     def up(self) -> bool:
         """Carry what the replica has to say."""

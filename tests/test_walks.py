@@ -33,8 +33,8 @@ CEILINGS: Final = {
     "SET with one live stream": Ceiling(30, 78, 24, 55),
     "stream request, backlog from LMDB": Ceiling(31, 103, 20, 45),
     "SET to a consumer's event, both ends": Ceiling(53, 140, 34, 80),
-    "master: a group begins, to two replicas": Ceiling(14, 33, 10, 18),
-    "replica: a group in, applied": Ceiling(6, 8, 6, 8),
+    "master: a group begins, to two replicas": Ceiling(14, 29, 10, 18),
+    "replica: a group in, applied": Ceiling(5, 7, 5, 7),
     "replica: synced, acknowledgement out": Ceiling(19, 36, 10, 18),
     "master: acknowledgement in, committed": Ceiling(13, 25, 11, 17),
 }

@@ -9,9 +9,9 @@ import click
 
 from clients.cli.dcpctl import Target, help_text, with_target
 from clients.cli.output import is_terminal, shown, text_fields, write_json, write_rows
-from failover.replication.loss_receipt import (
+from failover.replication.receipt import (
+    DiscardDamagedError,
     KeptChange,
-    QuarantineDamagedError,
     changes_of,
     unpack_cut_off,
 )
@@ -50,7 +50,7 @@ def show(*, target: Target, file: Path) -> None:
         raise click.UsageError("quarantine show writes table, plain or json output, not raw")
     try:
         cut = unpack_cut_off(file.read_bytes())
-    except QuarantineDamagedError as error:
+    except DiscardDamagedError as error:
         raise click.ClickException(f"{file}: {error}") from error
     if mode == "json":
         for change in changes_of(cut):

@@ -42,7 +42,7 @@ FILLING_MAX: Final = 128
 """Copies that one member fills at a time. A full copy protects at once, so fewer at a time protect
 earlier; but each joins with a write to the metadata store, and one of 127 records takes as long as
 one of a single record. The rate of bytes is bounded elsewhere
-(`failover.replication.fill_pace`)."""
+(`failover.replication.pace`)."""
 FILLING_IN_ALL_MAX: Final = 512
 """Copies that all running members fill at a time: what masters read beside their work."""
 

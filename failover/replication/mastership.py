@@ -7,7 +7,7 @@
     SERVING     clients are served, as long as the in-sync set confirms this master
     HANDING     writers are held back: the wanted master gets the partition next
 
-Who calls it: `failover.replication.node_core`, which carries out what it decides.
+Who calls it: `failover.replication.node`, which carries out what it decides.
 
 Invariants
 - the high watermark is the smallest synced seqno over the effective in-sync set, each acknowledged
@@ -28,7 +28,6 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from failover.replication.fed_stream import SECTION_BYTES, WINDOW_BYTES
 from failover.rules.fencing import is_same_copy
 from failover.rules.isr import (
     ELECTION_NS,
@@ -56,6 +55,10 @@ from vbucket.engine.partition import Partition
 
 _IN_NO_STORE: Final = 1 << 63
 """Above every revision."""
+WINDOW_BYTES: Final = 8 << 20
+"""Entries on their way to one replica: at 100 MB/s, 80 ms of them."""
+SECTION_BYTES: Final = 256 << 10
+"""Entries of a partition that is behind, in one message: a fair share of a turn."""
 
 
 class Service(Enum):
@@ -154,7 +157,7 @@ class Mastership:
         self._member = member
         self._settings = settings
         self._acknowledged: dict[str, Acknowledgement] = {}
-        self._level_ns = dict.fromkeys(record.copies, now_ns)
+        self._caught_up_ns = dict.fromkeys(record.copies, now_ns)
         self._synced_at_tick = part.high_seqno
         changed()
 
@@ -231,7 +234,7 @@ class Mastership:
         if before is None or before.epoch < epoch or before.synced_seqno < seqno:
             self._acknowledged[member] = Acknowledgement(epoch, seqno)
 
-    def acknowledged_seqno(self, member: str) -> int:
+    def match(self, member: str) -> int:
         """Return what a member has acknowledged in this epoch; 0: nothing."""
         given = self._acknowledged.get(member)
         return 0 if given is None or given.epoch != self.epoch else given.synced_seqno
@@ -314,7 +317,7 @@ class Mastership:
             }
         for member in renewed:
             self._acknowledged.pop(member, None)
-            self._level_ns.pop(member, None)
+            self._caught_up_ns.pop(member, None)
         self._min_in_sync = min_in_sync_of(self._settings.min_in_sync, record.counted_copies)
         self.ask(self._asked if self.is_writing else None)
         return renewed
@@ -331,7 +334,7 @@ class Mastership:
         self.handing_since_ns = 0
         self.ask(self._asked if is_written else None)
 
-    def is_settled(self, alive: Mapping[str, object]) -> bool:
+    def is_steady(self, alive: Mapping[str, object]) -> bool:
         """Whether nothing is under way. The record changes then only if a member is lost or comes,
         if a copy that is filled may join, or if somebody asks for it.
         """
@@ -400,7 +403,7 @@ class Mastership:
         process did not run within the last `replica_lag_max` of its running time. It heard nobody
         meanwhile, so that time says nothing of the members.
         """
-        self._note_levels(heard_ns)
+        self._note_caught_up(heard_ns)
         if self.is_writing or not self.is_ready or self.record.master != self._member:
             return None
         record = self.record
@@ -411,7 +414,7 @@ class Mastership:
             for member in record.isr
             if member != self._member
             and must_leave(
-                self._level_ns.get(member, now_ns), now_ns, is_node_gone=member not in alive,
+                self._caught_up_ns.get(member, now_ns), now_ns, is_node_gone=member not in alive,
                 lag_max_ns=lag_max_ns,
             )
         ]  # fmt: skip
@@ -461,30 +464,33 @@ class Mastership:
         ]  # fmt: skip
         return may_be_deposed(len(self.record.isr), len(silent))
 
-    def rested(self, level_ns: Mapping[str, int]) -> None:
-        """`changed_isr` was not called for a while because nothing had to change. `level_ns` has
-        when members had all that was synced here, in all partitions but those of which they have a
-        copy that is filled.
+    def was_steady(self, caught_up_ns: Mapping[str, int]) -> None:
+        """`changed_isr` was not called for a while because nothing had to change. `caught_up_ns`
+        has when members had caught up in all partitions, but for those of which they have a copy
+        that is filled.
         """
-        for member in level_ns.keys() - self._record.filling:
-            self._level_ns[member] = max(self._level_ns.get(member, 0), level_ns[member])
+        for member in caught_up_ns.keys() - self._record.filling:
+            self._caught_up_ns[member] = max(
+                self._caught_up_ns.get(member, 0), caught_up_ns[member]
+            )
 
     def _may_join(self, member: str, heard_ns: int | None) -> bool:
         given = self._acknowledged.get(member)
         if given is None or heard_ns is None:
             return False
         candidate = Candidate(
-            given, is_level=self._level_ns.get(member) == heard_ns,
+            given, is_caught_up=self._caught_up_ns.get(member) == heard_ns,
             has_incomplete_snapshot=member in self.in_snapshot,
         )  # fmt: skip
         return may_join(candidate, self.epoch, self.part.committed_seqno, self.epoch_start_seqno)
 
-    def _note_levels(self, heard_ns: Mapping[str, int]) -> None:
+    def _note_caught_up(self, heard_ns: Mapping[str, int]) -> None:
         """A member was level when it was heard, if it has all that was synced here at the last
         tick. One that says nothing is not: while it keeps this master from serving, nothing new
         is synced that it could lack.
         """
         for member, given in self._acknowledged.items():
             if given.epoch == self.epoch and given.synced_seqno >= self._synced_at_tick:
-                self._level_ns[member] = max(self._level_ns.get(member, 0), heard_ns.get(member, 0))
+                at_ns = heard_ns.get(member, 0)
+                self._caught_up_ns[member] = max(self._caught_up_ns.get(member, 0), at_ns)
         self._synced_at_tick = self.part.synced_seqno

@@ -32,15 +32,17 @@ messages from one number to another are committed.
 Invariants
 - numbers have no gaps; an acknowledgement covers all messages up to its number;
 - a message is taken wholly or not at all: `unpack_entries` and `unpack_group` check the checksum,
-  `problem_of` and `failover.replication.whole_entries` that the entries follow what the replica
-  has;
+  `problem_of` and `checked_group` that the entries follow what the replica has. In a whole group
+  that is checked in the order of the log, without a section for each partition, and two rules are
+  narrower: no entry is a control entry, and all of a partition have the leader epoch in which it is
+  followed;
 - seqnos follow each other without gaps, except within a snapshot, where they rise up to its end.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
@@ -52,6 +54,7 @@ from dcp.session.replication_port import ReplicationError
 from dcp.wire.frame import HEADER, Frame, pack_request
 from dcp.wire.opcode import Magic, Opcode
 from failover.rules.history import EPOCH_MAX, FailoverLog
+from vbucket.engine.replicated import ReplicatedChange
 from vbucket.log.record import LogDamagedError, split_entries
 from vbucket.model.control import SnapshotWindow, seqno_in, snapshot_window
 from vbucket.model.entry import (
@@ -62,9 +65,12 @@ from vbucket.model.entry import (
     LOG_CONTROL,
     META,
     MUTATION_EXTRAS_BYTES,
+    OPCODE_AT,
+    PREFIX_BYTES,
     SYSTEM_EVENT_EXTRAS_BYTES,
     control_document,
     pack_control,
+    vb_id_of,
 )
 from vbucket.model.ids import SEQNO_MAX
 
@@ -80,7 +86,7 @@ _ACK_EXTRAS: Final = Struct(">QQQQ")
 """Number, question, and a `StoreSeen`."""
 _SECTION: Final = Struct(">HIIQI")
 """Partition, opaque of the stream request, leader epoch, high watermark, bytes of entries."""
-TOLD_GROUPS_MAX: Final = 128
+ANNOUNCED_GROUPS_MAX: Final = 128
 """A whole group is said to be committed by its number only as long as no more than so many followed
 it. A replica remembers twice as many."""
 MESSAGE_BYTES_MAX: Final = 24 << 20
@@ -210,7 +216,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ReplicaPosition(self.epoch, self.versions).failover_log()
 
 
-class FloorsTold(NamedTuple):
+class Floors(NamedTuple):
     """The master's history floor and purge seqno, in a control entry."""
 
     floor: int
@@ -225,23 +231,23 @@ class SnapshotDone(NamedTuple):
     cas: int
 
 
-Told = FloorsTold | SnapshotWindow | SnapshotDone
+Control = Floors | SnapshotWindow | SnapshotDone
 """What a control entry tells."""
 
 
-def pack_told(vb_id: int, told: Told) -> bytes:
+def pack_control_entry(vb_id: int, control: Control) -> bytes:
     """Return the control entry that tells it."""
     document: dict[str, object]
-    if isinstance(told, SnapshotWindow):
-        document = {"kind": "snapshot", "window": list(told)}
-    elif isinstance(told, SnapshotDone):
-        document = {"kind": "snapshot", "window": None, **told._asdict()}
+    if isinstance(control, SnapshotWindow):
+        document = {"kind": "snapshot", "window": list(control)}
+    elif isinstance(control, SnapshotDone):
+        document = {"kind": "snapshot", "window": None, **control._asdict()}
     else:
-        document = {"kind": "floor", "seqno": told.floor, "purge": told.purge}
+        document = {"kind": "floor", "seqno": control.floor, "purge": control.purge}
     return pack_control(vb_id, document)
 
 
-def unpack_told(entry: bytes) -> Told:
+def unpack_control_entry(entry: bytes) -> Control:
     """Return what a control entry tells. Raises ReplicationError."""
     if not CONTROL_ENTRY.size <= len(entry) <= CONTROL_ENTRY.size + CONTROL_BYTES_MAX:
         raise ReplicationError(f"a control entry of {len(entry)} bytes is not for replicas")
@@ -249,7 +255,7 @@ def unpack_told(entry: bytes) -> Told:
         document: Any = control_document(entry)
         kind = document["kind"]
         if kind == "floor":
-            return FloorsTold(seqno_in(document["seqno"]), seqno_in(document["purge"]))
+            return Floors(seqno_in(document["seqno"]), seqno_in(document["purge"]))
         if kind == "snapshot":
             names = SnapshotDone._fields
             return snapshot_window(document) or SnapshotDone(
@@ -381,12 +387,12 @@ def problem_of(
             return f"an entry of vb {entry_vb_id} in the section of vb {vb_id}"
         if opcode == LOG_CONTROL:
             try:
-                told = unpack_told(entry)
+                control = unpack_control_entry(entry)
             except ReplicationError as error:
                 return str(error)
-            if problem := _misplaced(told, high_seqno, window, section.committed_seqno):
+            if problem := _misplaced(control, high_seqno, window, section.committed_seqno):
                 return problem
-            window = told if isinstance(told, SnapshotWindow) else None
+            window = control if isinstance(control, SnapshotWindow) else None
             continue
         if (
             _EXTRAS_BYTES.get(opcode) != extras_bytes
@@ -414,34 +420,36 @@ def problem_of(
 
 
 def _misplaced(
-    told: Told, high_seqno: int, window: SnapshotWindow | None, committed_seqno: int
+    control: Control, high_seqno: int, window: SnapshotWindow | None, committed_seqno: int
 ) -> str:
     """Return why a control entry cannot stand behind `high_seqno`, "" if it can."""
-    if isinstance(told, FloorsTold):
+    if isinstance(control, Floors):
         if window is not None:
             return f"floors inside the snapshot that ends at {window.end}"
-        if told.floor <= min(high_seqno, committed_seqno) and told.purge < max(told.floor, 1):
+        if control.floor <= min(high_seqno, committed_seqno) and control.purge < max(
+            control.floor, 1
+        ):
             return ""
         return (
-            f"history floor {told.floor} with purge seqno {told.purge}, behind seqno {high_seqno} "
-            f"and committed seqno {committed_seqno}: a floor is committed, a purge seqno is below "
-            "it"
+            f"history floor {control.floor} with purge seqno {control.purge}, behind seqno "
+            f"{high_seqno} and committed seqno {committed_seqno}: a floor is committed, a purge "
+            "seqno is below it"
         )
-    if isinstance(told, SnapshotDone):
-        if window is None or not window.end == told.seqno == high_seqno:
-            return f"a snapshot ends at seqno {told.seqno}; this replica is at {high_seqno}"
-        if told.purge >= told.seqno:
-            return f"purge seqno {told.purge} of a snapshot that ends at {told.seqno}"
+    if isinstance(control, SnapshotDone):
+        if window is None or not window.end == control.seqno == high_seqno:
+            return f"a snapshot ends at seqno {control.seqno}; this replica is at {high_seqno}"
+        if control.purge >= control.seqno:
+            return f"purge seqno {control.purge} of a snapshot that ends at {control.seqno}"
         return ""
     if window is None:
-        return "" if told.start == high_seqno else _elsewhere(told, high_seqno)
-    goes_on = told.start == window.start and told.end >= window.end
-    return "" if goes_on else _elsewhere(told, high_seqno)
+        return "" if control.start == high_seqno else _elsewhere(control, high_seqno)
+    goes_on = control.start == window.start and control.end >= window.end
+    return "" if goes_on else _elsewhere(control, high_seqno)
 
 
-def _elsewhere(told: SnapshotWindow, high_seqno: int) -> str:
+def _elsewhere(begun: SnapshotWindow, high_seqno: int) -> str:
     return (
-        f"a snapshot begins at seqno {told.start} and ends at {told.end}; this replica is at "
+        f"a snapshot begins at seqno {begun.start} and ends at {begun.end}; this replica is at "
         f"{high_seqno}"
     )
 
@@ -473,3 +481,89 @@ def decode(value: bytes, kind: Any) -> Any:
 def encode(value: msgspec.Struct) -> bytes:
     """Return a Greeting, ReplicaPosition or Welcome as JSON."""
     return msgspec.json.encode(value)
+
+
+_HEAD: Final = Struct(">QIxBHBxHI4xQQ")
+"""prev seqno, epoch, opcode, key length, extras length, vbucket, body length, CAS, seqno."""
+_unpack_head = _HEAD.unpack_from
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
+_SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
+_OTHER_EXTRAS_BYTES: Final[dict[int, int]] = {
+    int(Opcode.DCP_DELETION): DELETION_EXTRAS_BYTES,
+    int(Opcode.DCP_EXPIRATION): EXPIRATION_EXTRAS_BYTES,
+    _SYSTEM_EVENT: SYSTEM_EVENT_EXTRAS_BYTES,
+}
+_BODY_AT: Final = PREFIX_BYTES + 24
+
+
+def checked_group(
+    payload: bytes,
+    highs: dict[int, int],
+    epochs: Mapping[int, int],
+    check_absent: Callable[[int], None],
+    value_bytes_max: int,
+) -> tuple[list[ReplicatedChange], dict[int, int]]:
+    """Return the changes of a whole group that are to be applied, and partition -> end seqno.
+    `payload` has its entries.
+
+    `highs` has the high seqno of each partition that the group is for, and is raised; `epochs` has
+    the leader epochs of these. `check_absent` raises ReplicationError if an entry of another
+    partition cannot be; else it is skipped. Raises ReplicationError; `highs` is of no use then.
+    """
+    changes: list[ReplicatedChange] = []
+    append = changes.append
+    ends: dict[int, int] = {}
+    body_bytes_max = value_bytes_max + ENTRY_OVERHEAD_BYTES_MAX
+    start, total = 0, len(payload)
+    try:
+        while start < total:
+            prev_seqno, epoch, opcode, key_bytes, extras_bytes, vb_id, body, cas, seqno = (
+                _unpack_head(payload, start)
+            )
+            end = start + _BODY_AT + body
+            if vb_id not in highs:
+                check_absent(vb_id)
+            elif (
+                seqno == highs[vb_id] + 1
+                and epoch == epochs[vb_id]
+                and prev_seqno < seqno
+                and (extras_bytes == MUTATION_EXTRAS_BYTES if opcode == _MUTATION
+                     else extras_bytes == _OTHER_EXTRAS_BYTES.get(opcode))
+                and 0 < key_bytes <= body - extras_bytes
+                and body <= body_bytes_max
+                and end <= total
+                and (cas or opcode == _SYSTEM_EVENT)
+            ):  # fmt: skip
+                highs[vb_id] = ends[vb_id] = seqno
+                key_at = start + _BODY_AT + extras_bytes
+                append(
+                    (
+                        vb_id, payload[key_at : key_at + key_bytes], payload[start:end], seqno,
+                        prev_seqno, cas, opcode == _MUTATION,
+                    )
+                )  # fmt: skip
+            else:
+                entry = payload[start:end]
+                raise _refused(entry, end - start, epochs[vb_id], highs[vb_id], value_bytes_max)
+            start = end
+    except struct.error as error:
+        raise ReplicationError(f"an entry is too short: {error}") from None
+    if start > total:
+        raise ReplicationError(f"an entry reaches {start - total} bytes beyond the end")
+    return changes, ends
+
+
+def _refused(
+    entry: bytes, entry_bytes: int, epoch: int, high_seqno: int, value_bytes_max: int
+) -> ReplicationError:
+    vb_id = vb_id_of(entry)
+    if entry[OPCODE_AT] == LOG_CONTROL:
+        return ReplicationError(f"vb {vb_id}: a control entry after seqno {high_seqno}")
+    section = EntriesSection(vb_id, 0, epoch, 0, [entry])
+    problem = problem_of(section, high_seqno, None, value_bytes_max)
+    if not problem and len(entry) < entry_bytes:
+        problem = f"an entry of {entry_bytes} bytes after seqno {high_seqno}; {len(entry)} follow"
+    return ReplicationError(
+        f"vb {vb_id}: "
+        + (problem or f"the entry after seqno {high_seqno} is no change of leader epoch {epoch}")
+    )

@@ -1,12 +1,14 @@
-"""Which partitions a master serves, and until when their replicas have confirmed it. Sans-IO.
+"""Which partitions a master serves, until when their replicas have confirmed it, and why one is not
+served. Sans-IO.
 
 Most of the time nothing changes: all partitions are served, and the replicas go on confirming that.
 Such partitions are *calm*. A look at each in-sync set and each feed says the same of them as one at
 each of them, so nothing is done for each. A change of a record, of a replica's stream or of the
-members that live makes the partitions that it is about restless, and no others. A partition of
+members that live makes the partitions that it is about active, and no others. A partition of
 which a copy is filled is calm, too, but for the ticks at which full copies may join.
 
-Who calls it: `failover.replication.leading`.
+Who calls it: `failover.replication.master`; sessions look at the partitions that arrive, and get
+the text of a refusal.
 
 Invariants
 - clients are served only while the in-sync set confirms this master. Who is not served any more has
@@ -21,17 +23,17 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, NamedTuple
 
 from dcp.stream.hub import StreamHub
 from failover.coordinator.cluster_view import ClusterView
-from failover.replication.arrivals import Arrivals
-from failover.replication.handovers import GROUP_MAX
+from failover.replication.commit import OpenGroups
+from failover.replication.effects import PartitionsArrived, ReplicationEffect
+from failover.replication.feed import ReplicaFeed
+from failover.replication.handover import GROUP_MAX
 from failover.replication.mastership import Mastership, Service
-from failover.replication.replica_feed import ReplicaFeed
-from failover.replication.whole_groups import WholeGroups
-from failover.rules.isr import confirmed_until_ns, may_answer_reads
+from failover.rules.isr import CONFIRMATION_NS, confirmed_until_ns, may_answer_reads
 from failover.rules.promotion import may_send_back
 from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import knows_collections
@@ -45,8 +47,83 @@ _SERVING: Final = Service.SERVING
 _HANDING: Final = Service.HANDING
 
 
+ARRIVAL_NS_MAX: Final = 100_000_000
+"""How long after its record a partition is expected to be served. The median is 15 to 35 ms on two
+busy cores; a disk or a replica that takes longer may take any time."""
+
+
+class Arrivals:
+    """Partitions that were handed over to this node, and that it serves in a moment.
+
+        began ──> ARRIVING ── served, or another master, or ARRIVAL_NS_MAX is over ──> ended
+
+    A client that has the new map may ask before the first commit group of the epoch is on disk
+    here. Its request waits in its session (`dcp.session.arrival_wait`) instead of being refused:
+    the refusal would be sent behind the answers before it, and the request would come again after
+    that. An end leaves an effect, so that the requests go on.
+
+    Only a handover brings an arrival. After a failover a master may have to wait for confirmations
+    to lapse, which takes longer than a request should wait. An arrival does not begin again in the
+    same epoch.
+    """
+
+    def __init__(self, effects: list[ReplicationEffect]) -> None:
+        self._effects = effects
+        self._began_ns: dict[int, int] = {}
+        self.vb_ids = self._began_ns.keys()
+        """The partitions that are arriving; the same object for ever."""
+
+    def began(self, vb_id: int, now_ns: int) -> None:
+        """The record of a handover has made this node a partition's master."""
+        self._began_ns[vb_id] = now_ns
+
+    def ended(self, vb_id: int) -> None:
+        """A partition is served, or has another master; nothing happens if it was not arriving."""
+        if self._began_ns.pop(vb_id, None) is not None:
+            self._tell()
+
+    def expire(self, now_ns: int) -> None:
+        """End the arrivals that take too long: requests are refused from now on."""
+        overdue = [
+            vb_id
+            for vb_id, began_ns in self._began_ns.items()
+            if now_ns - began_ns >= ARRIVAL_NS_MAX
+        ]
+        for vb_id in overdue:
+            self.ended(vb_id)
+
+    def _tell(self) -> None:
+        """Leave one effect, however many partitions it is about."""
+        if not any(isinstance(effect, PartitionsArrived) for effect in self._effects):
+            self._effects.append(PartitionsArrived())
+
+
+class Fence(NamedTuple):
+    """Why a partition whose master this node is is fenced."""
+
+    why: str
+    missing: tuple[str, ...] = ()
+    """Members in sync that do not confirm this master."""
+
+
+class Unwritable(NamedTuple):
+    """A partition whose master this node is, and that takes no writes now."""
+
+    vb_id: int
+    why: str
+    missing: tuple[str, ...] = ()
+    """Members in sync that do not confirm this master."""
+
+
+def no_trouble() -> str:
+    """Say that the metadata store answers, where nobody knows better."""
+    return ""
+
+
 class Serving:
-    """See the module. `masterships`, `feeds` and `wholes` are those of `Leading`."""
+    """See the module. `masterships`, `feeds` and `groups` are those of `Master`. `store_trouble`
+    tells why the metadata store does not answer; "": it does.
+    """
 
     def __init__(
         self,
@@ -56,8 +133,9 @@ class Serving:
         member: str,
         masterships: Mapping[int, Mastership],
         feeds: Mapping[str, ReplicaFeed],
-        wholes: WholeGroups,
-        arrivals: Arrivals,
+        groups: OpenGroups,
+        effects: list[ReplicationEffect],
+        store_trouble: Callable[[], str],
     ) -> None:
         self._engine = engine
         self._hub = hub
@@ -65,11 +143,12 @@ class Serving:
         self._member = member
         self._masterships = masterships
         self._feeds = feeds
-        self._wholes = wholes
-        self._arrivals = arrivals
+        self._groups = groups
+        self.arrivals = Arrivals(effects)
+        self.store_trouble = store_trouble
         self.fence_ns: int | None = None
         """When the first partition is not confirmed any more; None: none is served so."""
-        self._calm: set[int] = set()
+        self._steady: set[int] = set()
         self._left: set[int] = set()
         """Partitions that were calm since their in-sync sets were looked at last."""
         self._filled: set[int] = set()
@@ -89,26 +168,26 @@ class Serving:
         """A partition has its master here; `handed_over_ns` is when it was handed over to it."""
         self._unserved.add(vb_id)
         if handed_over_ns is not None:
-            self._arrivals.began(vb_id, handed_over_ns)
+            self.arrivals.began(vb_id, handed_over_ns)
 
     def ended(self, vb_id: int) -> None:
         """A partition has not its master here any more."""
         self._unserved.discard(vb_id)
         self.awaited.pop(vb_id, None)
-        self._arrivals.ended(vb_id)
-        self._calm.discard(vb_id)
+        self.arrivals.ended(vb_id)
+        self._steady.discard(vb_id)
         self._left.discard(vb_id)
 
     def changed(self, vb_id: int) -> None:
         """A partition is not calm any more."""
-        if vb_id in self._calm:
-            self._calm.discard(vb_id)
+        if vb_id in self._steady:
+            self._steady.discard(vb_id)
             self._left.add(vb_id)
 
     def all_changed(self) -> None:
         """No partition is calm any more."""
-        self._left |= self._calm
-        self._calm.clear()
+        self._left |= self._steady
+        self._steady.clear()
 
     def _note_changes(self) -> None:
         for feed in self._feeds.values():
@@ -126,7 +205,7 @@ class Serving:
         """Whether a partition was not served when it was looked at last."""
         return bool(self._unserved)
 
-    def restless(self, *, may_fill: bool = False) -> set[int]:
+    def active(self, *, may_fill: bool = False) -> set[int]:
         """Return the partitions that are not calm. `may_fill`: those of which a copy is filled are
         not, because it may join if it is full.
         """
@@ -135,7 +214,7 @@ class Serving:
             for vb_id in self._filled:
                 self.changed(vb_id)
             self._filled.clear()
-        return self._masterships.keys() - self._calm
+        return self._masterships.keys() - self._steady
 
     def take_left(self) -> set[int]:
         """Return the partitions that were calm since this was called last."""
@@ -160,15 +239,15 @@ class Serving:
     def serve(self, now_ns: int) -> None:
         """Let each partition serve what it may, and find the next fence."""
         self.fence_ns = None
-        restless = self.restless()
-        if self._calm and not self._serve_on(now_ns):
+        active = self.active()
+        if self._steady and not self._serve_on(now_ns):
             self.all_changed()
-            restless = set(self._masterships)
-        for vb_id in restless:
+            active = set(self._masterships)
+        for vb_id in active:
             mastership = self._masterships[vb_id]
             service = self._look_at(mastership, now_ns)
-            if service is Service.SERVING and mastership.is_settled(self._alive):
-                self._calm.add(vb_id)
+            if service is Service.SERVING and mastership.is_steady(self._alive):
+                self._steady.add(vb_id)
                 if mastership.record.filling:
                     self._filled.add(vb_id)
 
@@ -183,8 +262,8 @@ class Serving:
     def _serve_on(self, now_ns: int) -> bool:
         """Find the next fence of the calm partitions; False: some must not be served."""
         asked = {member: feed.asked_ns for member, feed in self._feeds.items()}
-        for in_sync, vb_ids in self._wholes.in_sync_sets().items():
-            if self._calm.isdisjoint(vb_ids):
+        for in_sync, vb_ids in self._groups.in_sync_sets().items():
+            if self._steady.isdisjoint(vb_ids):
                 continue
             until_ns = confirmed_until_ns(self._member, in_sync.members, asked)
             if not may_answer_reads(now_ns, until_ns):
@@ -236,7 +315,7 @@ class Serving:
         if is_served and not was_active:
             part.state = VbState.ACTIVE
             self._engine.keyspace.tell_missing_events(part)
-            self._arrivals.ended(part.vb_id)
+            self.arrivals.ended(part.vb_id)
         elif was_active and not is_served:
             self.fence(part)
         why = mastership.why_writes_wait if is_served else ""
@@ -249,3 +328,54 @@ class Serving:
         """Let a partition serve nobody, and end its streams."""
         part.state = VbState.FENCED
         self._hub.fenced(part.vb_id)
+
+    # -- why a partition is not served -------------------------------------------------------------
+
+    def fence_of(self, mastership: Mastership, now_ns: int) -> Fence:
+        """Return why a partition that is fenced serves nobody."""
+        if not mastership.is_ready:
+            return Fence("the beginning of the new master's epoch is not on disk yet")
+        if mastership.has_handed:
+            return Fence("another node becomes the partition's master")
+        if missing := self._missing(mastership, now_ns):
+            why = "a copy in sync does not confirm the master, so it may answer nothing"
+            return Fence(why, missing)
+        if mastership.part.vb_id in self.awaited:
+            return Fence("the master has not read of all collections in the metadata store yet")
+        return Fence("the new master waits until copies in sync have caught up")
+
+    def why_fenced(self, vb_id: int, now_ns: int) -> str:
+        """Return why a partition is fenced in words for clients; "" if this is not its master."""
+        mastership = self._masterships.get(vb_id)
+        if mastership is None:
+            return ""
+        why, missing = self.fence_of(mastership, now_ns)
+        if not missing:
+            return why
+        members = self._view.members
+        names = [members[each].content.name if each in members else each for each in missing]
+        text = f"no confirmation from {', '.join(names)} for a while that this node is its master"
+        if self.store_trouble():
+            text += "; no copy can leave the in-sync set while the metadata store is away"
+        return text
+
+    def _missing(self, mastership: Mastership, now_ns: int) -> tuple[str, ...]:
+        """Return the members in sync that have not confirmed this master in time."""
+        vb_id = mastership.part.vb_id
+        late = []
+        for other in sorted(mastership.isr - {self._member}):
+            feed = self._feeds.get(other)
+            confirmed_ns = None if feed is None else feed.confirmed_ns(vb_id)
+            if confirmed_ns is None or now_ns - confirmed_ns >= CONFIRMATION_NS:
+                late.append(other)
+        return tuple(late)
+
+    def unwritable(self, now_ns: int) -> Iterator[Unwritable]:
+        """Yield the partitions of this master that take no writes now, and why."""
+        for vb_id, mastership in self._masterships.items():
+            part = mastership.part
+            if part.state == VbState.ACTIVE:
+                if part.holds:
+                    yield Unwritable(vb_id, next(iter(part.holds.values())))
+            else:
+                yield Unwritable(vb_id, *self.fence_of(mastership, now_ns))

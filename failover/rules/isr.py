@@ -170,7 +170,7 @@ class Candidate(NamedTuple):
     """What a master knows about a replica that is not in the ISR."""
 
     acknowledgement: Acknowledgement
-    is_level: bool
+    is_caught_up: bool
     """It has acknowledged every commit group before those under way."""
     has_incomplete_snapshot: bool = False
     """A de-duplicated snapshot is incomplete: its seqno says nothing about what it holds."""
@@ -192,7 +192,7 @@ def may_join(candidate: Candidate, epoch: int, hw_seqno: int, epoch_start_seqno:
     return (
         given.epoch == epoch
         and given.synced_seqno >= max(hw_seqno, epoch_start_seqno)
-        and candidate.is_level
+        and candidate.is_caught_up
         and not candidate.has_incomplete_snapshot
     )
 

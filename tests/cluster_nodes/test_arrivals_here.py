@@ -41,14 +41,14 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
         await cluster.until_all_in_sync(1)
         assert node.replicated is not None
         node.engine.partitions[VB].state = VbState.FENCED
-        node.replicated.core.leading.arrivals.began(VB, elapsed_ns() + LONG_NS)
+        node.replicated.core.master.serving.arrivals.began(VB, elapsed_ns() + LONG_NS)
         yield node
 
 
 def arrive(node: Node) -> None:
     assert node.replicated is not None
     node.engine.partitions[VB].state = VbState.ACTIVE
-    node.replicated.core.leading.arrivals.ended(VB)
+    node.replicated.core.master.serving.arrivals.ended(VB)
     node.replicated.after_commands()
 
 

@@ -93,7 +93,7 @@ async def test_partitions_move_under_load_and_a_drained_node_is_removed(tmp_path
 
             await written(cluster, set_cluster(view_of(n2), next(stamps), copies=2, min_in_sync=2))
             await cluster.until_all_in_sync(2)
-            mastership = next(iter(n1.replicated.core.leading.masterships.values()))
+            mastership = next(iter(n1.replicated.core.master.masterships.values()))
             assert mastership.min_in_sync == 2, "live, and n1's file does not say so"
 
             await written(cluster, drain(view_of(n2), "n1", next(stamps)))

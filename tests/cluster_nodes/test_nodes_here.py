@@ -181,7 +181,7 @@ async def test_a_stranger_gets_no_replication_link(tmp_path: Path) -> None:
         write_cluster_file(tmp_path / "n2", msgspec.structs.replace(content, secret="x" * 43))
         n2 = await cluster.start("n2")
         assert n2.replicated is not None
-        following = n2.replicated.core.following
+        following = n2.replicated.core.replica
         await until_so(lambda: any("login" in link.problem for link in following.links.values()))
 
 

@@ -308,7 +308,7 @@ class Model:
         assert replica.lead is not None
         start = self.rules.start_to_reach(replica.versions.current.seqno, replica.lead.epoch_start)
         return ack is not None and self.rules.may_join(
-            Candidate(ack, is_level=True), replica.epoch, replica.hw, start
+            Candidate(ack, is_caught_up=True), replica.epoch, replica.hw, start
         )
 
     # What a replica does with the record.

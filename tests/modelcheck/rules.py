@@ -1,7 +1,7 @@
 """The rules that the model runs: the product's own functions, handed in as one object.
 
 Two rules are no functions there, because they say when the product does something: what is sent
-(`GroupSending.begun`), and what is acknowledged (`ReplicaLink.synced`).
+(`OpenGroups.begun`), and what is acknowledged (`ReplicaLink.synced`).
 
 `RIGHT` is the product. modelcheck/broken.py replaces single functions. The product has no switch.
 """

@@ -75,8 +75,8 @@ REPLICATION = (
     # -- links between nodes -------------------------------------------------------------------
     Mutation(
         "acknowledgement-of-a-closed-stream",
-        "                if self._streams.get(each.vb_id) is stream:\n",
-        "                if each.vb_id in self._streams:\n",
+        "                if self._progress.get(each.vb_id) is progress:\n",
+        "                if each.vb_id in self._progress:\n",
         ("test_replica_feed", "test_copies"),
     ),
     Mutation(
@@ -106,14 +106,14 @@ REPLICATION = (
     ),
     Mutation(
         "snapshot-part-joins",
-        "        return stream is not None and stream.whole_number > self._acknowledged_number\n",
-        "        return False\n",
+        "progress.snapshot_number > self._acknowledged_number\n",
+        "False\n",
         ("test_snapshot_below_floor",),
     ),
     Mutation(
         "snapshot-hides-gaps",
-        "    goes_on = told.start == window.start and told.end >= window.end\n",
-        "    goes_on = told.start in {window.start, high_seqno} and told.end >= window.end\n",
+        "    goes_on = control.start == window.start and control.end >= window.end\n",
+        "    goes_on = control.start in {window.start, high_seqno} and control.end >= window.end\n",
         ("test_snapshot_below_floor",),
     ),
     Mutation(
@@ -131,13 +131,13 @@ REPLICATION = (
     ),
     Mutation(
         "group-counts-for-streams-opened-since",
-        "if stream is not None and stream.opened_number < number:\n",
-        "if stream is not None:\n",
+        "if progress is not None and progress.opened_number < number:\n",
+        "if progress is not None:\n",
         ("test_whole_groups",),
     ),
     Mutation(
         "group-commits-without-who-joined",
-        "            if whole.revision != self.revision:\n",
+        "            if group.revision != self.revision:\n",
         "            if False:\n",
         ("test_whole_groups",),
     ),
@@ -149,19 +149,19 @@ REPLICATION = (
     ),
     Mutation(
         "uncommitted-group-told",
-        "        first, last = first_run(self._committed, self._untold.values(), self._given_up)\n",
+        "        first, last = first_run(self._committed, self._open.values(), self._given_up)\n",
         "        first, last = first_run(self._committed, (), self._given_up)\n",
         ("test_whole_groups",),
     ),
     Mutation(
         "left-behind-and-still-in-step",
-        "        self._in_step.discard(part.vb_id)\n        self._takes_all_of = None\n",
-        "        self._in_step.discard(part.vb_id)\n",
+        "        self._replicating.discard(part.vb_id)\n        self._all_replicating = None\n",
+        "        self._replicating.discard(part.vb_id)\n",
         ("test_whole_groups",),
     ),
     Mutation(
         "unsynced-group-counts-for-who-is-left-alone",
-        "            told_seqno = min(told_seqno, max(welcome.seqno, begin))\n",
+        "            synced_seqno = min(synced_seqno, max(welcome.seqno, begin))\n",
         "            pass\n",
         ("test_group_sending",),
     ),
@@ -173,13 +173,13 @@ REPLICATION = (
     ),
     Mutation(
         "stream-opened-amid-a-group-misses-it",
-        "                self._streams[vb_id].pace = FeedPace.BEHIND\n",
+        "                progress.become_probe(progress.next)\n",
         "",
         ("test_group_sending",),
     ),
     Mutation(
         "group-that-fell-apart-sent-wholly",
-        "(begun is None or not whole.left_out)",
+        "(begun is None or not group.excluded)",
         "True",
         ("test_group_sending",),
     ),
@@ -210,8 +210,8 @@ REPLICATION = (
     ),
     Mutation(
         "silent-replica-is-level",
-        "max(self._level_ns.get(member, 0), heard_ns.get(member, 0))\n",
-        "max(self._level_ns.get(member, 0), now_ns)\n",
+        "        self._note_caught_up(heard_ns)\n",
+        "        self._note_caught_up(dict.fromkeys(heard_ns, now_ns))\n",
         ("test_mastership",),
     ),
     Mutation(
@@ -240,13 +240,13 @@ REPLICATION = (
     ),
     Mutation(
         "cut-off-before-it-is-kept",
-        "        if keeping.kept_seqno < part.high_seqno:\n            return False\n",
+        "        if discard.kept_seqno < part.high_seqno:\n            return False\n",
         "",
         ("test_following",),
     ),
     Mutation(
         "told-watermark-outlives-a-truncation",
-        "            self._hw[part.vb_id] = min(self._hw[part.vb_id], seqno)\n",
+        "            self._announced[part.vb_id] = min(self._announced[part.vb_id], seqno)\n",
         "            pass\n",
         ("test_following",),
     ),
@@ -288,7 +288,7 @@ REPLICATION = (
     ),
     Mutation(
         "told-watermark-outlives-an-epoch",
-        "        self._cap_told(part, part.high_seqno)\n",
+        "        self._cap_announced(part, part.high_seqno)\n",
         "",
         ("test_following",),
     ),

@@ -19,7 +19,7 @@ from dcp.server.cluster.receipt_files import keep_election
 from dcp.server.cluster.seen_file import SEEN_FILE
 from dcp.server.cluster.told_map import MAP_FILE, MapContent
 from dcp.server.storage.folder import CLUSTER_FILE
-from failover.replication.loss_receipt import CutOff, ElectionLoss
+from failover.replication.receipt import CutOff, ElectionLoss
 from support.server import DcpdProcess
 from vbucket.check.finding import Kind
 from vbucket.model.entry import pack_mutation

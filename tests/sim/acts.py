@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple
 
-from failover.replication.handovers import HANDING_NS_MAX
+from failover.replication.handover import HANDING_NS_MAX
 from sim.faults import BRANCHES_MAX, Controls, Faults, Mend
 from sim.machine import Machine
 from sim.world import MS, SECOND

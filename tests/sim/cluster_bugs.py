@@ -24,14 +24,13 @@ from failover.coordinator.copy_placement import Chain
 from failover.coordinator.record_writer import OutcomeKind, RecordWriter, WriterEffect
 from failover.coordinator.seen_records import SeenRecords
 from failover.metadata.metastore import OutcomeUnknown, StoreResult
-from failover.replication import leading, mastership
-from failover.replication.dropped_copies import DroppedCopies
-from failover.replication.fill_pace import FillPace
-from failover.replication.following import Following
-from failover.replication.leading import Leading
+from failover.replication import master, mastership
+from failover.replication.feed import ReplicaFeed
+from failover.replication.master import Master
 from failover.replication.mastership import Mastership
 from failover.replication.messages import ReplicaPosition
-from failover.replication.replica_feed import ReplicaFeed
+from failover.replication.pace import FillPace
+from failover.replication.replica import DroppedCopies, Replica
 from failover.rules import election, isr, promotion
 from failover.rules.history import FailoverLog
 from failover.rules.isr import Acknowledgement, Candidate, Sender
@@ -68,50 +67,50 @@ class ClusterBug(NamedTuple):
 # -- the high watermark ----------------------------------------------------------------------------
 
 
-def _nothing_unsynced(_following: Following, _vb_id: int) -> int:
+def _nothing_unsynced(_following: Replica, _vb_id: int) -> int:
     """A replica acknowledges a message when it has applied it, before the sync."""
     return 0
 
 
-_apply_group = Following.apply_group
-_apply_whole = Following.apply_whole
-_told_committed = Following.told_committed
+_apply_changes = Replica.apply_changes
+_apply_group = Replica.apply_group
+_committed = Replica.committed
 
 
-def _group_is_synced(following: Following, changes: Sequence[ReplicatedChange]) -> int:
+def _group_is_synced(following: Replica, changes: Sequence[ReplicatedChange]) -> int:
     """The same for whole groups."""
-    _apply_group(following, changes)
+    _apply_changes(following, changes)
     return 0
 
 
 def _whole_is_synced(
-    following: Following,
+    following: Replica,
     payload: bytes,
     highs: dict[int, int],
     epochs: dict[int, int],
     body_bytes_max: int,
 ) -> tuple[int, dict[int, int]] | None:
     """The same for those that the loop in C applies."""
-    applied = _apply_whole(following, payload, highs, epochs, body_bytes_max)
+    applied = _apply_group(following, payload, highs, epochs, body_bytes_max)
     return None if applied is None else (0, applied[1])
 
 
-def _told_early(following: Following, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
+def _told_early(following: Replica, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
     """What is acknowledged need not be synced, so it is committed here when it is."""
-    _told_committed(following, seqnos, is_synced=False)
+    _committed(following, seqnos, is_synced=False)
 
 
-_step_down = Leading.step_down
-_begin = Leading.begin
+_step_down = Master.step_down
+_begin = Master.begin
 
 
-def _step_down_remembering(core: Leading, vb_id: int, why: str) -> None:
+def _step_down_remembering(core: Master, vb_id: int, why: str) -> None:
     former = vars(core).setdefault("former", {})[vb_id] = core.masterships[vb_id]
     core.note_acknowledged(former)
     _step_down(core, vb_id, why)
 
 
-def _begin_with_former(core: Leading, vb_id: int, *args: Any, **named: Any) -> Any:
+def _begin_with_former(core: Master, vb_id: int, *args: Any, **named: Any) -> Any:
     """A master goes on with what members acknowledged when it was master before."""
     result = _begin(core, vb_id, *args, **named)
     former: Mastership | None = vars(core).get("former", {}).get(vb_id)
@@ -151,11 +150,11 @@ def _joins_at_watermark(
 
 # -- epochs ----------------------------------------------------------------------------------------
 
-_position = Following.position
+_position = Replica.position
 
 
 def _cut_to_watermark(
-    core: Following, vb_id: int, epoch: int
+    core: Replica, vb_id: int, epoch: int
 ) -> tuple[StreamRequest, ReplicaPosition]:
     """A replica gives up what is above the HW that it knows, before it follows a new master."""
     part = core._engine.partitions[vb_id]
@@ -174,10 +173,10 @@ def _takes_over_unchecked(handover: object, _log: FailoverLog, _end_seqno: int) 
     return handover is not None
 
 
-_next_record = Leading._next_record
+_next_record = Master._next_record
 
 
-def _hands_over_early(core: Leading, of: Mastership) -> ReplicationRecord | None:
+def _hands_over_early(core: Master, of: Mastership) -> ReplicationRecord | None:
     """A master hands over without waiting until all is committed. Either check alone is enough to
     keep the histories equal, so the bug leaves out both.
     """
@@ -322,9 +321,9 @@ def _take_record_only(
     mastership: Mastership, record: ReplicationRecord, revision: int = 0
 ) -> set[str]:
     """What a member acknowledged counts for the copy that it gets later."""
-    acknowledged, levels = dict(mastership._acknowledged), dict(mastership._level_ns)
+    acknowledged, levels = dict(mastership._acknowledged), dict(mastership._caught_up_ns)
     _take_record(mastership, record, revision)
-    mastership._acknowledged, mastership._level_ns = acknowledged, levels
+    mastership._acknowledged, mastership._caught_up_ns = acknowledged, levels
     return set()
 
 
@@ -348,17 +347,17 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
     "hw-counts-received": ClusterBug(
         "the HW counts what was received, not synced",
         (
-            Replaced(Following, "unsynced_group", _nothing_unsynced),
-            Replaced(Following, "apply_group", _group_is_synced),
-            Replaced(Following, "apply_whole", _whole_is_synced),
-            Replaced(Following, "told_committed", _told_early),
+            Replaced(Replica, "unsynced_group", _nothing_unsynced),
+            Replaced(Replica, "apply_changes", _group_is_synced),
+            Replaced(Replica, "apply_group", _whole_is_synced),
+            Replaced(Replica, "committed", _told_early),
         ),
     ),
     "old-epoch-counts": ClusterBug(
         "an acknowledgement of an earlier epoch counts",
         (
-            Replaced(Leading, "step_down", _step_down_remembering),
-            Replaced(Leading, "begin", _begin_with_former),
+            Replaced(Master, "step_down", _step_down_remembering),
+            Replaced(Master, "begin", _begin_with_former),
             Replaced(mastership, "high_watermark", _watermark_of_any_epoch),
         ),
     ),
@@ -371,16 +370,16 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
         (Replaced(mastership, "may_join", _joins_at_watermark),),
     ),
     "truncates-to-hw": ClusterBug(
-        "a replica truncates to the HW", (Replaced(Following, "position", _cut_to_watermark),)
+        "a replica truncates to the HW", (Replaced(Replica, "position", _cut_to_watermark),)
     ),
     "no-version": ClusterBug(
-        "a failover makes no version", (Replaced(leading, "first_step", _no_version),)
+        "a failover makes no version", (Replaced(master, "first_step", _no_version),)
     ),
     "handover-unchecked": ClusterBug(
         "a handover is taken unchecked",
         (
             Replaced(promotion, "takes_over", _takes_over_unchecked),
-            Replaced(Leading, "_next_record", _hands_over_early),
+            Replaced(Master, "_next_record", _hands_over_early),
         ),
     ),
     "old-record-believed": ClusterBug(
@@ -404,7 +403,7 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
     ),
     "promoted-at-once": ClusterBug(
         "a promoted replica does not wait for its own confirmation to lapse",
-        (Replaced(leading, "serves_from_ns", _at_once),),
+        (Replaced(master, "serves_from_ns", _at_once),),
     ),
     "applied-not-mine": ClusterBug(
         "an applied write is answered NOT_MY_VBUCKET",

@@ -25,11 +25,11 @@ from failover.coordinator.seen_records import SeenPiece, SeenRecords
 from failover.coordinator.store_driver import StoreDriver
 from failover.metadata.metastore import MetaStore
 from failover.replication.cluster_map import bucket_map
-from failover.replication.loss_receipt import CutOff, ElectionLoss
+from failover.replication.effects import Dial, PartitionsArrived, ReplicationEffect, StepDue
+from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings, Service
-from failover.replication.node_core import ReplicationCore
-from failover.replication.replica_link import LinkState, ReplicaLink
-from failover.replication.shell_effects import Dial, PartitionsArrived, ReplicationEffect, StepDue
+from failover.replication.node import ReplicationCore
+from failover.replication.receipt import CutOff, ElectionLoss
 from failover.rules.replication_record import ReplicationRecord
 from sim.facts import CutOffFact, Facts, History, LostFact, Mastership
 from sim.network import Side
@@ -159,8 +159,10 @@ class ClusterNode(SingleNode):
             cluster="sim", carry_out=self._carry_out, depose=self._depose,
             now_ns=self.clock.monotonic_ns(), kept=self.seen,
         )  # fmt: skip
-        self._manifest = SharedManifest(self.session.view, self.engine, store, self.core.settle)
-        self.replication = self.core.leading
+        self._manifest = SharedManifest(
+            self.session.view, self.engine, store, self.core.resolve_counts
+        )
+        self.replication = self.core.master
         self._handlers: list[LinkHandler] = []
         self._told: dict[int, int] = {}
         """Partition -> the epoch in which this node was last seen to serve it."""
@@ -313,13 +315,13 @@ class ClusterNode(SingleNode):
         try:
             keep(self._machine.disk, cut)
         except OSError:
-            self.core.following.not_kept(cut)
+            self.core.replica.not_kept(cut)
             return
         stored = self.session.view.partitions.get(cut.vb_id)
         is_dropped = stored is not None and self.member not in stored.content.record.copies
         epoch = self.engine.partitions[cut.vb_id].leader_epoch if is_dropped else None
         self._record.cut_off.append(CutOffFact(self._world.now_ns, self.name, cut, epoch))
-        self.core.following.kept(cut)
+        self.core.replica.kept(cut)
 
     def _flushed(self, handler: LinkHandler) -> bool:
         """Send what a link has to send; return whether it is over."""
@@ -327,7 +329,7 @@ class ClusterNode(SingleNode):
         return handler.link.state is LinkState.CLOSED and handler.side is None
 
     def _dial(self, member: str) -> None:
-        link = self.core.following.links[member]
+        link = self.core.replica.links[member]
         stored = self.session.view.members.get(member)
         handler = LinkHandler(self, member, link)
         self._handlers.append(handler)
@@ -380,7 +382,7 @@ class ClusterNode(SingleNode):
         part = self.engine.partitions[vb_id]
         seqno = int(part.high_seqno * share)
         uuid = vb_uuid_from_random(self._world.draw.getrandbits(64))
-        if self.core.leading.want_branch(vb_id, seqno, uuid):
+        if self.core.master.want_branch(vb_id, seqno, uuid):
             return False
         self._record.excuse(self._world.now_ns, vb_id, seqno, "branch")
         return True
@@ -408,7 +410,7 @@ class ClusterNode(SingleNode):
 
     def would_answer(self, vb_id: int) -> bool:
         """See Watched."""
-        leading, now_ns = self.core.leading, self.clock.monotonic_ns()
+        leading, now_ns = self.core.master, self.clock.monotonic_ns()
         mastership = leading.masterships.get(vb_id)
         if mastership is None or self.engine.partitions[vb_id].state != VbState.ACTIVE:
             return False

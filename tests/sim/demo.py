@@ -123,14 +123,14 @@ class DemoNode(ClusterNode):
 
     def ended(self) -> None:
         """See SimNode."""
-        self._record.replica_rollbacks += self.core.following.rollbacks
+        self._record.replica_rollbacks += self.core.replica.rollbacks
         super().ended()
 
     def _note_masterships(self) -> None:
         known = len(self._record.masterships)
         super()._note_masterships()
         for item in self._record.masterships[known:]:
-            if self.core.leading.masterships[item.vb_id].record.handover is not None:
+            if self.core.master.masterships[item.vb_id].record.handover is not None:
                 self._record.handovers.add((item.vb_id, item.epoch))
 
 
@@ -347,7 +347,7 @@ class Demo:
         )
         served = {(item.vb_id, item.epoch) for item in facts.masterships}
         rollbacks = facts.replica_rollbacks + sum(
-            node.core.following.rollbacks for node in self._nodes()
+            node.core.replica.rollbacks for node in self._nodes()
         )
         return Summary(
             len(self._documents), len(loader.answered), lost, loader.repeated,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-from failover.replication.loss_receipt import CutOff, ElectionLoss
+from failover.replication.receipt import CutOff, ElectionLoss
 
 
 class Kind(Enum):

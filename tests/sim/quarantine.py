@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from failover.replication.loss_receipt import (
+from failover.replication.receipt import (
     CutOff,
-    QuarantineDamagedError,
+    DiscardDamagedError,
     pack_cut_off,
     unpack_cut_off,
 )
@@ -35,6 +35,6 @@ def kept(disk: ForgetfulDisk) -> list[CutOff]:
         if name.endswith(SUFFIX):
             try:
                 found.append(unpack_cut_off(disk.read(name)))
-            except QuarantineDamagedError:
+            except DiscardDamagedError:
                 continue  # the power went before it was synced: nothing was cut off then
     return found

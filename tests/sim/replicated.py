@@ -370,7 +370,7 @@ class ReplicatedNodes:
         node = machine.node
         return isinstance(node, ClusterNode) and any(
             mastership.asked is not None and mastership.asked <= gone
-            for mastership in node.core.leading.masterships.values()
+            for mastership in node.core.master.masterships.values()
         )
 
     def harm_store(self, kind: str, machine: str | None = None) -> Mend | None:

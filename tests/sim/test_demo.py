@@ -9,7 +9,7 @@ import pytest
 
 from dcp.server.net.connection import PUMP_BYTES
 from dcp.session.held_answers import HeldAnswers, HeldBatch
-from failover.replication.fed_stream import SECTION_BYTES
+from failover.replication.mastership import SECTION_BYTES
 from sim import demo
 from sim.demo import Demo, DemoNode, Script, Summary
 from sim.demo_command import main

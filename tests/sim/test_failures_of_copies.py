@@ -194,7 +194,7 @@ def test_a_peer_that_lies_is_disconnected_and_nothing_of_it_is_applied(
     problems: set[str] = set()
 
     def is_refused() -> bool:
-        link = cluster.node(replica).core.following.links.get(f"{master}-1")
+        link = cluster.node(replica).core.replica.links.get(f"{master}-1")
         problems.add("" if link is None else link.problem)
         return any(LIES[lie] in problem for problem in problems)
 

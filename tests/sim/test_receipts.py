@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from failover.replication.loss_receipt import CutOff
+from failover.replication.receipt import CutOff
 from sim import run
 from sim.checkers import receipts
 from sim.facts import CutOffFact, History, LostFolder, Operation, fingerprint

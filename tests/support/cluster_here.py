@@ -140,7 +140,7 @@ class ClusterHere:
         """Return whether a node hands partitions over, or rests between two groups of them."""
         replicated = self.nodes[name].replicated
         assert replicated is not None
-        return replicated.core.leading.handovers.is_under_way
+        return replicated.core.master.handovers.is_under_way
 
     async def until_all_in_sync(self, copies: int) -> None:
         """Return once each partition is served, with so many copies in sync, and none moves."""

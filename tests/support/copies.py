@@ -22,10 +22,10 @@ from failover.coordinator.cluster_records import (
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.metadata.metastore import KeyValue
+from failover.replication.effects import Dial
+from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings
-from failover.replication.node_core import ReplicationCore
-from failover.replication.replica_link import LinkState, ReplicaLink
-from failover.replication.shell_effects import Dial
+from failover.replication.node import ReplicationCore
 from failover.rules.replication_record import ReplicationRecord, create, elect
 from support.memory_node import MemoryNode, Peer
 from vbucket.engine.partition import Partition, VbState
@@ -85,7 +85,7 @@ class CopyNode(MemoryNode):
     def accept(self) -> Peer:
         """Return a connection of another node."""
         peer = self.connect()
-        peer.state.replication = self.core.leading
+        peer.state.replication = self.core.master
         peer.state.rights = FULL_RIGHTS.granted(Role.REPLICATE)
         return peer
 
@@ -233,7 +233,7 @@ class Copies:
         for node in self.nodes.values():
             for effect in node.core.take_effects():
                 if isinstance(effect, Dial):
-                    link = node.core.following.links[effect.member]
+                    link = node.core.replica.links[effect.member]
                     self.wires.append(Wire(node, link, self.nodes[effect.member]))
 
     def move(self, up: int = 1 << 30, down: int = 1 << 30) -> bool:

@@ -24,10 +24,10 @@ from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.record_writer import WriteOutcome
 from failover.metadata.metastore import OutcomeUnknown, Put, Range, RangeResult, StoreResult, Txn
 from failover.metadata.revision_store import RevisionStore
+from failover.replication.effects import Dial, ReplicationEffect
+from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import Mastership, ReplicationSettings
-from failover.replication.node_core import ReplicationCore
-from failover.replication.replica_link import LinkState, ReplicaLink
-from failover.replication.shell_effects import Dial, ReplicationEffect
+from failover.replication.node import ReplicationCore
 from failover.rules.replication_record import ReplicationRecord, create, elect, rebuild
 from support.memory_node import MemoryNode, Peer
 from vbucket.engine.engine import SET
@@ -127,7 +127,7 @@ class CoreNode(MemoryNode):
 
     @property
     def mastership(self) -> Mastership:
-        return self.core.leading.masterships[VB]
+        return self.core.master.masterships[VB]
 
     def put(self, key: bytes = b"\0k", value: bytes = b"v") -> None:
         """Write a document, as a session does after its guards; it is not committed yet."""
@@ -142,7 +142,7 @@ class Wire:
     def __init__(self, node: CoreNode, link: ReplicaLink, master: CoreNode) -> None:
         self.node, self.link, self.master = node, link, master
         self.peer: Peer = master.connect()
-        self.peer.state.replication = master.core.leading
+        self.peer.state.replication = master.core.master
         self.peer.state.rights = Rights(dict.fromkeys(Role, (EVERYTHING,)))
         self.is_open = self.is_up = self.is_down = True
         """Whether it is open, and whether bytes go to the master and to the replica."""
@@ -250,7 +250,7 @@ class CoreCluster:
         """Connect the links that ask for it."""
         for node in self.nodes.values():
             for effect in node.told(Dial):
-                link = node.core.following.links[effect.member]
+                link = node.core.replica.links[effect.member]
                 if link.state is not LinkState.CLOSED:
                     self.wires.append(Wire(node, link, self.nodes[effect.member]))
             node.effects = [item for item in node.effects if not isinstance(item, Dial)]

@@ -8,19 +8,18 @@ from dcp.wire.frame import Frame, FrameDecoder
 from dcp.wire.message import StreamRequest
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from failover.replication.feed import (
+    WINDOW_BYTES,
+    Match,
+    ReplicaFeed,
+)
 from failover.replication.messages import (
     NOT_SEEN,
     EntriesSection,
     Message,
     ReplicaPosition,
-    StoreSeen,
     pack_ack,
     unpack_entries,
-)
-from failover.replication.replica_feed import (
-    WINDOW_BYTES,
-    Followed,
-    ReplicaFeed,
 )
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
@@ -37,7 +36,8 @@ class Master(MemoryNode):
         super().__init__(partitions=partitions)
         for part in self.engine.partitions:
             part.has_copies = True
-        self.acknowledged_: list[Followed] = []
+        self.serves_by = NOT_SEEN
+        self.acknowledged_: list[Match] = []
         self.closed: list[ReplicaFeed] = []
         self.rings = 0
         self.feed = ReplicaFeed(
@@ -57,15 +57,12 @@ class Master(MemoryNode):
         feed.open(vb_id, told.epoch, opaque, asked.start_seqno)
         return FeedAnswer(Status.OK, b"")
 
-    def acknowledged(self, member: str, followed: tuple[Followed, ...]) -> None:
+    def acknowledged(self, member: str, followed: tuple[Match, ...]) -> None:
         assert member == "r"
         self.acknowledged_ += followed
 
     def confirmed(self, feed: ReplicaFeed) -> None:
         assert feed is self.feed
-
-    def serves_by(self) -> StoreSeen:
-        return NOT_SEEN
 
     def records_were_kept(self) -> None:
         """Nothing waits for it."""

@@ -11,6 +11,10 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from failover.replication.link import (
+    ReplicaLink,
+    from_here,
+)
 from failover.replication.messages import (
     NOT_SEEN,
     EntriesSection,
@@ -24,10 +28,6 @@ from failover.replication.messages import (
     pack_group,
     share,
     unpack_ack,
-)
-from failover.replication.replica_link import (
-    ReplicaLink,
-    from_here,
 )
 from vbucket.engine.replicated import ReplicatedChange
 from vbucket.model.control import SnapshotWindow
@@ -82,17 +82,17 @@ class Replica:
     def unsynced_group(self, vb_id: int) -> int:
         return self.groups.get(vb_id, 0)
 
-    def apply_whole(
+    def apply_group(
         self, payload: bytes, highs: dict[int, int], epochs: dict[int, int], body_bytes_max: int
     ) -> None:
         """Leave it to Python."""
 
-    def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
+    def apply_changes(self, changes: Sequence[ReplicatedChange]) -> int:
         for change in changes:
             self.high[change[0]] += 1
         return self.open_group
 
-    def told_committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
+    def committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
         self.done.append(("committed", dict(seqnos)))
 
 

@@ -16,9 +16,9 @@ from failover.coordinator.cluster_session import ClusterSession
 from failover.coordinator.cluster_view import Stored
 from failover.coordinator.coordinator import CoordinatorSettings
 from failover.metadata.metastore import KeyValue
+from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings
-from failover.replication.node_core import ReplicationCore
-from failover.replication.replica_link import LinkState, ReplicaLink
+from failover.replication.node import ReplicationCore
 from failover.rules.replication_record import ReplicationRecord
 from support.memory_node import MemoryNode, Peer
 from support.open_door import OpenDoor
@@ -167,22 +167,22 @@ class ReplicaPair:
             return
         self.cut()
         for _ in range(10):
-            if replica.core.following.links and not self._is_closed():
+            if replica.core.replica.links and not self._is_closed():
                 break
             replica.tick()
         else:
             raise AssertionError("the replica does not follow the master")
-        self._link = replica.core.following.links[MASTER]
+        self._link = replica.core.replica.links[MASTER]
         self._state = SessionState(
             engine=node.engine, hub=node.hub, facts=node, authenticator=OpenDoor(),
             peer_is_loopback=True, limits=node.connect().state.limits, scans=node.scans,
-            replication=self.master.core.leading, has_replicas=True,
+            replication=self.master.core.master, has_replicas=True,
         )  # fmt: skip
         self._state.rights = FULL_RIGHTS.granted(Role.REPLICATE)
         self._session = Session(self._state)
 
     def _is_closed(self) -> bool:
-        return self.replica.core.following.links[MASTER].state is LinkState.CLOSED
+        return self.replica.core.replica.links[MASTER].state is LinkState.CLOSED
 
     def cut(self) -> None:
         """Lose the connection, and what is on its way."""
@@ -228,7 +228,7 @@ class ReplicaPair:
 
     def acknowledged(self) -> int:
         """Return what counts for the high watermark."""
-        given = self.master.core.leading.masterships[VB]._acknowledged.get(REPLICA)
+        given = self.master.core.master.masterships[VB]._acknowledged.get(REPLICA)
         return -1 if given is None else given.synced_seqno
 
     # -- what tests do -----------------------------------------------------------------------------

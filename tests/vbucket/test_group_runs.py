@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.session.replication_port import ReplicationError
-from failover.replication.messages import ENTRY_OVERHEAD_BYTES_MAX
-from failover.replication.whole_entries import checked_group
+from failover.replication.messages import ENTRY_OVERHEAD_BYTES_MAX, checked_group
 from support.memory_node import MemoryNode
 from vbucket.engine.partition import Partition
 from vbucket.engine.replicated import ReplicatedChanges

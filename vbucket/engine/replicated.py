@@ -113,7 +113,7 @@ class ReplicatedChanges:
         """Apply changes of several partitions, in the order of the master's log. Return the commit
         group that has them here.
 
-        The caller has checked them (failover.replication.whole_entries): the seqnos of each
+        The caller has checked them (failover.replication.messages): the seqnos of each
         partition follow each other, and no partition has a part of a snapshot. Raises
         StoreDamagedError before anything is changed.
         """
@@ -130,7 +130,7 @@ class ReplicatedChanges:
         """Check and apply the entries of a whole group in C. Return the commit group that has them
         here, and partition -> end seqno; `highs` is raised.
 
-        None: nothing was changed; check the group in Python (failover.replication.whole_entries,
+        None: nothing was changed; check the group in Python (failover.replication.messages,
         which explains the arguments), and call `apply_group`. Raises StoreDamagedError before
         anything is changed.
         """

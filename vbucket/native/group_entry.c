@@ -1,4 +1,4 @@
-/* See group_entry.h. Who calls it: group_run.c. Rules: failover/replication/whole_entries.py. */
+/* See group_entry.h. Who calls it: group_run.c. Rules: failover/replication/messages.py. */
 
 #include "group_entry.h"
 

@@ -1,5 +1,5 @@
 /* See group_run.h. vbucket/native/loops.pyi has the interface. vbucket/engine/replicated.py calls
-   it; that and failover/replication/whole_entries.py have the rules, and its twins in Python.
+   it; that and failover/replication/messages.py have the rules, and its twins in Python.
 
    Invariants
    - no byte outside of the payload is read, whatever the lengths in it say;

@@ -35,7 +35,7 @@ from dcp.server.storage.folder import (
     log_path,
     store_path,
 )
-from failover.replication.loss_receipt import QuarantineDamagedError, unpack_cut_off
+from failover.replication.receipt import DiscardDamagedError, unpack_cut_off
 from vbucket.check.finding import Finding, Kind
 from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME
 from vbucket.store.lmdb_file import DATA_FILE_NAME
@@ -45,7 +45,7 @@ _DAMAGE: Final = (
     ClusterRefusedError,
     FolderError,
     UsersFileError,
-    QuarantineDamagedError,
+    DiscardDamagedError,
     msgspec.MsgspecError,
     OSError,
 )
@@ -160,7 +160,7 @@ def _quarantine(folder: Path, prefix: str) -> Iterator[Finding | NotRead]:
 def _read_cut(path: Path) -> None:
     cut = unpack_cut_off(path.read_bytes())
     if cut.file_name != path.name:
-        raise QuarantineDamagedError(f"it is a copy of {cut.file_name}")
+        raise DiscardDamagedError(f"it is a copy of {cut.file_name}")
 
 
 def _strays(folder: Path, prefix: str) -> Iterator[NotRead]:

@@ -24,7 +24,7 @@ from dcp.server.operate.cluster_reports import (
 from failover.coordinator.cluster_view import ClusterView
 from failover.coordinator.request_answers import name_of
 from failover.coordinator.store_age import why_not_elected
-from failover.replication.leading_report import Unwritable, follower_lags, unwritable
+from failover.replication.serving import Unwritable
 from failover.rules.replication_record import ReplicationRecord
 from vbucket.model.id_ranges import id_ranges
 
@@ -132,7 +132,7 @@ def _nodes(view: ClusterView) -> list[NodeReport]:
 
 def _followers(replicated: ReplicatedNode) -> list[FollowerReport]:
     view = replicated.session.view
-    lags = follower_lags(replicated.core.leading, replicated.member, elapsed_ns())
+    lags = replicated.core.master.lags(elapsed_ns())
     return [
         FollowerReport(
             node=name_of(view, lag.member), copies=lag.copies,
@@ -150,9 +150,9 @@ def _unwritable(replicated: ReplicatedNode, *, is_store_away: bool) -> list[Unwr
     """
     view = replicated.session.view
     groups: dict[_Reason, list[int]] = defaultdict(list)
-    for found in unwritable(replicated.core.leading, elapsed_ns()):
+    for found in replicated.core.master.serving.unwritable(elapsed_ns()):
         groups[_words(view, found, is_store_away=is_store_away)].append(found.vb_id)
-    leads, member = replicated.core.leading.masterships, replicated.member
+    leads, member = replicated.core.master.masterships, replicated.member
     for vb_id, stored in view.partitions.items():
         record = stored.content.record
         is_orphan = record.master is None or record.master not in view.alive

@@ -4,7 +4,7 @@
 
 Both sides prove that they know the cluster's secret (SCRAM, with TLS or without), or that they have
 certificates of the nodes' CA (mutual TLS and EXTERNAL). `dcp.server.access.link_tls` has the modes,
-`failover.replication.replica_link` the link's rules.
+`failover.replication.link` the link's rules.
 
 Invariants
 - the link gets no byte before the other side has proved who it is;
@@ -24,7 +24,7 @@ from dcp.server.cluster.map_shown import host_and_port
 from dcp.server.cluster.node_login import LOGIN_ADVICE, LoginRefusedError, NodeLogin
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.wire.frame import FrameDecoder, RemoteProtocolError
-from failover.replication.replica_link import LinkState, ReplicaLink
+from failover.replication.link import LinkState, ReplicaLink
 
 DIAL_S: Final = 1.0
 """How long a connection may take. A node that does not answer is dialled again."""

@@ -28,7 +28,7 @@ from failover.metadata.metastore import (
     Txn,
     if_unchanged,
 )
-from failover.replication.following import BARRED_REDIAL_NS_MAX
+from failover.replication.replica import BARRED_REDIAL_NS_MAX
 
 FORGET_NS: Final = 3 * BARRED_REDIAL_NS_MAX
 WRITE_NS: Final = 1_000_000_000

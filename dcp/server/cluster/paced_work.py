@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from dcp.server.observe.elapsed import elapsed_ns
 from failover.coordinator.work_pace import WorkPace
-from failover.replication.node_core import ReplicationCore
+from failover.replication.node import ReplicationCore
 
 
 class PacedWork:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp.server.access.users_file import replace_file
-from failover.replication.loss_receipt import CutOff, pack_cut_off
+from failover.replication.receipt import CutOff, pack_cut_off
 
 QUARANTINE_FOLDER: Final = "quarantine"
 

@@ -1,7 +1,7 @@
 """The loss receipts of a node's data folder: changes that were cut off, and unclean elections.
 
     quarantine/
-      vb0017-version...-9-12.cut            changes that this node cut off (`loss_receipt`)
+      vb0017-version...-9-12.cut            changes that this node cut off (`receipt`)
       vb0017-epoch4-election.receipt.json   this node became master by an unclean election
 
 A quarantine file is its own receipt: only its head is read for the list. Files that cannot be read
@@ -19,9 +19,9 @@ import msgspec
 from dcp.server.access.users_file import replace_file
 from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER
 from dcp.server.operate.cluster_reports import ReceiptReport, ReceiptsReport
-from failover.replication.loss_receipt import (
+from failover.replication.receipt import (
+    DiscardDamagedError,
     ElectionLoss,
-    QuarantineDamagedError,
     election_receipt,
     unpack_head,
 )
@@ -59,7 +59,7 @@ def receipts_in(data_dir: Path, node: str) -> ReceiptsReport:
             found.append(_cut_off(path, at_s) if is_cut else read_election(path))
         except FileNotFoundError:
             continue  # somebody has moved it away meanwhile
-        except (OSError, QuarantineDamagedError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (OSError, DiscardDamagedError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
             kind = "cut_off" if name.endswith(".cut") else "unclean_election"
             found.append(

@@ -73,20 +73,20 @@ from failover.coordinator.store_age import older_records
 from failover.coordinator.store_driver import StoreDriver
 from failover.metadata.metastore import Range, RangeResult, TxnResult
 from failover.metadata.prefix_owner import owner_read, owner_trouble
-from failover.replication.loss_receipt import (
-    CutOff,
-    ElectionLoss,
-    cut_off_receipt,
-    election_receipt,
-)
-from failover.replication.mastership import ReplicationSettings
-from failover.replication.node_core import ReplicationCore
-from failover.replication.shell_effects import (
+from failover.replication.effects import (
     BranchEnded,
     Dial,
     MapChanged,
     PartitionsArrived,
     StepDue,
+)
+from failover.replication.mastership import ReplicationSettings
+from failover.replication.node import ReplicationCore
+from failover.replication.receipt import (
+    CutOff,
+    ElectionLoss,
+    cut_off_receipt,
+    election_receipt,
 )
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import VbState
@@ -196,14 +196,14 @@ class ReplicatedNode:
             cluster=identity.cluster, carry_out=self._driver.carry_out, depose=self._depose,
             now_ns=elapsed_ns(), store_trouble=lambda: access.trouble, kept=self.seen.records,
         )  # fmt: skip
-        self.port: ReplicationPort = self.core.leading
+        self.port: ReplicationPort = self.core.master
         self.access = access
         self._own: OwnRecord
         self._map: MapShown
         self.told = self._told = ToldMap(parts.data_dir, identity.cluster, parts.tasks, parts.log)
         self._life = MapLife(session.view, self._told.version)
         self._raising = RaisedLife(self._life, access.meta)
-        self.manifest = SharedManifest(session.view, parts.engine, access, self.core.settle)
+        self.manifest = SharedManifest(session.view, parts.engine, access, self.core.resolve_counts)
         self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
         self._clock = OwnClock(session, access.meta, parts.log)
         self.own_links = OwnLinks(session, access.meta, parts.log)
@@ -360,8 +360,8 @@ class ReplicatedNode:
             return
         until_ns = elapsed_ns() + int(LEAVE_MAX_S * 1e9)
         self.session.begin_to_leave(elapsed_ns())
-        self.core.leading.leave()
-        await self._until_none(until_ns, lambda: len(self.core.leading.masterships))
+        self.core.master.leave()
+        await self._until_none(until_ns, lambda: len(self.core.master.masterships))
         self._driver.carry_out(self.session.leave())
         await self._until_none(until_ns, self._in_sync_count)
 
@@ -424,7 +424,7 @@ class ReplicatedNode:
     def _tick(self) -> None:
         if self._next_tick is not None:
             lag_s = self._loop.time() - self._next_tick.when()
-            self.core.leading.pace.was_late(max(0, int(lag_s * 1e9)))
+            self.core.master.pace.was_late(max(0, int(lag_s * 1e9)))
         self._next_tick = self._loop.call_later(TICK_S, self._tick)
         self._guarded(self._pass_time)
 
@@ -561,7 +561,7 @@ class ReplicatedNode:
         self._parts.publish(effect)
 
     def _dial(self, effect: Dial) -> None:
-        link = self.core.following.links[effect.member]
+        link = self.core.replica.links[effect.member]
         stored = self.session.view.members.get(effect.member)
         if stored is None:
             link.closed()
@@ -616,10 +616,10 @@ class ReplicatedNode:
                 "changes that a new master does not have cannot be written to a file; the "
                 "partition waits", vb_id=cut.vb_id, reason=str(error),
             )  # fmt: skip
-            self.core.following.not_kept(cut)
+            self.core.replica.not_kept(cut)
             return
         self._log.warning("loss receipt", **cut_off_receipt(cut), path=str(path))
-        self.core.following.kept(cut)
+        self.core.replica.kept(cut)
         self.after_commands()
 
     def _election_loss(self, lost: ElectionLoss) -> None:

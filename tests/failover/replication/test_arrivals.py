@@ -8,8 +8,8 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.replication.arrivals import ARRIVAL_NS_MAX, Arrivals
-from failover.replication.shell_effects import PartitionsArrived, ReplicationEffect, StepDue
+from failover.replication.effects import PartitionsArrived, ReplicationEffect, StepDue
+from failover.replication.serving import ARRIVAL_NS_MAX, Arrivals
 from failover.rules.isr import PROMOTED_WAIT_NS
 from failover.rules.replication_record import elect, want
 from support.core_cluster import MS, VB, CoreCluster, CoreNode
@@ -46,7 +46,7 @@ def serve(cluster: CoreCluster) -> None:
 
 def client(node: CoreNode) -> Peer:
     peer = node.connect()
-    peer.state.replication = node.core.leading
+    peer.state.replication = node.core.master
     peer.hello(Feature.XERROR, Feature.COLLECTIONS, Feature.MUTATION_SEQNO)
     return peer
 
@@ -82,10 +82,10 @@ def test_an_arrival_ends_when_it_takes_too_long() -> None:
     peer = client(b)
     peer.session.receive(SET, b.now_ns)
     b.core.check_fence(began_ns + ARRIVAL_NS_MAX - 1)
-    assert VB in b.core.leading.arriving
+    assert VB in b.core.master.arriving
     assert not b.told(PartitionsArrived)
     b.core.check_fence(began_ns + ARRIVAL_NS_MAX)
-    assert VB not in b.core.leading.arriving
+    assert VB not in b.core.master.arriving
     assert b.told(PartitionsArrived)
     peer.session.resume(b.now_ns)
     assert statuses(peer) == [Status.ETMPFAIL]
@@ -96,14 +96,14 @@ def test_an_arrival_ends_when_it_takes_too_long() -> None:
 def test_a_tick_ends_it_as_well_when_no_request_comes() -> None:
     cluster = handed_over()
     cluster.tick("b", ns=ARRIVAL_NS_MAX)
-    assert not cluster.b.core.leading.arriving
+    assert not cluster.b.core.master.arriving
     assert cluster.b.told(PartitionsArrived)
 
 
 def test_it_ends_when_somebody_else_becomes_master() -> None:
     cluster = handed_over("abc")
     cluster.write(elect(cluster.record, "c", gone="b"))
-    assert not cluster.b.core.leading.arriving
+    assert not cluster.b.core.master.arriving
     assert cluster.b.told(PartitionsArrived)
     assert cluster.b.part.state == VbState.REPLICA
 
@@ -114,7 +114,7 @@ def test_nobody_waits_for_the_master_after_a_failover() -> None:
     cluster.write(elect(cluster.record, "b", gone="a"))
     assert cluster.b.mastership.epoch == cluster.record.epoch
     assert cluster.b.part.state == VbState.FENCED
-    assert not cluster.b.core.leading.arriving
+    assert not cluster.b.core.master.arriving
     peer = client(cluster.b)
     peer.session.receive(SET, cluster.b.now_ns)
     assert statuses(peer) == [Status.ETMPFAIL]
@@ -127,7 +127,7 @@ def test_nobody_waits_where_the_master_stays_the_same() -> None:
     cluster.run(LONG)
     cluster.write(elect(cluster.record, "b"))
     assert cluster.b.mastership.epoch == cluster.record.epoch
-    assert not cluster.b.core.leading.arriving
+    assert not cluster.b.core.master.arriving
 
 
 def test_many_arrivals_leave_one_effect() -> None:

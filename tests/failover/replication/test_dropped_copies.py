@@ -8,9 +8,9 @@ import pytest
 
 from failover.coordinator.cluster_records import ClusterRecord, encode_record
 from failover.metadata.metastore import Put, Txn
-from failover.replication.dropped_copies import REST_NS, ROOM_NS, DroppedCopies
-from failover.replication.loss_receipt import CutOff
 from failover.replication.mastership import ReplicationSettings
+from failover.replication.receipt import CutOff
+from failover.replication.replica import REST_NS, ROOM_NS, DroppedCopies
 from failover.rules.promotion import kept_elsewhere_seqno
 from failover.rules.replication_record import (
     HandedOver,
@@ -230,11 +230,11 @@ def test_answered_changes_that_no_other_copy_has_are_in_a_file_before_they_go(
     cluster.tick("b")
     cut = dropped_with_a_tail(cluster)
     assert len(cut.entries) == 3, "what is committed is in the other copies"
-    cluster.b.core.following.not_kept(cut)
+    cluster.b.core.replica.not_kept(cut)
     cluster.tick("b")
     again = cluster.b.told(CutOff)[-1]
     assert again == cut
-    cluster.b.core.following.kept(again)
+    cluster.b.core.replica.kept(again)
     cluster.tick("b")
     assert is_empty(cluster.b)
 
@@ -247,7 +247,7 @@ def test_after_an_unclean_election_all_of_a_dropped_copy_is_in_files() -> None:
     cluster.tick("b")
     cut = dropped_with_a_tail(cluster)
     assert len(cut.entries) == 5
-    cluster.b.core.following.kept(cut)
+    cluster.b.core.replica.kept(cut)
     cluster.tick("b")
     assert is_empty(cluster.b)
 

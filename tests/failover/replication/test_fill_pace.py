@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dcp.wire.frame import FrameDecoder
-from failover.replication.fill_pace import BURST_NS, FILL_SECTION_BYTES, JOIN_NS, FillPace
 from failover.replication.mastership import Mastership, ReplicationSettings
 from failover.replication.messages import unpack_entries
-from failover.replication.sent_messages import AckDelays, Sent
+from failover.replication.pace import BURST_NS, FILL_SECTION_BYTES, JOIN_NS, FillPace
+from failover.replication.progress import AckDelays, Inflight
 from failover.rules.replication_record import ReplicationRecord, add_copy, drop_copies, expand
 from support.core_cluster import MS, CoreCluster
 from support.feeding_node import EPOCH, Master
@@ -78,18 +78,18 @@ def test_no_more_is_on_its_way_than_a_tenth_of_a_second_takes() -> None:
 
 
 def test_a_replica_that_acknowledges_groups_late_gets_less() -> None:
-    sent: list[Sent] = []
+    sent: list[Inflight] = []
     delays = AckDelays(sent)
     pace = FillPace(0)
     for turn in range(100):
         pace.may_send("a", turn * 50 * MS)
-        delays.acknowledged(Sent(turn, 0, 0), 2 * MS)
+        delays.acknowledged(Inflight(turn, 0, 0), 2 * MS)
         pace.look(turn * 50 * MS, (delays,))
     quick = pace.rate.bytes_per_s
-    delays.acknowledged(Sent(0, 0, 0, filling=1), SECOND)
+    delays.acknowledged(Inflight(0, 0, 0, filling=1), SECOND)
     pace.look(100 * 50 * MS, (delays,))
     assert pace.rate.bytes_per_s >= quick, "what is filled may take its time"
-    sent.append(Sent(1, 0, 101 * 50 * MS - SECOND))
+    sent.append(Inflight(1, 0, 101 * 50 * MS - SECOND))
     pace.look(101 * 50 * MS, (delays,))
     assert pace.rate.bytes_per_s < quick, "it waits still"
 
@@ -154,10 +154,10 @@ def test_copies_that_are_filled_make_no_partition_restless() -> None:
     for wire in cluster.wires:
         wire.is_up = False  # nothing is acknowledged
     cluster.run(200 * MS)
-    feed = cluster.a.core.leading.feeds["b"]
+    feed = cluster.a.core.master.feeds["b"]
     assert feed.is_filling
-    feed.is_level()
-    assert feed.is_level()
+    feed.take_caught_up()
+    assert feed.take_caught_up()
 
 
 def test_a_partition_of_which_a_copy_is_filled_is_looked_at_when_copies_may_join(
@@ -187,7 +187,7 @@ def late_groups(delay_ns: int) -> float:
     settings = ReplicationSettings(min_in_sync=1, section_bytes=1000)
     cluster = CoreCluster(settings=settings)
     cluster.run(LONG)
-    leading = cluster.a.core.leading
+    leading = cluster.a.core.master
     for number in range(40):
         leading.pace.may_send("c", cluster.now_ns)  # another copy is filled meanwhile
         cluster.a.put(b"\0k%d" % number, bytes(100))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from failover.replication.fill_rate import (
+from failover.replication.pace import (
     CALM_NS,
     CEILING_BYTES_PER_S,
     FLOOR_BYTES_PER_S,

@@ -1,15 +1,14 @@
-"""What a node does as a replica: links, truncation, quarantine, the high watermark."""
+"""What a node does as a replica: links, truncation, discards, the high watermark."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 from failover.coordinator.effects import Notice
-from failover.replication.cut_off import Quarantine
-from failover.replication.following import BARRED_REDIAL_NS_MAX, REDIAL_NS
-from failover.replication.loss_receipt import CutOff
+from failover.replication.link import RETRY_NS, LinkState
 from failover.replication.mastership import ReplicationSettings
-from failover.replication.replica_link import RETRY_NS, LinkState
+from failover.replication.receipt import CutOff
+from failover.replication.replica import BARRED_REDIAL_NS_MAX, REDIAL_NS, Discards
 from failover.rules.isr import PROMOTED_WAIT_NS
 from failover.rules.replication_record import elect, shrink, unclean_elect
 from support.core_cluster import MS, VB, CoreCluster, Wire
@@ -60,7 +59,7 @@ def test_nothing_is_cut_off_before_it_is_kept() -> None:
     assert (cut.vb_id, cut.epoch, cut.first_seqno, cut.last_seqno) == (VB, 3, 2, 3)
     assert [key_of(entry) for entry in cut.entries] == [b"\0one", b"\0two"]
     assert cut.versions == tuple(cluster.a.part.failover.pairs())
-    cluster.a.core.following.kept(cut)
+    cluster.a.core.replica.kept(cut)
     reconcile(cluster)
     assert cluster.a.part.high_seqno == 1
     assert cluster.a.part.failover == cluster.b.part.failover
@@ -71,15 +70,15 @@ def test_a_file_that_could_not_be_written_is_tried_again() -> None:
     cluster = parted()
     reconcile(cluster)
     (first,) = cluster.a.told(CutOff)
-    cluster.a.core.following.not_kept(first)
+    cluster.a.core.replica.not_kept(first)
     reconcile(cluster, 2 * RETRY_NS + 100 * MS)
     first, second = cluster.a.told(CutOff)
     assert (first == second, first.file_name == second.file_name) == (True, True)
     assert cluster.a.part.high_seqno == 3
-    cluster.a.core.following.kept(first)
+    cluster.a.core.replica.kept(first)
     reconcile(cluster)
     assert cluster.a.part.high_seqno == 3, "the answer is about a piece that was given up"
-    cluster.a.core.following.kept(second)
+    cluster.a.core.replica.kept(second)
     reconcile(cluster)
     assert cluster.a.part.high_seqno == 1
 
@@ -107,13 +106,13 @@ def test_much_goes_to_several_files() -> None:
         node.engine.store(SET, VB, b"\0k%d" % number, b"\0k%d" % number + bytes(100), 0, 0, 0, 0)
     node.commit()
     effects: list[CutOff] = []
-    quarantine = Quarantine(node.engine, effects, piece_bytes_max=300)  # type: ignore[arg-type]
+    discards = Discards(node.engine, effects, piece_bytes_max=300)  # type: ignore[arg-type]
     found: list[int] = []
-    while not quarantine.is_kept(part, 2, 1):
+    while not discards.keep(part, 2, 1):
         piece = effects.pop()
-        assert not quarantine.is_kept(part, 2, 1)
+        assert not discards.keep(part, 2, 1)
         assert effects == [], "one piece at a time"
-        quarantine.kept(piece)
+        discards.kept(piece)
         found += [seqno_of(entry) for entry in piece.entries]
         assert len(piece.entries) <= 3
     assert found == [2, 3, 4, 5]
@@ -123,12 +122,12 @@ def test_what_was_kept_of_another_history_does_not_count() -> None:
     node = MemoryNode()
     part = node.engine.partitions[VB]
     effects: list[CutOff] = []
-    quarantine = Quarantine(node.engine, effects)  # type: ignore[arg-type]
+    discards = Discards(node.engine, effects)  # type: ignore[arg-type]
     node.engine.store(SET, VB, b"\0k", b"\0kv", 0, 0, 0, 0)
-    assert not quarantine.is_kept(part, 2, 0)
-    quarantine.kept(effects.pop())
+    assert not discards.keep(part, 2, 0)
+    discards.kept(effects.pop())
     node.engine.store(SET, VB, b"\0more", b"\0morev", 0, 0, 0, 0)
-    assert not quarantine.is_kept(part, 3, 0)
+    assert not discards.keep(part, 3, 0)
     assert [seqno_of(entry) for entry in effects.pop().entries] == [1, 2]
 
 
@@ -178,7 +177,7 @@ def test_a_member_in_sync_does_not_begin_again_at_0() -> None:
         cluster.a.put(key)
     cluster.run(200 * MS)
     cluster.b.engine.keyspace.raise_floor(VB, 3, 0)
-    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
     cluster.run(300 * MS)
     assert (cluster.a.part.high_seqno, cluster.b.part.high_seqno) == (1, 3)
     assert cluster.record.isr == {"a", "b", "c"}
@@ -199,10 +198,10 @@ def test_a_member_in_sync_does_not_begin_again_at_0() -> None:
 
 def test_a_truncation_caps_what_was_told() -> None:
     cluster = parted(unclean=False)
-    cluster.a.core.following._note_told(VB, 3)
+    cluster.a.core.replica.committed({VB: 3}, is_synced=False)
     reconcile(cluster)
     assert cluster.a.part.high_seqno == 1
-    assert cluster.a.core.following.told_hw(VB) <= 1
+    assert cluster.a.core.replica.announced_seqno(VB) <= 1
 
 
 def test_what_was_told_is_known_at_promotion_and_no_more_than_what_is_here() -> None:
@@ -210,10 +209,10 @@ def test_what_was_told_is_known_at_promotion_and_no_more_than_what_is_here() -> 
     cluster.run(LONG)
     cluster.a.put()
     cluster.run(200 * MS)
-    cluster.b.core.following._note_told(VB, 40)
+    cluster.b.core.replica.committed({VB: 40}, is_synced=False)
     cluster.write(elect(cluster.record, "b"), "b")
     assert cluster.b.mastership.known_seqno == 1
-    assert cluster.b.core.following.told_hw(VB) == 0, "it is not told a second time"
+    assert cluster.b.core.replica.announced_seqno(VB) == 0, "it is not told a second time"
 
 
 def test_what_was_told_of_changes_that_are_not_here_ends_with_the_epoch() -> None:
@@ -222,10 +221,10 @@ def test_what_was_told_of_changes_that_are_not_here_ends_with_the_epoch() -> Non
     cluster.run(LONG)
     cluster.a.put()
     cluster.run(200 * MS)
-    cluster.b.core.following._note_told(VB, 40)
+    cluster.b.core.replica.committed({VB: 40}, is_synced=False)
     cluster.write(elect(cluster.record, "a"))
     cluster.run(200 * MS)
-    assert cluster.b.core.following.told_hw(VB) <= cluster.a.part.committed_seqno == 1
+    assert cluster.b.core.replica.announced_seqno(VB) <= cluster.a.part.committed_seqno == 1
 
 
 # -- links -----------------------------------------------------------------------------------------
@@ -240,7 +239,7 @@ def test_another_folder_at_the_masters_address_is_not_the_master() -> None:
     for _ in range(0, UNHEARD_NS + 400 * MS, 50 * MS):
         cluster.tick("b")
         cluster.b.told(object)
-        link = cluster.b.core.following.links["a"]
+        link = cluster.b.core.replica.links["a"]
         if link.state is not LinkState.CLOSED:
             wire = Wire(cluster.b, link, cluster.nodes["c"])
             while wire.is_open and wire.move():
@@ -254,7 +253,7 @@ def test_a_link_that_is_lost_is_dialled_again() -> None:
     cluster.run(LONG)
     cluster.wires[0].cut()
     cluster.run(500 * MS)
-    assert cluster.b.core.following.links["a"].state is LinkState.READY
+    assert cluster.b.core.replica.links["a"].state is LinkState.READY
     cluster.a.put()
     cluster.run(200 * MS)
     assert cluster.b.part.committed_seqno == 1
@@ -263,7 +262,7 @@ def test_a_link_that_is_lost_is_dialled_again() -> None:
 def test_what_was_confirmed_is_not_forgotten_with_another_master() -> None:
     cluster = CoreCluster("abc")
     cluster.run(LONG)
-    following = cluster.b.core.following
+    following = cluster.b.core.replica
     confirmed_ns = following.last_confirmed_ns(VB)
     assert confirmed_ns > cluster.now_ns - 200 * MS
     cluster.write(elect(cluster.record, "c"), "b")
@@ -328,7 +327,7 @@ def test_a_node_that_becomes_master_again_has_time_to_be_heard() -> None:
     cluster.run(LONG)
     cluster.write(elect(cluster.record, "b"))
     cluster.run(2 * LONG)
-    assert not cluster.a.core.following.links["b"].problem
+    assert not cluster.a.core.replica.links["b"].problem
     cluster.write(elect(cluster.record, "c"))
     cluster.run(2 * LONG)  # nobody follows b
     for wire in [wire for wire in cluster.wires if wire.master is cluster.b]:
@@ -349,7 +348,7 @@ def test_a_master_whose_connections_are_refused_is_reported_at_once() -> None:
         wire.cut()
     cluster.wires.clear()
     cluster.tick("b", ns=50 * MS)
-    following = cluster.b.core.following
+    following = cluster.b.core.replica
     following.links["a"].unreachable("no connection to a: nobody listens", is_refused=True)
     cluster.tick("b", ns=50 * MS)
     assert [item.vb_id for item in cluster.b.session.reported] == [VB]
@@ -364,7 +363,7 @@ def test_a_master_that_does_not_answer_a_dial_is_only_silent() -> None:
         wire.cut()
     cluster.wires.clear()
     cluster.tick("b", ns=50 * MS)
-    cluster.b.core.following.links["a"].unreachable("no answer", is_refused=False)
+    cluster.b.core.replica.links["a"].unreachable("no answer", is_refused=False)
     cluster.tick("b", ns=50 * MS)
     assert cluster.b.session.reported == ()
 
@@ -375,7 +374,7 @@ def test_a_node_that_is_not_let_in_waits_longer_before_each_attempt() -> None:
     for wire in list(cluster.wires):
         wire.cut()
     cluster.wires.clear()
-    following = cluster.b.core.following
+    following = cluster.b.core.replica
     dialled_ns: list[int] = []
     link = following.links["a"]
     while len(dialled_ns) < 10:
@@ -400,10 +399,10 @@ def test_a_new_link_takes_over_all_that_the_lost_one_followed() -> None:
     cluster.run(LONG)
     core, part = cluster.b.core, VB + 1
     core._records[part] = core._records[VB]
-    core.following.follow(part, cluster.record, cluster.now_ns)
+    core.replica.follow(part, cluster.record, cluster.now_ns)
     cluster.run(2 * LONG)
     cluster.wires.pop().cut()
-    core.following.follow(VB, cluster.record, cluster.now_ns)  # before a tick has seen the loss
-    assert not core.following.links["a"].follows(part)
+    core.replica.follow(VB, cluster.record, cluster.now_ns)  # before a tick has seen the loss
+    assert not core.replica.links["a"].follows(part)
     cluster.tick("b")
-    assert core.following.links["a"].follows(part)
+    assert core.replica.links["a"].follows(part)

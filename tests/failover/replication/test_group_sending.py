@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from failover.replication.link import NewestGroup
 from failover.replication.messages import GroupMessage, Message
-from failover.replication.senders import NewestGroup, Senders
+from failover.replication.replica import Senders
 from failover.rules.isr import Sender
 from failover.rules.replication_record import elect, shrink
 from support.copies import Copies, holdings
@@ -79,7 +80,7 @@ def has_entries(message: Message | GroupMessage) -> bool:
 def test_a_stream_that_is_opened_meanwhile_gets_the_group_from_its_cursor(copies: Copies) -> None:
     put(copies, 0)
     put(copies, 1)
-    link = copies.b.core.following.links["a"]
+    link = copies.b.core.replica.links["a"]
     copies.a.begin()
     link.leave(0)
     link.follow(0, copies.records[0].epoch, copies.now_ns)
@@ -100,7 +101,7 @@ def test_a_link_that_is_new_gets_the_group_when_it_is_synced(copies: Copies) -> 
     for _ in range(10):
         copies.tick()
         copies.move()
-    assert copies.b.core.following.links["a"].is_open(0)
+    assert copies.b.core.replica.links["a"].is_open(0)
     copies.a.commit()
     copies.rest()
     assert copies.problems == []
@@ -114,7 +115,7 @@ def test_a_replica_ahead_of_its_masters_disk_follows_when_that_has_caught_up(
     copies.a.begin()
     copies.move()
     copies.b.commit()
-    link = copies.b.core.following.links["a"]
+    link = copies.b.core.replica.links["a"]
     link.leave(0)
     link.follow(0, copies.records[0].epoch, copies.now_ns)
     copies.move()
@@ -130,13 +131,13 @@ def test_a_group_is_sent_to_the_others_whose_in_sync_set_changes_meanwhile(copie
     """The group falls apart before it is synced, and some replica has not got it."""
     put(copies, 0)
     put(copies, 1)
-    feed = copies.a.core.leading.feeds["c"]
+    feed = copies.a.core.master.feeds["c"]
     feed._window_bytes = 0  # no room now
     copies.a.begin()
     feed._window_bytes = 1 << 20
     assert groups_to(copies, "b")
     assert not groups_to(copies, "c")
-    copies.a.core.leading.masterships[1].ask(frozenset("abc"))
+    copies.a.core.master.masterships[1].ask(frozenset("abc"))
     copies.move()
     copies.b.commit()
     copies.move()  # the acknowledgement is taken, and partition 1 is left out
@@ -203,11 +204,11 @@ def test_a_node_that_is_left_alone_commits_what_its_master_had_on_disk(*, is_tol
             copies.a.commit()
     for wire in copies.wires:
         wire.cut()
-    link = core.following.links["a"]
+    link = core.replica.links["a"]
     for _ in range(10):
         copies.tick()
-    assert core.following.links["a"] is not link, "it dials again, and nobody answers"
-    sender = core.following.take_sender(0, copies.records[0].epoch + 1)
+    assert core.replica.links["a"] is not link, "it dials again, and nobody answers"
+    sender = core.replica.take_sender(0, copies.records[0].epoch + 1)
     assert sender == Sender("a", 2 if is_told else 1)
 
 
@@ -215,7 +216,7 @@ def test_a_master_whose_death_leaves_too_few_in_sync_sends_what_it_has_synced() 
     """Its replica would not know what is on its disk, and could not serve all that it has."""
     copies = Copies("ab")
     copies.rest()
-    copies.a.core.leading.take_min_in_sync(2)
+    copies.a.core.master.take_min_in_sync(2)
     put(copies, 0)
     copies.a.begin()
     assert not groups_to(copies, "b")
@@ -224,7 +225,7 @@ def test_a_master_whose_death_leaves_too_few_in_sync_sends_what_it_has_synced() 
     copies.b.commit()
     for wire in copies.wires:
         wire.cut()
-    sender = copies.b.core.following.take_sender(0, copies.records[0].epoch + 1)
+    sender = copies.b.core.replica.take_sender(0, copies.records[0].epoch + 1)
     assert sender == Sender("a", 1)
 
 

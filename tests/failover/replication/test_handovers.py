@@ -6,7 +6,8 @@ from copy import copy
 
 import pytest
 
-from failover.replication.handovers import (
+from failover.replication.effects import StepDue
+from failover.replication.handover import (
     FOLLOWED_NS_MAX,
     GROUP_REST_NS_MAX,
     HANDING_NS_MAX,
@@ -15,7 +16,6 @@ from failover.replication.handovers import (
     Handovers,
 )
 from failover.replication.mastership import Mastership
-from failover.replication.shell_effects import StepDue
 from failover.rules.isr import PROMOTED_WAIT_NS
 from failover.rules.replication_record import ReplicationRecord, elect, want
 from support.core_cluster import MS, VB, CoreCluster
@@ -40,12 +40,12 @@ def test_after_a_group_the_cluster_rests_as_long_as_the_group_took(
     handovers.note_followed(ended_ns, lambda vb_id: took_ns < FOLLOWED_NS_MAX)
     for _ in range(2):  # the rest is not made longer by looks at it
         if rest_ns:
-            assert not handovers.take_rested(ended_ns + rest_ns - 1)
+            assert not handovers.take_pause_end(ended_ns + rest_ns - 1)
             assert not handovers.due(ended_ns + rest_ns - 1, {})
         handovers.note_followed(ended_ns + rest_ns, lambda vb_id: True)
     assert handovers.due(ended_ns + rest_ns, {}) == [VB + 1]
-    assert handovers.take_rested(ended_ns + rest_ns) == (took_ns < FOLLOWED_NS_MAX)
-    assert not handovers.take_rested(ended_ns + rest_ns), "once"
+    assert handovers.take_pause_end(ended_ns + rest_ns) == (took_ns < FOLLOWED_NS_MAX)
+    assert not handovers.take_pause_end(ended_ns + rest_ns), "once"
 
 
 @pytest.fixture
@@ -148,14 +148,14 @@ def test_a_rest_that_is_over_asks_for_a_step_between_ticks() -> None:
     cluster = CoreCluster()
     cluster.run(PROMOTED_WAIT_NS + 200 * MS)
     core = cluster.a.core
-    handovers = core.leading.handovers
+    handovers = core.master.handovers
     handovers.wait([VB + 1])
     handovers._handed[VB], handovers._began_ns = cluster.now_ns, cluster.now_ns - 5 * MS
     handovers.note_followed(cluster.now_ns, lambda vb_id: True)
     core.take_effects()
-    core.leading.is_step_due = False
+    core.master.is_step_due = False
     core.check_fence(cluster.now_ns + 5 * MS - 1)
-    assert not core.leading.is_step_due
+    assert not core.master.is_step_due
     core.check_fence(cluster.now_ns + 5 * MS)
-    assert core.leading.is_step_due
+    assert core.master.is_step_due
     assert StepDue() in core.take_effects()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from failover.replication.heard_gaps import GAPS_PATIENCE, PATIENCE_MAX, REMEMBERED_NS, HeardGaps
+from failover.replication.pace import GAPS_PATIENCE, PATIENCE_MAX, REMEMBERED_NS, HeardGaps
 
 MS = 1_000_000
 USUAL = 600 * MS

@@ -29,7 +29,7 @@ def adopt(member: Member, *changes: Callable[[Manifest], Manifest]) -> None:
     manifest = keyspace.manifest
     for change in changes:
         manifest = change(manifest)
-    member.core.settle()
+    member.core.resolve_counts()
     keyspace.set_manifest(manifest)
     member.commit()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from failover.replication.late_members import (
+from failover.replication.pace import (
     LATE_DIVISOR,
     RETURN_LAGS,
     STOOD_STILL_NS,
     LateMembers,
 )
-from failover.replication.sent_messages import AckDelays, Sent
+from failover.replication.progress import AckDelays, Inflight
 from failover.rules.isr import NOBODY_LATE
 
 MS = 1_000_000
@@ -25,7 +25,7 @@ class Clock:
 
     def __init__(self, *members: str) -> None:
         self.now_ns = 10**12
-        self.sent: dict[str, deque[Sent]] = {member: deque() for member in members}
+        self.sent: dict[str, deque[Inflight]] = {member: deque() for member in members}
         self.delays = {member: AckDelays(self.sent[member]) for member in members}
         self.late = LateMembers(LAG_MAX, self.now_ns)
 
@@ -36,7 +36,7 @@ class Clock:
             while sent and self.now_ns - sent[0].sent_ns >= delay_ns.get(member, 0):
                 self.delays[member].acknowledged(sent.popleft(), self.now_ns)
             if writes:
-                sent.append(Sent(1, 1, self.now_ns))
+                sent.append(Inflight(1, 1, self.now_ns))
         self.seen = self.late.look(self.now_ns, self.delays)
 
     def run(self, ns: int, *, writes: bool = True, **delay_ns: int) -> None:

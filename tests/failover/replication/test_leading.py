@@ -11,7 +11,8 @@ from dcp.session.replication_port import ReplicationError
 from dcp.stream.pins import allowed
 from failover.coordinator.effects import Notice
 from failover.metadata.metastore import OutcomeUnknown
-from failover.replication.handovers import (
+from failover.replication.effects import BranchEnded, StepDue
+from failover.replication.handover import (
     DRAINED_NS_MAX,
     FOLLOWED_NS_MAX,
     GROUP_MAX,
@@ -21,7 +22,6 @@ from failover.replication.handovers import (
 )
 from failover.replication.mastership import Service
 from failover.replication.messages import FORMAT, Greeting, encode
-from failover.replication.shell_effects import BranchEnded, StepDue
 from failover.rules.isr import CONFIRMATION_NS, ELECTION_NS, PROMOTED_WAIT_NS
 from failover.rules.replication_record import HandedOver, elect, hand_over, shrink, want
 from support.core_cluster import CLUSTER, MS, VB, CoreCluster
@@ -61,7 +61,7 @@ def test_replicas_wait_until_the_version_is_on_disk() -> None:
 
 def test_a_promoted_replica_waits_until_its_own_confirmation_has_lapsed() -> None:
     cluster = serving()
-    confirmed_ns = cluster.b.core.following.last_confirmed_ns(VB)
+    confirmed_ns = cluster.b.core.replica.last_confirmed_ns(VB)
     cluster.write(elect(cluster.record, "b", gone="a"), "b")
     cluster.settle()
     while cluster.b.part.state != VbState.ACTIVE:
@@ -75,7 +75,7 @@ def test_a_promoted_replica_waits_until_its_own_confirmation_has_lapsed() -> Non
 def test_a_stopped_process_answers_nothing_stale() -> None:
     cluster = serving()
     a = cluster.a
-    fence_ns = a.core.leading.serving.fence_ns
+    fence_ns = a.core.master.serving.fence_ns
     assert fence_ns is not None
     a.core.check_fence(fence_ns - 1)
     assert a.part.state == VbState.ACTIVE
@@ -155,20 +155,20 @@ def test_writers_are_held_back_and_it_is_given_up_in_the_end() -> None:
     cluster.a.commit()
     cluster.write(want(cluster.record, "b"))
     fresh_ns = {"b": cluster.now_ns + 10 * S}
-    cluster.a.core.leading.serving.confirmations = lambda mastership: fresh_ns  # type: ignore[method-assign]
-    heard = cluster.a.core.leading.feeds["b"]
+    cluster.a.core.master.serving.confirmations = lambda mastership: fresh_ns  # type: ignore[method-assign]
+    heard = cluster.a.core.master.feeds["b"]
     cluster.tick("a")
     assert cluster.a.mastership.service(cluster.now_ns, None) is Service.HANDING
     assert cluster.a.part.holds
     began_ns = cluster.a.mastership.handing_since_ns
     while cluster.now_ns - began_ns <= HANDING_NS_MAX:
         heard._confirmed_ns = cluster.now_ns
-        cluster.a.mastership._level_ns["b"] = cluster.now_ns
+        cluster.a.mastership._caught_up_ns["b"] = cluster.now_ns
         assert not cluster.a.submits
         cluster.tick("a")
     assert not cluster.a.mastership.has_handed
     assert cluster.record.master == "a"
-    cluster.a.core.leading.serve(cluster.now_ns)
+    cluster.a.core.master.serve(cluster.now_ns)
     assert not cluster.a.part.holds, "writers go on"
 
 
@@ -183,7 +183,7 @@ def test_an_unknown_outcome_is_read_back_and_until_then_nobody_serves() -> None:
         cluster.tick("a")
         cluster.settle()
         assert cluster.a.part.state == VbState.FENCED
-        assert cluster.a.core.leading.masterships[VB].has_handed
+        assert cluster.a.core.master.masterships[VB].has_handed
     cluster.run(100 * MS)
     assert (cluster.a.part.state, cluster.b.part.state) == (VbState.REPLICA, VbState.ACTIVE)
 
@@ -214,8 +214,8 @@ def test_a_partition_is_taken_over_only_as_it_was_handed_over(vb_uuid: int, seqn
 
 def test_a_branch_that_cannot_begin_is_refused() -> None:
     cluster = serving()
-    leading = cluster.a.core.leading
-    assert "ask its master" in cluster.b.core.leading.want_branch(VB, 1, 99)
+    leading = cluster.a.core.master
+    assert "ask its master" in cluster.b.core.master.want_branch(VB, 1, 99)
     assert "a branch cannot begin at 4" in leading.want_branch(VB, 4, 99)
     cluster.a.engine.keyspace.raise_floor(VB, 2, 0)
     assert "its history floor is 2" in leading.want_branch(VB, 1, 99)
@@ -225,7 +225,7 @@ def test_a_branch_that_cannot_begin_is_refused() -> None:
 
 def test_a_branch_is_in_the_record_first_and_answered_when_all_have_rolled_back() -> None:
     cluster = serving("abc")
-    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
     cluster.tick()
     assert cluster.a.part.high_seqno == 3, "nobody rolls back before the record says so"
     cluster.a.answer()
@@ -249,7 +249,7 @@ def test_a_branch_is_in_the_record_first_and_answered_when_all_have_rolled_back(
 
 def test_a_new_master_finishes_a_branch() -> None:
     cluster = serving()
-    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
     cluster.tick()
     cluster.a.answer()
     cluster.write(elect(cluster.record, "b"))
@@ -262,7 +262,7 @@ def test_a_new_master_finishes_a_branch() -> None:
 
 def test_a_branch_that_is_not_in_the_record_is_not_done() -> None:
     cluster = serving()
-    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
     cluster.write(elect(cluster.record, "b"))
     (ended,) = cluster.a.told(BranchEnded)
     assert "not its master any more" in ended.why_not
@@ -274,7 +274,7 @@ def test_no_floor_rises_above_a_branch_that_is_wanted() -> None:
     cluster = serving()
     part = cluster.a.part
     cluster.a.merge()
-    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
     cluster.tick(ns=MS)
     assert allowed(part, 3, 0, ()).floor == 1, "the record does not say so yet"
     cluster.a.answer()
@@ -287,26 +287,26 @@ def test_a_branch_below_a_floor_that_only_a_replica_has_is_refused() -> None:
     cluster.b.engine.keyspace.raise_floor(VB, 2, 0)  # a former master told it, and died
     cluster.wires[0].cut()
     cluster.run(LONG)
-    assert "member b keeps every version from seqno 2" in cluster.a.core.leading.want_branch(
+    assert "member b keeps every version from seqno 2" in cluster.a.core.master.want_branch(
         VB, 1, 99
     )
-    assert cluster.a.core.leading.want_branch(VB, 2, 99) == ""
+    assert cluster.a.core.master.want_branch(VB, 2, 99) == ""
 
 
 def test_a_branch_that_became_impossible_is_not_written() -> None:
     cluster = serving()
-    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
     cluster.a.engine.keyspace.raise_floor(VB, 2, 0)
     cluster.run(200 * MS)
     assert cluster.record.branch is None
     (ended,) = cluster.a.told(BranchEnded)
     assert "cannot go back to 1" in ended.why_not
-    assert cluster.a.core.leading.want_branch(VB, 2, 98) == "", "another one can be asked for"
+    assert cluster.a.core.master.want_branch(VB, 2, 98) == "", "another one can be asked for"
 
 
 def test_a_master_that_cannot_carry_a_branch_out_undoes_nothing_and_says_so() -> None:
     cluster = serving()
-    assert cluster.a.core.leading.want_branch(VB, 1, 99) == ""
+    assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
     cluster.tick()
     cluster.b.engine.keyspace.raise_floor(VB, 2, 0)  # no rule allows it
     cluster.a.answer()
@@ -327,8 +327,8 @@ def test_a_master_that_cannot_carry_a_branch_out_undoes_nothing_and_says_so() ->
 def test_after_a_rest_a_replica_that_is_cut_off_leaves_as_soon_as_otherwise() -> None:
     cluster = serving("abc")
     cluster.run(5 * S)
-    leading = cluster.a.core.leading
-    assert leading.is_settled, "nothing is done for each partition"
+    leading = cluster.a.core.master
+    assert leading.is_steady, "nothing is done for each partition"
     (wire,) = [wire for wire in cluster.wires if wire.node is cluster.b]
     wire.cut()
     cluster.wires.remove(wire)
@@ -403,7 +403,7 @@ def test_nodes_that_are_gone_leave_at_once() -> None:
 def test_nobody_leaves_because_the_master_stood_still_at_rest() -> None:
     cluster = serving("abc")
     cluster.run(5 * S)
-    assert cluster.a.core.leading.is_settled
+    assert cluster.a.core.master.is_steady
     cluster.now_ns += 2 * S  # nobody runs
     cluster.run(2 * S)
     assert cluster.record.isr == {"a", "b", "c"}
@@ -413,8 +413,8 @@ def test_nobody_leaves_because_the_master_stood_still_at_rest() -> None:
 def test_at_rest_a_master_is_fenced_when_a_confirmation_lapses() -> None:
     cluster = serving("abc")
     cluster.run(5 * S)
-    assert cluster.a.core.leading.is_settled
-    fence_ns = cluster.a.core.leading.serving.fence_ns
+    assert cluster.a.core.master.is_steady
+    fence_ns = cluster.a.core.master.serving.fence_ns
     assert fence_ns is not None
     assert cluster.now_ns < fence_ns <= cluster.now_ns + CONFIRMATION_NS
     cluster.a.core.check_fence(fence_ns)
@@ -438,7 +438,7 @@ def test_who_is_refused(change: dict[str, object], words: str) -> None:
     cluster = CoreCluster()
     told = {"format": FORMAT, "cluster": CLUSTER, "member": "b", "incarnation": 1, "master": "a"}
     with pytest.raises(ReplicationError, match=words):
-        cluster.a.core.leading.open_feed(encode(Greeting(**(told | change))), lambda: None)
+        cluster.a.core.master.open_feed(encode(Greeting(**(told | change))), lambda: None)
 
 
 def test_both_sides_are_on_one_epoch() -> None:
@@ -446,12 +446,12 @@ def test_both_sides_are_on_one_epoch() -> None:
     cluster.write(replace(cluster.record, epoch=7), "b")
     cluster.run(300 * MS, answers=False)
     assert cluster.b.part.leader_epoch == 2, "nothing was taken over"
-    assert not cluster.a.core.leading.feeds["b"].confirmed_ns(VB)
+    assert not cluster.a.core.master.feeds["b"].confirmed_ns(VB)
 
 
 def test_handovers_go_in_groups_and_hold_the_writers_of_no_other_partition() -> None:
     cluster = serving()
-    leading = cluster.a.core.leading
+    leading = cluster.a.core.master
     one = leading.masterships[VB]
     handovers, record = leading.handovers, want(one.record, "b")
     others = {}
@@ -486,7 +486,7 @@ def test_handovers_go_in_groups_and_hold_the_writers_of_no_other_partition() -> 
 def test_partitions_without_a_change_under_way_are_handed_over_first() -> None:
     """Their writers wait for no commit."""
     cluster = serving()
-    leading = cluster.a.core.leading
+    leading = cluster.a.core.master
     one = leading.masterships[VB]
     handovers, record = leading.handovers, want(one.record, "b")
     others = {}
@@ -513,20 +513,20 @@ def test_partitions_without_a_change_under_way_are_handed_over_first() -> None:
 def test_a_node_that_leaves_disturbs_only_what_it_hands_over() -> None:
     cluster = serving()
     cluster.run(300 * MS)
-    leading = cluster.a.core.leading
-    assert leading.is_settled
+    leading = cluster.a.core.master
+    assert leading.is_steady
     for wire in cluster.wires:
         wire.is_up = False  # no acknowledgement comes
     cluster.a.put()
     cluster.a.commit()
     leading.leave()
-    assert leading.is_settled, "waiting costs nothing"
+    assert leading.is_steady, "waiting costs nothing"
     cluster.tick("a")
     assert cluster.a.part.holds, "writers wait until the change is committed"
     heard, began_ns = leading.feeds["b"], cluster.now_ns
     while cluster.now_ns - began_ns <= HANDING_NS_MAX:
         heard._confirmed_ns = cluster.now_ns
-        cluster.a.mastership._level_ns["b"] = cluster.now_ns
+        cluster.a.mastership._caught_up_ns["b"] = cluster.now_ns
         cluster.tick("a")
     assert not cluster.a.mastership.handing_since_ns, "it is given up"
     leading.serve(cluster.now_ns)
@@ -562,10 +562,10 @@ def test_a_replica_that_read_the_record_first_waits_for_its_master() -> None:
     cluster.write(elect(cluster.record, "b", gone="a"), "c")
     cluster.tick("c")
     cluster.settle()
-    assert VB not in cluster.b.core.leading.masterships
+    assert VB not in cluster.b.core.master.masterships
     cluster.show(cluster.b)
     cluster.settle()  # no time passes, so nothing is asked again
-    assert cluster.nodes["c"].core.following.is_followed(VB)
+    assert cluster.nodes["c"].core.replica.is_followed(VB)
 
 
 def test_a_request_that_waits_is_refused_when_somebody_else_is_the_master() -> None:
@@ -575,6 +575,6 @@ def test_a_request_that_waits_is_refused_when_somebody_else_is_the_master() -> N
     cluster.settle()
     cluster.write(elect(after, "c"), "b")
     cluster.settle()
-    link = cluster.nodes["c"].core.following.links["b"]
+    link = cluster.nodes["c"].core.replica.links["b"]
     assert not link._asked, "it is answered"
     assert not link.is_open(VB)

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.cli.dcpctl import run
-from failover.replication.loss_receipt import (
+from failover.replication.receipt import (
     RECEIPT_KEYS_MAX,
     CutOff,
+    DiscardDamagedError,
     ElectionLoss,
-    QuarantineDamagedError,
     changes_of,
     cut_off_receipt,
     election_receipt,
@@ -65,7 +65,7 @@ def test_damage_is_found(data: st.DataObject) -> None:
         del stored[at:]
     else:
         stored[at] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises(QuarantineDamagedError):
+    with pytest.raises(DiscardDamagedError):
         unpack_cut_off(bytes(stored))
 
 
@@ -88,7 +88,7 @@ HEAD = pack_cut_off(CUT)[:14]
     ],
 )
 def test_what_cannot_be_read_is_refused_with_words(data: bytes, words: str) -> None:
-    with pytest.raises(QuarantineDamagedError, match=words):
+    with pytest.raises(DiscardDamagedError, match=words):
         unpack_cut_off(data)
 
 

@@ -264,7 +264,7 @@ def test_a_slow_member_joins_where_the_others_are_too_few() -> None:
     master = mastership(record=alone, min_in_sync=2)
     acknowledge(master, "c", seqno=0)
     slow = Lateness(frozenset("c"), frozenset("c"))
-    master._level_ns["c"] = NOW
+    master._caught_up_ns["c"] = NOW
     assert master.changed_isr(NOW, ALIVE, {"c": NOW}, slow) == expand(alone, "c")
 
 
@@ -274,7 +274,7 @@ def test_who_has_left_counts_until_all_members_hold_the_record() -> None:
     acknowledge(master, "b", seqno=5)
     master.take_record(shrink(RECORD, "c"), 9)
     assert master.isr == {"a", "b", "c"}
-    assert not master.is_settled(ALIVE)
+    assert not master.is_steady(ALIVE)
     assert not master.members_saw({"a": 9, "b": 8})
     assert master.isr == {"a", "b", "c"}
     assert master.members_saw({"a": 9, "b": 9})

@@ -12,8 +12,8 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.coordinator.effects import Notice
 from failover.coordinator.record_writer import COMPARES_MAX
-from failover.replication.loss_receipt import ElectionLoss
 from failover.replication.mastership import ReplicationSettings
+from failover.replication.receipt import ElectionLoss
 from failover.rules.isr import PROMOTED_WAIT_NS
 from failover.rules.replication_record import (
     add_copy,
@@ -45,7 +45,7 @@ def test_nobody_is_master_before_an_epoch_began_while_it_ran() -> None:
     cluster = serving()
     cluster.a.crash()
     cluster.show(cluster.a)
-    assert VB not in cluster.a.core.leading.masterships
+    assert VB not in cluster.a.core.master.masterships
     cluster.run(LONG)
     assert cluster.a.part.state == VbState.REPLICA
     assert [item.vb_id for item in cluster.a.session.reported] == [VB], "it asks to be elected"
@@ -75,7 +75,7 @@ def test_without_a_copy_a_partition_is_dead_here() -> None:
 def test_one_transaction_takes_so_many_changes_of_records() -> None:
     """A node with 1,024 partitions has more to write when another one dies."""
     cluster = serving()
-    leading = cluster.a.core.leading
+    leading = cluster.a.core.master
     leading._view.alive.pop("b")
     one = leading.masterships.pop(VB)
     records = {}
@@ -168,7 +168,9 @@ def test_a_replica_tells_where_an_older_version_ended() -> None:
 def test_the_first_master_after_an_unclean_election_tells_where_it_begins() -> None:
     cluster = serving()
     cluster.write(shrink(cluster.record, "b"))
-    cluster.b.core.following._note_told(VB, 5)  # five are committed, and one of them is here
+    cluster.b.core.replica.committed(
+        {VB: 5}, is_synced=False
+    )  # five are committed, and one of them is here
     versions = tuple(cluster.b.part.failover.pairs())
     cluster.write(unclean_elect(cluster.record, "b"))
     assert cluster.b.told(ElectionLoss) == [ElectionLoss(VB, 3, versions, 1, 5)]
@@ -256,7 +258,7 @@ def test_a_store_that_was_set_back_and_restored_makes_no_master() -> None:
     assert cluster.a.part.leader_epoch == good.epoch == 2
     cluster.write(replace(good, epoch=1))
     cluster.write(good)
-    assert VB not in cluster.a.core.leading.masterships, "epoch 2 began before this process"
+    assert VB not in cluster.a.core.master.masterships, "epoch 2 began before this process"
 
 
 # -- replicas that hear no master ------------------------------------------------------------------

@@ -7,16 +7,21 @@ import pytest
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
-from failover.replication.fed_stream import BEAT_NS, QUESTIONS_MAX, SECTION_BYTES, SILENCE_NS_MAX
+from failover.replication.feed import (
+    Match,
+    ReplicaFeed,
+)
+from failover.replication.mastership import SECTION_BYTES
 from failover.replication.messages import (
     EntriesSection,
     unpack_entries,
 )
-from failover.replication.replica_feed import (
-    Followed,
-    ReplicaFeed,
+from failover.replication.progress import (
+    BEAT_NS,
+    QUESTIONS_MAX,
+    RECORD_BYTES,
+    SILENCE_NS_MAX,
 )
-from failover.replication.sent_messages import RECORD_BYTES
 from support.feeding_node import EPOCH, MS, Master, told
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, seqno_of
 from vbucket.store.environment import StoreDamagedError
@@ -63,7 +68,7 @@ def test_a_partition_that_is_level_from_the_start_gets_its_high_watermark() -> N
     [message] = master.messages()
     assert message.sections == (EntriesSection(0, 5, EPOCH, 0, []),)
     master.ack(message.number)
-    assert master.acknowledged_ == [Followed(0, EPOCH, 1)]
+    assert master.acknowledged_ == [Match(0, EPOCH, 1)]
 
 
 def test_high_watermarks_are_told_once() -> None:
@@ -127,7 +132,7 @@ def test_beyond_the_window_nothing_is_sent_and_a_partition_comes_back() -> None:
     master.put(0, b"in step")
     master.commit()
     assert told(master.messages()) == [(0, [21])]
-    assert master.acknowledged_[-1] == Followed(0, EPOCH, 20)
+    assert master.acknowledged_[-1] == Match(0, EPOCH, 20)
 
 
 def test_a_group_that_is_larger_than_the_window_comes_in_sections() -> None:
@@ -149,8 +154,8 @@ def test_a_group_that_is_larger_than_the_window_comes_in_sections() -> None:
 
 def held(feed: ReplicaFeed) -> int:
     """Everything that a feed keeps, in bytes and pieces."""
-    pieces = sum(len(sent.followed) for sent in feed._sent) + len(feed._questions)
-    tables = len(feed._behind) + len(feed._stale) + len(feed._streams)
+    pieces = sum(len(sent.matches) for sent in feed._inflight) + len(feed._questions)
+    tables = len(feed._pending) + len(feed._unannounced) + len(feed._progress)
     return sum(map(len, feed._out)) + RECORD_BYTES * pieces + tables
 
 
@@ -222,7 +227,7 @@ def test_an_acknowledgement_does_not_count_for_a_stream_that_was_opened_later() 
     assert told(after) == [(0, [1])]
     assert {s.opaque for message in after for s in message.sections} == {2}
     master.ack(after[-1].number)
-    assert master.acknowledged_ == [Followed(0, EPOCH, 1)]
+    assert master.acknowledged_ == [Match(0, EPOCH, 1)]
 
 
 def test_a_confirmation_counts_for_streams_that_were_open_before_it() -> None:

@@ -12,7 +12,7 @@ from failover.replication.messages import (
     EntriesSection,
     unpack_entries,
 )
-from failover.replication.sent_messages import RECORD_BYTES
+from failover.replication.progress import RECORD_BYTES
 from support.feeding_node import EPOCH, Master
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document, seqno_of
 
@@ -100,8 +100,8 @@ class Play:
 
     def check(self) -> None:
         feed = self.master.feed
-        unacked = sum(sent.cost for sent in feed._sent)
-        assert unacked == feed._sent_bytes < 2 * WINDOW + 3 * RECORD_BYTES + 2000
+        unacked = sum(sent.cost for sent in feed._inflight)
+        assert unacked == feed._inflight_bytes < 2 * WINDOW + 3 * RECORD_BYTES + 2000
 
     def rest(self) -> None:
         self.master.commit()

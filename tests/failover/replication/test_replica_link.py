@@ -15,19 +15,19 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.replication.messages import (
-    NOTHING,
-    Greeting,
-    ReplicaPosition,
-    decode,
-)
-from failover.replication.replica_link import (
+from failover.replication.link import (
     CONFIRM_NS,
     DAMAGED_RETRY_NS,
     HEARD_NS_MAX,
     RETRY_NS,
     LinkState,
     from_here,
+)
+from failover.replication.messages import (
+    NOTHING,
+    Greeting,
+    ReplicaPosition,
+    decode,
 )
 from support.replica_line import EPOCH, GREETING, Line, entries, shared
 

@@ -8,13 +8,13 @@ from dcp.session.replication_port import ReplicationError
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.replication.messages import (
+    Control,
     EntriesSection,
-    FloorsTold,
+    Floors,
     SnapshotDone,
-    Told,
-    pack_told,
+    pack_control_entry,
     problem_of,
-    unpack_told,
+    unpack_control_entry,
 )
 from support.replica_pair import REPLICA, VB, ReplicaPair
 from vbucket.engine.leadership import begin_snapshot
@@ -87,7 +87,7 @@ def test_a_part_of_a_snapshot_counts_for_nothing() -> None:
 def test_a_member_with_a_part_of_a_snapshot_joins_no_in_sync_set() -> None:
     pair = compacted_pair()
     partly(pair, 4)
-    leading = pair.master.core.leading
+    leading = pair.master.core.master
     leading.record_changes(pair.master.core._records, may_write=False)
     assert leading.masterships[VB].in_snapshot == {REPLICA}
     pair.follow()
@@ -120,7 +120,7 @@ def test_a_restart_in_the_middle_goes_on(is_merged: bool) -> None:
     pair.cut()
     pair.replica.crash()
     assert pair.replica.part.incomplete_snapshot == window
-    asked, told = pair.replica.core.following.position(VB, 2)
+    asked, told = pair.replica.core.replica.position(VB, 2)
     assert (asked.start_seqno, asked.snap_start_seqno, asked.snap_end_seqno) == (4, 0, 5)
     assert told.snapshot_purge == 0
     assert pair.replica.findings() == []
@@ -211,7 +211,7 @@ def test_a_part_is_cut_back_to_the_start_of_the_snapshot() -> None:
     assert partly(pair, 4).start == 2
     assert pair.replica.documents() != before
     pair.cut()
-    pair.replica.core.following.roll_back(VB, 2, 3)
+    pair.replica.core.replica.roll_back(VB, 2, 3)
     part = pair.replica.part
     assert (part.high_seqno, part.incomplete_snapshot) == (2, None)
     assert pair.replica.documents() == before
@@ -298,7 +298,7 @@ def test_floors_reach_a_replica_whose_window_was_full_when_they_rose() -> None:
     pair = ReplicaPair()
     pair.set(b"a", b"b", b"a")
     pair.follow()
-    (feed,) = pair.master.core.leading.feeds.values()
+    (feed,) = pair.master.core.master.feeds.values()
     window_bytes, feed._window_bytes = feed._window_bytes, 0
     pair.raise_floor(3, 1)
     feed._window_bytes = window_bytes
@@ -316,15 +316,15 @@ def test_seqnos_that_a_snapshot_leaves_out_are_of_no_collection() -> None:
         pack_mutation(vb_id=VB, key=b"\x08k", value=b"", cas=seqno, seqno=seqno, rev_seqno=1)
         for seqno in (5, 9)
     ]
-    pair.replica.core.following._changes.apply(part, entries)
+    pair.replica.core.replica._changes.apply(part, entries)
     assert (part.tally.other_high_seqno, part.tally.default_high_seqno) == (9, 0)
 
 
 # -- what a replica refuses ------------------------------------------------------------------------
 
 
-def section(*entries: bytes | Told) -> EntriesSection:
-    packed = [each if isinstance(each, bytes) else pack_told(VB, each) for each in entries]
+def section(*entries: bytes | Control) -> EntriesSection:
+    packed = [each if isinstance(each, bytes) else pack_control_entry(VB, each) for each in entries]
     return EntriesSection(VB, 1, 2, 9, packed)
 
 
@@ -343,11 +343,11 @@ END = SnapshotDone(6, 1, 7)
         ((change(5),), 4, WINDOW),
         ((SnapshotWindow(2, 8, 3), change(8)), 4, WINDOW),
         ((END,), 6, WINDOW),
-        ((FloorsTold(2, 1), change(3)), 2, None),
+        ((Floors(2, 1), change(3)), 2, None),
     ],
 )
 def test_sections_of_snapshots_that_fit(
-    sent: tuple[bytes | Told, ...], high_seqno: int, window: SnapshotWindow | None
+    sent: tuple[bytes | Control, ...], high_seqno: int, window: SnapshotWindow | None
 ) -> None:
     assert problem_of(section(*sent), high_seqno, window, 100) == ""
 
@@ -365,11 +365,11 @@ def test_sections_of_snapshots_that_fit(
         ((WINDOW, change(5), END), 2, None, "a snapshot ends at seqno 6"),
         ((END,), 6, None, "a snapshot ends at seqno 6"),
         ((END._replace(purge=6),), 6, WINDOW, "purge seqno 6"),
-        ((FloorsTold(2, 1),), 4, WINDOW, "floors inside the snapshot"),
+        ((Floors(2, 1),), 4, WINDOW, "floors inside the snapshot"),
     ],
 )
 def test_sections_of_snapshots_that_do_not_fit(
-    sent: tuple[bytes | Told, ...], high_seqno: int, window: SnapshotWindow | None, words: str
+    sent: tuple[bytes | Control, ...], high_seqno: int, window: SnapshotWindow | None, words: str
 ) -> None:
     assert words in problem_of(section(*sent), high_seqno, window, 100)
 
@@ -390,7 +390,7 @@ def test_sections_of_snapshots_that_do_not_fit(
 )
 def test_control_entries_that_cannot_be_read(document: dict[str, object]) -> None:
     with pytest.raises(ReplicationError, match="a control entry"):
-        unpack_told(pack_control(VB, document))
+        unpack_control_entry(pack_control(VB, document))
 
 
 def test_the_check_finds_a_window_that_does_not_fit() -> None:
@@ -410,8 +410,8 @@ def test_the_check_finds_a_window_that_does_not_fit() -> None:
 def test_a_position_that_cannot_be_is_refused() -> None:
     pair = compacted_pair()
     partly(pair, 4)
-    asked, told = pair.replica.core.following.position(VB, 2)
-    leading = pair.master.core.leading
+    asked, told = pair.replica.core.replica.position(VB, 2)
+    leading = pair.master.core.master
     (feed,) = leading.feeds.values()
     with pytest.raises(ReplicationError, match="cannot be at seqno 4"):
         leading.admit(feed, VB, asked._replace(snap_end_seqno=3), told, 1)

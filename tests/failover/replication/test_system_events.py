@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from failover.replication.leading_report import unwritable
 from failover.rules.isr import CONFIRMATION_NS, PROMOTED_WAIT_NS
 from failover.rules.replication_record import HandedOver, want
 from support.core_cluster import MS, VB, CoreCluster, CoreNode
@@ -30,7 +29,7 @@ def serving() -> CoreCluster:
 
 def read_manifest(node: CoreNode, manifest: Manifest = FIRST) -> None:
     """Let a node read of other collections in the metadata store."""
-    node.core.settle()
+    node.core.resolve_counts()
     node.engine.keyspace.set_manifest(manifest)
 
 
@@ -46,7 +45,7 @@ def test_the_new_master_tells_of_a_collection_that_comes_during_a_handover() -> 
     uuid = cluster.a.part.vb_uuid
     cluster.write(want(cluster.record, "b"))
     cluster.tick()
-    assert cluster.a.core.leading.masterships[VB].has_handed
+    assert cluster.a.core.master.masterships[VB].has_handed
     read_manifest(cluster.a)
     cluster.settle()
     assert [node.part.high_seqno for node in cluster.nodes.values()] == [1, 1]
@@ -119,7 +118,7 @@ def test_a_master_serves_when_its_node_has_read_of_what_its_partition_has(
     """It would tell consumers that a collection is gone, and leave it out of streams."""
     cluster = others_changed(change)
     assert cluster.b.part.state == VbState.FENCED
-    (found,) = unwritable(cluster.b.core.leading, cluster.now_ns)
+    (found,) = cluster.b.core.master.serving.unwritable(cluster.now_ns)
     assert "not read of all collections" in found.why
     read_manifest(cluster.b, change(FIRST))
     cluster.run(100 * MS)

@@ -10,20 +10,20 @@ import pytest
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
-from failover.replication import replica_link
+from failover.replication import link
 from failover.replication.messages import (
+    ANNOUNCED_GROUPS_MAX,
     NOTHING,
-    TOLD_GROUPS_MAX,
-    FloorsTold,
+    Floors,
     GroupMessage,
     Message,
+    checked_group,
+    pack_control_entry,
     pack_group,
-    pack_told,
     share,
     unpack_group,
 )
-from failover.replication.sent_messages import CommitsTold
-from failover.replication.whole_entries import checked_group
+from failover.replication.progress import Announcements
 from failover.rules.replication_record import shrink
 from support.copies import Copies, CopyNode, holdings
 from support.groups_on_wires import groups_to, messages_to, put
@@ -52,7 +52,7 @@ def test_a_group_is_applied_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*_arguments: object) -> None:
         raise AssertionError("the group was checked in Python")
 
-    monkeypatch.setattr(replica_link, "checked_group", asked)
+    monkeypatch.setattr(link, "checked_group", asked)
     copies = level()
     for vb_id in (0, 1, 3):
         put(copies, vb_id)
@@ -66,7 +66,7 @@ def test_what_changes_for_one_partition_leaves_the_others_of_a_group_together(
 ) -> None:
     """While partitions are handed over, hundreds of others are written in the same groups."""
     copies = level()
-    leading = copies.a.core.leading
+    leading = copies.a.core.master
     one_by_one: list[int] = []
     raise_watermarks = leading._raise_watermarks
     monkeypatch.setattr(
@@ -79,8 +79,8 @@ def test_what_changes_for_one_partition_leaves_the_others_of_a_group_together(
     copies.a.commit()
     leading.masterships[1].ask(frozenset("abc"))  # a record changes here
     copies.move()
-    copies.nodes["c"].core.following.links["a"].leave(3)  # a stream is opened again there
-    copies.nodes["c"].core.following.links["a"].follow(3, copies.records[3].epoch, copies.now_ns)
+    copies.nodes["c"].core.replica.links["a"].leave(3)  # a stream is opened again there
+    copies.nodes["c"].core.replica.links["a"].follow(3, copies.records[3].epoch, copies.now_ns)
     for member in "bc":
         copies.nodes[member].commit()
     copies.move()
@@ -96,7 +96,7 @@ def test_what_is_not_in_step_everywhere_leaves_the_others_together() -> None:
     copies = level()
     put(copies, 3)
     copies.rest()
-    link = copies.nodes["c"].core.following.links["a"]
+    link = copies.nodes["c"].core.replica.links["a"]
     link.leave(1)  # c is in sync, and does not follow it at present
     copies.move()
     for vb_id in (0, 1, 2):
@@ -130,12 +130,12 @@ def test_a_copy_that_is_filled_costs_the_others_nothing() -> None:
     copies = level()
     copies.write(1, shrink(copies.records[1], ["c"]))
     copies.rest()
-    feed = copies.a.core.leading.feeds["c"]
+    feed = copies.a.core.master.feeds["c"]
     feed._window_bytes = 1
     put(copies, 1)
     copies.rest()
     feed._window_bytes = 1 << 20
-    feed._leave_behind(feed._streams[1], copies.a.engine.partitions[1], ())
+    feed._fall_behind(feed._progress[1], copies.a.engine.partitions[1], ())
     put(copies, 1, b"\0more")
     put(copies, 2)
     copies.a.commit()
@@ -153,8 +153,8 @@ def test_a_copy_that_got_its_part_of_a_group_by_a_cursor_is_told_that_it_is_comm
     copies = level()
     copies.write(1, shrink(copies.records[1], ["c"]))
     copies.rest()
-    feed = copies.a.core.leading.feeds["c"]
-    feed._leave_behind(feed._streams[1], copies.a.engine.partitions[1], ())
+    feed = copies.a.core.master.feeds["c"]
+    feed._fall_behind(feed._progress[1], copies.a.engine.partitions[1], ())
     for vb_id in (1, 2):
         put(copies, vb_id)
     copies.a.commit()
@@ -218,7 +218,7 @@ def test_replicas_are_told_by_the_number_of_the_message_that_a_group_is_committe
 
 def test_only_what_tells_of_commits_can_wait_and_the_next_group_takes_it_with_it() -> None:
     copies = level()
-    feed = copies.a.core.leading.feeds["b"]
+    feed = copies.a.core.master.feeds["b"]
     assert (feed.has_output, feed.can_wait) == (False, True)
     put(copies, 1)
     copies.a.commit()
@@ -281,7 +281,7 @@ def test_an_acknowledgement_for_a_stream_that_was_opened_again_does_not_count() 
     copies.move()
     copies.nodes["c"].commit()
     copies.move()
-    feed = copies.a.core.leading.feeds["b"]
+    feed = copies.a.core.master.feeds["b"]
     feed.close_stream(1)
     copies.b.commit()
     copies.move()
@@ -295,7 +295,7 @@ def test_an_acknowledgement_of_a_group_before_a_stream_was_opened_does_not_count
     copies.move()
     copies.nodes["c"].commit()
     copies.move()
-    feed = copies.a.core.leading.feeds["b"]
+    feed = copies.a.core.master.feeds["b"]
     feed.close_stream(1)
     feed.open(1, 2, 1 << 20, 0)
     copies.b.commit()
@@ -312,7 +312,7 @@ def test_who_joins_while_a_group_is_on_its_way_counts() -> None:
     put(copies, 1)
     copies.a.commit()
     copies.move()
-    copies.a.core.leading.masterships[1].ask(frozenset("abc"))
+    copies.a.core.master.masterships[1].ask(frozenset("abc"))
     copies.b.commit()
     copies.move()
     assert committed(copies.a, 1) == 0, "c may be elected by now"
@@ -323,7 +323,7 @@ def test_who_joins_while_a_group_is_on_its_way_counts() -> None:
 
 def test_a_member_that_got_the_group_section_by_section_counts_as_well() -> None:
     copies = level()
-    copies.a.core.leading.feeds["c"]._window_bytes = 300  # less than a whole group counts
+    copies.a.core.master.feeds["c"]._window_bytes = 300  # less than a whole group counts
     put(copies, 1)
     copies.a.commit()
     assert (len(groups_to(copies, "b")), len(groups_to(copies, "c"))) == (1, 0)
@@ -338,16 +338,16 @@ def test_a_group_on_a_link_that_is_closed_does_not_count_as_whole() -> None:
     copies = level()
     put(copies, 1)
     copies.a.commit()
-    feed = copies.a.core.leading.feeds["b"]
-    (whole,) = [sent.whole.group for sent in feed._sent if sent.whole is not None]
-    assert whole.sent_to.keys() == {"b", "c"}
+    feed = copies.a.core.master.feeds["b"]
+    (group,) = [sent.group.group for sent in feed._inflight if sent.group is not None]
+    assert group.sent_to.keys() == {"b", "c"}
     feed.close()
-    assert whole.sent_to.keys() == {"c"}
+    assert group.sent_to.keys() == {"c"}
 
 
 def test_a_full_window_puts_partitions_behind_and_they_catch_up() -> None:
     copies = level()
-    feed = copies.a.core.leading.feeds["b"]
+    feed = copies.a.core.master.feeds["b"]
     put(copies, 1)
     copies.rest()
     feed._window_bytes = 1
@@ -407,7 +407,7 @@ def long_mutation() -> bytes:
         (mutation(1, 5, prev_seqno=5), "replaces seqno 5"),
         (mutation(1, 5)[:-1], "an entry of 70 bytes after seqno 4; 69 follow"),
         (mutation(1, 5)[:20], "too short"),
-        (pack_told(1, FloorsTold(1, 0)), "a control entry after seqno 4"),
+        (pack_control_entry(1, Floors(1, 0)), "a control entry after seqno 4"),
         (long_mutation(), "at most 1124 are allowed"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
@@ -439,7 +439,7 @@ def test_a_message_with_a_group_comes_back_and_every_changed_byte_is_noticed() -
 
 
 def test_of_what_is_committed_no_group_between_is_told_that_is_not() -> None:
-    told = CommitsTold()
+    told = Announcements()
     for group, number in enumerate((3, 5, 6, 8)):
         told.sent(group, number)
     for group in (3, 1, 0):
@@ -448,19 +448,17 @@ def test_of_what_is_committed_no_group_between_is_told_that_is_not() -> None:
 
 
 def test_a_group_that_is_on_its_way_for_long_is_not_told_with_others() -> None:
-    copies = level()
-    feed = copies.a.core.leading.feeds["b"]
-    for number in range(TOLD_GROUPS_MAX + 1):
-        put(copies, number % 4)
-        copies.a.commit()
-    numbers = [sent.number for sent in feed._sent if sent.whole is not None]
-    assert len(numbers) == TOLD_GROUPS_MAX + 1
-    told = feed._committed
-    assert list(told._untold.values()) == numbers[1:]
-    told._committed = [numbers[0] - 1, numbers[1]]
-    told._untold = {}
-    assert told.take() == (numbers[0] - 1, numbers[0] - 1)
-    assert told.take() == (numbers[1], numbers[1])
+    announcements = Announcements()
+    announcements.sent(0, 1)
+    announcements.sent(1, 2)
+    announcements.committed(0)
+    for group in range(2, ANNOUNCED_GROUPS_MAX + 2):
+        announcements.sent(group, group + 1)
+    assert not announcements.is_open(1), "too many followed it"
+    announcements.committed(2)
+    assert announcements.take() == (1, 1), "message 2 may not be committed"
+    assert announcements.take() == (3, 3)
+    assert not announcements
 
 
 def test_a_changed_byte_closes_the_link_and_nothing_of_the_group_is_applied() -> None:
@@ -503,8 +501,8 @@ def test_a_stream_that_was_opened_again_takes_no_group_that_was_made_before() ->
     wire.take()
     late, wire.to_replica = wire.to_replica, b""
     record = copies.records[1]
-    copies.b.core.following.leave(1)
-    copies.b.core.following.follow(1, record, copies.now_ns)
+    copies.b.core.replica.leave(1)
+    copies.b.core.replica.follow(1, record, copies.now_ns)
     wire.take()
     wire.deliver(1 << 30, 0)
     wire.take()
@@ -523,7 +521,7 @@ def test_what_is_committed_of_an_earlier_stream_does_not_count_for_a_later_one()
     copies.b.commit()
     wire = next(wire for wire in copies.wires if wire.node is copies.b)
     link, number = wire.link, wire.link._number
-    copies.b.core.following.leave(1)
+    copies.b.core.replica.leave(1)
     pieces = pack_group(number + 1, number + 1, 1, (number, number), NOTHING)
     link.receive(b"".join(pieces), copies.now_ns)
     assert link.problem == ""

@@ -23,7 +23,7 @@ class Play:
     def __init__(self, window_bytes: int) -> None:
         self.copies = Copies("abc", PARTITIONS)
         for node in self.copies.nodes.values():
-            leading = node.core.leading
+            leading = node.core.master
             leading._settings = leading._settings._replace(window_bytes=window_bytes)
         self.copies.rest()
         self.copies.revive()
@@ -72,8 +72,8 @@ class Play:
         """A replica leaves a partition and asks for it again."""
         node, record = self._node(number), self.copies.records[vb_id]
         if record.master != node.member:
-            node.core.following.leave(vb_id)
-            node.core.following.follow(vb_id, record, self.copies.now_ns)
+            node.core.replica.leave(vb_id)
+            node.core.replica.follow(vb_id, record, self.copies.now_ns)
 
     def leave_isr(self, vb_id: int, number: int) -> None:
         record, member = self.copies.records[vb_id], "abc"[number % 3]

@@ -133,7 +133,7 @@ def test_min_in_sync_is_a_majority_unless_set(setting, copies, wanted):
     assert min_in_sync_of(setting, copies) == wanted
 
 
-LEVEL = Candidate(Acknowledgement(EPOCH, 100), is_level=True)
+LEVEL = Candidate(Acknowledgement(EPOCH, 100), is_caught_up=True)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,13 @@ LEVEL = Candidate(Acknowledgement(EPOCH, 100), is_level=True)
         ("it is below the HW", LEVEL, 101, 100, False),
         ("it has all that the master began with; the HW cannot rise yet", LEVEL, 99, 100, True),
         ("it is below the start of the master's epoch", LEVEL, 90, 101, False),
-        ("it is not level with the groups under way", LEVEL._replace(is_level=False), 90, 0, False),
+        (
+            "it is not level with the groups under way",
+            LEVEL._replace(is_caught_up=False),
+            90,
+            0,
+            False,
+        ),
         (
             "it acknowledged under another epoch",
             LEVEL._replace(acknowledgement=Acknowledgement(EPOCH - 1, 100)),

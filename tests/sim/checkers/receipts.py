@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from failover.replication.loss_receipt import CutOff
+from failover.replication.receipt import CutOff
 from sim.checkers.histories import is_excused_by, missing
 from sim.facts import CutOffFact, Excuse, History, LostFact, LostFolder, Operation, Outcome, cas_of
 from vbucket.model.entry import META, seqno_of

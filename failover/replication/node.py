@@ -1,7 +1,7 @@
 """The replication of one node: roles of its partitions, and their high watermarks. Sans-IO.
 
-    ReplicationCore ──> Leading      masterships, feeds of replicas, changes of records
-                    └─> Following    links to masters, what comes on them
+    ReplicationCore ──> Master      masterships, feeds of replicas, changes of records
+                    └─> Replica    links to masters, what comes on them
 
 The shell (a server, or a simulated node) tells it what happens:
 
@@ -24,7 +24,7 @@ Invariants
   that this folder has seen (`failover.coordinator.seen_records`): the metadata store may go back;
 - a partition that this node does not master is REPLICA here, or DEAD without a copy: it takes no
   writes, expires nothing;
-- a partition whose record does not name this member is emptied (`dropped_copies`);
+- a partition whose record does not name this member is emptied (`DroppedCopies`);
 - a replica that hears no master is marked (`Partition.is_unheard`) and has no streams of clients;
 - what waits in connections is answered (`depose`) before history is cut off;
 - the high watermark of a master comes from its in-sync set, that of a replica from its master.
@@ -46,14 +46,13 @@ from failover.coordinator.ran_time import RanTime
 from failover.coordinator.record_writer import OutcomeKind, WriteOutcome
 from failover.coordinator.seen_records import SeenRecords
 from failover.coordinator.store_age import older_records
-from failover.replication.dropped_copies import DroppedCopies
-from failover.replication.fence_reasons import no_trouble
-from failover.replication.following import Following, Identity
-from failover.replication.leading import Leading
-from failover.replication.loss_receipt import ElectionLoss
+from failover.replication.effects import MapChanged, ReplicationEffect
+from failover.replication.master import Master
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.messages import StoreSeen
-from failover.replication.shell_effects import MapChanged, ReplicationEffect
+from failover.replication.receipt import ElectionLoss
+from failover.replication.replica import DroppedCopies, Identity, Replica
+from failover.replication.serving import no_trouble
 from failover.rules.replication_record import UNSEEN, Rank, ReplicationRecord, is_master
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
@@ -121,7 +120,7 @@ class ReplicationCore:
         self._ran = RanTime(now_ns)
         self._unheard_from_ns = now_ns
         """When the next partition counts as unheard, unless its master is heard before."""
-        self.following = Following(
+        self.replica = Replica(
             engine, self._changes,
             Identity(cluster, membership.member, membership.incarnation), settings,
             record_of=self._record_of, raise_watermarks=self._raise_watermarks,
@@ -129,13 +128,13 @@ class ReplicationCore:
             store_seen=self._store_seen, link_of=session.link_of,
             effects=self._effects, now_ns=now_ns, ran=self._ran,
         )  # fmt: skip
-        self.leading = Leading(
+        self.master = Master(
             engine, hub, session.view, settings, cluster=cluster, member=membership.member,
             raise_watermarks=self._raise_watermarks, commit_many=self._commit_many,
             depose=depose, effects=self._effects, now_ns=now_ns, ran=self._ran,
             store_trouble=store_trouble, kept=self._kept, link_of=session.link_of,
         )  # fmt: skip
-        self._dropped = DroppedCopies(engine, hub, self.following.empty)
+        self._dropped = DroppedCopies(engine, hub, self.replica.empty)
         self._begin_unheard()
 
     def _begin_unheard(self) -> None:
@@ -176,7 +175,7 @@ class ReplicationCore:
                 part.synced_seqno
                 if part.incomplete_snapshot is None
                 else part.incomplete_snapshot.start,
-                part.vb_id in self.leading.masterships,
+                part.vb_id in self.master.masterships,
             )
             for part in self.partitions
             if part.high_seqno or part.leader_epoch
@@ -188,8 +187,8 @@ class ReplicationCore:
         self._look_at_era()
         vb_ids = tuple(sorted(vb_ids))
         cluster = self._session.view.cluster
-        if cluster is not None and self.leading.take_min_in_sync(cluster.content.min_in_sync):
-            self._raise_watermarks(tuple(self.leading.masterships))
+        if cluster is not None and self.master.take_min_in_sync(cluster.content.min_in_sync):
+            self._raise_watermarks(tuple(self.master.masterships))
         for vb_id in vb_ids:
             if vb_id >= self._engine.num_vbuckets:
                 continue
@@ -210,8 +209,8 @@ class ReplicationCore:
             self._era = self._session.era
             self._kept.begin_again(self._era)
             self._sure.clear()
-            self.following.begin_again()
-            for mastership in self.leading.masterships.values():
+            self.replica.begin_again()
+            for mastership in self.master.masterships.values():
                 mastership.store_begins_again()
 
     def _store_seen(self) -> StoreSeen:
@@ -221,8 +220,8 @@ class ReplicationCore:
 
     def records_were_kept(self) -> None:
         """More of the store's records is on disk (`SeenRecords.kept`)."""
-        self.following.records_were_kept()
-        self.leading.records_were_kept()
+        self.replica.records_were_kept()
+        self.master.records_were_kept()
 
     def _distrust(self, vb_id: int, why: str) -> None:
         """Leave a partition as it is, because its record says nothing that can be followed. Say so
@@ -267,50 +266,52 @@ class ReplicationCore:
         self._distrusted.pop(vb_id, None)
         self._records[vb_id] = stored
         self._followed_masters = None
-        mastership = self.leading.masterships.get(vb_id)
+        mastership = self.master.masterships.get(vb_id)
         if not is_master(record, self._member, first_epoch):
             if mastership is not None:
-                self.leading.step_down(vb_id, f"epoch {record.epoch} has begun")
-                self.following.confirmed(vb_id, self._now_ns)
+                self.master.step_down(vb_id, f"epoch {record.epoch} has begun")
+                self.replica.confirmed(vb_id, self._now_ns)
             holds_copy = self._member in record.copies
             self._engine.partitions[vb_id].state = VbState.REPLICA if holds_copy else VbState.DEAD
-            self.following.follow(vb_id, record, self._now_ns)
+            self.replica.follow(vb_id, record, self._now_ns)
             self._dropped.note(vb_id, holds_copy=holds_copy)
         elif mastership is None or mastership.epoch != record.epoch:
-            confirmed_ns = self.following.last_confirmed_ns(vb_id)
-            self.following.leave(vb_id)
+            confirmed_ns = self.replica.last_confirmed_ns(vb_id)
+            self.replica.leave(vb_id)
             self._changes.settle()
             part = self._engine.partitions[vb_id]
-            told_seqno = max(self.following.take_told_hw(vb_id), part.committed_seqno)
-            self._tell_loss(vb_id, record, told_seqno)
-            self.leading.begin(
-                vb_id, record, confirmed_ns=confirmed_ns, told_seqno=told_seqno,
-                sender=self.following.take_sender(vb_id, record.epoch), now_ns=self._now_ns,
+            announced_seqno = max(self.replica.take_announced(vb_id), part.committed_seqno)
+            self._tell_loss(vb_id, record, announced_seqno)
+            self.master.begin(
+                vb_id, record, confirmed_ns=confirmed_ns, announced_seqno=announced_seqno,
+                sender=self.replica.take_sender(vb_id, record.epoch), now_ns=self._now_ns,
             )  # fmt: skip
         else:
-            self.leading.take_record(vb_id, record, stored.item.mod_revision)
+            self.master.take_record(vb_id, record, stored.item.mod_revision)
             self._raise_watermarks((vb_id,))
-        self.leading.decide_waiting(vb_id)
-        if (ended := self.leading.branches.ended(vb_id, record)) is not None:
+        self.master.decide_waiting(vb_id)
+        if (ended := self.master.branch_ended(vb_id, record)) is not None:
             self._effects.append(ended)
 
-    def _tell_loss(self, vb_id: int, record: ReplicationRecord, told_seqno: int) -> None:
+    def _tell_loss(self, vb_id: int, record: ReplicationRecord, announced_seqno: int) -> None:
         """Emit a receipt if this node is the first master since an unclean election."""
         part = self._engine.partitions[vb_id]
         if record.unclean_epoch is not None and part.leader_epoch < record.unclean_epoch:
             versions = tuple(part.failover.pairs())
             self._effects.append(
-                ElectionLoss(vb_id, record.epoch, versions, part.high_seqno, told_seqno or None)
+                ElectionLoss(
+                    vb_id, record.epoch, versions, part.high_seqno, announced_seqno or None
+                )
             )
 
     def outcome(self, now_ns: int, outcome: WriteOutcome) -> None:
         """A change that this node wrote was decided."""
         self._now_ns = now_ns
         vb_id = outcome.change.vb_id
-        mastership = self.leading.masterships.get(vb_id)
+        mastership = self.master.masterships.get(vb_id)
         if mastership is None:
             return
-        self.leading.decided(mastership, is_written=outcome.kind is OutcomeKind.WRITTEN)
+        self.master.decided(mastership, is_written=outcome.kind is OutcomeKind.WRITTEN)
         stored = self._session.view.partitions.get(vb_id)
         if stored is not None:
             self._take_record(vb_id, stored)
@@ -322,21 +323,21 @@ class ReplicationCore:
         replicas get it already.
         """
         self._now_ns = now_ns
-        return self.leading.group_begun(now_ns, group)
+        return self.master.group_begun(now_ns, group)
 
     def group_synced(self, now_ns: int, group: CommitGroup) -> None:
         """A commit group of this node is on disk."""
         self._now_ns = now_ns
         self._changes.settle()
-        self._raise_watermarks(self.leading.group_synced(now_ns, group))
-        self._raise_watermarks(self._followed_and_told(group))
-        self.following.synced(self._commits.synced_group)
+        self._raise_watermarks(self.master.group_synced(now_ns, group))
+        self._raise_watermarks(self._followed_and_announced(group))
+        self.replica.synced(self._commits.synced_group)
 
-    def _followed_and_told(self, group: CommitGroup) -> list[int]:
+    def _followed_and_announced(self, group: CommitGroup) -> list[int]:
         """Return the followed partitions of a group where it commits something: the master has told
         a high watermark that was not synced here, or the group has no changes (but a version).
         """
-        masterships, awaiting = self.leading.masterships, self.following.awaiting_sync
+        masterships, awaiting = self.master.masterships, self.replica.awaiting_sync
         if len(masterships) == self._engine.num_vbuckets:
             return []
         found: Iterable[int] = awaiting & group.high_seqnos.keys()
@@ -352,26 +353,26 @@ class ReplicationCore:
     def _raise_watermarks(self, vb_ids: Iterable[int]) -> None:
         """Commit what may be committed now in these partitions."""
         rose: list[int] = []
-        masterships, lagging = self.leading.masterships, self._commits.lagging
+        masterships, lagging = self.master.masterships, self._commits.lagging
         for vb_id in vb_ids:
             part = self._engine.partitions[vb_id]
             if part.committed_seqno == part.synced_seqno and vb_id not in lagging:
                 continue  # all that may be committed is
             mastership = masterships.get(vb_id)
             if mastership is None:
-                seqno = self.following.told_hw(vb_id)
+                seqno = self.replica.announced_seqno(vb_id)
             else:
-                self.leading.note_acknowledged(mastership)
+                self.master.note_acknowledged(mastership)
                 seqno = mastership.hw_seqno()
             seqno = max(part.committed_seqno, min(seqno, part.synced_seqno))
-            self.following.reached(vb_id, seqno)
+            self.replica.reached(vb_id, seqno)
             if self._commits.commit(vb_id, seqno):
                 rose.append(vb_id)
                 self._engine.keyspace.watermarks[vb_id] = part.committed_seqno
         if rose:
             self._effects.append(self._groups.committed(rose))
-            self.leading.committed(rose)
-            for feed in self.leading.feeds.values():
+            self.master.committed(rose)
+            for feed in self.master.feeds.values():
                 feed.hw_rose(rose)
 
     def _commit_many(self, seqnos: Mapping[int, int]) -> None:
@@ -384,7 +385,7 @@ class ReplicationCore:
             else:
                 watermarks.update((vb_id, partitions[vb_id].committed_seqno) for vb_id in rose)
             self._effects.append(self._groups.committed(rose))
-            self.leading.committed(rose)
+            self.master.committed(rose)
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -393,21 +394,21 @@ class ReplicationCore:
         heard. Call it before every batch: the process may have been stopped since the last tick.
         Go on with handovers that have rested: nothing else may ask for a step before the next tick.
         """
-        fence_ns = self.leading.serving.fence_ns
+        fence_ns = self.master.serving.fence_ns
         if fence_ns is not None and now_ns >= fence_ns:
-            self.leading.serve(now_ns)
-        if self.leading.arriving:
-            self.leading.arrivals.expire(now_ns)
-        if self.leading.handovers.take_rested(now_ns):
-            self.leading.step_due()
+            self.master.serve(now_ns)
+        if self.master.arriving:
+            self.master.serving.arrivals.expire(now_ns)
+        if self.master.handovers.take_pause_end(now_ns):
+            self.master.step_due()
         if now_ns >= self._unheard_from_ns:
-            self.following.note_heard(now_ns)
+            self.replica.note_heard(now_ns)
             self._mark_unheard()
 
     def time_passes(self, now_ns: int) -> None:
         """Note that the process runs, and send heartbeats that are due."""
         self._ran.tick(now_ns)
-        self.leading.beat(now_ns)
+        self.master.beat(now_ns)
 
     def missed(self, now_ns: int, lost_ns: int) -> None:
         """Note that this process did not run for so long just now, in the middle of its work."""
@@ -417,22 +418,22 @@ class ReplicationCore:
         """Let time pass: links, services, in-sync sets, handovers, reports."""
         self._now_ns = now_ns
         self._ran.tick(now_ns)
-        self.leading.is_step_due = False
-        self.following.tick(now_ns)
+        self.master.is_step_due = False
+        self.replica.tick(now_ns)
         self._dropped.tick(now_ns)
-        masterships = self.leading.masterships
-        if self.following.take_gaps():
+        masterships = self.master.masterships
+        if self.replica.take_gaps():
             for vb_id, stored in self._records.items():
                 if vb_id not in masterships:
-                    self.following.follow(vb_id, stored.content.record, now_ns)
-        restless = self.leading.serving.restless()
-        self._raise_watermarks(self._commits.lagging.keys() | restless)
-        self.leading.serve(now_ns)
-        self.leading.arrivals.expire(now_ns)
+                    self.replica.follow(vb_id, stored.content.record, now_ns)
+        active = self.master.serving.active()
+        self._raise_watermarks(self._commits.lagging.keys() | active)
+        self.master.serve(now_ns)
+        self.master.serving.arrivals.expire(now_ns)
         self._mark_unheard()
         self._note_followed()
         self._note_serving()
-        changes = self.leading.record_changes(self._trusted(), may_write=self._session.may_write)
+        changes = self.master.record_changes(self._trusted(), may_write=self._session.may_write)
         if changes:
             self._carry_out(self._session.write(now_ns, changes))
         self._report()
@@ -442,11 +443,11 @@ class ReplicationCore:
         now, and go on with handovers.
         """
         self._now_ns = now_ns
-        self.leading.is_step_due = False
-        self.leading.serving.serve_more(now_ns)
+        self.master.is_step_due = False
+        self.master.serving.serve_more(now_ns)
         self._note_followed()
-        if self.leading.handovers.is_under_way and self._session.may_write:
-            changes = self.leading.handover_changes(now_ns, self._trusted())
+        if self.master.handovers.is_under_way and self._session.may_write:
+            changes = self.master.handover_changes(now_ns, self._trusted())
             if changes:
                 self._carry_out(self._session.write(now_ns, changes))
 
@@ -472,13 +473,13 @@ class ReplicationCore:
             mastered = sum(
                 stored.content.record.master == self._member for stored in view.partitions.values()
             )
-            self._masters_all = mastered == len(self.leading.masterships)
+            self._masters_all = mastered == len(self.master.masterships)
         may_say = self._masters_all and not self._distrusted and view.revision > 0
         seen = StoreSeen(self._session.link, view.revision)
-        may_say &= not self.leading.serving.has_unserved
-        self.leading.parting.note_serving(seen, serves_all=may_say)
+        may_say &= not self.master.serving.has_unserved
+        self.master.note_serving(seen, serves_all=may_say)
         if len(self._sure) < len(self._records):
-            self._note_sure(self.leading.serves_by())
+            self._note_sure(self.master.serves_by)
 
     def _note_sure(self, own: StoreSeen) -> None:
         """Note whose master, here or elsewhere, serves by the record that the store has."""
@@ -488,28 +489,28 @@ class ReplicationCore:
                 continue
             master, revision = stored.content.record.master, stored.item.mod_revision
             is_own = master == self._member and revision <= own_revision
-            if is_own or self.following.is_served(master, revision):
+            if is_own or self.replica.is_served(master, revision):
                 self._sure.add(vb_id)
 
     def _note_followed(self) -> None:
-        self.leading.handovers.note_followed(self._now_ns, self.following.is_followed)
+        self.master.handovers.note_followed(self._now_ns, self.replica.is_followed)
 
     def _welcomed(self) -> None:
         """A master lets this node follow a partition."""
-        if self.leading.handovers.is_under_way:
-            self.leading.step_due()
+        if self.master.handovers.is_under_way:
+            self.master.step_due()
 
     def _mark_unheard(self) -> None:
         """Mark the replicas whose master is not heard, and end their streams. Nothing is done for
         each partition unless a record or what is heard has changed.
         """
-        following = self.following
+        following = self.replica
         self._unheard_from_ns = following.unheard_from_ns
         has_new_records = self._followed_masters is None
         if self._followed_masters is None:
             self._followed_masters = {
                 self._record_of(vb_id).master
-                for vb_id in self._records.keys() - self.leading.masterships.keys()
+                for vb_id in self._records.keys() - self.master.masterships.keys()
             }
         unheard = frozenset(filter(following.is_unheard, self._followed_masters))
         if unheard == self._unheard_masters and not has_new_records:
@@ -526,7 +527,7 @@ class ReplicationCore:
             if part.is_unheard and not was_unheard:
                 self._hub.fenced(vb_id)
 
-    def settle(self) -> None:
+    def resolve_counts(self) -> None:
         """Settle the counts of documents. Call it before the collections change."""
         self._changes.settle()
 
@@ -541,7 +542,7 @@ class ReplicationCore:
         suspects = frozenset(
             master
             for master in self._unheard_masters
-            if self.following.is_suspect(master, has_lease=master in alive)
+            if self.replica.is_suspect(master, has_lease=master in alive)
         )
         if not suspects and not self._reported and not older and not asked:
             return

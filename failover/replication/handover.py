@@ -19,7 +19,7 @@ written as by an election: the wanted master is in sync, so it has all that is c
 a version. The last changes were not answered; their clients are told that they are ambiguous, and
 they are cut off.
 
-Who calls it: `failover.replication.leading`.
+Who calls it: `failover.replication.master`.
 
 Invariants
 - at most GROUP_MAX partitions are on their way, and a group begins when none is;
@@ -31,11 +31,13 @@ Invariants
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
+from failover.coordinator.cluster_view import ClusterView
 from failover.replication.mastership import Mastership
-from failover.rules.replication_record import HandedOver, ReplicationRecord, elect, hand_over
+from failover.rules.replication_record import HandedOver, ReplicationRecord, elect, hand_over, want
 from vbucket.engine.partition import Hold, Partition, VbState
 
 GROUP_MAX: Final = 8
@@ -71,9 +73,9 @@ class Handovers:
         """Those of them that may be held now."""
         self._began_ns = 0
         """When the group began that is on its way."""
-        self._rests_until_ns: int | None = None
+        self._paused_until_ns: int | None = None
         """No group begins before."""
-        self._resting: dict[int, int] = {}
+        self._retry_ns: dict[int, int] = {}
         """Partition -> when it may be held again, because its handover was given up."""
         self._held: set[int] = set()
         """Writers of these wait, and this node is still the master."""
@@ -97,13 +99,13 @@ class Handovers:
         """Return the partitions to look at: those that are held, or else those that come next."""
         if self._held:
             return list(self._held)
-        is_resting = self._rests_until_ns is not None and now_ns < self._rests_until_ns
-        if self._handed or is_resting:
+        is_paused = self._paused_until_ns is not None and now_ns < self._paused_until_ns
+        if self._handed or is_paused:
             return []
         drained: list[int] = []
         others: list[int] = []
         for vb_id in self._waiting:
-            if self._resting.get(vb_id, 0) > now_ns:
+            if self._retry_ns.get(vb_id, 0) > now_ns:
                 continue
             mastership = masterships.get(vb_id)
             is_drained = mastership is None or _is_drained(mastership.part)
@@ -156,7 +158,7 @@ class Handovers:
         held_ns = now_ns - mastership.handing_since_ns
         may_elect = is_failover and _waits_for_own_disk(part)
         if held_ns > HANDING_NS_MAX and not may_elect:
-            self._resting[part.vb_id] = now_ns + REST_NS
+            self._retry_ns[part.vb_id] = now_ns + REST_NS
             self._release(mastership)
             return None
         is_drained = _is_drained(part)
@@ -177,7 +179,7 @@ class Handovers:
     def ended(self, vb_id: int, now_ns: int, *, is_handed: bool) -> None:
         """A partition has another master, or the handover was not written."""
         self._waiting.pop(vb_id, None)
-        self._resting.pop(vb_id, None)
+        self._retry_ns.pop(vb_id, None)
         if vb_id in self._held:
             self._held.discard(vb_id)
             if is_handed:
@@ -198,13 +200,13 @@ class Handovers:
                 has_followed = not is_late
         # Nobody works off what a new master that stands still has delayed: no rest after its group.
         if has_followed and self._waiting and not self._handed and not self._held:
-            self._rests_until_ns = now_ns + min(now_ns - self._began_ns, GROUP_REST_NS_MAX)
+            self._paused_until_ns = now_ns + min(now_ns - self._began_ns, GROUP_REST_NS_MAX)
 
-    def take_rested(self, now_ns: int) -> bool:
+    def take_pause_end(self, now_ns: int) -> bool:
         """Return whether a rest is over, once: the next group may begin."""
-        if self._rests_until_ns is None or now_ns < self._rests_until_ns:
+        if self._paused_until_ns is None or now_ns < self._paused_until_ns:
             return False
-        self._rests_until_ns = None
+        self._paused_until_ns = None
         return True
 
     def any_held(self, vb_ids: Iterable[int]) -> bool:
@@ -222,3 +224,32 @@ def _waits_for_own_disk(part: Partition) -> bool:
     nobody, whatever answers wait for.
     """
     return part.committed_seqno == part.synced_seqno
+
+
+class Successors:
+    """Chooses a successor for each partition, so that each member gets about as many."""
+
+    def __init__(self, view: ClusterView, member: str) -> None:
+        self._view = view
+        self._member = member
+        self._given: Counter[str] = Counter()
+
+    def able(self, record: ReplicationRecord) -> list[str]:
+        """Return the members that could be the next master."""
+        return [
+            member
+            for member in record.copies
+            if member in record.isr and member != self._member and self._view.stays(member)
+        ]
+
+    def wanted(self, record: ReplicationRecord) -> ReplicationRecord:
+        """Return the record with the member in sync that has been given the fewest partitions as
+        the wanted master; without one if there is none.
+        """
+        able = self.able(record)
+        if record.wanted_master in able:
+            return record
+        chosen = min(able, key=lambda member: self._given[member], default=None)
+        if chosen is not None:
+            self._given[chosen] += 1
+        return want(record, chosen)

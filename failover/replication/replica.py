@@ -1,6 +1,6 @@
 """What a node does as a replica: links to the masters' nodes, and what comes on them. Sans-IO.
 
-Who calls it: `failover.replication.node_core`.
+Who calls it: `failover.replication.node`.
 
 Invariants
 - a partition is followed on one link at most: that of its master, in the epoch of its record;
@@ -8,7 +8,11 @@ Invariants
 - what this process confirmed to any master is not forgotten with the link: `last_confirmed_ns`
   bounds from when it may serve if it becomes master;
 - a master is suspected only after a silence in which this process ran (`ran_time`). What is served
-  here is fenced by the clock alone (`is_unheard`): it may be old, whatever this process did.
+  here is fenced by the clock alone (`is_unheard`): it may be old, whatever this process did;
+- what may have been answered goes into files before it is cut off (`Discards`), and one piece of a
+  partition is with the shell at a time. What is in files counts for the same history only: another
+  version or another end begins anew;
+- only a readable record, of an epoch that is not over, empties a partition (`DroppedCopies`).
 """
 
 from __future__ import annotations
@@ -17,29 +21,28 @@ from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from dcp.session.replication_port import ReplicationError
+from dcp.stream.hub import StreamHub
 from dcp.wire.message import StreamRequest
 from failover.coordinator.effects import Notice
 from failover.coordinator.ran_time import RanTime
-from failover.replication.cut_off import Quarantine
-from failover.replication.heard_gaps import HeardGaps
-from failover.replication.loss_receipt import CutOff
+from failover.replication.effects import Dial, ReplicationEffect
+from failover.replication.link import HEARD_NS_MAX, LinkState, NewestGroup, ReplicaLink, from_here
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.messages import (
     FORMAT,
+    Control,
     EntriesSection,
     Greeting,
     ReplicaPosition,
     SnapshotDone,
     StoreSeen,
-    Told,
     Welcome,
-    unpack_told,
+    unpack_control_entry,
     versions_of,
 )
-from failover.replication.replica_link import HEARD_NS_MAX, LinkState, ReplicaLink, from_here
-from failover.replication.senders import Senders
-from failover.replication.shell_effects import Dial, ReplicationEffect
-from failover.rules.isr import Sender
+from failover.replication.pace import HeardGaps
+from failover.replication.receipt import DISCARD_BYTES_MAX, CutOff
+from failover.rules.isr import Sender, has_sent, sender_seqno
 from failover.rules.promotion import kept_elsewhere_seqno, may_have_been_answered
 from failover.rules.replication_record import ReplicationRecord
 from vbucket.engine.branch import BranchRefusedError
@@ -56,6 +59,7 @@ from vbucket.engine.partition import Partition
 from vbucket.engine.replicated import ReplicatedChange, ReplicatedChanges
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT
+from vbucket.model.ids import SEQNO_MAX
 from vbucket.store.environment import StoreDamagedError
 
 REDIAL_NS: Final = 200_000_000
@@ -73,7 +77,204 @@ class Identity(NamedTuple):
     incarnation: int
 
 
-class Following:
+class _Welcome(NamedTuple):
+    """The last time when a partition's log was reconciled."""
+
+    epoch: int
+    master: str
+    seqno: int
+    """The end of the log then. The master had all of it on disk."""
+    synced_seqno: int = SEQNO_MAX
+    """What the master is known to have on disk, if the link is gone that brought the log."""
+
+
+class Senders:
+    """Which masters sent the logs of partitions, and what of that they have on disk.
+
+    A master sends a commit group while it writes it, and begins no other group before that one is
+    synced. So what a replica has of a master is on that master's disk, but for the newest group of
+    the link. That one is, too, when the replica hears that it is committed, or gets the next one.
+    Sections, and what is read from cursors, are synced before they are sent.
+
+    A node that is left alone by its master counts that master's disk (`failover.rules.isr.Sender`).
+    """
+
+    def __init__(self) -> None:
+        self._welcomes: dict[int, _Welcome] = {}
+
+    def welcomed(self, vb_id: int, epoch: int, master: str, seqno: int) -> None:
+        """A master lets this node follow a partition, whose log here ends at a seqno."""
+        self._welcomes[vb_id] = _Welcome(epoch, master, seqno)
+
+    def link_gone(self, master: str, newest: NewestGroup | None) -> None:
+        """A link to a master's node is replaced by another one. What was reconciled on it keeps
+        what is known, until it is reconciled again.
+        """
+        for vb_id, begin in ({} if newest is None else newest.begins()).items():
+            welcome = self._welcomes.get(vb_id)
+            if welcome is not None and welcome.master == master:
+                synced_seqno = min(welcome.synced_seqno, max(welcome.seqno, begin))
+                self._welcomes[vb_id] = welcome._replace(synced_seqno=synced_seqno)
+
+    def take(
+        self, vb_id: int, epoch: int, high_seqno: int, newest: Mapping[str, NewestGroup | None]
+    ) -> Sender | None:
+        """Return the master that sent this node a partition's log, and forget it: this node becomes
+        the master in an epoch. None: it did not follow the master of the epoch before, so the end
+        of its log may be on no other disk.
+
+        `newest` has the newest groups of the links that there are.
+        """
+        welcome = self._welcomes.pop(vb_id, None)
+        if welcome is None or not has_sent(welcome.epoch, epoch):
+            return None
+        synced_seqno = welcome.synced_seqno
+        group = newest.get(welcome.master)
+        begin = None if group is None else group.begins().get(vb_id)
+        if begin is not None:
+            synced_seqno = min(synced_seqno, max(welcome.seqno, begin))
+        return Sender(welcome.master, sender_seqno(synced_seqno, high_seqno))
+
+
+class _Discard:
+    """How far the changes above a seqno of a partition are in files."""
+
+    __slots__ = ("end", "from_seqno", "kept_seqno", "piece")
+
+    def __init__(self, end: tuple[int, int], from_seqno: int) -> None:
+        self.end = end
+        """(version, last seqno) of the history that is cut."""
+        self.from_seqno = self.kept_seqno = from_seqno
+        self.piece: CutOff | None = None
+        """What the shell writes now."""
+
+
+class Discards:
+    """What a replica keeps in files before it cuts it off.
+
+        keep ── CutOff, the shell writes a file ── kept ──> next piece, or: cut it off
+                                                └─ not_kept ──> the same piece again
+
+    Nothing is cut off until the shell has reported every piece as kept. The link asks its master
+    again meanwhile, and the question comes back with each ROLLBACK. So a full disk holds up the
+    truncation of that partition only.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        effects: list[ReplicationEffect],
+        *,
+        piece_bytes_max: int = DISCARD_BYTES_MAX,
+    ) -> None:
+        self._engine = engine
+        self._effects = effects
+        self._piece_bytes_max = piece_bytes_max
+        self._discards: dict[int, _Discard] = {}
+
+    def keep(self, part: Partition, epoch: int, seqno: int) -> bool:
+        """Return whether all above a seqno is in files. If not, the next piece goes to the shell.
+
+        `epoch` is that of the master that does not have it.
+        """
+        end = part.vb_uuid, part.high_seqno
+        discard = self._discards.get(part.vb_id)
+        if discard is None or (discard.end, discard.from_seqno) != (end, seqno):
+            discard = self._discards[part.vb_id] = _Discard(end, seqno)
+        if discard.piece is None and discard.kept_seqno < part.high_seqno:
+            self._begin_piece(part, epoch, discard)
+        if discard.kept_seqno < part.high_seqno:
+            return False
+        del self._discards[part.vb_id]
+        return True
+
+    def _begin_piece(self, part: Partition, epoch: int, discard: _Discard) -> None:
+        entries = self._engine.versions.entries(
+            part, discard.kept_seqno + 1, part.high_seqno, self._piece_bytes_max
+        )
+        if not entries:  # what was there is compacted away
+            discard.kept_seqno = part.high_seqno
+            return
+        discard.piece = CutOff(part.vb_id, epoch, tuple(part.failover.pairs()), tuple(entries))
+        self._effects.append(discard.piece)
+
+    def kept(self, piece: CutOff) -> None:
+        """The file of a piece is on disk."""
+        discard = self._discards.get(piece.vb_id)
+        if discard is not None and discard.piece is piece:
+            discard.piece = None
+            discard.kept_seqno = piece.last_seqno
+
+    def not_kept(self, piece: CutOff) -> None:
+        """The file of a piece could not be written: it is tried again with the next ROLLBACK."""
+        discard = self._discards.get(piece.vb_id)
+        if discard is not None and discard.piece is piece:
+            discard.piece = None
+
+
+EMPTIED_MAX: Final = 64
+"""Partitions that are emptied in one turn: a fraction of a millisecond each."""
+REST_NS: Final = 5_000_000_000
+"""A merge is asked for when no partition was emptied for so long."""
+ROOM_NS: Final = 60_000_000_000
+"""A merge is asked for so long after the first partition was emptied, whatever else is: nodes that
+lose copies get others, and need the room on disk."""
+
+
+class DroppedCopies:
+    """Empties the partitions whose records do not name this member any more.
+
+        record without this member ── note ──> due ── tick ──> empty
+        record with it again ───────── note ──> not due
+
+    A copy is dropped while its member is down, too: then the first record that its next process
+    reads says so. Emptying is a change of memory and one control entry, so it is durable with its
+    commit group, before anything that comes later. The documents leave the store with the next
+    merge. One is asked for when nothing was emptied for a while: during a rebalance copies are
+    dropped all the time, and a merge writes all that was written anywhere on the node.
+
+    What the other copies may lack goes into discard files first, if it may have been answered
+    (`failover.rules.promotion`). `empty` returns whether nothing of a partition is left to do.
+    """
+
+    def __init__(self, engine: Engine, hub: StreamHub, empty: Callable[[int], bool]) -> None:
+        self._engine = engine
+        self._hub = hub
+        self._empty = empty
+        self._due: dict[int, None] = {}
+        self._emptied_ns: tuple[int, int] | None = None
+        """When the first and the last partition were emptied since a merge was asked for."""
+
+    def note(self, vb_id: int, *, holds_copy: bool) -> None:
+        """Take a partition's newest record: whether this member is in it."""
+        if holds_copy:
+            self._due.pop(vb_id, None)
+        elif self._engine.partitions[vb_id].high_seqno:
+            self._hub.fenced(vb_id)
+            self._due[vb_id] = None
+
+    def tick(self, now_ns: int) -> None:
+        """Empty what is due, and ask for a merge when it is time."""
+        emptied = 0
+        for vb_id in tuple(self._due):
+            if emptied == EMPTIED_MAX:
+                break
+            if self._empty(vb_id):
+                del self._due[vb_id]
+                emptied += 1
+        if emptied:
+            first_ns = now_ns if self._emptied_ns is None else self._emptied_ns[0]
+            self._emptied_ns = first_ns, now_ns
+        if self._emptied_ns is not None and self._is_time_to_merge(now_ns, *self._emptied_ns):
+            self._emptied_ns = None
+            self._engine.keyspace.merge_soon()  # the room on disk is free after it
+
+    @staticmethod
+    def _is_time_to_merge(now_ns: int, first_ns: int, last_ns: int) -> bool:
+        return now_ns - last_ns >= REST_NS or now_ns - first_ns >= ROOM_NS
+
+
+class Replica:
     """See the module. `raise_watermarks` is called with partitions whose master told a new one."""
 
     def __init__(
@@ -124,10 +325,10 @@ class Following:
         """How often a partition was cut back to where its master's history parts."""
         self._has_gaps = False
         """Whether some partition may not be followed, because its master's link is closed."""
-        self._hw: dict[int, int] = {}
+        self._announced: dict[int, int] = {}
         """The high watermarks that masters told, above those of here."""
         self._senders = Senders()
-        self._quarantine = Quarantine(engine, effects)
+        self._discards = Discards(engine, effects)
         self._damaged: dict[int, str] = {}
         """Partitions that could not be cut back, and what was said about it."""
 
@@ -338,8 +539,8 @@ class Following:
             self._senders.welcomed(vb_id, record.epoch, record.master, part.high_seqno)
         # An earlier master's word about changes that are not here says nothing about this history:
         # a branch or an unclean election may have replaced them.
-        self._cap_told(part, part.high_seqno)
-        self._note_told(vb_id, welcome.committed_seqno)
+        self._cap_announced(part, part.high_seqno)
+        self._note_announced(vb_id, welcome.committed_seqno)
         self._raise_watermarks((vb_id,))
         self._was_welcomed()
 
@@ -355,7 +556,7 @@ class Following:
         if part.incomplete_snapshot is not None:
             seqno = min(seqno, part.incomplete_snapshot.start)
         try:
-            if not self._is_kept(part, epoch, seqno):
+            if not self._keep(part, epoch, seqno):
                 return
         except StoreDamagedError as error:
             self._tell_damage(part, seqno, error, "What it would cut off cannot be kept: it stays")
@@ -387,7 +588,7 @@ class Following:
             record, part.leader_epoch, part.committed_seqno, part.high_seqno
         )
         try:
-            if not self._is_kept(part, record.epoch, seqno):
+            if not self._keep(part, record.epoch, seqno):
                 return False
         except StoreDamagedError as error:
             then = "What nobody else may have cannot be kept in a file: the partition stays"
@@ -405,15 +606,15 @@ class Following:
         adopt_failover_log(self._engine, part.vb_id, log, part.leader_epoch, rollback_to=seqno)
         self.rollbacks += 1
         self._damaged.pop(part.vb_id, None)
-        self._cap_told(part, seqno)
+        self._cap_announced(part, seqno)
         watermarks = self._engine.keyspace.watermarks
         if watermarks.get(part.vb_id, 0) > seqno:  # the log would be told after the cut
             watermarks[part.vb_id] = seqno
 
-    def _cap_told(self, part: Partition, seqno: int) -> None:
+    def _cap_announced(self, part: Partition, seqno: int) -> None:
         """Forget what was told of changes above a seqno."""
-        if part.vb_id in self._hw:
-            self._hw[part.vb_id] = min(self._hw[part.vb_id], seqno)
+        if part.vb_id in self._announced:
+            self._announced[part.vb_id] = min(self._announced[part.vb_id], seqno)
 
     def _tell_damage(self, part: Partition, seqno: int, why: StoreDamagedError, then: str) -> None:
         """Say once that a partition cannot be cut back, and what follows."""
@@ -426,21 +627,23 @@ class Following:
                 )
             )
 
-    def _is_kept(self, part: Partition, epoch: int, seqno: int) -> bool:
-        """Whether all above a seqno that may have been answered is in quarantine."""
+    def _keep(self, part: Partition, epoch: int, seqno: int) -> bool:
+        """Return whether all above a seqno that may have been answered is in files. If not, the
+        next piece goes to the shell.
+        """
         may_matter = seqno < part.high_seqno and may_have_been_answered(
             self._record_of(part.vb_id), part.leader_epoch,
             acknowledges_as_master=self._settings.acknowledges_as_master,
         )  # fmt: skip
-        return not may_matter or self._quarantine.is_kept(part, epoch, seqno)
+        return not may_matter or self._discards.keep(part, epoch, seqno)
 
     def kept(self, piece: CutOff) -> None:
-        """The shell has written the quarantine file of a CutOff, and it is on disk."""
-        self._quarantine.kept(piece)
+        """The shell has written the discard file of a CutOff, and it is on disk."""
+        self._discards.kept(piece)
 
     def not_kept(self, piece: CutOff) -> None:
-        """The quarantine file of a CutOff could not be written: the shell gets it again."""
-        self._quarantine.not_kept(piece)
+        """The discard file of a CutOff could not be written: the shell gets it again."""
+        self._discards.not_kept(piece)
 
     def high_seqno(self, vb_id: int) -> int:
         """See ReplicaSide."""
@@ -466,13 +669,13 @@ class Following:
                     continue
                 self._changes.apply(part, changes)
                 changes = []
-                self._take_told(section, unpack_told(entry))
+                self._take_control(section, unpack_control_entry(entry))
             self._changes.apply(part, changes)
         except (FloorsRefusedError, StoreDamagedError) as error:
             raise ReplicationError(str(error)) from error
-        self._note_told(section.vb_id, section.committed_seqno)
+        self._note_announced(section.vb_id, section.committed_seqno)
 
-    def apply_whole(
+    def apply_group(
         self, payload: bytes, highs: dict[int, int], epochs: dict[int, int], body_bytes_max: int
     ) -> tuple[int, dict[int, int]] | None:
         """See ReplicaSide."""
@@ -481,54 +684,54 @@ class Following:
         except StoreDamagedError as error:
             raise ReplicationError(str(error)) from error
 
-    def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
+    def apply_changes(self, changes: Sequence[ReplicatedChange]) -> int:
         """See ReplicaSide."""
         try:
             return self._changes.apply_group(changes)
         except StoreDamagedError as error:
             raise ReplicationError(str(error)) from error
 
-    def told_committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
+    def committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
         """See ReplicaSide."""
         if is_synced:
             self._commit_many(seqnos)
             return
         for vb_id, seqno in seqnos.items():
-            self._note_told(vb_id, seqno)
+            self._note_announced(vb_id, seqno)
         self._raise_watermarks(seqnos)
 
     def applied(self, vb_ids: Iterable[int]) -> None:
         """See ReplicaSide."""
         self._raise_watermarks(vb_ids)
 
-    def _take_told(self, section: EntriesSection, told: Told) -> None:
+    def _take_control(self, section: EntriesSection, control: Control) -> None:
         engine, vb_id = self._engine, section.vb_id
-        if isinstance(told, SnapshotWindow):
-            begin_snapshot(engine, vb_id, told)
-        elif isinstance(told, SnapshotDone):
-            end_snapshot(engine, vb_id, told.purge, told.cas)
+        if isinstance(control, SnapshotWindow):
+            begin_snapshot(engine, vb_id, control)
+        elif isinstance(control, SnapshotDone):
+            end_snapshot(engine, vb_id, control.purge, control.cas)
         else:
-            adopt_floors(engine, vb_id, told.floor, told.purge, section.committed_seqno)
+            adopt_floors(engine, vb_id, control.floor, control.purge, section.committed_seqno)
 
     # -- high watermarks ---------------------------------------------------------------------------
 
     @property
     def awaiting_sync(self) -> KeysView[int]:
         """Partitions whose master told a high watermark that this node had not synced yet."""
-        return self._hw.keys()
+        return self._announced.keys()
 
     def reached(self, vb_id: int, seqno: int) -> None:
         """A partition is committed up to a seqno here."""
-        if self._hw.get(vb_id, seqno + 1) <= seqno:
-            del self._hw[vb_id]
+        if self._announced.get(vb_id, seqno + 1) <= seqno:
+            del self._announced[vb_id]
 
-    def told_hw(self, vb_id: int) -> int:
+    def announced_seqno(self, vb_id: int) -> int:
         """Return the high watermark that a partition's masters told, unless it is reached."""
-        return self._hw.get(vb_id, 0)
+        return self._announced.get(vb_id, 0)
 
-    def take_told_hw(self, vb_id: int) -> int:
+    def take_announced(self, vb_id: int) -> int:
         """Return the same and forget it: this node becomes the master."""
-        return self._hw.pop(vb_id, 0)
+        return self._announced.pop(vb_id, 0)
 
     def take_sender(self, vb_id: int, epoch: int) -> Sender | None:
         """Return what of a partition's log its former master has on disk, and forget it: this node
@@ -538,6 +741,6 @@ class Following:
         high_seqno = self._engine.partitions[vb_id].high_seqno
         return self._senders.take(vb_id, epoch, high_seqno, newest)
 
-    def _note_told(self, vb_id: int, seqno: int) -> None:
-        if seqno > self._hw.get(vb_id, 0):
-            self._hw[vb_id] = seqno
+    def _note_announced(self, vb_id: int, seqno: int) -> None:
+        if seqno > self._announced.get(vb_id, 0):
+            self._announced[vb_id] = seqno

@@ -1,7 +1,7 @@
 """What a node does as a master: its masterships, the feeds of replicas, changes of records.
 Sans-IO.
 
-Who calls it: `failover.replication.node_core`; sessions open feeds here (`ReplicationPort`), and
+Who calls it: `failover.replication.node`; sessions open feeds here (`ReplicationPort`), and
 feeds ask and tell (`MasterSide`).
 
 Invariants
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.hub import StreamHub
@@ -28,17 +29,15 @@ from failover.coordinator.effects import Notice
 from failover.coordinator.ran_time import RanTime
 from failover.coordinator.record_writer import COMPARES_MAX, RecordChange
 from failover.coordinator.seen_records import SeenRecords
-from failover.replication.arrivals import Arrivals
-from failover.replication.asked_branches import AskedBranches
-from failover.replication.fed_stream import SILENCE_NS_MAX, Followed, window_of
-from failover.replication.fence_reasons import FenceReasons, no_trouble
-from failover.replication.fill_pace import FillPace
-from failover.replication.group_sending import GroupSending
-from failover.replication.handovers import Handovers
-from failover.replication.late_members import LateMembers
+from failover.replication.commit import OpenGroups
+from failover.replication.effects import BranchEnded, ReplicationEffect, StepDue
+from failover.replication.feed import ReplicaFeed
+from failover.replication.group import Group
+from failover.replication.handover import Handovers, Successors
 from failover.replication.mastership import Mastership, ReplicationSettings
 from failover.replication.messages import (
     FORMAT,
+    NOT_SEEN,
     Greeting,
     ReplicaPosition,
     StoreSeen,
@@ -47,17 +46,18 @@ from failover.replication.messages import (
     encode,
     versions_of,
 )
-from failover.replication.own_pace import allowance_ns, is_starved
-from failover.replication.parting_members import PartingMembers
-from failover.replication.replica_feed import ReplicaFeed
-from failover.replication.serving import Serving
-from failover.replication.shell_effects import BranchEnded, ReplicationEffect, StepDue
-from failover.replication.successors import Successors
-from failover.replication.whole_groups import WholeGroup, WholeGroups
+from failover.replication.pace import FillPace, LateMembers, allowance_ns, is_starved
+from failover.replication.progress import SILENCE_NS_MAX, Match, window_of
+from failover.replication.serving import Serving, no_trouble
 from failover.rules.fencing import is_same_copy, refusal
 from failover.rules.isr import Lateness, Sender, serves_from_ns
 from failover.rules.promotion import first_step, is_branch_done
-from failover.rules.replication_record import ReplicationRecord, finish_branch, start_branch
+from failover.rules.replication_record import (
+    BranchUnderWay,
+    ReplicationRecord,
+    finish_branch,
+    start_branch,
+)
 from failover.rules.rollback import Question, decide
 from vbucket.engine.branch import BranchRefusedError, check_undo
 from vbucket.engine.engine import Engine
@@ -67,7 +67,30 @@ from vbucket.log.commit_group import CommitGroup
 from vbucket.store.environment import StoreDamagedError
 
 
-class Leading:
+class FollowerLag(NamedTuple):
+    """How far one member's copies are behind the partitions whose master this node is."""
+
+    member: str
+    copies: int
+    behind_partitions: int
+    behind_changes: int
+    """Changes that are on disk here and not known to be on disk there."""
+    heard_ns: int | None
+    """How long ago it was asked what it confirmed last; None: it has no link here."""
+
+
+class _AskedBranch:
+    """A branch that was asked for here."""
+
+    __slots__ = ("branch", "is_recorded")
+
+    def __init__(self, branch: BranchUnderWay) -> None:
+        self.branch = branch
+        self.is_recorded = False
+        """Whether a record was seen that names it."""
+
+
+class Master:
     """See the module. `depose` answers what waits in connections as ambiguous."""
 
     def __init__(
@@ -104,28 +127,30 @@ class Leading:
         self.masterships: dict[int, Mastership] = {}
         self._preparing: set[int] = set()
         """Partitions whose mastership may not be ready yet."""
-        self._wholes = WholeGroups(member, self.masterships, engine.num_vbuckets)
         self.feeds: dict[str, ReplicaFeed] = {}
         """By member."""
-        self.parting = PartingMembers(member, self.masterships, self.feeds, kept, link_of)
-        self._sending = GroupSending(self.masterships, self.feeds, self._wholes)
-        self.branches = AskedBranches(engine, self.masterships, member)
-        self._level_ns: dict[str, int] = {}
+        self._groups = OpenGroups(member, self.masterships, self.feeds, engine.num_vbuckets)
+        self._kept = kept
+        self._link_of = link_of
+        self._parting: set[int] = set()
+        """Partitions where somebody still counts who has left the in-sync set."""
+        self.serves_by = NOT_SEEN
+        """See MasterSide."""
+        self._branches: dict[int, _AskedBranch] = {}
+        """The branches that operators asked this node for, until each is decided."""
+        self._caught_up_ns: dict[str, int] = {}
         """When members had all that was synced here, in all partitions that they follow."""
-        self._rested_ns: dict[str, int] = {}
+        self._steady_ns: dict[str, int] = {}
         """The same when nothing was done for each partition: then members in sync follow all."""
         self._late_members = LateMembers(settings.replica_lag_max_ns, now_ns)
         self._successors = Successors(view, member)
         self.pace = FillPace(settings.fill_bytes_per_s)
-        self.arrivals = Arrivals(effects)
-        self.arriving = self.arrivals.vb_ids
-        """See ReplicationPort."""
         self.serving = Serving(
-            engine, hub, view, member, self.masterships, self.feeds, self._wholes, self.arrivals
+            engine, hub, view, member, self.masterships, self.feeds, self._groups, effects,
+            store_trouble,
         )  # fmt: skip
-        self.fences = FenceReasons(
-            view, member, self.masterships, self.feeds, self.serving.awaited, store_trouble
-        )
+        self.arriving = self.serving.arrivals.vb_ids
+        """See ReplicationPort."""
         self.handovers = Handovers(self.serving.fence)
         self._is_leaving = False
         """Whether this node hands over all that it has."""
@@ -138,12 +163,13 @@ class Leading:
 
     def begin(
         self, vb_id: int, record: ReplicationRecord, *,
-        confirmed_ns: int, told_seqno: int, sender: Sender | None, now_ns: int,
+        confirmed_ns: int, announced_seqno: int, sender: Sender | None, now_ns: int,
     ) -> None:  # fmt: skip
         """Become master in the record's epoch.
 
-        `confirmed_ns` is when this process may last have confirmed another master, `told_seqno` the
-        high watermark that the former master told, `sender` the master that sent all of the log.
+        `confirmed_ns` is when this process may last have confirmed another master,
+        `announced_seqno` the high watermark that the former master announced, `sender` the master
+        that sent all of the log.
         """
         self._now_ns = now_ns
         part = self._engine.partitions[vb_id]
@@ -168,7 +194,7 @@ class Leading:
             serves_from_ns=serves_from_ns(
                 confirmed_ns, was_handed_over=record.handover is not None or was_master
             ),
-            known_seqno=max(told_seqno, first.committed_seqno),
+            known_seqno=max(announced_seqno, first.committed_seqno),
             sender=sender,
             changed=partial(self._mastership_changed, vb_id),
         )  # fmt: skip
@@ -211,7 +237,9 @@ class Leading:
     def take_record(self, vb_id: int, record: ReplicationRecord, revision: int) -> None:
         """Take a newer record of the same epoch, and its mod revision."""
         renewed = self.masterships[vb_id].take_record(record, revision)
-        self.parting.note(vb_id)
+        if self.masterships[vb_id].has_parting:
+            self._parting.add(vb_id)
+            self._release_parting((vb_id,))
         for member in renewed & self.feeds.keys():
             self.feeds[member].end(vb_id)  # it may still bring what it had of another copy
 
@@ -224,7 +252,7 @@ class Leading:
         self.serving.ended(vb_id)
         if self.handovers.is_under_way:
             self.step_due()
-        self._wholes.mastership_changed(vb_id)
+        self._groups.mastership_changed(vb_id)
         part = self._engine.partitions[vb_id]
         part.state = VbState.REPLICA
         part.may_send_back = False
@@ -236,40 +264,65 @@ class Leading:
 
     def records_were_kept(self) -> None:
         """See MasterSide. The same for this node's own disk."""
-        if held := self.parting.release():
+        if self._parting and (held := self._release_parting(tuple(self._parting))):
             self._raise_watermarks(held)
             self.step_due()
 
-    def serves_by(self) -> StoreSeen:
-        """See MasterSide."""
-        return self.parting.serves_by
+    def _release_parting(self, vb_ids: Iterable[int]) -> list[int]:
+        """Return those partitions where nobody counts any more who has left the in-sync set: all of
+        its members hold the record durably that says so (`failover.rules.isr.is_held`).
+
+        The metadata store may go back to an older copy, in which they are in sync. Then each member
+        of the newer set knows better.
+        """
+        seen = {
+            member: feed.seen.revision
+            for member, feed in self.feeds.items()
+            if feed.seen.link == self._link_of(member)
+        }
+        seen[self._member] = self._kept.kept_revision
+        masterships = self.masterships
+        held = [
+            vb_id
+            for vb_id in vb_ids
+            if vb_id not in masterships or masterships[vb_id].members_saw(seen)
+        ]
+        self._parting.difference_update(held)
+        return [vb_id for vb_id in held if vb_id in masterships]
+
+    def note_serving(self, seen: StoreSeen, *, serves_all: bool) -> None:
+        """Note by which records of the store this node serves, if it serves by all of them."""
+        if seen.link != self.serves_by.link:
+            self.serves_by = NOT_SEEN
+        if serves_all and not self._parting:
+            self.serves_by = seen
 
     def _mastership_changed(self, vb_id: int) -> None:
-        self._wholes.mastership_changed(vb_id)
+        self._groups.mastership_changed(vb_id)
         self.serving.changed(vb_id)
 
     @property
-    def is_settled(self) -> bool:
+    def is_steady(self) -> bool:
         """Whether all partitions are calm."""
-        return not self.serving.restless()
+        return not self.serving.active()
 
     def group_begun(self, now_ns: int, group: CommitGroup) -> bool:
         """A group is about to be written; return whether replicas get it already."""
-        return self._sending.begun(now_ns, group)
+        return self._groups.begun(now_ns, group)
 
     def group_synced(self, now_ns: int, group: CommitGroup) -> Iterable[int]:
-        """A group is on disk: replicas get its changes, wholly where all of it is in step.
+        """A group is on disk: replicas get its changes.
 
-        Commit what of a whole group waits for nobody else. Return the partitions of this master
+        Commit what of it waits for nobody else. Return the partitions of this master
         where something else may be committed now.
         """
         self._note_ready()
-        whole = self._sending.synced(now_ns, group)
+        sent = self._groups.synced(now_ns, group)
         found: Iterable[int] = ()
-        if whole is None or whole.revision != self._wholes.revision:
+        if sent is None or sent.revision != self._groups.revision:
             found = group.high_seqnos.keys() & self.masterships.keys()
-        if whole is not None:
-            self.groups_acknowledged(self._member, (whole,))
+        if sent is not None:
+            self.groups_acknowledged(self._member, (sent,))
         return found
 
     def _note_ready(self) -> None:
@@ -299,46 +352,46 @@ class Leading:
 
     def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaFeed:
         """See ReplicationPort."""
-        told: Greeting = decode(greeting, Greeting)
-        if told.format != FORMAT:
+        peer: Greeting = decode(greeting, Greeting)
+        if peer.format != FORMAT:
             raise ReplicationError(
-                f"member {told.member} has format {told.format} of the replication messages; "
+                f"member {peer.member} has format {peer.format} of the replication messages; "
                 f"this node has {FORMAT}. Upgrade the older of the two"
             )
-        if told.cluster != self._cluster:
+        if peer.cluster != self._cluster:
             raise ReplicationError(
-                f"member {told.member} belongs to cluster {told.cluster!r}, this node to "
+                f"member {peer.member} belongs to cluster {peer.cluster!r}, this node to "
                 f"{self._cluster!r}"
             )
-        if told.master != self._member:
+        if peer.master != self._member:
             raise ReplicationError(
-                f"member {told.member} wants to reach member {told.master}; here is {self._member}"
+                f"member {peer.member} wants to reach member {peer.master}; here is {self._member}"
             )
-        if told.member not in self._view.members:
-            raise ReplicationError(f"{told.member} is no member of this cluster")
-        alive = self._view.alive.get(told.member)
-        if alive is not None and told.incarnation < alive.content.incarnation:
+        if peer.member not in self._view.members:
+            raise ReplicationError(f"{peer.member} is no member of this cluster")
+        alive = self._view.alive.get(peer.member)
+        if alive is not None and peer.incarnation < alive.content.incarnation:
             raise ReplicationError(
-                f"member {told.member} runs as incarnation {alive.content.incarnation}; this is "
-                f"{told.incarnation}, an older process with the same data folder or a copy of it"
+                f"member {peer.member} runs as incarnation {alive.content.incarnation}; this is "
+                f"{peer.incarnation}, an older process with the same data folder or a copy of it"
             )
-        older = self.feeds.get(told.member)
+        older = self.feeds.get(peer.member)
         if older is not None:
             older.is_superseded = True
             older.close()
             self.serving.all_changed()
         feed = ReplicaFeed(
-            self._engine, told.member, self, schedule, now_ns=self._now_ns,
+            self._engine, peer.member, self, schedule, now_ns=self._now_ns,
             window_bytes=self._settings.window_bytes, section_bytes=self._settings.section_bytes,
             pace=self.pace,
         )  # fmt: skip
         feed.beat_ns = self._settings.beat_ns
-        self.feeds[told.member] = feed
+        self.feeds[peer.member] = feed
         return feed
 
     def why_fenced(self, vb_id: int) -> str:
         """See ReplicationPort."""
-        return self.fences.text(vb_id, self._now_ns)
+        return self.serving.why_fenced(vb_id, self._now_ns)
 
     def feed_closed(self, feed: ReplicaFeed) -> None:
         """See MasterSide."""
@@ -351,48 +404,49 @@ class Leading:
         feed: ReplicaFeed,
         vb_id: int,
         asked: StreamRequest,
-        told: ReplicaPosition,
+        position: ReplicaPosition,
         opaque: int,
     ) -> FeedAnswer | None:
         """See MasterSide."""
         part, mastership = self._engine.partitions[vb_id], self.masterships.get(vb_id)
         stored = self._view.partitions.get(vb_id)
         own_epoch = max(part.leader_epoch, 0 if stored is None else stored.content.record.epoch)
-        if told.epoch > own_epoch:
+        if position.epoch > own_epoch:
             return None  # the replica has read the record first: it comes here, too
-        why = refusal(own_epoch, told.epoch)
-        if why is None and (mastership is None or mastership.epoch != told.epoch):
-            why = f"vb {vb_id}: this node is not the master in epoch {told.epoch}"
+        why = refusal(own_epoch, position.epoch)
+        if why is None and (mastership is None or mastership.epoch != position.epoch):
+            why = f"vb {vb_id}: this node is not the master in epoch {position.epoch}"
         if why is not None:
             return FeedAnswer(Status.X_FENCED, why.encode())
         assert mastership is not None
         number = mastership.record.number_of(feed.member)
-        if not is_same_copy(number, told.copy_number):
+        if not is_same_copy(number, position.copy_number):
             why = (
-                f"vb {vb_id}: member {feed.member} asks for copy {told.copy_number}, the record of"
+                f"vb {vb_id}: member {feed.member} asks for copy {position.copy_number}, the record"
+                f" of this master has {number}"
             )
-            return FeedAnswer(Status.X_FENCED, f"{why} this master has {number}".encode())
+            return FeedAnswer(Status.X_FENCED, why.encode())
         try:
-            versions = tuple(told.failover_log().pairs())
+            versions = tuple(position.failover_log().pairs())
         except ValueError as error:
             raise ReplicationError(f"vb {vb_id}: {error}") from error
-        window = window_of(vb_id, asked, told)
+        window = window_of(vb_id, asked, position)
         if not mastership.is_ready:
             return None
         question = Question(
             asked.start_seqno, asked.vb_uuid, asked.snap_start_seqno, asked.snap_end_seqno,
-            versions, client_purge_seqno=told.snapshot_purge,
+            versions, client_purge_seqno=position.snapshot_purge,
         )  # fmt: skip
         decision = decide(question, part.failover, part.high_seqno, part.purge_seqno)
         if decision.rollback_seqno is not None:
             return FeedAnswer(Status.ROLLBACK, U64.pack(decision.rollback_seqno))
         if asked.snap_end_seqno > part.synced_seqno:
             return FeedAnswer(Status.ETMPFAIL, b"the master has not synced so much yet")
-        whole_seqno = asked.start_seqno
+        complete_seqno = asked.start_seqno
         if window is not None:
-            whole_seqno = window.start
+            complete_seqno = window.start
             window = window._replace(purge=part.purge_seqno)
-        mastership.begins_at(feed.member, whole_seqno, told.history_floor)
+        mastership.begins_at(feed.member, complete_seqno, position.history_floor)
         feed.open(
             vb_id, mastership.epoch, opaque, asked.start_seqno, window,
             is_filling=feed.member in mastership.record.filling,
@@ -403,7 +457,7 @@ class Leading:
         )  # fmt: skip
         return FeedAnswer(Status.OK, encode(welcome))
 
-    def acknowledged(self, member: str, followed: Sequence[Followed]) -> None:
+    def acknowledged(self, member: str, followed: Sequence[Match]) -> None:
         """See MasterSide."""
         touched = []
         for each in followed:
@@ -413,14 +467,14 @@ class Leading:
                 touched.append(each.vb_id)
         self._raise_watermarks(touched)
 
-    def groups_acknowledged(self, member: str, groups: Sequence[WholeGroup]) -> None:
+    def groups_acknowledged(self, member: str, groups: Sequence[Group]) -> None:
         """See MasterSide."""
-        found = self._wholes.acknowledged(member, groups)
+        found = self._groups.acknowledged(member, groups)
         if found.committed:
             self._commit_many(found.committed)
             for feed in self.feeds.values():
-                for whole in found.groups:
-                    feed.group_committed(whole, found.committed)
+                for group in found.groups:
+                    feed.group_committed(group, found.committed)
         if found.one_by_one:
             self._raise_watermarks(found.one_by_one)
 
@@ -432,7 +486,7 @@ class Leading:
     def note_acknowledged(self, mastership: Mastership) -> None:
         """Tell a mastership what replicas have acknowledged in whole groups."""
         for feed in self.feeds.values():
-            if given := feed.group_acknowledgement(mastership.part.vb_id):
+            if given := feed.group_match(mastership.part.vb_id):
                 mastership.acknowledged(feed.member, *given)
 
     # -- changes of records ------------------------------------------------------------------------
@@ -452,20 +506,20 @@ class Leading:
                 delays[member] = feed.delays
         starved = is_starved(self._ran, self._now_ns)
         lateness = self._late_members.look(self._now_ns, delays, is_starved=starved)
-        if any(not lateness.slow.isdisjoint(each.members) for each in self._wholes.in_sync_sets()):
+        if any(not lateness.slow.isdisjoint(each.members) for each in self._groups.in_sync_sets()):
             self.serving.all_changed()
         return lateness
 
-    def _are_level(self) -> bool:
+    def _note_caught_up(self) -> bool:
         """Whether no member of an in-sync set may have to leave it."""
         for member, feed in self.feeds.items():
-            if feed.is_level():
-                self._level_ns[member] = max(self._level_ns.get(member, 0), feed.asked_ns)
+            if feed.take_caught_up():
+                self._caught_up_ns[member] = max(self._caught_up_ns.get(member, 0), feed.asked_ns)
         lag_max_ns = self._settings.replica_lag_max_ns
         since_ns = self._now_ns - lag_max_ns - allowance_ns(self._ran, lag_max_ns)
-        level = {member for member, at_ns in self._level_ns.items() if at_ns >= since_ns}
-        level.add(self._member)
-        return all(in_sync.members <= level for in_sync in self._wholes.in_sync_sets())
+        caught_up = {member for member, at_ns in self._caught_up_ns.items() if at_ns >= since_ns}
+        caught_up.add(self._member)
+        return all(in_sync.members <= caught_up for in_sync in self._groups.in_sync_sets())
 
     def record_changes(
         self, records: Mapping[int, Stored[StoredPartition]], *, may_write: bool
@@ -473,17 +527,17 @@ class Leading:
         """Return the changes of this master's records that are due, as many as one transaction
         takes. They must be written. Records that are not in `records` are left alone.
         """
-        if not self._are_level():
+        if not self._note_caught_up():
             self.serving.all_changed()
         self.pace.look(self._now_ns, (feed.delays for feed in self.feeds.values()))
         lateness, may_fill = self._look_for_late(), self.pace.may_join(self._now_ns)
-        restless, left = self.serving.restless(may_fill=may_fill), self.serving.take_left()
-        rested_ns, self._rested_ns = self._rested_ns, dict(self._level_ns)
+        active, left = self.serving.active(may_fill=may_fill), self.serving.take_left()
+        steady_ns, self._steady_ns = self._steady_ns, dict(self._caught_up_ns)
         alive = self._view.alive
         heard_ns = {member: feed.asked_ns for member, feed in self.feeds.items()}
         lost_ns = allowance_ns(self._ran, self._settings.replica_lag_max_ns)
         changes: list[RecordChange] = []
-        for vb_id in sorted(restless):
+        for vb_id in sorted(active):
             mastership = self.masterships[vb_id]
             if len(mastership.record.isr) < len(mastership.record.copies):
                 mastership.in_snapshot = frozenset(
@@ -491,7 +545,7 @@ class Leading:
                 )
             self.note_acknowledged(mastership)
             if vb_id in left:
-                mastership.rested(rested_ns)
+                mastership.was_steady(steady_ns)
             record = mastership.changed_isr(
                 self._now_ns, alive, heard_ns, lateness, may_fill=may_fill, lost_ns=lost_ns
             )
@@ -522,7 +576,7 @@ class Leading:
                 mastership.check_branch(wanted_branch.seqno)
             except BranchRefusedError as error:  # somebody else has joined since, for example
                 mastership.want_branch(None)
-                self.branches.give_up(part.vb_id)
+                self._branches.pop(part.vb_id, None)
                 self._effects.append(BranchEnded(part.vb_id, wanted_branch.vb_uuid, str(error)))
                 return None
             return start_branch(record, wanted_branch)
@@ -605,7 +659,81 @@ class Leading:
         able = self._successors.able
         self.handovers.wait(vb_id for vb_id, each in self.masterships.items() if able(each.record))
 
+    # -- branches ----------------------------------------------------------------------------------
+
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
-        """See `AskedBranches.want`."""
+        """Ask for a branch of a partition; return why it cannot begin, "" if it will.
+
+        The record says so first, then the whole in-sync set rolls back. The effect BranchEnded
+        says when that is done.
+        """
         self.serving.changed(vb_id)
-        return self.branches.want(vb_id, seqno, vb_uuid)
+        mastership = self.masterships.get(vb_id)
+        part = self._engine.partitions[vb_id]
+        if mastership is None or part.state != VbState.ACTIVE:
+            return f"vb {vb_id}: this node does not serve it now; ask its master"
+        if mastership.branch_wanted is not None or mastership.record.branch is not None:
+            return f"vb {vb_id}: another branch is under way"
+        try:
+            mastership.check_branch(seqno)
+        except BranchRefusedError as error:
+            return str(error)
+        branch = BranchUnderWay(vb_uuid, seqno)
+        mastership.want_branch(branch)
+        self._branches[vb_id] = _AskedBranch(branch)
+        return ""
+
+    def branch_ended(self, vb_id: int, record: ReplicationRecord) -> BranchEnded | None:
+        """Return the end of a branch that was asked for here, if a new record says that it ended.
+
+        A branch that a record names is finished, by this master or the next one, unless damaged
+        data is in the way. All members in sync have the master's failover log by then.
+        """
+        asked = self._branches.get(vb_id)
+        if asked is None:
+            return None
+        if record.branch == asked.branch:
+            asked.is_recorded = True
+            return None
+        mastership = self.masterships.get(vb_id)
+        if mastership is not None and mastership.branch_wanted == asked.branch:
+            return None  # it is not written yet
+        del self._branches[vb_id]
+        vb_uuid = asked.branch.vb_uuid
+        log = self._engine.partitions[vb_id].failover
+        if (
+            asked.is_recorded
+            and record.branch is None
+            and self._member in record.isr
+            and vb_uuid in dict(log.pairs())
+        ):
+            return BranchEnded(vb_id, vb_uuid, "")
+        return BranchEnded(
+            vb_id, vb_uuid,
+            f"vb {vb_id}: this node is not its master any more, or could not carry the branch out "
+            f"(its log says why). If the failover log has version {vb_uuid}, the branch was made; "
+            "otherwise ask the present master for it",
+        )  # fmt: skip
+
+    # -- the status --------------------------------------------------------------------------------
+
+    def lags(self, now_ns: int) -> list[FollowerLag]:
+        """Return the lag of each member that has a copy of a partition of this master."""
+        found: dict[str, list[int]] = {}
+        for mastership in self.masterships.values():
+            self.note_acknowledged(mastership)
+            for copy in mastership.record.copies:
+                if copy != self._member:
+                    behind = mastership.part.synced_seqno - mastership.match(copy)
+                    found.setdefault(copy, []).append(max(0, behind))
+        return [
+            FollowerLag(
+                copy, len(behind), sum(map(bool, behind)), sum(behind),
+                _heard_ns(self.feeds.get(copy), now_ns),
+            )
+            for copy, behind in sorted(found.items())
+        ]  # fmt: skip
+
+
+def _heard_ns(feed: ReplicaFeed | None, now_ns: int) -> int | None:
+    return None if feed is None or not feed.asked_ns else max(0, now_ns - feed.asked_ns)

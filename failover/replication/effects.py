@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from dcp.core.groups import Published
 from failover.coordinator.effects import Notice
-from failover.replication.loss_receipt import CutOff, ElectionLoss
+from failover.replication.receipt import CutOff, ElectionLoss
 
 
 class Dial(NamedTuple):
-    """Connect to a member's node; give the connection to the link (`Following.links`)."""
+    """Connect to a member's node; give the connection to the link (`Replica.links`)."""
 
     member: str
 
@@ -23,7 +23,7 @@ class MapChanged(NamedTuple):
 
 
 class BranchEnded(NamedTuple):
-    """A branch that was asked for here (`Leading.want_branch`) is decided: answer the operator."""
+    """A branch that was asked for here (`Master.want_branch`) is decided: answer the operator."""
 
     vb_id: int
     vb_uuid: int
@@ -51,5 +51,5 @@ ReplicationEffect = (
     | PartitionsArrived
     | Notice
 )
-"""CutOff: write the file, then answer with `Following.kept` or `Following.not_kept`.
+"""CutOff: write the file, then answer with `Replica.kept` or `Replica.not_kept`.
 ElectionLoss: write the receipt."""

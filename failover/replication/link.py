@@ -49,10 +49,10 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
 from failover.replication.messages import (
+    ANNOUNCED_GROUPS_MAX,
     ENTRY_OVERHEAD_BYTES_MAX,
     MESSAGE_BYTES_MAX,
     NOT_SEEN,
-    TOLD_GROUPS_MAX,
     EntriesSection,
     Greeting,
     GroupMessage,
@@ -60,6 +60,7 @@ from failover.replication.messages import (
     ReplicaPosition,
     StoreSeen,
     Welcome,
+    checked_group,
     decode,
     encode,
     pack_ack,
@@ -67,10 +68,10 @@ from failover.replication.messages import (
     unpack_entries,
     unpack_group,
 )
-from failover.replication.senders import NewestGroup
-from failover.replication.whole_entries import checked_group
 from vbucket.engine.replicated import ReplicatedChange
+from vbucket.log.record import split_entries
 from vbucket.model.control import SnapshotWindow
+from vbucket.model.entry import seqno_of, vb_id_of
 from vbucket.model.ids import SEQNO_MAX
 
 RETRY_NS: Final = 100_000_000
@@ -83,8 +84,26 @@ HEARD_NS_MAX: Final = 3_000_000_000
 CONFIRM_NS: Final = 50_000_000
 """A tenth of the time for which a confirmation counts (`failover.rules.isr.CONFIRMATION_NS`)."""
 
-_REMEMBERED_GROUPS: Final = 2 * TOLD_GROUPS_MAX
+_REMEMBERED_GROUPS: Final = 2 * ANNOUNCED_GROUPS_MAX
 """The master names none of the older ones."""
+
+
+class NewestGroup:
+    """The newest whole group that came on a link, as long as its master may not have synced it."""
+
+    def __init__(self, number: int, payload: bytes) -> None:
+        self.number = number
+        """Of its message."""
+        self._payload = payload
+        self._begins: dict[int, int] | None = None
+
+    def begins(self) -> Mapping[int, int]:
+        """Return partition -> its seqno before the group."""
+        if self._begins is None:
+            self._begins = {}
+            for entry in split_entries(self._payload):
+                self._begins.setdefault(vb_id_of(entry), seqno_of(entry) - 1)
+        return self._begins
 
 
 class LinkState(Enum):
@@ -142,7 +161,7 @@ class ReplicaSide(Protocol):
 
     def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
         """The master does not have what lies above a seqno: cut it off. Nothing is cut while it has
-        to go into quarantine first; the master is asked again. Raises ReplicationError.
+        to go into a file first; the master is asked again. Raises ReplicationError.
         """
 
     def high_seqno(self, vb_id: int) -> int:
@@ -157,7 +176,7 @@ class ReplicaSide(Protocol):
     def applied(self, vb_ids: Iterable[int]) -> None:
         """All sections of a message are applied; these are their partitions."""
 
-    def apply_whole(
+    def apply_group(
         self, payload: bytes, highs: dict[int, int], epochs: dict[int, int], body_bytes_max: int
     ) -> tuple[int, dict[int, int]] | None:
         """Check and apply a whole group by the loop in C, and raise `highs`; return the commit
@@ -165,12 +184,12 @@ class ReplicaSide(Protocol):
         here. Raises ReplicationError.
         """
 
-    def apply_group(self, changes: Sequence[ReplicatedChange]) -> int:
+    def apply_changes(self, changes: Sequence[ReplicatedChange]) -> int:
         """Apply changes of a whole group that were checked, or none of them; return the commit
         group that has them here. Raises ReplicationError.
         """
 
-    def told_committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
+    def committed(self, seqnos: Mapping[int, int], *, is_synced: bool) -> None:
         """The master has committed these partitions up to these seqnos. `is_synced`: all of that is
         on disk here.
         """
@@ -510,7 +529,7 @@ class ReplicaLink:
         if opened < self._newest_open:
             streams = self._streams
             highs = {vb: seqno for vb, seqno in highs.items() if streams[vb].opaque <= opened}
-        applied = self._side.apply_whole(
+        applied = self._side.apply_group(
             message.entries, highs, self._epochs, self._value_bytes_max + ENTRY_OVERHEAD_BYTES_MAX
         )
         group, ends = applied or self._apply_checked(message, highs)
@@ -527,7 +546,7 @@ class ReplicaLink:
     def _apply_checked(
         self, message: GroupMessage, highs: dict[int, int]
     ) -> tuple[int, dict[int, int]]:
-        """Check a whole group, then apply it; return the same as `ReplicaSide.apply_whole`."""
+        """Check a whole group, then apply it; return the same as `ReplicaSide.apply_group`."""
 
         def check_absent(vb_id: int) -> None:
             stream = self._streams.get(vb_id)
@@ -541,7 +560,7 @@ class ReplicaLink:
             )
         except ReplicationError as error:
             raise ReplicationError(f"message {message.number}, {error}") from None
-        return self._side.apply_group(changes) if changes else 0, ends
+        return self._side.apply_changes(changes) if changes else 0, ends
 
     def _take_committed(self, first: int, last: int) -> None:
         """The whole groups of the messages from the first to the last are committed."""
@@ -559,7 +578,7 @@ class ReplicaLink:
                 }
             seqnos = seqnos | ends if seqnos else ends  # it is one group most often
         if seqnos:
-            self._side.told_committed(seqnos, is_synced=last <= self._synced_number)
+            self._side.committed(seqnos, is_synced=last <= self._synced_number)
 
     def _applied(self, number: int, group: int) -> None:
         """Take note of the group that must be synced before a message is acknowledged."""
@@ -572,10 +591,10 @@ class ReplicaLink:
             self._synced_number = number
 
     def _acknowledge(self) -> None:
-        told = self._synced_number, self._question, self._side.store_seen()
-        if told != self._acked and self.state is LinkState.READY:
-            self._acked = told
-            self._out.append(pack_ack(*told))
+        ack = self._synced_number, self._question, self._side.store_seen()
+        if ack != self._acked and self.state is LinkState.READY:
+            self._acked = ack
+            self._out.append(pack_ack(*ack))
 
 
 def from_here(seqno: int, vb_uuid: int, window: SnapshotWindow | None = None) -> StreamRequest:

@@ -5,20 +5,20 @@
     BEHIND    it is read from its cursor, from memory or from blocks, until it is level
 
 A commit group goes wholly, as one message, if all of its partitions that the replica follows are
-IN_STEP (`send_whole`), and section by section otherwise (`group_synced`). With a whole group
+IN_STEP (`send_group`), and section by section otherwise (`group_synced`). With a whole group
 nothing is done for each partition: acknowledgements and high watermarks come and go by number.
 
 Below the master's history floor versions may be gone. A replica that is there gets what is left up
 to the floor as a snapshot: its seqnos have gaps, and it is of use only as a whole. The floor may
 rise meanwhile; then so does the end of the snapshot. Nothing is held back for it. Only deletions
-that are purged meanwhile can make a part useless (`FedStream.is_overtaken`): then the stream is
+that are purged meanwhile can make a part useless (`Progress.is_overtaken`): then the progress is
 ended, and the answer to the next request sends the replica to 0.
 
-Who calls it: the session, the connection, which pumps messages (as of `dcp.stream.producer`), and
+Who calls it: the session, the connection, which pumps messages (as of `dcp.progress.producer`), and
 the node core, which reports synced groups and answers what the feed asks (`MasterSide`).
 
 Invariants
-- what is sent is synced here, or is the group that is being written (`group_sending`);
+- what is sent is synced here, or is the group that is being written (`commit`);
 - at most `window_bytes` of messages are sent and not acknowledged, and one more section. A
   partition that does not fit into the window goes BEHIND: it costs a cursor, no memory, no wait;
 - what the feed holds is bounded, whatever the replica does: messages count with what is remembered
@@ -33,24 +33,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from dcp.session.replication_port import FeedAnswer, ReplicationError
-from dcp.wire.frame import Frame
-from dcp.wire.message import STREAM_REQ_EXTRAS, EndReason, pack_stream_end, parse_stream_request
-from failover.replication.fed_stream import (
-    BEAT_NS,
-    NEVER,
-    QUESTIONS_MAX,
-    SECTION_BYTES,
-    SILENCE_NS_MAX,
-    WINDOW_BYTES,
-    FedStream,
-    FeedPace,
-    Followed,
-    known_committed,
+from dcp.wire.frame import Frame, pack_response
+from dcp.wire.message import (
+    STREAM_REQ_EXTRAS,
+    EndReason,
+    StreamRequest,
+    pack_stream_end,
+    parse_stream_request,
 )
-from failover.replication.fill_pace import FILL_SECTION_BYTES, FillPace, LinkFill
-from failover.replication.master_side import MasterSide
+from dcp.wire.status import Status
+from failover.replication.group import Group, StreamChanges
+from failover.replication.mastership import SECTION_BYTES, WINDOW_BYTES
 from failover.replication.messages import (
     GROUP_BYTES_MAX,
     NOT_SEEN,
@@ -58,27 +54,71 @@ from failover.replication.messages import (
     EntriesSection,
     ReplicaPosition,
     SharedGroup,
+    StoreSeen,
     decode,
     pack_entries,
     pack_group,
     unpack_ack,
 )
-from failover.replication.sent_messages import (
+from failover.replication.pace import FILL_SECTION_BYTES, FillPace, LinkFill
+from failover.replication.progress import (
+    BEAT_NS,
+    NEVER,
+    QUESTIONS_MAX,
     RECORD_BYTES,
+    SILENCE_NS_MAX,
     AckDelays,
-    CommitsTold,
+    Announcements,
+    Inflight,
+    InflightGroup,
+    Match,
+    Progress,
+    ProgressState,
     Questions,
-    Sent,
-    SentWhole,
     check_numbers,
+    known_committed,
 )
-from failover.replication.waiting_requests import WaitingRequests
-from failover.replication.whole_groups import StreamChanges, WholeGroup
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
 from vbucket.store.environment import StoreDamagedError
+
+
+class MasterSide(Protocol):
+    """What a replica's feed asks and tells the master."""
+
+    def admit(
+        self,
+        feed: ReplicaFeed,
+        vb_id: int,
+        asked: StreamRequest,
+        position: ReplicaPosition,
+        opaque: int,
+    ) -> FeedAnswer | None:
+        """Decide about a replica's stream request; open the stream if it may continue. None: it is
+        decided when the epoch is known here, and its beginning on disk (`decide_waiting`).
+        """
+
+    def acknowledged(self, member: str, matches: Sequence[Match]) -> None:
+        """A replica has synced these."""
+
+    def groups_acknowledged(self, member: str, groups: Sequence[Group]) -> None:
+        """A replica has synced what it got of these whole groups, all of it on streams that are
+        open since.
+        """
+
+    def confirmed(self, feed: ReplicaFeed) -> None:
+        """A replica has confirmed that this node is the master of what it follows."""
+
+    serves_by: StoreSeen
+    """By which records of the metadata store this node serves all that it masters."""
+
+    def records_were_kept(self) -> None:
+        """A replica has more of the metadata store's records on disk: `ReplicaFeed.seen`."""
+
+    def feed_closed(self, feed: ReplicaFeed) -> None:
+        """The link is gone."""
 
 
 class ReplicaFeed:
@@ -88,7 +128,7 @@ class ReplicaFeed:
         self,
         engine: Engine,
         member: str,
-        side: MasterSide[ReplicaFeed],
+        side: MasterSide,
         schedule: Callable[[], None],
         *,
         now_ns: int,
@@ -109,33 +149,35 @@ class ReplicaFeed:
         self._is_closed = False
         self._window_bytes = window_bytes
         self._section_bytes = section_bytes
-        self._streams: dict[int, FedStream] = {}
+        self._progress: dict[int, Progress] = {}
         self._out: list[bytes] = []
-        self._waiting = WaitingRequests(self._send_answer)
-        self._behind: dict[int, None] = {}
+        self._waiting: dict[int, Frame] = {}
+        """Stream requests that cannot be decided yet, by partition. Each gets one answer, or the
+        link ends."""
+        self._pending: dict[int, None] = {}
         """Partitions to read from their cursors, in turn."""
-        self._stale: dict[int, None] = {}
+        self._unannounced: dict[int, None] = {}
         """Partitions whose high watermark the replica does not know, in the order they rose."""
         self._number = 0
-        self._sent: deque[Sent] = deque()
+        self._inflight: deque[Inflight] = deque()
         """Messages with entries or high watermarks that are not acknowledged."""
-        self.delays = AckDelays(self._sent)
+        self.delays = AckDelays(self._inflight)
         self._acknowledged_number = 0
-        self._sent_bytes = 0
-        self._in_step: set[int] = set()
-        self._takes_all_of: frozenset[int] | None = None
+        self._inflight_bytes = 0
+        self._replicating: set[int] = set()
+        self._all_replicating: frozenset[int] | None = None
         self._changes = StreamChanges()
         """Of streams that are opened, closed or ended."""
-        self._told_changes = 0
+        self._taken_revision = 0
         self._newest_opaque = 0
         """Of the stream requests that were answered OK."""
-        self._group_seqnos: dict[int, int] = {}
+        self._match: dict[int, int] = {}
         """Partition -> what the replica has acknowledged of it in whole groups."""
-        self._committed = CommitsTold()
+        self._announcements = Announcements()
         self._begun_revision = 0
         """That of `_changes` when the last group was sent that was not synced yet."""
         self._number_at_call = 0
-        """The last message that was made when `is_level` was asked last."""
+        """The last message that was made when `take_caught_up` was asked last."""
         self._questions = Questions()
         self._now_ns = self._heard_ns = now_ns
         self._next_beat_ns, self.beat_ns = now_ns, BEAT_NS
@@ -157,21 +199,30 @@ class ReplicaFeed:
         if self._is_closed:
             raise ReplicationError(f"member {self.member} has a newer link")
         asked = parse_stream_request(request.extras)
-        told = decode(request.value, ReplicaPosition)
+        position = decode(request.value, ReplicaPosition)
         if request.vb_id >= self._engine.num_vbuckets:
             raise ReplicationError(f"there is no vb {request.vb_id} here")
-        self._waiting.refuse(request.vb_id)
-        answer = self._side.admit(self, request.vb_id, asked, told, request.opaque)
+        self._refuse_waiting(request.vb_id)
+        answer = self._side.admit(self, request.vb_id, asked, position, request.opaque)
         if answer is None:
-            self._waiting.keep(request)
+            self._waiting[request.vb_id] = request
         return answer
 
     def decide_waiting(self, vb_id: int) -> None:
         """Answer a request that had to wait, as far as it can be decided now."""
-        self._waiting.decide(vb_id, self.stream_request)
+        request = self._waiting.pop(vb_id, None)
+        if request is not None and (answer := self.stream_request(request)) is not None:
+            self._send_answer(request, answer)
 
-    def _send_answer(self, packet: bytes) -> None:
-        self._out.append(packet)
+    def _refuse_waiting(self, vb_id: int) -> None:
+        """Refuse the request that waits: another one has come, or this is no master."""
+        request = self._waiting.pop(vb_id, None)
+        if request is not None:
+            self._send_answer(request, FeedAnswer(Status.X_FENCED, b""))
+
+    def _send_answer(self, request: Frame, answer: FeedAnswer) -> None:
+        status, value = answer
+        self._out.append(pack_response(request.opcode, status, opaque=request.opaque, value=value))
         self._schedule()
 
     def open(
@@ -188,162 +239,163 @@ class ReplicaFeed:
         snapshot `window` up to there. `is_filling`: at a pace, until it is level.
         """
         self._drop(vb_id)
-        self._streams[vb_id] = stream = FedStream(
+        self._progress[vb_id] = progress = Progress(
             epoch, opaque, seqno, self._questions.confirmations, self._number, window
         )
-        stream.is_paced = is_filling
+        progress.is_filling = is_filling
         self._newest_opaque = max(self._newest_opaque, opaque)
-        self._is_behind(vb_id)
-        self._stale[vb_id] = None
+        self._probe(vb_id)
+        self._unannounced[vb_id] = None
         self._schedule()
 
     def close_stream(self, vb_id: int) -> None:
         """The replica does not follow a partition any more."""
-        self._waiting.refuse(vb_id)
+        self._refuse_waiting(vb_id)
         self._drop(vb_id)
 
-    def _drop(self, vb_id: int) -> FedStream | None:
+    def _drop(self, vb_id: int) -> Progress | None:
         self._changes.note(vb_id)
-        self._in_step.discard(vb_id)
-        self._takes_all_of = None
-        self._group_seqnos.pop(vb_id, None)
-        return self._streams.pop(vb_id, None)
+        self._replicating.discard(vb_id)
+        self._all_replicating = None
+        self._match.pop(vb_id, None)
+        return self._progress.pop(vb_id, None)
 
     def end(self, vb_id: int) -> None:
         """Tell the replica that this node is not the partition's master any more."""
-        self._waiting.refuse(vb_id)
-        stream = self._drop(vb_id)
-        if stream is not None:
-            self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.STATE_CHANGED))
+        self._refuse_waiting(vb_id)
+        progress = self._drop(vb_id)
+        if progress is not None:
+            self._out.append(pack_stream_end(vb_id, progress.opaque, EndReason.STATE_CHANGED))
             self._schedule()
 
     def take_changed(self) -> set[int]:
         """Return the partitions whose stream was opened, closed or ended since the last call."""
-        told, self._told_changes = self._told_changes, self._changes.revision
-        return self._changes.since(told)
+        before, self._taken_revision = self._taken_revision, self._changes.revision
+        return self._changes.since(before)
 
     def is_in_snapshot(self, vb_id: int) -> bool:
         """Whether the replica has only a part of a snapshot of a partition."""
-        stream = self._streams.get(vb_id)
-        return stream is not None and stream.whole_number > self._acknowledged_number
+        progress = self._progress.get(vb_id)
+        return progress is not None and progress.snapshot_number > self._acknowledged_number
 
     def confirmed_ns(self, vb_id: int) -> int | None:
         """Return when the question was asked with which the replica last confirmed this master of
         a partition; None: it has not.
 
         The replica closes a stream before it confirms another master of the partition. So every
-        confirmation that arrives while the stream is open is for this master.
+        confirmation that arrives while the progress is open is for this master.
         """
-        stream = self._streams.get(vb_id)
-        if stream is None or stream.confirmations == self._questions.confirmations:
+        progress = self._progress.get(vb_id)
+        if progress is None or progress.active_since == self._questions.confirmations:
             return None
         return self._questions.confirmed_ns
 
     @property
     def is_filling(self) -> bool:
         """Whether the replica gets a copy for the first time: that delays what it acknowledges."""
-        return any(stream.is_paced for stream in self._streams.values())
+        return any(progress.is_filling for progress in self._progress.values())
 
-    def is_level(self) -> bool:
+    def take_caught_up(self) -> bool:
         """Return whether the replica has synced all that was sent when this was asked last, but for
         copies that are filled: it is in sync in none of these.
         """
         number, self._number_at_call = self._number_at_call, self._number
         oldest = self.delays.oldest_new()
-        return not self._behind and (oldest is None or oldest.number > number)
+        return not self._pending and (oldest is None or oldest.number > number)
 
-    def group_acknowledgement(self, vb_id: int) -> tuple[int, int] | None:
+    def group_match(self, vb_id: int) -> tuple[int, int] | None:
         """Return leader epoch and seqno up to which the replica has acknowledged a partition in
         whole groups; None: nothing.
         """
-        seqno = self._group_seqnos.get(vb_id)
-        return None if seqno is None else (self._streams[vb_id].epoch, seqno)
+        seqno = self._match.get(vb_id)
+        return None if seqno is None else (self._progress[vb_id].epoch, seqno)
 
     # -- what the node core tells ------------------------------------------------------------------
 
-    def send_begun(self, group: WholeGroup) -> bool:
+    def send_begun(self, group: Group) -> bool:
         """Send a group that is about to be written here, if all of it is in step that the replica
         follows, and there is room; return whether it was.
         """
         self._begun_revision = self._changes.revision
-        followed = group.seqnos.keys() & self._streams.keys()
-        may = self._takes_all(group.mastered) or followed <= self._in_step
-        return may and self.send_whole(group, is_synced=False)
+        followed = group.seqnos.keys() & self._progress.keys()
+        may = self._replicates_all(group.mastered) or followed <= self._replicating
+        return may and self.send_group(group, is_synced=False)
 
-    def begun_synced(self, group: WholeGroup) -> None:
+    def begun_synced(self, group: Group) -> None:
         """The last group that `send_begun` has sent is synced. It is not for streams that were
         opened since, and those may have read all that was synced before: they read on.
         """
         if self._begun_revision != self._changes.revision:
             changed = self._changes.since(self._begun_revision)
-            for vb_id in changed & group.seqnos.keys() & self._streams.keys():
-                self._in_step.discard(vb_id)
-                self._takes_all_of = None
-                self._streams[vb_id].pace = FeedPace.BEHIND
-                self._is_behind(vb_id)
+            for vb_id in changed & group.seqnos.keys() & self._progress.keys():
+                self._replicating.discard(vb_id)
+                self._all_replicating = None
+                progress = self._progress[vb_id]
+                progress.become_probe(progress.next)
+                self._probe(vb_id)
             self._schedule()
 
-    def send_whole(self, group: WholeGroup, *, is_synced: bool = True) -> bool:
+    def send_group(self, group: Group, *, is_synced: bool = True) -> bool:
         """Send what is in step of a group as one message; False: the window is full. What is behind
         is read from its cursor.
         """
         seqnos, shared = group.seqnos, group.shared
-        if not self._takes_all(group.mastered) and not seqnos.keys() <= self._in_step:
-            followed = seqnos.keys() & self._streams.keys()
-            if behind := followed - self._in_step:
+        if not self._replicates_all(group.mastered) and not seqnos.keys() <= self._replicating:
+            followed = seqnos.keys() & self._progress.keys()
+            if behind := followed - self._replicating:
                 for vb_id in behind:
-                    self._is_behind(vb_id)
+                    self._probe(vb_id)
                 self._schedule()
-            if not (followed := followed & self._in_step):
+            if not (followed := followed & self._replicating):
                 return True
             seqnos, shared = group.only(followed)
         size = len(shared.entries)
         cost = size + RECORD_BYTES * (1 + len(seqnos))
-        if self._sent_bytes + cost > self._window_bytes or size > GROUP_BYTES_MAX:
+        if self._inflight_bytes + cost > self._window_bytes or size > GROUP_BYTES_MAX:
             return False
         group.sent_to[self.member] = seqnos
         self._post(shared, is_synced=is_synced)
-        self._committed.sent(group.number, self._number)
-        whole = SentWhole(group, seqnos, self._changes.revision)
-        self._sent.append(Sent(self._number, cost, self._now_ns, whole=whole))
-        self._sent_bytes += cost
+        self._announcements.sent(group.number, self._number)
+        sent = InflightGroup(group, seqnos, self._changes.revision)
+        self._inflight.append(Inflight(self._number, cost, self._now_ns, group=sent))
+        self._inflight_bytes += cost
         return True
 
-    def out_of_step(self, group: WholeGroup) -> set[int]:
+    def not_replicated(self, group: Group) -> set[int]:
         """Return the partitions for which the replica is in sync, and not in step."""
-        if self._takes_all(group.mastered) or group.seqnos.keys() <= self._in_step:
+        if self._replicates_all(group.mastered) or group.seqnos.keys() <= self._replicating:
             return set()
-        return group.out_of_step(self.member, self._in_step)
+        return group.not_replicated_to(self.member, self._replicating)
 
-    def _takes_all(self, mastered: frozenset[int]) -> bool:
+    def _replicates_all(self, mastered: frozenset[int]) -> bool:
         """Whether all partitions that this node masters are in step."""
-        if self._takes_all_of is not mastered and mastered <= self._in_step:
-            self._takes_all_of = mastered
-        return self._takes_all_of is mastered
+        if self._all_replicating is not mastered and mastered <= self._replicating:
+            self._all_replicating = mastered
+        return self._all_replicating is mastered
 
     def _post(self, shared: SharedGroup, *, is_synced: bool = True) -> None:
         """Make a message with a whole group, or with nothing. It tells what is committed."""
         self._number += 1
         self._questions.ask(self._number, self._now_ns)
-        told = self._number, self._number, self._newest_opaque, self._committed.take()
-        self._out += pack_group(*told, shared, is_synced=is_synced)
+        head = self._number, self._number, self._newest_opaque, self._announcements.take()
+        self._out += pack_group(*head, shared, is_synced=is_synced)
         self._schedule()
 
-    def group_committed(self, group: WholeGroup, committed: Mapping[int, int]) -> None:
+    def group_committed(self, group: Group, committed: Mapping[int, int]) -> None:
         """Partitions of a whole group are committed; the replica is told with the next message."""
         seqnos = group.sent_to.get(self.member)
         # Another group may have brought less of the same partitions. Of partitions that the replica
         # does not follow any more, it commits nothing by number.
-        is_all = seqnos is committed or (group.is_committed and not group.left_out)
+        is_all = seqnos is committed or (group.is_committed and not group.excluded)
         if not is_all and seqnos is not None:
-            followed = seqnos.keys() & self._streams.keys()
+            followed = seqnos.keys() & self._progress.keys()
             is_all = all(seqnos[vb_id] <= committed.get(vb_id, -1) for vb_id in followed)
-        can_tell = is_all and self._committed.can_tell(group.number)
-        told = seqnos if seqnos is not None and can_tell else {}
-        if told is not committed:  # others came from cursors, maybe before they were committed
-            self.hw_rose((group.seqnos.keys() & committed.keys()) - told.keys())
-        if told:
-            self._committed.committed(group.number)
+        is_open = is_all and self._announcements.is_open(group.number)
+        announced = seqnos if seqnos is not None and is_open else {}
+        if announced is not committed:  # others came from cursors, maybe before they were committed
+            self.hw_rose((group.seqnos.keys() & committed.keys()) - announced.keys())
+        if announced:
+            self._announcements.committed(group.number)
             self._schedule()
 
     def group_synced(self, changes: Mapping[int, Sequence[bytes]]) -> None:
@@ -351,66 +403,67 @@ class ReplicaFeed:
         included.
         """
         sections: list[EntriesSection] = []
-        followed: list[tuple[FedStream, Followed]] = []
-        room = self._window_bytes - self._sent_bytes
+        matches: list[tuple[Progress, Match]] = []
+        room = self._window_bytes - self._inflight_bytes
         partitions = self._engine.partitions
         for vb_id, entries in changes.items():
-            stream = self._streams.get(vb_id)
-            if stream is None:
+            progress = self._progress.get(vb_id)
+            if progress is None:
                 continue
             size = sum(map(len, entries)) + RECORD_BYTES
             part = partitions[vb_id]
-            if stream.pace is FeedPace.IN_STEP and size > room:
-                self._leave_behind(stream, part, entries)
-            if stream.pace is FeedPace.BEHIND:
-                self._is_behind(vb_id)
+            if progress.state is ProgressState.REPLICATE and size > room:
+                self._fall_behind(progress, part, entries)
+            if progress.state is not ProgressState.REPLICATE:
+                self._probe(vb_id)
                 continue
-            sections.append(stream.section(part, entries))
-            followed.append((stream, Followed(vb_id, stream.epoch, part.synced_seqno)))
+            sections.append(progress.section(part, entries))
+            matches.append((progress, Match(vb_id, progress.epoch, part.synced_seqno)))
             room -= size
         if sections:
-            self._send(sections, followed)
-        if self._behind or self._fill.has_next(self._now_ns):
+            self._send(sections, matches)
+        if self._pending or self._fill.has_next(self._now_ns):
             self._schedule()
 
-    def _is_behind(self, vb_id: int) -> None:
+    def _probe(self, vb_id: int) -> None:
         """A partition is to be read from its cursor, in turn."""
-        if self._streams[vb_id].is_paced:
+        if self._progress[vb_id].is_filling:
             self._fill.wait(vb_id)
         else:
-            self._behind[vb_id] = None
+            self._pending[vb_id] = None
 
-    def _leave_behind(self, stream: FedStream, part: Partition, entries: Sequence[bytes]) -> None:
+    def _fall_behind(self, progress: Progress, part: Partition, entries: Sequence[bytes]) -> None:
         """Send these entries of a synced group, and later ones, from the partition's cursor."""
-        self._in_step.discard(part.vb_id)
-        self._takes_all_of = None
-        stream.pace = FeedPace.BEHIND
+        self._replicating.discard(part.vb_id)
+        self._all_replicating = None
         first = next((entry for entry in entries if entry[OPCODE_AT] != LOG_CONTROL), None)
-        stream.sent_seqno = part.synced_seqno if first is None else seqno_of(first) - 1
+        progress.become_probe(part.synced_seqno + 1 if first is None else seqno_of(first))
 
     def hw_rose(self, vb_ids: Iterable[int]) -> None:
         """High watermarks have risen; the replica is told with the next message."""
         for vb_id in vb_ids:
-            if vb_id in self._streams:
-                self._stale[vb_id] = None
-        if self._stale:
+            if vb_id in self._progress:
+                self._unannounced[vb_id] = None
+        if self._unannounced:
             self._schedule()
 
     def _send(
         self,
         sections: Sequence[EntriesSection],
-        followed: Sequence[tuple[FedStream, Followed]],
+        matches: Sequence[tuple[Progress, Match]],
         filling: int = 0,
     ) -> None:
         self._number += 1
         question = self._number
         self._questions.ask(question, self._now_ns)
-        message = pack_entries(self._number, question, sections, self._side.serves_by())
+        message = pack_entries(self._number, question, sections, self._side.serves_by)
         self._out.append(message)
         if sections:
             cost = len(message) + RECORD_BYTES * (1 + len(sections))
-            self._sent.append(Sent(self._number, cost, self._now_ns, (*followed,), None, filling))
-            self._sent_bytes += cost
+            self._inflight.append(
+                Inflight(self._number, cost, self._now_ns, (*matches,), None, filling)
+            )
+            self._inflight_bytes += cost
         self._schedule()
 
     # -- the connection ----------------------------------------------------------------------------
@@ -418,100 +471,106 @@ class ReplicaFeed:
     @property
     def has_output(self) -> bool:
         """Whether `pump` would return anything now."""
-        waits = self._stale or self._behind or self._committed or self._fill.has_next(self._now_ns)
+        waits = (
+            self._unannounced
+            or self._pending
+            or self._announcements
+            or self._fill.has_next(self._now_ns)
+        )
         return bool(self._out or (waits and self._has_room))
 
     @property
     def can_wait(self) -> bool:
         """See StreamSender: the next group tells what is committed as well."""
-        return not (self._out or self._stale or self._behind or self._fill.has_next(self._now_ns))
+        return not (
+            self._out or self._unannounced or self._pending or self._fill.has_next(self._now_ns)
+        )
 
     @property
     def _has_room(self) -> bool:
-        return self._sent_bytes < self._window_bytes
+        return self._inflight_bytes < self._window_bytes
 
     def pump(self, bytes_max: int) -> list[bytes]:
         """Return messages to send, about `bytes_max` of them."""
-        if self._behind and self._has_room and self._fill.has_next(self._now_ns):
+        if self._pending and self._has_room and self._fill.has_next(self._now_ns):
             bytes_max -= self._catch_up(self._fill.take_next())  # else it might wait for ever
         while self._has_room and bytes_max > 0:
-            if self._behind:
-                vb_id = next(iter(self._behind))
-                del self._behind[vb_id]
+            if self._pending:
+                vb_id = next(iter(self._pending))
+                del self._pending[vb_id]
             elif self._fill.has_next(self._now_ns):
                 vb_id = self._fill.take_next()
             else:
                 break
             bytes_max -= self._catch_up(vb_id)
-        if self._stale and self._has_room:
+        if self._unannounced and self._has_room:
             self._send_watermarks()
-        while self._committed and self._has_room:
+        while self._announcements and self._has_room:
             self._post(NOTHING)
         out, self._out = self._out, []
         return out
 
     def _catch_up(self, vb_id: int) -> int:
         """Send the next entries of a partition that is behind; return their bytes."""
-        stream = self._streams.get(vb_id)
-        if stream is None or stream.pace is FeedPace.IN_STEP:
+        progress = self._progress.get(vb_id)
+        if progress is None or progress.state is ProgressState.REPLICATE:
             return 0
         part = self._engine.partitions[vb_id]
-        if stream.is_overtaken(part):
+        if progress.is_overtaken(part):
             self.end(vb_id)  # the replica asks again, and learns what it can have
             return 0
         try:
             section_bytes = self._section_bytes
-            if stream.is_paced:
+            if progress.is_filling:
                 section_bytes = min(section_bytes, FILL_SECTION_BYTES)
-            entries = stream.next_entries(part, self._engine.versions, section_bytes, self.member)
+            entries = progress.next_entries(part, self._engine.versions, section_bytes, self.member)
         except StoreDamagedError as error:
             self._fail(vb_id, str(error))
             return 0
         if entries:
-            brought = Followed(vb_id, stream.epoch, stream.sent_seqno)
-            section = stream.section(part, entries)
-            is_whole = stream.window is None
-            filling = sum(map(len, entries)) if stream.is_paced else 0
+            brought = Match(vb_id, progress.epoch, progress.next - 1)
+            section = progress.section(part, entries)
+            is_complete = progress.window is None
+            filling = sum(map(len, entries)) if progress.is_filling else 0
             self._fill.sent(filling)
-            self._send([section], ((stream, brought),) if is_whole else (), filling)
-            if not is_whole:
-                stream.whole_number = NEVER
-            elif stream.whole_number == NEVER:
-                stream.whole_number = self._number
-        if stream.sent_seqno == part.synced_seqno and stream.window is None:
-            stream.pace = FeedPace.IN_STEP
-            stream.is_paced = False
-            self._in_step.add(vb_id)
+            self._send([section], ((progress, brought),) if is_complete else (), filling)
+            if not is_complete:
+                progress.snapshot_number = NEVER
+            elif progress.snapshot_number == NEVER:
+                progress.snapshot_number = self._number
+        if progress.caught_up(part):
+            progress.become_replicate()
+            self._replicating.add(vb_id)
         else:
-            self._is_behind(vb_id)
+            self._probe(vb_id)
         return sum(map(len, entries))
 
     def _fail(self, vb_id: int, why: str) -> None:
         """End a stream that cannot be read here, rather than leave anything out."""
         self.damages.append(why)
-        stream = self._drop(vb_id)
-        assert stream is not None, "it was read from"
-        self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.BACKFILL_FAILED))
+        progress = self._drop(vb_id)
+        assert progress is not None, "it was read from"
+        self._out.append(pack_stream_end(vb_id, progress.opaque, EndReason.BACKFILL_FAILED))
 
     def _send_watermarks(self) -> None:
         """Tell the replica the high watermarks that it does not know. What it acknowledges then is
         what it has, also where nothing was left to send.
         """
         sections: list[EntriesSection] = []
-        followed: list[tuple[FedStream, Followed]] = []
-        for vb_id in self._stale:
-            stream = self._streams.get(vb_id)
-            if stream is None or stream.window is not None:
+        matches: list[tuple[Progress, Match]] = []
+        for vb_id in self._unannounced:
+            progress = self._progress.get(vb_id)
+            if progress is None or progress.window is not None:
                 continue
             part = self._engine.partitions[vb_id]
-            if stream.shown_seqno != known_committed(part):
-                sections.append(stream.section(part, ()))
-                is_in_step = stream.pace is FeedPace.IN_STEP
-                seqno = part.synced_seqno if is_in_step else stream.sent_seqno
-                followed.append((stream, Followed(vb_id, stream.epoch, seqno)))
-        self._stale.clear()
+            if progress.announced_seqno != known_committed(part):
+                sections.append(progress.section(part, ()))
+                is_replicating = progress.state is ProgressState.REPLICATE
+                seqno = part.synced_seqno if is_replicating else progress.next - 1
+                matches.append((progress, Match(vb_id, progress.epoch, seqno)))
+        self._unannounced.clear()
         if sections:
-            self._send(sections, followed)
+            self._send(sections, matches)
 
     def at(self, now_ns: int) -> None:
         """It is this late; monotonic nanoseconds."""
@@ -537,25 +596,25 @@ class ReplicaFeed:
         number, question, seen = unpack_ack(extras)
         check_numbers(self.member, number, question, last=self._number)
         self._acknowledged_number = max(self._acknowledged_number, number)
-        newest: dict[int, Followed] = {}
-        wholes: list[WholeGroup] = []
-        while self._sent and self._sent[0].number <= number:
-            sent = self._sent.popleft()
-            self._sent_bytes -= sent.cost
+        newest: dict[int, Match] = {}
+        groups: list[Group] = []
+        while self._inflight and self._inflight[0].number <= number:
+            sent = self._inflight.popleft()
+            self._inflight_bytes -= sent.cost
             self.delays.acknowledged(sent, self._now_ns)
             self._fill.acknowledged(sent.filling)
-            if sent.whole is not None:
-                newest |= self._take_whole(sent.number, sent.whole)
-                wholes.append(sent.whole.group)
-            for stream, each in sent.followed:
+            if sent.group is not None:
+                newest |= self._take_group(sent.number, sent.group)
+                groups.append(sent.group.group)
+            for progress, each in sent.matches:
                 # A stream that was closed and opened again may have left this message out.
-                if self._streams.get(each.vb_id) is stream:
+                if self._progress.get(each.vb_id) is progress:
                     newest[each.vb_id] = each
         self._questions.confirmed(question)
         if newest:
             self._side.acknowledged(self.member, tuple(newest.values()))
-        if wholes:
-            self._side.groups_acknowledged(self.member, wholes)
+        if groups:
+            self._side.groups_acknowledged(self.member, groups)
         if seen != self.seen:
             self.seen = seen
             self._side.records_were_kept()
@@ -563,39 +622,39 @@ class ReplicaFeed:
         if self.has_output:
             self._schedule()
 
-    def _take_whole(self, number: int, sent: SentWhole) -> dict[int, Followed]:
+    def _take_group(self, number: int, sent: InflightGroup) -> dict[int, Match]:
         """Take note that a whole group is acknowledged; return what of it goes one by one."""
         if sent.streams_revision == self._changes.revision:
-            self._group_seqnos.update(sent.seqnos)
+            self._match.update(sent.seqnos)
             return {}
         changed = self._changes.since(sent.streams_revision)
-        sent.group.leave_out(changed)
-        found: dict[int, Followed] = {}
+        sent.group.exclude(changed)
+        found: dict[int, Match] = {}
         for vb_id, seqno in sent.seqnos.items():
             if vb_id not in changed:
-                self._group_seqnos[vb_id] = seqno
+                self._match[vb_id] = seqno
                 continue
-            stream = self._streams.get(vb_id)
-            if stream is not None and stream.opened_number < number:
-                found[vb_id] = Followed(vb_id, stream.epoch, seqno)
+            progress = self._progress.get(vb_id)
+            if progress is not None and progress.opened_number < number:
+                found[vb_id] = Match(vb_id, progress.epoch, seqno)
         return found
 
     def close(self) -> None:
         """The connection is gone, or a newer link of the member has come."""
         self._is_closed = True
-        for vb_id in self._streams:
+        for vb_id in self._progress:
             self._changes.note(vb_id)
-        for sent in self._sent:
-            if sent.whole is not None:
-                del sent.whole.group.sent_to[self.member]
-        self._sent.clear()
+        for sent in self._inflight:
+            if sent.group is not None:
+                del sent.group.group.sent_to[self.member]
+        self._inflight.clear()
         self._waiting.clear()
-        self._streams.clear()
-        self._in_step.clear()
-        self._takes_all_of = None
-        self._group_seqnos.clear()
-        self._committed.clear()
-        self._behind.clear()
+        self._progress.clear()
+        self._replicating.clear()
+        self._all_replicating = None
+        self._match.clear()
+        self._announcements.clear()
+        self._pending.clear()
         self._fill.close()
-        self._stale.clear()
+        self._unannounced.clear()
         self._side.feed_closed(self)

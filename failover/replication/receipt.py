@@ -38,7 +38,7 @@ FORMAT: Final = 1
 MAGIC: Final = b"dcpd-cut"
 _HEAD: Final = Struct(">8sHI")
 _CRC: Final = Struct(">I")
-QUARANTINE_BYTES_MAX: Final = 32 << 20
+DISCARD_BYTES_MAX: Final = 32 << 20
 """Entries of one file. More goes to several files, because a file is made in memory. It may be
 longer by one entry."""
 RECEIPT_KEYS_MAX: Final = 1000
@@ -52,12 +52,12 @@ KINDS: Final = {
 """Opcode -> the name of the change in receipts."""
 
 
-class QuarantineDamagedError(Exception):
+class DiscardDamagedError(Exception):
     """A quarantine file cannot be read; the text says why."""
 
 
 class CutOff(NamedTuple):
-    """A replica cuts off these changes. See `Following.kept` for how the shell answers."""
+    """A replica cuts off these changes. See `Replica.kept` for how the shell answers."""
 
     vb_id: int
     epoch: int
@@ -142,26 +142,26 @@ class CutHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def unpack_head(data: bytes) -> CutHead:
     """Return the document of a quarantine file from its first bytes. The checksum is at the end of
-    the file, and is not checked. Raises QuarantineDamagedError.
+    the file, and is not checked. Raises DiscardDamagedError.
     """
     size = _check_head(data)
     try:
         return msgspec.json.decode(data[_HEAD.size : _HEAD.size + size], type=CutHead)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise QuarantineDamagedError(f"its head cannot be read: {error}") from None
+        raise DiscardDamagedError(f"its head cannot be read: {error}") from None
 
 
 def _check_head(data: bytes) -> int:
-    """Return how long the document is. Raises QuarantineDamagedError."""
+    """Return how long the document is. Raises DiscardDamagedError."""
     if len(data) < _HEAD.size + _CRC.size:
-        raise QuarantineDamagedError(
+        raise DiscardDamagedError(
             f"{len(data)} bytes are too few for a quarantine file; it was not written to its end"
         )
     magic, stored_format, size = _HEAD.unpack_from(data)
     if magic != MAGIC:
-        raise QuarantineDamagedError(f"no quarantine file: it begins with {magic!r}, not {MAGIC!r}")
+        raise DiscardDamagedError(f"no quarantine file: it begins with {magic!r}, not {MAGIC!r}")
     if stored_format != FORMAT:
-        raise QuarantineDamagedError(
+        raise DiscardDamagedError(
             f"the file has format {stored_format}, this program reads format {FORMAT}. Use the"
             " version of dcpd that wrote it"
         )
@@ -169,12 +169,12 @@ def _check_head(data: bytes) -> int:
 
 
 def unpack_cut_off(data: bytes) -> CutOff:
-    """Return what a quarantine file holds. Raises QuarantineDamagedError."""
+    """Return what a quarantine file holds. Raises DiscardDamagedError."""
     size = _check_head(data)
     body, stored_crc = data[: -_CRC.size], _CRC.unpack_from(data, len(data) - _CRC.size)[0]
     crc = google_crc32c.value(body)
     if crc != stored_crc:
-        raise QuarantineDamagedError(
+        raise DiscardDamagedError(
             f"the checksum of its {len(body)} bytes is {crc:08x}, the file says {stored_crc:08x}:"
             " it is damaged, or was not written to its end. Look for another copy of the file"
         )
@@ -190,8 +190,8 @@ def unpack_cut_off(data: bytes) -> CutOff:
     return CutOff(document.vb, document.epoch, versions, entries)
 
 
-def _wrong(what: str) -> QuarantineDamagedError:
-    return QuarantineDamagedError(
+def _wrong(what: str) -> DiscardDamagedError:
+    return DiscardDamagedError(
         f"its checksum is right, but its content is not: {what}. This is a bug in dcpd, please"
         " report it"
     )
@@ -243,15 +243,15 @@ def election_receipt(lost: ElectionLoss) -> dict[str, Any]:
     """Return the receipt of an unclean election. Keys are not known yet: the members that return
     have them.
     """
-    told = lost.committed_seqno
+    committed_seqno = lost.committed_seqno
     return {
         "receipt": "unclean_election",
         "vb": lost.vb_id,
         "epoch": lost.epoch,
         "versions": _versions(lost.versions),
         "end_seqno": str(lost.end_seqno),
-        "committed_seqno": None if told is None else str(told),
-        "known_lost": None if told is None else max(0, told - lost.end_seqno),
+        "committed_seqno": None if committed_seqno is None else str(committed_seqno),
+        "known_lost": None if committed_seqno is None else max(0, committed_seqno - lost.end_seqno),
     }
 
 

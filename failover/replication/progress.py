@@ -1,0 +1,382 @@
+"""One partition on the way to one replica: what of it was sent, and what must come next. And the
+messages on the link that are not acknowledged. Sans-IO.
+
+Who calls it: `failover.replication.feed`, which has the rules.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+from dcp.session.replication_port import ReplicationError
+from dcp.wire.message import StreamRequest
+from failover.replication.group import Group
+from failover.replication.messages import (
+    ANNOUNCED_GROUPS_MAX,
+    Control,
+    EntriesSection,
+    Floors,
+    ReplicaPosition,
+    SnapshotDone,
+    pack_control_entry,
+)
+from vbucket.engine.partition import Partition
+from vbucket.engine.versions import Versions
+from vbucket.model.control import SnapshotWindow
+from vbucket.model.entry import seqno_of
+from vbucket.model.ids import SEQNO_MAX
+from vbucket.store.environment import StoreDamagedError
+
+QUESTIONS_MAX: Final = 64
+"""With so many unanswered questions no heartbeat is sent: the replica reads nothing."""
+BEAT_NS: Final = 100_000_000
+"""Time between heartbeats, unless the setting says another one."""
+SILENCE_NS_MAX: Final = 3_000_000_000
+"""A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
+NEVER: Final = SEQNO_MAX
+"""Above the number of every message."""
+
+
+class ProgressState(Enum):
+    """See `Progress`."""
+
+    PROBE = auto()
+    SNAPSHOT = auto()
+    REPLICATE = auto()
+
+
+class Match(NamedTuple):
+    """Up to which seqno a replica has synced a partition, in a leader epoch."""
+
+    vb_id: int
+    epoch: int
+    seqno: int
+
+
+class Progress:
+    """What a master has sent of one partition to one replica, while their stream is open.
+
+    PROBE      it is read from its cursor, from memory or from blocks, until it has caught up
+    SNAPSHOT   the same, and the replica has only a part of a de-duplicated snapshot
+    REPLICATE  it is in every group message: all that is synced here was sent, and the group
+               that is being written, if that was sent already
+    """
+
+    __slots__ = (
+        "active_since",
+        "announced_seqno",
+        "epoch",
+        "floors",
+        "is_filling",
+        "next",
+        "opaque",
+        "opened_number",
+        "safe_purge",
+        "snapshot_number",
+        "state",
+        "window",
+    )
+
+    def __init__(
+        self,
+        epoch: int,
+        opaque: int,
+        seqno: int,
+        active_since: int,
+        opened_number: int,
+        window: SnapshotWindow | None,
+    ) -> None:
+        self.active_since = active_since
+        """How many confirmations the link had when the stream was opened."""
+        self.epoch = epoch
+        self.is_filling = False
+        """Whether this is a copy that is filled for the first time, and never caught up yet."""
+        self.opaque = opaque
+        self.opened_number = opened_number
+        """The last message that was made before the stream was opened."""
+        self.next = seqno + 1
+        """The seqno to send next, unless the state is REPLICATE."""
+        self.state = ProgressState.PROBE
+        self.announced_seqno = -1
+        """The high watermark that the replica was told last."""
+        self.floors = Floors(0, 0)
+        """The floors that the replica was told while it was behind. Floors never fall, so these are
+        the present ones only if it knows them."""
+        self.window = window
+        """The snapshot of which the replica has a part; None: the state is not SNAPSHOT."""
+        self.snapshot_number = 0 if window is None else NEVER
+        """The message that ends the last snapshot; NEVER: it was not sent yet."""
+        self.safe_purge = 0 if window is None else window.purge
+        """Deletions up to this seqno were purged, or superseded what they delete, before anything
+        of the snapshot was read."""
+        self.become_probe(self.next)
+
+    def become_probe(self, next_seqno: int) -> None:
+        """Read the partition from its cursor, from this seqno on."""
+        self.next = next_seqno
+        self.state = ProgressState.PROBE if self.window is None else ProgressState.SNAPSHOT
+
+    def become_replicate(self) -> None:
+        """Send the partition in group messages."""
+        self.state = ProgressState.REPLICATE
+        self.is_filling = False
+
+    def caught_up(self, part: Partition) -> bool:
+        """Whether all was sent that is synced here, and makes a consistent copy."""
+        return self.next == part.synced_seqno + 1 and self.window is None
+
+    def section(self, part: Partition, entries: Sequence[bytes]) -> EntriesSection:
+        """Return a section, which tells the replica the high watermark."""
+        self.announced_seqno = known_committed(part)
+        return EntriesSection(part.vb_id, self.opaque, self.epoch, self.announced_seqno, entries)
+
+    def is_overtaken(self, part: Partition) -> bool:
+        """Whether deletions were purged that the replica has not got, of documents that it has."""
+        return 1 < self.next <= part.purge_seqno and part.purge_seqno > self.safe_purge
+
+    def _controls(self, part: Partition) -> list[bytes]:
+        """Return the control entries that come before the next changes. A cursor meets none,
+        because they are no changes.
+        """
+        floors = Floors(part.history_floor, part.purge_seqno)
+        window = self.window
+        if window is None and self.next <= floors.floor:
+            self.window = SnapshotWindow(self.next - 1, *floors)
+            self.state = ProgressState.SNAPSHOT
+            # Who holds nothing gets no document that a deletion below the floor has deleted.
+            self.safe_purge = 0 if self.next > 1 else floors.floor
+        elif window is not None:
+            end = max(window.end, floors.floor)
+            self.window = window._replace(end=end, purge=floors.purge)
+        controls: list[Control] = []
+        if self.window is not None:
+            if self.window != window:
+                controls.append(self.window)
+        elif self.floors != floors:
+            self.floors = floors
+            controls.append(floors)
+        return [pack_control_entry(part.vb_id, each) for each in controls]
+
+    def next_entries(
+        self, part: Partition, versions: Versions, bytes_max: int, member: str
+    ) -> list[bytes]:
+        """Return the next entries from the partition's cursor. Raises StoreDamagedError."""
+        entries = self._controls(part)
+        window, first_seqno = self.window, self.next
+        end_seqno = part.synced_seqno if window is None else window.end
+        if first_seqno <= end_seqno:
+            changes = versions.entries(part, first_seqno, end_seqno, bytes_max)
+            last_seqno = seqno_of(changes[-1]) if changes else 0
+            if not changes or (window is None and last_seqno - first_seqno + 1 != len(changes)):
+                raise StoreDamagedError(
+                    f"vb {part.vb_id}: versions between seqno {first_seqno} and {end_seqno} are "
+                    f"missing (history floor {part.history_floor}), so member {member} cannot "
+                    "continue; check the disk and restore a backup"
+                )
+            self.next = last_seqno + 1
+            entries += changes
+        return entries + self._end_snapshot(part)
+
+    def _end_snapshot(self, part: Partition) -> list[bytes]:
+        """Return the control entry that ends the snapshot if all of it is sent."""
+        window = self.window
+        if window is None or self.next <= window.end:
+            return []
+        self.window = None
+        self.state = ProgressState.PROBE
+        self.floors = Floors(part.history_floor, part.purge_seqno)
+        done = SnapshotDone(window.end, part.purge_seqno, part.max_cas)
+        return [pack_control_entry(part.vb_id, done)]
+
+
+def known_committed(part: Partition) -> int:
+    """Return up to which seqno a master knows that changes are committed. A history floor is, also
+    where a new master does not know so much of others yet.
+    """
+    return max(part.committed_seqno, part.history_floor)
+
+
+def window_of(vb_id: int, asked: StreamRequest, position: ReplicaPosition) -> SnapshotWindow | None:
+    """Return the snapshot of which a replica has a part; None: what it has is whole. Raises
+    ReplicationError.
+    """
+    start, seqno, end = asked.snap_start_seqno, asked.start_seqno, asked.snap_end_seqno
+    if not start <= seqno <= end or not 0 <= position.snapshot_purge <= end:
+        raise ReplicationError(
+            f"vb {vb_id}: a replica cannot be at seqno {seqno} of a snapshot from {start} to {end} "
+            f"with purge seqno {position.snapshot_purge}"
+        )
+    return SnapshotWindow(start, end, position.snapshot_purge) if start < seqno else None
+
+
+RECORD_BYTES: Final = 256
+"""What this node remembers of a message, and of each of its sections, until it is acknowledged."""
+
+
+class InflightGroup(NamedTuple):
+    """A whole group on its way."""
+
+    group: Group
+    seqnos: Mapping[int, int]
+    """What the replica got of it."""
+    streams_revision: int
+    """Of the link's streams when it was sent (`StreamChanges`)."""
+
+
+class Inflight(NamedTuple):
+    """A message that is not acknowledged."""
+
+    number: int
+    cost: int
+    sent_ns: int
+    """When it was made, to a tick."""
+    matches: tuple[tuple[Progress, Match], ...] = ()
+    group: InflightGroup | None = None
+    filling: int = 0
+    """Bytes of a copy that is filled for the first time; 0: the message brings what is new."""
+
+
+class AckDelays:
+    """How long one replica's acknowledgements of changes take."""
+
+    def __init__(self, sent: Sequence[Inflight]) -> None:
+        """`sent` are the messages that are not acknowledged, the oldest first."""
+        self._sent = sent
+        self._worst_ns: int | None = None
+        self._worst_new_ns: int | None = None
+        """The same of messages that bring what is new."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything to judge the replica by."""
+        return bool(self._sent) or self._worst_ns is not None
+
+    def acknowledged(self, sent: Inflight, now_ns: int) -> None:
+        """A message is acknowledged."""
+        took_ns = now_ns - sent.sent_ns
+        self._worst_ns = max(self._worst_ns or 0, took_ns)
+        if not sent.filling:
+            self._worst_new_ns = max(self._worst_new_ns or 0, took_ns)
+
+    def oldest_new(self) -> Inflight | None:
+        """Return the oldest message with what is new that is on its way; None: there is none."""
+        return next((sent for sent in self._sent if not sent.filling), None)
+
+    def take_new(self, now_ns: int) -> int | None:
+        """Return how long messages with what is new took at most since the last call, those that
+        are still on their way included; None: there was none.
+        """
+        worst_ns, self._worst_new_ns = self._worst_new_ns, None
+        oldest = self.oldest_new()
+        if oldest is not None:
+            worst_ns = max(worst_ns or 0, now_ns - oldest.sent_ns)
+        return worst_ns
+
+    def take(self, now_ns: int) -> tuple[int | None, int]:
+        """Return how long it took at most since the last call (None: nothing was acknowledged), and
+        how long the oldest message waits now.
+        """
+        worst_ns, self._worst_ns = self._worst_ns, None
+        return worst_ns, now_ns - self._sent[0].sent_ns if self._sent else 0
+
+
+class Questions:
+    """What a master asks a replica: is it still the master?"""
+
+    def __init__(self) -> None:
+        self._asked: deque[tuple[int, int]] = deque()
+        """Questions that are not confirmed: question, when it was asked."""
+        self.confirmations = 0
+        self.confirmed_ns = 0
+        """When the question was asked that was confirmed last; 0: none was."""
+
+    def __len__(self) -> int:
+        """How many are not confirmed."""
+        return len(self._asked)
+
+    def ask(self, question: int, now_ns: int) -> None:
+        """A question leaves."""
+        self._asked.append((question, now_ns))
+
+    def confirmed(self, question: int) -> None:
+        """The replica confirms a question, and all before it."""
+        while self._asked and self._asked[0][0] <= question:
+            self.confirmed_ns = self._asked.popleft()[1]
+            self.confirmations += 1
+
+
+def check_numbers(member: str, number: int, question: int, *, last: int) -> None:
+    """Raise ReplicationError if a member cannot acknowledge these numbers. `last` is that of the
+    last message that was made.
+    """
+    if number > last or question > last:
+        raise ReplicationError(
+            f"member {member} acknowledges message {number} and question {question}; "
+            f"the last one sent is {last}"
+        )
+    if question < number:
+        raise ReplicationError(
+            f"member {member} has synced message {number} and confirms question {question}"
+            " only: it confirms a message's question before it syncs the message"
+        )
+
+
+class Announcements:
+    """Which whole groups are committed that a replica was not told of yet, by their messages."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, int] = {}
+        """Commit group -> its message, for whole groups of which the replica does not know whether
+        they are committed; the newest ones, in their order."""
+        self._given_up = 0
+        """The last message that `_open` had and has not any more, because newer ones came."""
+        self._committed: list[int] = []
+        """Messages of whole groups that are committed, which the replica is not told yet."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self._committed)
+
+    def sent(self, group: int, number: int) -> None:
+        """A message with a whole group leaves."""
+        self._open[group] = number
+        if len(self._open) > ANNOUNCED_GROUPS_MAX:
+            self._given_up = self._open.pop(next(iter(self._open)))
+
+    def is_open(self, group: int) -> bool:
+        """Whether a group can be told to be committed by its message."""
+        return group in self._open
+
+    def committed(self, group: int) -> None:
+        """All that the replica got of a group is committed."""
+        self._committed.append(self._open.pop(group))
+
+    def take(self) -> tuple[int, int]:
+        """Return the first committed messages that no other one separates: from, to. 0, 0: there
+        are none.
+        """
+        if not self._committed:
+            return 0, 0
+        first, last = first_run(self._committed, self._open.values(), self._given_up)
+        self._committed = [number for number in self._committed if number > last]
+        return first, last
+
+    def clear(self) -> None:
+        """The link is gone: nobody is told."""
+        self._committed.clear()
+
+
+def first_run(committed: Collection[int], others: Iterable[int], given_up: int) -> tuple[int, int]:
+    """Return the first committed messages between which none of the others is: from, to. Up to
+    `given_up` it is not known which others there were.
+    """
+    first, last = min(committed), max(committed)
+    between = [number for number in others if first < number < last]
+    if first < given_up:
+        last = first
+    elif between:
+        last = max(number for number in committed if number < min(between))
+    return first, last
