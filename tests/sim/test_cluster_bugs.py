@@ -32,7 +32,7 @@ FOUND_BY = {
     "truncates-to-hw": (1, "in the in-sync set"),
     "no-version": (50, "follows"),
     "handover-unchecked": (0, "has another change with seqno"),
-    "old-record-believed": (28, "in the in-sync set"),
+    "old-record-believed": (126, "an answered write is lost"),
     "forgets-seen": (0, "in the in-sync set"),
     "unseen-shrink": (0, "in the in-sync set"),
     "streams-show-synced": (0, "was committed"),
