@@ -42,7 +42,7 @@ FOUND_BY = {
     "unknown-sent-again": (28, "in the in-sync set"),
     "deposed-keeps-streams": (7, "stands still"),
     "drops-early": (1, "were dropped"),
-    "added-is-full": (1, "in the in-sync set"),
+    "added-is-full": (2, "in the in-sync set"),
     "not-emptied": (1, "without a copy"),
     "old-copy-counts": (116, "in the in-sync set"),
     "fenced-are-told": (16, "has another change with seqno"),
