@@ -185,7 +185,7 @@ class Coordinator:
     def begin_again(self, now_ns: int) -> None:
         """The store may be another one, where this coordinator's key is of another term."""
         self.term = self._look_ns = 0
-        self._choices.begin_again(now_ns)
+        self._choices.begin_again(now_ns, self._membership.lease_ns)
 
     def on_event(self, now_ns: int, event: StoreEvent | ViewChanged) -> list[CoordinatorEffect]:
         """Take one event; return what to do."""

@@ -145,7 +145,8 @@ class Membership:
         """Whether the keys were ever written. Before that the process must not act as the
         member."""
         self._lease_s: Final = lease_s
-        self._keep_alive_ns: Final = lease_s * _NS_PER_S // RENEWALS
+        self.lease_ns: Final = lease_s * _NS_PER_S
+        self._keep_alive_ns: Final = self.lease_ns // RENEWALS
         self._cluster_keys: Final = keys
         self._key: Final = keys.of_member(KeyKind.ALIVE, member)
         self._facts = ProcessFacts()

@@ -79,14 +79,18 @@ class PartitionChoices:
         """Partition -> its first copy, which is in sync and not the master, and since when."""
         self._moves_ns = 0
         """From when on copies and masters are moved: see `begin_again`."""
+        self._leases_ns = 0
+        """From when on a lease that this store had before the present connection says that its
+        process runs."""
         self._step_ns = 0
         """When steps of the plan are looked for next."""
 
-    def begin_again(self, now_ns: int) -> None:
+    def begin_again(self, now_ns: int, lease_ns: int) -> None:
         """The store may be another one: no report that was read counts, and nothing moves before
         those who have seen newer records have said so.
         """
         self._seen, self._reports = {}, {}
+        self._leases_ns = now_ns + lease_ns + AGAIN_NS
         if self._view.is_loaded:
             self._moves_ns = now_ns + AGAIN_NS
 
@@ -149,6 +153,7 @@ class PartitionChoices:
             return
         wanted = self._view.wanted
         busy = set(self._reports)
+        busy.update(vb_id for vb_id in wanted if not self._has_present_master(now_ns, vb_id))
         for change in self._wishes(now_ns):
             if change.vb_id not in wanted:
                 busy.add(change.vb_id)
@@ -157,6 +162,17 @@ class PartitionChoices:
             steps = list(plan_changes(self._view, wanted, busy))
             self._step_ns = now_ns + (STEP_NS if len(steps) > FEW_STEPS else FEW_STEPS_NS)
             yield from steps
+
+    def _has_present_master(self, now_ns: int, vb_id: int) -> bool:
+        """Whether a partition's master runs and is connected to this store: then it says so if it
+        has seen a newer record. Nobody may be left to say so, and the store may have gone back.
+        """
+        stored = self._view.partitions.get(vb_id)
+        master = None if stored is None else stored.content.record.master
+        alive = None if master is None else self._view.alive.get(master)
+        return alive is not None and (
+            now_ns >= self._leases_ns or alive.item.mod_revision > self._view.begun_revision
+        )
 
     def _reported(self) -> Iterator[tuple[int, Stored[StoredPartition]]]:
         """Yield the partitions with a report and a record that can be read."""
@@ -259,6 +275,7 @@ class PartitionChoices:
                 and record.wanted_master is None
                 and record.branch is None
                 and self._view.stays(first)
+                and self._has_present_master(now_ns, vb_id)
                 and not (member is not None and member.content.is_drained)
                 and vb_id not in self._reports
             ):

@@ -53,6 +53,7 @@ from failover.replication.messages import StoreSeen
 from failover.replication.receipt import ElectionLoss
 from failover.replication.replica import DroppedCopies, Identity, Replica
 from failover.replication.serving import no_trouble
+from failover.rules.isr import may_change_record
 from failover.rules.replication_record import UNSEEN, Rank, ReplicationRecord, is_master
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
@@ -93,6 +94,11 @@ class ReplicationCore:
         self._era = 0
         self._sure: set[int] = set()
         """Partitions whose record is known to be the newest: see `election.SuspectReport`."""
+        self._unproven: set[int] = set()
+        """Partitions whose record may be older than one by which this master was deposed: see
+        `isr.may_change_record`."""
+        self._unproven_ns = 0
+        """Since when confirmations count for them; 0: from the next look on."""
         self._masters_all: bool | None = None
         """Whether this node masters all partitions whose record names it; None: look."""
         self._engine = engine
@@ -212,6 +218,7 @@ class ReplicationCore:
             self.replica.begin_again()
             for mastership in self.master.masterships.values():
                 mastership.store_begins_again()
+            self._unproven, self._unproven_ns = set(self.leading.masterships), 0
 
     def _store_seen(self) -> StoreSeen:
         """Return what is on disk here of the records of the store."""
@@ -457,13 +464,27 @@ class ReplicationCore:
         """
         view = self._session.view
         older = {each.vb_id for each in older_records(view)} if view.reports else set[int]()
-        if not self._distrusted and not older:
+        self._unproven_ns = self._unproven_ns or self._now_ns
+        self._unproven = {vb_id for vb_id in self._unproven if not self._is_proven(vb_id)}
+        if not self._distrusted and not older and not self._unproven:
             return self._records
+        older |= self._unproven
         return {
             vb_id: stored
             for vb_id, stored in self._records.items()
             if vb_id not in self._distrusted and vb_id not in older
         }  # fmt: skip
+
+    def _is_proven(self, vb_id: int) -> bool:
+        """Whether nobody else can have become master by a record that the store has lost."""
+        mastership = self.leading.masterships.get(vb_id)
+        if mastership is None:
+            return True
+        asked_ns = self.leading.serving.confirmations(mastership)
+        heard = {member for member, at_ns in asked_ns.items() if at_ns >= self._unproven_ns}
+        return may_change_record(
+            mastership.isr, mastership.record.copies, {*heard, self._member}, mastership.min_in_sync
+        )
 
     def _note_serving(self) -> None:
         """Note by which records of the store this node serves all that it masters."""

@@ -128,6 +128,22 @@ def is_held(isr: Iterable[str], revision: int, seen: Mapping[str, int]) -> bool:
     return all(seen.get(member, 0) >= revision for member in isr)
 
 
+def may_change_record(
+    isr: Iterable[str], copies: Iterable[str], heard: Collection[str], min_in_sync: int
+) -> bool:
+    """Return whether a master may write its partition's record over a new connection to the store,
+    which may have gone back to an older copy and name a master that was deposed since.
+
+    `heard` are the members that have confirmed this master's epoch since that connection began,
+    itself included. Only a member of its in-sync set can have been elected meanwhile, so it is
+    enough if all of them confirm; and it is enough if so many copies confirm that those which do
+    not are too few to commit anything under another master.
+    """
+    return all(member in heard for member in isr) or (
+        sum(member not in heard for member in copies) < min_in_sync
+    )
+
+
 def high_watermark(
     hw_seqno: int,
     epoch: int,

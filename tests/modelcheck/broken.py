@@ -215,7 +215,20 @@ BROKEN |= {
     ),
 }
 
+BROKEN |= {
+    "unseen-shrink": BrokenRule(
+        replace(RIGHT, is_held=lambda isr, revision, seen: True),
+        Bounds(3, 1, 2, 0, restores=1, changes=1),
+        "who has left an in-sync set counts no more before its members hold that record",
+    ),
+}
+
 SLOW = {
+    "stale-master": BrokenRule(
+        replace(RIGHT, may_change_record=lambda isr, copies, heard, min_in_sync: True),
+        Bounds(3, 1, 2, 0, min_in_sync=1, restores=1, changes=2),
+        "a master writes records over a new connection, though another one may have been elected",
+    ),
     "branch-not-noted": BrokenRule(
         replace(RIGHT, first_step=branch_not_noted),
         Bounds(3, 2, 4, 0, branches=1),

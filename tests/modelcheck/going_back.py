@@ -74,6 +74,19 @@ class GoingBack:
             if model.rules.is_held(lead.confirmed, 1, seen):
                 freed = lead._replace(parting=frozenset())
                 yield "{0} hears that its in-sync set has its record", replica._replace(lead=freed)
+        if lead is not None and lead.proven_in < store.restores:
+            values = model.replicas.values
+            confirming = {
+                NAMES[j]
+                for j, each in enumerate(now)
+                if (values[each].epoch, values[each].life) == (replica.epoch, replica.life)
+                and (j == i or (values[each].is_reconciled and values[each].lead is None))
+            }
+            members = lead.confirmed | lead.parting | (lead.asked or frozenset())
+            copies = [NAMES[j] for j, copy in enumerate(lead.numbers) if copy is not None]
+            if model.rules.may_change_record(members, copies, confirming, model.min_in_sync):
+                proven = replica._replace(lead=lead._replace(proven_in=store.restores))
+                yield "{0} hears that nobody else was elected", proven
         if not replica.is_sure and self._is_served(store, now):
             yield (
                 "{0} hears that the master serves by the store's record",

@@ -330,6 +330,7 @@ class Model:
             and (replica.epoch, replica.life) == (store.record.epoch, store.life)
             and lead.numbers == self.numbers(store.record)
             and store.record.rank >= max(lead.rank, replica.seen)
+            and lead.proven_in == store.restores
         ):
             if lead.asked is not None:
                 found += self._change_isr(store, store_number, replica, lead, i)
@@ -381,7 +382,7 @@ class Model:
             sender = (new.sender[0], self.rules.sender_seqno(new.sender[2], end))
         lead = Lead(
             acks, record.isr, None, end, sender, self.numbers(record), record.rank,
-            self.stores.values[store_number].restores,
+            self.stores.values[store_number].restores, self.stores.values[store_number].restores,
         )  # fmt: skip
         new = new._replace(
             log=replica.log[:end], synced=end, versions=versions, is_reconciled=True, lead=lead,

@@ -46,7 +46,7 @@ class PowerCuts:
             nobody = (None,) * len(model.members)
             lead = Lead(
                 nobody, record.isr, None, replica.synced, None, model.numbers(record), record.rank,
-                store.restores,
+                store.restores, store.restores,
             )  # fmt: skip
         outcomes = []
         for kept in range(len(replica.log), replica.synced - 1, -1):

@@ -62,7 +62,7 @@ class Renaming:
             acks = sorted((-1, -1) if each is None else each for each in lead.acknowledged)
             copies = sorted(-1 if each is None else each for each in lead.numbers)
             sent = -1 if lead.sender is None else lead.sender[1]
-            parts = (lead.rank, lead.rank_in, len(lead.parting))
+            parts = (lead.rank, lead.rank_in, lead.proven_in, len(lead.parting))
             seen = (tuple(acks), len(lead.confirmed), asked, lead.epoch_start, sent,
                     tuple(copies), parts)  # fmt: skip
         nameless = replica._replace(lead=None, sender=replica.sender and (0, *replica.sender[1:]))

@@ -78,6 +78,7 @@ class Rules:
         [int, int, Collection[str], Mapping[str, isr.Acknowledgement], int, isr.Sender | None], int
     ] = isr.high_watermark
     is_held: Callable[..., bool] = isr.is_held
+    may_change_record: Callable[..., bool] = isr.may_change_record
     has_sent: Callable[[int, int], bool] = isr.has_sent
     sender_seqno: Callable[[int, int], int] = isr.sender_seqno
     may_join: Callable[[isr.Candidate, int, int, int], bool] = isr.may_join

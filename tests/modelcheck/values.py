@@ -95,6 +95,8 @@ class Lead(NamedTuple):
     """Of the record that it acts upon."""
     rank_in: int = 0
     """How often the store had gone back when it had that record."""
+    proven_in: int = 0
+    """The same when nobody else can have become master by a record that the store has lost."""
     parting: frozenset[str] = frozenset()
     """Who has left the in-sync set by a record that not all members hold."""
 

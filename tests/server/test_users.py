@@ -224,12 +224,16 @@ def test_users_are_kept_and_removed(users, path):
     assert plain(users, "bob", "builder").status == Status.AUTH_ERROR
 
 
+def newest_of(path):
+    return path.with_name(USERS_FILE + ".newest")
+
+
 def test_the_file_holds_no_password_and_is_private(users, path):
     text = path.read_text()
     assert "wonder" not in text
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(text)["format_version"] == 3
-    assert [file.name for file in path.parent.iterdir()] == [USERS_FILE]
+    assert sorted(path.parent.iterdir()) == [path, newest_of(path)]
 
 
 @pytest.mark.parametrize(
@@ -333,7 +337,7 @@ def test_an_interrupted_change_leaves_the_old_file(users, path, monkeypatch):
         users.add("bob", "builder")
     monkeypatch.undo()
     assert quick_users(path).names() == users.names() == ["alice"]
-    assert [file.name for file in path.parent.iterdir()] == [USERS_FILE]
+    assert sorted(path.parent.iterdir()) == [path, newest_of(path)]
 
 
 # -- roles ---------------------------------------------------------------------------------------

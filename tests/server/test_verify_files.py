@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from clients.testing import ServerStartError
+from dcp.server.access import users_file
 from dcp.server.access.users import USERS_FILE, Users
+from dcp.server.access.users_file import UsersFileError, replace_file
 from dcp.server.check import verify as shell
 from dcp.server.check.folder_files import NotRead, check_files
-from dcp.server.cluster.cluster_file import SECRET_BYTES, ClusterFile, write_cluster_file
+from dcp.server.cluster.cluster_file import (
+    SECRET_BYTES,
+    ClusterFile,
+    begin_incarnation,
+    read_cluster_file,
+    write_cluster_file,
+)
 from dcp.server.cluster.quarantine_files import keep_cut_off
 from dcp.server.cluster.receipt_files import keep_election
 from dcp.server.cluster.seen_file import SEEN_FILE
 from dcp.server.cluster.told_map import MAP_FILE, MapContent
-from dcp.server.storage.folder import CLUSTER_FILE
+from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 from failover.replication.receipt import CutOff, ElectionLoss
 from support.server import DcpdProcess
 from vbucket.check.finding import Kind
@@ -149,3 +159,65 @@ def test_what_a_server_refuses_is_found(
         pass
     assert shell.verify(member, as_json=False) == shell.CheckExitCode.FINDINGS
     assert f"file: {name}: " in capsys.readouterr().out
+
+
+def test_users_of_long_ago_are_refused_until_a_person_takes_them(folder: Path) -> None:
+    path = folder / USERS_FILE
+    newest = folder / "users.json.newest"
+    users = Users(path, iterations=1)
+    older = path.read_bytes()
+    users.add("bob", "battery-staple")
+    path.write_bytes(older)
+    assert "not the one that was written last" in files_found(folder)[USERS_FILE]
+    started = subprocess.run(
+        [sys.executable, "-m", "dcp.server.main", "--data", folder, "--port", "0"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert started.returncode not in {0, None}
+    assert "delete users.json.newest" in started.stderr
+    newest.write_bytes(b"\xff")
+    assert "users.json.newest: cannot be read" in files_found(folder)[USERS_FILE]
+    newest.unlink()
+    assert files_found(folder) == {}
+    assert list(Users(path, iterations=1).names()) == ["ada"]
+
+
+def test_a_crash_may_leave_the_users_of_before_or_of_after(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / USERS_FILE
+    older = path.read_bytes()
+    written: list[Path] = []
+
+    def dies(after: int) -> None:
+        def replace(path: Path, data: bytes) -> None:
+            if len(written) == after:
+                raise OSError("the process dies here")
+            written.append(path)
+            replace_file(path, data)
+
+        monkeypatch.setattr(users_file, "replace_file", replace)
+
+    for after in (1, 2):
+        written.clear()
+        path.write_bytes(older)
+        (folder / "users.json.newest").unlink(missing_ok=True)
+        dies(after)
+        with pytest.raises(UsersFileError, match="cannot be written"):
+            Users(path, iterations=1).add("bob", "battery-staple")
+        assert (path.read_bytes() != older) == (after == 2)
+        assert files_found(folder) == {}
+
+
+def test_an_older_file_of_the_cluster_is_refused(member: Path) -> None:
+    content = read_cluster_file(member)
+    assert content is not None
+    older = (member / CLUSTER_FILE).read_bytes()
+    begun = begin_incarnation(member, content)
+    (member / CLUSTER_FILE).write_bytes(older)
+    text = files_found(member)[CLUSTER_FILE]
+    assert f"it is of incarnation 0, and this folder has begun {begun.incarnation}" in text
+    with pytest.raises(FolderError, match=r"delete cluster\.json\.newest"):
+        read_cluster_file(member)
+    (member / "cluster.json.newest").unlink()
+    assert read_cluster_file(member) == content

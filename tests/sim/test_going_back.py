@@ -126,3 +126,31 @@ def test_only_records_that_were_built_anew_may_leave_copies_out() -> None:
         facts = Facts()
         MoveWatch(World(1), RevisionStore, facts, 3, restored).changed(0, before, alone)
         assert len(facts.problems) == count
+
+
+def test_a_master_that_was_deposed_does_not_serve_by_the_copy_that_names_it() -> None:
+    """It hears nobody, and one member is enough for a write."""
+    scenario = Scenario(min_in_sync=1)
+    former = scenario.master()
+    others = scenario.replicas()
+    put_back = scenario.cluster.copy_store()
+    assert put_back is not None
+    for other in others:
+        scenario.cut(former, other)
+        scenario.cut(other, former)
+    store_is_back = scenario.cluster.store_cut(former)
+    scenario.until(lambda: scenario.master() in others and scenario.is_served())
+    last = scenario.master()
+    other = next(name for name in others if name != last)
+    scenario.machine(other).kill()
+    scenario.until(lambda: scenario.in_sync() == [last])
+    assert scenario.write().outcome is Outcome.OK
+    scenario.machine(last).kill()
+    put_back()
+    store_is_back()
+    assert scenario.record().master == f"{former}-1", "the copy names it"
+    for _ in range(150):
+        scenario.run_for(0.1)
+        assert not scenario.node(former).would_answer(0)
+    scenario.mend()
+    scenario.passes()

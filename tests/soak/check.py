@@ -24,6 +24,8 @@ LADDER = (
     Bounds(3, 3, 2, 1),
     Bounds(2, 3, 4, 2),
     Bounds(3, 2, 3, 2),
+    Bounds(3, 1, 2, 0, restores=1, changes=1),
+    Bounds(3, 1, 2, 0, min_in_sync=1, restores=1, changes=2),
     Bounds(3, 1, 4, 1),
     Bounds(4, 1, 3, 1),
     Bounds(3, 3, 3, 1),

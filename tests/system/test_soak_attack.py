@@ -105,6 +105,20 @@ def test_a_short_case_passes(stage: Stage) -> None:
     assert outcome.measured.worst_s["read"] > 0
 
 
+def test_a_page_that_is_outdated_is_refused_or_answered_right(stage: Stage) -> None:
+    """`stale page`: some pages are used by what the case asks for, others by nothing."""
+    for seed in range(3):
+        outcome = run_case(seed, stage, "stale page")
+        assert outcome.reason == ""
+        assert "as after merge" in outcome.case.words
+
+
+def test_a_cluster_whose_metadata_store_goes_back_loses_nothing(stage: Stage) -> None:
+    outcome = run_case(4, stage, "restored store")
+    assert outcome.reason == ""
+    assert "documents" in outcome.case.words
+
+
 # -- that checks can fail --------------------------------------------------------------------------
 
 

@@ -32,10 +32,11 @@ from dcp.server.access.users_file import (
     UsersContent,
     UsersFileError,
     UsersHeldError,
+    check_newest,
     file_text,
     parse_file,
-    replace_file,
     stamp_of,
+    write_users,
 )
 from dcp.server.observe.event_log import LOGGER_NAME
 from dcp.session.auth import AuthStep
@@ -469,7 +470,9 @@ class Users:
             return
         except OSError as error:
             raise UsersFileError(f"{self._path}: cannot be read: {error.strerror}") from error
-        self._take_over(parse_file(self._path, text))
+        content = parse_file(self._path, text)
+        check_newest(self._path, text)
+        self._take_over(content)
 
     def _write(self, users: dict[str, UserRecord]) -> None:
         content = UsersContent(users, self._content.decoy_key)
@@ -482,7 +485,7 @@ class Users:
 
     def _keep(self, content: UsersContent, text: bytes) -> None:
         try:
-            replace_file(self._path, text)
+            write_users(self._path, text)
         except OSError as error:
             raise UsersFileError(f"{self._path}: cannot be written: {error.strerror}") from error
         self._stamp = stamp_of(self._path)

@@ -7,7 +7,9 @@ Called by `dcp.server.access.users`.
      "roles": {ROLE: [{"prefix": TEXT, "collection": "scope.collection"}, ...]}}}}
 
 A scope without prefix and collection means everything. The checksum covers `decoy_key` and `users`.
-Without it, a flipped bit could silently lock a user out or change rights.
+Without it, a flipped bit could silently lock a user out or change rights. The file
+users.json.newest beside it has the digest of the newest one, so that an older one that is put back
+is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 from base64 import b64decode, b64encode
 from binascii import Error as Base64Error
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -29,11 +32,16 @@ USERS_FORMAT_VERSION: Final = 3
 _CHECKSUM: Final = "crc32c"
 NEW_SUFFIX: Final = ".new"
 """Of a file that is being written: a crash may leave it."""
+NEWEST_SUFFIX: Final = ".newest"
+"""Of the file that says which content of another file is the newest."""
 ITERATIONS_MAX: Final = 1_000_000
 """More would block the server for seconds at a login, so a file with more is damaged."""
 
 Keys = Mapping[str, ScramKeys]
 """Mechanism -> keys."""
+
+
+_TAKE_IT: Final = f"to take this one as it is, delete users.json{NEWEST_SUFFIX}"
 
 
 class UsersFileError(Exception):
@@ -143,6 +151,32 @@ def _keys_document(keys: ScramKeys) -> dict[str, Any]:
     }
 
 
+def check_newest(path: Path, text: bytes) -> None:
+    """Raise UsersFileError if this is not the content that was written last."""
+    newest = path.with_name(path.name + NEWEST_SUFFIX)
+    try:
+        digests = newest.read_text("ascii").split()
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsersFileError(f"{newest}: cannot be read: {error}; {_TAKE_IT}") from error
+    if sha256(text).hexdigest() not in digests:
+        raise UsersFileError(
+            f"{path}: is not the one that was written last, for example an older copy of it: users "
+            f"and passwords may be as they were then. Put the newest one back; {_TAKE_IT}"
+        )
+
+
+def write_users(path: Path, text: bytes) -> None:
+    """Replace the file, and note that it is the newest one. Raises OSError."""
+    newest = path.with_name(path.name + NEWEST_SUFFIX)
+    digest = f"{sha256(text).hexdigest()}\n"
+    before = f"{sha256(path.read_bytes()).hexdigest()}\n" if path.exists() else ""
+    replace_file(newest, (before + digest).encode())  # a crash may leave either of them
+    replace_file(path, text)
+    replace_file(newest, digest.encode())
+
+
 def parse_file(path: Path, text: bytes) -> UsersContent:
     """Decode the file. Raises UsersFileError."""
     try:
@@ -167,8 +201,9 @@ def parse_file(path: Path, text: bytes) -> UsersContent:
         )
     except (ValueError, KeyError, TypeError, AttributeError, Base64Error) as error:
         raise UsersFileError(
-            f"{path}: is damaged ({type(error).__name__}: {error}); restore it from a copy, or "
-            "delete it and add the users again"
+            f"{path}: is damaged ({type(error).__name__}: {error}); restore it from a copy, "
+            f"and delete {path.name}{NEWEST_SUFFIX} if that is older; or delete it, and add the "
+            "users again"
         ) from error
 
 

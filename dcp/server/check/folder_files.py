@@ -19,7 +19,13 @@ from typing import Final, NamedTuple
 import msgspec
 
 from dcp.server.access.users import USERS_FILE
-from dcp.server.access.users_file import NEW_SUFFIX, UsersFileError, parse_file
+from dcp.server.access.users_file import (
+    NEW_SUFFIX,
+    NEWEST_SUFFIX,
+    UsersFileError,
+    check_newest,
+    parse_file,
+)
 from dcp.server.cluster.cluster_file import read_cluster_file
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.cluster.meta_access import STORE_FOLDER, check_access
@@ -61,8 +67,10 @@ class NotRead(NamedTuple):
 
 _LMDB_LOCK: Final = "lock.mdb"
 """LMDB makes it anew."""
-_READ_ELSEWHERE: Final = frozenset({MARKER_NAME, LOCK_NAME})
-"""Read when the folder was locked."""
+_READ_ELSEWHERE: Final = frozenset(
+    {MARKER_NAME, LOCK_NAME, USERS_FILE + NEWEST_SUFFIX, CLUSTER_FILE + NEWEST_SUFFIX}
+)
+"""Read when the folder was locked, or with the file that they are about."""
 _NOT_READ: Final = (
     (re.compile(r"audit\.log(\.\d+)?"), "the server only writes it"),
     (re.compile(r"lost-log-\d+/"), "copies of a log that was given up: nothing reads them"),
@@ -105,7 +113,9 @@ def _read(name: str, read: Callable[[], object]) -> Iterator[Finding]:
 
 def _read_users(data_path: Path) -> None:
     path = data_path / USERS_FILE
-    parse_file(path, path.read_bytes())
+    text = path.read_bytes()
+    parse_file(path, text)
+    check_newest(path, text)
 
 
 def _read_cluster(data_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from dcp.server.access.users_file import replace_file
+from dcp.server.access.users_file import NEWEST_SUFFIX, replace_file
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 
@@ -24,6 +24,9 @@ FORMAT: Final = 1
 KEYS_PREFIX: Final = b"/dcpd/"
 """Below this all clusters have their keys in the metadata store."""
 SECRET_BYTES: Final = 32
+NEWEST_FILE: Final = CLUSTER_FILE + NEWEST_SUFFIX
+"""The cluster and the newest incarnation of this folder: an older cluster.json is refused."""
+_TAKE_IT: Final = f"to go on with this one, delete {NEWEST_FILE}"
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 TOKEN_PREFIX: Final = "dcpd-cluster-"  # noqa: S105 - marks tokens, and is none
 
@@ -124,13 +127,33 @@ def read_cluster_file(data_dir: Path) -> ClusterFile | None:
             f"{path}: it has format {found.format}, this dcpd reads format {FORMAT}; use the "
             "version of dcpd that wrote it"
         )
+    _check_newest(data_dir, found)
     return found
+
+
+def _check_newest(data_dir: Path, found: ClusterFile) -> None:
+    """Raise FolderError if the folder was a newer process's than its file says."""
+    newest = data_dir / NEWEST_FILE
+    try:
+        cluster, incarnation = newest.read_text("ascii").split()
+        is_older = cluster == found.cluster and found.incarnation < int(incarnation)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise FolderError(f"{newest}: cannot be read: {error}; {_TAKE_IT}") from error
+    if is_older:
+        raise FolderError(
+            f"{data_dir / CLUSTER_FILE}: is an older copy: it is of incarnation "
+            f"{found.incarnation}, and this folder has begun {incarnation}. Put the newest one "
+            f"back; {_TAKE_IT}"
+        )
 
 
 def write_cluster_file(data_dir: Path, content: ClusterFile) -> None:
     """Make a folder the one of a member. Durable when it returns. Raises OSError."""
     raw = msgspec.json.format(msgspec.json.encode(content), indent=2)
     replace_file(data_dir / CLUSTER_FILE, raw + b"\n")
+    replace_file(data_dir / NEWEST_FILE, f"{content.cluster} {content.incarnation}\n".encode())
 
 
 def begin_incarnation(data_dir: Path, content: ClusterFile) -> ClusterFile:

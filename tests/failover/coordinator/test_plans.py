@@ -10,12 +10,24 @@ import msgspec
 import pytest
 
 from failover.coordinator import partition_choices, plan_steps
+from failover.coordinator.cluster_keys import KeyKind
 from failover.coordinator.cluster_records import (
+    AliveRecord,
+    MemberRecord,
     PlanKind,
     PlanRecord,
+    StoredPartition,
+    encode_partition,
+    encode_record,
 )
+from failover.coordinator.cluster_view import ClusterView
 from failover.coordinator.failover_request import failover
-from failover.coordinator.partition_choices import FEW_STEPS_NS, STEP_NS
+from failover.coordinator.partition_choices import (
+    FEW_STEPS_NS,
+    STEP_NS,
+    CoordinatorSettings,
+    PartitionChoices,
+)
 from failover.coordinator.plan_requests import (
     cancel,
     drain,
@@ -26,6 +38,7 @@ from failover.coordinator.plan_requests import (
     undrain,
 )
 from failover.coordinator.plan_steps import plan_changes, progress_of
+from failover.coordinator.plan_writing import plan_record
 from failover.coordinator.record_writer import RecordChange
 from failover.coordinator.request_answers import (
     Answer,
@@ -35,7 +48,8 @@ from failover.coordinator.request_answers import (
     was_written,
     why_not_written,
 )
-from failover.metadata.metastore import Put, TxnResult
+from failover.metadata.metastore import KeyValue, Put, TxnResult
+from failover.rules.replication_record import create, elect
 from support.cluster_model import KEYS
 from support.planned_cluster import PARTITIONS, Cluster, even
 
@@ -473,3 +487,33 @@ def test_a_plan_that_cannot_be_read_stops_plans_and_nothing_else() -> None:
 def test_cancelling_nothing_or_growth_is_refused() -> None:
     cluster = Cluster("ab", "a", copies=2, cut="ab")
     assert "adds missing copies by itself" in refusal(cancel(cluster.view, cluster.stamp()))
+
+
+@pytest.mark.parametrize(("alive_at", "after_s"), [(3, 7.0), (6, 0.0), (0, None)])
+def test_copies_move_only_if_their_master_is_connected_to_this_store(
+    alive_at: int, after_s: float | None
+) -> None:
+    """The store may have gone back to a copy, in which the lease of a dead node has not ended."""
+    view = ClusterView(KEYS)
+    record = elect(create("ab"), "a")
+    wanted = plan_record("x", PlanKind.REBALANCE, {0: ("b", "c")})
+    stored = StoredPartition(record, "x")
+    items = [
+        (KEYS.of_partition(KeyKind.PARTITION, 0), encode_partition(stored), 4),
+        (KEYS.plan, encode_record(wanted), 4),
+    ]
+    for name in "abc":
+        member = MemberRecord(member=name, address=name)
+        items.append((KEYS.of_member(KeyKind.MEMBER, name), encode_record(member), 2))
+    for name in "bc":
+        alive = AliveRecord(member=name, incarnation=1)
+        items.append((KEYS.of_member(KeyKind.ALIVE, name), encode_record(alive), 6))
+    if alive_at:
+        key = KEYS.of_member(KeyKind.ALIVE, "a")
+        items.append((key, encode_record(AliveRecord(member="a", incarnation=1)), alive_at))
+    choices = PartitionChoices(view, CoordinatorSettings())
+    choices.begin_again(10**9, 5 * 10**9)
+    view.start_over([KeyValue(key, value, 1, at, 1) for key, value, at in items], 5)
+    assert view.begun_revision == 5
+    began = [s for s in range(10) if list(choices.changes(10**9 + s * 10**9))]
+    assert (began[0] if began else None) == after_s

@@ -22,6 +22,7 @@ from failover.rules.isr import (
     high_watermark,
     may_answer_reads,
     may_be_deposed,
+    may_change_record,
     may_join,
     may_send_unsynced,
     min_in_sync_of,
@@ -258,3 +259,15 @@ def test_a_slow_member_leaves_where_the_others_can_go_on(isr, late, slow, min_in
         min_in_sync=min_in_sync, counted_copies=3,
     )  # fmt: skip
     assert found == frozenset(leaving)
+
+
+def test_a_master_writes_records_over_a_new_connection_if_nobody_can_have_deposed_it() -> None:
+    def may(isr: str, heard: str, min_in_sync: int = 2, copies: str = "abc") -> bool:
+        return may_change_record(isr, copies, heard, min_in_sync)
+
+    assert may("abc", "abc", 1), "nobody of its in-sync set follows another master"
+    assert may("ab", "ab", 1), "who has left can only be elected by what this master wrote"
+    assert may("abc", "ab"), "one alone commits nothing"
+    assert not may("abc", "ab", 1)
+    assert not may("ab", "a"), "b may have been elected, and c may follow it"
+    assert may("a", "a", 1)

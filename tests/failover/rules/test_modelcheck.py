@@ -35,6 +35,7 @@ FOUND = {
     "old-sender": (ON_FEW_DISKS, "cuts its log back to 0"),
     "old-copy": (LOST, "empties it"),
     "stale-isr": (LOST, "the store goes back to the copy"),
+    "unseen-shrink": (LOST, "the store goes back to the copy"),
 }
 
 

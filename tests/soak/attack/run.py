@@ -31,6 +31,7 @@ from tests.soak.attack import (
     disks,
     garbage,
     processes,
+    restored,
     stale,
     starved,
 )
@@ -58,6 +59,7 @@ KINDS: Final[dict[str, tuple[int, Callable[[Case], None]]]] = {
     "arrays": (2, arrays.run),
     "starved": (1, starved.run),
     "stale page": (3, stale.run),
+    "restored store": (1, restored.run),
 }
 """Kind -> its weight, and the function that runs a case."""
 

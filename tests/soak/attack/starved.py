@@ -95,21 +95,24 @@ class _Starved:
             case.demand(
                 not elected, Fault.WRONG, f"{elected} partitions were elected, and nobody has died"
             )
-        self.check_documents(writer)
-        for name, node in cluster.nodes.items():
-            if trouble := traceback_in(node.log_path.read_text(errors="replace")):
-                case.find(Fault.BROKEN, f"node {name} logged a traceback: {trouble}")
+        check_documents(case, cluster, writer)
 
-    def check_documents(self, writer: Writer) -> None:
-        """Require what was answered, but for keys of which a later write has no known outcome."""
-        self.case.note(f"{len(writer.answered)} documents, {len(writer.unknown)} unknown")
-        self.case.demand(writer.answered, Fault.BROKEN, "nothing was answered")
-        with SyncKv(parse_address(self.cluster.nodes["a"].address), timeout_s=WRITE_S) as kv:
-            for key, value in writer.answered.items():
-                found = kv.get(key).value
-                if found != value and key not in writer.unknown:
-                    text = f"{key!r} is {found[:40]!r}, and {value!r} was answered"
-                    self.case.find(Fault.WRONG, text)
+
+def check_documents(case: Case, cluster: EmbeddedMembers, writer: Writer) -> None:
+    """Require what was answered, but for keys of which a later write has no known outcome. No node
+    may have logged a traceback.
+    """
+    case.note(f"{len(writer.answered)} documents, {len(writer.unknown)} unknown")
+    case.demand(writer.answered, Fault.BROKEN, "nothing was answered")
+    with SyncKv(parse_address(cluster.nodes["a"].address), timeout_s=WRITE_S) as kv:
+        for key, value in writer.answered.items():
+            found = kv.get(key).value
+            if found != value and key not in writer.unknown:
+                text = f"{key!r} is {found[:40]!r}, and {value!r} was answered"
+                case.find(Fault.WRONG, text)
+    for name, node in cluster.nodes.items():
+        if trouble := traceback_in(node.log_path.read_text(errors="replace")):
+            case.find(Fault.BROKEN, f"node {name} logged a traceback: {trouble}")
 
 
 def epochs(cluster: EmbeddedMembers) -> dict[int, int]:

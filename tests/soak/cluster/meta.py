@@ -97,14 +97,19 @@ def told(status: dict[str, Any]) -> str:
     return " ".join(f"{each['what']} {each['try']}" for each in status["problems"])
 
 
-def meta_restore(nodes: ClusterProcesses, *options: str, code: int = 0) -> str:
-    """Run the command on a node that runs; return what it says."""
+def run_restore(nodes: ClusterProcesses, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run `dcpctl cluster meta restore` on a node that runs."""
     node = nodes.nodes[nodes.running()[0]]
     command = [sys.executable, "-m", "clients.cli", "--server", node.address]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, "cluster", "meta", "restore", *options],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
+
+
+def meta_restore(nodes: ClusterProcesses, *options: str, code: int = 0) -> str:
+    """Run it; return what it says."""
+    done = run_restore(nodes, *options)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
