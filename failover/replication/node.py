@@ -331,8 +331,9 @@ class ReplicationCore:
         self.replica.synced(self._commits.synced_group)
 
     def _followed_and_announced(self, group: CommitGroup) -> list[int]:
-        """Return the followed partitions of a group where it commits something: the master has told
-        a high watermark that was not synced here, or the group has no changes (but a version).
+        """Return the followed partitions of a group where it commits something: the master has
+        announced a high watermark that was not synced here, or the group has no changes (but a
+        version).
         """
         masterships, awaiting = self.master.masterships, self.replica.awaiting_sync
         if len(masterships) == self._engine.num_vbuckets:
@@ -525,7 +526,7 @@ class ReplicationCore:
                 self._hub.fenced(vb_id)
 
     def resolve_counts(self) -> None:
-        """Settle the counts of documents. Call it before the collections change."""
+        """Resolve the counts of documents. Call it before the collections change."""
         self._changes.settle()
 
     def _report(self) -> None:

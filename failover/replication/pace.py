@@ -39,7 +39,7 @@ STEP_BYTES_PER_S: Final = 128 << 10
 FALL: Final = 0.5
 REST_NS: Final = 300_000_000
 """Time from a fall to the next one."""
-CALM_NS: Final = 10_000_000_000
+RESTART_NS: Final = 10_000_000_000
 """A rate that has not fallen for so long starts again: writers may have gone."""
 SLOW_RATIO: Final = 1.5
 """Above this multiple of what is usual, something is slow: the longest of some tens of groups is
@@ -123,7 +123,7 @@ class FillRate:
             self.bytes_per_s = max(self._least, FALL * self.bytes_per_s)
 
     def _grow(self, now_ns: int) -> None:
-        if self._fell_ns is not None and now_ns - self._fell_ns >= CALM_NS:
+        if self._fell_ns is not None and now_ns - self._fell_ns >= RESTART_NS:
             self._is_starting = True
         if self._is_starting:
             grown = STARTING_GROWTH * self.bytes_per_s
@@ -158,7 +158,8 @@ class _Allowance:
 class FillPace:
     """How fast this node fills copies on other nodes: bytes a second, shared by all links.
 
-    What a full copy has missed is not paced: until it has that, the partition has a copy less.
+    What a full copy has missed comes at full speed: until it has that, the partition has a copy
+    less.
 
     Links that have something to fill share the rate equally. Each has an allowance, which grows
     with time up to BURST_NS of its share, and may be overdrawn by one message. So the rate holds on

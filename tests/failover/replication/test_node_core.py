@@ -168,7 +168,9 @@ def test_a_replica_tells_where_an_older_version_ended() -> None:
 def test_the_first_master_after_an_unclean_election_tells_where_it_begins() -> None:
     cluster = serving()
     cluster.write(shrink(cluster.record, "b"))
-    cluster.b.core.replica.committed({VB: 5}, is_synced=False)  # five are committed, and one of them is here
+    cluster.b.core.replica.committed(
+        {VB: 5}, is_synced=False
+    )  # five are committed, and one of them is here
     versions = tuple(cluster.b.part.failover.pairs())
     cluster.write(unclean_elect(cluster.record, "b"))
     assert cluster.b.told(ElectionLoss) == [ElectionLoss(VB, 3, versions, 1, 5)]
