@@ -419,7 +419,7 @@ class ReplicaFeed:
             room -= size
         if sections:
             self._send(sections, matches)
-        if self._pending or self._fill.has_next(self._now_ns):
+        if self._pending or self._fill.next_is_due(self._now_ns):
             self._schedule()
 
     def _probe(self, vb_id: int) -> None:
@@ -472,7 +472,7 @@ class ReplicaFeed:
             self._unannounced
             or self._pending
             or self._announcements
-            or self._fill.has_next(self._now_ns)
+            or self._fill.next_is_due(self._now_ns)
         )
         return bool(self._out or (waits and self._has_room))
 
@@ -480,7 +480,7 @@ class ReplicaFeed:
     def can_wait(self) -> bool:
         """See StreamSender: the next group tells what is committed as well."""
         return not (
-            self._out or self._unannounced or self._pending or self._fill.has_next(self._now_ns)
+            self._out or self._unannounced or self._pending or self._fill.next_is_due(self._now_ns)
         )
 
     @property
@@ -489,13 +489,13 @@ class ReplicaFeed:
 
     def pump(self, bytes_max: int) -> list[bytes]:
         """Return messages to send, about `bytes_max` of them."""
-        if self._pending and self._has_room and self._fill.has_next(self._now_ns):
+        if self._pending and self._has_room and self._fill.next_is_due(self._now_ns):
             bytes_max -= self._catch_up(self._fill.take_next())  # else it might wait for ever
         while self._has_room and bytes_max > 0:
             if self._pending:
                 vb_id = next(iter(self._pending))
                 del self._pending[vb_id]
-            elif self._fill.has_next(self._now_ns):
+            elif self._fill.next_is_due(self._now_ns):
                 vb_id = self._fill.take_next()
             else:
                 break
@@ -580,7 +580,7 @@ class ReplicaFeed:
     def tick(self, now_ns: int) -> bool:
         """Ask whether this node is still the master, every `beat_ns`; False: disconnect."""
         self._now_ns = now_ns
-        if self._fill.has_next(now_ns):
+        if self._fill.next_is_due(now_ns):
             self._schedule()
         is_read = not self._out and len(self._questions) < QUESTIONS_MAX
         if now_ns >= self._next_beat_ns and is_read:  # else enough questions are on their way

@@ -525,7 +525,7 @@ class Master:
         if not self._note_caught_up():
             self.serving.all_changed()
         self.pace.look(self._now_ns, (feed.delays for feed in self.feeds.values()))
-        lateness, may_fill = self._look_for_late(), self.pace.may_join(self._now_ns)
+        lateness, may_fill = self._look_for_late(), self.pace.take_join(self._now_ns)
         active, left = self.serving.active(may_fill=may_fill), self.serving.take_left()
         steady_ns, self._steady_ns = self._steady_ns, dict(self._caught_up_ns)
         alive = self._view.alive
