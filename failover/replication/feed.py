@@ -144,7 +144,7 @@ class ReplicaFeed:
         self._side = side
         self._schedule = schedule
         self._is_closed = False
-        self._window_bytes = window_bytes
+        self.window_bytes = window_bytes
         self._section_bytes = section_bytes
         self._progress: dict[int, Progress] = {}
         self._out: list[bytes] = []
@@ -348,7 +348,7 @@ class ReplicaFeed:
             seqnos, shared = group.only(followed)
         size = len(shared.entries)
         cost = size + RECORD_BYTES * (1 + len(seqnos))
-        if self._inflight_bytes + cost > self._window_bytes or size > GROUP_BYTES_MAX:
+        if self._inflight_bytes + cost > self.window_bytes or size > GROUP_BYTES_MAX:
             return False
         group.sent_to[self.member] = seqnos
         self._post(shared, is_synced=is_synced)
@@ -401,7 +401,7 @@ class ReplicaFeed:
         """
         sections: list[EntriesSection] = []
         matches: list[tuple[Progress, Match]] = []
-        room = self._window_bytes - self._inflight_bytes
+        room = self.window_bytes - self._inflight_bytes
         partitions = self._engine.partitions
         for vb_id, entries in changes.items():
             progress = self._progress.get(vb_id)
@@ -485,7 +485,7 @@ class ReplicaFeed:
 
     @property
     def _has_room(self) -> bool:
-        return self._inflight_bytes < self._window_bytes
+        return self._inflight_bytes < self.window_bytes
 
     def pump(self, bytes_max: int) -> list[bytes]:
         """Return messages to send, about `bytes_max` of them."""

@@ -105,7 +105,7 @@ class ReplicationCore:
         self._changes = ReplicatedChanges(engine, store)
         self._now_ns = now_ns
         self._effects: list[ReplicationEffect] = []
-        self._records: dict[int, Stored[StoredPartition]] = {}
+        self.records: dict[int, Stored[StoredPartition]] = {}
         """The newest record of each partition that was acted upon."""
         self._distrusted: dict[int, str] = {}
         """Partitions whose record in the store is not followed, and why. Nobody writes it."""
@@ -227,7 +227,7 @@ class ReplicationCore:
         """
         if self._distrusted.get(vb_id) != why:
             self._distrusted[vb_id] = why
-            known = self._records.get(vb_id)
+            known = self.records.get(vb_id)
             epoch = self._engine.partitions[vb_id].leader_epoch
             master = "not known"
             if known is not None:
@@ -237,12 +237,12 @@ class ReplicationCore:
             )
 
     def _record_of(self, vb_id: int) -> ReplicationRecord:
-        return self._records[vb_id].content.record
+        return self.records[vb_id].content.record
 
     def _take_record(self, vb_id: int, stored: Stored[StoredPartition]) -> None:
         record = stored.content.record
         seen_epoch = self._engine.partitions[vb_id].leader_epoch
-        if vb_id in self._records:
+        if vb_id in self.records:
             seen_epoch = max(seen_epoch, self._record_of(vb_id).epoch)
         self._masters_all = None
         is_newest = self._kept.note_partition(vb_id, stored)
@@ -261,7 +261,7 @@ class ReplicationCore:
         # before this process, would make it master.
         first_epoch = self._first_epochs.setdefault(vb_id, record.epoch)
         self._distrusted.pop(vb_id, None)
-        self._records[vb_id] = stored
+        self.records[vb_id] = stored
         self._followed_masters = None
         mastership = self.master.masterships.get(vb_id)
         if not is_master(record, self._member, first_epoch):
@@ -421,7 +421,7 @@ class ReplicationCore:
         self._dropped.tick(now_ns)
         masterships = self.master.masterships
         if self.replica.take_gaps():
-            for vb_id, stored in self._records.items():
+            for vb_id, stored in self.records.items():
                 if vb_id not in masterships:
                     self.replica.follow(vb_id, stored.content.record, now_ns)
         active = self.master.serving.active()
@@ -456,10 +456,10 @@ class ReplicationCore:
         view = self._session.view
         older = {each.vb_id for each in older_records(view)} if view.reports else set[int]()
         if not self._distrusted and not older:
-            return self._records
+            return self.records
         return {
             vb_id: stored
-            for vb_id, stored in self._records.items()
+            for vb_id, stored in self.records.items()
             if vb_id not in self._distrusted and vb_id not in older
         }  # fmt: skip
 
@@ -476,13 +476,13 @@ class ReplicationCore:
         seen = StoreSeen(self._session.link, view.revision)
         may_say &= not self.master.serving.has_unserved
         self.master.note_serving(seen, serves_all=may_say)
-        if len(self._sure) < len(self._records):
+        if len(self._sure) < len(self.records):
             self._note_sure(self.master.serves_by)
 
     def _note_sure(self, own: StoreSeen) -> None:
         """Note whose master, here or elsewhere, serves by the record that the store has."""
         own_revision = own.revision if own.link == self._session.link else 0
-        for vb_id, stored in self._records.items():
+        for vb_id, stored in self.records.items():
             if vb_id in self._sure or vb_id in self._distrusted:
                 continue
             master, revision = stored.content.record.master, stored.item.mod_revision
@@ -508,13 +508,13 @@ class ReplicationCore:
         if self._followed_masters is None:
             self._followed_masters = {
                 self._record_of(vb_id).master
-                for vb_id in self._records.keys() - self.master.masterships.keys()
+                for vb_id in self.records.keys() - self.master.masterships.keys()
             }
         unheard = frozenset(filter(following.is_unheard, self._followed_masters))
         if unheard == self._unheard_masters and not has_new_records:
             return
         self._unheard_masters = unheard
-        for vb_id, stored in self._records.items():
+        for vb_id, stored in self.records.items():
             record, part = stored.content.record, self._engine.partitions[vb_id]
             was_unheard = part.is_unheard
             part.is_unheard = (
@@ -545,7 +545,7 @@ class ReplicationCore:
         if not suspects and not self._reported and not older and not asked:
             return
         reported: list[ReportedPartition] = []
-        for vb_id, stored in sorted(self._records.items()):
+        for vb_id, stored in sorted(self.records.items()):
             part, record = self._engine.partitions[vb_id], stored.content.record
             is_suspected = part.is_unheard and record.master in suspects
             is_asked = vb_id in asked and self._member in record.copies
