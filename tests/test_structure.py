@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("dcp", "vbucket", "failover", "clients")
 NODE = "dcp.server.node"
@@ -139,3 +141,75 @@ def test_every_rule_of_failover_has_a_caller_in_the_product() -> None:
     ]
     assert len(rules) > 50
     assert [rule for rule in rules if rule.rpartition(".")[2] not in used] == []
+
+
+PREDICATES = ("is_", "has_", "can_", "must_", "may_", "waits_", "pauses")
+CHANGES = frozenset(
+    [
+        "add",
+        "append",
+        "appendleft",
+        "clear",
+        "discard",
+        "extend",
+        "insert",
+        "pop",
+        "popitem",
+        "popleft",
+        "remove",
+        "setdefault",
+        "update",
+    ]
+)
+
+
+def root_of(node: ast.expr) -> str:
+    """Return the name at the root of `name.attribute[index]`; "": there is none."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def predicates_that_change(tree: ast.AST) -> list[str]:
+    """Return the predicates that change what they got, or their object."""
+    found = []
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if not function.name.lstrip("_").startswith(PREDICATES):
+            continue
+        got = {argument.arg for argument in [*function.args.args, *function.args.kwonlyargs]}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(
+                node.ctx, ast.Load
+            ):
+                changed = root_of(node)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                changed = root_of(node.func) if node.func.attr in CHANGES else ""
+            else:
+                continue
+            if changed in got:
+                found.append(function.name)
+                break
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "failover").rglob("*.py")), ids=lambda p: p.stem)
+def test_a_predicate_of_failover_changes_nothing(path: Path) -> None:
+    assert predicates_that_change(ast.parse(path.read_text())) == []
+
+
+def test_a_predicate_that_changes_something_is_found() -> None:
+    source = """
+class Queue:
+    def is_empty(self): return not self._items
+    def has_next(self):
+        self._items.pop()
+    def _can_wait(self, other):
+        other.count += 1
+    def may_join(self):
+        self._seen[1] = 2
+    def take(self):
+        self._items.clear()
+"""
+    assert predicates_that_change(ast.parse(source)) == ["has_next", "_can_wait", "may_join"]

@@ -158,9 +158,9 @@ def _line(text: str) -> None:
 
 @click.command(
     help=help_text(
-        "List loss receipts of all nodes: what they cut off and keep in quarantine files, and"
+        "List loss receipts of all nodes: what they cut off and keep in discard files, and"
         " unclean elections. The files are on the disks of the nodes; look into one there with"
-        " dcpctl quarantine show.",
+        " dcpctl discarded show.",
         "dcpctl cluster receipts",
         "dcpctl cluster receipts -o json",
     )

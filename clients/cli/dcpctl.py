@@ -86,7 +86,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "backup": ("backup_commands:backup", "Back up to an archive, and restore from it."),
     "user": ("user_commands:user", "Manage users and their roles."),
     "context": ("context_commands:context", "Save servers and logins under names."),
-    "quarantine": ("quarantine_command:quarantine", "Show changes that a replica has cut off."),
+    "discarded": ("quarantine_command:discarded", "Show changes that a replica has cut off."),
     "verify": ("verify_command:verify", "Check a data folder that no server uses."),
     "completion": ("completion_command:completion", "Print a script for a shell's completion."),
 }

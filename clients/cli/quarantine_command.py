@@ -1,4 +1,4 @@
-"""dcpctl quarantine: what a replica has cut off, from its quarantine files."""
+"""dcpctl discarded: what a replica has cut off, from its discard files."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ VALUE_BYTES_MAX = 20 << 20
 
 
 @click.group(
-    "quarantine",
+    "discarded",
     help=help_text(
-        "Look at changes that a replica has cut off.", "dcpctl quarantine show FILE.cut -o json"
+        "Look at changes that a replica has cut off.", "dcpctl discarded show FILE.cut -o json"
     ),
 )
-def quarantine() -> None:
+def discarded() -> None:
     """Look at changes that a replica has cut off."""
 
 
-@quarantine.command(
+@discarded.command(
     "show",
     help=help_text(
-        "Print the changes of a quarantine file. A replica writes one before it cuts off changes"
+        "Print the changes of a discard file. A replica writes one before it cuts off changes"
         " that may have been answered (docs/replication.md). JSON output has the values and one"
         " line for each change; write those that you want back with dcpctl set.",
-        "dcpctl quarantine show vb0017-version266477440339581-epoch4-9-12.cut",
-        "dcpctl quarantine show FILE.cut -o json",
+        "dcpctl discarded show vb0017-version266477440339581-epoch4-9-12.cut",
+        "dcpctl discarded show FILE.cut -o json",
     ),
 )
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @with_target
 def show(*, target: Target, file: Path) -> None:
-    """Print the changes of a quarantine file."""
+    """Print the changes of a discard file."""
     mode = target.output_or("table" if is_terminal() else "plain")
     if mode == "raw":
-        raise click.UsageError("quarantine show writes table, plain or json output, not raw")
+        raise click.UsageError("discarded show writes table, plain or json output, not raw")
     try:
         cut = unpack_cut_off(file.read_bytes())
     except DiscardDamagedError as error:

@@ -217,7 +217,7 @@ class Coordinator:
         item = self._view.leader_item
         if item is None:
             return [*effects, self._campaign(now_ns)]
-        if self._is_leader_late(now_ns):
+        if self._look_at_leader(now_ns):
             self._deposed_ns.append(now_ns)
             return [*effects, self._depose(now_ns, item.create_revision)]
         return effects
@@ -301,7 +301,8 @@ class Coordinator:
 
     # ---- A coordinator that does nothing
 
-    def _is_leader_late(self, now_ns: int) -> bool:
+    def _look_at_leader(self, now_ns: int) -> bool:
+        """Return whether the leader leaves work undone for so long that it is deposed."""
         item, leader = self._view.leader_item, self._view.leader
         assert item is not None
         member = leader.content.member if leader is not None else None

@@ -131,7 +131,7 @@ def _failover_uncleanly(view: ClusterView, vb_ids: list[int], member: str, subje
     })  # fmt: skip
     what_is_lost = (
         f"{len(lost)} partitions: changes that only the members in sync had are lost, also those "
-        "that were answered. A member that returns writes what it cuts off to quarantine files"
+        "that were answered. A member that returns writes what it cuts off to discard files"
     )
     notes = [
         what_is_lost,

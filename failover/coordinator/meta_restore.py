@@ -9,7 +9,7 @@ each partition ends. Then for each partition
   (`failover.rules.election`), the members in sync that testified stay in sync, and nothing is lost;
 - otherwise a person has to accept what may be lost. Then the member with the longest log alone is
   in sync, and who did not testify has no copy any more: it is filled anew when it comes back, and
-  writes what it cuts off to quarantine files first;
+  writes what it cuts off to discard files first;
 - the new record is above every epoch that was seen, and has no master: the coordinator elects one
   by the rule that there is.
 

@@ -144,7 +144,7 @@ class PartitionChoices:
             member = self._clean_choice(now_ns, vb_id, record)
             if member is not None:
                 self._nobody_since.pop(vb_id, None)
-                if self._is_gathered(now_ns, vb_id, record):
+                if self._gather(now_ns, vb_id, record):
                     gone = self._gone(now_ns, vb_id, record) - {member}
                     yield self._change(vb_id, elect(record, member, gone), stored)
             elif (left := self._unclean_choice(now_ns, vb_id, record)) is not None:
@@ -197,8 +197,8 @@ class PartitionChoices:
         setting = None if cluster is None else cluster.content.min_in_sync
         return min_in_sync_of(setting, record.counted_copies)
 
-    def _is_gathered(self, now_ns: int, vb_id: int, record: ReplicationRecord) -> bool:
-        """Return whether all of the ISR that live have reported, or have had time to."""
+    def _gather(self, now_ns: int, vb_id: int, record: ReplicationRecord) -> bool:
+        """Gather reports; return whether all of the ISR that live have given one, or had time."""
         epoch, since_ns = self._due_since.get(vb_id, (0, 0))
         if epoch != record.epoch:
             self._due_since[vb_id] = (record.epoch, now_ns)

@@ -1,30 +1,27 @@
 """The master's side of a replication link: what one replica's node gets. Sans-IO.
 
-    IN_STEP   the partition is in every group message: all that is synced here was sent, and the
-              group that is being written, if that was sent already
-    BEHIND    it is read from its cursor, from memory or from blocks, until it is level
-
-A commit group goes wholly, as one message, if all of its partitions that the replica follows are
-IN_STEP (`send_group`), and section by section otherwise (`group_synced`). With a whole group
-nothing is done for each partition: acknowledgements and high watermarks come and go by number.
+Of each partition that the replica follows there is a `Progress`. A commit group goes as one message
+if all of its partitions that the replica follows are in state REPLICATE (`send_group`), and section
+by section otherwise (`group_synced`). With a group nothing is done for each partition:
+acknowledgements and high watermarks come and go by number.
 
 Below the master's history floor versions may be gone. A replica that is there gets what is left up
-to the floor as a snapshot: its seqnos have gaps, and it is of use only as a whole. The floor may
-rise meanwhile; then so does the end of the snapshot. Nothing is held back for it. Only deletions
-that are purged meanwhile can make a part useless (`Progress.is_overtaken`): then the progress is
-ended, and the answer to the next request sends the replica to 0.
+to the floor as a snapshot: its seqnos have gaps, and it is of use only when it is complete. The
+floor may rise meanwhile; then so does the end of the snapshot. Nothing is held back for it. Only
+deletions that are purged meanwhile can make a part useless (`Progress.is_overtaken`): then the
+stream is ended, and the answer to the next request sends the replica to 0.
 
-Who calls it: the session, the connection, which pumps messages (as of `dcp.progress.producer`), and
+Who calls it: the session, the connection, which pumps messages (as of `dcp.stream.producer`), and
 the node core, which reports synced groups and answers what the feed asks (`MasterSide`).
 
 Invariants
 - what is sent is synced here, or is the group that is being written (`commit`);
-- at most `window_bytes` of messages are sent and not acknowledged, and one more section. A
-  partition that does not fit into the window goes BEHIND: it costs a cursor, no memory, no wait;
+- at most `window_bytes` of messages are in flight, and one more section. A partition that does not
+  fit into the window goes back to PROBE: it costs a cursor, no memory, no wait;
 - what the feed holds is bounded, whatever the replica does: messages count with what is remembered
   of them, and no more than QUESTIONS_MAX heartbeats are waiting for an answer;
 - an acknowledgement counts for a partition if its stream was open when the message was made, and
-  not for a part of a snapshot. A whole group counts as such only if no stream of the link was
+  not for a part of a snapshot. A group counts as such only if no stream of the link was
   opened or closed since it was sent; otherwise each of its partitions counts for itself;
 - a replica knows the master's floors before it gets a change that was made after they rose.
 """
@@ -104,7 +101,7 @@ class MasterSide(Protocol):
         """A replica has synced these."""
 
     def groups_acknowledged(self, member: str, groups: Sequence[Group]) -> None:
-        """A replica has synced what it got of these whole groups, all of it on streams that are
+        """A replica has synced what it got of these groups, all of it on streams that are
         open since.
         """
 
@@ -147,7 +144,7 @@ class ReplicaFeed:
         self._side = side
         self._schedule = schedule
         self._is_closed = False
-        self._window_bytes = window_bytes
+        self.window_bytes = window_bytes
         self._section_bytes = section_bytes
         self._progress: dict[int, Progress] = {}
         self._out: list[bytes] = []
@@ -172,7 +169,7 @@ class ReplicaFeed:
         self._newest_opaque = 0
         """Of the stream requests that were answered OK."""
         self._match: dict[int, int] = {}
-        """Partition -> what the replica has acknowledged of it in whole groups."""
+        """Partition -> what the replica has acknowledged of it in groups."""
         self._announcements = Announcements()
         self._begun_revision = 0
         """That of `_changes` when the last group was sent that was not synced yet."""
@@ -236,7 +233,7 @@ class ReplicaFeed:
         is_filling: bool = False,
     ) -> None:
         """Feed a partition to the replica, which has everything up to `seqno`, or the part of the
-        snapshot `window` up to there. `is_filling`: at a pace, until it is level.
+        snapshot `window` up to there. `is_filling`: at a pace, until it has caught up.
         """
         self._drop(vb_id)
         self._progress[vb_id] = progress = Progress(
@@ -305,7 +302,7 @@ class ReplicaFeed:
 
     def group_match(self, vb_id: int) -> tuple[int, int] | None:
         """Return leader epoch and seqno up to which the replica has acknowledged a partition in
-        whole groups; None: nothing.
+        groups; None: nothing.
         """
         seqno = self._match.get(vb_id)
         return None if seqno is None else (self._progress[vb_id].epoch, seqno)
@@ -313,8 +310,8 @@ class ReplicaFeed:
     # -- what the node core tells ------------------------------------------------------------------
 
     def send_begun(self, group: Group) -> bool:
-        """Send a group that is about to be written here, if all of it is in step that the replica
-        follows, and there is room; return whether it was.
+        """Send a group that is about to be written here, if all that the replica follows of it is
+        in state REPLICATE, and there is room; return whether it was.
         """
         self._begun_revision = self._changes.revision
         followed = group.seqnos.keys() & self._progress.keys()
@@ -336,8 +333,8 @@ class ReplicaFeed:
             self._schedule()
 
     def send_group(self, group: Group, *, is_synced: bool = True) -> bool:
-        """Send what is in step of a group as one message; False: the window is full. What is behind
-        is read from its cursor.
+        """Send what is in state REPLICATE of a group as one message; False: the window is full.
+        The rest is read from cursors.
         """
         seqnos, shared = group.seqnos, group.shared
         if not self._replicates_all(group.mastered) and not seqnos.keys() <= self._replicating:
@@ -351,7 +348,7 @@ class ReplicaFeed:
             seqnos, shared = group.only(followed)
         size = len(shared.entries)
         cost = size + RECORD_BYTES * (1 + len(seqnos))
-        if self._inflight_bytes + cost > self._window_bytes or size > GROUP_BYTES_MAX:
+        if self._inflight_bytes + cost > self.window_bytes or size > GROUP_BYTES_MAX:
             return False
         group.sent_to[self.member] = seqnos
         self._post(shared, is_synced=is_synced)
@@ -362,19 +359,19 @@ class ReplicaFeed:
         return True
 
     def not_replicated(self, group: Group) -> set[int]:
-        """Return the partitions for which the replica is in sync, and not in step."""
+        """Return the partitions for which the replica is in sync, and not in state REPLICATE."""
         if self._replicates_all(group.mastered) or group.seqnos.keys() <= self._replicating:
             return set()
         return group.not_replicated_to(self.member, self._replicating)
 
     def _replicates_all(self, mastered: frozenset[int]) -> bool:
-        """Whether all partitions that this node masters are in step."""
+        """Whether all partitions that this node masters are in state REPLICATE."""
         if self._all_replicating is not mastered and mastered <= self._replicating:
             self._all_replicating = mastered
         return self._all_replicating is mastered
 
     def _post(self, shared: SharedGroup, *, is_synced: bool = True) -> None:
-        """Make a message with a whole group, or with nothing. It tells what is committed."""
+        """Make a message with a group, or with nothing. It announces what is committed."""
         self._number += 1
         self._questions.ask(self._number, self._now_ns)
         head = self._number, self._number, self._newest_opaque, self._announcements.take()
@@ -382,7 +379,7 @@ class ReplicaFeed:
         self._schedule()
 
     def group_committed(self, group: Group, committed: Mapping[int, int]) -> None:
-        """Partitions of a whole group are committed; the replica is told with the next message."""
+        """Partitions of a group are committed; the next message announces it."""
         seqnos = group.sent_to.get(self.member)
         # Another group may have brought less of the same partitions. Of partitions that the replica
         # does not follow any more, it commits nothing by number.
@@ -404,7 +401,7 @@ class ReplicaFeed:
         """
         sections: list[EntriesSection] = []
         matches: list[tuple[Progress, Match]] = []
-        room = self._window_bytes - self._inflight_bytes
+        room = self.window_bytes - self._inflight_bytes
         partitions = self._engine.partitions
         for vb_id, entries in changes.items():
             progress = self._progress.get(vb_id)
@@ -422,7 +419,7 @@ class ReplicaFeed:
             room -= size
         if sections:
             self._send(sections, matches)
-        if self._pending or self._fill.has_next(self._now_ns):
+        if self._pending or self._fill.next_is_due(self._now_ns):
             self._schedule()
 
     def _probe(self, vb_id: int) -> None:
@@ -440,7 +437,7 @@ class ReplicaFeed:
         progress.become_probe(part.synced_seqno + 1 if first is None else seqno_of(first))
 
     def hw_rose(self, vb_ids: Iterable[int]) -> None:
-        """High watermarks have risen; the replica is told with the next message."""
+        """High watermarks have risen; the next message announces them."""
         for vb_id in vb_ids:
             if vb_id in self._progress:
                 self._unannounced[vb_id] = None
@@ -475,7 +472,7 @@ class ReplicaFeed:
             self._unannounced
             or self._pending
             or self._announcements
-            or self._fill.has_next(self._now_ns)
+            or self._fill.next_is_due(self._now_ns)
         )
         return bool(self._out or (waits and self._has_room))
 
@@ -483,22 +480,22 @@ class ReplicaFeed:
     def can_wait(self) -> bool:
         """See StreamSender: the next group tells what is committed as well."""
         return not (
-            self._out or self._unannounced or self._pending or self._fill.has_next(self._now_ns)
+            self._out or self._unannounced or self._pending or self._fill.next_is_due(self._now_ns)
         )
 
     @property
     def _has_room(self) -> bool:
-        return self._inflight_bytes < self._window_bytes
+        return self._inflight_bytes < self.window_bytes
 
     def pump(self, bytes_max: int) -> list[bytes]:
         """Return messages to send, about `bytes_max` of them."""
-        if self._pending and self._has_room and self._fill.has_next(self._now_ns):
+        if self._pending and self._has_room and self._fill.next_is_due(self._now_ns):
             bytes_max -= self._catch_up(self._fill.take_next())  # else it might wait for ever
         while self._has_room and bytes_max > 0:
             if self._pending:
                 vb_id = next(iter(self._pending))
                 del self._pending[vb_id]
-            elif self._fill.has_next(self._now_ns):
+            elif self._fill.next_is_due(self._now_ns):
                 vb_id = self._fill.take_next()
             else:
                 break
@@ -511,7 +508,7 @@ class ReplicaFeed:
         return out
 
     def _catch_up(self, vb_id: int) -> int:
-        """Send the next entries of a partition that is behind; return their bytes."""
+        """Send the next entries of a partition from its cursor; return their bytes."""
         progress = self._progress.get(vb_id)
         if progress is None or progress.state is ProgressState.REPLICATE:
             return 0
@@ -583,7 +580,7 @@ class ReplicaFeed:
     def tick(self, now_ns: int) -> bool:
         """Ask whether this node is still the master, every `beat_ns`; False: disconnect."""
         self._now_ns = now_ns
-        if self._fill.has_next(now_ns):
+        if self._fill.next_is_due(now_ns):
             self._schedule()
         is_read = not self._out and len(self._questions) < QUESTIONS_MAX
         if now_ns >= self._next_beat_ns and is_read:  # else enough questions are on their way
@@ -623,7 +620,7 @@ class ReplicaFeed:
             self._schedule()
 
     def _take_group(self, number: int, sent: InflightGroup) -> dict[int, Match]:
-        """Take note that a whole group is acknowledged; return what of it goes one by one."""
+        """Take note that a group is acknowledged; return what of it goes one by one."""
         if sent.streams_revision == self._changes.revision:
             self._match.update(sent.seqnos)
             return {}

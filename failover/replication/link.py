@@ -13,18 +13,18 @@ Who calls it: the node core makes links and tells what to follow (`follow`, `lea
 moves bytes. The core of the node carries out what needs the engine (`ReplicaSide`).
 
 Invariants
-- a message is applied wholly or not at all, and only for streams that are OPEN. What was sent for a
-  stream that was left meanwhile has another opaque, and is skipped. A whole commit group has the
+- a message is applied completely or not at all, and only for streams that are OPEN. What was sent
+  for a stream that was left meanwhile has another opaque, and is skipped. A commit group has the
   newest opaque of its time: it is not for streams with a higher one;
 - `_highs` has the last seqno that is here of each partition whose stream is OPEN, unless it has
   only a part of a snapshot. While a partition is followed, nothing else changes it;
-- that a whole group is committed counts for streams that were OPEN when it came, and are since;
+- that a group is committed counts for streams that were OPEN when it came, and are since;
 - a message is acknowledged after the commit group that holds its entries is synced here, and all
   messages before it;
 - a question is confirmed for the streams that are open then. `confirmed_ns` is when that happened
   last: a member that becomes master waits until that has lapsed;
-- the question of a whole group is told with the group's acknowledgement, and that of a message that
-  only tells what is committed with the next one. But no confirmation waits if none was told for
+- the question of a group is confirmed with the group's acknowledgement, and that of a message that
+  only announces commits with the next one. But no confirmation waits if none was sent for
   CONFIRM_NS, or if a stream was opened since: the master may wait for it to serve.
 """
 
@@ -89,7 +89,7 @@ _REMEMBERED_GROUPS: Final = 2 * ANNOUNCED_GROUPS_MAX
 
 
 class NewestGroup:
-    """The newest whole group that came on a link, as long as its master may not have synced it."""
+    """The newest group that came on a link, as long as its master may not have synced it."""
 
     def __init__(self, number: int, payload: bytes) -> None:
         self.number = number
@@ -134,7 +134,7 @@ class _FollowedStream:
 
 
 class _AppliedGroup(NamedTuple):
-    """A whole group that is applied."""
+    """A group that is applied."""
 
     ends: dict[int, int]
     """Partition -> its seqno at the end."""
@@ -168,7 +168,7 @@ class ReplicaSide(Protocol):
         """Return the last seqno that was applied."""
 
     def incomplete_snapshot(self, vb_id: int) -> SnapshotWindow | None:
-        """Return the window of the snapshot of which a part is here; None: all here is whole."""
+        """Return the window of the snapshot of which a part is here; None: there is none."""
 
     def apply(self, section: EntriesSection) -> None:
         """Apply a section that was checked. Raises ReplicationError."""
@@ -179,13 +179,13 @@ class ReplicaSide(Protocol):
     def apply_group(
         self, payload: bytes, highs: dict[int, int], epochs: dict[int, int], body_bytes_max: int
     ) -> tuple[int, dict[int, int]] | None:
-        """Check and apply a whole group by the loop in C, and raise `highs`; return the commit
+        """Check and apply a group by the loop in C, and raise `highs`; return the commit
         group that has it here, and partition -> end seqno. None: nothing was changed; check it
         here. Raises ReplicationError.
         """
 
     def apply_changes(self, changes: Sequence[ReplicatedChange]) -> int:
-        """Apply changes of a whole group that were checked, or none of them; return the commit
+        """Apply changes of a group that were checked, or none of them; return the commit
         group that has them here. Raises ReplicationError.
         """
 
@@ -222,7 +222,7 @@ class ReplicaLink:
         self._acked: tuple[int, int, StoreSeen] = (0, 0, NOT_SEEN)
         self._master = greeting.master
         self._at_once_ns = -CONFIRM_NS
-        """When a confirmation was told at once."""
+        """When a confirmation was sent at once."""
         self._unsynced: deque[tuple[int, int]] = deque()
         """Applied messages that are not synced here: commit group, number."""
         self._synced_number = 0
@@ -234,9 +234,9 @@ class ReplicaLink:
         self._left = 0
         """How many streams were left, or have ended."""
         self._groups: dict[int, _AppliedGroup] = {}
-        """Whole groups that may not be committed, by message; the newest ones."""
+        """Groups that may not be committed, by message; the newest ones."""
         self.newest_group: NewestGroup | None = None
-        """The last whole group if the master may not have synced it."""
+        """The last group if the master may not have synced it."""
         self.heard_ns = now_ns
         self.master_heard_ns = 0
         """When the last message of the member that is followed came; 0: none has."""
@@ -524,7 +524,7 @@ class ReplicaLink:
             self._take_committed(*message.committed)
 
     def _take_group(self, message: GroupMessage) -> int:
-        """Apply a whole group; return the commit group that has it here, 0: none."""
+        """Apply a group; return the commit group that has it here, 0: none."""
         opened, highs = message.opened, self._highs
         if opened < self._newest_open:
             streams = self._streams
@@ -546,7 +546,7 @@ class ReplicaLink:
     def _apply_checked(
         self, message: GroupMessage, highs: dict[int, int]
     ) -> tuple[int, dict[int, int]]:
-        """Check a whole group, then apply it; return the same as `ReplicaSide.apply_group`."""
+        """Check a group, then apply it; return the same as `ReplicaSide.apply_group`."""
 
         def check_absent(vb_id: int) -> None:
             stream = self._streams.get(vb_id)
@@ -563,7 +563,7 @@ class ReplicaLink:
         return self._side.apply_changes(changes) if changes else 0, ends
 
     def _take_committed(self, first: int, last: int) -> None:
-        """The whole groups of the messages from the first to the last are committed."""
+        """The groups of the messages from the first to the last are committed."""
         newest = self.newest_group
         if newest is not None and first <= newest.number <= last:
             self.newest_group = None

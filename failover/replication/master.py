@@ -141,7 +141,7 @@ class Master:
         self._caught_up_ns: dict[str, int] = {}
         """When members had all that was synced here, in all partitions that they follow."""
         self._steady_ns: dict[str, int] = {}
-        """The same when nothing was done for each partition: then members in sync follow all."""
+        """The same as of the last tick, for partitions that were steady until then."""
         self._late_members = LateMembers(settings.replica_lag_max_ns, now_ns)
         self._successors = Successors(view, member)
         self.pace = FillPace(settings.fill_bytes_per_s)
@@ -300,11 +300,6 @@ class Master:
     def _mastership_changed(self, vb_id: int) -> None:
         self._groups.mastership_changed(vb_id)
         self.serving.changed(vb_id)
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether all partitions are calm."""
-        return not self.serving.active()
 
     def group_begun(self, now_ns: int, group: CommitGroup) -> bool:
         """A group is about to be written; return whether replicas get it already."""
@@ -484,7 +479,7 @@ class Master:
             self.step_due()
 
     def note_acknowledged(self, mastership: Mastership) -> None:
-        """Tell a mastership what replicas have acknowledged in whole groups."""
+        """Let a mastership know what replicas have acknowledged in groups."""
         for feed in self.feeds.values():
             if given := feed.group_match(mastership.part.vb_id):
                 mastership.acknowledged(feed.member, *given)
@@ -511,7 +506,7 @@ class Master:
         return lateness
 
     def _note_caught_up(self) -> bool:
-        """Whether no member of an in-sync set may have to leave it."""
+        """Note who has caught up; return whether no member in sync lags, in any partition."""
         for member, feed in self.feeds.items():
             if feed.take_caught_up():
                 self._caught_up_ns[member] = max(self._caught_up_ns.get(member, 0), feed.asked_ns)
@@ -530,7 +525,7 @@ class Master:
         if not self._note_caught_up():
             self.serving.all_changed()
         self.pace.look(self._now_ns, (feed.delays for feed in self.feeds.values()))
-        lateness, may_fill = self._look_for_late(), self.pace.may_join(self._now_ns)
+        lateness, may_fill = self._look_for_late(), self.pace.take_join(self._now_ns)
         active, left = self.serving.active(may_fill=may_fill), self.serving.take_left()
         steady_ns, self._steady_ns = self._steady_ns, dict(self._caught_up_ns)
         alive = self._view.alive
@@ -664,7 +659,7 @@ class Master:
     def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
         """Ask for a branch of a partition; return why it cannot begin, "" if it will.
 
-        The record says so first, then the whole in-sync set rolls back. The effect BranchEnded
+        The record says so first, then all of the in-sync set rolls back. The effect BranchEnded
         says when that is done.
         """
         self.serving.changed(vb_id)

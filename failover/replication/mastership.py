@@ -58,7 +58,7 @@ _IN_NO_STORE: Final = 1 << 63
 WINDOW_BYTES: Final = 8 << 20
 """Entries on their way to one replica: at 100 MB/s, 80 ms of them."""
 SECTION_BYTES: Final = 256 << 10
-"""Entries of a partition that is behind, in one message: a fair share of a turn."""
+"""Entries from a cursor, in one message: a fair share of a turn."""
 
 
 class Service(Enum):
@@ -88,7 +88,7 @@ class ReplicationSettings(NamedTuple):
     fill_bytes_per_s: int = 0
     """How fast this node fills copies elsewhere for the first time; 0: without a limit."""
     section_bytes: int = SECTION_BYTES
-    """Entries of a partition that is behind, in one message: a fair share of a turn."""
+    """Entries from a cursor, in one message: a fair share of a turn."""
 
 
 class InSyncSet(NamedTuple):
@@ -149,7 +149,7 @@ class Mastership:
         self.branch_wanted: BranchUnderWay | None = None
         """What an operator has asked for, until the record says it; see `want_branch`."""
         self._floors: dict[str, int] = {}
-        """The history floors that members told."""
+        """The history floors of members."""
         self.in_snapshot: frozenset[str] = frozenset()
         """Members that have only a part of a de-duplicated snapshot."""
         self.has_handed = False
@@ -441,7 +441,7 @@ class Mastership:
         return expand(record, joining) if joining else None
 
     def _lag_max_ns(self, *, is_cut_off: bool) -> int:
-        """Return how long a member may not be level before it leaves."""
+        """Return how long a member may lag before it leaves."""
         settings = self._settings
         if is_cut_off:
             return max(settings.replica_lag_max_ns, settings.unheard_ns) + ELECTION_NS
@@ -485,7 +485,7 @@ class Mastership:
         return may_join(candidate, self.epoch, self.part.committed_seqno, self.epoch_start_seqno)
 
     def _note_caught_up(self, heard_ns: Mapping[str, int]) -> None:
-        """A member was level when it was heard, if it has all that was synced here at the last
+        """A member had caught up when it was heard, if it has all that was synced here at the last
         tick. One that says nothing is not: while it keeps this master from serving, nothing new
         is synced that it could lack.
         """

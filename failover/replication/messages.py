@@ -11,7 +11,7 @@ and the master sends
 
     the answers         OK with a `Welcome`, ROLLBACK, or X_FENCED with both epochs in words
     X_REPLICA_ENTRIES   a numbered message: sections, each with entries of one partition
-    X_REPLICA_GROUP     a numbered message: a whole commit group of the master, or nothing; and
+    X_REPLICA_GROUP     a numbered message: a commit group of the master, or nothing; and
                         which earlier ones are committed
     DCP_STREAM_END      it is not this partition's master any more
 
@@ -23,7 +23,8 @@ Among the entries of a section are control entries (vbucket.model.control):
     snapshot   with a window: what follows is a part of a de-duplicated snapshot, so its seqnos have
                gaps. Without one: the snapshot ends here; with floor, purge seqno and highest CAS
 
-A commit group goes wholly to a replica that is level in all its partitions that it follows. The
+A commit group goes as one message to a replica that has caught up in all its partitions that it
+follows. The
 entries are as the log has them, the same bytes for every replica (`share`), without control
 entries. They are for the streams whose requests were answered before: the message has the opaque of
 the newest of these, and opaques rise. The high watermark comes back by number: the groups of the
@@ -31,11 +32,11 @@ messages from one number to another are committed.
 
 Invariants
 - numbers have no gaps; an acknowledgement covers all messages up to its number;
-- a message is taken wholly or not at all: `unpack_entries` and `unpack_group` check the checksum,
-  `problem_of` and `checked_group` that the entries follow what the replica has. In a whole group
-  that is checked in the order of the log, without a section for each partition, and two rules are
-  narrower: no entry is a control entry, and all of a partition have the leader epoch in which it is
-  followed;
+- a message is taken completely or not at all: `unpack_entries` and `unpack_group` check the
+  checksum, `problem_of` and `checked_group` that the entries follow what the replica has. In a
+  group that is checked in the order of the log, without a section for each partition, and two
+  rules are narrower: no entry is a control entry, and all of a partition have the leader epoch in
+  which it is followed;
 - seqnos follow each other without gaps, except within a snapshot, where they rise up to its end.
 """
 
@@ -87,8 +88,8 @@ _ACK_EXTRAS: Final = Struct(">QQQQ")
 _SECTION: Final = Struct(">HIIQI")
 """Partition, opaque of the stream request, leader epoch, high watermark, bytes of entries."""
 ANNOUNCED_GROUPS_MAX: Final = 128
-"""A whole group is said to be committed by its number only as long as no more than so many followed
-it. A replica remembers twice as many."""
+"""Commits are announced by group number for at most this many later groups. A replica remembers
+twice as many."""
 MESSAGE_BYTES_MAX: Final = 24 << 20
 """A section holds at least one entry, and a value may have 20 MiB."""
 GROUP_BYTES_MAX: Final = MESSAGE_BYTES_MAX - _GROUP_EXTRAS_BYTES
@@ -149,14 +150,14 @@ class Message(NamedTuple):
 
 
 class SharedGroup(NamedTuple):
-    """The entries of a whole commit group, with their checksum, for all replicas."""
+    """The entries of a commit group, with their checksum, for all replicas."""
 
     entries: bytes
     checksum: int
 
 
 class GroupMessage(NamedTuple):
-    """A numbered message of a master with a whole commit group."""
+    """A numbered message of a master with a commit group."""
 
     number: int
     question: int
@@ -190,7 +191,7 @@ class ReplicaPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     snapshot_purge: int = 0
     """The purge seqno of the incomplete snapshot of which the replica has a part; 0: none."""
     history_floor: int = 0
-    """The replica cannot go back below it, but to 0. A former master may have told it a floor that
+    """The replica cannot go back below it, but to 0. A former master may have given it a floor that
     its present one has not heard of."""
     copy_number: int = 0
     """The number of the replica's copy, in the record that it knows."""
@@ -336,7 +337,7 @@ def pack_group(
     *,
     is_synced: bool = True,
 ) -> list[bytes]:
-    """Return the pieces of a message with a whole commit group; see `GroupMessage`."""
+    """Return the pieces of a message with a commit group; see `GroupMessage`."""
     extras = _GROUP_EXTRAS.pack(number, question, opened, *committed, is_synced)
     checksum: int = _crc32c_extend(group.checksum, extras)
     head = HEADER.pack(
@@ -348,7 +349,7 @@ def pack_group(
 
 
 def unpack_group(frame: Frame) -> GroupMessage:
-    """Return a message with a whole commit group; its entries are not checked. Raises
+    """Return a message with a commit group; its entries are not checked. Raises
     ReplicationError.
     """
     extras, value = frame.extras, frame.value
@@ -503,7 +504,7 @@ def checked_group(
     check_absent: Callable[[int], None],
     value_bytes_max: int,
 ) -> tuple[list[ReplicatedChange], dict[int, int]]:
-    """Return the changes of a whole group that are to be applied, and partition -> end seqno.
+    """Return the changes of a group that are to be applied, and partition -> end seqno.
     `payload` has its entries.
 
     `highs` has the high seqno of each partition that the group is for, and is raised; `epochs` has

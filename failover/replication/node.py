@@ -111,7 +111,7 @@ class ReplicationCore:
         self._changes = ReplicatedChanges(engine, store)
         self._now_ns = now_ns
         self._effects: list[ReplicationEffect] = []
-        self._records: dict[int, Stored[StoredPartition]] = {}
+        self.records: dict[int, Stored[StoredPartition]] = {}
         """The newest record of each partition that was acted upon."""
         self._distrusted: dict[int, str] = {}
         """Partitions whose record in the store is not followed, and why. Nobody writes it."""
@@ -218,7 +218,7 @@ class ReplicationCore:
             self.replica.begin_again()
             for mastership in self.master.masterships.values():
                 mastership.store_begins_again()
-            self._unproven, self._unproven_ns = set(self.leading.masterships), 0
+            self._unproven, self._unproven_ns = set(self.master.masterships), 0
 
     def _store_seen(self) -> StoreSeen:
         """Return what is on disk here of the records of the store."""
@@ -236,7 +236,7 @@ class ReplicationCore:
         """
         if self._distrusted.get(vb_id) != why:
             self._distrusted[vb_id] = why
-            known = self._records.get(vb_id)
+            known = self.records.get(vb_id)
             epoch = self._engine.partitions[vb_id].leader_epoch
             master = "not known"
             if known is not None:
@@ -246,12 +246,12 @@ class ReplicationCore:
             )
 
     def _record_of(self, vb_id: int) -> ReplicationRecord:
-        return self._records[vb_id].content.record
+        return self.records[vb_id].content.record
 
     def _take_record(self, vb_id: int, stored: Stored[StoredPartition]) -> None:
         record = stored.content.record
         seen_epoch = self._engine.partitions[vb_id].leader_epoch
-        if vb_id in self._records:
+        if vb_id in self.records:
             seen_epoch = max(seen_epoch, self._record_of(vb_id).epoch)
         self._masters_all = None
         is_newest = self._kept.note_partition(vb_id, stored)
@@ -271,7 +271,7 @@ class ReplicationCore:
         # before this process, would make it master.
         first_epoch = self._first_epochs.setdefault(vb_id, record.epoch)
         self._distrusted.pop(vb_id, None)
-        self._records[vb_id] = stored
+        self.records[vb_id] = stored
         self._followed_masters = None
         mastership = self.master.masterships.get(vb_id)
         if not is_master(record, self._member, first_epoch):
@@ -341,8 +341,9 @@ class ReplicationCore:
         self.replica.synced(self._commits.synced_group)
 
     def _followed_and_announced(self, group: CommitGroup) -> list[int]:
-        """Return the followed partitions of a group where it commits something: the master has told
-        a high watermark that was not synced here, or the group has no changes (but a version).
+        """Return the followed partitions of a group where it commits something: the master has
+        announced a high watermark that was not synced here, or the group has no changes (but a
+        version).
         """
         masterships, awaiting = self.master.masterships, self.replica.awaiting_sync
         if len(masterships) == self._engine.num_vbuckets:
@@ -430,7 +431,7 @@ class ReplicationCore:
         self._dropped.tick(now_ns)
         masterships = self.master.masterships
         if self.replica.take_gaps():
-            for vb_id, stored in self._records.items():
+            for vb_id, stored in self.records.items():
                 if vb_id not in masterships:
                     self.replica.follow(vb_id, stored.content.record, now_ns)
         active = self.master.serving.active()
@@ -467,20 +468,20 @@ class ReplicationCore:
         self._unproven_ns = self._unproven_ns or self._now_ns
         self._unproven = {vb_id for vb_id in self._unproven if not self._is_proven(vb_id)}
         if not self._distrusted and not older and not self._unproven:
-            return self._records
+            return self.records
         older |= self._unproven
         return {
             vb_id: stored
-            for vb_id, stored in self._records.items()
+            for vb_id, stored in self.records.items()
             if vb_id not in self._distrusted and vb_id not in older
         }  # fmt: skip
 
     def _is_proven(self, vb_id: int) -> bool:
         """Whether nobody else can have become master by a record that the store has lost."""
-        mastership = self.leading.masterships.get(vb_id)
+        mastership = self.master.masterships.get(vb_id)
         if mastership is None:
             return True
-        asked_ns = self.leading.serving.confirmations(mastership)
+        asked_ns = self.master.serving.confirmations(mastership)
         heard = {member for member, at_ns in asked_ns.items() if at_ns >= self._unproven_ns}
         return may_change_record(
             mastership.isr, mastership.record.copies, {*heard, self._member}, mastership.min_in_sync
@@ -499,13 +500,13 @@ class ReplicationCore:
         seen = StoreSeen(self._session.link, view.revision)
         may_say &= not self.master.serving.has_unserved
         self.master.note_serving(seen, serves_all=may_say)
-        if len(self._sure) < len(self._records):
+        if len(self._sure) < len(self.records):
             self._note_sure(self.master.serves_by)
 
     def _note_sure(self, own: StoreSeen) -> None:
         """Note whose master, here or elsewhere, serves by the record that the store has."""
         own_revision = own.revision if own.link == self._session.link else 0
-        for vb_id, stored in self._records.items():
+        for vb_id, stored in self.records.items():
             if vb_id in self._sure or vb_id in self._distrusted:
                 continue
             master, revision = stored.content.record.master, stored.item.mod_revision
@@ -531,13 +532,13 @@ class ReplicationCore:
         if self._followed_masters is None:
             self._followed_masters = {
                 self._record_of(vb_id).master
-                for vb_id in self._records.keys() - self.master.masterships.keys()
+                for vb_id in self.records.keys() - self.master.masterships.keys()
             }
         unheard = frozenset(filter(following.is_unheard, self._followed_masters))
         if unheard == self._unheard_masters and not has_new_records:
             return
         self._unheard_masters = unheard
-        for vb_id, stored in self._records.items():
+        for vb_id, stored in self.records.items():
             record, part = stored.content.record, self._engine.partitions[vb_id]
             was_unheard = part.is_unheard
             part.is_unheard = (
@@ -549,7 +550,7 @@ class ReplicationCore:
                 self._hub.fenced(vb_id)
 
     def resolve_counts(self) -> None:
-        """Settle the counts of documents. Call it before the collections change."""
+        """Resolve the counts of documents. Call it before the collections change."""
         self._changes.settle()
 
     def _report(self) -> None:
@@ -568,7 +569,7 @@ class ReplicationCore:
         if not suspects and not self._reported and not older and not asked:
             return
         reported: list[ReportedPartition] = []
-        for vb_id, stored in sorted(self._records.items()):
+        for vb_id, stored in sorted(self.records.items()):
             part, record = self._engine.partitions[vb_id], stored.content.record
             is_suspected = part.is_unheard and record.master in suspects
             is_asked = vb_id in asked and self._member in record.copies

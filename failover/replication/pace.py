@@ -39,7 +39,7 @@ STEP_BYTES_PER_S: Final = 128 << 10
 FALL: Final = 0.5
 REST_NS: Final = 300_000_000
 """Time from a fall to the next one."""
-CALM_NS: Final = 10_000_000_000
+RESTART_NS: Final = 10_000_000_000
 """A rate that has not fallen for so long starts again: writers may have gone."""
 SLOW_RATIO: Final = 1.5
 """Above this multiple of what is usual, something is slow: the longest of some tens of groups is
@@ -123,7 +123,7 @@ class FillRate:
             self.bytes_per_s = max(self._least, FALL * self.bytes_per_s)
 
     def _grow(self, now_ns: int) -> None:
-        if self._fell_ns is not None and now_ns - self._fell_ns >= CALM_NS:
+        if self._fell_ns is not None and now_ns - self._fell_ns >= RESTART_NS:
             self._is_starting = True
         if self._is_starting:
             grown = STARTING_GROWTH * self.bytes_per_s
@@ -158,7 +158,8 @@ class _Allowance:
 class FillPace:
     """How fast this node fills copies on other nodes: bytes a second, shared by all links.
 
-    What a full copy has missed is not paced: until it has that, the partition has a copy less.
+    What a full copy has missed comes at full speed: until it has that, the partition has a copy
+    less.
 
     Links that have something to fill share the rate equally. Each has an allowance, which grows
     with time up to BURST_NS of its share, and may be overdrawn by one message. So the rate holds on
@@ -198,16 +199,16 @@ class FillPace:
             is_filling=bool(self._links),
         )  # fmt: skip
 
-    def may_join(self, now_ns: int) -> bool:
+    def take_join(self, now_ns: int) -> bool:
         """Return whether copies that are full may join now. Call it at every tick."""
         may = self._joined_ns is None or now_ns - self._joined_ns >= JOIN_NS
         if may:
             self._joined_ns = now_ns
         return may
 
-    def may_send(self, link: str, now_ns: int, on_the_way: int = 0) -> bool:
-        """Return whether a link may send something for a copy that is being filled. `on_the_way`:
-        bytes of such copies that it has sent, and that are not acknowledged.
+    def renew(self, link: str, now_ns: int, on_the_way: int = 0) -> bool:
+        """Renew a link's allowance; return whether it may send something for a copy that is being
+        filled. `on_the_way`: bytes of such copies that it has sent, and that are not acknowledged.
         """
         allowance = self._links.setdefault(link, _Allowance(now_ns))
         elapsed_ns = max(0, now_ns - allowance.asked_ns)
@@ -241,17 +242,17 @@ class LinkFill:
         """Partitions that wait until more may be sent, in turn."""
         self._on_the_way = 0
 
-    def may_send(self, now_ns: int) -> bool:
-        """Whether something may be sent for a copy that is filled."""
-        return self._pace is None or self._pace.may_send(self._member, now_ns, self._on_the_way)
+    def renew(self, now_ns: int) -> bool:
+        """Renew the link's allowance; return whether it may send for a copy that is filled."""
+        return self._pace is None or self._pace.renew(self._member, now_ns, self._on_the_way)
 
     def wait(self, vb_id: int) -> None:
         """A partition waits until more may be sent."""
         self._waiting[vb_id] = None
 
-    def has_next(self, now_ns: int) -> bool:
-        """Whether a partition has waited, and need not wait any more."""
-        return bool(self._waiting) and self.may_send(now_ns)
+    def next_is_due(self, now_ns: int) -> bool:
+        """Return whether a partition has waited, and need not wait any more."""
+        return bool(self._waiting) and self.renew(now_ns)
 
     def take_next(self) -> int:
         """Return the partition that has waited longest."""

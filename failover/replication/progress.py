@@ -101,10 +101,10 @@ class Progress:
         """The seqno to send next, unless the state is REPLICATE."""
         self.state = ProgressState.PROBE
         self.announced_seqno = -1
-        """The high watermark that the replica was told last."""
+        """The high watermark that was announced to the replica last."""
         self.floors = Floors(0, 0)
-        """The floors that the replica was told while it was behind. Floors never fall, so these are
-        the present ones only if it knows them."""
+        """The floors that were sent between changes from the cursor. Floors never fall, so these
+        are the present ones only if the replica knows them."""
         self.window = window
         """The snapshot of which the replica has a part; None: the state is not SNAPSHOT."""
         self.snapshot_number = 0 if window is None else NEVER
@@ -200,8 +200,8 @@ def known_committed(part: Partition) -> int:
 
 
 def window_of(vb_id: int, asked: StreamRequest, position: ReplicaPosition) -> SnapshotWindow | None:
-    """Return the snapshot of which a replica has a part; None: what it has is whole. Raises
-    ReplicationError.
+    """Return the snapshot of which a replica has a part; None: what it has is
+    complete. Raises ReplicationError.
     """
     start, seqno, end = asked.snap_start_seqno, asked.start_seqno, asked.snap_end_seqno
     if not start <= seqno <= end or not 0 <= position.snapshot_purge <= end:
@@ -217,7 +217,7 @@ RECORD_BYTES: Final = 256
 
 
 class InflightGroup(NamedTuple):
-    """A whole group on its way."""
+    """A group on its way."""
 
     group: Group
     seqnos: Mapping[int, int]
@@ -325,29 +325,29 @@ def check_numbers(member: str, number: int, question: int, *, last: int) -> None
 
 
 class Announcements:
-    """Which whole groups are committed that a replica was not told of yet, by their messages."""
+    """Which groups are committed, until that is announced to a replica, by their messages."""
 
     def __init__(self) -> None:
         self._open: dict[int, int] = {}
-        """Commit group -> its message, for whole groups of which the replica does not know whether
+        """Commit group -> its message, for groups of which the replica does not know whether
         they are committed; the newest ones, in their order."""
         self._given_up = 0
         """The last message that `_open` had and has not any more, because newer ones came."""
         self._committed: list[int] = []
-        """Messages of whole groups that are committed, which the replica is not told yet."""
+        """Messages of groups that are committed, which is not announced yet."""
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell."""
+        """Whether there is anything to announce."""
         return bool(self._committed)
 
     def sent(self, group: int, number: int) -> None:
-        """A message with a whole group leaves."""
+        """A message with a group leaves."""
         self._open[group] = number
         if len(self._open) > ANNOUNCED_GROUPS_MAX:
             self._given_up = self._open.pop(next(iter(self._open)))
 
     def is_open(self, group: int) -> bool:
-        """Whether a group can be told to be committed by its message."""
+        """Whether it can be announced by its message that a group is committed."""
         return group in self._open
 
     def committed(self, group: int) -> None:
@@ -365,7 +365,7 @@ class Announcements:
         return first, last
 
     def clear(self) -> None:
-        """The link is gone: nobody is told."""
+        """The link is gone: nothing is announced."""
         self._committed.clear()
 
 

@@ -1,10 +1,10 @@
 """What a node keeps and tells of changes that a new master does not have. Pure.
 
-    CutOff         a replica cuts off changes that may have been answered. They go to a quarantine
+    CutOff         a replica cuts off changes that may have been answered. They go to a discard
                    file before they are cut off
     ElectionLoss   an unclean election: the new master says where it begins. What lies above is lost
 
-A quarantine file is
+A discard file is
 
     head      8 bytes "dcpd-cut", u16 format, u32 length of the document
     document  JSON: partition, leader epoch, versions, number of entries
@@ -15,7 +15,7 @@ A receipt is a JSON document for logs and operators. Numbers of 64 bits are deci
 in the output of dcpctl.
 
 Who calls it: the node core makes the effects, the shell writes files and receipts, `dcpctl
-quarantine show` reads a file. Big-endian.
+discarded show` reads a file. Big-endian.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vbucket.model.entry import DATATYPE_AT, head_of, key_of, seqno_of, value_of
 from vbucket.model.manifest import decode_leb128
 
 FORMAT: Final = 1
-"""Version of quarantine files."""
+"""Version of discard files."""
 MAGIC: Final = b"dcpd-cut"
 _HEAD: Final = Struct(">8sHI")
 _CRC: Final = Struct(">I")
@@ -53,7 +53,7 @@ KINDS: Final = {
 
 
 class DiscardDamagedError(Exception):
-    """A quarantine file cannot be read; the text says why."""
+    """A discard file cannot be read; the text says why."""
 
 
 class CutOff(NamedTuple):
@@ -79,7 +79,7 @@ class CutOff(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """Return the name of the quarantine file. The same changes give the same name, so a node
+        """Return the name of the discard file. The same changes give the same name, so a node
         that is interrupted writes the file again and makes no second one.
         """
         return (
@@ -106,7 +106,7 @@ class ElectionLoss(NamedTuple):
 
 
 class KeptChange(NamedTuple):
-    """One change of a quarantine file."""
+    """One change of a discard file."""
 
     seqno: int
     kind: str
@@ -118,7 +118,7 @@ class KeptChange(NamedTuple):
 
 
 def pack_cut_off(cut: CutOff) -> bytes:
-    """Return the bytes of a quarantine file."""
+    """Return the bytes of a discard file."""
     document = msgspec.json.encode(
         {
             "vb": cut.vb_id,
@@ -132,7 +132,7 @@ def pack_cut_off(cut: CutOff) -> bytes:
 
 
 class CutHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The document of a quarantine file."""
+    """The document of a discard file."""
 
     vb: int
     epoch: int
@@ -141,7 +141,7 @@ class CutHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def unpack_head(data: bytes) -> CutHead:
-    """Return the document of a quarantine file from its first bytes. The checksum is at the end of
+    """Return the document of a discard file from its first bytes. The checksum is at the end of
     the file, and is not checked. Raises DiscardDamagedError.
     """
     size = _check_head(data)
@@ -155,11 +155,11 @@ def _check_head(data: bytes) -> int:
     """Return how long the document is. Raises DiscardDamagedError."""
     if len(data) < _HEAD.size + _CRC.size:
         raise DiscardDamagedError(
-            f"{len(data)} bytes are too few for a quarantine file; it was not written to its end"
+            f"{len(data)} bytes are too few for a discard file; it was not written to its end"
         )
     magic, stored_format, size = _HEAD.unpack_from(data)
     if magic != MAGIC:
-        raise DiscardDamagedError(f"no quarantine file: it begins with {magic!r}, not {MAGIC!r}")
+        raise DiscardDamagedError(f"no discard file: it begins with {magic!r}, not {MAGIC!r}")
     if stored_format != FORMAT:
         raise DiscardDamagedError(
             f"the file has format {stored_format}, this program reads format {FORMAT}. Use the"
@@ -169,7 +169,7 @@ def _check_head(data: bytes) -> int:
 
 
 def unpack_cut_off(data: bytes) -> CutOff:
-    """Return what a quarantine file holds. Raises DiscardDamagedError."""
+    """Return what a discard file holds. Raises DiscardDamagedError."""
     size = _check_head(data)
     body, stored_crc = data[: -_CRC.size], _CRC.unpack_from(data, len(data) - _CRC.size)[0]
     crc = google_crc32c.value(body)
@@ -207,7 +207,7 @@ def _entries(body: bytes, start: int) -> Iterator[bytes]:
 
 
 def changes_of(cut: CutOff) -> Iterator[KeptChange]:
-    """Yield the changes of a quarantine file, in the order of their seqnos."""
+    """Yield the changes of a discard file, in the order of their seqnos."""
     for entry in cut.entries:
         head, stored_key = head_of(entry), key_of(entry)
         collection_id, size = decode_leb128(stored_key) or (0, 0)

@@ -275,7 +275,9 @@ class DroppedCopies:
 
 
 class Replica:
-    """See the module. `raise_watermarks` is called with partitions whose master told a new one."""
+    """See the module. `raise_watermarks` is called with partitions whose master announced a new
+    one.
+    """
 
     def __init__(
         self,
@@ -326,7 +328,7 @@ class Replica:
         self._has_gaps = False
         """Whether some partition may not be followed, because its master's link is closed."""
         self._announced: dict[int, int] = {}
-        """The high watermarks that masters told, above those of here."""
+        """The high watermarks that masters announced, above those of here."""
         self._senders = Senders()
         self._discards = Discards(engine, effects)
         self._damaged: dict[int, str] = {}
@@ -608,11 +610,11 @@ class Replica:
         self._damaged.pop(part.vb_id, None)
         self._cap_announced(part, seqno)
         watermarks = self._engine.keyspace.watermarks
-        if watermarks.get(part.vb_id, 0) > seqno:  # the log would be told after the cut
+        if watermarks.get(part.vb_id, 0) > seqno:  # the log would say so after the cut
             watermarks[part.vb_id] = seqno
 
     def _cap_announced(self, part: Partition, seqno: int) -> None:
-        """Forget what was told of changes above a seqno."""
+        """Forget what was announced of changes above a seqno."""
         if part.vb_id in self._announced:
             self._announced[part.vb_id] = min(self._announced[part.vb_id], seqno)
 
@@ -717,7 +719,7 @@ class Replica:
 
     @property
     def awaiting_sync(self) -> KeysView[int]:
-        """Partitions whose master told a high watermark that this node had not synced yet."""
+        """Partitions whose master announced a high watermark that this node had not synced yet."""
         return self._announced.keys()
 
     def reached(self, vb_id: int, seqno: int) -> None:
@@ -726,7 +728,7 @@ class Replica:
             del self._announced[vb_id]
 
     def announced_seqno(self, vb_id: int) -> int:
-        """Return the high watermark that a partition's masters told, unless it is reached."""
+        """Return the high watermark that a partition's masters announced, unless it is reached."""
         return self._announced.get(vb_id, 0)
 
     def take_announced(self, vb_id: int) -> int:

@@ -2,10 +2,10 @@
 served. Sans-IO.
 
 Most of the time nothing changes: all partitions are served, and the replicas go on confirming that.
-Such partitions are *calm*. A look at each in-sync set and each feed says the same of them as one at
-each of them, so nothing is done for each. A change of a record, of a replica's stream or of the
-members that live makes the partitions that it is about active, and no others. A partition of
-which a copy is filled is calm, too, but for the ticks at which full copies may join.
+Such partitions are *steady*. A look at each in-sync set and each feed says the same of them as one
+at each of them, so nothing is done for each. A change of a record, of a replica's stream or of the
+members that live makes the partitions that it concerns active, and no others. A partition of which
+a copy is filled is steady, too, but for the ticks at which full copies may join.
 
 Who calls it: `failover.replication.master`; sessions look at the partitions that arrive, and get
 the text of a refusal.
@@ -16,9 +16,9 @@ Invariants
 - a partition that is not served gets no change, also no system event: it may be handed over with
   its end as of the fence. What is missing is added when it is served;
 - a partition is not served before this node has read of the collections that the partition tells
-  of: its record may be known here first. Streams would leave them out, and be told of their drop;
-- a calm partition is served, nothing is under way for its record, and the stream of each member in
-  sync was confirmed. Nothing of that has changed since but the time of confirmations.
+  of: its record may be known here first. Streams would leave them out, and announce their drop;
+- a steady partition is served, nothing is under way for its record, and the stream of each member
+  in sync was confirmed. Nothing of that has changed since but the time of confirmations.
 """
 
 from __future__ import annotations
@@ -150,9 +150,9 @@ class Serving:
         """When the first partition is not confirmed any more; None: none is served so."""
         self._steady: set[int] = set()
         self._left: set[int] = set()
-        """Partitions that were calm since their in-sync sets were looked at last."""
+        """Partitions that were steady since their in-sync sets were looked at last."""
         self._filled: set[int] = set()
-        """Partitions that were calm although a copy of them is filled."""
+        """Partitions that were steady although a copy of them is filled."""
         self._alive: Mapping[str, object] = {}
         self._unserved: set[int] = set()
         """Partitions that were not served when they were looked at last."""
@@ -179,13 +179,13 @@ class Serving:
         self._left.discard(vb_id)
 
     def changed(self, vb_id: int) -> None:
-        """A partition is not calm any more."""
+        """A partition is not steady any more."""
         if vb_id in self._steady:
             self._steady.discard(vb_id)
             self._left.add(vb_id)
 
     def all_changed(self) -> None:
-        """No partition is calm any more."""
+        """No partition is steady any more."""
         self._left |= self._steady
         self._steady.clear()
 
@@ -206,8 +206,8 @@ class Serving:
         return bool(self._unserved)
 
     def active(self, *, may_fill: bool = False) -> set[int]:
-        """Return the partitions that are not calm. `may_fill`: those of which a copy is filled are
-        not, because it may join if it is full.
+        """Return the partitions that are not steady. `may_fill`: those of which a copy is filled
+        are not, because it may join if it is full.
         """
         self._note_changes()
         if may_fill:
@@ -217,7 +217,7 @@ class Serving:
         return self._masterships.keys() - self._steady
 
     def take_left(self) -> set[int]:
-        """Return the partitions that were calm since this was called last."""
+        """Return the partitions that were steady since this was called last."""
         left, self._left = self._left, set()
         return left
 
@@ -260,7 +260,7 @@ class Serving:
                 self._look_at(self._masterships[vb_id], now_ns)
 
     def _serve_on(self, now_ns: int) -> bool:
-        """Find the next fence of the calm partitions; False: some must not be served."""
+        """Find the next fence of the steady partitions; False: some must not be served."""
         asked = {member: feed.asked_ns for member, feed in self._feeds.items()}
         for in_sync, vb_ids in self._groups.in_sync_sets().items():
             if self._steady.isdisjoint(vb_ids):

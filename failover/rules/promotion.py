@@ -81,7 +81,7 @@ def may_send_back(*, is_master: bool, hw_seqno: int, epoch_start_seqno: int) -> 
 def may_have_been_answered(
     record: ReplicationRecord, reconciled_epoch: int, *, acknowledges_as_master: bool
 ) -> bool:
-    """Return whether what a member cuts off may have been answered, and goes into quarantine first.
+    """Return whether what a member cuts off may have been answered: it goes into a discard file.
 
     `reconciled_epoch` is the last epoch under which the member reconciled, or was master. After
     clean elections only changes that no client was told of are cut off, unless this node answers

@@ -447,5 +447,5 @@ async def test_a_node_that_is_alone_refuses_them(tmp_path: Path) -> None:
 
 
 def _receipts(cluster: ClusterHere) -> int:
-    folder = cluster.nodes["n1"].about.data_dir / "quarantine"
+    folder = cluster.nodes["n1"].about.data_dir / "discarded"
     return len(list(folder.glob("*.json"))) if folder.is_dir() else 0

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from clients.errors import DcpdError
+from dcp.server.cluster.discard_files import DISCARD_FOLDER, FORMER_DISCARD_FOLDER, keep_cut_off
 from dcp.server.cluster.enrolment import EnrolmentError, join_cluster
-from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER, keep_cut_off
 from dcp.server.cluster.receipt_files import keep_election, receipts_in
 from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.operate.cluster_requests import NodeRequest
@@ -139,11 +139,23 @@ CUT = CutOff(9, 4, ((7, 3), (3, 0)), ENTRIES)
 LOSS = ElectionLoss(3, 6, ((8, 0),), 41, 44)
 
 
+def test_receipts_of_the_version_before_are_listed(tmp_path: Path) -> None:
+    path = keep_cut_off(tmp_path, CUT)
+    keep_election(tmp_path, LOSS, 1000.5)
+    former = path.parent.rename(tmp_path / FORMER_DISCARD_FOLDER)
+    kept = keep_cut_off(tmp_path, CUT._replace(epoch=5))
+    found = receipts_in(tmp_path, "n1").receipts
+    assert {report.kind for report in found} == {"cut_off", "unclean_election"}
+    files = {report.file for report in found if report.kind == "cut_off"}
+    assert files == {str(former / path.name), str(kept)}
+    assert not any(report.problem for report in found)
+
+
 def test_receipts_are_listed_from_the_files(tmp_path: Path) -> None:
     assert receipts_in(tmp_path, "n1").receipts == []
     cut_path = keep_cut_off(tmp_path, CUT)
     election_path = keep_election(tmp_path, LOSS, 1000.5)
-    folder = tmp_path / QUARANTINE_FOLDER
+    folder = tmp_path / DISCARD_FOLDER
     (folder / "notes.txt").write_text("of the operator")
     found = {report.kind: report for report in receipts_in(tmp_path, "n1").receipts}
     cut = found["cut_off"]
@@ -182,7 +194,7 @@ async def test_an_unclean_election_leaves_a_receipt_on_disk(tmp_path: Path) -> N
         assert replicated is not None
         replicated._effects[ElectionLoss](LOSS)
         operations = node._cluster_operations()
-        folder = node.about.data_dir / QUARANTINE_FOLDER
+        folder = node.about.data_dir / DISCARD_FOLDER
         await until_so(lambda: folder.is_dir() and any(folder.glob("*.json")))
         report = await operations.receipts()
         assert report.node == "n1"

@@ -24,7 +24,7 @@ from dcp.server.cluster.cluster_file import (
     read_cluster_file,
     write_cluster_file,
 )
-from dcp.server.cluster.quarantine_files import keep_cut_off
+from dcp.server.cluster.discard_files import FORMER_DISCARD_FOLDER, keep_cut_off
 from dcp.server.cluster.receipt_files import keep_election
 from dcp.server.cluster.seen_file import SEEN_FILE
 from dcp.server.cluster.told_map import MAP_FILE, MapContent
@@ -112,21 +112,28 @@ def test_a_damaged_file_is_named(
 
 
 def test_every_flipped_byte_of_a_cut_is_found(member: Path) -> None:
-    (path,) = (member / "quarantine").glob("*.cut")
+    (path,) = (member / "discarded").glob("*.cut")
     data = path.read_bytes()
     for at in range(len(data)):
         path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-        assert list(files_found(member)) == [f"quarantine/{path.name}"], at
+        assert list(files_found(member)) == [f"discarded/{path.name}"], at
     path.write_bytes(data)
     copy = path.with_name(path.name.replace("epoch2", "epoch3"))
     path.rename(copy)
-    assert files_found(member) == {f"quarantine/{copy.name}": f"it is a copy of {path.name}"}
+    assert files_found(member) == {f"discarded/{copy.name}": f"it is a copy of {path.name}"}
+
+
+def test_the_folder_of_the_version_before_is_read(member: Path) -> None:
+    former = (member / "discarded").rename(member / FORMER_DISCARD_FOLDER)
+    (path,) = former.glob("*.cut")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert list(files_found(member)) == [f"quarantine/{path.name}"]
 
 
 def test_a_receipt_that_cannot_be_read_is_named(member: Path) -> None:
-    (path,) = (member / "quarantine").glob("*-election.receipt.json")
+    (path,) = (member / "discarded").glob("*-election.receipt.json")
     spoil(path, b"{", b"(")
-    assert list(files_found(member)) == [f"quarantine/{path.name}"]
+    assert list(files_found(member)) == [f"discarded/{path.name}"]
 
 
 def test_what_is_not_read_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

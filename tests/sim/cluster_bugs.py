@@ -435,7 +435,7 @@ CLUSTER_BUGS: Final[dict[str, ClusterBug]] = {
         "an acknowledgement of an earlier copy counts",
         (
             Replaced(Mastership, "take_record", _take_record_only),
-            Replaced(FillPace, "may_join", _always),  # else it hardly ever joins in time
+            Replaced(FillPace, "take_join", _always),  # else it hardly ever joins in time
         ),
     ),
     "fenced-are-told": ClusterBug(

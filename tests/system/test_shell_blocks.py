@@ -40,7 +40,7 @@ NOT_PASTED = {
     ("docs/operations.md", "dcpctl context add prod"): "tests/cli/test_login.py",
     ("docs/operations.md", "dcpctl stream list"): "tests/cli/test_stream_commands.py",
     ("docs/performance.md", "scripts/install bench"): LONG,
-    ("docs/replication.md", "dcpctl quarantine show"): "needs a file that a cluster's node wrote",
+    ("docs/replication.md", "dcpctl discarded show"): "needs a file that a cluster's node wrote",
     ("docs/replication.md", "python -m tests.modelcheck"): LONG,
     ("docs/replication.md", "python -m tests.sim --nodes 3 --bug all"): LONG,
     (

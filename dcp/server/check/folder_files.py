@@ -4,7 +4,7 @@ it with, or is listed as not read. Changes nothing.
 Called by `dcp.server.check.verify`, which holds the folder's lock.
 
     users.json, cluster.json, map.json, seen.json  as at a start of the server
-    quarantine/*.cut, *-election.receipt.json  as for `dcpctl cluster receipts`, to the last byte
+    discarded/*.cut, *-election.receipt.json  as for `dcpctl cluster receipts`, to the last byte
     others                                     listed, with the reason why nothing is read
 """
 
@@ -28,8 +28,8 @@ from dcp.server.access.users_file import (
 )
 from dcp.server.cluster.cluster_file import read_cluster_file
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
+from dcp.server.cluster.discard_files import DISCARD_FOLDER, FORMER_DISCARD_FOLDER
 from dcp.server.cluster.meta_access import STORE_FOLDER, check_access
-from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER
 from dcp.server.cluster.receipt_files import ELECTION_SUFFIX, read_election
 from dcp.server.cluster.seen_file import SEEN_FILE, check_seen
 from dcp.server.cluster.told_map import MAP_FILE, read_told_map
@@ -96,8 +96,8 @@ def _check(data_path: Path, path: Path) -> Iterator[Finding | NotRead]:
             yield from _read(name, partial(read, data_path))
         elif path in {log_path(data_path), store_path(data_path)}:
             yield from _strays(path, name)
-        elif name == f"{QUARANTINE_FOLDER}/":
-            yield from _quarantine(path, name)
+        elif name in {f"{DISCARD_FOLDER}/", f"{FORMER_DISCARD_FOLDER}/"}:
+            yield from _discarded(path, name)
         else:
             yield _not_read(name)
     except OSError as error:
@@ -156,7 +156,7 @@ _READERS: Final[dict[str, Callable[[Path], object]]] = {
 }
 
 
-def _quarantine(folder: Path, prefix: str) -> Iterator[Finding | NotRead]:
+def _discarded(folder: Path, prefix: str) -> Iterator[Finding | NotRead]:
     for path in sorted(folder.iterdir()):
         name = f"{prefix}{path.name}"
         if path.suffix == ".cut":

@@ -1,11 +1,12 @@
 """The loss receipts of a node's data folder: changes that were cut off, and unclean elections.
 
-    quarantine/
+    discarded/
       vb0017-version...-9-12.cut            changes that this node cut off (`receipt`)
       vb0017-epoch4-election.receipt.json   this node became master by an unclean election
 
-A quarantine file is its own receipt: only its head is read for the list. Files that cannot be read
-are listed with the reason, so that nothing is missing without a word.
+A discard file is its own receipt: only its head is read for the list. Files that cannot be read
+are listed with the reason, so that nothing is missing without a word. The folder had another name
+in the version before; what is there is listed, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from dcp.server.access.users_file import replace_file
-from dcp.server.cluster.quarantine_files import QUARANTINE_FOLDER
+from dcp.server.cluster.discard_files import DISCARD_FOLDER, FORMER_DISCARD_FOLDER
 from dcp.server.operate.cluster_reports import ReceiptReport, ReceiptsReport
 from failover.replication.receipt import (
     DiscardDamagedError,
@@ -29,7 +30,7 @@ from failover.replication.receipt import (
 RECEIPTS_MAX: Final = 2000
 """Receipts in one list, the newest ones: an unclean election of every partition fits."""
 HEAD_BYTES: Final = 16 * 1024
-"""Of a quarantine file, for its list entry. A failover log has at most 200 versions, in 10 KiB."""
+"""Of a discard file, for its list entry. A failover log has at most 200 versions, in 10 KiB."""
 RECEIPT_BYTES_MAX: Final = 64 * 1024
 ELECTION_SUFFIX: Final = "-election.receipt.json"
 """Of the receipt of an unclean election."""
@@ -42,26 +43,25 @@ def keep_election(data_dir: Path, lost: ElectionLoss, at_s: float) -> Path:
     thread. Raises OSError.
     """
     name = f"vb{lost.vb_id:04d}-epoch{lost.epoch}{ELECTION_SUFFIX}"
-    path = data_dir / QUARANTINE_FOLDER / name
+    path = data_dir / DISCARD_FOLDER / name
     replace_file(path, msgspec.json.encode({**election_receipt(lost), "at": at_s}) + b"\n")
     return path
 
 
 def receipts_in(data_dir: Path, node: str) -> ReceiptsReport:
     """Return the receipts of a data folder, the newest first. Call it in a thread."""
-    folder = data_dir / QUARANTINE_FOLDER
+    folder = data_dir / DISCARD_FOLDER
     found: list[ReceiptReport] = []
-    times = sorted(_times(folder), reverse=True)
-    for at_s, name in times[:RECEIPTS_MAX]:
-        path = folder / name
+    times = sorted([*_times(folder), *_times(data_dir / FORMER_DISCARD_FOLDER)], reverse=True)
+    for at_s, path in times[:RECEIPTS_MAX]:
+        is_cut = path.suffix == ".cut"
         try:
-            is_cut = name.endswith(".cut")
             found.append(_cut_off(path, at_s) if is_cut else read_election(path))
         except FileNotFoundError:
             continue  # somebody has moved it away meanwhile
         except (OSError, DiscardDamagedError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
-            kind = "cut_off" if name.endswith(".cut") else "unclean_election"
+            kind = "cut_off" if is_cut else "unclean_election"
             found.append(
                 ReceiptReport(kind=kind, at=at_s, file=str(path), problem=why or str(error))
             )
@@ -71,17 +71,17 @@ def receipts_in(data_dir: Path, node: str) -> ReceiptsReport:
     )  # fmt: skip
 
 
-def _times(folder: Path) -> list[tuple[float, str]]:
-    """Return (when it was written, file name) of the receipts in a folder."""
+def _times(folder: Path) -> list[tuple[float, Path]]:
+    """Return when each receipt in a folder was written, and its path."""
     times = []
     try:
-        names = sorted(path.name for path in folder.iterdir())
+        paths = sorted(folder.iterdir())
     except FileNotFoundError:
         return []
-    for name in names:
-        if _CUT_NAME.fullmatch(name) or _ELECTION_NAME.fullmatch(name):
+    for path in paths:
+        if _CUT_NAME.fullmatch(path.name) or _ELECTION_NAME.fullmatch(path.name):
             try:
-                times.append((folder.joinpath(name).stat().st_mtime, name))
+                times.append((path.stat().st_mtime, path))
             except FileNotFoundError:
                 continue
     return times

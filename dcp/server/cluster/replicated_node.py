@@ -30,6 +30,7 @@ from dcp.core.groups import GroupCycle, Published
 from dcp.server.access.link_tls import LinkTls, LinkTrouble
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
+from dcp.server.cluster.discard_files import keep_cut_off
 from dcp.server.cluster.election_log import ElectionLog
 from dcp.server.cluster.enrolment import EnrolmentError, ask
 from dcp.server.cluster.enrolment_state import Enrolment, Happening, Standing
@@ -42,7 +43,6 @@ from dcp.server.cluster.own_links import OwnLinks
 from dcp.server.cluster.own_record import OwnRecord
 from dcp.server.cluster.paced_work import paced_work
 from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
-from dcp.server.cluster.quarantine_files import keep_cut_off
 from dcp.server.cluster.raised_life import RaisedLife
 from dcp.server.cluster.receipt_files import keep_election
 from dcp.server.cluster.seen_file import SeenFile

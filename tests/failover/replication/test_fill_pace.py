@@ -25,7 +25,7 @@ def sent_in(seconds: float, links: str, size: int, rate: int = RATE) -> dict[str
     pace, sent = FillPace(rate), dict.fromkeys(links, 0)
     for turn in range(int(seconds * 20)):
         for link in links:
-            while pace.may_send(link, turn * 50 * MS) and sent[link] < 10**9:
+            while pace.renew(link, turn * 50 * MS) and sent[link] < 10**9:
                 pace.sent(link, size)
                 sent[link] += size
     return sent
@@ -40,11 +40,11 @@ def test_links_share_the_rate_whatever_the_size_of_messages(size: int) -> None:
 
 def test_a_pause_is_not_made_up_for() -> None:
     pace = FillPace(RATE)
-    assert pace.may_send("a", 0)
+    assert pace.renew("a", 0)
     pace.sent("a", 1)
     later = 100 * SECOND
     sent = 0
-    while pace.may_send("a", later):
+    while pace.renew("a", later):
         pace.sent("a", 100)
         sent += 100
     assert sent <= RATE * BURST_NS / SECOND + 100
@@ -52,18 +52,18 @@ def test_a_pause_is_not_made_up_for() -> None:
 
 def test_full_copies_may_join_at_some_ticks_only() -> None:
     pace = FillPace(RATE)
-    may = [turn for turn in range(20) if pace.may_join(turn * 100 * MS)]
+    may = [turn for turn in range(20) if pace.take_join(turn * 100 * MS)]
     assert may == [0, 5, 10, 15]
-    assert pace.may_join(100 * SECOND)
+    assert pace.take_join(100 * SECOND)
     assert JOIN_NS == 500 * MS
 
 
 def test_a_link_that_fills_nothing_any_more_takes_no_share() -> None:
     pace = FillPace(RATE)
-    pace.may_send("b", 0)
+    pace.renew("b", 0)
     sent = 0
     for turn in range(200):
-        while pace.may_send("a", turn * 50 * MS):
+        while pace.renew("a", turn * 50 * MS):
             pace.sent("a", 500)
             sent += 500
     assert sent == pytest.approx(10 * RATE, rel=0.15)
@@ -71,10 +71,10 @@ def test_a_link_that_fills_nothing_any_more_takes_no_share() -> None:
 
 def test_no_more_is_on_its_way_than_a_tenth_of_a_second_takes() -> None:
     pace = FillPace(RATE)
-    pace.may_send("a", 0)
-    assert pace.may_send("a", SECOND, RATE // 10)
-    assert not pace.may_send("a", SECOND, RATE // 10 + 1)
-    assert pace.may_send("a", SECOND, 0), "one message may be larger than that"
+    pace.renew("a", 0)
+    assert pace.renew("a", SECOND, RATE // 10)
+    assert not pace.renew("a", SECOND, RATE // 10 + 1)
+    assert pace.renew("a", SECOND, 0), "one message may be larger than that"
 
 
 def test_a_replica_that_acknowledges_groups_late_gets_less() -> None:
@@ -82,7 +82,7 @@ def test_a_replica_that_acknowledges_groups_late_gets_less() -> None:
     delays = AckDelays(sent)
     pace = FillPace(0)
     for turn in range(100):
-        pace.may_send("a", turn * 50 * MS)
+        pace.renew("a", turn * 50 * MS)
         delays.acknowledged(Inflight(turn, 0, 0), 2 * MS)
         pace.look(turn * 50 * MS, (delays,))
     quick = pace.rate.bytes_per_s
@@ -97,7 +97,7 @@ def test_a_replica_that_acknowledges_groups_late_gets_less() -> None:
 def test_an_event_loop_that_is_late_sends_less() -> None:
     pace = FillPace(0)
     for turn in range(100):
-        pace.may_send("a", turn * 50 * MS)
+        pace.renew("a", turn * 50 * MS)
         pace.was_late(0)
         pace.look(turn * 50 * MS, ())
     quick = pace.rate.bytes_per_s
@@ -189,7 +189,7 @@ def late_groups(delay_ns: int) -> float:
     cluster.run(LONG)
     leading = cluster.a.core.master
     for number in range(40):
-        leading.pace.may_send("c", cluster.now_ns)  # another copy is filled meanwhile
+        leading.pace.renew("c", cluster.now_ns)  # another copy is filled meanwhile
         cluster.a.put(b"\0k%d" % number, bytes(100))
         cluster.a.commit()
         for wire in cluster.wires:

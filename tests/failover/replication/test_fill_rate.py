@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from failover.replication.pace import (
-    CALM_NS,
     CEILING_BYTES_PER_S,
     FLOOR_BYTES_PER_S,
     REST_NS,
+    RESTART_NS,
     SLOW_MIN_NS,
     START_BYTES_PER_S,
     FillRate,
@@ -82,7 +82,7 @@ def test_after_a_fall_it_grows_by_small_steps_until_nothing_was_slow_for_a_while
     filling.look(looks=15)
     slow = filling.look(LATE_NS)
     assert slow < filling.look(looks=10) < 1.2 * slow
-    assert filling.look(looks=CALM_NS // LOOK_NS + 15) == MOST
+    assert filling.look(looks=RESTART_NS // LOOK_NS + 15) == MOST
 
 
 def test_a_disk_that_is_always_slow_stops_no_fill() -> None:

@@ -88,10 +88,10 @@ def test_a_member_with_a_part_of_a_snapshot_joins_no_in_sync_set() -> None:
     pair = compacted_pair()
     partly(pair, 4)
     leading = pair.master.core.master
-    leading.record_changes(pair.master.core._records, may_write=False)
+    leading.record_changes(pair.master.core.records, may_write=False)
     assert leading.masterships[VB].in_snapshot == {REPLICA}
     pair.follow()
-    leading.record_changes(pair.master.core._records, may_write=False)
+    leading.record_changes(pair.master.core.records, may_write=False)
     assert leading.masterships[VB].in_snapshot == frozenset()
 
 
@@ -299,9 +299,9 @@ def test_floors_reach_a_replica_whose_window_was_full_when_they_rose() -> None:
     pair.set(b"a", b"b", b"a")
     pair.follow()
     (feed,) = pair.master.core.master.feeds.values()
-    window_bytes, feed._window_bytes = feed._window_bytes, 0
+    window_bytes, feed.window_bytes = feed.window_bytes, 0
     pair.raise_floor(3, 1)
-    feed._window_bytes = window_bytes
+    feed.window_bytes = window_bytes
     pair.set(b"b")
     for _ in range(5):
         pair.step()

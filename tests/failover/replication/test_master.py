@@ -328,7 +328,7 @@ def test_after_a_rest_a_replica_that_is_cut_off_leaves_as_soon_as_otherwise() ->
     cluster = serving("abc")
     cluster.run(5 * S)
     leading = cluster.a.core.master
-    assert leading.is_steady, "nothing is done for each partition"
+    assert not leading.serving.active(), "nothing is done for each partition"
     (wire,) = [wire for wire in cluster.wires if wire.node is cluster.b]
     wire.cut()
     cluster.wires.remove(wire)
@@ -403,7 +403,7 @@ def test_nodes_that_are_gone_leave_at_once() -> None:
 def test_nobody_leaves_because_the_master_stood_still_at_rest() -> None:
     cluster = serving("abc")
     cluster.run(5 * S)
-    assert cluster.a.core.master.is_steady
+    assert not cluster.a.core.master.serving.active()
     cluster.now_ns += 2 * S  # nobody runs
     cluster.run(2 * S)
     assert cluster.record.isr == {"a", "b", "c"}
@@ -413,7 +413,7 @@ def test_nobody_leaves_because_the_master_stood_still_at_rest() -> None:
 def test_at_rest_a_master_is_fenced_when_a_confirmation_lapses() -> None:
     cluster = serving("abc")
     cluster.run(5 * S)
-    assert cluster.a.core.master.is_steady
+    assert not cluster.a.core.master.serving.active()
     fence_ns = cluster.a.core.master.serving.fence_ns
     assert fence_ns is not None
     assert cluster.now_ns < fence_ns <= cluster.now_ns + CONFIRMATION_NS
@@ -514,13 +514,13 @@ def test_a_node_that_leaves_disturbs_only_what_it_hands_over() -> None:
     cluster = serving()
     cluster.run(300 * MS)
     leading = cluster.a.core.master
-    assert leading.is_steady
+    assert not leading.serving.active()
     for wire in cluster.wires:
         wire.is_up = False  # no acknowledgement comes
     cluster.a.put()
     cluster.a.commit()
     leading.leave()
-    assert leading.is_steady, "waiting costs nothing"
+    assert not leading.serving.active(), "waiting costs nothing"
     cluster.tick("a")
     assert cluster.a.part.holds, "writers wait until the change is committed"
     heard, began_ns = leading.feeds["b"], cluster.now_ns

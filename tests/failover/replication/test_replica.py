@@ -398,7 +398,7 @@ def test_a_new_link_takes_over_all_that_the_lost_one_followed() -> None:
     cluster = CoreCluster()
     cluster.run(LONG)
     core, part = cluster.b.core, VB + 1
-    core._records[part] = core._records[VB]
+    core.records[part] = core.records[VB]
     core.replica.follow(part, cluster.record, cluster.now_ns)
     cluster.run(2 * LONG)
     cluster.wires.pop().cut()

@@ -81,7 +81,7 @@ def test_one_transaction_takes_so_many_changes_of_records() -> None:
     records = {}
     for vb_id in range(COMPARES_MAX + 5):
         leading.masterships[vb_id] = copy(one)
-        records[vb_id] = cluster.a.core._records[VB]
+        records[vb_id] = cluster.a.core.records[VB]
     assert len(leading.record_changes(records, may_write=True)) == COMPARES_MAX
     assert len(leading.record_changes(records, may_write=True)) == 5
 
@@ -243,7 +243,7 @@ def test_a_store_that_was_set_back_is_not_followed() -> None:
     assert cluster.b.part.state == VbState.ACTIVE
     cluster.a.crash()
     cluster.show(cluster.a)
-    assert VB not in cluster.a.core._records, "its own log says that epoch 3 began"
+    assert VB not in cluster.a.core.records, "its own log says that epoch 3 began"
     (notice,) = cluster.a.told(Notice)
     assert "vb 1 stays as it is (leader epoch 3, master not known)" in notice.text
     cluster.write(replace(old, epoch=9, master="b"))

@@ -132,9 +132,9 @@ def test_a_group_is_sent_to_the_others_whose_in_sync_set_changes_meanwhile(copie
     put(copies, 0)
     put(copies, 1)
     feed = copies.a.core.master.feeds["c"]
-    feed._window_bytes = 0  # no room now
+    feed.window_bytes = 0  # no room now
     copies.a.begin()
-    feed._window_bytes = 1 << 20
+    feed.window_bytes = 1 << 20
     assert groups_to(copies, "b")
     assert not groups_to(copies, "c")
     copies.a.core.master.masterships[1].ask(frozenset("abc"))

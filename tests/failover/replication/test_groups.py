@@ -131,10 +131,10 @@ def test_a_copy_that_is_filled_costs_the_others_nothing() -> None:
     copies.write(1, shrink(copies.records[1], ["c"]))
     copies.rest()
     feed = copies.a.core.master.feeds["c"]
-    feed._window_bytes = 1
+    feed.window_bytes = 1
     put(copies, 1)
     copies.rest()
-    feed._window_bytes = 1 << 20
+    feed.window_bytes = 1 << 20
     feed._fall_behind(feed._progress[1], copies.a.engine.partitions[1], ())
     put(copies, 1, b"\0more")
     put(copies, 2)
@@ -323,7 +323,7 @@ def test_who_joins_while_a_group_is_on_its_way_counts() -> None:
 
 def test_a_member_that_got_the_group_section_by_section_counts_as_well() -> None:
     copies = level()
-    copies.a.core.master.feeds["c"]._window_bytes = 300  # less than a whole group counts
+    copies.a.core.master.feeds["c"].window_bytes = 300  # less than a whole group counts
     put(copies, 1)
     copies.a.commit()
     assert (len(groups_to(copies, "b")), len(groups_to(copies, "c"))) == (1, 0)
@@ -350,10 +350,10 @@ def test_a_full_window_puts_partitions_behind_and_they_catch_up() -> None:
     feed = copies.a.core.master.feeds["b"]
     put(copies, 1)
     copies.rest()
-    feed._window_bytes = 1
+    feed.window_bytes = 1
     put(copies, 1, b"\0again")
     copies.a.commit()
-    feed._window_bytes = 1 << 20
+    feed.window_bytes = 1 << 20
     put(copies, 1, b"\0more")
     put(copies, 2)
     copies.a.commit()

@@ -1,4 +1,4 @@
-"""Quarantine files and loss receipts."""
+"""Discard files and loss receipts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ HEAD = pack_cut_off(CUT)[:14]
     ("data", "words"),
     [
         (b"", "too few"),
-        (sealed(b"something else, which is long"), "no quarantine file"),
+        (sealed(b"something else, which is long"), "no discard file"),
         (sealed(HEAD[:8] + b"\0\2" + HEAD[10:]), "format 2, this program reads format 1"),
         (sealed(HEAD + b"{}"), "its content is not"),
         (sealed(pack_cut_off(CUT)[:-5]), "an entry reaches to byte"),
@@ -130,12 +130,12 @@ class TestTheCommand:
     def test_it_prints_the_changes(self, tmp_path: Path, capfdbinary) -> None:
         file = tmp_path / CUT.file_name
         file.write_bytes(pack_cut_off(CUT))
-        assert run(["quarantine", "show", str(file), "-o", "plain"]) == 0
+        assert run(["discarded", "show", str(file), "-o", "plain"]) == 0
         out, _ = capfdbinary.readouterr()
         assert out.splitlines()[1:] == [
             b"9\tdeletion\t300\t\\xff\t0", b"10\tmutation\t0\tone\t100",
         ]  # fmt: skip
-        assert run(["quarantine", "show", str(file), "-o", "json"]) == 0
+        assert run(["discarded", "show", str(file), "-o", "json"]) == 0
         first, second, third = map(json.loads, capfdbinary.readouterr()[0].splitlines())
         assert (first["value"], first["vb"], first["epoch"]) == ("{}", 9, 4)
         assert second["key_encoding"] == "base64"
@@ -144,6 +144,6 @@ class TestTheCommand:
     def test_a_damaged_file_is_refused(self, tmp_path: Path, capfdbinary) -> None:
         file = tmp_path / "some.cut"
         file.write_bytes(pack_cut_off(CUT)[:-2])
-        assert run(["quarantine", "show", str(file)]) == 1
+        assert run(["discarded", "show", str(file)]) == 1
         assert b"some.cut: the checksum" in capfdbinary.readouterr()[1]
-        assert run(["quarantine", "show", str(tmp_path / "none.cut")]) == 2
+        assert run(["discarded", "show", str(tmp_path / "none.cut")]) == 2
