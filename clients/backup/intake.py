@@ -31,7 +31,6 @@ from typing import Final
 from clients.backup.archive_errors import BackupError
 from clients.backup.feed import Feed, FeedState, Piece
 from clients.errors import DcpdError, StreamViolationError
-from clients.link.frame_buffer import FrameBuffer
 from clients.streaming.change_runs import LOOPS, STORED
 from clients.streaming.outcome import (
     Ended,
@@ -41,7 +40,13 @@ from clients.streaming.outcome import (
     RollbackAsked,
     StreamOutcome,
 )
-from clients.streaming.stream_connection import BUFFER_BYTES, VERSION_LOG, Setup, StreamConnection
+from clients.streaming.stream_connection import (
+    BUFFER_BYTES,
+    VERSION_LOG,
+    FrameBuffer,
+    Setup,
+    StreamConnection,
+)
 from clients.streaming.verdict import Verdict, reason_name
 from dcp.wire.frame import HEADER_BYTES, Frame, RemoteProtocolError
 from dcp.wire.message import OpenFlag, parse_advanced, parse_marker

@@ -37,6 +37,11 @@ class Pause:
         self.until_s = now_s + self._next_s * (1 - jitter / 2)
         self._next_s = min(self._next_s * 2, PAUSE_MAX_S)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the next pause is the shortest."""
+        return self._next_s == PAUSE_FIRST_S
+
     def shorten(self) -> None:
         """Make the next pause short again. A pause that has begun stays."""
         self._next_s = PAUSE_FIRST_S

@@ -58,6 +58,8 @@ class Extensions:
             self._status[PREVIOUS_VALUE] = None
         if 0 < len(self.key_prefixes) <= KEY_PREFIXES_MAX:
             self._status[KEY_PREFIX] = None
+        self.leaves_out_here = self._has_own_filter()
+        """The client must filter by key prefix, because the server does not."""
 
     def controls(self) -> list[bytes]:
         """Return the controls to send; each takes the value "true"."""
@@ -67,16 +69,15 @@ class Extensions:
         """Process the server's answer to a control. Other controls are ignored."""
         if key in self._status:
             self._status[key] = status
+        self.leaves_out_here = self._has_own_filter()
+
+    def _has_own_filter(self) -> bool:
+        return bool(self.key_prefixes) and bool(self._status.get(KEY_PREFIX, _NOT_ASKED_FOR))
 
     @property
     def has_version_lists(self) -> bool:
         """Whether the server accepts a list of versions."""
         return self._status[VERSION_LOG] == 0
-
-    @property
-    def leaves_out_here(self) -> bool:
-        """Whether the client must filter by key prefix, because the server does not."""
-        return bool(self.key_prefixes) and bool(self._status.get(KEY_PREFIX, _NOT_ASKED_FOR))
 
     def is_for(self, position: Position) -> bool:
         """Whether a position belongs to the followed collections, as far as is known."""

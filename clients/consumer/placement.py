@@ -69,6 +69,8 @@ class Placement:
         self._pauses: dict[Place, Pause] = {}
         """Node -> pause before the next attempt."""
         self._refresh_pause = Pause()
+        self.has_paused = False
+        """A pause has begun since all were short."""
         self._is_stale = False
         """The configuration must be refreshed before the next attempt."""
         self._avoid: Place | None = None
@@ -102,6 +104,9 @@ class Placement:
         pauses = self._pauses
         for place in pauses if session is None else pauses.keys() & {_place_of(session)}:
             pauses[place].shorten()
+        self.has_paused = not all(
+            pause.is_short for pause in (self._refresh_pause, *pauses.values())
+        )
 
     def lost(self, session: ConsumerSession) -> bool:
         """A connection is lost. Return False if it was already replaced."""
@@ -381,7 +386,7 @@ class Placement:
         """
         failure = self._collect() or self._refreshed()
         if self._needs_refresh() and now_s >= self._refresh_pause.until_s:
-            self._refresh_pause.begin(now_s, jitter())
+            self._pause(self._refresh_pause, now_s)
             self._refreshing = asyncio.create_task(self.refresh(), name="consumer-map")
             self._refreshing.add_done_callback(lambda _task: self._work.set())
         if self.topology is not None:
@@ -414,7 +419,7 @@ class Placement:
         for place, vb_ids, link, problem in self._dials.finished():
             if link is None:
                 failure = problem
-                self._pause_of(place).begin(now_s, jitter())
+                self._pause(self._pause_of(place), now_s)
                 self._is_stale = True  # the node may be gone for good
             else:
                 self._begin(place, link, vb_ids)
@@ -444,7 +449,7 @@ class Placement:
                 pause = self._pause_of(place)
                 if now_s < pause.until_s:
                     continue
-                pause.begin(now_s, jitter())
+                self._pause(pause, now_s)
             if place in self.sessions:
                 partitions = {vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids}
                 self.sessions[place].add(partitions)
@@ -498,6 +503,10 @@ class Placement:
         if self._needs_refresh():
             times_s.append(self._refresh_pause.until_s)
         return min(times_s, default=None)
+
+    def _pause(self, pause: Pause, now_s: float) -> None:
+        pause.begin(now_s, jitter())
+        self.has_paused = True
 
     def _pause_of(self, place: Place) -> Pause:
         return self._pauses.setdefault(place, Pause())

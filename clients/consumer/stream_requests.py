@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from clients.consumer.event_batch import OpenBatch
 from clients.consumer.extensions import Extensions
 from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import (
     FINAL_STATES,
+    OpenBatch,
     PartitionStream,
     PartitionStreamState,
     Wanted,

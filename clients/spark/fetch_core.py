@@ -36,7 +36,6 @@ from struct import Struct
 from typing import Any, Final, NamedTuple
 
 from clients.errors import ConnectError, DcpdError, StreamViolationError, TopologyError
-from clients.link.frame_buffer import FrameBuffer
 from clients.position import Position, Versions
 from clients.spark.columns import Changes, Chunk, changes_of, heads_of, last_seqnos, without
 from clients.spark.plan import PlanStep
@@ -51,7 +50,7 @@ from clients.streaming.outcome import (
     StreamOutcome,
 )
 from clients.streaming.rollback_rounds import agreed_seqno
-from clients.streaming.stream_connection import VERSION_LOG, Setup, StreamConnection
+from clients.streaming.stream_connection import VERSION_LOG, FrameBuffer, Setup, StreamConnection
 from clients.streaming.verdict import Verdict, reason_name
 from dcp.wire.frame import HEADER_BYTES, Frame, RemoteProtocolError
 from dcp.wire.message import (
