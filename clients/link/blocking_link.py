@@ -40,6 +40,12 @@ READ_BYTES: Final = 256 * 1024
 STAGGER_S: Final = 0.25
 """How long one of several nodes has to answer before the next one is asked too. As in
 `clients.link.first_answer`, which needs asyncio."""
+WAIT_S: Final = 30.0
+"""How long `wait_until_ready` waits at least. A server with a gigabyte of log takes that long."""
+PAUSE_S: Final = 0.05
+"""Between two attempts. An attempt costs a millisecond of processor time."""
+ATTEMPT_S: Final = 2.0
+"""How long one attempt may take: a server that starts may accept a connection and answer later."""
 TIMEOUT_CHANGE_S: Final = 0.01
 """A change of the timeout below this is not worth a system call."""
 
@@ -257,6 +263,36 @@ def first_sync_link(address: ServerAddress, timeout_s: float) -> SyncLink:
         return race.run(address, timeout_s)
     finally:
         race.end()
+
+
+def wait_until_ready(address: ServerAddress, timeout_s: float) -> None:
+    """Return when the server, or one of several, accepts a login: the option --wait of dcpctl.
+
+    A server that starts reads its data first, and then opens its ports. Until then connections are
+    refused, so it tries again. Raises at once what cannot change by waiting (a wrong password, a
+    port that speaks something else), and the last error when the time is over.
+    """
+    limit_s = max(WAIT_S, timeout_s)
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        left_s = deadline_s - time.monotonic()
+        try:
+            first_sync_link(address, max(min(left_s, ATTEMPT_S), PAUSE_S)).close()
+        except WrongProtocolError:
+            raise
+        except TRANSIENT as error:
+            if left_s <= PAUSE_S:
+                raise _not_ready(error, limit_s) from error
+        else:
+            return
+        time.sleep(PAUSE_S)
+
+
+def _not_ready(error: DcpdError, limit_s: float) -> DcpdError:
+    """Return the last error with the time that was waited in its text; its class stays."""
+    if not isinstance(error, OperationTimeoutError):
+        error.what = f"{error.what}; the server was not ready within {limit_s:g} s"
+    return error
 
 
 class _Race:
