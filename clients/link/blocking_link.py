@@ -56,6 +56,7 @@ class SyncLink:
     def __init__(self, address: ServerAddress, *, timeout_s: float = 10.0) -> None:
         """Connect. Raises ConnectError, AuthenticationError, OperationTimeoutError."""
         self.address = address
+        self.place = address.host, address.port
         self.node = address.node
         self._timeout_s = timeout_s
         self._deadline_s: float | None = time.monotonic() + timeout_s

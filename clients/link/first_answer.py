@@ -14,13 +14,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 from clients.errors import TRANSIENT, DcpdError
+from clients.link.topology import Place
 
 STAGGER_S: Final = 0.25
 """How long one node has to answer before the next one is asked too. A stalled node costs this time,
 a node that refuses the connection costs none."""
 
-Place = tuple[str, int]
-"""Host and port of a node."""
 _T = TypeVar("_T")
 
 

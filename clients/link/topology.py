@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 from clients.errors import TopologyError
 from vbucket.model.ids import NUM_VBUCKETS
 
+Place = tuple[str, int]
+"""Host and key-value port of a node."""
+
 
 class ClusterNode(NamedTuple):
     """A node that serves the bucket. `mgmt_port` is the port of the admin HTTP API, 0 if none.
@@ -27,6 +30,11 @@ class ClusterNode(NamedTuple):
     host: str
     kv_port: int
     mgmt_port: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Where it listens."""
+        return self.host, self.kv_port
 
     @property
     def name(self) -> str:
@@ -69,10 +77,10 @@ class Topology(NamedTuple):
             )
         return self.nodes[index]
 
-    def place_of(self, vb_id: int) -> tuple[str, int] | None:
+    def place_of(self, vb_id: int) -> Place | None:
         """Return host and port of the node where the partition is active, None for none."""
         index = self.vbucket_map[vb_id] if 0 <= vb_id < len(self.vbucket_map) else -1
-        return None if index < 0 else (self.nodes[index].host, self.nodes[index].kv_port)
+        return None if index < 0 else self.nodes[index].place
 
     def replicas_of(self, vb_id: int) -> list[ClusterNode]:
         """Return the nodes that have a replica of the partition."""
