@@ -189,7 +189,7 @@ class Intake:
                 self._give_up(feed)
                 continue
             feed.target = seqno
-            position = feed.request_position()
+            position = feed.position()
             self._connection.request(feed, position, max(seqno, position.seqno), {})
         if any(feed.state is FeedState.IDLE for feed in self.feeds.values()):
             self._ask_seqnos()
@@ -217,7 +217,7 @@ class Intake:
             case Opened():
                 feed.open(outcome.versions)
             case RollbackAsked():
-                feed.roll_back(outcome, is_exact=self._connection.has(VERSION_LOG))
+                feed.go_back(outcome, is_exact=self._connection.has(VERSION_LOG))
                 self._again(feed)
             case Moved():
                 self._give_up(feed)
@@ -254,7 +254,7 @@ class Intake:
     def on_message(self, feed: Feed, frame: Frame) -> None:
         """Process a message that is not stored."""
         if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
-            feed.begin_snapshot(*parse_marker(frame))
+            feed.take_marker(*parse_marker(frame))
         elif frame.opcode == Opcode.DCP_SEQNO_ADVANCED:
             seqno = parse_advanced(frame)
             if not feed.seqno < seqno <= feed.marker_end:

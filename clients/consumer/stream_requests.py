@@ -38,7 +38,6 @@ from clients.streaming.outcome import (
     RollbackAsked,
     StreamOutcome,
 )
-from clients.streaming.rollback_rounds import next_round
 from clients.streaming.stream_connection import Setup, StreamConnection
 from clients.streaming.verdict import Verdict
 from dcp.wire.frame import Frame, pack_request
@@ -334,19 +333,17 @@ class StreamRequests:
 
     def _roll_back(self, stream: PartitionStream, asked: RollbackAsked, *, why: str = "") -> None:
         assert stream.seqno, "at seqno 0 there is nothing to go back from"
-        before = stream.position()
         is_exact = self._extensions.has_version_lists or bool(why)
-        position = next_round(
-            before, asked, is_exact=is_exact, to_beginning=self._to_beginning, vb_id=stream.vb_id
+        before = stream.roll_back(
+            asked, is_exact=is_exact, to_beginning=self._to_beginning, vb_id=stream.vb_id
         )
-        stream.place(position)
-        if position.seqno < before.seqno:
-            reason = why or rollback_reason(before, asked.seqno, position.seqno)
-            text = f"from seqno {before.seqno} to {position.seqno}: {reason}"
+        if stream.seqno < before.seqno:
+            reason = why or rollback_reason(before, asked.seqno, stream.seqno)
+            text = f"from seqno {before.seqno} to {stream.seqno}: {reason}"
             self.notes.append(Note("rollback", stream.vb_id, text))
             self._batch.items.append(
                 Rollback(
-                    stream.vb_id, position.seqno, asked.seqno, before.seqno, reason, asked.versions
+                    stream.vb_id, stream.seqno, asked.seqno, before.seqno, reason, asked.versions
                 )
             )  # fmt: skip
             if self._asks_on_rollback:

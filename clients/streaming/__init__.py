@@ -7,5 +7,5 @@ retry. Its users decode the changes.
     verdict              what a status or an end reason means
     outcome              the events
     stream_connection    the connection, its pending requests, and its buffer of bytes
-    rollback_rounds      one round of a rollback
+    cursor               where a client is in a partition, and what a ROLLBACK does
 """
