@@ -27,7 +27,6 @@ from clients.kv.call import Call
 from clients.kv.commands import KvTransport, reply_of
 from clients.kv.reaction import is_answer
 from clients.kv.routing import (
-    FETCH_STAGGER_S,
     PATIENCE_S,
     FetchMap,
     Result,
@@ -36,7 +35,7 @@ from clients.kv.routing import (
     patience_s,
 )
 from clients.link.blocking_link import TIMEOUT_MIN_S, SyncLink
-from clients.link.topology import ClusterNode, Place, Topology, single_node
+from clients.link.topology import STAGGER_S, ClusterNode, Place, Topology, single_node
 from clients.operation import (
     Document,
     DurabilityLevel,
@@ -345,7 +344,7 @@ class BlockingExchange(KvTransport):
         link = self._links.get(fetch.node.place)
         is_first = link is None and not self.router.was_reached
         if is_first or (link is not None and link.is_usable):
-            limit_s = fetch.until_s if is_first else time.monotonic() + FETCH_STAGGER_S
+            limit_s = fetch.until_s if is_first else time.monotonic() + STAGGER_S
             answer = self._fetched(fetch, min(limit_s, call.deadline_s))
             call.mapped(fetch, answer, time.monotonic())
             return True
@@ -359,11 +358,9 @@ class BlockingExchange(KvTransport):
     def _fetched(self, fetch: FetchMap, until_s: float) -> bytes | DcpdError:
         """Return the configuration of a node, b"" if it has none."""
         try:
-            link = self._link(fetch.node, until_s, 0)
-            frame = link.request(Opcode.GET_CLUSTER_CONFIG)
+            return self._link(fetch.node, until_s, 0).fetch_config()
         except DcpdError as error:
             return error
-        return frame.value if frame.status == Status.OK else b""
 
     # -- connections ---------------------------------------------------------------------------
 

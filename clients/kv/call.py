@@ -63,7 +63,6 @@ from clients.kv.reaction import (
     reaction_to,
 )
 from clients.kv.routing import (
-    FETCH_STAGGER_S,
     PATIENCE_MAX_S,
     Action,
     FetchMap,
@@ -74,7 +73,7 @@ from clients.kv.routing import (
     backoff_s,
     patience_s,
 )
-from clients.link.topology import ClusterNode, Place, Topology, single_node
+from clients.link.topology import STAGGER_S, ClusterNode, Place, Topology, single_node
 from clients.operation import Operation, partitions_of
 from vbucket.model.ids import NUM_VBUCKETS
 
@@ -422,7 +421,7 @@ class Call:
         actions.append(fetch)
         for held in self._held:
             if held.awaits_map:
-                held.due_s = max(held.due_s, now_s + FETCH_STAGGER_S)
+                held.due_s = max(held.due_s, now_s + STAGGER_S)
 
     # -- outcomes ------------------------------------------------------------------------------
 

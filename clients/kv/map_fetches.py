@@ -19,8 +19,6 @@ from clients.address import ServerAddress
 from clients.errors import DcpdError
 from clients.kv.routing import FetchMap
 from clients.link.blocking_link import TIMEOUT_MIN_S, SyncLink
-from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
 
 Answer = tuple[FetchMap, bytes | DcpdError]
 
@@ -62,7 +60,6 @@ def fetched(address: ServerAddress, fetch: FetchMap) -> bytes | DcpdError:
     try:
         with SyncLink(address.at(*fetch.node.place), timeout_s=left_s) as link:
             link.set_deadline(fetch.until_s)
-            frame = link.request(Opcode.GET_CLUSTER_CONFIG)
+            return link.fetch_config()
     except DcpdError as error:
         return error
-    return frame.value if frame.status == Status.OK else b""

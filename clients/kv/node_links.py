@@ -20,8 +20,6 @@ from clients.kv.routing import PATIENCE_S, FetchMap, Router
 from clients.link.handshake import PUSH_FEATURES
 from clients.link.pipelined_link import CONNECT_TIMEOUT_S, Link
 from clients.link.topology import ClusterNode, Place
-from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
 
 
 class News:
@@ -90,12 +88,11 @@ class NodeLinks:
         try:
             async with asyncio.timeout_at(fetch.until_s):
                 link = await self.link(fetch.node.place)
-                frame = await link.request(Opcode.GET_CLUSTER_CONFIG)
+                return await link.fetch_config()
         except DcpdError as error:
             return error
         except TimeoutError:
             return OperationTimeoutError("no configuration in time", node=fetch.node.name)
-        return frame.value if frame.status == Status.OK else b""
 
     async def link(self, place: Place, *, is_fresh: bool = False) -> Link:
         """Return the connection to a node; reconnect if it broke.

@@ -6,7 +6,7 @@ its client to do.
 Invariants
 - a newer map, the one with the higher (revEpoch, rev), replaces the known one. Nothing else does;
 - a node that could not be reached is not tried before its pause is over, by any call;
-- one node at a time is asked for its map. If it does not answer within FETCH_STAGGER_S, the next
+- one node at a time is asked for its map. If it does not answer within STAGGER_S, the next
   one may be asked too.
 """
 
@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from clients.errors import DcpdError, NotMyVbucketError, TopologyError
-from clients.link.topology import ClusterNode, Place, Topology, parse_topology
+from clients.link.topology import STAGGER_S, ClusterNode, Place, Topology, parse_topology
 from clients.operation import Operation, Outcome, partitions_of
 from dcp.wire.frame import Frame
 from vbucket.model.ids import NUM_VBUCKETS
@@ -27,9 +27,6 @@ BACKOFF_MAX_S: Final = 0.5
 """Pause before an operation is repeated: it doubles from the first to the longest. Each is cut by
 up to half at random, so that clients that failed together do not return together."""
 DOUBLINGS_MAX: Final = 8
-FETCH_STAGGER_S: Final = 0.25
-"""How long a node has to send its map before another one may be asked too (as in
-`clients.link.dials`)."""
 FETCH_GAP_S: Final = 0.05
 """Pause between two requests for the map: a thousand operations that fail together ask once."""
 FETCH_LIMIT_S: Final = 2.0
@@ -311,7 +308,7 @@ class Router:
             places = [place for place in others if place not in self._down] or others
             prefer = places[self._turn % len(places)]
             self._turn += 1
-        self._fetch_after_s = now_s + FETCH_STAGGER_S
+        self._fetch_after_s = now_s + STAGGER_S
         return FetchMap(nodes[prefer], now_s + FETCH_LIMIT_S)
 
     def fetch_ended(self, now_s: float) -> None:

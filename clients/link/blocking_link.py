@@ -31,15 +31,14 @@ from clients.errors import (
     none_answered,
 )
 from clients.link.handshake import Handshake
+from clients.link.topology import STAGGER_S
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, pack_request
 from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
 
 TIMEOUT_MIN_S: Final = 0.001
 """A socket takes a timeout of 0 for "do not wait at all"."""
 READ_BYTES: Final = 256 * 1024
-STAGGER_S: Final = 0.25
-"""How long one of several nodes has to answer before the next one is asked too. As in
-`clients.link.first_answer`, which needs asyncio."""
 WAIT_S: Final = 30.0
 """How long `wait_until_ready` waits at least. A server with a gigabyte of log takes that long."""
 PAUSE_S: Final = 0.05
@@ -166,6 +165,11 @@ class SyncLink:
             frames.append(self._reply(opaque))
         self.is_usable = True
         return frames[-1:] if frames[-1].status else frames[:-1]
+
+    def fetch_config(self) -> bytes:
+        """Return the cluster configuration that the node has now, b"" if it has none."""
+        frame = self.request(Opcode.GET_CLUSTER_CONFIG)
+        return frame.value if frame.status == Status.OK else b""
 
     def _with_tls(self) -> socket.socket:
         from clients.link.client_tls import client_context, connect_error

@@ -34,6 +34,7 @@ from clients.link.handshake import FEATURES, Handshake, is_config_push
 from clients.link.topology import Place, Topology, parse_topology, single_node
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -101,6 +102,11 @@ class Link(asyncio.Protocol):
         if not config:
             return single_node(*self.place)
         return parse_topology(config, self.address.host, is_tls=self.address.is_tls)
+
+    async def fetch_config(self) -> bytes:
+        """Return the cluster configuration that the node has now, b"" if it has none."""
+        frame = await self.request(Opcode.GET_CLUSTER_CONFIG)
+        return frame.value if frame.status == Status.OK else b""
 
     @classmethod
     async def connect(

@@ -12,10 +12,14 @@ Invariants
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from clients.errors import TopologyError
 from vbucket.model.ids import NUM_VBUCKETS
+
+STAGGER_S: Final = 0.25
+"""How long a node has to answer before the next one is asked too, where any node will do: to begin
+with a cluster, and for its map. A stalled node costs this time, a node that refuses none."""
 
 Place = tuple[str, int]
 """Host and key-value port of a node."""
