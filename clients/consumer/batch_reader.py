@@ -25,13 +25,14 @@ from typing import Final, NamedTuple, Protocol, cast
 from clients.checkpoint.checkpoint import Checkpoint
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.node_session import ConsumerSession
-from clients.consumer.pace import Pace
 from clients.consumer.partition_stream import Batch, Item, advance
 from clients.consumer.saving import Saver
 from clients.event import Deletion, Event, Mutation, Rollback
 from clients.streaming.mutations import Mutations
 from clients.validator import StreamValidator
 
+PIECES_PER_S: Final = 10
+"""With a rate limit, the events of one second are returned in this many pieces."""
 _CHANGES: Final = (Mutation, Deletion, Mutations)
 
 
@@ -297,3 +298,23 @@ class BatchReader:
 
 def _events_in(items: list[Item]) -> int:
     return len(items) + sum(len(item) - 1 for item in items if type(item) is Mutations)
+
+
+class Pace:
+    """Limits the rate at which events are returned to the user."""
+
+    def __init__(self, events_per_s: float) -> None:
+        self._events_per_s = events_per_s
+        self._next_s = 0.0
+
+    def cuts(self, count: int) -> range:
+        """Return the indexes at which to split `count` events into pieces."""
+        step = max(1, int(self._events_per_s / PIECES_PER_S))
+        return range(step, count, step)
+
+    async def wait(self, count: int) -> None:
+        """Wait until the next `count` events may be returned."""
+        loop = asyncio.get_running_loop()
+        due_s = max(self._next_s, loop.time())
+        self._next_s = due_s + count / self._events_per_s
+        await asyncio.sleep(due_s - loop.time())

@@ -33,8 +33,7 @@ from struct import Struct
 from types import MappingProxyType
 from typing import Final
 
-from clients.consumer.change_filter import left_in
-from clients.consumer.extensions import DEFAULT_ONLY, Extensions
+from clients.consumer.extensions import DEFAULT_ONLY, Extensions, left_in
 from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import (
     Batch,

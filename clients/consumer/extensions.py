@@ -15,9 +15,12 @@ Rules: docs/streams.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from clients.consumer.options import ConsumerOptions
+from clients.event import Deletion, Event, Mutation, SeqnoAdvanced, SnapshotEnd
 from clients.position import Position
 from clients.streaming.stream_connection import VERSION_LOG
 
@@ -98,3 +101,34 @@ class Extensions:
         if self._status.get(KEY_PREFIX, _NOT_ASKED_FOR) == 0:
             document["key_prefixes"] = [prefix.hex() for prefix in self.key_prefixes]
         return document
+
+
+def left_in(
+    events: Sequence[Event],
+    prefixes: tuple[bytes, ...],
+    hidden: tuple[bytes, ...] = (),
+    older_than: Mapping[int, int] = MappingProxyType({}),
+) -> list[Event]:
+    """Return the events of keys that begin with one of `prefixes` (() = all) and none of `hidden`.
+
+    It has three uses: key prefixes, if the server refused x_key_prefix; hiding the checkpoints that
+    consumers store in the server itself; and dropping changes before the start time, if the server
+    could not look up its seqno. If the last change of a snapshot is dropped, a SeqnoAdvanced
+    replaces it, as in a server's filter. So the snapshot still reaches its end.
+
+    Keys are without collection id. `hidden` applies to the default collection only. `older_than`:
+    partition -> CAS below which changes are dropped.
+    """
+    kept: list[Event] = []
+    passed: dict[int, int] = {}
+    for event in events:
+        if isinstance(event, Mutation | Deletion):
+            is_wanted = not prefixes or event.key.startswith(prefixes)
+            is_hidden = event.collection_id == 0 and event.key.startswith(hidden)
+            if not is_wanted or is_hidden or event.cas < older_than.get(event.vb_id, 0):
+                passed[event.vb_id] = event.seqno
+                continue
+        elif isinstance(event, SnapshotEnd) and passed.get(event.vb_id) == event.end_seqno:
+            kept.append(SeqnoAdvanced(event.vb_id, event.end_seqno))
+        kept.append(event)
+    return kept
