@@ -19,41 +19,20 @@ from typing import Any, Final, NamedTuple
 
 from clients.backup.feed import Feed
 from clients.errors import TRANSIENT, DcpdError, TopologyError
+from clients.link.dials import Dials, Pause
 from clients.link.pipelined_link import Link
-from clients.link.topology import Topology
+from clients.link.topology import Place, Topology
 
-PAUSE_FIRST_S: Final = 0.05
 PAUSE_MAX_S: Final = 2.0
-
-NodePlace = tuple[str, int]
-"""Host and port of a node."""
 
 
 class Home(NamedTuple):
     """Partitions and the node that serves them."""
 
-    place: NodePlace
+    place: Place
     link: Link | None
     """A new connection; None if the node already has a session."""
     feeds: list[Feed]
-
-
-class _NodeDial(NamedTuple):
-    task: asyncio.Task[Link]
-    feeds: list[Feed]
-
-
-class _Pause:
-    """The time of the next attempt."""
-
-    def __init__(self) -> None:
-        self.until_s = 0.0
-        self._next_s = PAUSE_FIRST_S
-
-    def begin(self, now_s: float) -> None:
-        """Pause, longer each time."""
-        self.until_s = now_s + self._next_s
-        self._next_s = min(PAUSE_MAX_S, self._next_s * 2)
 
 
 class Dialing:
@@ -65,7 +44,7 @@ class Dialing:
         self,
         topology: Topology,
         find: Callable[[], Coroutine[Any, Any, Topology]],
-        connect: Callable[[NodePlace], Coroutine[Any, Any, Link]],
+        connect: Callable[[Place], Coroutine[Any, Any, Link]],
         on_news: Callable[[], None],
     ) -> None:
         self.failure: DcpdError | None = None
@@ -73,12 +52,13 @@ class Dialing:
         self._topology = topology
         self._is_stale = False
         self._find = find
-        self._connect = connect
         self._on_news = on_news
         self._finding: asyncio.Task[Topology] | None = None
-        self._find_pause = _Pause()
-        self._dials: dict[NodePlace, _NodeDial] = {}
-        self._pauses: dict[NodePlace, _Pause] = {}
+        self._find_pause = Pause(PAUSE_MAX_S)
+        self._dials = Dials(connect, on_news)
+        self._dialed: dict[int, Feed] = {}
+        """Partition -> its feed, while its node is dialed."""
+        self._pauses: dict[Place, Pause] = {}
         self._homeless: list[Feed] = []
         self._waiting: list[Feed] = []
 
@@ -104,10 +84,10 @@ class Dialing:
     def reset(self) -> None:
         """Forget failures and start with short pauses again."""
         self.failure = None
-        self._find_pause = _Pause()
+        self._find_pause = Pause(PAUSE_MAX_S)
         self._pauses.clear()
 
-    def step(self, now_s: float, sessions: Collection[NodePlace]) -> list[Home]:
+    def step(self, now_s: float, sessions: Collection[Place]) -> list[Home]:
         """Return the partitions that have a node now. `sessions` are the connected nodes.
 
         Raises DcpdErrors that are not transient.
@@ -117,26 +97,18 @@ class Dialing:
         homes += self._assign(now_s, {*sessions, *(home.place for home in homes)})
         if self._is_stale and self._finding is None and now_s >= self._find_pause.until_s:
             self._find_pause.begin(now_s)
-            self._finding = self._start(self._find())
+            self._finding = asyncio.create_task(self._find(), name="backup-map")
+            self._finding.add_done_callback(lambda _task: self._on_news())
         return homes
 
     async def close(self) -> None:
         """Cancel all dials and requests."""
-        tasks = [dial.task for dial in self._dials.values()]
-        for dial in self._dials.values():
-            if dial.task.done() and not dial.task.cancelled() and dial.task.exception() is None:
-                dial.task.result().close()
-        everything = [*tasks, *([self._finding] if self._finding is not None else [])]
-        for task in everything:
-            task.cancel()
-        await asyncio.gather(*everything, return_exceptions=True)
+        await self._dials.close()
+        if self._finding is not None:
+            self._finding.cancel()
+            await asyncio.gather(self._finding, return_exceptions=True)
 
     # -- inside --------------------------------------------------------------------------------
-
-    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(lambda _task: self._on_news())
-        return task
 
     def _collect_topology(self, now_s: float) -> None:
         task = self._finding
@@ -155,21 +127,19 @@ class Dialing:
 
     def _collect_dials(self, now_s: float) -> list[Home]:
         homes = []
-        for place, dial in list(self._dials.items()):
-            if not dial.task.done():
-                continue
-            del self._dials[place]
-            try:
-                homes.append(Home(place, dial.task.result(), dial.feeds))
-            except TRANSIENT as error:
-                self.failure = error
-                self._pauses.setdefault(place, _Pause()).begin(now_s)
-                self.add_lost(dial.feeds)
+        for place, vb_ids, link, failure in self._dials.finished():
+            feeds = [self._dialed.pop(vb_id) for vb_id in vb_ids]
+            if link is None:
+                self.failure = failure
+                self._pauses.setdefault(place, Pause(PAUSE_MAX_S)).begin(now_s)
+                self.add_lost(feeds)
+            else:
+                homes.append(Home(place, link, feeds))
         return homes
 
-    def _assign(self, now_s: float, sessions: Collection[NodePlace]) -> list[Home]:
+    def _assign(self, now_s: float, sessions: Collection[Place]) -> list[Home]:
         """Give partitions to sessions, to running dials, or to new dials."""
-        by_place: dict[NodePlace, list[Feed]] = {}
+        by_place: dict[Place, list[Feed]] = {}
         left: list[Feed] = []
         for feed in self._homeless:
             try:
@@ -178,16 +148,19 @@ class Dialing:
                 self.failure = error
                 self.add_moved([feed])
                 continue
-            by_place.setdefault((node.host, node.kv_port), []).append(feed)
+            by_place.setdefault(node.place, []).append(feed)
         homes = []
         for place, feeds in by_place.items():
             if place in sessions:
                 homes.append(Home(place, None, feeds))
-            elif place in self._dials:
-                self._dials[place].feeds.extend(feeds)
-            elif place in self._pauses and now_s < self._pauses[place].until_s:
+            elif (
+                place not in self._dials
+                and place in self._pauses
+                and now_s < self._pauses[place].until_s
+            ):
                 left += feeds
             else:
-                self._dials[place] = _NodeDial(self._start(self._connect(place)), feeds)
+                self._dialed.update((feed.vb_id, feed) for feed in feeds)
+                self._dials.start(place, [feed.vb_id for feed in feeds])
         self._homeless = left
         return homes

@@ -8,14 +8,14 @@ Called by `clients.backup.intake`, which has the connection. If a connection is 
 takes its feeds.
 
 Invariants
-- snap_start <= seqno <= snap_end, as in `clients.position`;
-- the growing leg (`number` >= 0) begins where the accepted request began. `ranges` are the seqnos
-  at which its state is complete;
+- its cursor (`clients.streaming.cursor`) has the position, and every complete state of all runs;
+- the growing leg (`number` >= 0) begins where the accepted request began;
 - a rollback goes to the newest complete state of all runs at or below the server's seqno.
 """
 
 from __future__ import annotations
 
+import sys
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -23,8 +23,8 @@ from clients.backup.archive_errors import BackupError
 from clients.backup.legs import LEGS_MAX, Leg, Placed, end_of, position_of
 from clients.errors import StreamViolationError
 from clients.position import Position
+from clients.streaming.cursor import Cursor
 from clients.streaming.outcome import RollbackAsked
-from clients.streaming.rollback_rounds import next_round
 from dcp.wire.message import MarkerFlag
 
 
@@ -52,8 +52,11 @@ class Piece(NamedTuple):
     """The partition's legs in this run, as of the last change. They are saved with it."""
 
 
-class Feed:
+class Feed(Cursor):
     """One partition in a run; see the module."""
+
+    ranges_max = sys.maxsize
+    """Each complete state can be restored, so none is thinned out."""
 
     def __init__(
         self,
@@ -85,11 +88,8 @@ class Feed:
 
     def place(self, position: Position) -> None:
         """Set the position; no leg is open."""
-        self.position = position
-        self.seqno = position.seqno
-        self.snap_start, self.snap_end = position.snap_start, position.snap_end
-        self.marker_start = self.marker_end = 0
-        self.is_history = self.is_marker_new = False
+        super().place(position)
+        self._ranges_before = 0
 
     def chain(self) -> list[Placed]:
         """Return all legs, the growing one included."""
@@ -137,76 +137,63 @@ class Feed:
         self.state = FeedState.OPEN
         self.from_seqno = self.seqno
         self.versions = versions
-        is_whole = self.seqno == self.snap_end
-        self.ranges: list[tuple[int, int]] = [(self.seqno, self.seqno)] if is_whole else []
+        self._ranges_before = len(self.older_ranges) + int(self.range_end < self.seqno)
 
     def close_leg(self) -> None:
         """Close the growing leg."""
         self._closed = self.legs()
         self.number = -1
-        self.marker_start = self.marker_end = 0
-        self.is_marker_new = False
+        self.leave_snapshot()
 
-    def begin_snapshot(self, start_seqno: int, end_seqno: int, flags: int) -> None:
-        """Process a marker. The position stays until its first change."""
+    def take_marker(self, start_seqno: int, end_seqno: int, flags: int) -> None:
+        """Process a marker. Raises StreamViolationError for one that cannot follow."""
         if self.marker_end or end_seqno <= self.seqno:
             raise StreamViolationError(
                 f"a marker {start_seqno} to {end_seqno} at seqno {self.seqno}"
                 + (f", in the snapshot up to {self.marker_end}" if self.marker_end else ""),
                 vb_id=self.vb_id,
             )
-        self.marker_start, self.marker_end = start_seqno, end_seqno
-        self.is_history = bool(flags & MarkerFlag.HISTORY)
-        self.is_marker_new = True
+        self.begin_snapshot(start_seqno, end_seqno, is_history=bool(flags & MarkerFlag.HISTORY))
 
     def advance(self, first_seqno: int, last_seqno: int, count: int) -> None:
-        """Advance over `count` changes of one piece; 0: the seqno advanced without a change."""
-        if self.is_marker_new:
-            self.is_marker_new = False
-            if self.seqno >= self.snap_end:
-                self.snap_start = min(self.marker_start, first_seqno)
-            self.snap_end = self.marker_end
-        ranges = self.ranges
-        was_whole = bool(ranges) and ranges[-1][1] == self.seqno
-        # A gap means that documents of a dropped collection are no longer streamed. Without them
-        # the states in between are incomplete, even in a history snapshot.
-        if was_whole and last_seqno - self.seqno == count:
-            ranges[-1] = (ranges[-1][0], last_seqno)
-            if self.is_history:
-                # Nothing is missing, so a request from here need not name the snapshot.
-                self.snap_start = self.snap_end = last_seqno
-        elif last_seqno > self.snap_end:  # the history was complete up to here
-            self.snap_start, self.snap_end = self.seqno, self.marker_end
-        self.seqno = last_seqno
-        if last_seqno == self.marker_end:
-            self.snap_start = self.snap_end = last_seqno
-            self.marker_end = 0
-            if not ranges or ranges[-1][1] < last_seqno:
-                ranges.append((last_seqno, last_seqno))
+        """Advance over `count` changes of one piece; 0: the seqno advanced without a change.
 
-    def request_position(self) -> Position:
+        A gap means that documents of a dropped collection are no longer streamed. Without them the
+        states in between are incomplete, even in a history snapshot.
+        """
+        super().advance(first_seqno, last_seqno, count)
+        if last_seqno == self.marker_end:
+            self.complete_snapshot()
+
+    def position(self) -> Position:
         """Return where the next request begins."""
-        if self.number < 0:
-            return self.position
-        return position_of(self.chain(), self._versions_max)
+        position = super().position()
+        if not self.seqno:
+            return Position()
+        return position._replace(versions=position.versions[: self._versions_max])
 
     def stop(self) -> None:
         """The stream is over: close its leg, and move to where the next request begins."""
-        position = self.request_position()
         self.close_leg()
-        self.place(position)
+        self.place(self.position())
 
-    def roll_back(self, asked: RollbackAsked, *, is_exact: bool) -> None:
+    def go_back(self, asked: RollbackAsked, *, is_exact: bool) -> None:
         """Go to the newest complete state at or below the server's seqno."""
-        before = self.request_position()
-        position = next_round(before, asked, is_exact=is_exact, vb_id=self.vb_id)
         self.close_leg()
-        self.place(position)
-        if position.seqno < before.seqno:
-            self.rollbacks.append((before.seqno, position.seqno))
+        before = self.roll_back(asked, is_exact=is_exact, vb_id=self.vb_id)
+        if self.seqno < before.seqno:
+            self.rollbacks.append((before.seqno, self.seqno))
+
+    def _ranges(self) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of complete states of the growing leg."""
+        every = (*self.older_ranges[self._ranges_before :], (self.range_start, self.range_end))
+        if self._ranges_before > len(self.older_ranges):
+            return ()
+        (first, last), *others = every
+        return ((max(first, self.from_seqno), last), *others)
 
     def _leg(self) -> Leg:
         return Leg(
             self.number, self.from_seqno, self.seqno, self.snap_start, self.snap_end,
-            self.versions, tuple(self.ranges),
+            self.versions, self._ranges(),
         )  # fmt: skip

@@ -31,7 +31,6 @@ from typing import Final
 from clients.backup.archive_errors import BackupError
 from clients.backup.feed import Feed, FeedState, Piece
 from clients.errors import DcpdError, StreamViolationError
-from clients.link.frame_buffer import FrameBuffer
 from clients.streaming.change_runs import LOOPS, STORED
 from clients.streaming.outcome import (
     Ended,
@@ -41,7 +40,13 @@ from clients.streaming.outcome import (
     RollbackAsked,
     StreamOutcome,
 )
-from clients.streaming.stream_connection import BUFFER_BYTES, VERSION_LOG, Setup, StreamConnection
+from clients.streaming.stream_connection import (
+    BUFFER_BYTES,
+    VERSION_LOG,
+    FrameBuffer,
+    Setup,
+    StreamConnection,
+)
 from clients.streaming.verdict import Verdict, reason_name
 from dcp.wire.frame import HEADER_BYTES, Frame, RemoteProtocolError
 from dcp.wire.message import OpenFlag, parse_advanced, parse_marker
@@ -184,7 +189,7 @@ class Intake:
                 self._give_up(feed)
                 continue
             feed.target = seqno
-            position = feed.request_position()
+            position = feed.position()
             self._connection.request(feed, position, max(seqno, position.seqno), {})
         if any(feed.state is FeedState.IDLE for feed in self.feeds.values()):
             self._ask_seqnos()
@@ -212,7 +217,7 @@ class Intake:
             case Opened():
                 feed.open(outcome.versions)
             case RollbackAsked():
-                feed.roll_back(outcome, is_exact=self._connection.has(VERSION_LOG))
+                feed.go_back(outcome, is_exact=self._connection.has(VERSION_LOG))
                 self._again(feed)
             case Moved():
                 self._give_up(feed)
@@ -249,7 +254,7 @@ class Intake:
     def on_message(self, feed: Feed, frame: Frame) -> None:
         """Process a message that is not stored."""
         if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
-            feed.begin_snapshot(*parse_marker(frame))
+            feed.take_marker(*parse_marker(frame))
         elif frame.opcode == Opcode.DCP_SEQNO_ADVANCED:
             seqno = parse_advanced(frame)
             if not feed.seqno < seqno <= feed.marker_end:

@@ -35,7 +35,6 @@ from clients.backup.run import collections_of
 from clients.backup.selection import Routes, Selection, split_key
 from clients.backup.strip import Stretch
 from clients.link.pipelined_link import Link
-from clients.link.topology import parse_topology, single_node
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
 
@@ -170,13 +169,9 @@ class Restore:
         link = await Link.connect(address, features=self._features)
         try:
             created = await self._prepare_collections(link)
-            assert link.handshake is not None
-            config = link.handshake.config
+            topology = link.topology()
         finally:
             link.close()
-        topology = single_node(link.address.host, link.address.port)
-        if config:
-            topology = parse_topology(config, link.address.host, is_tls=address.is_tls)
         writer = RestoreWriter(
             address, topology, self._options,
             features=self._features, retry_pause_s=self._retry_pause_s,

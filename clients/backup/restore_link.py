@@ -36,7 +36,7 @@ from clients.errors import (
     error_from_status,
 )
 from clients.link.pipelined_link import Link
-from clients.link.topology import Topology, parse_topology
+from clients.link.topology import Topology
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
 from dcp.wire.message import (
@@ -207,16 +207,14 @@ class RestoreWriter:
         try:
             assert link.handshake is not None
             if link.handshake.config:
-                self._topology = parse_topology(
-                    link.handshake.config, link.address.host, is_tls=self._address.is_tls
-                )
+                self._topology = link.topology()
         finally:
             link.close()
 
     async def _channel(self, vb_id: int) -> _Channel:
         """Return the connection to a partition's node."""
         node = self._topology.node_of(vb_id)
-        place = (node.host, node.kv_port)
+        place = node.place
         channel = self._channels.get(place)
         if channel is None:
             link = await Link.connect(self._address.at(*place), features=self._features)

@@ -29,7 +29,7 @@ from clients.backup.archive import Archive
 from clients.backup.archive_errors import ArchiveError
 from clients.backup.archive_manifest import RunRecord
 from clients.backup.chunk import CHUNK_BYTES, Chunker, RawChunk
-from clients.backup.dialing import Dialing, Home, NodePlace
+from clients.backup.dialing import Dialing, Home
 from clients.backup.feed import Feed, Piece
 from clients.backup.intake import Intake
 from clients.backup.legs import Placed
@@ -46,7 +46,7 @@ from clients.errors import (
 )
 from clients.link.handshake import FEATURES
 from clients.link.pipelined_link import Link
-from clients.link.topology import Topology, parse_topology, single_node
+from clients.link.topology import Place, Topology
 from dcp.wire.feature import Feature
 from dcp.wire.frame import ProtocolError
 from dcp.wire.opcode import Opcode
@@ -174,7 +174,7 @@ class Backup:
         self._keep_s = keep_s
         self._queue_chunks = queue_chunks
         self._segment_bytes = segment_bytes
-        self._sessions: dict[NodePlace, _Session] = {}
+        self._sessions: dict[Place, _Session] = {}
         self._feeds: dict[int, Feed] = {}
         self._dialing: Dialing | None = None
         self._chunker = Chunker(chunk_bytes)
@@ -335,18 +335,14 @@ class Backup:
     async def _find_topology(self) -> Topology:
         link = await Link.connect(self._address, features=PUSH_FEATURES)
         try:
-            assert link.handshake is not None
-            config = link.handshake.config
+            topology = link.topology()
             self._collections = await collections_of(link)
-            topology = single_node(link.address.host, link.address.port)
-            if config:
-                topology = parse_topology(config, link.address.host, is_tls=link.address.is_tls)
             self._is_one_node = len(topology.nodes) == 1
             return topology
         finally:
             link.close()
 
-    async def _connect(self, place: NodePlace) -> Link:
+    async def _connect(self, place: Place) -> Link:
         return await Link.connect(self._address.at(*place), features=PUSH_FEATURES)
 
     def _stream_from(self, home: Home) -> None:

@@ -67,27 +67,42 @@ EXIT_CODES_TEXT: Final = (
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "ping": ("ping_command:ping", "Check that the server answers; can wait for it."),
-    "get": ("document_commands:get", "Print a document."),
-    "set": ("document_commands:set_", "Store a document."),
-    "del": ("document_commands:delete", "Delete documents."),
-    "keys": ("keys_command:keys", "List keys, by prefix."),
-    "watch": ("watch_command:watch", "Stream changes; can be resumed."),
-    "import": ("import_command:import_", "Load CSV or JSON lines from a file or a pipe."),
-    "seqnos": ("partition_commands:seqnos", "Show the high seqno of each partition."),
-    "failover-log": ("partition_commands:failover_log", "Show the versions of a partition."),
-    "status": ("partition_commands:status", "Show the server's version, state and content."),
-    "vb": ("vbucket_commands:vb", "Branch, fail over, purge, dump or stop a partition."),
-    "compact": ("compact_command:compact", "Free the space of old versions and deletions."),
-    "cluster": ("cluster_commands:cluster", "Create and operate a cluster of nodes."),
-    "stream": ("stream_commands:stream", "List, slow, stop and end streams of consumers."),
-    "fault": ("fault_commands:fault", "Make requests fail, wait or disconnect."),
-    "explain": ("explain_command:explain_", "Explain a rollback."),
-    "collection": ("collection_commands:collection", "List, create and drop collections."),
+    "get": ("documents.document_commands:get", "Print a document."),
+    "set": ("documents.document_commands:set_", "Store a document."),
+    "del": ("documents.document_commands:delete", "Delete documents."),
+    "keys": ("documents.keys_command:keys", "List keys, by prefix."),
+    "watch": ("changes.watch_command:watch", "Stream changes; can be resumed."),
+    "import": ("documents.import_command:import_", "Load CSV or JSON lines from a file or a pipe."),
+    "seqnos": ("partitions.partition_commands:seqnos", "Show the high seqno of each partition."),
+    "failover-log": (
+        "partitions.partition_commands:failover_log",
+        "Show the versions of a partition.",
+    ),
+    "status": (
+        "partitions.partition_commands:status",
+        "Show the server's version, state and content.",
+    ),
+    "vb": ("partitions.vbucket_commands:vb", "Branch, fail over, purge, dump or stop a partition."),
+    "compact": (
+        "partitions.storage_commands:compact",
+        "Free the space of old versions and deletions.",
+    ),
+    "cluster": ("cluster.cluster_commands:cluster", "Create and operate a cluster of nodes."),
+    "stream": ("changes.stream_commands:stream", "List, slow, stop and end streams of consumers."),
+    "fault": ("partitions.fault_commands:fault", "Make requests fail, wait or disconnect."),
+    "explain": ("changes.explain_command:explain_", "Explain a rollback."),
+    "collection": (
+        "documents.collection_commands:collection",
+        "List, create and drop collections.",
+    ),
     "backup": ("backup_commands:backup", "Back up to an archive, and restore from it."),
     "user": ("user_commands:user", "Manage users and their roles."),
     "context": ("context_commands:context", "Save servers and logins under names."),
-    "discarded": ("quarantine_command:discarded", "Show changes that a replica has cut off."),
-    "verify": ("verify_command:verify", "Check a data folder that no server uses."),
+    "discarded": (
+        "partitions.quarantine_command:discarded",
+        "Show changes that a replica has cut off.",
+    ),
+    "verify": ("partitions.storage_commands:verify", "Check a data folder that no server uses."),
     "completion": ("completion_command:completion", "Print a script for a shell's completion."),
 }
 """Command -> (module:name, line in the help)."""
@@ -221,7 +236,7 @@ def with_target(command: _F) -> _F:
             login = {"server": None, "context": None, **login}
         target = target._replace(given=target.given._replace(**login), **options)
         if target.waits:
-            from clients.cli.readiness import wait_until_ready
+            from clients.link.blocking_link import wait_until_ready
 
             wait_until_ready(target.address, target.timeout_s)
         return command(target=target, **arguments)

@@ -215,7 +215,7 @@ def _point_of(run: int | None, moment: str | None, seqnos: str | None) -> Point:
 def _creator(target: Target) -> Callable[[str, int], None]:
     """Return a function that creates a collection through the admin API."""
     from clients.cli.admin_api import admin_of, quoted
-    from clients.cli.collection_commands import SCOPES_PATH
+    from clients.cli.documents.collection_commands import SCOPES_PATH
 
     def create(path: str, max_ttl_s: int) -> None:
         scope, _, name = path.partition(".")

@@ -24,15 +24,15 @@ from typing import Final, NamedTuple, Protocol, cast
 
 from clients.checkpoint.checkpoint import Checkpoint
 from clients.consumer.counters import ConsumerMetrics
-from clients.consumer.event_batch import Batch, Item
 from clients.consumer.node_session import ConsumerSession
-from clients.consumer.pace import Pace
-from clients.consumer.partition_stream import advance
+from clients.consumer.partition_stream import Batch, Item, advance
 from clients.consumer.saving import Saver
 from clients.event import Deletion, Event, Mutation, Rollback
 from clients.streaming.mutations import Mutations
 from clients.validator import StreamValidator
 
+PIECES_PER_S: Final = 10
+"""With a rate limit, the events of one second are returned in this many pieces."""
 _CHANGES: Final = (Mutation, Deletion, Mutations)
 
 
@@ -78,7 +78,7 @@ class BatchReader:
         """Raised after all earlier events were returned."""
         self.wake = asyncio.Event()
         """Wakes `batches` when something has changed."""
-        self.pace = Pace(events_per_s)
+        self.pace = None if events_per_s is None else Pace(events_per_s)
         self.delivered: Checkpoint = {}
         """The positions at the beginning of the current batch."""
         self._saver = saver
@@ -129,7 +129,7 @@ class BatchReader:
         """Yield the same, with mutations that are not decoded. If there is a rate limit or a
         validator, they are.
         """
-        is_lazy = self._validator is None and not self.pace.is_limited
+        is_lazy = self._validator is None and self.pace is None
         return self._pieces(source, is_lazy=is_lazy)
 
     async def _pieces(self, source: Source, *, is_lazy: bool) -> AsyncIterator[list[Item]]:
@@ -149,8 +149,9 @@ class BatchReader:
                 self._decode_rest(batch)
             for stop in self._piece_ends(batch.items, asks=source.asks):
                 if stop > self._piece_start:
-                    await self.pace.wait(stop - self._piece_start)
-                    self._check_newest(iteration)
+                    if self.pace is not None:
+                        await self.pace.wait(stop - self._piece_start)
+                        self._check_newest(iteration)
                     self._look_at(batch.items, stop)
                     self._count = stop
                     yield batch.items[self._piece_start : stop]
@@ -234,7 +235,9 @@ class BatchReader:
 
     def _piece_ends(self, items: list[Item], *, asks: bool) -> list[int]:
         """Return where to split a batch: for the rate limit, and before rollbacks to decide."""
-        ends = {len(items), *self.pace.cuts(len(items))}
+        ends = {len(items)}
+        if self.pace is not None:
+            ends.update(self.pace.cuts(len(items)))
         if asks:
             ends.update(at for at, item in enumerate(items) if isinstance(item, Rollback))
         return sorted(ends)
@@ -278,7 +281,8 @@ class BatchReader:
             if not self.is_open or source.is_finished:
                 return None
             self.wake.clear()
-            await self._saver.save_when_due(self.delivered)
+            if self._saver.saves_by_itself:
+                await self._saver.save_when_due(self.delivered)
             if self.wake.is_set():
                 continue
             try:
@@ -286,10 +290,31 @@ class BatchReader:
                     await self.wake.wait()
             except TimeoutError:
                 continue  # time to save
-        await self._saver.save_when_due(self.delivered)
-        self._check_newest(iteration)
+        if self._saver.saves_by_itself:
+            await self._saver.save_when_due(self.delivered)
+            self._check_newest(iteration)
         return self._queue.popleft()
 
 
 def _events_in(items: list[Item]) -> int:
     return len(items) + sum(len(item) - 1 for item in items if type(item) is Mutations)
+
+
+class Pace:
+    """Limits the rate at which events are returned to the user."""
+
+    def __init__(self, events_per_s: float) -> None:
+        self._events_per_s = events_per_s
+        self._next_s = 0.0
+
+    def cuts(self, count: int) -> range:
+        """Return the indexes at which to split `count` events into pieces."""
+        step = max(1, int(self._events_per_s / PIECES_PER_S))
+        return range(step, count, step)
+
+    async def wait(self, count: int) -> None:
+        """Wait until the next `count` events may be returned."""
+        loop = asyncio.get_running_loop()
+        due_s = max(self._next_s, loop.time())
+        self._next_s = due_s + count / self._events_per_s
+        await asyncio.sleep(due_s - loop.time())

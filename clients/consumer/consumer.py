@@ -238,11 +238,12 @@ class Consumer:
         Raises DcpdError if the server refuses the stream of a partition for good: the changes of
         that partition would be missing.
         """
-        async for event in self.events():
-            if isinstance(event, Mutation | Deletion | Rollback):
-                yield event
-            elif isinstance(event, StreamFailed):
-                raise event.error()
+        async for events in self.batches():
+            for event in self._reader.one_by_one(events):
+                if isinstance(event, (Mutation, Deletion, Rollback)):
+                    yield event
+                elif isinstance(event, StreamFailed):
+                    raise event.error()
 
     async def deliveries(self) -> AsyncIterator[Delivery]:
         """Yield batches with the positions to store together with their effects; see Delivery.

@@ -33,11 +33,11 @@ from struct import Struct
 from types import MappingProxyType
 from typing import Final
 
-from clients.consumer.change_filter import left_in
-from clients.consumer.event_batch import Batch, OpenBatch
-from clients.consumer.extensions import DEFAULT_ONLY, Extensions
+from clients.consumer.extensions import DEFAULT_ONLY, Extensions, left_in
 from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import (
+    Batch,
+    OpenBatch,
     PartitionStream,
     PartitionStreamState,
     Wanted,
@@ -55,11 +55,10 @@ from clients.event import (
     SnapshotStart,
     SystemEvent,
 )
-from clients.link.frame_buffer import FrameBuffer
 from clients.position import Position
 from clients.streaming.change_runs import LOOPS, MUTATION_BYTES_MIN, MUTATION_EXTRAS_BYTES
 from clients.streaming.mutations import Mutations, decoded
-from clients.streaming.stream_connection import Setup
+from clients.streaming.stream_connection import FrameBuffer, Setup
 from dcp.wire.frame import (
     HEADER_BYTES,
     Frame,
@@ -257,7 +256,8 @@ class ConsumerCore:
         if vb_id != stream.vb_id:
             return 0  # `_take_mutation` has the words
         mutations = Mutations(vb_id, first, last, count, (buffer, at, self._prefix_bytes))
-        self._batch.touch(stream)
+        if stream not in self._batch.touched:
+            self._batch.touch(stream)
         stream.move_over(mutations)
         items = self._batch.items
         items.append(mutations)
@@ -286,7 +286,8 @@ class ConsumerCore:
             return 0
         if stream is None:
             return stop
-        self._batch.touch(stream)
+        if stream not in self._batch.touched:
+            self._batch.touch(stream)
         if vb_id != stream.vb_id:
             raise mixed_up(stream, vb_id)
         if not stream.seqno < seqno <= stream.marker_end:
@@ -298,8 +299,11 @@ class ConsumerCore:
         if self._previous is not None or datatype & DATATYPE_XATTR:
             self._complete(change, stream, opaque)
         stream.move(seqno)
-        self._batch.items.append(change)
-        self._complete_at(stream, seqno)
+        items = self._batch.items
+        items.append(change)
+        if seqno == stream.marker_end:
+            stream.complete_snapshot()
+            items.append(SnapshotEnd(vb_id, seqno))
         return stop
 
     def _complete(self, change: Mutation, stream: PartitionStream, opaque: int) -> None:
@@ -314,7 +318,8 @@ class ConsumerCore:
         """Process a message of an open stream that is neither a mutation nor the stream's end."""
         handler = _MESSAGES.get(frame.opcode)
         if handler is not None:
-            self._batch.touch(stream)
+            if stream not in self._batch.touched:
+                self._batch.touch(stream)
             if frame.vb_id != stream.vb_id:
                 raise mixed_up(stream, frame.vb_id)
             handler(self, stream, frame)

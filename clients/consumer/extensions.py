@@ -15,9 +15,12 @@ Rules: docs/streams.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from clients.consumer.options import ConsumerOptions
+from clients.event import Deletion, Event, Mutation, SeqnoAdvanced, SnapshotEnd
 from clients.position import Position
 from clients.streaming.stream_connection import VERSION_LOG
 
@@ -58,6 +61,8 @@ class Extensions:
             self._status[PREVIOUS_VALUE] = None
         if 0 < len(self.key_prefixes) <= KEY_PREFIXES_MAX:
             self._status[KEY_PREFIX] = None
+        self.leaves_out_here = self._has_own_filter()
+        """The client must filter by key prefix, because the server does not."""
 
     def controls(self) -> list[bytes]:
         """Return the controls to send; each takes the value "true"."""
@@ -67,16 +72,15 @@ class Extensions:
         """Process the server's answer to a control. Other controls are ignored."""
         if key in self._status:
             self._status[key] = status
+        self.leaves_out_here = self._has_own_filter()
+
+    def _has_own_filter(self) -> bool:
+        return bool(self.key_prefixes) and bool(self._status.get(KEY_PREFIX, _NOT_ASKED_FOR))
 
     @property
     def has_version_lists(self) -> bool:
         """Whether the server accepts a list of versions."""
         return self._status[VERSION_LOG] == 0
-
-    @property
-    def leaves_out_here(self) -> bool:
-        """Whether the client must filter by key prefix, because the server does not."""
-        return bool(self.key_prefixes) and bool(self._status.get(KEY_PREFIX, _NOT_ASKED_FOR))
 
     def is_for(self, position: Position) -> bool:
         """Whether a position belongs to the followed collections, as far as is known."""
@@ -97,3 +101,34 @@ class Extensions:
         if self._status.get(KEY_PREFIX, _NOT_ASKED_FOR) == 0:
             document["key_prefixes"] = [prefix.hex() for prefix in self.key_prefixes]
         return document
+
+
+def left_in(
+    events: Sequence[Event],
+    prefixes: tuple[bytes, ...],
+    hidden: tuple[bytes, ...] = (),
+    older_than: Mapping[int, int] = MappingProxyType({}),
+) -> list[Event]:
+    """Return the events of keys that begin with one of `prefixes` (() = all) and none of `hidden`.
+
+    It has three uses: key prefixes, if the server refused x_key_prefix; hiding the checkpoints that
+    consumers store in the server itself; and dropping changes before the start time, if the server
+    could not look up its seqno. If the last change of a snapshot is dropped, a SeqnoAdvanced
+    replaces it, as in a server's filter. So the snapshot still reaches its end.
+
+    Keys are without collection id. `hidden` applies to the default collection only. `older_than`:
+    partition -> CAS below which changes are dropped.
+    """
+    kept: list[Event] = []
+    passed: dict[int, int] = {}
+    for event in events:
+        if isinstance(event, Mutation | Deletion):
+            is_wanted = not prefixes or event.key.startswith(prefixes)
+            is_hidden = event.collection_id == 0 and event.key.startswith(hidden)
+            if not is_wanted or is_hidden or event.cas < older_than.get(event.vb_id, 0):
+                passed[event.vb_id] = event.seqno
+                continue
+        elif isinstance(event, SnapshotEnd) and passed.get(event.vb_id) == event.end_seqno:
+            kept.append(SeqnoAdvanced(event.vb_id, event.end_seqno))
+        kept.append(event)
+    return kept

@@ -16,8 +16,8 @@ from random import Random
 from typing import Any, Final
 
 from clients.errors import DcpdError
-from clients.link.first_answer import Place
 from clients.link.pipelined_link import Link
+from clients.link.topology import Place
 
 CHECK_S: Final = 5.0
 """How often the node is asked for a sign of life, and how long that may take."""

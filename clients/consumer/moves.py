@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from clients.link.first_answer import Place
+from clients.link.topology import Place
 
 QUIET_S: Final = 1.0
 WAVE_S_MAX: Final = 10.0

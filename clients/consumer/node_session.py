@@ -18,9 +18,8 @@ from typing import Final, Protocol
 
 from clients.consumer.core import ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
-from clients.consumer.event_batch import Batch
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Wanted
+from clients.consumer.partition_stream import Batch, Wanted
 from clients.errors import DcpdError, StatusError, StreamViolationError
 from clients.link.pipelined_link import Link
 from dcp.wire.frame import ProtocolError
@@ -107,10 +106,11 @@ class ConsumerSession:
             self._owner.map_wanted(self)
         if self.link.is_closed:
             return
-        output = self.core.take_output()
+        connection = self.core.streams.connection
+        output = connection.requests.take_output()
         if output:
             self.link.write(output)
-        due_ns = self.core.next_tick_ns
+        due_ns = connection.next_due_ns
         if due_ns is not None and ("tick" not in self._timers or due_ns < self._tick_ns):
             self._tick_ns = due_ns
             self._arm("tick", max(0, due_ns - time.monotonic_ns()) / 1e9, self._on_tick)

@@ -1,4 +1,4 @@
-"""The state of one partition's stream in the consumer's core. Pure.
+"""The state of one partition's stream in a consumer's core, and what a read brings. Pure.
 
     NEW -> ASKED -> OPEN -> DONE      finished, or closed for good
              |        |
@@ -7,8 +7,7 @@
              +------------> HELD      rolled back; the user decides what to do
              +------------> FAILED    refused for good
 
-Invariant: snap_start <= seqno <= snap_end. `marker_end` is 0 between snapshots. A marker without an
-item yet (`is_marker_new`) has not moved the position. The core has checked that items are inside
+Its cursor (`clients.streaming.cursor`) has the position. The core has checked that items are inside
 the open snapshot, in order, and of this partition (`misplaced`, `mixed_up`).
 """
 
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from clients.errors import StreamViolationError
 from clients.event import (
@@ -30,8 +29,12 @@ from clients.event import (
     StreamOpened,
     SystemEvent,
 )
-from clients.position import RANGES_MAX, Filter, Position, Versions, clipped, thinned
-from clients.streaming.mutations import Mutations
+from clients.position import Filter, Position, Versions, clipped
+from clients.streaming.cursor import Cursor
+from clients.streaming.mutations import Mutations, decoded
+
+Item = Event | Mutations
+"""An event, or consecutive mutations of one partition that are not decoded yet."""
 
 
 class PartitionStreamState(Enum):
@@ -63,33 +66,11 @@ class Wanted(NamedTuple):
     now_seqno: int | None = None
 
 
-class PartitionStream:
+class PartitionStream(Cursor):
     """See the module. `position` is None for a stream that starts from now."""
 
-    __slots__ = (
-        "base_seqno",
-        "ceiling",
-        "collections",
-        "filter",
-        "has_position",
-        "is_marker_new",
-        "marker_end",
-        "marker_start",
-        "now_seqno",
-        "older_ranges",
-        "opaque",
-        "range_end",
-        "range_start",
-        "retry_at_ns",
-        "retry_ns",
-        "seqno",
-        "snap_end",
-        "snap_start",
-        "state",
-        "target",
-        "vb_id",
-        "versions",
-    )
+    __slots__ = ("ceiling", "has_position", "now_seqno", "opaque", "retry_at_ns", "retry_ns",
+                 "state", "target", "vb_id")  # fmt: skip
 
     def __init__(self, vb_id: int, position: Position | None) -> None:
         self.vb_id = vb_id
@@ -104,47 +85,18 @@ class PartitionStream:
         """Opaque of its request while that is pending or the stream is open, otherwise 0."""
         self.retry_ns = 0
         self.retry_at_ns = 0
-        self.marker_start = self.marker_end = 0
-        self.is_marker_new = False
         self.place(position or Position())
         self.has_position = position is not None
 
     def place(self, position: Position) -> None:
         """Set the position."""
-        assert position.snap_start <= position.seqno <= position.snap_end
-        self.versions: Versions = position.versions
-        self.seqno = position.seqno
-        self.snap_start, self.snap_end = position.snap_start, position.snap_end
-        self.base_seqno = position.base_seqno
-        self.collections = position.collections
-        self.filter = position.filter
-        ranges = list(position.complete) or [(0, 0)]
-        if self.seqno == self.snap_end and ranges[-1][1] < self.seqno:
-            ranges.append((self.seqno, self.seqno))
-        self.range_start, self.range_end = ranges.pop()
-        self.older_ranges = ranges
-        """Ranges of complete states before the last one, which is range_start to range_end."""
+        super().place(position)
         self.has_position = True
-        self.leave_snapshot()
 
     @property
     def is_over(self) -> bool:
         """Whether it needs nothing more from this node: finished, refused for good, or moved."""
         return self.state in FINAL_STATES or self.state is PartitionStreamState.GONE
-
-    def position(self) -> Position:
-        """Return the position after all received events."""
-        assert self.snap_start <= self.seqno <= self.snap_end
-        return Position(
-            self.versions,
-            self.seqno,
-            self.snap_start,
-            self.snap_end,
-            (*self.older_ranges, (self.range_start, self.range_end)),
-            self.base_seqno,
-            self.collections,
-            self.filter,
-        )
 
     def open(self, versions: Versions) -> None:
         """The server accepted. Its failover log replaces the client's."""
@@ -153,55 +105,75 @@ class PartitionStream:
         self.retry_ns = 0
         self.leave_snapshot()
 
-    def begin_snapshot(self, start_seqno: int, end_seqno: int) -> None:
-        """Process a marker. The position stays until its first item."""
-        self.marker_start, self.marker_end = start_seqno, end_seqno
-        self.is_marker_new = True
-
-    def move(self, seqno: int) -> None:
-        """Advance to an item."""
-        if self.is_marker_new:
-            self.enter_snapshot(seqno)
-        if seqno == self.range_end + 1:
-            self.range_end = seqno
-        self.seqno = seqno
-
     def move_over(self, mutations: Mutations) -> None:
         """Advance to the last of consecutive mutations, as `move` to each of them."""
-        first, last = mutations.first_seqno, mutations.last_seqno
-        if self.is_marker_new:
-            self.enter_snapshot(first)
-        if first == self.range_end + 1:
-            if last - first < len(mutations):
-                self.range_end = last
-            else:
-                for seqno in mutations.seqnos():
-                    if seqno != self.range_end + 1:
-                        break
-                    self.range_end = seqno
-        self.seqno = last
+        first, last, count = mutations.first_seqno, mutations.last_seqno, len(mutations)
+        if first == self.range_end + 1 and last - first >= count:  # a gap, but not before the first
+            seqnos = mutations.seqnos()
+            dense = next(n for n, seqno in enumerate(seqnos) if seqno != first + n)
+            self.advance(first, first + dense - 1, dense)
+            first, count = seqnos[dense], count - dense
+        self.advance(first, last, count)
 
-    def enter_snapshot(self, first_seqno: int) -> None:
-        """The first item of a snapshot came. An interrupted snapshot keeps its start."""
-        self.is_marker_new = False
-        if self.seqno >= self.snap_end:
-            self.snap_start = min(self.marker_start, first_seqno)
-        self.snap_end = self.marker_end
 
-    def complete_snapshot(self) -> None:
-        """The last item of the snapshot came: the state is complete again."""
-        self.snap_start = self.snap_end = self.seqno
-        self.marker_end = 0
-        if self.range_end < self.seqno:
-            self.older_ranges.append((self.range_start, self.range_end))
-            self.range_start = self.range_end = self.seqno
-            if len(self.older_ranges) > RANGES_MAX:
-                self.older_ranges = thinned(self.older_ranges)
+class Batch:
+    """The result of one read: items in order, and the positions of their partitions after them."""
 
-    def leave_snapshot(self) -> None:
-        """Forget the marker; its snapshot does not continue in this stream."""
-        self.marker_start = self.marker_end = 0
-        self.is_marker_new = False
+    __slots__ = ("collections", "filter", "items", "markers", "positions", "wire_bytes")
+
+    def __init__(
+        self,
+        items: list[Item],
+        positions: dict[int, Position],
+        wire_bytes: int,
+        markers: dict[int, tuple[int, int]],
+        collections: tuple[int, ...] | None = None,
+        filter: Filter | None = None,  # noqa: A002 - the word that positions have for it
+    ) -> None:
+        self.items = items
+        self.positions = positions
+        self.wire_bytes = wire_bytes
+        """Its bytes as flow control counts them; `ConsumerCore.processed` acknowledges them."""
+        self.markers = markers
+        """Snapshots (start, end) that were open when it began, for `advance`."""
+        self.collections = collections
+        self.filter = filter
+        """Collections and filter of the streams that it opens, for the same function."""
+
+    @property
+    def events(self) -> list[Event]:
+        """The items, decoded. Changes of this list change the batch."""
+        self.decode()
+        return cast("list[Event]", self.items)
+
+    def decode(self, at: int = 0) -> None:
+        """Replace mutations from index `at` on by an event for each. Earlier indexes stay."""
+        if any(type(item) is Mutations for item in self.items[at:]):
+            self.items[at:] = decoded(self.items[at:])
+
+
+class OpenBatch:
+    """What one read has brought so far: the decoder and the stream requests add to it.
+
+    Invariant: `markers` has the snapshot that was open in a partition before its first event of the
+    batch. Positions in the middle of the batch are computed from it (`advance`).
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Start empty. The previous items belong to whoever took them."""
+        self.items: list[Item] = []
+        self.touched: set[PartitionStream] = set()
+        self.markers: dict[int, tuple[int, int]] = {}
+
+    def touch(self, stream: PartitionStream) -> None:
+        """Note that the batch affects a partition, and the snapshot that is open in it."""
+        if stream not in self.touched:
+            self.touched.add(stream)
+            if stream.marker_end:
+                self.markers[stream.vb_id] = (stream.marker_start, stream.marker_end)
 
 
 def wanted_of(stream: PartitionStream) -> Wanted:

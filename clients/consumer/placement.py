@@ -20,7 +20,6 @@ from typing import Final
 
 from clients.address import ServerAddress
 from clients.consumer.counters import ConsumerMetrics
-from clients.consumer.dials import Dials, Pause
 from clients.consumer.map_watch import MapWatch
 from clients.consumer.moves import Moves
 from clients.consumer.node_session import LOG, ConsumerSession
@@ -33,10 +32,11 @@ from clients.errors import (
     TopologyError,
     none_answered,
 )
-from clients.link.first_answer import Place, first_answer, give_up
+from clients.link.dials import Dials, Pause
+from clients.link.first_answer import first_answer, give_up
 from clients.link.handshake import PUSH_FEATURES
 from clients.link.pipelined_link import Link
-from clients.link.topology import Topology, parse_topology, single_node
+from clients.link.topology import Place, Topology, parse_topology, single_node
 
 OPEN_PAUSE_S: Final = 0.2
 OPEN_PATIENCE_S: Final = 1.0
@@ -69,6 +69,8 @@ class Placement:
         self._pauses: dict[Place, Pause] = {}
         """Node -> pause before the next attempt."""
         self._refresh_pause = Pause()
+        self.has_paused = False
+        """A pause has begun since all were short."""
         self._is_stale = False
         """The configuration must be refreshed before the next attempt."""
         self._avoid: Place | None = None
@@ -100,12 +102,15 @@ class Placement:
         if session is None or not self.homeless:
             self._refresh_pause.shorten()
         pauses = self._pauses
-        for place in pauses if session is None else pauses.keys() & {_place_of(session)}:
+        for place in pauses if session is None else pauses.keys() & {session.link.place}:
             pauses[place].shorten()
+        self.has_paused = not all(
+            pause.is_short for pause in (self._refresh_pause, *pauses.values())
+        )
 
     def lost(self, session: ConsumerSession) -> bool:
         """A connection is lost. Return False if it was already replaced."""
-        place = _place_of(session)
+        place = session.link.place
         if self.sessions.get(place) is not session:
             return False
         del self.sessions[place]
@@ -115,7 +120,7 @@ class Placement:
 
     def want_map(self, session: ConsumerSession) -> None:
         """A node refuses for long: ask another one for a newer configuration."""
-        self._avoid = _place_of(session)
+        self._avoid = session.link.place
         self._work.set()
 
     def has_moved(self, vb_id: int, session: ConsumerSession) -> bool:
@@ -123,7 +128,7 @@ class Placement:
         a refusal without a configuration tells nothing new.
         """
         place = self.topology.place_of(vb_id) if self.topology is not None else None
-        return place not in {None, _place_of(session)}
+        return place not in {None, session.link.place}
 
     def adopt(self, config: bytes, host: str, *, is_last_resort: bool = False) -> None:
         """Adopt a configuration if it is newer. b"" means that the known one is out of date."""
@@ -145,7 +150,7 @@ class Placement:
                 topology.revision, self._revision, len(topology.nodes),
             )  # fmt: skip
         self._revision = topology.revision
-        self._nodes = [(node.host, node.kv_port) for node in topology.nodes]
+        self._nodes = [node.place for node in topology.nodes]
         self.topology = topology
         self._avoid = None
         known = {*self._nodes, *self.sessions}
@@ -231,14 +236,12 @@ class Placement:
     def _is_older(self, link: Link) -> bool:
         """Whether a new connection brought an older configuration than the known one."""
         assert link.handshake is not None
-        config = link.handshake.config
-        if self._revision is None or not config:
+        if self._revision is None or not link.handshake.config:
             return False
         try:
-            topology = parse_topology(config, link.address.host, is_tls=self.address.is_tls)
+            return link.topology().revision < self._revision
         except TopologyError:
             return True  # it cannot be read; another node's may
-        return topology.revision < self._revision
 
     async def links_of(self, vb_ids: list[int]) -> list[tuple[Link, list[int]]]:
         """Return a connection, not yet streaming, for each node of these partitions.
@@ -256,7 +259,7 @@ class Placement:
             try:
                 for vb_id in vb_ids:
                     node = self.topology.node_of(vb_id)
-                    groups.setdefault((node.host, node.kv_port), []).append(vb_id)
+                    groups.setdefault(node.place, []).append(vb_id)
             except TopologyError as error:
                 failure = error
             limit_s = min(patience_s, self._connect_timeout_s) if has_several else None
@@ -381,7 +384,7 @@ class Placement:
         """
         failure = self._collect() or self._refreshed()
         if self._needs_refresh() and now_s >= self._refresh_pause.until_s:
-            self._refresh_pause.begin(now_s, jitter())
+            self._pause(self._refresh_pause, now_s)
             self._refreshing = asyncio.create_task(self.refresh(), name="consumer-map")
             self._refreshing.add_done_callback(lambda _task: self._work.set())
         if self.topology is not None:
@@ -414,7 +417,7 @@ class Placement:
         for place, vb_ids, link, problem in self._dials.finished():
             if link is None:
                 failure = problem
-                self._pause_of(place).begin(now_s, jitter())
+                self._pause(self._pause_of(place), now_s)
                 self._is_stale = True  # the node may be gone for good
             else:
                 self._begin(place, link, vb_ids)
@@ -435,7 +438,7 @@ class Placement:
                 failure = error
                 self._is_stale = True
                 continue
-            groups.setdefault((node.host, node.kv_port), []).append(vb_id)
+            groups.setdefault(node.place, []).append(vb_id)
         for place, vb_ids in groups.items():
             if place in self._dials:
                 self._dials.start(place, vb_ids)
@@ -444,7 +447,7 @@ class Placement:
                 pause = self._pause_of(place)
                 if now_s < pause.until_s:
                     continue
-                pause.begin(now_s, jitter())
+                self._pause(pause, now_s)
             if place in self.sessions:
                 partitions = {vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids}
                 self.sessions[place].add(partitions)
@@ -499,6 +502,10 @@ class Placement:
             times_s.append(self._refresh_pause.until_s)
         return min(times_s, default=None)
 
+    def _pause(self, pause: Pause, now_s: float) -> None:
+        pause.begin(now_s, jitter())
+        self.has_paused = True
+
     def _pause_of(self, place: Place) -> Pause:
         return self._pauses.setdefault(place, Pause())
 
@@ -518,7 +525,3 @@ class Placement:
         spare, self._spare = self._spare, {}
         for link in spare.values():
             link.close()
-
-
-def _place_of(session: ConsumerSession) -> Place:
-    return session.link.address.host, session.link.address.port

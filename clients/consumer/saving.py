@@ -42,6 +42,7 @@ class Saver:
     ) -> None:
         self._store = store
         self._every_s = every_s
+        self.saves_by_itself = every_s is not None
         self._metrics = metrics
         self._name = name
         self._saved: Checkpoint = {}
@@ -86,7 +87,8 @@ class Saver:
 
     async def save_when_due(self, checkpoint: Checkpoint) -> None:
         """Save if the user's interval has passed."""
-        if self._every_s is not None and time.monotonic() >= self._next_s:
+        assert self._every_s is not None
+        if time.monotonic() >= self._next_s:
             await self.save_by_itself(checkpoint)
             self._next_s = time.monotonic() + self._every_s
 

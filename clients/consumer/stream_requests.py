@@ -12,20 +12,19 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
-from clients.consumer.event_batch import OpenBatch
 from clients.consumer.extensions import Extensions
 from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import (
     FINAL_STATES,
+    OpenBatch,
     PartitionStream,
     PartitionStreamState,
     Wanted,
     wanted_of,
 )
-from clients.consumer.stall import StallWatch
 from clients.errors import TEMPORARY_STATUSES, StatusError, error_from_status
 from clients.event import Rollback, StreamEnded, StreamFailed, StreamOpened
 from clients.position import Position, rollback_reason
@@ -38,7 +37,6 @@ from clients.streaming.outcome import (
     RollbackAsked,
     StreamOutcome,
 )
-from clients.streaming.rollback_rounds import next_round
 from clients.streaming.stream_connection import Setup, StreamConnection
 from clients.streaming.verdict import Verdict
 from dcp.wire.frame import Frame, pack_request
@@ -72,6 +70,10 @@ class Note(NamedTuple):
     """rollback, stream_end_REASON, stream_failed, ahead, moved, retry, stall."""
     vb_id: int
     text: str
+
+
+PATIENCE: Final = 5
+"""Checks that a stream may wait for its first message while other streams move."""
 
 
 class StreamRequests:
@@ -334,19 +336,17 @@ class StreamRequests:
 
     def _roll_back(self, stream: PartitionStream, asked: RollbackAsked, *, why: str = "") -> None:
         assert stream.seqno, "at seqno 0 there is nothing to go back from"
-        before = stream.position()
         is_exact = self._extensions.has_version_lists or bool(why)
-        position = next_round(
-            before, asked, is_exact=is_exact, to_beginning=self._to_beginning, vb_id=stream.vb_id
+        before = stream.roll_back(
+            asked, is_exact=is_exact, to_beginning=self._to_beginning, vb_id=stream.vb_id
         )
-        stream.place(position)
-        if position.seqno < before.seqno:
-            reason = why or rollback_reason(before, asked.seqno, position.seqno)
-            text = f"from seqno {before.seqno} to {position.seqno}: {reason}"
+        if stream.seqno < before.seqno:
+            reason = why or rollback_reason(before, asked.seqno, stream.seqno)
+            text = f"from seqno {before.seqno} to {stream.seqno}: {reason}"
             self.notes.append(Note("rollback", stream.vb_id, text))
             self._batch.items.append(
                 Rollback(
-                    stream.vb_id, position.seqno, asked.seqno, before.seqno, reason, asked.versions
+                    stream.vb_id, stream.seqno, asked.seqno, before.seqno, reason, asked.versions
                 )
             )  # fmt: skip
             if self._asks_on_rollback:
@@ -445,3 +445,49 @@ class StreamRequests:
             ),
             on_log,
         )
+
+
+class StallWatch:
+    """Finds streams that are behind and do not move. One per connection.
+
+    A connection calls it regularly with the server's high seqnos, but only while no received data
+    waits for the user. So a slow user does not look like a stalled stream.
+
+    A stream is stalled if it was behind the server's high seqno at one check and has not moved by
+    the next. A server serves long backlogs in turns. So a stream that has sent nothing yet gets
+    `PATIENCE` checks while other streams move.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int, int, bool]] = {}
+        """Partition -> (opaque, seqno, checks behind without a move, whether it ever moved)."""
+
+    def check(
+        self, streams: Iterable[tuple[int, PartitionStream]], high_seqnos: Mapping[int, int]
+    ) -> list[PartitionStream]:
+        """Return the stalled streams. `streams`: (opaque, stream) of all open streams."""
+        before, self._seen = self._seen, {}
+        is_quiet = True
+        late: list[tuple[int, PartitionStream]] = []
+        for opaque, stream in streams:
+            end = high_seqnos.get(stream.vb_id, 0)
+            if stream.target is not None:
+                end = min(end, stream.target)
+            known, seqno, count, has_moved = before.get(
+                stream.vb_id, (opaque, stream.seqno, 0, False)
+            )
+            if known != opaque:
+                seqno, count, has_moved = stream.seqno, 0, False
+            if stream.seqno > seqno:
+                count, has_moved, is_quiet = 0, True, False
+            count = count + 1 if stream.seqno < end else 0
+            self._seen[stream.vb_id] = (opaque, stream.seqno, count, has_moved)
+            if count > 1:
+                late.append((opaque, stream))
+        stalled = []
+        for _, stream in late:
+            _, _, count, has_moved = self._seen[stream.vb_id]
+            if has_moved or is_quiet or count > PATIENCE:
+                stalled.append(stream)
+                del self._seen[stream.vb_id]
+        return stalled

@@ -19,10 +19,9 @@ from collections.abc import Iterable
 
 from clients.consumer.batch_reader import BatchReader
 from clients.consumer.counters import ConsumerMetrics
-from clients.consumer.event_batch import Batch
 from clients.consumer.node_session import LOG, ConsumerSession
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Wanted
+from clients.consumer.partition_stream import Batch, Wanted
 from clients.consumer.placement import Placement
 from clients.consumer.rollback_strategy import decide_rollback
 from clients.errors import TRANSIENT, AuthenticationError, DcpdError
@@ -156,7 +155,7 @@ class Supervisor:
     def take_batch(self, session: ConsumerSession, batch: Batch) -> None:
         """Queue a batch that a session received."""
         self._reader.put(session, batch)
-        if batch.items:
+        if batch.items and self._placement.has_paused:
             self._placement.progress(session)
         if session.core.streams.homeless:
             self._take_homeless(session)

@@ -27,18 +27,15 @@ from clients.kv.call import Call
 from clients.kv.commands import KvTransport, reply_of
 from clients.kv.reaction import is_answer
 from clients.kv.routing import (
-    FETCH_STAGGER_S,
     PATIENCE_S,
     FetchMap,
-    Place,
     Result,
     Router,
     Send,
     patience_s,
-    place_of,
 )
 from clients.link.blocking_link import TIMEOUT_MIN_S, SyncLink
-from clients.link.topology import ClusterNode, Topology, single_node
+from clients.link.topology import STAGGER_S, ClusterNode, Place, Topology, single_node
 from clients.operation import (
     Document,
     DurabilityLevel,
@@ -205,7 +202,7 @@ class BlockingExchange(KvTransport):
             if reply.status == Status.OK and reply.value:
                 router.learn(reply.value, seed.host)
             else:
-                router.adopt(single_node(seed.host, seed.kv_port))
+                router.adopt(single_node(*seed.place))
         assert router.topology is not None
         return router.topology
 
@@ -282,9 +279,8 @@ class BlockingExchange(KvTransport):
 
         left_s = max(deadline_s - time.monotonic(), TIMEOUT_MIN_S)
         link = first_sync_link(self._address, min(left_s, CONNECT_LIMIT_S))
-        place = link.address.host, link.address.port
-        self._links[place] = link
-        self.router.begin_at(place)
+        self._links[link.place] = link
+        self.router.begin_at(link.place)
 
     def _begin(self, send: Send, begin: Begin, deadline_s: float) -> Started | None:
         """Send an operation. If that fails, fill in its outcome and return None."""
@@ -345,10 +341,10 @@ class BlockingExchange(KvTransport):
         """Ask a node for its map: in a thread, or at once over a connection that is at hand. Return
         whether the call knows the answer already.
         """
-        link = self._links.get(place_of(fetch.node))
+        link = self._links.get(fetch.node.place)
         is_first = link is None and not self.router.was_reached
         if is_first or (link is not None and link.is_usable):
-            limit_s = fetch.until_s if is_first else time.monotonic() + FETCH_STAGGER_S
+            limit_s = fetch.until_s if is_first else time.monotonic() + STAGGER_S
             answer = self._fetched(fetch, min(limit_s, call.deadline_s))
             call.mapped(fetch, answer, time.monotonic())
             return True
@@ -362,11 +358,9 @@ class BlockingExchange(KvTransport):
     def _fetched(self, fetch: FetchMap, until_s: float) -> bytes | DcpdError:
         """Return the configuration of a node, b"" if it has none."""
         try:
-            link = self._link(fetch.node, until_s, 0)
-            frame = link.request(Opcode.GET_CLUSTER_CONFIG)
+            return self._link(fetch.node, until_s, 0).fetch_config()
         except DcpdError as error:
             return error
-        return frame.value if frame.status == Status.OK else b""
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -375,7 +369,7 @@ class BlockingExchange(KvTransport):
 
         Raises ConnectError, OperationTimeoutError, AuthenticationError.
         """
-        place = place_of(node)
+        place = node.place
         link = self._links.get(place)
         if link is not None and not link.is_usable:
             link.close()

@@ -63,20 +63,17 @@ from clients.kv.reaction import (
     reaction_to,
 )
 from clients.kv.routing import (
-    FETCH_STAGGER_S,
     PATIENCE_MAX_S,
     Action,
     FetchMap,
     HeldOperations,
-    Place,
     Result,
     Router,
     Send,
     backoff_s,
     patience_s,
-    place_of,
 )
-from clients.link.topology import ClusterNode, Topology, single_node
+from clients.link.topology import STAGGER_S, ClusterNode, Place, Topology, single_node
 from clients.operation import Operation, partitions_of
 from vbucket.model.ids import NUM_VBUCKETS
 
@@ -203,7 +200,7 @@ class Call:
                 if answer:
                     router.learn(answer, fetch.node.host)
                 elif router.topology is None:
-                    router.adopt(single_node(fetch.node.host, fetch.node.kv_port))
+                    router.adopt(single_node(*fetch.node.place))
             except TopologyError as error:
                 answer = error
         if isinstance(answer, DcpdError) and router.topology is None:
@@ -244,7 +241,7 @@ class Call:
         """Send operations to their nodes. Hold those that have none now."""
         router = self._router
         if self._node is not None:
-            if attempt and place_of(self._node) not in router.nodes():
+            if attempt and self._node.place not in router.nodes():
                 gone = TopologyError("the node is no longer in the cluster", node=self._node.name)
                 self._end(indexes, gone)
             else:
@@ -288,7 +285,7 @@ class Call:
         down = self._router.down(node, now_s)
         if down is not None:
             self._note(indexes, down.error)
-            self._wish = None, place_of(node)
+            self._wish = None, node.place
             self._hold(indexes, attempt, down.until_s, awaits_map=True)
             return
         send = Send(node, indexes, vb_ids, attempt, now_s)
@@ -335,7 +332,7 @@ class Call:
         if self._node is not None:
             return
         for send in list(self._flights):
-            place = place_of(send.node)
+            place = send.node.place
             moved = [at for at, vb in enumerate(send.vb_ids) if topology.place_of(vb) != place]
             if not moved:
                 send.moved_s = None
@@ -363,7 +360,7 @@ class Call:
                 continue
             send.asked_s = now_s
             send.patience_s = min(2 * send.patience_s, PATIENCE_MAX_S)
-            self._wish = None, place_of(send.node)
+            self._wish = None, send.node.place
             silence_s = READ_SILENCE_S * (1 << min(send.attempt, SILENCE_DOUBLINGS_MAX))
             if send.sent and self._node is None and now_s >= send.begun_s + silence_s:
                 reads = [at for at in send.unanswered() if self._is_read(send, at)]
@@ -374,7 +371,7 @@ class Call:
         """The old master of sent writes has not answered, and will not be waited for."""
         topology = self._topology
         assert topology is not None
-        place, send.moved_s = place_of(send.node), None
+        place, send.moved_s = send.node.place, None
         again = []
         for at in send.unanswered():
             if topology.place_of(send.vb_ids[at]) == place:
@@ -424,7 +421,7 @@ class Call:
         actions.append(fetch)
         for held in self._held:
             if held.awaits_map:
-                held.due_s = max(held.due_s, now_s + FETCH_STAGGER_S)
+                held.due_s = max(held.due_s, now_s + STAGGER_S)
 
     # -- outcomes ------------------------------------------------------------------------------
 
@@ -491,7 +488,7 @@ class Call:
         self, send: Send, reaction: Reaction, indexes: list[int], now_s: float, jitter: float
     ) -> None:
         """Hold operations for the next attempt, and say who may have a newer map."""
-        router, place = self._router, place_of(send.node)
+        router, place = self._router, send.node.place
         due_s = now_s + backoff_s(send.attempt, jitter)
         if reaction is Reaction.MOVED:
             self._learn_from(indexes, send.node)

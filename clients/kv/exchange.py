@@ -29,16 +29,14 @@ from clients.kv.reaction import is_answer
 from clients.kv.routing import (
     Action,
     FetchMap,
-    Place,
     Result,
     Router,
     Send,
     patience_s,
-    place_of,
 )
 from clients.link.first_answer import first_answer
 from clients.link.pipelined_link import Link
-from clients.link.topology import ClusterNode, Topology
+from clients.link.topology import ClusterNode, Place, Topology
 from clients.operation import (
     Document,
     DurabilityLevel,
@@ -144,7 +142,7 @@ class Exchange(KvTransport):
         master: Callable[[], Coroutine[Any, Any, Outcome]],
     ) -> Outcome:
         """See KvTransport. The next one is asked while the one before may still answer."""
-        by_place = {place_of(send.node): send for send in sends}
+        by_place = {send.node.place: send for send in sends}
 
         async def ask(place: Place) -> Outcome:
             send = by_place.get(place)
@@ -165,15 +163,15 @@ class Exchange(KvTransport):
     async def topology(self, timeout_s: float) -> Topology:  # noqa: ARG002 - see below
         """See KvTransport. It comes with the first connection, which has a timeout of its own."""
         if self.router.topology is None:
-            await self._connections.link(place_of(self.router.seed))
+            await self._connections.link(self.router.seed.place)
         assert self.router.topology is not None
         return self.router.topology
 
     async def named_node(self, timeout_s: float) -> ClusterNode:
         """See KvTransport. If that node has left the map, the first one of the map."""
         nodes = (await self.topology(timeout_s)).nodes
-        seed = place_of(self.router.seed)
-        return next((node for node in nodes if place_of(node) == seed), nodes[0])
+        seed = self.router.seed.place
+        return next((node for node in nodes if node.place == seed), nodes[0])
 
     async def pause(self, seconds: float) -> None:
         """See KvTransport."""
@@ -277,7 +275,7 @@ class Exchange(KvTransport):
         for start, stop in _chunks(operations, indexes):
             if start < send.sent:
                 continue  # before it was cancelled
-            link = await self._connections.link(place_of(send.node), is_fresh=send.is_fresh)
+            link = await self._connections.link(send.node.place, is_fresh=send.is_fresh)
             prefix = await self._prefix(link, collection)
             if level and not link.has_durability:
                 raise UnsupportedError("the server has no durability levels", node=link.node)
@@ -307,7 +305,7 @@ class Exchange(KvTransport):
         """Send a command that only reads; fill in its reply or the error that it means."""
         opcode, key, extras, _, _ = operation
         try:
-            link = await self._connections.link(place_of(send.node), is_fresh=send.is_fresh)
+            link = await self._connections.link(send.node.place, is_fresh=send.is_fresh)
             send.sent = 1
             if opcode == Opcode.STAT:
                 frames = await link.request_stat(key)

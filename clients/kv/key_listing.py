@@ -34,7 +34,7 @@ from clients.errors import (
 from clients.kv.reaction import RETRY_STATUSES
 from clients.link.handshake import FEATURES
 from clients.link.pipelined_link import Link
-from clients.link.topology import Topology, parse_topology, single_node
+from clients.link.topology import Place, parse_topology
 from clients.operation import collection_id_of
 from dcp.wire.feature import Feature
 from dcp.wire.frame import MAX_KEY_BYTES, Frame, pack_request
@@ -87,10 +87,10 @@ class _KeyScans:
     """See the module."""
 
     def __init__(self, seed: Link, timeout_s: float) -> None:
-        self._links = {(seed.address.host, seed.address.port): seed}
+        self._links = {seed.place: seed}
         self._address = seed.address
         self._timeout_s = timeout_s
-        self._topology = _topology_of(seed)
+        self._topology = seed.topology()
         self._ranges = _Ranges(0, b"")
         self._left: dict[int, bytes] = dict.fromkeys(range(self._topology.num_vbuckets), b"")
         """Partitions that are not listed to their end, and the last key of each; b"": none yet."""
@@ -128,21 +128,19 @@ class _KeyScans:
     def _has_progress(self) -> None:
         self._give_up_s = asyncio.get_running_loop().time() + self._timeout_s
 
-    def _by_place(self) -> dict[tuple[str, int], list[int]]:
+    def _by_place(self) -> dict[Place, list[int]]:
         """Return the partitions that are left, by the node that has them."""
-        found: dict[tuple[str, int], list[int]] = defaultdict(list)
+        found: dict[Place, list[int]] = defaultdict(list)
         for vb_id in self._left:
             try:
                 node = self._topology.node_of(vb_id)
             except TopologyError as error:
                 self._refusal = error
             else:
-                found[node.host, node.kv_port].append(vb_id)
+                found[node.place].append(vb_id)
         return found
 
-    async def _listed(
-        self, place: tuple[str, int], vb_ids: Sequence[int]
-    ) -> AsyncIterator[list[bytes]]:
+    async def _listed(self, place: Place, vb_ids: Sequence[int]) -> AsyncIterator[list[bytes]]:
         """Yield the keys of some partitions of a node. What it refuses for now stays left."""
         try:
             link = await self._link_to(place)
@@ -152,7 +150,7 @@ class _KeyScans:
         except (ConnectError, ConnectionLostError) as error:
             self._refusal = error
 
-    async def _link_to(self, place: tuple[str, int]) -> Link:
+    async def _link_to(self, place: Place) -> Link:
         """Return a connection to a node. Raises ConnectError."""
         link = self._links.get(place)
         if link is None or link.is_closed:
@@ -239,14 +237,6 @@ class _Ranges(NamedTuple):
 
 async def _connect(address: ServerAddress, timeout_s: float) -> Link:
     return await Link.connect(address, timeout_s=timeout_s, features=(*FEATURES, Feature.JSON))
-
-
-def _topology_of(link: Link) -> Topology:
-    address = link.address
-    config = link.handshake.config if link.handshake is not None else b""
-    if not config:
-        return single_node(address.host, address.port)
-    return parse_topology(config, address.host, is_tls=address.is_tls)
 
 
 async def _ranges_of(

@@ -17,10 +17,8 @@ from threading import Thread
 
 from clients.address import ServerAddress
 from clients.errors import DcpdError
-from clients.kv.routing import FetchMap, place_of
+from clients.kv.routing import FetchMap
 from clients.link.blocking_link import TIMEOUT_MIN_S, SyncLink
-from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
 
 Answer = tuple[FetchMap, bytes | DcpdError]
 
@@ -60,9 +58,8 @@ def fetched(address: ServerAddress, fetch: FetchMap) -> bytes | DcpdError:
     """Return the configuration of a node, b"" if it has none, over a new connection."""
     left_s = max(fetch.until_s - time.monotonic(), TIMEOUT_MIN_S)
     try:
-        with SyncLink(address.at(*place_of(fetch.node)), timeout_s=left_s) as link:
+        with SyncLink(address.at(*fetch.node.place), timeout_s=left_s) as link:
             link.set_deadline(fetch.until_s)
-            frame = link.request(Opcode.GET_CLUSTER_CONFIG)
+            return link.fetch_config()
     except DcpdError as error:
         return error
-    return frame.value if frame.status == Status.OK else b""

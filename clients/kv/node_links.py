@@ -16,12 +16,10 @@ from contextlib import suppress
 
 from clients.address import ServerAddress
 from clients.errors import DcpdError, OperationTimeoutError, TopologyError
-from clients.kv.routing import PATIENCE_S, FetchMap, Place, Router, place_of
+from clients.kv.routing import PATIENCE_S, FetchMap, Router
 from clients.link.handshake import PUSH_FEATURES
 from clients.link.pipelined_link import CONNECT_TIMEOUT_S, Link
-from clients.link.topology import ClusterNode, single_node
-from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
+from clients.link.topology import ClusterNode, Place
 
 
 class News:
@@ -59,7 +57,7 @@ class NodeLinks:
     async def open(self) -> None:
         """Connect to the first of the named nodes that answers."""
         link = await Link.connect(self.address, timeout_s=self._timeout_s, features=PUSH_FEATURES)
-        place = link.address.host, link.address.port
+        place = link.place
         try:
             self._router.begin_at(place)
             self._keep(place, link)
@@ -82,20 +80,19 @@ class NodeLinks:
 
     def is_open(self, node: ClusterNode) -> bool:
         """Whether there is a connection to a node."""
-        link = self._links.get(place_of(node))
+        link = self._links.get(node.place)
         return link is not None and not link.is_closed
 
     async def fetch(self, fetch: FetchMap) -> bytes | DcpdError:
         """Return the configuration of a node, b"" if it has none."""
         try:
             async with asyncio.timeout_at(fetch.until_s):
-                link = await self.link(place_of(fetch.node))
-                frame = await link.request(Opcode.GET_CLUSTER_CONFIG)
+                link = await self.link(fetch.node.place)
+                return await link.fetch_config()
         except DcpdError as error:
             return error
         except TimeoutError:
             return OperationTimeoutError("no configuration in time", node=fetch.node.name)
-        return frame.value if frame.status == Status.OK else b""
 
     async def link(self, place: Place, *, is_fresh: bool = False) -> Link:
         """Return the connection to a node; reconnect if it broke.
@@ -141,20 +138,13 @@ class NodeLinks:
         link.on_config = self._config_pushed
 
     def _config_pushed(self, link: Link) -> None:
-        assert link.handshake is not None
         with suppress(TopologyError):  # the next answer that needs a map brings one
-            self._router.learn(link.handshake.config, link.address.host)
+            self._router.adopt(link.topology())
 
     def _adopt_config(self, link: Link) -> None:
         """Adopt the configuration of a new connection. Raises TopologyError if none is known."""
-        assert link.handshake is not None
-        host, port = link.address.host, link.address.port
-        config = link.handshake.config
-        if not config:
-            self._router.adopt(single_node(host, port))
-            return
         try:
-            self._router.learn(config, host)
+            self._router.adopt(link.topology())
         except TopologyError:
             if self._router.topology is None:
                 raise

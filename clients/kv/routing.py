@@ -6,7 +6,7 @@ its client to do.
 Invariants
 - a newer map, the one with the higher (revEpoch, rev), replaces the known one. Nothing else does;
 - a node that could not be reached is not tried before its pause is over, by any call;
-- one node at a time is asked for its map. If it does not answer within FETCH_STAGGER_S, the next
+- one node at a time is asked for its map. If it does not answer within STAGGER_S, the next
   one may be asked too.
 """
 
@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from clients.errors import DcpdError, NotMyVbucketError, TopologyError
-from clients.link.topology import ClusterNode, Topology, parse_topology
+from clients.link.topology import STAGGER_S, ClusterNode, Place, Topology, parse_topology
 from clients.operation import Operation, Outcome, partitions_of
 from dcp.wire.frame import Frame
 from vbucket.model.ids import NUM_VBUCKETS
@@ -27,9 +27,6 @@ BACKOFF_MAX_S: Final = 0.5
 """Pause before an operation is repeated: it doubles from the first to the longest. Each is cut by
 up to half at random, so that clients that failed together do not return together."""
 DOUBLINGS_MAX: Final = 8
-FETCH_STAGGER_S: Final = 0.25
-"""How long a node has to send its map before another one may be asked too (as in
-`clients.consumer.dials`)."""
 FETCH_GAP_S: Final = 0.05
 """Pause between two requests for the map: a thousand operations that fail together ask once."""
 FETCH_LIMIT_S: Final = 2.0
@@ -48,8 +45,6 @@ def patience_s(timeout_s: float) -> float:
     return min(PATIENCE_S, timeout_s / 2)
 
 
-Place = tuple[str, int]
-"""Host and port of a node."""
 Result = Outcome | Frame | list[Frame]
 """Of a document operation, or of another command the reply (STAT: the replies)."""
 
@@ -183,7 +178,7 @@ class Router:
         self.was_reached = True
         owners = set(topology.vbucket_map)
         self._sole = owners.pop() if len(owners) == 1 and -1 not in owners else None
-        known = {place_of(node) for node in topology.nodes}
+        known = {node.place for node in topology.nodes}
         self._down = {place: down for place, down in self._down.items() if place in known}
         if self.on_newer is not None:
             self.on_newer()
@@ -206,7 +201,7 @@ class Router:
         """Return the nodes of the map, and those that the user named."""
         known = self.topology.nodes if self.topology is not None else ()
         nodes = (*known, self.seed, *self.named)
-        return {place_of(node): node for node in reversed(nodes)}
+        return {node.place: node for node in reversed(nodes)}
 
     def next_node(self, asked: dict[ClusterNode, tuple[int, int]]) -> ClusterNode | None:
         """Return a node that has to be asked where all nodes are; None: all were.
@@ -274,12 +269,12 @@ class Router:
 
     def down(self, node: ClusterNode, now_s: float) -> _Down | None:
         """Return since when a node is not to be tried, None: it may be tried."""
-        down = self._down.get(place_of(node)) if self._down else None
+        down = self._down.get(node.place) if self._down else None
         return down if down is not None and now_s < down.until_s else None
 
     def note_down(self, node: ClusterNode, error: DcpdError, now_s: float, jitter: float) -> float:
         """Note that a node could not be reached; return when to try it again."""
-        place = place_of(node)
+        place = node.place
         before = self._down.get(place)
         if before is not None and now_s < before.until_s:
             return before.until_s  # another call noted the same failure
@@ -290,14 +285,14 @@ class Router:
 
     def begin_at(self, place: Place) -> None:
         """Note which of the nodes that the user named has answered first."""
-        self.seed = next(node for node in self.named if place_of(node) == place)
+        self.seed = next(node for node in self.named if node.place == place)
         self.was_reached = True
 
     def note_up(self, node: ClusterNode) -> None:
         """Note that a node answered."""
         self.was_reached = True
         if self._down:
-            self._down.pop(place_of(node), None)
+            self._down.pop(node.place, None)
 
     def next_fetch(
         self, now_s: float, *, prefer: Place | None, avoid: Place | None
@@ -313,14 +308,9 @@ class Router:
             places = [place for place in others if place not in self._down] or others
             prefer = places[self._turn % len(places)]
             self._turn += 1
-        self._fetch_after_s = now_s + FETCH_STAGGER_S
+        self._fetch_after_s = now_s + STAGGER_S
         return FetchMap(nodes[prefer], now_s + FETCH_LIMIT_S)
 
     def fetch_ended(self, now_s: float) -> None:
         """A request for the map has ended, so the next one may begin soon."""
         self._fetch_after_s = min(self._fetch_after_s, now_s + FETCH_GAP_S)
-
-
-def place_of(node: ClusterNode) -> Place:
-    """Return host and port of a node."""
-    return node.host, node.kv_port

@@ -31,15 +31,20 @@ from clients.errors import (
     none_answered,
 )
 from clients.link.handshake import Handshake
+from clients.link.topology import STAGGER_S
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, pack_request
 from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
 
 TIMEOUT_MIN_S: Final = 0.001
 """A socket takes a timeout of 0 for "do not wait at all"."""
 READ_BYTES: Final = 256 * 1024
-STAGGER_S: Final = 0.25
-"""How long one of several nodes has to answer before the next one is asked too. As in
-`clients.link.first_answer`, which needs asyncio."""
+WAIT_S: Final = 30.0
+"""How long `wait_until_ready` waits at least. A server with a gigabyte of log takes that long."""
+PAUSE_S: Final = 0.05
+"""Between two attempts. An attempt costs a millisecond of processor time."""
+ATTEMPT_S: Final = 2.0
+"""How long one attempt may take: a server that starts may accept a connection and answer later."""
 TIMEOUT_CHANGE_S: Final = 0.01
 """A change of the timeout below this is not worth a system call."""
 
@@ -50,6 +55,7 @@ class SyncLink:
     def __init__(self, address: ServerAddress, *, timeout_s: float = 10.0) -> None:
         """Connect. Raises ConnectError, AuthenticationError, OperationTimeoutError."""
         self.address = address
+        self.place = address.host, address.port
         self.node = address.node
         self._timeout_s = timeout_s
         self._deadline_s: float | None = time.monotonic() + timeout_s
@@ -160,6 +166,11 @@ class SyncLink:
         self.is_usable = True
         return frames[-1:] if frames[-1].status else frames[:-1]
 
+    def fetch_config(self) -> bytes:
+        """Return the cluster configuration that the node has now, b"" if it has none."""
+        frame = self.request(Opcode.GET_CLUSTER_CONFIG)
+        return frame.value if frame.status == Status.OK else b""
+
     def _with_tls(self) -> socket.socket:
         from clients.link.client_tls import client_context, connect_error
 
@@ -257,6 +268,36 @@ def first_sync_link(address: ServerAddress, timeout_s: float) -> SyncLink:
         return race.run(address, timeout_s)
     finally:
         race.end()
+
+
+def wait_until_ready(address: ServerAddress, timeout_s: float) -> None:
+    """Return when the server, or one of several, accepts a login: the option --wait of dcpctl.
+
+    A server that starts reads its data first, and then opens its ports. Until then connections are
+    refused, so it tries again. Raises at once what cannot change by waiting (a wrong password, a
+    port that speaks something else), and the last error when the time is over.
+    """
+    limit_s = max(WAIT_S, timeout_s)
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        left_s = deadline_s - time.monotonic()
+        try:
+            first_sync_link(address, max(min(left_s, ATTEMPT_S), PAUSE_S)).close()
+        except WrongProtocolError:
+            raise
+        except TRANSIENT as error:
+            if left_s <= PAUSE_S:
+                raise _not_ready(error, limit_s) from error
+        else:
+            return
+        time.sleep(PAUSE_S)
+
+
+def _not_ready(error: DcpdError, limit_s: float) -> DcpdError:
+    """Return the last error with the time that was waited in its text; its class stays."""
+    if not isinstance(error, OperationTimeoutError):
+        error.what = f"{error.what}; the server was not ready within {limit_s:g} s"
+    return error
 
 
 class _Race:

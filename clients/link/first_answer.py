@@ -11,16 +11,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from clients.errors import TRANSIENT, DcpdError
+from clients.link.topology import STAGGER_S, Place
 
-STAGGER_S: Final = 0.25
-"""How long one node has to answer before the next one is asked too. A stalled node costs this time,
-a node that refuses the connection costs none."""
-
-Place = tuple[str, int]
-"""Host and port of a node."""
 _T = TypeVar("_T")
 
 

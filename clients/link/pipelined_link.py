@@ -29,10 +29,12 @@ from clients.errors import (
     WrongProtocolError,
     none_answered,
 )
-from clients.link.first_answer import Place, first_answer
+from clients.link.first_answer import first_answer
 from clients.link.handshake import FEATURES, Handshake, is_config_push
+from clients.link.topology import Place, Topology, parse_topology, single_node
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -67,6 +69,7 @@ class Link(asyncio.Protocol):
 
     def __init__(self, address: ServerAddress, features: tuple[int, ...] = FEATURES) -> None:
         self.address = address
+        self.place = address.host, address.port
         self._features = features
         self.node = address.node
         self.handshake: Handshake | None = None
@@ -88,6 +91,22 @@ class Link(asyncio.Protocol):
         self._failure: DcpdError | None = None
         self.on_config: Callable[[Link], None] | None = None
         """Called when the server has pushed a newer configuration (`handshake.config`)."""
+
+    def topology(self) -> Topology:
+        """Return the cluster configuration that came over the connection, the newest one.
+
+        A server without one has all partitions. Raises TopologyError if it cannot be read.
+        """
+        assert self.handshake is not None
+        config = self.handshake.config
+        if not config:
+            return single_node(*self.place)
+        return parse_topology(config, self.address.host, is_tls=self.address.is_tls)
+
+    async def fetch_config(self) -> bytes:
+        """Return the cluster configuration that the node has now, b"" if it has none."""
+        frame = await self.request(Opcode.GET_CLUSTER_CONFIG)
+        return frame.value if frame.status == Status.OK else b""
 
     @classmethod
     async def connect(

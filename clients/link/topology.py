@@ -12,10 +12,17 @@ Invariants
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from clients.errors import TopologyError
 from vbucket.model.ids import NUM_VBUCKETS
+
+STAGGER_S: Final = 0.25
+"""How long a node has to answer before the next one is asked too, where any node will do: to begin
+with a cluster, and for its map. A stalled node costs this time, a node that refuses none."""
+
+Place = tuple[str, int]
+"""Host and key-value port of a node."""
 
 
 class ClusterNode(NamedTuple):
@@ -27,6 +34,11 @@ class ClusterNode(NamedTuple):
     host: str
     kv_port: int
     mgmt_port: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Where it listens."""
+        return self.host, self.kv_port
 
     @property
     def name(self) -> str:
@@ -69,10 +81,10 @@ class Topology(NamedTuple):
             )
         return self.nodes[index]
 
-    def place_of(self, vb_id: int) -> tuple[str, int] | None:
+    def place_of(self, vb_id: int) -> Place | None:
         """Return host and port of the node where the partition is active, None for none."""
         index = self.vbucket_map[vb_id] if 0 <= vb_id < len(self.vbucket_map) else -1
-        return None if index < 0 else (self.nodes[index].host, self.nodes[index].kv_port)
+        return None if index < 0 else self.nodes[index].place
 
     def replicas_of(self, vb_id: int) -> list[ClusterNode]:
         """Return the nodes that have a replica of the partition."""

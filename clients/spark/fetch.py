@@ -101,7 +101,7 @@ def _by_node(
             stream.problem = error
             homeless.append(stream)
         else:
-            groups.setdefault((node.host, node.kv_port), []).append(stream)
+            groups.setdefault(node.place, []).append(stream)
     return groups, homeless
 
 

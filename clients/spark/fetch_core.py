@@ -36,11 +36,11 @@ from struct import Struct
 from typing import Any, Final, NamedTuple
 
 from clients.errors import ConnectError, DcpdError, StreamViolationError, TopologyError
-from clients.link.frame_buffer import FrameBuffer
 from clients.position import Position, Versions
 from clients.spark.columns import Changes, Chunk, changes_of, heads_of, last_seqnos, without
 from clients.spark.plan import PlanStep
 from clients.streaming.change_runs import EXTRAS_BYTES, LOOPS
+from clients.streaming.cursor import Cursor, agreed_seqno
 from clients.streaming.outcome import (
     Ahead,
     Ended,
@@ -50,8 +50,7 @@ from clients.streaming.outcome import (
     RollbackAsked,
     StreamOutcome,
 )
-from clients.streaming.rollback_rounds import agreed_seqno
-from clients.streaming.stream_connection import VERSION_LOG, Setup, StreamConnection
+from clients.streaming.stream_connection import VERSION_LOG, FrameBuffer, Setup, StreamConnection
 from clients.streaming.verdict import Verdict, reason_name
 from dcp.wire.frame import HEADER_BYTES, Frame, RemoteProtocolError
 from dcp.wire.message import (
@@ -75,14 +74,6 @@ class StreamGoneError(DcpdError):
     default_hint = "Spark repeats the task. In local mode allow retries with local[N,4]."
 
 
-class Snapshot(NamedTuple):
-    """The current snapshot of a stream, from its marker."""
-
-    start_seqno: int
-    end_seqno: int
-    is_history: bool
-
-
 class StreamState(Enum):
     """See the module."""
 
@@ -92,23 +83,21 @@ class StreamState(Enum):
     DONE = auto()
 
 
-class Stream:
-    """The stream that reads one step."""
+class Stream(Cursor):
+    """The stream that reads one step. Its cursor is at the last change that was returned."""
 
     __slots__ = ("changes_opaque", "end_seqno", "opaque", "problem", "retry_at_ns", "retry_ns",
-                 "rollback_to", "seqno", "snapshot", "start_seqno", "state", "step",
-                 "versions")  # fmt: skip
+                 "rollback_to", "start_seqno", "state", "step")  # fmt: skip
 
     def __init__(self, step: PlanStep) -> None:
         self.step = step
         self.state = StreamState.WAITING
-        self.start_seqno = self.seqno = step.start_seqno
-        """The seqno at which reading began, and the last one that was returned."""
-        self.versions: Versions = step.start_versions
+        at = self.start_seqno = step.start_seqno
+        """The seqno at which reading began."""
+        self.place(Position(step.start_versions, at, at, at))
         self.end_seqno = step.end_seqno
         self.rollback_to = step.rollback_to
         """Seqno of the rollback row, until the row is returned."""
-        self.snapshot: Snapshot | None = None
         self.opaque = 0
         """Opaque of its request while that is pending or the stream is open, otherwise 0."""
         self.changes_opaque = 0
@@ -123,25 +112,29 @@ class Stream:
         """The partition."""
         return self.step.vb_id
 
-    def position(self) -> Position:
-        """Return the position for the next request."""
-        at, snapshot = self.seqno, self.snapshot
-        start, end = at, at
-        if (
-            snapshot is not None
-            and not snapshot.is_history
-            and at != self.start_seqno
-            and snapshot.start_seqno <= at < snapshot.end_seqno
-        ):
-            start, end = snapshot.start_seqno, snapshot.end_seqno
-        return Position(self.versions, at, start, end)
+    def take_marker(self, start_seqno: int, end_seqno: int, *, is_history: bool) -> None:
+        """A snapshot begins. Changes of a read are counted after its markers, so those of the
+        snapshot before, which is complete, may still be counted.
+        """
+        if self.marker_end:
+            self.snap_start = self.snap_end = self.seqno
+        self.begin_snapshot(start_seqno, end_seqno, is_history=is_history)
+
+    def reach(self, seqno: int) -> None:
+        """Advance to a seqno, unless the stream is there already."""
+        if seqno <= self.seqno:
+            return
+        self.move(seqno)
+        if self.is_history:
+            self.snap_start = self.snap_end = seqno  # a request from here need not name it
+        elif seqno >= self.snap_end:
+            self.complete_snapshot()
 
     def restart(self) -> None:
         """Read the partition again from 0."""
-        self.start_seqno = self.seqno = 0
-        self.versions = ()
+        self.start_seqno = 0
         self.rollback_to = 0
-        self.snapshot = None
+        self.place(Position())
 
 
 class Arrived(NamedTuple):
@@ -288,7 +281,7 @@ class FetchCore:
                 if seqno > stream.end_seqno:
                     what = f"a change with seqno {seqno} above the stream's end {stream.end_seqno}"
                     raise StreamViolationError(what, vb_id=stream.vb_id, node=self.node)
-                stream.seqno = max(stream.seqno, seqno)
+                stream.reach(seqno)
         if len(heads.places) == 0:
             return None
         return changes_of(chunk.data, heads, self._versions_of, has_prefix=self._has_collections)
@@ -298,15 +291,15 @@ class FetchCore:
         if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
             marker = parse_marker(frame)
             is_history = bool(marker.flags & MarkerFlag.HISTORY)
-            stream.snapshot = Snapshot(marker.start_seqno, marker.end_seqno, is_history)
+            stream.take_marker(marker.start_seqno, marker.end_seqno, is_history=is_history)
             if not is_history:
                 stream.end_seqno = max(stream.end_seqno, marker.end_seqno)
         elif frame.opcode == Opcode.DCP_SEQNO_ADVANCED:
-            stream.seqno = max(stream.seqno, parse_advanced(frame))
+            stream.reach(parse_advanced(frame))
         elif frame.opcode == Opcode.DCP_SYSTEM_EVENT:
             if len(frame.extras) != SYSTEM_EVENT_EXTRAS.size:
                 raise RemoteProtocolError(f"{len(frame.extras)} bytes of extras in a system event")
-            stream.seqno = max(stream.seqno, SYSTEM_EVENT_EXTRAS.unpack(frame.extras)[0])
+            stream.reach(SYSTEM_EVENT_EXTRAS.unpack(frame.extras)[0])
 
     def on_control(self, key: bytes, status: int) -> None:
         """Do nothing: all controls of a task are required, so none needs handling here."""
@@ -319,6 +312,7 @@ class FetchCore:
     def _request(self, stream: Stream) -> None:
         self._by_opaque.pop(stream.changes_opaque, None)
         stream.state = StreamState.ASKED
+        stream.leave_snapshot()
         self._connection.request(stream, stream.position(), stream.end_seqno, self._filter)
         stream.changes_opaque = stream.opaque
         self._by_opaque[stream.opaque] = stream

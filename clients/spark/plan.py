@@ -20,8 +20,8 @@ from typing import Final, NamedTuple
 
 from clients.position import Position, Ranges, Versions
 from clients.spark.offset import COLLECTIONS, NOTHING, Entry, Offset, decode, entry_at, trimmed
+from clients.streaming.cursor import log_of, next_round
 from clients.streaming.outcome import RollbackAsked
-from clients.streaming.rollback_rounds import log_of, next_round
 from failover.rules.history import FailoverLog
 from failover.rules.rollback import Question, decide
 

@@ -142,10 +142,9 @@ class Survey:
         return self._topology.nodes
 
     def _link(self, node: ClusterNode) -> SyncLink:
-        place = (node.host, node.kv_port)
-        link = self._links.get(place)
+        link = self._links.get(node.place)
         if link is None:
-            link = self._links[place] = SyncLink(self._servers[0].at(*place))
+            link = self._links[node.place] = SyncLink(self._servers[0].at(*node.place))
         return link
 
     def _high_seqnos(self) -> dict[int, int]:

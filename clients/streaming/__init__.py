@@ -6,7 +6,6 @@ retry. Its users decode the changes.
 
     verdict              what a status or an end reason means
     outcome              the events
-    pending_requests     requests and their replies
-    stream_connection    the connection
-    rollback_rounds      one round of a rollback
+    stream_connection    the connection, its pending requests, and its buffer of bytes
+    cursor               where a client is in a partition, and what a ROLLBACK does
 """

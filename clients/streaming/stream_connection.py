@@ -23,7 +23,7 @@ Time is an argument, in ns of any steady clock. So is randomness (`Setup.draw`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from clients.errors import (
@@ -32,7 +32,6 @@ from clients.errors import (
     StatusError,
     error_from_status,
 )
-from clients.link.frame_buffer import frame_at
 from clients.link.handshake import CONFIG_PUSH
 from clients.position import Position
 from clients.streaming.outcome import (
@@ -45,14 +44,23 @@ from clients.streaming.outcome import (
     RollbackAsked,
     StreamOutcome,
 )
-from clients.streaming.pending_requests import PendingRequests, ignored
 from clients.streaming.verdict import Verdict, verdict_of_end, verdict_of_status
-from dcp.wire.frame import Frame, pack_request
+from dcp.wire.frame import (
+    HEADER,
+    HEADER_BYTES,
+    MAX_BODY_BYTES,
+    Frame,
+    RemoteProtocolError,
+    pack_request,
+    pack_response,
+)
 from dcp.wire.message import (
     U64,
     OpenFlag,
     StreamRequest,
     pack_buffer_ack,
+    pack_control,
+    pack_open,
     pack_stream_request,
     parse_failover_log,
     parse_stream_end,
@@ -80,6 +88,11 @@ _REQUEST: Final = int(Magic.REQUEST)
 _SERVER_REQUEST: Final = int(Magic.SERVER_REQUEST)
 _NOOP: Final = int(Opcode.DCP_NOOP)
 _STREAM_END: Final = int(Opcode.DCP_STREAM_END)
+
+
+_MAGICS: Final = frozenset({Magic.REQUEST, Magic.RESPONSE, Magic.SERVER_REQUEST})
+
+OnReply = Callable[[Frame], None]
 
 
 class RetriedStream(Protocol):
@@ -341,3 +354,152 @@ class StreamConnection(Generic[S]):
         del self.open[frame.opaque]
         stream.opaque = 0
         self._owner.on_outcome(stream, Ended(reason, verdict_of_end(reason)))
+
+
+class PendingRequests:
+    """The pending requests of one connection, with a handler for each reply.
+
+        requests.open(b"name", OpenFlag.PRODUCER, [(b"enable_noop", b"true")])
+        opaque = requests.send(lambda opaque: pack_request(..., opaque=opaque), on_reply)
+        for frame in received:
+            if not requests.take(frame): ...          # a message of a stream
+
+    Invariant: each request has its own opaque and one handler, which is called once. The reply to a
+    forgotten request is ignored.
+    """
+
+    def __init__(self, node: str | None) -> None:
+        self.node = node
+        self.now_ns = 0
+        """The current time. Callers that use `oldest_ns` set it."""
+        self._pending: dict[int, tuple[OnReply, int]] = {}
+        """Opaque -> (handler of the reply, time of the request), oldest first."""
+        self._output: list[bytes] = []
+        self._next_opaque = 1
+
+    def take_output(self) -> bytes:
+        """Return the bytes to send, each once."""
+        output, self._output = self._output, []
+        return b"".join(output)
+
+    def write(self, packet: bytes) -> None:
+        """Send a packet that has no reply."""
+        self._output.append(packet)
+
+    def send(self, pack: Callable[[int], bytes], on_reply: OnReply) -> int:
+        """Send the request that `pack` makes from an opaque; return the opaque."""
+        opaque = self._next_opaque
+        self._next_opaque = opaque % 0xFFFF_FFFF + 1
+        self._pending[opaque] = on_reply, self.now_ns
+        self._output.append(pack(opaque))
+        return opaque
+
+    def open(self, name: bytes, flags: int, controls: Iterable[tuple[bytes, bytes]]) -> None:
+        """Send DCP_OPEN and controls; it is an error if the server refuses one of them."""
+        self.send(lambda opaque: pack_open(name, flags, opaque), self.accepted("DCP_OPEN"))
+        for key, value in controls:
+            self.control(key, value, self.accepted(f"DCP_CONTROL {key.decode()}"))
+
+    def control(self, key: bytes, value: bytes, on_reply: OnReply) -> None:
+        """Send DCP_CONTROL."""
+        self.send(lambda opaque: pack_control(key, value, opaque), on_reply)
+
+    def close_stream(self, vb_id: int) -> None:
+        """Close a stream. It may already have ended."""
+        close = Opcode.DCP_CLOSE_STREAM
+        self.send(lambda opaque: pack_request(close, vb_id=vb_id, opaque=opaque), ignored)
+
+    def forget(self, opaque: int) -> None:
+        """Ignore the reply to a request."""
+        self._pending.pop(opaque, None)
+
+    def take(self, frame: Frame) -> bool:
+        """Pass a reply to its handler, or answer a NOOP. Return False for any other frame."""
+        if frame.magic == Magic.RESPONSE:
+            on_reply, _ = self._pending.pop(frame.opaque, (ignored, 0))
+            on_reply(frame)
+            return True
+        if frame.opcode == Opcode.DCP_NOOP:
+            self._output.append(pack_response(Opcode.DCP_NOOP, opaque=frame.opaque))
+            return True
+        return False
+
+    @property
+    def oldest_ns(self) -> int | None:
+        """The time of the oldest request without a reply."""
+        return next((sent_ns for _, sent_ns in self._pending.values()), None)
+
+    def accepted(self, operation: str) -> OnReply:
+        """Return a handler that raises a StatusError for any status but OK."""
+        return lambda frame: self.check(frame, operation)
+
+    def check(self, frame: Frame, operation: str, vb_id: int | None = None) -> None:
+        """Raise a StatusError if a reply has another status than OK."""
+        if frame.status:
+            raise error_from_status(
+                frame.status, operation, body=frame.value, vb_id=vb_id, node=self.node
+            )
+
+
+def ignored(_frame: Frame) -> None:
+    """Ignore a reply."""
+
+
+class FrameBuffer:
+    """Buffers the bytes of a stream between reads, for who decodes the changes itself.
+
+        data = buffer.take(read)            # None: there is no complete frame yet
+        ... frame_at(data, at, len(data)) ...
+        buffer.keep(data, at)               # what is left, from `at` on
+
+    Invariant: only one incomplete frame is kept. Its parts are joined when it is complete, so a
+    large frame that arrives in many reads is copied once.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        self._size_bytes = 0
+        self._needed_bytes = HEADER_BYTES
+
+    def take(self, data: bytes) -> bytes | None:
+        """Return all bytes since the last complete frame; None if they are too few for a frame."""
+        self._chunks.append(data)
+        self._size_bytes += len(data)
+        return None if self._size_bytes < self._needed_bytes else b"".join(self._chunks)
+
+    def keep(self, data: bytes, at: int) -> None:
+        """Keep the rest of `data`, the beginning of a frame, and note the length of that frame.
+
+        Raises RemoteProtocolError if the length is above the limit.
+        """
+        self._size_bytes = len(data) - at
+        self._chunks = [data[at:]] if self._size_bytes else []
+        self._needed_bytes = HEADER_BYTES
+        if self._size_bytes >= HEADER_BYTES:
+            body = HEADER.unpack_from(data, at)[6]
+            if body > MAX_BODY_BYTES:
+                raise RemoteProtocolError(f"a body of {body} bytes; the limit is {MAX_BODY_BYTES}")
+            self._needed_bytes += body
+
+
+def frame_at(data: bytes, at: int, end: int) -> tuple[Frame, int] | None:
+    """Return the frame at `at` and where it stops, None if it is not complete.
+
+    Raises RemoteProtocolError if the bytes cannot be a frame.
+    """
+    magic, opcode, key_len, extras_len, datatype, status, body, opaque, cas = HEADER.unpack_from(
+        data, at
+    )
+    if magic not in _MAGICS:
+        raise RemoteProtocolError(f"no DCP message begins with byte 0x{magic:02x}")
+    stop = at + HEADER_BYTES + body
+    key_at = at + HEADER_BYTES + extras_len
+    if key_at + key_len > stop:
+        raise RemoteProtocolError(f"opcode 0x{opcode:02x}: key longer than the body")
+    if stop > end:
+        return None
+    frame = Frame(
+        magic, opcode, datatype, status, opaque, cas, data[at + HEADER_BYTES : key_at],
+        data[key_at : key_at + key_len], data[key_at + key_len : stop],
+    )  # fmt: skip
+    return frame, stop

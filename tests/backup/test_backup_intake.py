@@ -200,7 +200,7 @@ def test_history_snapshots_are_whole_at_every_seqno():
     server.send(server.marker(3, 0, 9, flags=0x32) + server.mutations(3, 1, 2, 3))
     assert server.feeds[3].legs()[0].ranges == ((0, 3),)
     (feed,) = server.intake.abandon()
-    assert feed.request_position()[1:4] == (3, 3, 3), "it need not be told of as a part"
+    assert feed.position()[1:4] == (3, 3, 3), "it need not be told of as a part"
 
 
 @pytest.mark.parametrize("reads", [[(1, 2, 5, 6)], [(1, 2), (5, 6)], [(1, 2, 5), (6,)]])
@@ -223,7 +223,7 @@ def test_a_connection_lost_inside_a_de_duplicated_snapshot():
     server.reply(3)
     server.send(server.marker(3, 0, 9) + server.mutations(3, 1, 5))
     (feed,) = server.intake.abandon()
-    position = feed.request_position()
+    position = feed.position()
     assert position[1:5] == (5, 0, 9, ((0, 1),))
     again = Server({3: 9})
     again.intake.add(feed)
@@ -246,7 +246,7 @@ def test_a_rollback_without_version_lists_tries_older_versions():
     server.intake.ask()
     server.answer(server.intake.take_output())
     server.reply(3, Status.ROLLBACK, U64.pack(0))
-    assert (feed.seqno, feed.position.vb_uuid) == (5, UUID), "of the next older version"
+    assert (feed.seqno, feed.position().vb_uuid) == (5, UUID), "of the next older version"
     assert feed.rollbacks == [(9, 5)]
     server.reply(3, Status.ROLLBACK, U64.pack(2))
     assert feed.seqno == 2

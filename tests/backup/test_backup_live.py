@@ -15,10 +15,10 @@ from contextlib import suppress
 from cramjam import snappy
 
 from clients.address import parse_address
-from clients.backup import run as run_module
 from clients.backup.archive import create_archive
 from clients.backup.run import Backup
 from clients.cli.restore_commands import bar
+from clients.link.pipelined_link import Link
 from clients.link.topology import ClusterNode, Topology
 from dcp.wire.opcode import Opcode
 from support.backup_live import (
@@ -239,7 +239,7 @@ def test_any_number_of_nodes(server, other, archive, monkeypatch):
     half = NUM_VBUCKETS // 2
     nodes = tuple(ClusterNode("127.0.0.1", process.port) for process in (server, other))
     topology = Topology((1, 1), nodes, (0,) * half + (1,) * half)
-    monkeypatch.setattr(run_module, "parse_topology", lambda *_, **__: topology)
+    monkeypatch.setattr(Link, "topology", lambda *_, **__: topology)
     for vb_id in (half + 1, half + 2):
         server.set_state(vb_id, "dead")  # asked there, they would be refused
     try:

@@ -330,7 +330,7 @@ def test_a_node_that_is_down_does_not_keep_the_others(server, archive, monkeypat
         nodes = (here if is_back else down, here)
         return Topology((1, 1), nodes, (0,) * half + (1,) * half)
 
-    monkeypatch.setattr(run_module, "parse_topology", topology_now)
+    monkeypatch.setattr(Link, "topology", topology_now)
     made, address = create_archive(str(archive), 1), parse_address(server.address)
     work = Backup(made, address, on_progress=seen.append, give_up_after_s=10)
     report = asyncio.run(work.run())
@@ -382,7 +382,7 @@ def test_a_silent_node_does_not_keep_the_others(server, archive, monkeypatch, is
     async def go():
         async with asyncio.timeout(60), SilentHost(server) as silent:
             monkeypatch.setattr(
-                run_module, "parse_topology",
+                Link, "topology",
                 lambda *_, **__: Topology(
                     (1, 1), (ClusterNode("127.0.0.1", silent.port), here), (0,) * half + (1,) * half
                 ),
@@ -498,7 +498,7 @@ def test_a_partition_without_a_node_does_not_keep_the_others(server, archive, mo
     lost = Topology((1,), (node,), (0,) * 7 + (-1,) + (0,) * (NUM_VBUCKETS - 8))
     made, address = create_archive(str(archive), 1), parse_address(server.address)
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "parse_topology", lambda *_, **__: lost)
+        patch.setattr(Link, "topology", lambda *_, **__: lost)
         with pytest.raises(TopologyError, match="no node is active") as info:
             asyncio.run(Backup(made, address, give_up_after_s=2).run())
     assert info.value.vb_id == 7

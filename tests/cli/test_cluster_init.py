@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clients.cli import cluster_commands
+from clients.cli.cluster import cluster_commands
 from clients.cli.dcpctl import run
 from clients.errors import DcpdError
 

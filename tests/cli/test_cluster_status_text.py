@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clients.cli.cluster_status_command import _write_status
+from clients.cli.cluster.cluster_status_command import _write_status
 
 FOUND: dict[str, Any] = {
     "cluster": "c1",

@@ -9,9 +9,9 @@ import pytest
 
 from clients import SystemEvent
 from clients.address import parse_address
-from clients.cli import keys_command
-from clients.cli.collection_names import CollectionNames
+from clients.cli.changes.watch_lines import CollectionNames
 from clients.cli.dcpctl import run
+from clients.cli.documents import keys_command
 from clients.kv import key_listing
 from clients.operation import vbucket_of
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from clients.cli.import_command import FIELD_CHARS_MAX
+from clients.cli.documents.import_command import FIELD_CHARS_MAX
 
 BOM = b"\xef\xbb\xbf"
 JSON_LINES = b'{"id":"1","n":1}\n{"id":"2","n":2}\n'

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from clients import Consumer, KvClient, WrongProtocolError
-from clients.cli import readiness
+from clients.link import blocking_link
 from dcp.server import listeners
 from support.node_here import node_here
 from support.server import DcpdProcess
@@ -65,7 +65,7 @@ def test_the_first_set_waits_for_the_server_to_start(local_ctl, tmp_path):
 
 
 def test_wait_gives_up_with_the_last_reason(local_ctl, monkeypatch):
-    monkeypatch.setattr(readiness, "WAIT_S", 0.2)
+    monkeypatch.setattr(blocking_link, "WAIT_S", 0.2)
     call = ("--server", "127.0.0.1:1", "--timeout", "0.1", "--wait", "get", "k")
     code, _, err = local_ctl(*call)
     assert code == 6
@@ -73,7 +73,7 @@ def test_wait_gives_up_with_the_last_reason(local_ctl, monkeypatch):
 
 
 def test_wait_does_not_wait_for_what_will_not_change(ctl, server, monkeypatch):
-    monkeypatch.setattr(readiness.time, "sleep", lambda _s: pytest.fail("it waits"))
+    monkeypatch.setattr(blocking_link.time, "sleep", lambda _s: pytest.fail("it waits"))
     monkeypatch.setenv("DCPCTL_PASSWORD", "wrong")
     assert ctl("--user", "eve", "ping", "--wait")[0] == 7
     code, _, err = ctl("--server", f"127.0.0.1:{server.admin_port}", "ping", "--wait")

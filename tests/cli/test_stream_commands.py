@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clients import SyncConsumer, vbucket_of
-from clients.cli.stream_commands import consumers_of
+from clients.cli.changes.stream_commands import consumers_of
 
 
 def stream(name, peer, vb, state, lag, unacked=0):

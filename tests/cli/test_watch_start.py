@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients import Consumer, Deletion, Mutation, vbucket_of
-from clients.cli import watch_command
-from clients.cli.watch_start import Newest, parse_start
+from clients.cli.changes import watch_command
+from clients.cli.changes.watch_start import Newest, parse_start
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_consumer_pair import forget_extensions
 
-from clients.consumer.change_filter import left_in
 from clients.consumer.core import ConsumerCore
+from clients.consumer.extensions import left_in
 from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import Wanted
 from clients.event import Deletion, Mutation, SeqnoAdvanced, SnapshotEnd, SnapshotStart

@@ -13,11 +13,11 @@ from test_consumer_steering import until
 from clients import Consumer, Mutation, Rollback, StreamOpened
 from clients.address import parse_address
 from clients.consumer.counters import ConsumerMetrics
-from clients.consumer.dials import Dials, Pause
 from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import Wanted
 from clients.consumer.placement import Placement
 from clients.errors import AuthenticationError, ConnectError, OperationTimeoutError
+from clients.link.dials import Dials, Pause
 from clients.link.first_answer import first_answer
 from clients.link.pipelined_link import Link
 from clients.position import Position
@@ -237,7 +237,7 @@ async def test_busy_partitions_do_not_hasten_the_search_for_one_without_a_node()
         ConsumerOptions(connect_timeout_s=1.0),
     )  # fmt: skip
     address = parse_address("127.0.0.1:1")
-    session = SimpleNamespace(link=SimpleNamespace(address=address))
+    session = SimpleNamespace(link=SimpleNamespace(place=address.places[0]))
     pause = placement._refresh_pause
     for at in (0.0, 1.0, 2.0):
         pause.begin(at)

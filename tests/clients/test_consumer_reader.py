@@ -9,7 +9,7 @@ from test_consumer_steering import until
 
 from clients.consumer.batch_reader import BatchReader
 from clients.consumer.counters import ConsumerMetrics
-from clients.consumer.event_batch import Batch
+from clients.consumer.partition_stream import Batch
 from clients.consumer.saving import Saver
 from clients.errors import DcpdError, StreamViolationError
 from clients.event import Mutation, Rollback, SnapshotEnd, SnapshotStart, StreamOpened
@@ -126,7 +126,7 @@ async def test_a_rollback_is_settled_once_although_its_wait_was_cancelled():
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert streams.settled == [5, 5]
-    reader.pace._events_per_s = None
+    reader.pace = None
     told = await anext(reader.batches(streams))
     assert (told[0].reason, streams.settled) == ("decided", [5, 5])
 

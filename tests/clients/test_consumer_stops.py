@@ -24,7 +24,7 @@ from clients import (
 )
 from clients.consumer.counters import COUNTERS, GAUGES
 from clients.consumer.partition_stream import PartitionStream
-from clients.consumer.stall import PATIENCE, StallWatch
+from clients.consumer.stream_requests import PATIENCE, StallWatch
 from clients.position import Position
 from clients.testing import DcpServer
 from dcp.wire.message import EndReason

@@ -297,7 +297,8 @@ def test_collections(ctl):
 
 def test_hot_commands_import_nothing_slow(tmp_path):
     script = (
-        "import sys; from clients.cli import dcpctl, document_commands;"
+        "import sys; from clients.cli import dcpctl;"
+        "from clients.cli.documents import document_commands;"
         "dcpctl.Target().address;"  # without contexts the file of contexts is not read
         "print([m for m in ('asyncio','rich','scramp','msgspec','json','cbor2','pathlib','urllib')"
         " if m in sys.modules])"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.link.frame_buffer import FrameBuffer, frame_at
+from clients.streaming.stream_connection import FrameBuffer, frame_at
 from dcp.wire.frame import HEADER, HEADER_BYTES, RemoteProtocolError, pack_request, pack_response
 from dcp.wire.opcode import Opcode
 

@@ -6,7 +6,7 @@ from kv_call_parts import FOUND, PORTS, config, lost, refusal, stored, unreachab
 
 from clients.errors import AmbiguousWriteError
 from clients.kv.call import Call
-from clients.kv.routing import BACKOFF_FIRST_S, FETCH_GAP_S, FetchMap, Router, place_of
+from clients.kv.routing import BACKOFF_FIRST_S, FETCH_GAP_S, FetchMap, Router
 from clients.link.topology import ClusterNode
 from clients.operation import MutationResult, get_operation, partitions_of, store_operation
 from dcp.wire.opcode import Opcode
@@ -65,7 +65,7 @@ class RoutingMachine(RuleBasedStateMachine):
             for index, vb_id in zip(action.indexes, action.vb_ids, strict=True):
                 assert index not in tracked.unrepeatable, "sent again after it may be applied"
                 assert call.results[index] is None
-                assert topology.place_of(vb_id) == place_of(action.node), "not the master"
+                assert topology.place_of(vb_id) == action.node.place, "not the master"
                 before = tracked.last.get(index)
                 if before is not None and before[1] is topology:
                     assert self.now_s - before[0] >= BACKOFF_FIRST_S / 2

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.errors import InvalidRequestError
-from clients.streaming.pending_requests import PendingRequests, ignored
+from clients.streaming.stream_connection import PendingRequests, ignored
 from dcp.wire.frame import FrameDecoder, pack_request, pack_response
 from dcp.wire.message import OpenFlag
 from dcp.wire.opcode import Opcode

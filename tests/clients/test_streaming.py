@@ -20,6 +20,7 @@ from clients.errors import (
     TemporaryError,
 )
 from clients.position import Position
+from clients.streaming.cursor import agreed_seqno, next_round
 from clients.streaming.outcome import (
     Ahead,
     Ended,
@@ -29,7 +30,6 @@ from clients.streaming.outcome import (
     Refused,
     RollbackAsked,
 )
-from clients.streaming.rollback_rounds import agreed_seqno, next_round
 from clients.streaming.stream_connection import EXACT_END, VERSION_LOG, Setup, StreamConnection
 from clients.streaming.verdict import Verdict, verdict_of_end, verdict_of_status
 from dcp.wire.frame import FrameDecoder, pack_request, pack_response

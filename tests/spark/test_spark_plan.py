@@ -16,7 +16,7 @@ from clients.spark.plan import (
     steps_between,
     tasks_of,
 )
-from clients.streaming.rollback_rounds import agreed_seqno
+from clients.streaming.cursor import agreed_seqno
 
 V1, V2, V3 = 0xA1, 0xB2, 0xC3
 

@@ -1,4 +1,4 @@
-"""A consumer's connection attempts to nodes. They run independently.
+"""Connection attempts to nodes, and the pauses between them. The attempts run independently.
 
     dials.start(place, [3, 4])         # at most one per node
     for dialed in dials.finished(): ...
@@ -15,8 +15,9 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final, NamedTuple
 
 from clients.errors import TRANSIENT, DcpdError
-from clients.link.first_answer import Place, give_up
+from clients.link.first_answer import give_up
 from clients.link.pipelined_link import Link
+from clients.link.topology import Place
 
 PAUSE_FIRST_S: Final = 0.05
 PAUSE_MAX_S: Final = 5.0
@@ -26,16 +27,22 @@ Connect = Callable[[Place], Coroutine[Any, Any, Link]]
 
 
 class Pause:
-    """The time of the next attempt."""
+    """The time of the next attempt. Pauses double up to `longest_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_s: float = PAUSE_MAX_S) -> None:
         self.until_s = 0.0
+        self._longest_s = longest_s
         self._next_s = PAUSE_FIRST_S
 
     def begin(self, now_s: float, jitter: float = 0.0) -> None:
         """Pause, longer each time. `jitter`, random from 0 up to 1, cuts it by up to half."""
         self.until_s = now_s + self._next_s * (1 - jitter / 2)
-        self._next_s = min(self._next_s * 2, PAUSE_MAX_S)
+        self._next_s = min(self._next_s * 2, self._longest_s)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the next pause is the shortest."""
+        return self._next_s == PAUSE_FIRST_S
 
     def shorten(self) -> None:
         """Make the next pause short again. A pause that has begun stays."""
@@ -77,7 +84,7 @@ class Dials:
         """Connect to a node for some partitions. If a dial is running, add them to it."""
         dial = self._dials.get(place)
         if dial is None:
-            task = asyncio.create_task(self.connect(place), name=f"consumer-dial-{place[1]}")
+            task = asyncio.create_task(self.connect(place), name=f"dial-{place[1]}")
             task.add_done_callback(lambda _task: self._on_news())
             dial = self._dials[place] = _Dial(task, {})
         dial.vb_ids.update(dict.fromkeys(vb_ids))
@@ -110,4 +117,4 @@ class Dials:
     async def close(self) -> None:
         """Cancel all dials."""
         dials, self._dials = self._dials, {}
-        await give_up([dial.task for dial in dials.values()], Link.close)
+        await give_up([dial.task for dial in dials.values()], lambda link: link.close())

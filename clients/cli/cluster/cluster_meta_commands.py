@@ -7,8 +7,8 @@ from typing import Any, Final
 import click
 
 from clients.cli.admin_api import AdminClient
-from clients.cli.cluster_change_commands import Choices, not_changed, with_choices
-from clients.cli.cluster_nodes import OTHERS_S, admin_of_named
+from clients.cli.cluster.cluster_change_commands import Choices, not_changed, with_choices
+from clients.cli.cluster.cluster_nodes import OTHERS_S, admin_of_named
 from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL, Target, help_text, with_target
 from clients.cli.output import write_json, write_raw
 from clients.cli.standard_input import input_is_terminal

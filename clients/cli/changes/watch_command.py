@@ -1,9 +1,8 @@
 """dcpctl watch: print changes as they happen; can be resumed.
 
-`clients.cli.watch_lines` describes the lines, `clients.cli.watch_start` the values of --from. With
---state, positions are saved every second, at the end, and on SIGINT and SIGTERM. A position is
-saved after its lines were written. A state file belongs to one --prefix and --collection; with
-others the command fails.
+`watch_lines` describes the lines, `watch_start` the values of --from. With --state, positions are
+saved every second, at the end, and on SIGINT and SIGTERM. A position is saved after its lines were
+written. A state file belongs to one --prefix and --collection; with others the command fails.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from typing import Any, Final
 import click
 
 from clients.checkpoint.checkpoint import CheckpointFile
-from clients.cli.collection_names import CollectionNames
+from clients.cli.changes.watch_lines import CollectionNames, Render, renderer
+from clients.cli.changes.watch_start import LAST_MAX, Newest, parse_start
 from clients.cli.dcpctl import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -30,8 +30,6 @@ from clients.cli.dcpctl import (
     with_target,
 )
 from clients.cli.output import VALUE_STYLES, ValueStyle
-from clients.cli.watch_lines import Render, renderer
-from clients.cli.watch_start import LAST_MAX, Newest, parse_start
 from clients.consumer.consumer import Consumer
 from clients.consumer.options import Start
 from clients.event import Deletion, Event, Mutation, Rollback, StreamFailed, SystemEvent

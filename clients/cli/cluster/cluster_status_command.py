@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import click
 
-from clients.cli.cluster_nodes import (
+from clients.cli.cluster.cluster_nodes import (
     STATUS_PATH,
     Answers,
     admin_of_named,

@@ -11,17 +11,17 @@ from typing import Any, Final
 
 import click
 
-from clients.cli import cluster_change_commands
 from clients.cli.admin_api import AdminClient
-from clients.cli.cluster_change_commands import (
+from clients.cli.cluster import cluster_change_commands
+from clients.cli.cluster.cluster_change_commands import (
     Choices,
     not_changed,
     with_choices,
     write_notes,
 )
-from clients.cli.cluster_meta_commands import meta
-from clients.cli.cluster_nodes import STATUS_PATH, admin_of_named
-from clients.cli.cluster_status_command import receipts, status, words
+from clients.cli.cluster.cluster_meta_commands import meta
+from clients.cli.cluster.cluster_nodes import STATUS_PATH, admin_of_named
+from clients.cli.cluster.cluster_status_command import receipts, status, words
 from clients.cli.dcpctl import EXIT_OK, Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
 from clients.cli.standard_input import input_is_terminal, standard_input
@@ -267,7 +267,7 @@ def map_(*, target: Target) -> None:
 @with_target
 def demo(*, target: Target, nodes: int | None, copies: int, folder: str, meta: str | None) -> None:
     """Start a cluster on this machine."""
-    from clients.cli.cluster_demo import run_demo
+    from clients.cli.cluster.cluster_demo import run_demo
 
     is_json = target.output_or("plain") == "json"
     run_demo(folder, nodes, copies, meta=meta, timeout_s=target.timeout_s, is_json=is_json)
@@ -281,7 +281,7 @@ def _signal_command(action: str, summary: str, result: str) -> None:
     @click.option("--data", "folder", default="dcpd-demo", show_default=True, metavar="DIR")
     @with_target
     def send(*, target: Target, node: str, folder: str) -> None:
-        from clients.cli.cluster_demo import signal_node
+        from clients.cli.cluster.cluster_demo import signal_node
 
         signal_node(folder, node, action)
         if target.output_or("plain") == "json":

@@ -29,8 +29,8 @@ from typing import Any, Final
 
 import click
 
-from clients.cli.demo_etcd import PORTS_FILE, DemoEtcd
-from clients.cli.demo_progress import STILL_S, DemoProgress, told_while_it_takes
+from clients.cli.cluster.demo_etcd import PORTS_FILE, DemoEtcd
+from clients.cli.cluster.demo_progress import STILL_S, DemoProgress, told_while_it_takes
 from clients.cli.output import write_json, write_raw
 from clients.errors import ConnectError, DcpdError, OperationTimeoutError
 

@@ -18,7 +18,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from clients.cli.admin_api import AdminClient
-from clients.cli.cluster_nodes import STATUS_PATH, admin_of_named, why_copies_wait
+from clients.cli.cluster.cluster_nodes import STATUS_PATH, admin_of_named, why_copies_wait
 from clients.cli.dcpctl import (
     EXIT_CONFLICT,
     EXIT_FAILED,

@@ -1,0 +1,1 @@
+"""The change stream: watch it, steer consumers' streams, explain a rollback."""

@@ -1,0 +1,1 @@
+"""Documents and their collections: get, set, del, keys, import, collection."""

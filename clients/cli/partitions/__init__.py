@@ -1,0 +1,1 @@
+"""Partitions and their storage: seqnos, versions, branches, compaction, damage, faults."""
