@@ -59,7 +59,7 @@ class HeldLog(NamedTuple):
     version_epoch: int
     end_seqno: int
     is_master: bool
-    """Whether it is the partition's master now."""
+    """Whether it is the partition's master now, and knows that nobody was elected since."""
 
 
 class NodeTestimony(msgspec.Struct, frozen=True, kw_only=True):

@@ -94,7 +94,7 @@ class ReplicationCore:
         self._era = 0
         self._sure: set[int] = set()
         """Partitions whose record is known to be the newest: see `election.SuspectReport`."""
-        self._unproven: set[int] = set()
+        self.unproven: set[int] = set()
         """Partitions whose record may be older than one by which this master was deposed: see
         `isr.may_change_record`."""
         self._unproven_ns = 0
@@ -181,7 +181,7 @@ class ReplicationCore:
                 part.synced_seqno
                 if part.incomplete_snapshot is None
                 else part.incomplete_snapshot.start,
-                part.vb_id in self.master.masterships,
+                part.vb_id in self.master.masterships and part.vb_id not in self.unproven,
             )
             for part in self.partitions
             if part.high_seqno or part.leader_epoch
@@ -218,7 +218,7 @@ class ReplicationCore:
             self.replica.begin_again()
             for mastership in self.master.masterships.values():
                 mastership.store_begins_again()
-            self._unproven, self._unproven_ns = set(self.master.masterships), 0
+            self.unproven, self._unproven_ns = set(self.master.masterships), 0
 
     def _store_seen(self) -> StoreSeen:
         """Return what is on disk here of the records of the store."""
@@ -466,10 +466,10 @@ class ReplicationCore:
         view = self._session.view
         older = {each.vb_id for each in older_records(view)} if view.reports else set[int]()
         self._unproven_ns = self._unproven_ns or self._now_ns
-        self._unproven = {vb_id for vb_id in self._unproven if not self._is_proven(vb_id)}
-        if not self._distrusted and not older and not self._unproven:
+        self.unproven = {vb_id for vb_id in self.unproven if not self._is_proven(vb_id)}
+        if not self._distrusted and not older and not self.unproven:
             return self.records
-        older |= self._unproven
+        older |= self.unproven
         return {
             vb_id: stored
             for vb_id, stored in self.records.items()

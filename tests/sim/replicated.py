@@ -144,7 +144,13 @@ class ReplicatedNodes:
         self._went_back = 0
         self.restorer = Restorer(
             setting.world,
-            Nodes(lambda: self.store, self._views, self._testimonies, self._all_run),
+            Nodes(
+                lambda: self.store,
+                self._views,
+                self._testimonies,
+                self._all_run,
+                self._are_unproven,
+            ),
         )
         self.operator: Operator | None = None
         """Of clusters that move copies."""
@@ -278,6 +284,10 @@ class ReplicatedNodes:
         """Return what the nodes that run have."""
         nodes = [machine.node for machine in dict.fromkeys(self._machines.values())]
         return [node.testimony(operation) for node in nodes if isinstance(node, ClusterNode)]
+
+    def _are_unproven(self) -> bool:
+        nodes = [machine.node for machine in dict.fromkeys(self._machines.values())]
+        return any(isinstance(node, ClusterNode) and node.core.unproven for node in nodes)
 
     def _all_run(self) -> bool:
         machines = dict.fromkeys(self._machines.values())

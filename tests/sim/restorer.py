@@ -26,6 +26,8 @@ from sim.world import MS, SECOND, World
 KEYS: Final = ClusterKeys(ROOT)
 LOOK_NS: Final = 300 * MS
 """How often he looks at the nodes."""
+WAITS_NS: Final = 600 * MS
+"""How long something has to wait for members that do not speak, before he gives them up."""
 
 
 class Nodes(NamedTuple):
@@ -38,6 +40,8 @@ class Nodes(NamedTuple):
     """The same."""
     all_run: Callable[[], bool]
     """Whether every node runs whose folder is not lost."""
+    are_unproven: Callable[[], bool]
+    """Whether a master that runs does not know whether another one was elected since."""
 
 
 class Restorer:
@@ -47,6 +51,8 @@ class Restorer:
         self._world = world
         self._nodes = nodes
         self._asked = 0
+        self._waited_ns = 0
+        """Since when something waits for members that do not speak; 0: nothing does."""
         self.is_tidying = False
         """Whether nothing may be left that waits: the faults are over."""
         self.restored: set[tuple[int, int]] = set()
@@ -62,7 +68,10 @@ class Restorer:
         views = self._nodes.views()
         if any(older_records(view) for view in views):
             self._restore(accepts_loss=False)
-        if self.is_tidying and self._nodes.all_run() and any(map(_waits_for_silent, views)):
+        waits = any(map(_waits_for_silent, views)) or self._nodes.are_unproven()
+        self._waited_ns = self._waited_ns or self._world.now_ns if waits else 0
+        is_long = waits and self._world.now_ns - self._waited_ns >= WAITS_NS
+        if self.is_tidying and self._nodes.all_run() and is_long:
             self._restore(accepts_loss=True)
         self._world.after(LOOK_NS, self._look)
 

@@ -154,3 +154,21 @@ def test_a_master_that_was_deposed_does_not_serve_by_the_copy_that_names_it() ->
         assert not scenario.node(former).would_answer(0)
     scenario.mend()
     scenario.passes()
+
+
+def test_a_member_that_is_lost_while_the_store_restarts_is_given_up() -> None:
+    """Its master waits: with one member as enough, the lost one may have been elected."""
+    scenario = Scenario(copies=2, min_in_sync=1)
+    master = scenario.master()
+    gone = scenario.replicas_of(0)[0]
+    scenario.cluster.restart_store()
+    lose(scenario, gone)
+    scenario.machine(gone).start()
+    scenario.run_for(8)
+    assert 0 in scenario.node(master).core.unproven
+    assert not scenario.node(master).would_answer(0)
+    scenario.cluster.mend()
+    scenario.until(scenario.is_served)
+    assert not scenario.node(master).core.unproven
+    assert 0 in {vb_id for vb_id, _ in scenario.cluster.restorer.given_up}
+    scenario.passes()
