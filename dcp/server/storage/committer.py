@@ -256,7 +256,7 @@ class Committer:
     def _begin(self) -> None:
         """Begin what the log has to do next, unless it is busy. The loop does small groups."""
         self._is_scheduled = False
-        if self._pauses():
+        if self._pause():
             return
         job = None if self._has_failed else self._cycle.next_job()
         if job is None:
@@ -282,8 +282,8 @@ class Committer:
         if self._on_begin is not None and isinstance(job, WriteGroup) and job.is_synced:
             self._on_begin(job.group)
 
-    def _pauses(self) -> bool:
-        """Whether the next group has to wait; then it begins later."""
+    def _pause(self) -> bool:
+        """Begin the next group later if it has to wait; return whether it has."""
         if self._pausing is not None:
             self._pausing.cancel()  # this may be another call than the one that it waits for
             self._pausing = None
@@ -354,19 +354,19 @@ class Committer:
         self._writer.end_append(group)
 
     def _written(self, job: Job, _: None) -> None:
-        self._has_room()
+        self._got_room()
         self._publish(job)
         self._go_on()
 
     def _rotated(self, segment: int) -> None:
-        self._has_room()
+        self._got_room()
         self._may_prepare = self._reserves
         self._publish(LogTask.ROTATE)
         self._finds_room = self._reserves
         self._on_rotated(segment)
         self._go_on()
 
-    def _has_room(self) -> None:
+    def _got_room(self) -> None:
         """Tell that the disk has room again, if it was full."""
         self._pause_s = self._retry_first_s
         if self.full_why:
