@@ -360,7 +360,7 @@ class Node:
         self._merging = merging = Merging(
             engine, MergeCycle(engine, kept_segments(storage.store.quarantine())),
             storage.device, self._store_queue, self.meter, log,
-            kick=self._kick, merge_again=self._merge_again, on_room=self._has_room,
+            kick=self._kick, merge_again=self._merge_again, on_room=self._got_room,
         )  # fmt: skip
         self._backpressure = Backpressure(
             engine, settings.write_wait_s,
@@ -485,7 +485,7 @@ class Node:
         self._groups.begin_merge()
         self._committer.kick()
 
-    def _has_room(self) -> None:
+    def _got_room(self) -> None:
         """A merge has made room; `Merging` is created before `Backpressure`."""
         self._backpressure.update()
 

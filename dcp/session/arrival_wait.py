@@ -30,7 +30,7 @@ class ArrivalWait:
         self._credit_from_ns = 0
         """The credit is the time since then, at most WAIT_NS_MAX."""
 
-    def may_wait(self, now_ns: int) -> bool:
+    def wait(self, now_ns: int) -> bool:
         """Begin to wait, or go on; False: the credit is used up, and nothing waits."""
         if not self.until_ns:
             credit_ns = min(now_ns - self._credit_from_ns, WAIT_NS_MAX)

@@ -101,8 +101,8 @@ class HeldBatch:
         """Wait for loads, whose answers may change meanwhile."""
         self.loads, self.pieces = loads, list(answers)
 
-    def is_loading(self) -> bool:
-        """Whether a load is not done. After the last one the answers are what they say."""
+    def await_loads(self) -> bool:
+        """Take what loads say when all are done; return whether one is not yet."""
         if not all(ticket.is_done for _, ticket in self.loads):
             return True
         if self.loads:
@@ -152,7 +152,7 @@ class HeldAnswers:
             state.loads = []
         state.answers.clear()
         state.wait_group, state.first_change = 0, -1
-        if not self.batches and self._may_leave(batch):
+        if not self.batches and self._advance(batch):
             return batch.answers if marked is None else b"".join(marked.answers)
         self.batches.append(batch)
         self.held_bytes += batch.size_bytes
@@ -190,7 +190,7 @@ class HeldAnswers:
                     ready.append(HeldBatch(answers, 0, (), {}, batch.read_ns))
                 if marked.held:
                     break
-            elif not self._may_leave(batch):
+            elif not self._advance(batch):
                 break
             elif marked is None:
                 ready.append(batch)
@@ -256,9 +256,9 @@ class HeldAnswers:
         if due_ns is not None and (self.next_expiry_ns is None or due_ns < self.next_expiry_ns):
             self.next_expiry_ns = due_ns
 
-    def _may_leave(self, batch: HeldBatch) -> bool:
+    def _advance(self, batch: HeldBatch) -> bool:
         commits, marked = self._commits, batch.marked
-        if batch.loads and batch.is_loading():
+        if batch.loads and batch.await_loads():
             return False
         if marked is not None and marked.durable and not self._are_done(marked, marked.durable):
             return False
@@ -297,7 +297,7 @@ class HeldAnswers:
             return self._commits.is_committed(wait.vb_id, wait.group)
         return wait.group <= self._commits.synced_group
 
-    def _is_settled(self, held: HeldAnswer) -> bool:
+    def _advance_answer(self, held: HeldAnswer) -> bool:
         """Return whether an answer only waits for those before it."""
         if not held.is_settled and all(map(self._is_over, held.waits)):
             durability = held.mark.durability if held.mark is not None else None
@@ -309,7 +309,7 @@ class HeldAnswers:
     def _settled(self, held: list[HeldAnswer]) -> list[bytes]:
         """Remove the first answers, up to one that waits, and return them."""
         count = 0
-        while count < len(held) and self._is_settled(held[count]):
+        while count < len(held) and self._advance_answer(held[count]):
             count += 1
         answers = [item.answer for item in held[:count]]
         del held[:count]
@@ -320,5 +320,5 @@ class HeldAnswers:
         marked = batch.marked
         assert marked is not None
         for held in marked.one_by_one():
-            if not self._is_settled(held) and is_lost(held):
+            if not self._advance_answer(held) and is_lost(held):
                 marked.replace(held, why)

@@ -61,8 +61,8 @@ class MapNews:
         self._push = pushes[0] if pushes else None
         self._dedupes = Feature.DEDUPE_NOT_MY_VBUCKET in granted
 
-    def is_known(self, version: tuple[int, int], *, of_bucket: bool) -> bool:
-        """Return whether the client, which says that it has this version, has the newest one.
+    def take_known(self, version: tuple[int, int], *, of_bucket: bool) -> bool:
+        """The client says that it has this version: return whether that is the newest one.
         `of_bucket`: it says so of the bucket's map, which has the partitions.
         """
         if version < self._facts.config_version():

@@ -93,13 +93,13 @@ class RangeScan:
         work_left = BATCH_WORK
         while len(found) < documents_max and bytes_max > 0 and work_left > 0 and not self.is_done:
             for shown in self.scan.step(1, work_left, bytes_max):
-                if self._is_wanted(shown):
+                if self._take(shown):
                     found.append(shown)
                     bytes_max -= _size(shown)
             work_left -= self.scan.last_work
         return found
 
-    def _is_wanted(self, shown: Shown) -> bool:
+    def _take(self, shown: Shown) -> bool:
         if 0 < shown.meta.expiry <= self._now_s or shown.key == self._excluded:
             return False
         if self._sample is not None:

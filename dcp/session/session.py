@@ -401,7 +401,7 @@ class Session:
         state = self.state
         if not (opcode in self._hot or opcode in _WRITES) or opcode in _FLUSHES:
             return False
-        if state.hashes_keys or not self.is_logged_in or not state.arrival.may_wait(now_ns):
+        if state.hashes_keys or not self.is_logged_in or not state.arrival.wait(now_ns):
             return False
         state.is_full = True
         return True

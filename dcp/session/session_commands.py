@@ -195,7 +195,7 @@ class ConnectionCommands:
             if len(request.extras) != CONFIG_VERSION.size:
                 raise RefusedError(Status.EINVAL, "a known version has 16 bytes")
             known = CONFIG_VERSION.unpack(request.extras)
-            if state.map_news.is_known(known, of_bucket=has_bucket):
+            if state.map_news.take_known(known, of_bucket=has_bucket):
                 state.answer(request)
                 return
         value = state.map_news.whole() if has_bucket else state.facts.global_config()

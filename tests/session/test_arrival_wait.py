@@ -233,7 +233,7 @@ def test_strangers_are_refused_at_once(node: Arriving) -> None:
 def test_waits_one_after_the_other_share_the_credit() -> None:
     wait, waited_ns = ArrivalWait(), 0
     for began_ns in range(BEGAN_NS, BEGAN_NS + 40 * 30 * MS, 40 * MS):  # 30 ms in every 40
-        if wait.may_wait(began_ns):
+        if wait.wait(began_ns):
             end_ns = min(began_ns + 30 * MS, wait.until_ns)
             waited_ns += end_ns - began_ns
             wait.end(end_ns)
@@ -243,7 +243,7 @@ def test_waits_one_after_the_other_share_the_credit() -> None:
 @pytest.mark.parametrize("jump_ns", [-(10**12), -1, 10**12])
 def test_a_clock_that_is_set_ends_the_wait(jump_ns: int) -> None:
     wait = ArrivalWait()
-    assert wait.may_wait(BEGAN_NS)
+    assert wait.wait(BEGAN_NS)
     assert wait.until_ns == BEGAN_NS + WAIT_NS_MAX
-    assert not wait.may_wait(BEGAN_NS + jump_ns)
+    assert not wait.wait(BEGAN_NS + jump_ns)
     assert not wait.until_ns

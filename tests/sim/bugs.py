@@ -18,7 +18,7 @@ from vbucket.log.device_files import FileLogDevice
 class LeavesAtOnce(HeldAnswers):
     """It holds no answer."""
 
-    def _may_leave(self, batch: HeldBatch) -> bool:
+    def _advance(self, batch: HeldBatch) -> bool:
         return True
 
 

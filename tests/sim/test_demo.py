@@ -61,7 +61,7 @@ def test_the_same_seed_tells_the_same_story() -> None:
 class LeavesAtOnce(HeldAnswers):
     """It holds no answer."""
 
-    def _may_leave(self, batch: HeldBatch) -> bool:
+    def _advance(self, batch: HeldBatch) -> bool:
         return True
 
 

@@ -44,7 +44,7 @@ class LoadingNode(MemoryNode):
         """What the shell asks for next."""
         if self.engine.loads.wants_merge:
             self.merge()
-            self.engine.loads.has_merged()
+            self.engine.loads.note_merged()
         self.engine.begin_batch(self.now_ns)
         return self.engine.loads.begin()
 

@@ -166,7 +166,7 @@ class Loads:
             not self._is_merged(self._partitions[vb_id]) for vb_id in self._waiting
         )
 
-    def has_merged(self) -> None:
+    def note_merged(self) -> None:
         """Take note that everything was merged that was there when the shell began to ask."""
         self._has_merged = True
 

@@ -96,7 +96,7 @@ class PasswordChecks:
             entry = _WaitingCheck(host, check)
             if len(self._running) < THREADS and not self._is_closed:
                 self._start(entry)
-            elif not self._has_queued(entry):
+            elif not self._queue(entry):
                 return None
         ticket = Ticket(entry, tell)
         entry.tickets.append(ticket)
@@ -121,7 +121,7 @@ class PasswordChecks:
         of_host = self._waiting.get(host)
         return None if of_host is None else of_host.get(check.memory)
 
-    def _has_queued(self, entry: _WaitingCheck) -> bool:
+    def _queue(self, entry: _WaitingCheck) -> bool:
         of_host = len(self._waiting.get(entry.host, ()))
         is_full = self._waiting_count >= self._waiting_max or of_host >= self._waiting_per_host_max
         if self._is_closed or is_full:

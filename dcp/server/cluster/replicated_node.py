@@ -323,7 +323,7 @@ class ReplicatedNode:
         while not self._is_stopped:
             with contextlib.suppress(EnrolmentError):  # it is away: there is nothing to serve by
                 result = await ask(self.access.meta, owner_read(KEYS_PREFIX, cluster))
-                if isinstance(result, TxnResult) and self._is_ours(result):
+                if isinstance(result, TxnResult) and self._note_owner(result):
                     await self._check_versions()
                     self._tick()
                     return
@@ -341,7 +341,7 @@ class ReplicatedNode:
         if why := unfit_by(result.items, self.member):
             raise MembershipOverError(f"{why}. {VERSION_ADVICE}")
 
-    def _is_ours(self, result: TxnResult) -> bool:
+    def _note_owner(self, result: TxnResult) -> bool:
         """Take what the store says about its owner, and tell if it is another cluster's."""
         wrong = owner_trouble(result, KEYS_PREFIX, self.identity.cluster)
         if wrong and not self.wrong_store:

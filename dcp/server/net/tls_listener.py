@@ -61,7 +61,7 @@ class TlsHandshake:
         """Do the handshake; it creates the `ClientConnection`."""
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: ClientConnection(self._parts, end_handshake=self.has_ended),
+                lambda: ClientConnection(self._parts, end_handshake=self.end),
                 self._socket,
                 ssl=context,
                 ssl_handshake_timeout=timeout_s,
@@ -71,9 +71,9 @@ class TlsHandshake:
             reason = str(error) or type(error).__name__
             self._log.debug("TLS handshake failed", peer=self.peer, reason=reason)
         finally:
-            self.has_ended()
+            self.end()
 
-    def has_ended(self) -> None:
+    def end(self) -> None:
         """Note that it is done or has failed; may be called more than once."""
         if self._is_under_way:
             self._is_under_way = False
@@ -84,7 +84,7 @@ class TlsHandshake:
         self._parts.refusals.write(
             "connection closed", self.peer_host, peer=self.peer, reason=reason
         )
-        self.has_ended()
+        self.end()
         with contextlib.suppress(OSError):  # the peer may be gone
             self._socket.shutdown(socket.SHUT_RDWR)
 

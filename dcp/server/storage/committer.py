@@ -364,19 +364,19 @@ class Committer:
         self._writer.end_append(group)
 
     def _written(self, job: Job, _: None) -> None:
-        self._has_room()
+        self._got_room()
         self._publish(job)
         self._go_on()
 
     def _rotated(self, segment: int) -> None:
-        self._has_room()
+        self._got_room()
         self._may_prepare = self._reserves
         self._publish(LogTask.ROTATE)
         self._finds_room = self._reserves
         self._on_rotated(segment)
         self._go_on()
 
-    def _has_room(self) -> None:
+    def _got_room(self) -> None:
         """Tell that the disk has room again, if it was full."""
         self._pause_s = self._retry_first_s
         if self.full_why:

@@ -110,7 +110,7 @@ class Loading:
             except MergeTroubleError as error:
                 self._log.info("not loaded", reason=str(error))
                 return False
-            self._loads.has_merged()
+            self._loads.note_merged()
         return True
 
     async def _load(self, requests: list[LoadRequest]) -> None:
