@@ -90,7 +90,7 @@ async def raw(server: str, history: bool) -> dict[str, Any]:
 
 async def backup(server: str, archive: str, history: bool) -> dict[str, Any]:
     """One full run."""
-    from clients.backup.archive import create_archive
+    from clients.backup.archives.archive import create_archive
     from clients.backup.run import Backup
 
     began = time.process_time()
@@ -105,8 +105,8 @@ async def backup(server: str, archive: str, history: bool) -> dict[str, Any]:
 
 async def restore(server: str, archive: str) -> dict[str, Any]:
     """Everything, into an empty server."""
-    from clients.backup.archive import open_archive
-    from clients.backup.point import Point
+    from clients.backup.archives.archive import open_archive
+    from clients.backup.archives.point import Point
     from clients.backup.restore import Restore
     from clients.backup.selection import Selection
 

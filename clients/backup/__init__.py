@@ -1,17 +1,18 @@
 """Backup: archives of a server's change streams.
 
-    legs, point       an archive's history of a partition, and points in it      pure
+    archives          what an archive holds:
+      legs, point       its history of a partition, and points in it             pure
+      chunk, segment,   frames -> chunks -> segments, and the manifests          pure
+      archive_manifest
+      place, lock       an fsspec folder, and its write lock
+      archive           the content of such a folder; archive_check verifies it
+      segment_writer    the writer thread of a run
     feed, intake      one DCP connection that collects frames                    pure
-    chunk, segment,   frames -> chunks -> segments, and the manifests            pure
-    archive_manifest
-    place, lock       an fsspec folder, and its write lock
-    archive           the content of such a folder
-    dialing, run      a backup over links to all nodes; segment_writer is its writer thread
+    dialing, run      a backup over links to all nodes
     strip             the frames of a section, as columns                        pure
     reading           a partition as of a point: the newest version of each key
     restore, export,  operations on an archive
-    fold,
-    archive_check
+    fold
 
 The format is docs/backup.md.
 The errors can be imported from here.
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 from clients.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from clients.backup.archive_errors import (
+    from clients.backup.archives.archive_errors import (
         ArchiveDamagedError,
         ArchiveError,
         ArchiveFormatError,
@@ -40,4 +41,4 @@ __all__ = [
     "ArchiveMissingError", "BackupError", "MissingExtraError", "PointError",
 ]  # fmt: skip
 
-__getattr__ = lazy_names(__name__, {"archive_errors": " ".join(__all__)})
+__getattr__ = lazy_names(__name__, {"archives.archive_errors": " ".join(__all__)})

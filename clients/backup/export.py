@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, Final, NamedTuple
 
-from clients.backup.archive import Archive
-from clients.backup.archive_errors import MissingExtraError
-from clients.backup.place import Place, io_error
-from clients.backup.point import Point
+from clients.backup.archives.archive import Archive
+from clients.backup.archives.archive_errors import MissingExtraError
+from clients.backup.archives.place import Place, io_error
+from clients.backup.archives.point import Point
 from clients.backup.reading import Damage, Findings, PointReader
 from clients.backup.selection import Routes, Selection, split_key
 from dcp.wire.frame import HEADER, HEADER_BYTES

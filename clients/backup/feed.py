@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import sys
 from enum import Enum, auto
-from typing import NamedTuple
 
-from clients.backup.archive_errors import BackupError
-from clients.backup.legs import LEGS_MAX, Leg, Placed, end_of, position_of
+from clients.backup.archives.archive_errors import BackupError
+from clients.backup.archives.legs import LEGS_MAX, Leg, Placed, end_of, position_of
 from clients.errors import StreamViolationError
 from clients.position import Position
 from clients.streaming.cursor import Cursor
@@ -37,19 +36,6 @@ class FeedState(Enum):
     WAITING = auto()
     DONE = auto()
     GONE = auto()
-
-
-class Piece(NamedTuple):
-    """Frames of one partition and leg, in order, as they arrived."""
-
-    vb_id: int
-    leg: int
-    first_seqno: int
-    last_seqno: int
-    changes: int
-    data: bytes
-    legs: list[Leg]
-    """The partition's legs in this run, as of the last change. They are saved with it."""
 
 
 class Feed(Cursor):

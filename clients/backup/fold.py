@@ -19,15 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from clients.backup.archive import Archive, needed_files
-from clients.backup.archive_errors import ArchiveDamagedError, BackupError
-from clients.backup.archive_manifest import RunRecord
-from clients.backup.chunk import CHUNK_BYTES, Chunker
-from clients.backup.feed import Piece
-from clients.backup.legs import BASE_LEG, Leg, Placed, cuts_of, end_of, position_of
-from clients.backup.point import Point, chain_of
+from clients.backup.archives.archive import Archive, needed_files
+from clients.backup.archives.archive_errors import ArchiveDamagedError, BackupError
+from clients.backup.archives.archive_manifest import RunRecord
+from clients.backup.archives.chunk import CHUNK_BYTES, Chunker, Piece
+from clients.backup.archives.legs import BASE_LEG, Leg, Placed, cuts_of, end_of, position_of
+from clients.backup.archives.point import Point, chain_of
+from clients.backup.archives.segment_writer import SegmentWriter
 from clients.backup.reading import PointReader
-from clients.backup.segment_writer import SegmentWriter
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.message import U64
 

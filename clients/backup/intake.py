@@ -15,7 +15,7 @@ Invariants
 - seqnos of a stream rise and are inside the announced snapshot, or StreamViolationError is raised;
 - feeds are positioned after the pieces of `take_pieces`, even if `receive` raises. So take the
   pieces before another connection continues the feeds (`abandon`);
-- every accepted request begins a leg (clients.backup.legs), with its failover log;
+- every accepted request begins a leg (clients.backup.archives.legs), with its failover log;
 - a rollback goes to the newest complete state in the archive at or below the server's seqno, across
   all versions and runs. Every round goes to a lower seqno, so the number of rounds is bounded;
 - a partition is DONE at the high seqno that it had when the run asked for it.
@@ -28,8 +28,9 @@ from __future__ import annotations
 from struct import Struct
 from typing import Final
 
-from clients.backup.archive_errors import BackupError
-from clients.backup.feed import Feed, FeedState, Piece
+from clients.backup.archives.archive_errors import BackupError
+from clients.backup.archives.chunk import Piece
+from clients.backup.feed import Feed, FeedState
 from clients.errors import DcpdError, StreamViolationError
 from clients.streaming.change_runs import LOOPS, STORED
 from clients.streaming.outcome import (

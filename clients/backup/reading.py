@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Final, NamedTuple
 
-from clients.backup.archive import Archive
-from clients.backup.archive_errors import ArchiveFormatError, PointError
-from clients.backup.archive_manifest import RunRecord, SegmentRecord
-from clients.backup.chunk import Section
-from clients.backup.legs import Interval, end_of, intervals, newest_whole, whole_states
-from clients.backup.point import Point, chain_of
-from clients.backup.segment import DamagedError, Footer, parse_chunk
+from clients.backup.archives.archive import Archive
+from clients.backup.archives.archive_errors import ArchiveFormatError, PointError
+from clients.backup.archives.archive_manifest import RunRecord, SegmentRecord
+from clients.backup.archives.chunk import Section
+from clients.backup.archives.legs import Interval, end_of, intervals, newest_whole, whole_states
+from clients.backup.archives.point import Point, chain_of
+from clients.backup.archives.segment import DamagedError, Footer, parse_chunk
 from clients.backup.strip import Stretch, Strip
 
 CACHE_BYTES: Final = 32 * 1024 * 1024

@@ -23,10 +23,10 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from clients.address import ServerAddress
-from clients.backup.archive import Archive
-from clients.backup.archive_errors import BackupError
-from clients.backup.archive_manifest import RunRecord
-from clients.backup.point import Point
+from clients.backup.archives.archive import Archive
+from clients.backup.archives.archive_errors import BackupError
+from clients.backup.archives.archive_manifest import RunRecord
+from clients.backup.archives.point import Point
 from clients.backup.reading import Damage, Findings, PointReader, View
 from clients.backup.restore_compare import KeptSample, NewerOnServer, newer_on_server
 from clients.backup.restore_link import RESTORE_FEATURES, RETRY_PAUSE_S, RestoreWriter

@@ -25,18 +25,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from clients.address import ServerAddress
-from clients.backup.archive import Archive
-from clients.backup.archive_errors import ArchiveError
-from clients.backup.archive_manifest import RunRecord
-from clients.backup.chunk import CHUNK_BYTES, Chunker, RawChunk
+from clients.backup.archives.archive import Archive
+from clients.backup.archives.archive_errors import ArchiveError
+from clients.backup.archives.archive_manifest import RunRecord
+from clients.backup.archives.chunk import CHUNK_BYTES, Chunker, Piece, RawChunk
+from clients.backup.archives.legs import Placed
+from clients.backup.archives.lock import ArchiveLock
+from clients.backup.archives.segment import Footer
+from clients.backup.archives.segment_writer import SEGMENT_BYTES, SegmentWriter
+from clients.backup.archives.zstd import LEVEL
 from clients.backup.dialing import Dialing, Home
-from clients.backup.feed import Feed, Piece
+from clients.backup.feed import Feed
 from clients.backup.intake import Intake
-from clients.backup.legs import Placed
-from clients.backup.lock import ArchiveLock
-from clients.backup.segment import Footer
-from clients.backup.segment_writer import SEGMENT_BYTES, SegmentWriter
-from clients.backup.zstd import LEVEL
 from clients.errors import (
     TRANSIENT,
     DcpdError,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from clients.backup.archive_errors import BackupError
-from clients.backup.archive_manifest import RunRecord
+from clients.backup.archives.archive_errors import BackupError
+from clients.backup.archives.archive_manifest import RunRecord
 from vbucket.model.manifest import decode_leb128, encode_leb128
 
 

@@ -15,7 +15,7 @@ from itertools import accumulate, repeat
 from struct import Struct
 from typing import Final, NamedTuple
 
-from clients.backup.chunk import Section
+from clients.backup.archives.chunk import Section
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.message import MUTATION_EXTRAS, SYSTEM_EVENT_EXTRAS
 from dcp.wire.opcode import Opcode

@@ -25,10 +25,10 @@ from typing import Any, Final
 
 import click
 
-from clients.backup.archive import Archive, create_archive, open_archive
-from clients.backup.archive_errors import PointError
-from clients.backup.archive_manifest import RunRecord
-from clients.backup.point import time_text
+from clients.backup.archives.archive import Archive, create_archive, open_archive
+from clients.backup.archives.archive_errors import PointError
+from clients.backup.archives.archive_manifest import RunRecord
+from clients.backup.archives.point import time_text
 from clients.cli.dcpctl import EXIT_FAILED, EXIT_OK, Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
 from clients.cli.restore_commands import ARCHIVE, bar, export, restore
@@ -210,7 +210,7 @@ def info(*, target: Target, url: str, run: int | None) -> int:
 @with_target
 def verify_(*, target: Target, url: str) -> int:
     """Check an archive."""
-    from clients.backup.archive_check import verify
+    from clients.backup.archives.archive_check import verify
 
     with count_bar("verify") as update:
         report = verify(open_archive(url), update)
@@ -304,8 +304,8 @@ def _say(target: Target, document: dict[str, Any], text: str) -> None:
 
 
 def _show_run(mode: str, runs: list[RunRecord], run: int) -> None:
-    from clients.backup.legs import whole_states
-    from clients.backup.point import Point, chain_of
+    from clients.backup.archives.legs import whole_states
+    from clients.backup.archives.point import Point, chain_of
 
     upto = Point(run=run).runs_of(runs)
     columns = [

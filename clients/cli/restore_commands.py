@@ -13,9 +13,9 @@ from urllib.parse import urlencode
 
 import click
 
-from clients.backup.archive import open_archive
-from clients.backup.archive_errors import PointError
-from clients.backup.point import Point, parse_seqnos, parse_time
+from clients.backup.archives.archive import open_archive
+from clients.backup.archives.archive_errors import PointError
+from clients.backup.archives.point import Point, parse_seqnos, parse_time
 from clients.backup.reading import Damage
 from clients.backup.selection import Selection, parse_mapping
 from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL, Target, help_text, with_target

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from clients.backup.legs import whole_states
-from clients.backup.point import Point, chain_of
+from clients.backup.archives.legs import whole_states
+from clients.backup.archives.point import Point, chain_of
 from dcp.wire.feature import Feature
 from support.backup_pair import back_up, memory_archive, state_as_of
 from support.memory_node import MemoryNode

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from clients.address import parse_address
-from clients.backup.archive import create_archive, open_archive
-from clients.backup.point import Point
+from clients.backup.archives.archive import create_archive, open_archive
+from clients.backup.archives.point import Point
 from clients.backup.restore import Restore
 from clients.backup.restore_link import RESTORE_FEATURES
 from clients.backup.run import PUSH_FEATURES, Backup

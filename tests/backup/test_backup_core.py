@@ -9,9 +9,9 @@ import random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from clients.backup.archive_check import verify
+from clients.backup.archives.archive_check import verify
+from clients.backup.archives.point import Point
 from clients.backup.fold import fold
-from clients.backup.point import Point
 from clients.backup.reading import PointReader
 from dcp.wire.feature import Feature
 from dcp.wire.opcode import Opcode

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.backup.archive import ARCHIVE_FILE, open_archive, run_file
-from clients.backup.archive_check import verify
-from clients.backup.archive_errors import ArchiveDamagedError
-from clients.backup.archive_manifest import RUN_MAGIC
+from clients.backup.archives.archive import ARCHIVE_FILE, open_archive, run_file
+from clients.backup.archives.archive_check import verify
+from clients.backup.archives.archive_errors import ArchiveDamagedError
+from clients.backup.archives.archive_manifest import RUN_MAGIC
+from clients.backup.archives.point import Point
+from clients.backup.archives.segment import TRAILER
 from clients.backup.export import Export
 from clients.backup.fold import fold
-from clients.backup.point import Point
-from clients.backup.segment import TRAILER
 from clients.backup.selection import Selection
 from dcp.wire.feature import Feature
 from support.backup_pair import back_up, memory_archive
@@ -194,7 +194,7 @@ def test_what_a_killed_run_left_half_written_counts_as_not_there(made, archive):
 
 
 def test_a_newer_format_is_refused_in_words(archive):
-    from clients.backup.archive_errors import ArchiveFormatError
+    from clients.backup.archives.archive_errors import ArchiveFormatError
 
     data = archive.read(run_file(1))
     assert data[:8] == RUN_MAGIC

@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 from fsspec.registry import known_implementations
 
-from clients.backup.archive import create_archive, open_archive, run_file
-from clients.backup.archive_check import verify
-from clients.backup.archive_errors import (
+from clients.backup.archives.archive import create_archive, open_archive, run_file
+from clients.backup.archives.archive_check import verify
+from clients.backup.archives.archive_errors import (
     ArchiveDamagedError,
     ArchiveError,
     ArchiveMissingError,
     MissingExtraError,
 )
-from clients.backup.archive_manifest import (
+from clients.backup.archives.archive_manifest import (
     ArchiveRecord,
     pack_archive,
     pack_run,
     parse_archive,
     parse_run,
 )
+from clients.backup.archives.legs import Leg
+from clients.backup.archives.point import Point
 from clients.backup.fold import fold
-from clients.backup.legs import Leg
-from clients.backup.point import Point
 from clients.backup.reading import PointReader
 from clients.install_hint import install_hint
 from dcp.wire.feature import Feature
@@ -163,8 +163,8 @@ def test_another_number_of_partitions_is_refused():
     import cbor2
     from google_crc32c import value as crc32c
 
-    from clients.backup import archive_manifest as manifest
-    from clients.backup.zstd import compress
+    from clients.backup.archives import archive_manifest as manifest
+    from clients.backup.archives.zstd import compress
 
     raw = cbor2.dumps({"id": "x", "created_ns": 1, "partitions": 64})
     packed = compress(raw)
@@ -176,7 +176,7 @@ def test_another_number_of_partitions_is_refused():
 def test_packages_that_are_missing_are_named(monkeypatch, tmp_path):
     import sys
 
-    from clients.backup import zstd
+    from clients.backup.archives import zstd
 
     zstd._module.cache_clear()
     monkeypatch.setitem(sys.modules, "backports", None)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.backup.archive_errors import BackupError
+from clients.backup.archives.archive_errors import BackupError
+from clients.backup.archives.legs import Placed
 from clients.backup.feed import Feed, FeedState
 from clients.backup.intake import Intake
-from clients.backup.legs import Placed
 from clients.errors import RollbackRequiredError, StreamViolationError, TemporaryError
 from dcp.wire.frame import FrameDecoder, RemoteProtocolError, pack_request, pack_response
 from dcp.wire.message import (

@@ -15,7 +15,7 @@ from contextlib import suppress
 from cramjam import snappy
 
 from clients.address import parse_address
-from clients.backup.archive import create_archive
+from clients.backup.archives.archive import create_archive
 from clients.backup.run import Backup
 from clients.cli.restore_commands import bar
 from clients.link.pipelined_link import Link

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from clients.address import parse_address
 from clients.backup import restore_link
-from clients.backup.archive import create_archive, open_archive
-from clients.backup.point import Point
+from clients.backup.archives.archive import create_archive, open_archive
+from clients.backup.archives.point import Point
 from clients.backup.reading import PointReader
 from clients.backup.restore import Restore
 from clients.backup.restore_link import RESTORE_FEATURES, RestoreWriter

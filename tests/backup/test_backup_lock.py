@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.backup import lock as lock_module
-from clients.backup.archive import create_archive, open_archive
-from clients.backup.archive_errors import ArchiveLockedError
-from clients.backup.lock import LEASE_S, ArchiveLock
+from clients.backup.archives import lock as lock_module
+from clients.backup.archives.archive import create_archive, open_archive
+from clients.backup.archives.archive_errors import ArchiveLockedError
+from clients.backup.archives.lock import LEASE_S, ArchiveLock
 
 
 class Store:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from clients.backup.archive import ARCHIVE_FILE, open_archive, run_file
-from clients.backup.archive_check import verify
-from clients.backup.archive_errors import ArchiveDamagedError, ArchiveError
-from clients.backup.archive_manifest import MARK_MAGIC, parse_mark
+from clients.backup.archives.archive import ARCHIVE_FILE, open_archive, run_file
+from clients.backup.archives.archive_check import verify
+from clients.backup.archives.archive_errors import ArchiveDamagedError, ArchiveError
+from clients.backup.archives.archive_manifest import MARK_MAGIC, parse_mark
+from clients.backup.archives.lock import LockTimes
+from clients.backup.archives.place import Place
+from clients.backup.archives.point import Point
 from clients.backup.export import Export
 from clients.backup.fold import fold
-from clients.backup.lock import LockTimes
-from clients.backup.place import Place
-from clients.backup.point import Point
 from clients.backup.selection import Selection
 from dcp.wire.feature import Feature
 from support.backup_live import backup, export, fill, restore

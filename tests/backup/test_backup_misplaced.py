@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from clients.backup.archive import Archive, run_file, segment_file
-from clients.backup.archive_check import verify
-from clients.backup.archive_errors import ArchiveDamagedError, ArchiveError
-from clients.backup.archive_manifest import MarkRecord, pack_mark, pack_run
+from clients.backup.archives.archive import Archive, run_file, segment_file
+from clients.backup.archives.archive_check import verify
+from clients.backup.archives.archive_errors import ArchiveDamagedError, ArchiveError
+from clients.backup.archives.archive_manifest import MarkRecord, pack_mark, pack_run
+from clients.backup.archives.lock import LockTimes
+from clients.backup.archives.point import Point
 from clients.backup.export import Export
 from clients.backup.fold import fold
-from clients.backup.lock import LockTimes
-from clients.backup.point import Point
 from clients.backup.selection import Selection
 from dcp.wire.feature import Feature
 from support.backup_live import backup, fill

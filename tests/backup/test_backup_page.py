@@ -8,8 +8,8 @@ from pathlib import Path
 
 import cbor2
 
-from clients.backup import archive_manifest as manifest
-from clients.backup import chunk, legs, lock, segment, segment_writer
+from clients.backup.archives import archive_manifest as manifest
+from clients.backup.archives import chunk, legs, lock, segment, segment_writer
 from clients.cli.backup_commands import backup
 from clients.cli.dcpctl import run as dcpctl
 from support.server import DcpdProcess

@@ -9,13 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.backup.archive_errors import BackupError, PointError
-from clients.backup.archive_manifest import RunRecord
-from clients.backup.chunk import Chunker, frames_of
-from clients.backup.export import Export, ExportRow, json_line
-from clients.backup.feed import Piece
-from clients.backup.fold import _base_of, run_to_keep
-from clients.backup.legs import (
+from clients.backup.archives.archive_errors import BackupError, PointError
+from clients.backup.archives.archive_manifest import RunRecord
+from clients.backup.archives.chunk import Chunker, Piece, frames_of
+from clients.backup.archives.legs import (
     Leg,
     Placed,
     cuts_of,
@@ -24,7 +21,9 @@ from clients.backup.legs import (
     position_of,
     whole_states,
 )
-from clients.backup.point import Point, parse_seqnos, parse_time, time_text
+from clients.backup.archives.point import Point, parse_seqnos, parse_time, time_text
+from clients.backup.export import Export, ExportRow, json_line
+from clients.backup.fold import _base_of, run_to_keep
 from clients.backup.restore import Restore
 from clients.backup.selection import Selection, parse_mapping
 from clients.cli.backup_commands import size_text
@@ -253,7 +252,7 @@ def test_values_that_make_no_sense(arguments, text, code, capfd):
 
 
 def test_an_age_that_is_none(tmp_path, capfd):
-    from clients.backup.archive import create_archive
+    from clients.backup.archives.archive import create_archive
 
     create_archive(str(tmp_path / "a"), 1)
     for age in ("", "5", "d", "-1d", "5y"):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.backup import strip as strip_module
-from clients.backup.chunk import Section
+from clients.backup.archives.chunk import Section
 from clients.backup.strip import Strip
 from dcp.wire.frame import pack_request
 from dcp.wire.message import DELETION_EXTRAS, MUTATION_EXTRAS, SYSTEM_EVENT_EXTRAS

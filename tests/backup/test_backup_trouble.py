@@ -18,13 +18,17 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from clients.address import parse_address
-from clients.backup import place, segment_writer
 from clients.backup import run as run_module
-from clients.backup.archive import create_archive, open_archive
-from clients.backup.archive_check import verify
-from clients.backup.archive_errors import ArchiveDamagedError, ArchiveError, ArchiveLockedError
+from clients.backup.archives import place, segment_writer
+from clients.backup.archives.archive import create_archive, open_archive
+from clients.backup.archives.archive_check import verify
+from clients.backup.archives.archive_errors import (
+    ArchiveDamagedError,
+    ArchiveError,
+    ArchiveLockedError,
+)
+from clients.backup.archives.lock import LockTimes
 from clients.backup.intake import Intake
-from clients.backup.lock import LockTimes
 from clients.backup.restore_link import RestoreWriter
 from clients.backup.restore_load import FRAMES_BYTES_MAX, load_of
 from clients.backup.run import Backup, collections_of
@@ -202,7 +206,7 @@ def test_chunks_that_are_written_do_not_pause_the_reading(server, archive, monke
 
 KILLED = """
 import os, signal, sys
-from clients.backup import place
+from clients.backup.archives import place
 from clients.backup.run import Backup
 from clients.cli.dcpctl import run as dcpctl
 

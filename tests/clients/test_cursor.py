@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clients.backup.archives.legs import whole_states
 from clients.backup.feed import Feed
-from clients.backup.legs import whole_states
 from clients.consumer.partition_stream import PartitionStream
 from clients.errors import StreamViolationError
 from clients.position import RANGES_MAX, Position, gone_back

@@ -98,7 +98,7 @@ def test_type_checkers_of_users_believe_the_annotations():
 
 PUBLIC_PACKAGES = ("clients", "clients.backup", "clients.spark", "clients.testing")
 INTERNAL_ERRORS = {
-    "clients.backup.segment.DamagedError": "becomes ArchiveDamagedError, which names the segment",
+    "clients.backup.archives.segment.DamagedError": "becomes ArchiveDamagedError, with its segment",
     "clients.spark.columns.NotTextError": "becomes DcpdError, which names the change",
     "clients.cli.": "dcpctl prints them",
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from clients import Consumer
-from clients.backup.archive import open_archive
+from clients.backup.archives.archive import open_archive
 from clients.cli.dcpctl import run
 from clients.event import Mutation, Rollback, StreamOpened
 from clients.kv import commands

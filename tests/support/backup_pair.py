@@ -9,15 +9,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping
 
-from clients.backup.archive import Archive, create_archive
-from clients.backup.archive_manifest import RunRecord
-from clients.backup.chunk import Chunker, RawChunk
+from clients.backup.archives.archive import Archive, create_archive
+from clients.backup.archives.archive_manifest import RunRecord
+from clients.backup.archives.chunk import Chunker, RawChunk
+from clients.backup.archives.lock import LOCK_TIMES, ArchiveLock, LockTimes
+from clients.backup.archives.point import Point, chain_of
+from clients.backup.archives.segment_writer import SegmentWriter
 from clients.backup.feed import Feed, FeedState
 from clients.backup.intake import Intake
-from clients.backup.lock import LOCK_TIMES, ArchiveLock, LockTimes
-from clients.backup.point import Point, chain_of
 from clients.backup.reading import PointReader, View
-from clients.backup.segment_writer import SegmentWriter
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER
 from dcp.wire.opcode import Opcode

@@ -22,7 +22,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import cramjam
 import pytest
 
-from clients.backup.segment import FORMAT_VERSION
+from clients.backup.archives.segment import FORMAT_VERSION
 from clients.testing import DcpServer
 from dcp.server.access.users_file import USERS_FORMAT_VERSION
 from dcp.wire.feature import Feature

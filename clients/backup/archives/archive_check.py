@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from clients.backup.archive import ARCHIVE_FILE, Archive
-from clients.backup.archive_errors import ArchiveFormatError
-from clients.backup.archive_manifest import RunRecord, SegmentRecord
-from clients.backup.chunk import frames_of
-from clients.backup.legs import end_of
-from clients.backup.point import chain_of
+from clients.backup.archives.archive import ARCHIVE_FILE, Archive
+from clients.backup.archives.archive_errors import ArchiveFormatError
+from clients.backup.archives.archive_manifest import RunRecord, SegmentRecord
+from clients.backup.archives.chunk import frames_of
+from clients.backup.archives.legs import end_of
+from clients.backup.archives.point import chain_of
+from clients.backup.archives.segment import DamagedError, parse_chunk
 from clients.backup.reading import Damage
-from clients.backup.segment import DamagedError, parse_chunk
 
 
 class VerifyReport(NamedTuple):

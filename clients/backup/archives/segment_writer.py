@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from clients.backup.archive import Archive, segment_file
-from clients.backup.archive_errors import ArchiveDamagedError
-from clients.backup.archive_manifest import SegmentRecord
-from clients.backup.chunk import RawChunk
-from clients.backup.lock import ArchiveLock
-from clients.backup.segment import Footer, SegmentBuilder
-from clients.backup.zstd import LEVEL
+from clients.backup.archives.archive import Archive, segment_file
+from clients.backup.archives.archive_errors import ArchiveDamagedError
+from clients.backup.archives.archive_manifest import SegmentRecord
+from clients.backup.archives.chunk import RawChunk
+from clients.backup.archives.lock import ArchiveLock
+from clients.backup.archives.segment import Footer, SegmentBuilder
+from clients.backup.archives.zstd import LEVEL
 
 SEGMENT_BYTES: Final = 16 * 1024 * 1024
 """Size of a segment. It is held in memory, and a killed run repeats at most this much."""

@@ -23,10 +23,10 @@ from typing import Any, Final, NamedTuple
 import cbor2
 from google_crc32c import value as crc32c
 
-from clients.backup.archive_errors import ArchiveFormatError
-from clients.backup.chunk import RawChunk, Section
-from clients.backup.legs import Leg
-from clients.backup.zstd import LEVEL, compress, decompress
+from clients.backup.archives.archive_errors import ArchiveFormatError
+from clients.backup.archives.chunk import RawChunk, Section
+from clients.backup.archives.legs import Leg
+from clients.backup.archives.zstd import LEVEL, compress, decompress
 
 FORMAT_VERSION: Final = 1
 MAGIC: Final = b"DCPDSEG" + bytes([FORMAT_VERSION])

@@ -6,7 +6,7 @@ import sys
 from functools import lru_cache
 from typing import Any, Final
 
-from clients.backup.archive_errors import MissingExtraError
+from clients.backup.archives.archive_errors import MissingExtraError
 
 LEVEL: Final = 1
 """Level 3 is half as fast on change streams and saves only 1 to 4 % more; see docs/backup.md."""

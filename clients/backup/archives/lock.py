@@ -40,8 +40,8 @@ from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
-from clients.backup.archive_errors import ArchiveError, ArchiveLockedError
-from clients.backup.place import Place, io_error
+from clients.backup.archives.archive_errors import ArchiveError, ArchiveLockedError
+from clients.backup.archives.place import Place, io_error
 
 LOCK_FILE: Final = "lock"
 """The locked file of a local archive. In remote archives older programs kept their lease in it:

@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple
 import cbor2
 from google_crc32c import value as crc32c
 
-from clients.backup.archive_errors import ArchiveError, ArchiveFormatError
-from clients.backup.legs import Leg, Placed
-from clients.backup.segment import FORMAT_VERSION, RAW_BYTES_MAX, DamagedError, Footer
-from clients.backup.zstd import compress, decompress
+from clients.backup.archives.archive_errors import ArchiveError, ArchiveFormatError
+from clients.backup.archives.legs import Leg, Placed
+from clients.backup.archives.segment import FORMAT_VERSION, RAW_BYTES_MAX, DamagedError, Footer
+from clients.backup.archives.zstd import compress, decompress
 from vbucket.model.ids import NUM_VBUCKETS
 
 ARCHIVE_MAGIC: Final = b"DCPDARC" + bytes([FORMAT_VERSION])

@@ -1,6 +1,6 @@
 """The folder of an archive: files at a path or fsspec URL, each written as a whole.
 
-Called by `clients.backup.archive`, its lock, and exports. Only this module uses fsspec.
+Called by `clients.backup.archives.archive`, its lock, and exports. Only this module uses fsspec.
 
 Invariants
 - local files are synced, then renamed. Object stores show a file only when it is complete. Other
@@ -17,7 +17,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
-from clients.backup.archive_errors import EXTRA_HINT, ArchiveError, BackupError, MissingExtraError
+from clients.backup.archives.archive_errors import (
+    EXTRA_HINT,
+    ArchiveError,
+    BackupError,
+    MissingExtraError,
+)
 
 PARTIAL: Final = ".part"
 """Suffix of files that are being written."""

@@ -19,9 +19,9 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
-from clients.backup.archive_errors import PointError
-from clients.backup.archive_manifest import RunRecord
-from clients.backup.legs import Placed
+from clients.backup.archives.archive_errors import PointError
+from clients.backup.archives.archive_manifest import RunRecord
+from clients.backup.archives.legs import Placed
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 _SECONDS: Final = re.compile(r"[0-9]{1,11}(\.[0-9]{1,9})?")

@@ -1,7 +1,7 @@
 """An archive: a folder at a path or fsspec URL.
 
     dcpd-archive            identifies the folder (archive_manifest.ArchiveRecord)
-    lock, locks/            the write lock (clients.backup.lock)
+    lock, locks/            the write lock (clients.backup.archives.lock)
     runs/000001.run         a finished run's manifest
     runs/000001/0000.seg    its segments
     runs/000003/base-0000.seg   a segment of the base that older runs were folded into
@@ -25,13 +25,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from clients.backup.archive_errors import (
+from clients.backup.archives.archive_errors import (
     ArchiveDamagedError,
     ArchiveError,
     ArchiveFormatError,
     ArchiveMissingError,
 )
-from clients.backup.archive_manifest import (
+from clients.backup.archives.archive_manifest import (
     BASE_SEGMENT,
     ArchiveRecord,
     MarkRecord,
@@ -43,10 +43,10 @@ from clients.backup.archive_manifest import (
     parse_mark,
     parse_run,
 )
-from clients.backup.lock import LOCK_TIMES, ArchiveLock, LockTimes
-from clients.backup.place import PARTIAL, Place
-from clients.backup.point import Point, time_text
-from clients.backup.segment import (
+from clients.backup.archives.lock import LOCK_TIMES, ArchiveLock, LockTimes
+from clients.backup.archives.place import PARTIAL, Place
+from clients.backup.archives.point import Point, time_text
+from clients.backup.archives.segment import (
     MAGIC,
     TRAILER,
     DamagedError,

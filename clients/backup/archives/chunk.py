@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from struct import Struct
 from typing import Final, NamedTuple
 
-from clients.backup.feed import Piece
-from clients.backup.legs import Leg
+from clients.backup.archives.legs import Leg
 from dcp.wire.frame import HEADER_BYTES
 
 CHUNK_BYTES: Final = 256 * 1024
@@ -31,6 +30,19 @@ share chunks."""
 
 FRAME_HEAD: Final = Struct(">BBHBBHIIQQ")
 """A header and the seqno that follows it in every stored frame."""
+
+
+class Piece(NamedTuple):
+    """Frames of one partition and leg, in order, as they arrived."""
+
+    vb_id: int
+    leg: int
+    first_seqno: int
+    last_seqno: int
+    changes: int
+    data: bytes
+    legs: list[Leg]
+    """The partition's legs in this run, as of the last change. They are saved with it."""
 
 
 class Section(NamedTuple):
