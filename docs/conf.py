@@ -42,7 +42,7 @@ CONTENTS: Final = {
         "dcpctl", "settings", "commands", "metrics", "http-api", "errors", "python-api",
     ),
     "Engineering notes": (
-        "architecture", "replication", "performance", "decisions", "mutations",
+        "architecture", "traces", "replication", "performance", "decisions", "mutations",
     ),
 }  # fmt: skip
 """Section of the sidebar -> its pages. A page that is in no section is an error of the build."""
