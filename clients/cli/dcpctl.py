@@ -99,7 +99,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "user": ("user_commands:user", "Manage users and their roles."),
     "context": ("context_commands:context", "Save servers and logins under names."),
     "discarded": (
-        "partitions.quarantine_command:discarded",
+        "partitions.discarded_command:discarded",
         "Show changes that a replica has cut off.",
     ),
     "verify": ("partitions.storage_commands:verify", "Check a data folder that no server uses."),

@@ -97,7 +97,7 @@ class _KeyScans:
         self._refusal: Exception | None = None
         """The last one that says "later"."""
         self._give_up_s = 0.0
-        self._has_progress()
+        self._note_progress()
 
     async def begin(self, prefix: bytes, collection: str | None) -> None:
         """Look the collection up."""
@@ -125,7 +125,7 @@ class _KeyScans:
         for link in self._links.values():
             link.close()
 
-    def _has_progress(self) -> None:
+    def _note_progress(self) -> None:
         self._give_up_s = asyncio.get_running_loop().time() + self._timeout_s
 
     def _by_place(self) -> dict[Place, list[int]]:
@@ -166,7 +166,7 @@ class _KeyScans:
         for vb_id, frame in zip(vb_ids, frames, strict=True):
             if frame.status == Status.KEY_ENOENT:
                 del self._left[vb_id]
-                self._has_progress()
+                self._note_progress()
             elif frame.status:
                 self._refused(frame, _NOT_CREATED_NOW, vb_id, link.node)
             elif len(frame.value) != _SCAN_ID_BYTES:
@@ -186,7 +186,7 @@ class _KeyScans:
                 continue
             found = _keys_of(frame.value, vb_id, link.node)
             keys += found
-            self._has_progress()
+            self._note_progress()
             if frame.status == Status.RANGE_SCAN_COMPLETE:
                 del scans[vb_id], self._left[vb_id]
             elif found:
