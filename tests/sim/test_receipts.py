@@ -55,7 +55,7 @@ def gone_in(simulation: Simulation) -> list[Operation]:
     return receipts.lost_by_election(facts.operations, facts.final, facts.excuses)
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3])
+@pytest.mark.parametrize("seed", [1, 3, 5])
 def test_every_answered_write_that_is_lost_is_in_a_file(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
