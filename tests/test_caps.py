@@ -8,6 +8,7 @@ may vary by LINES_ROOM.
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
@@ -18,6 +19,8 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PACKAGES: Final = ("dcp", "vbucket", "failover", "clients")
+NAME_LETTERS_MAX: Final = 60
+"""A longer name is a sentence, which the docstring can say."""
 LINES_ROOM: Final = 1_000
 
 SETTINGS_TABLES: Final = frozenset({"ServerSettings"})
@@ -36,7 +39,8 @@ CAPS: Final = {
     "arguments of a constructor": Cap(15, 10),
     "callbacks passed to constructors": Cap(108, 40),
     "Protocol classes": Cap(42, 25),
-    "support modules of tests": Cap(51, 25),
+    "support modules of tests": Cap(39, 25),
+    "long names of tests": Cap(765, 0),
     "files": Cap(548, 340),
     "files in a folder": Cap(38, 15),
     "lines": Cap(103_500, 87_000),
@@ -119,6 +123,12 @@ def measured() -> dict[str, Measured]:
     protocols = [name for name, node in classes() if is_protocol(node)]
     lines = sum(len(path.read_text().splitlines()) for path in sources())
     support = list((ROOT / "tests" / "support").glob("*.py"))
+    names = [
+        name
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+        if len(name) > NAME_LETTERS_MAX
+    ]
     return {
         "attributes of a class": max(wide),
         "arguments of a constructor": max(long),
@@ -128,6 +138,7 @@ def measured() -> dict[str, Measured]:
         "files in a folder": Measured(in_fullest, fullest),
         "lines": Measured(lines, "dcp, vbucket, failover, clients"),
         "support modules of tests": Measured(len(support), "tests/support"),
+        "long names of tests": Measured(len(names), ", ".join(names[-3:])),
     }
 
 

@@ -12,7 +12,7 @@ from dcp.server.admin import AdminServer
 from dcp.server.admin.application import routes_of
 from dcp.server.admin.origin import HostRule, host_of, page_refusal
 from support.admin_node import SmallNode
-from support.certificates import TestCa
+from support.credentials import TestCa
 from support.raw_http import RawHttp, ask, login
 
 JSON = "content-type: application/json"

@@ -19,7 +19,7 @@ from dcp.server.admin.answers import BODY_BYTES_MAX
 from dcp.server.admin.couchbase_routes import BLOCK_END
 from dcp.server.net.crowd import Crowd, Phase, PortLimits
 from support.admin_node import SmallNode
-from support.certificates import TestCa
+from support.credentials import TestCa
 from support.raw_http import RawHttp, ask, login, request
 from support.waiting import until_so
 

@@ -34,7 +34,7 @@ from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.message import MUTATION_EXTRAS, PUT_FRAMES_BYTES_MAX, PUT_FRAMES_MAX
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.passwords import new_password
+from support.credentials import new_password
 from support.server import DcpdProcess
 
 VBS = (3, 4, 700)

@@ -16,7 +16,7 @@ from clients import ServerAddress
 from clients.cli import contexts
 from clients.cli.dcpctl import run
 from clients.cli.login import Given, address_of
-from support.passwords import new_password, with_password
+from support.credentials import new_password, with_password
 
 PASSWORD = "correct-horse"
 

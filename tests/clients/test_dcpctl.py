@@ -16,7 +16,7 @@ from scripted_peer import ScriptedPeer
 
 from clients.cli.dcpctl import COMMANDS, run, time_of
 from dcp.wire.opcode import Opcode
-from support.passwords import new_password, with_password
+from support.credentials import new_password, with_password
 from support.server import DcpdProcess
 from vbucket.model.ids import vbucket_of
 

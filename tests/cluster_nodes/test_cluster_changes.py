@@ -25,7 +25,7 @@ from failover.metadata.metastore import (
     if_created_at,
 )
 from support.cluster_here import ClusterHere
-from support.ctl import Ran, ctl
+from support.server import Ran, ctl
 from support.waiting import until_so
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -10,8 +10,8 @@ from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.cluster_here import ClusterHere
+from support.disks import fill, small_disk
 from support.node_here import Client
-from support.small_disk import fill, small_disk
 from support.waiting import until_so
 from vbucket.engine.partition import VbState
 

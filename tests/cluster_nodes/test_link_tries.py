@@ -31,8 +31,8 @@ from dcp.wire.status import Status
 from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
 from failover.coordinator.cluster_records import AliveRecord, MemberRecord, encode_record
 from failover.metadata.metastore import Delete, Put, Range, RangeResult, Txn
-from support.certificates import TestCa
 from support.cluster_here import CLUSTER, SECRET, ClusterHere
+from support.credentials import TestCa
 from support.node_here import Client, node_here
 from support.waiting import until_so
 

@@ -38,8 +38,7 @@ from failover.coordinator.map_life import NEVER_TOLD, MapLife, MapVersion
 from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn
 from failover.metadata.revision_store import RevisionStore
 from failover.rules.replication_record import ReplicationRecord, create, shrink
-from support.cluster_here import ClusterHere
-from support.loop_metastore import LoopMetaStore
+from support.cluster_here import ClusterHere, LoopMetaStore
 from support.memory_node import MemoryNode
 from support.waiting import until_so
 

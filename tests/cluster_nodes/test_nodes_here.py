@@ -36,8 +36,7 @@ from dcp.wire.status import Status
 from failover.coordinator.cluster_keys import KeyKind
 from failover.coordinator.cluster_records import AliveRecord, ClockRecord, encode_record
 from failover.metadata.metastore import Put, Txn, TxnResult
-from support.cluster_here import CLUSTER, ClusterHere
-from support.loop_metastore import LoopMetaStore
+from support.cluster_here import CLUSTER, ClusterHere, LoopMetaStore
 from support.node_here import Client, plain
 from support.waiting import until_so
 from vbucket.engine.partition import VbState

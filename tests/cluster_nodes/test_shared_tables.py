@@ -19,8 +19,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.coordinator.cluster_keys import ClusterKeys
 from failover.metadata.metastore import OutcomeUnknown, Put, StoreRequest, StoreResult, Txn
-from support.cluster_here import CLUSTER, ClusterHere
-from support.loop_metastore import LoopClient
+from support.cluster_here import CLUSTER, ClusterHere, LoopClient
 from support.node_here import Client, plain
 from support.waiting import until_so
 

@@ -19,10 +19,10 @@ from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.certificates import TestCa
 from support.cluster_here import SECRET, ClusterHere
-from support.ctl import ctl
+from support.credentials import TestCa
 from support.node_here import Client
+from support.server import ctl
 from support.waiting import until_so
 
 SCRAM_FIRST = f"n,,n={CLUSTER_USER},r=abcdefgh".encode()

@@ -18,8 +18,8 @@ from clients.errors import AuthenticationError
 from clients.kv.sync_client import SyncKv
 from clients.testing import DcpServer
 from dcp.server.cluster.cluster_file import ClusterToken
-from support.ctl import STATUS, ctl, done, refused
 from support.etcd_members import IS_MISSING, EtcdMembers
+from support.server import STATUS, ctl, done, refused
 from support.waiting import until
 
 

@@ -19,7 +19,7 @@ import yaml
 
 from dcp.server.config.sources import OPTIONS
 from dcp.server.storage.folder import MARKER_NAME
-from support.registry import no_registry
+from support.installations import no_registry
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"

@@ -12,8 +12,7 @@ from couchbase.exceptions import AuthenticationException, CouchbaseException
 from couchbase.options import ClusterOptions, ClusterTimeoutOptions
 
 from clients.cli.dcpctl import run
-from support.certificates import TestCa
-from support.passwords import new_password
+from support.credentials import TestCa, new_password
 from support.server import DcpdProcess
 
 pytestmark = pytest.mark.foreign

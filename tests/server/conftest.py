@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.full_load import MEMTABLE
+from support.load import MEMTABLE
 from support.memory_node import MemoryNode
 from vbucket.engine.keyspace import Keyspace
 

@@ -18,7 +18,7 @@ from dcp.wire.frame import HEADER
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.passwords import new_password, with_password
+from support.credentials import new_password, with_password
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
 from support.waiting import until

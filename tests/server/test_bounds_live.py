@@ -19,10 +19,9 @@ from dcp.server.net.tls_listener import HANDSHAKE_BYTES
 from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.passwords import new_password
+from support.credentials import new_password
 from support.raw_client import RawClient
-from support.server import DcpdProcess
-from support.tls_server import TlsDcpd
+from support.server import DcpdProcess, TlsDcpd
 from support.waiting import until
 
 WAIT_S = 20.0

@@ -20,7 +20,7 @@ from dcp.server.observe.meter import Histogram
 from dcp.server.storage import committer as module
 from dcp.server.storage.committer import INLINE_BYTES_MAX, Committer
 from dcp.server.storage.log_thread import start_group_thread
-from support.log_disks import draw_salt
+from support.disks import draw_salt
 from support.memory_node import MemoryNode
 from support.waiting import until
 from vbucket.engine.engine import SET

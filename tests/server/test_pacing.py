@@ -19,7 +19,7 @@ from dcp.server.storage.store_process import StoreProcess
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.full_load import GROUP_BYTES, MEMTABLE
+from support.load import GROUP_BYTES, MEMTABLE
 from support.memory_node import MemoryNode
 from support.node_here import Client, node_here, until
 from support.raw_http import ask, login

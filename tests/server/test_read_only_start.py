@@ -13,11 +13,11 @@ from dcp.server.storage.opening import Storage
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from support.disks import fill, small_disk, strip_zeros
 from support.node_here import Client, node_here
 from support.node_here import until as until_here
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
-from support.small_disk import fill, small_disk, strip_zeros
 from support.waiting import until
 from vbucket.model.ids import vbucket_of
 

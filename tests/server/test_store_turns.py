@@ -8,7 +8,7 @@ import pytest
 
 from dcp.core.pacing import Pacing, left_of_merge_s
 from dcp.core.store_turns import OWED_MAX_S, RATIO, SLICE_S, StoreTurns, Work
-from support.full_load import GROUP_BYTES, MEMTABLE
+from support.load import GROUP_BYTES, MEMTABLE
 from vbucket.engine.keyspace import Keyspace
 
 GROUPS = MEMTABLE // GROUP_BYTES

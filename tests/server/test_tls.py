@@ -22,8 +22,7 @@ from clients.errors import ConnectError
 from clients.kv.client import KvClient
 from clients.kv.sync_client import SyncKv
 from dcp.server.access.certificates import ServerTls, TlsError, TlsFiles
-from support.certificates import TestCa
-from support.passwords import new_password, with_password
+from support.credentials import TestCa, new_password, with_password
 from support.server import DcpdProcess
 from support.waiting import until
 

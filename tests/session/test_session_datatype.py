@@ -19,8 +19,8 @@ from dcp.wire.frame import pack_request
 from dcp.wire.message import PUT_FRAMES_REQUEST, OpenFlag
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from support.credentials import OpenDoor
 from support.memory_node import START_NS, MemoryNode, Peer
-from support.open_door import OpenDoor
 from vbucket.engine.limited_expiry import limit_expiries
 from vbucket.model.ids import vbucket_of
 

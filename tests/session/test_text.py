@@ -14,8 +14,8 @@ from dcp.session.text import LINE_BYTES_MAX, TextSession, begins_text
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from support.credentials import OpenDoor
 from support.memory_node import START_NS, MemoryNode, node_for
-from support.open_door import OpenDoor
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import vbucket_of
 

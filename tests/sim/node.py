@@ -30,7 +30,7 @@ from sim.plan import Plan
 from sim.serving import ServedConnection
 from sim.upkeep import Upkeep
 from sim.world import MS, Host
-from support.open_door import OpenDoor
+from support.credentials import OpenDoor
 from vbucket.check.store_check import StoreCheck
 from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.engine import Engine

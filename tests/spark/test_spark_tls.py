@@ -13,7 +13,7 @@ from clients.spark.fetch import fetch
 from clients.spark.options import parse_options
 from clients.spark.source import DcpStreamReader, ReadTask
 from clients.testing import DcpServer
-from support.certificates import TestCa
+from support.credentials import TestCa
 
 KV_TLS = re.compile(r"with TLS\s+127\.0\.0\.1:(\d+)")
 

@@ -37,7 +37,7 @@ from failover.rules.replication_record import (
     shrink,
 )
 from support.metastore_faults import MS, FaultyMetaStore, StoreFaults
-from support.virtual_time import VirtualTime
+from support.waiting import VirtualTime
 
 ROOT = b"/test/"
 KEYS = ClusterKeys(ROOT)

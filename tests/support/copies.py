@@ -11,6 +11,8 @@ from typing import Any
 
 from dcp.core.groups import Job, Published
 from dcp.session.rights import FULL_RIGHTS, Role
+from dcp.wire.frame import FrameDecoder
+from dcp.wire.opcode import Opcode
 from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
 from failover.coordinator.cluster_records import (
     AliveRecord,
@@ -25,9 +27,11 @@ from failover.metadata.metastore import KeyValue
 from failover.replication.effects import Dial
 from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings
+from failover.replication.messages import GroupMessage, Message, unpack_entries, unpack_group
 from failover.replication.node import ReplicationCore
 from failover.rules.replication_record import ReplicationRecord, create, elect
 from support.memory_node import MemoryNode, Peer
+from vbucket.engine.engine import SET
 from vbucket.engine.partition import Partition, VbState
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.entry import key_of, vb_id_of
@@ -336,3 +340,26 @@ def due_documents(node: CopyNode, part: Partition) -> set[tuple[int, bytes]]:
 
 def expiry_of(entry: bytes) -> int:
     return int.from_bytes(entry[EXPIRY_AT : EXPIRY_AT + 4], "big")
+
+
+def put(copies: Copies, vb_id: int, key: bytes = b"\0k") -> None:
+    """Write a document on node a."""
+    node = copies.a
+    node.now_ns += 1 << 16
+    node.engine.begin_batch(node.now_ns)
+    assert node.engine.store(SET, vb_id, key, key + b"v", 0, 0, 0, 0)[0] == 0
+
+
+def messages_to(copies: Copies, member: str) -> list[Message | GroupMessage]:
+    """Return what is on its way to a member, without delivering it."""
+    wire = next(wire for wire in copies.wires if wire.node.member == member)
+    wire.take()
+    kinds = {Opcode.X_REPLICA_ENTRIES: unpack_entries, Opcode.X_REPLICA_GROUP: unpack_group}
+    frames = FrameDecoder().feed(wire.to_replica)
+    return [kinds[Opcode(frame.opcode)](frame) for frame in frames if frame.opcode in kinds]
+
+
+def groups_to(copies: Copies, member: str) -> list[bytes]:
+    """Return the whole groups that are on their way to a member."""
+    found = messages_to(copies, member)
+    return [each.entries for each in found if isinstance(each, GroupMessage) and each.entries]

@@ -108,3 +108,12 @@ def use(python: Path, folder: Path, **more: str) -> str:
         server.communicate(timeout=30)
     assert server.returncode == 0
     return output
+
+
+def no_registry(folder: Path) -> str:
+    """Why pip can fetch nothing here, "" if it can. It asks for what every build needs."""
+    asked = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), "hatchling"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return "" if asked.returncode == 0 else f"pip fetches no packages: {asked.stderr.strip()[:200]}"

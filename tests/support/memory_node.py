@@ -28,7 +28,7 @@ from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
-from support.open_door import OpenDoor
+from support.credentials import OpenDoor
 from vbucket.engine.engine import Engine
 from vbucket.engine.read_view import Views
 from vbucket.engine.startup import new_partitions, replay_log

@@ -20,8 +20,8 @@ from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.node import ReplicationCore
 from failover.rules.replication_record import ReplicationRecord
+from support.credentials import OpenDoor
 from support.memory_node import MemoryNode, Peer
-from support.open_door import OpenDoor
 from vbucket.check.store_check import StoreCheck
 from vbucket.engine.partition import Partition
 

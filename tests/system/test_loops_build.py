@@ -22,12 +22,12 @@ from support.installations import (
     copied_sources,
     native,
     no_compiler,
+    no_registry,
     plain_environment,
     run,
     unpack,
     use,
 )
-from support.registry import no_registry
 from vbucket.native.form import form_text, has_loops, problem
 
 LOOPS_SAID = "compiled the loops in C beside the sources\n"

@@ -23,11 +23,11 @@ from support.installations import (
     copied_sources,
     native,
     no_compiler,
+    no_registry,
     run,
     unpack,
     use,
 )
-from support.registry import no_registry
 from vbucket.native.form import form_text, has_loops, problem, version_and_form
 
 

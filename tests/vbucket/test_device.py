@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.log_disks import Disk, FileDisk, draw_salt, new_disk
+from support.disks import Disk, FileDisk, draw_salt, new_disk
 from vbucket.log.device import (
     SEGMENT_HEADER_BYTES,
     LogDevice,

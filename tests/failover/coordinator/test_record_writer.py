@@ -26,7 +26,7 @@ from failover.metadata.revision_store import RevisionStore
 from failover.rules.replication_record import create, elect, want
 from support.cluster_model import KEYS, ROOT
 from support.metastore_faults import MS, Absence, FaultyMetaStore, StoreFaults
-from support.virtual_time import VirtualTime
+from support.waiting import VirtualTime
 
 WRITTEN, NOT_WRITTEN, SUPERSEDED = OutcomeKind
 

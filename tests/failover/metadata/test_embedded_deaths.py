@@ -28,9 +28,9 @@ from failover.metadata.metastore import (
     TxnResult,
 )
 from failover.metadata.store_file import StoreFileBrokenError
-from support.counting_writer import CountingWriter
+from support.disks import fill, small_disk
 from support.embedded_store import SECRET, EmbeddedHarness, LoopHarness
-from support.small_disk import fill, small_disk
+from support.load import CountingWriter
 
 TESTS = Path(__file__).parents[2]
 KILLS = 6

@@ -33,7 +33,6 @@ from failover.metadata.metastore import (
 )
 from failover.metadata.prefix_owner import owner_read, owner_trouble
 from failover.rules.replication_record import create, elect
-from support.counting_writer import CountingWriter
 from support.etcd_harness import (
     PUT,
     driven,
@@ -44,6 +43,7 @@ from support.etcd_harness import (
     try_until_done,
 )
 from support.etcd_members import free_ports
+from support.load import CountingWriter
 
 ROOT = Path(__file__).parents[3]
 

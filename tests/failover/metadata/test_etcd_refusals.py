@@ -23,7 +23,7 @@ from failover.metadata.metastore import (
     StoreUnavailable,
     Txn,
 )
-from support.certificates import TestCa
+from support.credentials import TestCa
 from support.etcd_harness import (
     driven,
     members,

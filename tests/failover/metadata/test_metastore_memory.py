@@ -22,7 +22,7 @@ from failover.metadata.metastore import (
 from failover.metadata.metastore_memory import MemoryMetaStore
 from failover.metadata.revision_store import RevisionStore
 from support.metastore_faults import MS, Absence, FaultyMetaStore, StoreFaults
-from support.virtual_time import VirtualTime
+from support.waiting import VirtualTime
 
 NS_PER_S = 1_000_000_000
 WAIT_NS = 60 * NS_PER_S

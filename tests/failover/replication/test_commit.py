@@ -9,8 +9,7 @@ from failover.replication.messages import GroupMessage, Message
 from failover.replication.replica import Senders
 from failover.rules.isr import Sender
 from failover.rules.replication_record import elect, shrink
-from support.copies import Copies, holdings
-from support.groups_on_wires import groups_to, messages_to, put
+from support.copies import Copies, groups_to, holdings, messages_to, put
 from vbucket.log.record import split_entries
 from vbucket.model.entry import pack_mutation, seqno_of
 

@@ -25,8 +25,7 @@ from failover.replication.messages import (
 )
 from failover.replication.progress import Announcements
 from failover.rules.replication_record import shrink
-from support.copies import Copies, CopyNode, holdings
-from support.groups_on_wires import groups_to, messages_to, put
+from support.copies import Copies, CopyNode, groups_to, holdings, messages_to, put
 from vbucket.engine.leadership import begin_snapshot
 from vbucket.log.record import split_entries
 from vbucket.model.control import SnapshotWindow

@@ -32,8 +32,8 @@ import pytest
 
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
+from support.disks import fill, small_disk
 from support.raw_client import RawClient
-from support.small_disk import fill, small_disk
 from tests.soak.attack.case import AttackedServer, Case, Fault, NotRunError
 from tests.soak.attack.commands import dcpctl
 from tests.soak.attack.load import Load

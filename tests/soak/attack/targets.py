@@ -15,7 +15,7 @@ from typing import Any, Final
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from support.raw_client import RawClient
-from support.tls_server import TlsDcpd
+from support.server import TlsDcpd
 from tests.soak.attack.case import AttackedServer, AttackError, Case, Fault
 from tests.soak.attack.probe import Watched
 from tests.soak.attack.truth import History, get_all, judge, keys_in, value_of, with_tokens

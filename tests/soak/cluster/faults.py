@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from clients.testing import ServerRefusedError
-from support.small_disk import fill
+from support.disks import fill
 from tests.soak.cluster.links import CLIENT
 from tests.soak.cluster.nodes import FaultyCluster
 

@@ -1,4 +1,4 @@
-"""Writers of a cluster: what was answered, and what may have happened."""
+"""Writers: what they write, what was answered, and what may have happened."""
 
 from __future__ import annotations
 
@@ -7,6 +7,42 @@ import contextlib
 
 from clients.errors import DcpdError
 from clients.kv.client import KvClient
+from failover.metadata.metastore import (
+    MetaStore,
+    OutcomeUnknown,
+    Put,
+    StoreUnavailable,
+    Txn,
+    TxnResult,
+)
+
+MEMTABLE = 64 << 20
+GROUP_BYTES = 512 * 200
+"""512 SETs of 128 bytes, as eight connections with 64 in flight send during a sync."""
+
+
+class CountingWriter:
+    """Writes 1, 2, 3 ... to a key, each when the one before has ended."""
+
+    def __init__(self, client: MetaStore, key: bytes) -> None:
+        self.client = client
+        self.key = key
+        self.sent = 0
+        self.answered = 0
+        self.is_stopped = False
+        self.next()
+
+    def next(self) -> None:
+        self.sent += 1
+        self.client.submit(Txn(then=(Put(self.key, b"%d" % self.sent),)), self.done)
+
+    def done(self, result) -> None:
+        if isinstance(result, TxnResult):
+            self.answered = self.sent
+        else:
+            assert isinstance(result, OutcomeUnknown | StoreUnavailable)
+        if not self.is_stopped:
+            self.next()
 
 
 class ClusterLoad:
