@@ -1,27 +1,57 @@
-"""One node's session with the metadata store: all cluster cores behind one `on_event`. Pure.
+"""One node's session with the metadata store, and what carries out its effects.
+Pure.
 
-It routes answers and watch messages to the core that asked, and shows every change of the view to
-the coordinator. What it returns is for the node: requests and watches to carry out
-(`store_driver`), changes of the view, elections, outcomes of the node's own writes, and notices.
+**The session** has all cluster cores behind one `on_event`. It routes answers and watch messages to
+the core that asked, and shows every change of the view to the coordinator. What it returns is for
+the node: requests and watches to carry out (the driver), changes of the view, elections,
+outcomes of the node's own writes, and notices.
 
 Who calls it: the node and the simulator.
+
+**The driver** carries out its effects on a `MetaStore`, and returns the answers.
+
+Who calls it: the node and the simulator, which give it a store, the time, and a function that takes
+what is left: changes of the view, elections, outcomes and notices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final, TypeAlias
 
-from failover.coordinator.cluster_keys import ClusterKeys
-from failover.coordinator.cluster_records import ReportedPartition
-from failover.coordinator.cluster_view import ClusterView
 from failover.coordinator.coordinator import COORDINATOR, Coordinator, Elected
-from failover.coordinator.effects import Notice, StoreEffect, StoreEvent, Tick, ViewChanged
-from failover.coordinator.membership import LEASE_TTL_S, MEMBERSHIP, Membership
+from failover.coordinator.effects import (
+    Answered,
+    CancelWatch,
+    Delivered,
+    Notice,
+    StoreEffect,
+    StoreEvent,
+    Submit,
+    Tag,
+    Tick,
+    ViewChanged,
+    Watch,
+)
+from failover.coordinator.membership import (
+    LEASE_TTL_S,
+    MEMBERSHIP,
+    REPORTER,
+    Membership,
+    SuspectReporter,
+)
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.record_writer import RecordChange, RecordWriter, WriteOutcome
-from failover.coordinator.suspect_reporter import REPORTER, SuspectReporter
-from failover.coordinator.view_reader import READER, ViewReader
+from failover.coordinator.records import ClusterKeys, ReportedPartition
+from failover.coordinator.view import READER, ClusterView, ViewReader
+from failover.metadata.metastore import (
+    MetaStore,
+    StoreResult,
+    WatchBatch,
+    WatchHandle,
+    WatchMessage,
+)
 
 _ERA_BITS: Final = 20
 """A process that connects anew a million times over has told the others by then."""
@@ -119,3 +149,97 @@ class ClusterSession:
                 shown += self.membership.see(now_ns, own, self.view.revision)
                 shown += self.coordinator.on_event(now_ns, effect)
         return shown
+
+
+LATE_NS: Final = 200_000_000
+"""A tick that comes so long after the one before is late: at least one is missing."""
+
+
+class StoreDriver:
+    """See the module."""
+
+    def __init__(
+        self,
+        session: ClusterSession,
+        store: MetaStore,
+        now_ns: Callable[[], int],
+        take: Callable[[SessionEffect], None],
+        guard: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        """`guard` runs what the store's answers cause, and handles what is raised; None: nothing
+        handles it.
+        """
+        self.session = session
+        self._store = store
+        self._now_ns = now_ns
+        self._take = take
+        self._guard = guard or _run
+        self._watches: dict[Tag, WatchHandle] = {}
+        self._is_closed = False
+        self._ticked_ns = now_ns()
+        self._has_waited = False
+        """Whether the last tick was left out."""
+        self._era = -1
+        """The connection of the store's client that the session knows; -1: none."""
+
+    def _look_at_era(self) -> None:
+        """Tell the session if there is a new connection, before anything that came over it."""
+        if self._era != self._store.era:
+            self._era = self._store.era
+            self.carry_out(self.session.begin_again(self._now_ns(), self._era))
+
+    def tick(self) -> None:
+        """Let time pass; call it at least every 100 ms.
+
+        A call that comes late does nothing, once: answers may have come meanwhile that this process
+        has not read yet, and each of them would else count as none.
+        """
+        if self._is_closed:
+            return
+        self._look_at_era()
+        now_ns = self._now_ns()
+        ticked_ns, self._ticked_ns = self._ticked_ns, now_ns
+        self._has_waited = not self._has_waited and now_ns - ticked_ns > LATE_NS
+        if not self._has_waited:
+            self.carry_out(self.session.on_event(now_ns, Tick()))
+
+    def carry_out(self, effects: Iterable[SessionEffect]) -> None:
+        """Carry out effects, also those that `report` and `write` return."""
+        for effect in effects:
+            if isinstance(effect, Submit):
+                self._store.submit(effect.request, partial(self._answered, effect.tag))
+            elif isinstance(effect, Watch):
+                self._watches[effect.tag] = self._store.watch(
+                    effect.prefix, effect.from_revision, partial(self._delivered, effect.tag)
+                )
+            elif isinstance(effect, CancelWatch):
+                watch = self._watches.pop(effect.tag, None)
+                if watch is not None:
+                    watch.cancel()
+            else:
+                self._take(effect)
+
+    def close(self) -> None:
+        """End all watches and ignore all answers."""
+        self._is_closed = True
+        for handle in self._watches.values():
+            handle.cancel()
+        self._watches.clear()
+
+    def _answered(self, tag: Tag, result: StoreResult) -> None:
+        if not self._is_closed:
+            self._guard(partial(self._happened, Answered(tag, result)))
+
+    def _delivered(self, tag: Tag, message: WatchMessage) -> None:
+        if not isinstance(message, WatchBatch):
+            self._watches.pop(tag, None)  # it was the last message
+        if not self._is_closed:
+            self._guard(partial(self._happened, Delivered(tag, message)))
+
+    def _happened(self, event: Answered | Delivered) -> None:
+        self._look_at_era()
+        self.carry_out(self.session.on_event(self._now_ns(), event))
+
+
+def _run(step: Callable[[], None]) -> None:
+    step()

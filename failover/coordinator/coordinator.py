@@ -21,7 +21,7 @@ What it writes
 - the wanted master, where the preferred copy has been in sync for a while and is not the master. It
   asks; the master hands over
 - the next steps of the plan that is under way (`plan_steps`), and its end. Where copies are missing
-  it makes a plan by itself (`plan_keeper`)
+  it makes a plan by itself (`plan`)
 
 Masters write changes of their in-sync sets themselves. A record that cannot be read is left alone.
 
@@ -38,8 +38,7 @@ from collections import deque
 from enum import Enum, auto
 from typing import Final, NamedTuple, TypeAlias
 
-from failover.coordinator.cluster_records import LeaderRecord, encode_record
-from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.clock import RanTime
 from failover.coordinator.effects import (
     ANSWER_NS_MAX,
     RETRY_NS,
@@ -54,8 +53,7 @@ from failover.coordinator.effects import (
 )
 from failover.coordinator.membership import Membership
 from failover.coordinator.partition_choices import CoordinatorSettings, PartitionChoices
-from failover.coordinator.plan_keeper import PlanKeeper
-from failover.coordinator.ran_time import RanTime
+from failover.coordinator.plan import PlanKeeper
 from failover.coordinator.record_writer import (
     COMPARES_MAX,
     Guard,
@@ -66,6 +64,8 @@ from failover.coordinator.record_writer import (
     WriterEffect,
     compares_of,
 )
+from failover.coordinator.records import LeaderRecord, encode_record
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import (
     Delete,
     KeyValue,

@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from failover.coordinator.cluster_records import encode_record
-from failover.coordinator.cluster_view import ClusterView
-from failover.coordinator.store_age import older_records
+from failover.coordinator.records import encode_record
+from failover.coordinator.seen_records import older_records
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import Put, Txn, if_unchanged
 
 FIRST_LIFE: Final = 1

@@ -1,4 +1,7 @@
-"""A node's lease in the metadata store, and the keys that say that its process runs. Pure.
+"""A node's lease and keys in the metadata store, and its report of masters that it does not
+hear. Pure.
+
+**The lease**, and the keys that say that the process runs.
 
     ABSENT --- lease granted ----------------------------------> ANNOUNCING
     ANNOUNCING --- keys written -------------------------------> ALIVE
@@ -25,6 +28,17 @@ Invariants
 - an answer to any keep-alive of the lease counts, also one that comes late
 - the keys are written in one transaction, with compares on the state that was read, so that a late
   write of an earlier process does not replace a newer one's
+
+**The report**: the partitions whose master this member does not hear.
+
+The report is one key under the member's lease. While it names partitions it is written again every
+REPEAT_NS, because a report counts for a bounded time only
+(`failover.rules.election.REPORT_VALID_NS`).
+
+Each write compares the key's mod revision, and the key is not deleted: a report without partitions
+takes its place. So a write that comes late cannot bring an old report back.
+
+Who calls it: the node's session with the store.
 """
 
 from __future__ import annotations
@@ -32,14 +46,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Final, NamedTuple, TypeAlias
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import (
-    AliveRecord,
-    RecordUnreadableError,
-    decode_record,
-    encode_record,
-)
-from failover.coordinator.cluster_view import Stored
+from failover.coordinator.clock import RanTime
 from failover.coordinator.effects import (
     ANSWER_NS_MAX,
     RETRY_NS,
@@ -51,7 +58,17 @@ from failover.coordinator.effects import (
     Tag,
     Tick,
 )
-from failover.coordinator.ran_time import RanTime
+from failover.coordinator.records import (
+    AliveRecord,
+    ClusterKeys,
+    KeyKind,
+    MemberReport,
+    RecordUnreadableError,
+    ReportedPartition,
+    decode_record,
+    encode_record,
+)
+from failover.coordinator.view import Stored
 from failover.metadata.metastore import (
     KeyValue,
     LeaseGrant,
@@ -403,3 +420,83 @@ class Membership:
         if lease_id:
             effects.append(Submit(self._tag, LeaseRevoke(lease_id)))
         return effects
+
+
+REPEAT_NS: Final = 500_000_000
+"""How often a report is repeated: four times while it counts."""
+REPORTER: Final = "reporter"
+
+ReporterEffect: TypeAlias = StoreEffect
+
+
+class SuspectReporter:
+    """See the module."""
+
+    def __init__(self, keys: ClusterKeys, membership: Membership) -> None:
+        self._membership = membership
+        self._key = keys.of_member(KeyKind.SUSPECT, membership.member)
+        self._wanted: tuple[ReportedPartition, ...] = ()
+        self._written: tuple[ReportedPartition, ...] | None = None
+        """What the store has under the present lease; None: unknown."""
+        self._lease_id = 0
+        self._mod_revision = 0
+        self._asked: tuple[ReportedPartition, ...] = ()
+        self._is_waiting = False
+        self._next_ns = 0
+        """When a missing answer counts as none, or when to write again."""
+        self._tag = Tag(REPORTER, 0)
+
+    def report(
+        self, now_ns: int, partitions: tuple[ReportedPartition, ...]
+    ) -> list[ReporterEffect]:
+        """Take the partitions to report from now on, with their present ends; () for none."""
+        self._wanted = partitions
+        return self._step(now_ns)
+
+    def begin_again(self) -> None:
+        """The store may be another one: what it has of this member's report is not known."""
+        self._written = None
+
+    def on_event(self, now_ns: int, event: StoreEvent) -> list[ReporterEffect]:
+        """Take one event; return what to do."""
+        if isinstance(event, Answered) and event.tag == self._tag and self._is_waiting:
+            self._is_waiting = False
+            self._answered(now_ns, event)
+        elif isinstance(event, Tick) and self._is_waiting and now_ns >= self._next_ns:
+            self._is_waiting, self._written = False, None
+        return self._step(now_ns)
+
+    def _answered(self, now_ns: int, event: Answered) -> None:
+        result = event.result
+        self._written = None
+        if not isinstance(result, TxnResult):
+            self._next_ns = now_ns + RETRY_NS
+        elif result.succeeded:
+            self._written = self._asked
+            self._mod_revision = result.revision
+            self._next_ns = now_ns + REPEAT_NS
+        else:
+            found = result.ranges[0].items
+            self._mod_revision = found[0].mod_revision if found else 0
+            self._next_ns = now_ns
+
+    def _step(self, now_ns: int) -> list[ReporterEffect]:
+        if self._is_waiting or not self._membership.is_alive:
+            return []
+        if self._membership.lease_id != self._lease_id:
+            self._lease_id, self._written, self._next_ns = self._membership.lease_id, None, now_ns
+        has_news = self._written is not None and self._wanted != self._written
+        must_repeat = self._written is None or bool(self._wanted)
+        if has_news or (must_repeat and now_ns >= self._next_ns):
+            return [self._submit(now_ns)]
+        return []
+
+    def _submit(self, now_ns: int) -> Submit:
+        self._tag = Tag(REPORTER, self._tag.number + 1)
+        self._is_waiting = True
+        self._asked = self._wanted
+        self._next_ns = now_ns + ANSWER_NS_MAX
+        report = MemberReport(member=self._membership.member, partitions=self._wanted)
+        put = Put(self._key, encode_record(report), self._lease_id)
+        compare = if_unchanged(self._key, self._mod_revision)
+        return Submit(self._tag, Txn((compare,), (put,), (Range(self._key),)))

@@ -28,9 +28,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.map_life import life_from
+from failover.coordinator.records import (
+    ClusterKeys,
     ClusterRecord,
+    KeyKind,
     ManifestRecord,
     MemberRecord,
     StoredPartition,
@@ -39,7 +41,6 @@ from failover.coordinator.cluster_records import (
     encode_partition,
     encode_record,
 )
-from failover.coordinator.map_life import life_from
 from failover.coordinator.seen_records import LASTING, SeenRecord
 from failover.metadata.metastore import Delete, KeyValue, Operation, Put, Txn, if_unchanged
 from failover.rules.isr import min_in_sync_of

@@ -19,11 +19,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import MASTERS_RETURN_S, StoredPartition
-from failover.coordinator.cluster_view import ClusterView, Stored
 from failover.coordinator.plan_steps import plan_changes
 from failover.coordinator.record_writer import RecordChange
+from failover.coordinator.records import MASTERS_RETURN_S, KeyKind, StoredPartition
+from failover.coordinator.view import ClusterView, Stored
 from failover.rules.election import (
     SuspectReport,
     counting,

@@ -7,7 +7,7 @@
 A partition's next step depends on its record and its wanted chain only. So a coordinator that
 follows another one goes on where that stopped, and a partition that stands still holds up no other.
 
-Who calls it: `failover.coordinator.partition_choices`, for the coordinator; `plan_requests`, for
+Who calls it: `failover.coordinator.partition_choices`, for the coordinator; `requests`, for
 people.
 
 Invariants
@@ -24,10 +24,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from failover.coordinator.cluster_records import PlanKind
-from failover.coordinator.cluster_view import ClusterView
-from failover.coordinator.copy_placement import Chain, PlacementPlan, plan_placement
+from failover.coordinator.placement import Chain, PlacementPlan, plan_placement
 from failover.coordinator.record_writer import RecordChange
+from failover.coordinator.records import PlanKind
+from failover.coordinator.view import ClusterView
 from failover.rules.isr import min_in_sync_of
 from failover.rules.replication_record import (
     COPIES_MAX,

@@ -27,13 +27,6 @@ from collections.abc import Sequence
 from enum import Enum, StrEnum, auto
 from typing import Final, NamedTuple, TypeAlias
 
-from failover.coordinator.cluster_records import (
-    RecordUnreadableError,
-    StoredPartition,
-    decode_partition,
-    encode_partition,
-)
-from failover.coordinator.cluster_view import ClusterView, Stored
 from failover.coordinator.effects import (
     ANSWER_NS_MAX,
     RETRY_NS,
@@ -46,6 +39,13 @@ from failover.coordinator.effects import (
     Tick,
     ViewChanged,
 )
+from failover.coordinator.records import (
+    RecordUnreadableError,
+    StoredPartition,
+    decode_partition,
+    encode_partition,
+)
+from failover.coordinator.view import ClusterView, Stored
 from failover.metadata.metastore import (
     TXN_OPERATIONS_MAX,
     KeyValue,

@@ -1,13 +1,13 @@
 """What a request of an operator comes to: a refusal, or what to write, with a preview. Pure.
 
-    answer = drain(view, "n2", stamp)                        see `plan_requests`
+    answer = drain(view, "n2", stamp)                        see `requests`
     if isinstance(answer, RequestRefused): answer.text is one line: what, why, and what to try
     for txn in answer.txns:
         result = <submit txn>          TxnResult.succeeded: it is written
                                        otherwise `why_not_written(view, result)`
                                        OutcomeUnknown: read `answer.check_key`, ask `was_written`
 
-Who calls it: `plan_requests`, `failover_request`, and the admin interface.
+Who calls it: `requests`, `requests`, and the admin interface.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final, NamedTuple, TypeAlias
 
-from failover.coordinator.cluster_records import (
+from failover.coordinator.placement import PlannedMove
+from failover.coordinator.plan_steps import progress_of
+from failover.coordinator.records import (
     PlanKind,
     PlanRecord,
     RecordUnreadableError,
     decode_record,
 )
-from failover.coordinator.cluster_view import ClusterView
-from failover.coordinator.copy_placement import PlannedMove
-from failover.coordinator.plan_steps import progress_of
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import KeyValue, Txn, TxnResult
 
 GIVES_WAY: Final = frozenset({PlanKind.GROW, PlanKind.CANCEL})
 """Plans that an operator's plan replaces. Growth begins again by itself; a cancellation ends with
-the plan that replaces it, which takes over its chains (`plan_writing`)."""
+the plan that replaces it, which takes over its chains (`plan`)."""
 
 
 class Stamp(NamedTuple):

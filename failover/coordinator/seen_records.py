@@ -1,4 +1,7 @@
-"""The newest records of a cluster that a data folder has ever seen, whatever the store says. Pure.
+"""What nodes have seen of the metadata store, and whether it is older than that.
+Pure.
+
+**The newest records that a data folder has ever seen**, whatever the store says.
 
 The metadata store may go back to an older copy: somebody restores one. Then each folder knows by
 what it has seen that the store is older, and `meta_restore` builds the records anew.
@@ -11,21 +14,33 @@ Invariants
 - `kept_revision` is told to others only for the present connection to the store: revisions of
   another store, or of one that went back, mean something else;
 - without a file (`is_kept_in_file` false) everything counts as kept at once.
+
+**Whether the store is older than what nodes have seen**, as far as a view tells.
+
+Each member says in its report what it has seen of the partitions that somebody misses a master of,
+and of those whose record in the store is older (`failover.rules.election`).
+
+Who calls it: the status of the cluster, and the restoration of the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.records import (
+    ClusterKeys,
+    KeyKind,
     RecordUnreadableError,
+    ReportedPartition,
     StoredPartition,
     decode_partition,
 )
-from failover.coordinator.cluster_view import ClusterView, Stored
+from failover.coordinator.request_answers import name_of
+from failover.coordinator.view import ClusterView, Stored
 from failover.metadata.metastore import KeyValue
+from failover.rules.election import SuspectReport, knows_newer, must_speak
+from failover.rules.isr import min_in_sync_of
 from failover.rules.replication_record import UNSEEN, Rank, ReplicationRecord
 
 LASTING: Final = frozenset(
@@ -200,3 +215,99 @@ class SeenRecords:
     def not_kept(self) -> None:
         """A piece could not be written: it is tried again."""
         self._is_dirty = True
+
+
+META_RESTORE = "dcpctl cluster meta restore"
+"""What builds the records anew."""
+
+
+class OlderRecord(NamedTuple):
+    """A partition whose record in the store is older than one that was seen."""
+
+    vb_id: int
+    members: frozenset[str]
+    """Who has seen a newer one."""
+
+
+def _reports(view: ClusterView, vb_id: int) -> Iterator[SuspectReport]:
+    for member, told in _told(view):
+        if told.vb_id == vb_id:
+            yield SuspectReport(
+                member, told.epoch, told.version_epoch, told.end_seqno, 0, told.is_electable,
+                told.seen, told.is_sure,
+            )  # fmt: skip
+
+
+def _told(view: ClusterView) -> Iterator[tuple[str, ReportedPartition]]:
+    for member, stored in view.reports.items():
+        if stored.item.mod_revision > view.begun_revision:
+            for told in stored.content.partitions:
+                yield member, told
+
+
+def older_records(view: ClusterView) -> list[OlderRecord]:
+    """Return the partitions whose record is older than what somebody says to have seen."""
+    found: dict[int, set[str]] = {}
+    for member, told in _told(view):
+        stored = view.partitions.get(told.vb_id)
+        if stored is not None and told.seen > stored.content.record.rank:
+            found.setdefault(told.vb_id, set()).add(member)
+    return [OlderRecord(vb_id, frozenset(members)) for vb_id, members in sorted(found.items())]
+
+
+def silent_members(view: ClusterView, vb_id: int, record: ReplicationRecord) -> frozenset[str]:
+    """Return the copies of which some have to report before anybody is elected by the record; none:
+    it may be believed, or nobody misses its master.
+    """
+    reports = list(_reports(view, vb_id))
+    needed = _needed(view, record)
+    return must_speak(record, reports, 0, min_in_sync=needed) if reports else frozenset()
+
+
+def _needed(view: ClusterView, record: ReplicationRecord) -> int:
+    setting = None if view.cluster is None else view.cluster.content.min_in_sync
+    return min_in_sync_of(setting, record.counted_copies)
+
+
+def why_not_elected(view: ClusterView, vb_id: int, record: ReplicationRecord) -> tuple[str, str]:
+    """Return why nobody is elected for a partition by its record, and what to do; ("", ""): nothing
+    of the kind.
+    """
+    reports = list(_reports(view, vb_id))
+    if newer := knows_newer(record, reports):
+        names = names_of(view, newer)
+        why = (
+            f"the metadata store is older than what node {names} {_have(newer)} seen, so nobody is "
+            "elected by it"
+        )
+        return why, f"`{META_RESTORE}` builds the records anew from what the nodes have"
+    needed = _needed(view, record)
+    if silent := must_speak(record, reports, 0, min_in_sync=needed):
+        names = names_of(view, silent)
+        some = len(silent) - needed + 1
+        why = (
+            f"nobody is elected before {some} of {names} {'has' if some == 1 else 'have'} said "
+            "what the newest record is that it has seen: the metadata store may be older"
+        )
+        advice = f"Start {names}. What is lost for good, `{META_RESTORE} --accept-loss` gives up"
+        return why, advice
+    return "", ""
+
+
+def names_of(view: ClusterView, members: frozenset[str]) -> str:
+    """Return what the operator calls these members."""
+    return ", ".join(sorted(name_of(view, member) for member in members))
+
+
+def _have(members: frozenset[str]) -> str:
+    return "has" if len(members) == 1 else "have"
+
+
+def older_text(view: ClusterView, older: list[OlderRecord]) -> str:
+    """Say of which partitions the store is older, and who knows it."""
+    members = frozenset().union(*(each.members for each in older))
+    return (
+        f"the metadata store is older than what node {names_of(view, members)} {_have(members)} "
+        f"seen: of {len(older)} partitions (vb {older[0].vb_id} is the first) it has an older "
+        "record. Masters that run go on, nobody else is elected there, and no in-sync set changes"
+    )

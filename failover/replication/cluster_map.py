@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.view import ClusterView
 from failover.rules.replication_record import ReplicationRecord
 from vbucket.model.partition_map import NO_NODE, MapNode, PartitionMap
 

@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.view import ClusterView
 from failover.replication.mastership import Mastership
 from failover.rules.replication_record import HandedOver, ReplicationRecord, elect, hand_over, want
 from vbucket.engine.partition import Hold, Partition, VbState

@@ -23,12 +23,12 @@ from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
 from dcp.wire.status import Status
-from failover.coordinator.cluster_records import StoredPartition
-from failover.coordinator.cluster_view import ClusterView, Stored
+from failover.coordinator.clock import RanTime
 from failover.coordinator.effects import Notice
-from failover.coordinator.ran_time import RanTime
 from failover.coordinator.record_writer import COMPARES_MAX, RecordChange
+from failover.coordinator.records import StoredPartition
 from failover.coordinator.seen_records import SeenRecords
+from failover.coordinator.view import ClusterView, Stored
 from failover.replication.commit import OpenGroups
 from failover.replication.effects import BranchEnded, ReplicationEffect, StepDue
 from failover.replication.feed import ReplicaFeed

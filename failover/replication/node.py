@@ -36,16 +36,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dcp.core.groups import GroupCycle
 from dcp.stream.hub import StreamHub
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import ReportedPartition, StoredPartition
+from failover.coordinator.clock import RanTime
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect
-from failover.coordinator.cluster_view import Stored
 from failover.coordinator.effects import Notice
 from failover.coordinator.meta_restore import HeldLog
-from failover.coordinator.ran_time import RanTime
 from failover.coordinator.record_writer import OutcomeKind, WriteOutcome
-from failover.coordinator.seen_records import SeenRecords
-from failover.coordinator.store_age import older_records
+from failover.coordinator.records import KeyKind, ReportedPartition, StoredPartition
+from failover.coordinator.seen_records import SeenRecords, older_records
+from failover.coordinator.view import Stored
 from failover.replication.effects import MapChanged, ReplicationEffect
 from failover.replication.master import Master
 from failover.replication.mastership import ReplicationSettings

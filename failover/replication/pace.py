@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from failover.coordinator.ran_time import RanTime
+from failover.coordinator.clock import RanTime
 from failover.replication.progress import AckDelays
 from failover.rules.isr import NOBODY_LATE, Lateness
 

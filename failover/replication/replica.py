@@ -7,7 +7,7 @@ Invariants
 - an epoch is never followed lower than the partition's own;
 - what this process confirmed to any master is not forgotten with the link: `last_confirmed_ns`
   bounds from when it may serve if it becomes master;
-- a master is suspected only after a silence in which this process ran (`ran_time`). What is served
+- a master is suspected only after a silence in which this process ran (`RanTime`). What is served
   here is fenced by the clock alone (`is_unheard`): it may be old, whatever this process did;
 - what may have been answered goes into files before it is cut off (`Discards`), and one piece of a
   partition is with the shell at a time. What is in files counts for the same history only: another
@@ -23,8 +23,8 @@ from typing import Final, NamedTuple
 from dcp.session.replication_port import ReplicationError
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import StreamRequest
+from failover.coordinator.clock import RanTime
 from failover.coordinator.effects import Notice
-from failover.coordinator.ran_time import RanTime
 from failover.replication.effects import Dial, ReplicationEffect
 from failover.replication.link import HEARD_NS_MAX, LinkState, NewestGroup, ReplicaLink, from_here
 from failover.replication.mastership import ReplicationSettings

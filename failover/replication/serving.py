@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from dcp.stream.hub import StreamHub
-from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.view import ClusterView
 from failover.replication.commit import OpenGroups
 from failover.replication.effects import PartitionsArrived, ReplicationEffect
 from failover.replication.feed import ReplicaFeed

@@ -16,7 +16,7 @@ from clients.cli.dcpctl import EXIT_UNAVAILABLE
 from clients.errors import DcpdError
 from dcp.server.cluster import cluster_changes
 from dcp.server.observe.membership_over import MembershipOverError
-from failover.coordinator.failover_request import failover
+from failover.coordinator.requests import failover
 from failover.metadata.metastore import (
     TXN_OPERATIONS_MAX,
     OutcomeUnknown,

@@ -12,7 +12,7 @@ from dcp.server.cluster.enrolment import EnrolmentError, join_cluster
 from dcp.server.cluster.receipt_files import keep_election, receipts_in
 from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.operate.cluster_requests import NodeRequest
-from failover.coordinator.cluster_records import MemberRecord
+from failover.coordinator.records import MemberRecord
 from failover.replication.receipt import CutOff, ElectionLoss
 from failover.rules.history import FAILOVER_ENTRIES_MAX
 from support.cluster_here import ClusterHere

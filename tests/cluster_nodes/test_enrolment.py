@@ -11,8 +11,7 @@ import pytest
 from dcp.server.cluster import enrolment
 from dcp.server.cluster.cluster_file import ClusterToken, ClusterTokenError
 from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_cluster, join_cluster
-from failover.coordinator.cluster_keys import ClusterKeys
-from failover.coordinator.cluster_records import MemberRecord
+from failover.coordinator.records import ClusterKeys, MemberRecord
 from failover.metadata.metastore import (
     OutcomeUnknown,
     Range,

@@ -25,7 +25,7 @@ from dcp.server.storage.folder import CLUSTER_FILE
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.coordinator.cluster_records import MemberRecord
+from failover.coordinator.records import MemberRecord
 from failover.metadata.metastore import StoreRequest, StoreResult
 from failover.metadata.revision_store import RevisionStore
 from support.memory_node import MemoryNode

@@ -30,8 +30,13 @@ from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_clust
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.process_facts import PROTOCOL
 from dcp.server.storage.folder import CLUSTER_FILE
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import AliveRecord, MemberRecord, encode_record
+from failover.coordinator.records import (
+    AliveRecord,
+    ClusterKeys,
+    KeyKind,
+    MemberRecord,
+    encode_record,
+)
 from failover.metadata.metastore import Put, Range, RangeResult, Txn
 from failover.metadata.metastore_memory import MemoryMetaStore
 from failover.metadata.revision_store import RevisionStore

@@ -28,8 +28,13 @@ from dcp.server.observe.elapsed import elapsed_ns
 from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import AliveRecord, MemberRecord, encode_record
+from failover.coordinator.records import (
+    AliveRecord,
+    ClusterKeys,
+    KeyKind,
+    MemberRecord,
+    encode_record,
+)
 from failover.metadata.metastore import Delete, Put, Range, RangeResult, Txn
 from support.cluster_here import CLUSTER, SECRET, ClusterHere
 from support.credentials import TestCa

@@ -25,16 +25,17 @@ from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.map_life import NEVER_TOLD, MapLife, MapVersion
+from failover.coordinator.records import (
+    ClusterKeys,
     ClusterRecord,
+    KeyKind,
     MemberRecord,
     StoredPartition,
     encode_partition,
     encode_record,
 )
-from failover.coordinator.cluster_view import ClusterView
-from failover.coordinator.map_life import NEVER_TOLD, MapLife, MapVersion
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn
 from failover.metadata.revision_store import RevisionStore
 from failover.rules.replication_record import ReplicationRecord, create, shrink

@@ -23,8 +23,7 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, Magic, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.coordinator.cluster_keys import ClusterKeys
-from failover.coordinator.cluster_records import encode_record
+from failover.coordinator.records import ClusterKeys, encode_record
 from failover.metadata.metastore import Put, Txn
 from support.cluster_here import ClusterHere
 from support.node_here import Client

@@ -10,8 +10,7 @@ import pytest
 from dcp.server.cluster import replicated_node
 from dcp.server.cluster.enrolment import ask
 from dcp.server.observe.membership_over import MembershipOverError
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import AliveRecord, encode_record
+from failover.coordinator.records import AliveRecord, ClusterKeys, KeyKind, encode_record
 from failover.metadata.metastore import Put, Txn, TxnResult
 from failover.replication.messages import FORMAT
 from support.cluster_here import CLUSTER, ClusterHere

@@ -11,9 +11,9 @@ from clients.kv.client import KvClient
 from dcp.server.cluster.enrolment import ask
 from dcp.server.node import Node
 from dcp.server.observe.membership_over import MembershipOverError
-from failover.coordinator.cluster_view import ClusterView
-from failover.coordinator.plan_requests import drain, rebalance, remove, set_cluster
 from failover.coordinator.request_answers import Answer, Prepared, Stamp
+from failover.coordinator.requests import drain, rebalance, remove, set_cluster
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import TxnResult
 from support.cluster_here import ClusterHere
 from support.waiting import until_so

@@ -33,8 +33,7 @@ from dcp.wire.frame import pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import AliveRecord, ClockRecord, encode_record
+from failover.coordinator.records import AliveRecord, ClockRecord, KeyKind, encode_record
 from failover.metadata.metastore import Put, Txn, TxnResult
 from support.cluster_here import CLUSTER, ClusterHere, LoopMetaStore
 from support.node_here import Client, plain

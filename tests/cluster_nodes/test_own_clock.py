@@ -8,8 +8,7 @@ import pytest
 
 from dcp.server.cluster.own_clock import TELL_NS, OwnClock
 from dcp.server.observe.event_log import EventLog
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import ClockRecord, decode_record
+from failover.coordinator.records import ClockRecord, KeyKind, decode_record
 from failover.metadata.metastore import Put, Range, RangeResult, Txn, TxnResult
 from support.cluster_model import KEYS, ModelCluster, ModelNode
 

@@ -17,7 +17,7 @@ from dcp.session.rights import Role
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.coordinator.cluster_keys import ClusterKeys
+from failover.coordinator.records import ClusterKeys
 from failover.metadata.metastore import OutcomeUnknown, Put, StoreRequest, StoreResult, Txn
 from support.cluster_here import CLUSTER, ClusterHere, LoopClient
 from support.node_here import Client, plain

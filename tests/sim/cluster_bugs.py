@@ -18,11 +18,11 @@ from dcp.stream.hub import StreamHub
 from dcp.wire.message import StreamRequest
 from dcp.wire.status import Status
 from failover.coordinator import plan_steps
-from failover.coordinator.cluster_records import StoredPartition
-from failover.coordinator.cluster_view import ClusterView, Stored
-from failover.coordinator.copy_placement import Chain
+from failover.coordinator.placement import Chain
 from failover.coordinator.record_writer import OutcomeKind, RecordWriter, WriterEffect
+from failover.coordinator.records import StoredPartition
 from failover.coordinator.seen_records import SeenRecords
+from failover.coordinator.view import ClusterView, Stored
 from failover.metadata.metastore import OutcomeUnknown, StoreResult
 from failover.replication import master, mastership
 from failover.replication.feed import ReplicaFeed

@@ -15,14 +15,13 @@ from dcp.server.cluster.raised_life import RaisedLife
 from dcp.server.cluster.shared_manifest import SharedManifest
 from dcp.session.held_answers import HeldAnswers
 from dcp.stream.producer import Producer
-from failover.coordinator.cluster_session import ClusterSession, SessionEffect
+from failover.coordinator.cluster_session import ClusterSession, SessionEffect, StoreDriver
 from failover.coordinator.effects import ViewChanged
 from failover.coordinator.map_life import NEVER_TOLD, MapLife, MapVersion
 from failover.coordinator.meta_restore import NodeTestimony, records_of
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.record_writer import WriteOutcome
 from failover.coordinator.seen_records import SeenPiece, SeenRecords
-from failover.coordinator.store_driver import StoreDriver
 from failover.metadata.metastore import MetaStore
 from failover.replication.cluster_map import bucket_map
 from failover.replication.effects import Dial, PartitionsArrived, ReplicationEffect, StepDue

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
-from failover.coordinator.cluster_keys import ClusterKeys
+from failover.coordinator.records import ClusterKeys
 from failover.metadata.metastore import Range, RangeResult
 from failover.metadata.revision_store import RevisionStore
 from failover.rules.replication_record import ReplicationRecord

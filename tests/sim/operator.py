@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from failover.coordinator.cluster_records import PlanKind
-from failover.coordinator.cluster_view import ClusterView
-from failover.coordinator.failover_request import failover
-from failover.coordinator.plan_requests import (
+from failover.coordinator.plan_steps import progress_of
+from failover.coordinator.records import PlanKind
+from failover.coordinator.request_answers import Answer, Prepared, Stamp, refused_unreadable
+from failover.coordinator.requests import (
     cancel,
     drain,
+    failover,
     move,
     rebalance,
     remove,
     set_cluster,
     undrain,
 )
-from failover.coordinator.plan_steps import progress_of
-from failover.coordinator.request_answers import Answer, Prepared, Stamp, refused_unreadable
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import TxnResult
 from failover.metadata.revision_store import RevisionStore
 from sim.world import MS, World

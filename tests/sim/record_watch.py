@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import decode_partition
+from failover.coordinator.records import ClusterKeys, KeyKind, decode_partition
 from failover.metadata.metastore import KeyValue, Range, RangeResult, WatchBatch, WatchMessage
 from failover.metadata.metastore_memory import MemoryWatch
 from failover.metadata.revision_store import RevisionStore

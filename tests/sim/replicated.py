@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.meta_restore import NodeTestimony
+from failover.coordinator.records import (
+    ClusterKeys,
     ClusterRecord,
+    KeyKind,
     ManifestRecord,
     MemberRecord,
     OperatorCommand,
@@ -16,8 +18,7 @@ from failover.coordinator.cluster_records import (
     encode_partition,
     encode_record,
 )
-from failover.coordinator.cluster_view import ClusterView
-from failover.coordinator.meta_restore import NodeTestimony
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn
 from failover.metadata.revision_store import RevisionStore, StoreImage
 from failover.rules.replication_record import ReplicationRecord, add_copy, create, majority, want

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import decode_partition
-from failover.coordinator.cluster_view import ClusterView
 from failover.coordinator.meta_restore import MetaRestore, NodeTestimony
-from failover.coordinator.store_age import older_records, silent_members
+from failover.coordinator.records import ClusterKeys, KeyKind, decode_partition
+from failover.coordinator.seen_records import older_records, silent_members
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn, TxnResult
 from failover.metadata.revision_store import RevisionStore
 from sim.clock import WALL_START_NS

@@ -11,10 +11,14 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import StoredPartition, decode_partition, encode_partition
-from failover.coordinator.failover_request import failover
+from failover.coordinator.records import (
+    KeyKind,
+    StoredPartition,
+    decode_partition,
+    encode_partition,
+)
 from failover.coordinator.request_answers import Prepared, Stamp
+from failover.coordinator.requests import failover
 from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn, TxnResult
 from failover.rules.replication_record import ReplicationRecord, want
 from sim.cluster import Setting

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
+from failover.coordinator.records import ClusterKeys, KeyKind
 from failover.metadata.metastore import (
     OutcomeUnknown,
     Put,

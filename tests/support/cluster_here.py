@@ -25,7 +25,7 @@ from dcp.server.net.fixed_port import free_port
 from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
-from failover.coordinator.cluster_records import MemberRecord
+from failover.coordinator.records import MemberRecord
 from failover.metadata.metastore import StoreRequest, StoreResult, WatchMessage
 from failover.metadata.metastore_memory import MemoryMetaStore, MemoryWatch
 from failover.metadata.revision_store import RevisionStore

@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from random import Random
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.cluster_session import ClusterSession, SessionEffect, StoreDriver
+from failover.coordinator.coordinator import Elected
+from failover.coordinator.effects import Notice
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.record_writer import RecordChange, WriteOutcome
+from failover.coordinator.records import (
+    ClusterKeys,
+    KeyKind,
     ReportedPartition,
     StoredPartition,
     decode_partition,
     encode_partition,
 )
-from failover.coordinator.cluster_session import ClusterSession, SessionEffect
-from failover.coordinator.coordinator import Elected
-from failover.coordinator.effects import Notice
-from failover.coordinator.partition_choices import CoordinatorSettings
-from failover.coordinator.record_writer import RecordChange, WriteOutcome
-from failover.coordinator.store_driver import StoreDriver
 from failover.metadata.metastore import Put, Range, Txn, WatchBatch, WatchEvent, WatchMessage
 from failover.metadata.metastore_memory import MemoryWatch
 from failover.metadata.revision_store import RevisionStore

@@ -13,16 +13,17 @@ from dcp.core.groups import Job, Published
 from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.wire.frame import FrameDecoder
 from dcp.wire.opcode import Opcode
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.cluster_session import ClusterSession, SessionEffect
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.records import (
     AliveRecord,
+    ClusterKeys,
+    KeyKind,
     MemberRecord,
     StoredPartition,
     encode_partition,
     encode_record,
 )
-from failover.coordinator.cluster_session import ClusterSession, SessionEffect
-from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.metadata.metastore import KeyValue
 from failover.replication.effects import Dial
 from failover.replication.link import LinkState, ReplicaLink

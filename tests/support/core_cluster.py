@@ -8,9 +8,14 @@ from collections.abc import Iterable
 
 from dcp.core.groups import Job, WriteGroup
 from dcp.session.rights import EVERYTHING, Rights, Role
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.cluster_session import ClusterSession, SessionEffect
+from failover.coordinator.effects import Answered, Submit, ViewChanged
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.record_writer import WriteOutcome
+from failover.coordinator.records import (
     AliveRecord,
+    ClusterKeys,
+    KeyKind,
     MemberRecord,
     ReportedPartition,
     StoredPartition,
@@ -18,10 +23,6 @@ from failover.coordinator.cluster_records import (
     encode_partition,
     encode_record,
 )
-from failover.coordinator.cluster_session import ClusterSession, SessionEffect
-from failover.coordinator.effects import Answered, Submit, ViewChanged
-from failover.coordinator.partition_choices import CoordinatorSettings
-from failover.coordinator.record_writer import WriteOutcome
 from failover.metadata.metastore import OutcomeUnknown, Put, Range, RangeResult, StoreResult, Txn
 from failover.metadata.revision_store import RevisionStore
 from failover.replication.effects import Dial, ReplicationEffect

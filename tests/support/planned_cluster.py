@@ -6,21 +6,21 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.plan_steps import progress_of
+from failover.coordinator.records import (
     ClusterRecord,
+    KeyKind,
     MemberRecord,
     decode_partition,
     encode_record,
 )
-from failover.coordinator.cluster_view import ClusterView
-from failover.coordinator.partition_choices import CoordinatorSettings
-from failover.coordinator.plan_steps import progress_of
 from failover.coordinator.request_answers import (
     Answer,
     Prepared,
     Stamp,
 )
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import TxnResult
 from failover.rules.replication_record import ReplicationRecord, create
 from support.cluster_model import KEYS, ModelCluster, ModelNode

@@ -10,11 +10,16 @@ from dcp.core.groups import WriteGroup
 from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.session.session import Session
 from dcp.session.state import SessionState
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import MemberRecord, ReportedPartition, StoredPartition
 from failover.coordinator.cluster_session import ClusterSession
-from failover.coordinator.cluster_view import Stored
 from failover.coordinator.coordinator import CoordinatorSettings
+from failover.coordinator.records import (
+    ClusterKeys,
+    KeyKind,
+    MemberRecord,
+    ReportedPartition,
+    StoredPartition,
+)
+from failover.coordinator.view import Stored
 from failover.metadata.metastore import KeyValue
 from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings

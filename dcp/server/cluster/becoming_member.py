@@ -54,8 +54,8 @@ from dcp.server.config.settings import Settings
 from dcp.server.net.cluster_config import Ports
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
-from failover.coordinator.cluster_records import MemberRecord
 from failover.coordinator.map_life import life_from
+from failover.coordinator.records import MemberRecord
 from failover.metadata.metastore import MetaStore
 from vbucket.engine.engine import Engine
 

@@ -1,6 +1,6 @@
 """Changes of a cluster that operators ask for: previewed, then written to the metadata store.
 
-    request ──> plan_requests, with this node's view ──> preview ── dry run: the end
+    request ──> `requests`, with this node's view ──> preview ── dry run: the end
                                                          └─> transactions ──> the coordinator acts
 
 Any node does it. The transactions compare what the request was decided by, so an old view, or two
@@ -33,19 +33,8 @@ from dcp.server.operate.cluster_requests import (
     PlanProgress,
     SetRequest,
 )
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_view import ClusterView
-from failover.coordinator.failover_request import failover
-from failover.coordinator.plan_requests import (
-    cancel,
-    drain,
-    move,
-    rebalance,
-    remove,
-    set_cluster,
-    undrain,
-)
 from failover.coordinator.plan_steps import progress_of, unseen_members
+from failover.coordinator.records import KeyKind
 from failover.coordinator.request_answers import (
     Answer,
     Prepared,
@@ -60,7 +49,18 @@ from failover.coordinator.request_answers import (
     was_written,
     why_not_written,
 )
-from failover.coordinator.unclean_preview import unclean_notes
+from failover.coordinator.requests import (
+    cancel,
+    drain,
+    failover,
+    move,
+    rebalance,
+    remove,
+    set_cluster,
+    unclean_notes,
+    undrain,
+)
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import (
     OutcomeUnknown,
     Put,

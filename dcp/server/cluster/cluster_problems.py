@@ -11,8 +11,8 @@ from typing import NamedTuple
 from dcp.server.access.link_tls import LinkTrouble
 from dcp.server.cluster.own_clock import CLOCK_ADVICE
 from dcp.server.operate.cluster_reports import NodeReport, ProblemReport, StoreReport
-from failover.coordinator.cluster_view import ClusterView
-from failover.coordinator.store_age import META_RESTORE, older_records, older_text
+from failover.coordinator.seen_records import META_RESTORE, older_records, older_text
+from failover.coordinator.view import ClusterView
 
 
 class _Problem(NamedTuple):

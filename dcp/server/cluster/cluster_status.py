@@ -21,9 +21,9 @@ from dcp.server.operate.cluster_reports import (
     StoreReport,
     UnwritableReport,
 )
-from failover.coordinator.cluster_view import ClusterView
 from failover.coordinator.request_answers import name_of
-from failover.coordinator.store_age import why_not_elected
+from failover.coordinator.seen_records import why_not_elected
+from failover.coordinator.view import ClusterView
 from failover.replication.serving import Unwritable
 from failover.rules.replication_record import ReplicationRecord
 from vbucket.model.id_ranges import id_ranges

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from dcp.server.observe.event_log import EventLog
-from failover.coordinator.cluster_view import ClusterView
 from failover.coordinator.coordinator import Elected
+from failover.coordinator.view import ClusterView
 
 
 class ElectionLog:

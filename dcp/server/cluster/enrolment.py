@@ -20,10 +20,13 @@ from typing import Final, NamedTuple
 
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.cluster.process_facts import fit_reads, unfit
-from failover.coordinator.cluster_keys import MEMBER_ID, ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.map_life import FIRST_LIFE
+from failover.coordinator.records import (
+    MEMBER_ID,
     AliveRecord,
+    ClusterKeys,
     ClusterRecord,
+    KeyKind,
     ManifestRecord,
     MemberRecord,
     RecordUnreadableError,
@@ -35,7 +38,6 @@ from failover.coordinator.cluster_records import (
     encode_partition,
     encode_record,
 )
-from failover.coordinator.map_life import FIRST_LIFE
 from failover.metadata.metastore import (
     TXN_OPERATIONS_MAX,
     Delete,

@@ -55,7 +55,7 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from failover.coordinator.cluster_records import MemberRecord
+from failover.coordinator.records import MemberRecord
 
 TRIES_MAX: Final = 16
 """Nodes that one member dials back at a time."""

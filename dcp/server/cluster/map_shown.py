@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dcp.server.net.cluster_config import ClusterConfig
-from failover.coordinator.cluster_records import MemberRecord
-from failover.coordinator.cluster_view import ClusterView
 from failover.coordinator.map_life import NEVER_TOLD, MapLife
+from failover.coordinator.records import MemberRecord
+from failover.coordinator.view import ClusterView
 from failover.replication.cluster_map import bucket_map
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.partition_map import MapNode

@@ -13,7 +13,7 @@ from dcp.server.config.settings import Settings
 from dcp.server.config.sources import is_loopback
 from dcp.server.net.cluster_config import Ports
 from dcp.server.storage.folder import FolderError
-from failover.coordinator.cluster_records import MemberRecord
+from failover.coordinator.records import MemberRecord
 
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 

@@ -32,8 +32,6 @@ from dcp.server.operate.cluster_requests import (
     TestifyingNode,
     TestifyRequest,
 )
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import MemberRecord, RecordUnreadableError
 from failover.coordinator.meta_restore import (
     MetaRestore,
     MetaRestorePlan,
@@ -42,6 +40,7 @@ from failover.coordinator.meta_restore import (
     testimony_key,
     unpack_testimony,
 )
+from failover.coordinator.records import KeyKind, MemberRecord, RecordUnreadableError
 from failover.metadata.metastore import (
     LeaseGrant,
     LeaseResult,

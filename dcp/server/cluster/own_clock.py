@@ -6,10 +6,9 @@ import time
 from typing import Final
 
 from dcp.server.observe.event_log import EventLog
-from failover.coordinator.clock_watch import ClockWatch
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import ClockRecord, encode_record
+from failover.coordinator.clock import ClockWatch
 from failover.coordinator.cluster_session import ClusterSession
+from failover.coordinator.records import ClockRecord, KeyKind, encode_record
 from failover.metadata.metastore import (
     Compare,
     CompareTarget,

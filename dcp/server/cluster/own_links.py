@@ -15,9 +15,8 @@ from typing import Final
 
 from dcp.server.access.link_tls import LinkTrouble
 from dcp.server.observe.event_log import EventLog
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import LinksRecord, RefusedLink, encode_record
 from failover.coordinator.cluster_session import ClusterSession
+from failover.coordinator.records import KeyKind, LinksRecord, RefusedLink, encode_record
 from failover.metadata.metastore import (
     Compare,
     CompareTarget,

@@ -10,9 +10,8 @@ from typing import Final
 
 import msgspec
 
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import MemberRecord, encode_record
-from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.records import KeyKind, MemberRecord, encode_record
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import MetaStore, Put, StoreResult, Txn, if_unchanged
 
 RETRY_NS: Final = 1_000_000_000

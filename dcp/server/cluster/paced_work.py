@@ -1,4 +1,4 @@
-"""Work of a node's event loop that can wait: it leaves time for everything else (`work_pace`).
+"""Work of a node's event loop that can wait: it leaves time for everything else (`WorkPace`).
 
 It waits for nothing. So what it took beyond the processor time of this thread is time in
 which this process did not run, and the node is told so.
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from dcp.server.observe.elapsed import elapsed_ns
-from failover.coordinator.work_pace import WorkPace
+from failover.coordinator.clock import WorkPace
 from failover.replication.node import ReplicationCore
 
 

@@ -8,14 +8,15 @@ from typing import Final
 
 from dcp.server.cluster.map_shown import host_and_port
 from dcp.server.storage.folder import LOCK_NAME
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.membership import ProcessFacts
+from failover.coordinator.records import (
     AliveRecord,
+    ClusterKeys,
+    KeyKind,
     MemberRecord,
     RecordUnreadableError,
     decode_record,
 )
-from failover.coordinator.membership import ProcessFacts
 from failover.metadata.metastore import KeyValue, Range, Txn, TxnResult
 from failover.replication.messages import FORMAT as PROTOCOL
 

@@ -60,17 +60,15 @@ from dcp.server.storage.health import Health, OlderStore
 from dcp.session.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import MemberRecord
-from failover.coordinator.cluster_session import ClusterSession, SessionEffect
+from failover.coordinator.cluster_session import ClusterSession, SessionEffect, StoreDriver
 from failover.coordinator.coordinator import Elected
 from failover.coordinator.effects import Notice, ViewChanged
 from failover.coordinator.map_life import MapLife
 from failover.coordinator.membership import MembershipState
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.record_writer import WriteOutcome
-from failover.coordinator.store_age import older_records
-from failover.coordinator.store_driver import StoreDriver
+from failover.coordinator.records import KeyKind, MemberRecord
+from failover.coordinator.seen_records import older_records
 from failover.metadata.metastore import Range, RangeResult, TxnResult
 from failover.metadata.prefix_owner import owner_read, owner_trouble
 from failover.replication.effects import (

@@ -18,8 +18,8 @@ from dcp.server.cluster.shared_record import (
     NotReplacedError,
     replace_record,
 )
-from failover.coordinator.cluster_records import ManifestRecord, encode_record
-from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.records import ManifestRecord, encode_record
+from failover.coordinator.view import ClusterView
 from vbucket.engine.engine import Engine
 from vbucket.model.manifest import Manifest
 

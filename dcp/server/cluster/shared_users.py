@@ -23,8 +23,8 @@ from dcp.server.cluster.shared_record import (
 )
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
-from failover.coordinator.cluster_records import UsersRecord, encode_record
-from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.records import UsersRecord, encode_record
+from failover.coordinator.view import ClusterView
 
 TABLE_BYTES_MAX: Final = 1 << 20
 """Below the longest request of a metadata store: about a thousand users."""

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from failover.coordinator.cluster_records import (
+from failover.coordinator.records import (
     PlanKind,
 )
-from failover.coordinator.failover_request import failover
-from failover.coordinator.plan_requests import (
+from failover.coordinator.request_answers import (
+    Answer,
+    Prepared,
+)
+from failover.coordinator.requests import (
     cancel,
     drain,
+    failover,
     move,
     rebalance,
     remove,
     set_cluster,
     undrain,
-)
-from failover.coordinator.request_answers import (
-    Answer,
-    Prepared,
 )
 from support.planned_cluster import PARTITIONS, Cluster, even
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from failover.coordinator.clock_watch import OFF_MS, ClockWatch
-from failover.coordinator.cluster_records import ClockRecord
-from failover.coordinator.cluster_view import Stored
+from failover.coordinator.clock import OFF_MS, ClockWatch
+from failover.coordinator.records import ClockRecord
+from failover.coordinator.view import Stored
 from failover.metadata.metastore import KeyValue
 
 NOW_MS = 1_800_000_000_000

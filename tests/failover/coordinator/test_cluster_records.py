@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind, ParsedKey
-from failover.coordinator.cluster_records import (
+from failover.coordinator.records import (
     AliveRecord,
+    ClusterKeys,
+    KeyKind,
     LeaderRecord,
     MemberRecord,
     MemberReport,
     OperatorCommand,
+    ParsedKey,
     RecordUnreadableError,
     ReportedPartition,
     StoredPartition,
@@ -21,7 +23,7 @@ from failover.coordinator.cluster_records import (
     encode_partition,
     encode_record,
 )
-from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import Compact, Delete, KeyValue, Put, Range, Txn
 from failover.metadata.revision_store import RevisionStore
 from failover.rules.replication_record import HandedOver, create, hand_over, want

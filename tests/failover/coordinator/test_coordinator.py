@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.records import (
     MASTERS_RETURN_S,
     ClusterRecord,
+    KeyKind,
     MemberRecord,
     OperatorCommand,
     encode_record,
 )
-from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.metadata.metastore import Compact, LeaseRevoke, Range
 from failover.rules.replication_record import create, want
 from support.cluster_model import KEYS, ROOT, ModelCluster

@@ -8,9 +8,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import ClusterRecord, decode_partition, encode_record
 from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.records import ClusterRecord, KeyKind, decode_partition, encode_record
 from support.cluster_model import KEYS, ModelCluster
 from support.metastore_faults import MS, Absence, StoreFaults
 

@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from failover.coordinator import copy_placement
-from failover.coordinator.copy_placement import PlacementError, copies_per_rack, plan_placement
-from failover.coordinator.min_cost_flow import FlowNetwork
+from failover.coordinator import placement
+from failover.coordinator.placement import (
+    FlowNetwork,
+    PlacementError,
+    copies_per_rack,
+    plan_placement,
+)
 
 NAMES = [f"n{number}" for number in range(7)]
 
@@ -267,7 +271,7 @@ def test_a_plan_costs_as_much_as_there_are_kinds_of_chains(before, after, monkey
             super().__init__()
             networks.append(self)
 
-    monkeypatch.setattr(copy_placement, "FlowNetwork", Counted)
+    monkeypatch.setattr(placement, "FlowNetwork", Counted)
     plan = plan_placement(nodes(after), 3, chains)
     assert len(plan.wanted) == 1024
     assert len(networks) == 2

@@ -6,19 +6,19 @@ import copy
 
 import pytest
 
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.map_life import FIRST_LIFE, NEVER_TOLD, MapLife, MapVersion, life_from
+from failover.coordinator.records import (
     ClusterRecord,
+    KeyKind,
     MemberRecord,
     StoredPartition,
     decode_record,
     encode_partition,
     encode_record,
 )
-from failover.coordinator.cluster_view import ClusterView
-from failover.coordinator.map_life import FIRST_LIFE, NEVER_TOLD, MapLife, MapVersion, life_from
-from failover.coordinator.plan_requests import remove
 from failover.coordinator.request_answers import Prepared, Stamp
+from failover.coordinator.requests import remove
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import Delete, Operation, Put, Range, RangeResult, Txn, TxnResult
 from failover.metadata.revision_store import RevisionStore
 from failover.rules.replication_record import create

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import AliveRecord, decode_record
-from failover.coordinator.cluster_session import ClusterSession
+from failover.coordinator.cluster_session import ClusterSession, StoreDriver
 from failover.coordinator.effects import Answered, Notice, Submit, Tick
 from failover.coordinator.membership import (
     BLOCKED_LEASES,
@@ -18,7 +16,7 @@ from failover.coordinator.membership import (
     ProcessFacts,
 )
 from failover.coordinator.partition_choices import CoordinatorSettings
-from failover.coordinator.store_driver import StoreDriver
+from failover.coordinator.records import AliveRecord, ClusterKeys, KeyKind, decode_record
 from failover.metadata.metastore import (
     LeaseResult,
     OutcomeUnknown,

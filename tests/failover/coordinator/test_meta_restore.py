@@ -4,17 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import (
-    ClusterRecord,
-    MemberRecord,
-    StoredPartition,
-    decode_partition,
-    decode_record,
-    encode_partition,
-    encode_record,
-)
-from failover.coordinator.cluster_view import ClusterView
 from failover.coordinator.meta_restore import (
     HeldLog,
     MetaRestore,
@@ -22,7 +11,18 @@ from failover.coordinator.meta_restore import (
     NodeTestimony,
     unpack_testimony,
 )
+from failover.coordinator.records import (
+    ClusterRecord,
+    KeyKind,
+    MemberRecord,
+    StoredPartition,
+    decode_partition,
+    decode_record,
+    encode_partition,
+    encode_record,
+)
 from failover.coordinator.seen_records import SeenContent, SeenRecords
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import KeyValue, Put
 from failover.rules.replication_record import (
     Rank,

@@ -10,9 +10,18 @@ import msgspec
 import pytest
 
 from failover.coordinator import partition_choices, plan_steps
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.partition_choices import (
+    FEW_STEPS_NS,
+    STEP_NS,
+    CoordinatorSettings,
+    PartitionChoices,
+)
+from failover.coordinator.plan import plan_record
+from failover.coordinator.plan_steps import plan_changes, progress_of
+from failover.coordinator.record_writer import RecordChange
+from failover.coordinator.records import (
     AliveRecord,
+    KeyKind,
     MemberRecord,
     PlanKind,
     PlanRecord,
@@ -20,26 +29,6 @@ from failover.coordinator.cluster_records import (
     encode_partition,
     encode_record,
 )
-from failover.coordinator.cluster_view import ClusterView
-from failover.coordinator.failover_request import failover
-from failover.coordinator.partition_choices import (
-    FEW_STEPS_NS,
-    STEP_NS,
-    CoordinatorSettings,
-    PartitionChoices,
-)
-from failover.coordinator.plan_requests import (
-    cancel,
-    drain,
-    move,
-    rebalance,
-    remove,
-    set_cluster,
-    undrain,
-)
-from failover.coordinator.plan_steps import plan_changes, progress_of
-from failover.coordinator.plan_writing import plan_record
-from failover.coordinator.record_writer import RecordChange
 from failover.coordinator.request_answers import (
     Answer,
     Prepared,
@@ -48,6 +37,17 @@ from failover.coordinator.request_answers import (
     was_written,
     why_not_written,
 )
+from failover.coordinator.requests import (
+    cancel,
+    drain,
+    failover,
+    move,
+    rebalance,
+    remove,
+    set_cluster,
+    undrain,
+)
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import KeyValue, Put, TxnResult
 from failover.rules.replication_record import create, elect
 from support.cluster_model import KEYS

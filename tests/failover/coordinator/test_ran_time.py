@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from failover.coordinator.ran_time import GAP_NS, RanTime
-from failover.coordinator.work_pace import REST_FOR_WORK, WorkPace
+from failover.coordinator.clock import GAP_NS, REST_FOR_WORK, RanTime, WorkPace
 
 MS = 1_000_000
 

@@ -9,9 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from failover.coordinator.cluster_keys import KeyKind
-from failover.coordinator.cluster_records import StoredPartition, decode_partition, encode_partition
-from failover.coordinator.cluster_view import ClusterView
 from failover.coordinator.effects import Answered, Submit, Tick
 from failover.coordinator.record_writer import (
     COMPARES_MAX,
@@ -21,6 +18,13 @@ from failover.coordinator.record_writer import (
     RecordWriter,
     WriteOutcome,
 )
+from failover.coordinator.records import (
+    KeyKind,
+    StoredPartition,
+    decode_partition,
+    encode_partition,
+)
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import Delete, Put, Range, Txn
 from failover.metadata.revision_store import RevisionStore
 from failover.rules.replication_record import create, elect, want

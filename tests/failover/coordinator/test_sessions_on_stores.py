@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import (
+from failover.coordinator.cluster_session import ClusterSession, StoreDriver
+from failover.coordinator.partition_choices import CoordinatorSettings
+from failover.coordinator.records import (
+    ClusterKeys,
+    KeyKind,
     ReportedPartition,
     StoredPartition,
     encode_partition,
 )
-from failover.coordinator.cluster_session import ClusterSession
-from failover.coordinator.partition_choices import CoordinatorSettings
-from failover.coordinator.store_driver import StoreDriver
 from failover.metadata.metastore import OutcomeUnknown, Put, StoreUnavailable, Txn, TxnResult
 from failover.rules.replication_record import create, elect
 from support.embedded_store import EmbeddedHarness

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from metastore_harness import Watched, run_on
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import StoredPartition, encode_partition
-from failover.coordinator.cluster_view import ClusterView
 from failover.coordinator.effects import Answered, Submit, Tick
 from failover.coordinator.record_writer import OutcomeKind, RecordChange, RecordWriter, WriteOutcome
+from failover.coordinator.records import ClusterKeys, KeyKind, StoredPartition, encode_partition
+from failover.coordinator.view import ClusterView
 from failover.metadata.etcd_stubs import etcd_api_pb2 as pb
 from failover.metadata.metastore import (
     Compact,

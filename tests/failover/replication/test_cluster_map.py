@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from failover.coordinator.cluster_keys import ClusterKeys, KeyKind
-from failover.coordinator.cluster_records import StoredPartition, encode_partition
-from failover.coordinator.cluster_view import ClusterView
+from failover.coordinator.records import ClusterKeys, KeyKind, StoredPartition, encode_partition
+from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import KeyValue
 from failover.replication.cluster_map import bucket_map
 from failover.rules.replication_record import ReplicationRecord, create

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from failover.coordinator.cluster_records import ClusterRecord, encode_record
+from failover.coordinator.records import ClusterRecord, encode_record
 from failover.metadata.metastore import Put, Txn
 from failover.replication.mastership import ReplicationSettings
 from failover.replication.receipt import CutOff
