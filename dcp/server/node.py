@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from dcp.server.cluster.becoming_member import NewMember
     from dcp.server.cluster.cluster_file import ClusterFile
     from dcp.server.cluster.cluster_operations import ClusterOperations
-    from dcp.server.cluster.enrolment_gate import EnrolmentGate
+    from dcp.server.cluster.enrolment import EnrolmentGate
     from dcp.server.cluster.meta_access import MetaAccess
     from dcp.server.cluster.replicated_node import ReplicatedNode
 
@@ -241,7 +241,7 @@ class Node:
         if replicated is None:
             self._config.publish(self.ports)
             return
-        from dcp.server.cluster.membership_of_node import own_record
+        from dcp.server.cluster.becoming_member import own_record
 
         replicated.show_first_map(own_record(replicated, self._settings, self.ports))
         replicated.start(self.health.read_only_why)
@@ -252,7 +252,7 @@ class Node:
         """
         if not self._is_of_cluster():
             return
-        from dcp.server.cluster.entering import entered
+        from dcp.server.cluster.becoming_member import entered
 
         self._identity, self._meta = await entered(self._newcomer(), self._open_meta)
         if (failed := self._meta.failed) is not None:
@@ -275,7 +275,7 @@ class Node:
         from dcp.server.cluster.cluster_operations import ClusterOperations
 
         if self._enrolment_gate is None:
-            from dcp.server.cluster.enrolment_gate import EnrolmentGate
+            from dcp.server.cluster.enrolment import EnrolmentGate
 
             self._enrolment_gate = EnrolmentGate(
                 self.engine, self.health, self._users, self._commits
@@ -400,8 +400,8 @@ class Node:
         self, identity: ClusterFile, access: MetaAccess, after_commit: AfterCommit
     ) -> ReplicatedNode:
         """Create the replication of a cluster's node."""
+        from dcp.server.cluster.becoming_member import replicated_node
         from dcp.server.cluster.link_try import LinkTries
-        from dcp.server.cluster.membership_of_node import replicated_node
         from dcp.server.cluster.replicated_node import LEAVE_MAX_S, ServerParts
 
         self.leave_s = LEAVE_MAX_S

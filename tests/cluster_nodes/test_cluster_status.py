@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 
 from clients.errors import DcpdError
-from dcp.server.cluster.discard_files import DISCARD_FOLDER, FORMER_DISCARD_FOLDER, keep_cut_off
 from dcp.server.cluster.enrolment import EnrolmentError, join_cluster
-from dcp.server.cluster.receipt_files import keep_election, receipts_in
+from dcp.server.cluster.receipt_files import (
+    DISCARD_FOLDER,
+    FORMER_DISCARD_FOLDER,
+    keep_cut_off,
+    keep_election,
+    receipts_in,
+)
 from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.operate.cluster_requests import NodeRequest
 from failover.coordinator.records import MemberRecord

@@ -15,8 +15,7 @@ import pytest
 from dcp.server.access.users_file import UsersHeldError
 from dcp.server.cluster import becoming_member, enrolment
 from dcp.server.cluster.cluster_file import ClusterFile, ClusterToken, proof_of
-from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_cluster
-from dcp.server.cluster.enrolment_gate import REFUSAL
+from dcp.server.cluster.enrolment import REFUSAL, EnrolmentError, NewCluster, found_cluster
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.node import Node
 from dcp.server.operate.cluster_reports import InitAnswer, InitRequest, JoinAnswer, JoinRequest

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from dcp.server.cluster.enrolment_state import (
+from dcp.server.cluster.enrolment import (
     TRANSITIONS,
     WHY_NOT,
     Enrolment,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from dcp.server.cluster.map_pace import MAP_S, REPLICAS_S, MapPace
+from dcp.server.cluster.node_map import MAP_S, REPLICAS_S, MapPace
 
 
 class FakeTimer:

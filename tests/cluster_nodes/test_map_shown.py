@@ -12,14 +12,12 @@ import msgspec
 import pytest
 
 from dcp.server.access.users_file import replace_file
-from dcp.server.cluster import told_map as told_map_module
+from dcp.server.cluster import node_map
 from dcp.server.cluster.becoming_member import NewMember, init_cluster
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, read_cluster_file
 from dcp.server.cluster.enrolment import NewCluster, join_cluster, withdraw
-from dcp.server.cluster.map_shown import MapShown
 from dcp.server.cluster.meta_access import MetaAccess
-from dcp.server.cluster.raised_life import HEARD_NS, RETRY_NS, RaisedLife
-from dcp.server.cluster.told_map import MAP_FILE, ToldMap
+from dcp.server.cluster.node_map import HEARD_NS, MAP_FILE, RETRY_NS, MapShown, RaisedLife, ToldMap
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns
@@ -189,7 +187,7 @@ async def test_the_end_of_the_process_waits_for_a_write_that_is_under_way(
         assert may_end.wait(20)
         replace_file(path, data)
 
-    monkeypatch.setattr(told_map_module, "replace_file", slowly)
+    monkeypatch.setattr(node_map, "replace_file", slowly)
     told = told_map(tmp_path, keep_s=0.0)
     told.note(MapVersion(7, 1))
     await until_so(begun.is_set)

@@ -14,8 +14,8 @@ import pytest_asyncio
 
 from dcp.server.admin import couchbase_routes
 from dcp.server.admin.couchbase_routes import BLOCK_END
-from dcp.server.cluster import map_pace
-from dcp.server.cluster.map_pace import MAP_S
+from dcp.server.cluster import node_map
+from dcp.server.cluster.node_map import MAP_S
 from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.session.state import CLUSTERMAP_CHANGED
@@ -54,13 +54,13 @@ async def at_rest(cluster: ClusterHere) -> None:
     told: set[Version] = set()
     while len(told) != 1 or versions(cluster) != told:
         told = versions(cluster)
-        await asyncio.sleep(1.5 * map_pace.REPLICAS_S)
+        await asyncio.sleep(1.5 * node_map.REPLICAS_S)
 
 
 @pytest.fixture(autouse=True)
 def quick_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tell maps in which no master has changed as soon as others: there are no others here."""
-    monkeypatch.setattr(map_pace, "REPLICAS_S", MAP_S)
+    monkeypatch.setattr(node_map, "REPLICAS_S", MAP_S)
 
 
 def versions(cluster: ClusterHere) -> set[Version]:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from dcp.server.cluster.own_clock import TELL_NS, OwnClock
+from dcp.server.cluster.own_records import TELL_NS, OwnClock
 from dcp.server.observe.event_log import EventLog
 from failover.coordinator.records import ClockRecord, KeyKind, decode_record
 from failover.metadata.metastore import Put, Range, RangeResult, Txn, TxnResult

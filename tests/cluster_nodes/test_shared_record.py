@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dcp.server.cluster import shared_record
-from dcp.server.cluster.shared_record import MayBeReplacedError, NotReplacedError, replace_record
+from dcp.server.cluster import shared_records
+from dcp.server.cluster.shared_records import MayBeReplacedError, NotReplacedError, replace_record
 from failover.metadata.metastore import (
     KeyValue,
     MetaStore,
@@ -77,7 +77,7 @@ class Faulty(MetaStore):
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Faulty:
-    monkeypatch.setattr(shared_record, "AGAIN_S", 0.0)
+    monkeypatch.setattr(shared_records, "AGAIN_S", 0.0)
     return Faulty()
 
 
@@ -121,7 +121,7 @@ async def test_a_lost_change_that_others_may_have_replaced_is_not_known(store: F
 
 async def test_without_any_answer_nothing_is_known(store: Faulty) -> None:
     with pytest.raises(MayBeReplacedError, match="the link broke"):
-        await replaced(store, *[store.request_lost] * shared_record.TRIES_MAX)
+        await replaced(store, *[store.request_lost] * shared_records.TRIES_MAX)
     # It was not carried out so far, and a store that is away now does not say that it will not be.
     with pytest.raises(MayBeReplacedError, match="the link broke"):
         await replaced(store, store.request_lost, store.away, store.full)

@@ -24,10 +24,9 @@ from dcp.server.cluster.cluster_file import (
     read_cluster_file,
     write_cluster_file,
 )
-from dcp.server.cluster.discard_files import FORMER_DISCARD_FOLDER, keep_cut_off
-from dcp.server.cluster.receipt_files import keep_election
+from dcp.server.cluster.node_map import MAP_FILE, MapContent
+from dcp.server.cluster.receipt_files import FORMER_DISCARD_FOLDER, keep_cut_off, keep_election
 from dcp.server.cluster.seen_file import SEEN_FILE
-from dcp.server.cluster.told_map import MAP_FILE, MapContent
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 from failover.replication.receipt import CutOff, ElectionLoss
 from support.server import DcpdProcess

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from dcp.core.groups import Job, Published, WriteGroup
-from dcp.server.cluster.raised_life import RaisedLife
-from dcp.server.cluster.shared_manifest import SharedManifest
+from dcp.server.cluster.node_map import RaisedLife
+from dcp.server.cluster.shared_records import SharedManifest
 from dcp.session.held_answers import HeldAnswers
 from dcp.stream.producer import Producer
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect, StoreDriver
@@ -65,7 +65,7 @@ class ClusterFacades(Facades):
         """The map that was told last, and its version: all refusals of a batch tell the same."""
 
     def bucket_config(self) -> bytes:
-        """See Facades. A newer map is told as `dcp.server.cluster.map_shown` does it."""
+        """See Facades. A newer map is told as `dcp.server.cluster.node_map` does it."""
         node = self._node
         view, version = node.session.view, node.life.version()
         if node.member not in view.members:

@@ -28,11 +28,15 @@ from dcp.server.access.users_file import (
 )
 from dcp.server.cluster.cluster_file import read_cluster_file
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
-from dcp.server.cluster.discard_files import DISCARD_FOLDER, FORMER_DISCARD_FOLDER
 from dcp.server.cluster.meta_access import STORE_FOLDER, check_access
-from dcp.server.cluster.receipt_files import ELECTION_SUFFIX, read_election
+from dcp.server.cluster.node_map import MAP_FILE, read_told_map
+from dcp.server.cluster.receipt_files import (
+    DISCARD_FOLDER,
+    ELECTION_SUFFIX,
+    FORMER_DISCARD_FOLDER,
+    read_election,
+)
 from dcp.server.cluster.seen_file import SEEN_FILE, check_seen
-from dcp.server.cluster.told_map import MAP_FILE, read_told_map
 from dcp.server.storage.folder import (
     CLUSTER_FILE,
     LOCK_NAME,

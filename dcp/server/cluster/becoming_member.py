@@ -1,7 +1,11 @@
-"""Makes a node a member of a cluster: by a command on a running node, or by settings at its start.
+"""A process becomes a member, or goes on as the one that its folder is.
 
-The node runs alone until its folder has cluster.json. Who calls it restarts the node then, or goes
-on with its start.
+A command on a running node makes it a member, or settings at its start do. The node runs alone
+until its folder has cluster.json. Who calls it restarts the node then, or goes on with its start.
+
+The settings `cluster` and `cluster_token_file` make a node a member before it listens, so that it
+never takes a write of its own. Once the folder has cluster.json, they say nothing new: only a token
+file that is missing is written again, because nodes that join may wait for it.
 """
 
 from __future__ import annotations
@@ -19,14 +23,17 @@ import msgspec
 
 from dcp.server.access.access import Access
 from dcp.server.access.users import Users
+from dcp.server.access.users_file import replace_file
 from dcp.server.cluster.cluster_file import (
     SECRET_BYTES,
     ClusterFile,
     ClusterToken,
     ClusterTokenError,
+    begin_incarnation,
     read_cluster_file,
     write_cluster_file,
 )
+from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.cluster.enrolment import (
     EnrolmentError,
     NewCluster,
@@ -40,24 +47,99 @@ from dcp.server.cluster.enrolment import (
     withdraw,
 )
 from dcp.server.cluster.link_try import PATIENCE_LEASES, LinkRequest, LinkTrial
-from dcp.server.cluster.map_shown import host_and_port
-from dcp.server.cluster.membership_of_node import address_of, cluster_refusal
 from dcp.server.cluster.meta_access import (
     EMBEDDED,
     MetaAccess,
     MetaAccessError,
+    MetaPortError,
     MetaUrlError,
     new_store_url,
 )
 from dcp.server.cluster.newcomer_door import open_door
+from dcp.server.cluster.node_map import host_and_port
+from dcp.server.cluster.replicated_node import ReplicatedNode, ReplicationChoices, ServerParts
 from dcp.server.config.settings import Settings
+from dcp.server.config.sources import is_loopback
 from dcp.server.net.cluster_config import Ports
+from dcp.server.net.fixed_port import PortTakenError
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 from failover.coordinator.map_life import life_from
 from failover.coordinator.records import MemberRecord
 from failover.metadata.metastore import MetaStore
 from vbucket.engine.engine import Engine
+
+_WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
+
+
+def cluster_refusal(settings: Settings) -> ClusterRefusedError | None:
+    """Return why a node with these settings cannot be in a cluster; None if it can."""
+    if settings.durability != "commit":
+        return ClusterRefusedError(
+            f"durability {settings.durability} is not possible in a cluster, because an answer "
+            "must mean that every copy in sync is on disk",
+            "Restart this node with --durability commit",
+        )
+    if (
+        settings.tls_only == "on"
+        and settings.cluster_tls == "off"
+        and not is_loopback(settings.host)
+    ):
+        return ClusterRefusedError(
+            "--tls-only on leaves other nodes no port: nodes connect without TLS",
+            "Use --cluster-tls on, or --tls-only off and a network of their own",
+        )
+    if settings.host in _WILDCARDS and not settings.advertise_host:
+        return ClusterRefusedError(
+            f"--host {settings.host} is no address that other nodes could use",
+            "Say with --advertise-host which one they can",
+        )
+    return None
+
+
+def begun_identity(data_dir: Path, settings: Settings) -> ClusterFile:
+    """Return what the folder knows of its cluster, with the incarnation of this process. Raises
+    FolderError.
+    """
+    found = read_cluster_file(data_dir)
+    assert found is not None, "it is the folder of a member"
+    if refusal := cluster_refusal(settings):
+        raise FolderError(f"{data_dir} is the folder of a node of a cluster: {refusal}")
+    return begin_incarnation(data_dir, found)
+
+
+def replicated_node(
+    parts: ServerParts, member: str, identity: ClusterFile, settings: Settings, access: MetaAccess
+) -> ReplicatedNode:
+    """Return the replication of a node."""
+    choices = ReplicationChoices(
+        commit_timeout_ns=int(settings.commit_timeout_s * 1e9),
+        acknowledges_as_master=settings.acknowledge == "master",
+        replica_lag_max_ns=int(settings.replica_lag_max_s * 1e9),
+        beat_ns=int(settings.heartbeat_s * 1e9),
+        unheard_ns=int(settings.suspect_after_s * 1e9),
+        lease_s=int(settings.lease_s),
+        value_bytes_max=settings.value_bytes_max,
+        fill_bytes_per_s=settings.rebalance_rate,
+    )
+    return ReplicatedNode(parts, member, identity, choices, access)
+
+
+def own_record(replicated: ReplicatedNode, settings: Settings, ports: Ports) -> MemberRecord:
+    """Return where this node is reached."""
+    return MemberRecord(
+        member=replicated.member, address=address_of(settings, ports.kv),
+        name=replicated.identity.name, rack=replicated.identity.rack, admin_port=ports.admin,
+        kv_tls_port=ports.kv_tls, admin_tls_port=ports.admin_tls,
+        owns_store=replicated.identity.owns_store,
+    )  # fmt: skip
+
+
+def address_of(settings: Settings, port: int) -> str:
+    """Return HOST:PORT of the key-value port as other nodes use it."""
+    host = settings.advertise_host or settings.host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
 
 CLUSTER_ID_BYTES = 16
 Gate = AbstractAsyncContextManager[None]
@@ -316,3 +398,68 @@ def _write(data_dir: Path, content: ClusterFile) -> None:
                 f"{path} cannot be written: {error.strerror}",
                 "Check that the disk has room and that the folder is writable, then try again",
             ) from error
+
+
+async def entered(
+    newcomer: NewMember, open_meta: Callable[[ClusterFile], MetaAccess] | None = None
+) -> tuple[ClusterFile, MetaAccess]:
+    """Return what the folder knows of its cluster, and the open metadata store. Raises
+    FolderError, PortTakenError.
+    """
+    if not (newcomer.data_dir / CLUSTER_FILE).exists():
+        try:
+            await _enrol(newcomer, newcomer.settings)
+        except EnrolmentError as error:
+            raise FolderError(f"this node does not become a member: {error}") from error
+    identity = begun_identity(newcomer.data_dir, newcomer.settings)
+    _write_missing_token(newcomer, identity)
+    if open_meta is not None:
+        return identity, open_meta(identity)
+    try:
+        return identity, await MetaAccess.open(identity, newcomer.data_dir, newcomer.log)
+    except MetaPortError as error:
+        raise PortTakenError(str(error)) from error
+    except (MetaAccessError, MetaUrlError) as error:
+        raise FolderError(str(error)) from error
+
+
+async def _enrol(newcomer: NewMember, settings: Settings) -> None:
+    if settings.cluster == "init":
+        wanted = NewCluster(settings.cluster_copies, None)
+        token = await init_cluster(newcomer, wanted, meta=settings.cluster_meta)
+        if settings.cluster_token_file is not None:
+            _write_token(settings.cluster_token_file, token.to_text())
+        return
+    path = settings.cluster_token_file
+    if path is None:
+        raise EnrolmentError("--cluster join needs --cluster-token-file, the token of a member")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EnrolmentError(f"the token file {path} cannot be read: {error}") from error
+    await join_by_token(newcomer, text)
+
+
+def _write_missing_token(newcomer: NewMember, identity: ClusterFile) -> None:
+    """Write the token file of `--cluster init` if it is missing: the start that made the cluster
+    could not write it. A member that cannot write it either runs all the same.
+    """
+    path = newcomer.settings.cluster_token_file
+    if newcomer.settings.cluster != "init" or path is None:
+        return
+    try:
+        if not path.exists():
+            _write_token(path, token_of(identity).to_text())
+    except (EnrolmentError, OSError) as error:
+        newcomer.log.error(
+            "nodes that join may wait for the token file",
+            reason=f"{error}. `dcpctl cluster token` prints the token",
+        )
+
+
+def _write_token(path: Path, text: str) -> None:
+    try:
+        replace_file(path, text.encode() + b"\n")
+    except OSError as error:
+        why = f"the token file {path} cannot be written: {error.strerror}"
+        raise EnrolmentError(why) from error

@@ -1,4 +1,4 @@
-"""How a node becomes a member: the first one of a new cluster, or one more.
+"""How a node becomes a member of a cluster: the first one of a new cluster, or one more.
 
     init    writes the cluster, this member and a record for each partition, then the folder's file
     join    checks that the folder holds no document, writes this member, then the folder's file
@@ -9,17 +9,52 @@ Invariants
 - the folder's file is written last: a node that is interrupted before is still alone, and what it
   wrote in the store is under a cluster id that nobody uses;
 - a folder with documents never joins: its partitions would be cut back to those of the cluster.
+
+**What a node is to its cluster**, from its first start to its end:
+
+    ALONE ──── a command to become a member ────> BECOMING
+    BECOMING ─ it failed ───────────────────────> ALONE
+    BECOMING ─ cluster.json is on disk ─────────> JOINED      the node restarts in its process
+    (a start with cluster.json) ────────────────> MEMBER
+    MEMBER ─── another process is the member ───> REPLACED
+    any but REPLACED ── the node stops ─────────> LEAVING
+
+TRANSITIONS is the whole table: what is not in it cannot happen, and raises AssertionError.
+
+Invariants
+- changes are taken in ALONE, and in MEMBER by the records of the cluster. In no other state: what
+  is answered there would be lost;
+- nothing leads from JOINED back to ALONE: who starts next on the folder is a member;
+- LEAVING and REPLACED are final. A node that stops is not started again, whatever happens to a
+  command that is still under way.
+
+**Changes are refused** while a node becomes a member, so that no acknowledged change is lost.
+Enrolment copies or checks what the node has, and then waits for the metadata store and for the
+restart. A change in between would be acknowledged and then be missing: a node that joins gives its
+documents up, and the cluster has the users and collections that the first node had when it wrote
+them.
+
+Invariants
+- a node has one enrolment at a time;
+- the refusal begins before anything is checked, and what was applied before is in the log then;
+- a failed enrolment ends the refusal. After a successful one it lasts until the restart: the
+  engine is a new one then, and the users are those of the cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from enum import Enum, auto
 from http import HTTPStatus
+from types import TracebackType
 from typing import Final, NamedTuple
 
+from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.cluster.process_facts import fit_reads, unfit
+from dcp.server.storage.health import Health
+from dcp.server.storage.waiters import CommitWaiters
 from failover.coordinator.map_life import FIRST_LIFE
 from failover.coordinator.records import (
     MEMBER_ID,
@@ -402,3 +437,157 @@ def _taken(key: bytes) -> EnrolmentError:
         "member's, or was a member before",
         "Start this node with an empty --data folder",
     )
+
+
+class Standing(Enum):
+    """See the module."""
+
+    ALONE = auto()
+    BECOMING = auto()
+    JOINED = auto()
+    MEMBER = auto()
+    REPLACED = auto()
+    LEAVING = auto()
+
+
+class Happening(Enum):
+    """What happens to a node."""
+
+    BEGUN = auto()
+    """A command to become a member has begun."""
+    FAILED = auto()
+    """It has failed; cluster.json is not there."""
+    FILED = auto()
+    """cluster.json is on disk."""
+    REPLACED = auto()
+    """Another process is the member."""
+    STOPPED = auto()
+    """The node stops: by a signal, or to start again."""
+
+
+TRANSITIONS: Final[dict[tuple[Standing, Happening], Standing]] = {
+    (Standing.ALONE, Happening.BEGUN): Standing.BECOMING,
+    (Standing.ALONE, Happening.STOPPED): Standing.LEAVING,
+    (Standing.BECOMING, Happening.FAILED): Standing.ALONE,
+    (Standing.BECOMING, Happening.FILED): Standing.JOINED,
+    (Standing.BECOMING, Happening.STOPPED): Standing.LEAVING,
+    (Standing.JOINED, Happening.STOPPED): Standing.LEAVING,
+    (Standing.MEMBER, Happening.REPLACED): Standing.REPLACED,
+    (Standing.MEMBER, Happening.STOPPED): Standing.LEAVING,
+    (Standing.REPLACED, Happening.STOPPED): Standing.REPLACED,
+    # A command that was under way when the node began to stop.
+    (Standing.LEAVING, Happening.FAILED): Standing.LEAVING,
+    (Standing.LEAVING, Happening.FILED): Standing.LEAVING,
+    (Standing.LEAVING, Happening.STOPPED): Standing.LEAVING,
+}
+
+WHY_NOT: Final[dict[Standing, tuple[str, str]]] = {
+    Standing.BECOMING: (
+        "this node is becoming a member already, by another command",
+        "Wait for that one, and then look at `dcpctl cluster status`",
+    ),
+    Standing.JOINED: (
+        "this node has just become a member, and restarts",
+        "Look at `dcpctl cluster status`",
+    ),
+    Standing.LEAVING: ("this node stops", "Start it again, then try again"),
+}
+"""Why a node cannot begin to become a member, and what to try."""
+
+
+class Enrolment:
+    """The standing of one node; see the module."""
+
+    def __init__(self, standing: Standing = Standing.ALONE) -> None:
+        self.standing = standing
+
+    def happened(self, what: Happening) -> None:
+        """Take note of what happened."""
+        after = TRANSITIONS.get((self.standing, what))
+        assert after is not None, f"a node that is {self.standing.name}: {what.name}"
+        self.standing = after
+
+    @property
+    def takes_changes_alone(self) -> bool:
+        """Whether the node takes changes without a cluster."""
+        return self.standing is Standing.ALONE
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the node has to start again in its process."""
+        return self.standing is Standing.JOINED
+
+
+SETTLE_S: Final = 5.0
+"""How long changes that were applied before may take until they are in the log."""
+REFUSAL: Final = (
+    "this node is becoming a member of a cluster and takes no changes until it has restarted; "
+    "try again in a few seconds"
+)
+
+
+class EnrolmentGate:
+    """See the module. `async with gate` encloses an enrolment; it lives as long as the node."""
+
+    def __init__(
+        self, engine: Engine, health: Health, users: Users, commits: CommitWaiters
+    ) -> None:
+        self._engine = engine
+        self._health = health
+        self._users = users
+        self._commits = commits
+        self.enrolment = Enrolment()
+
+    async def __aenter__(self) -> None:
+        """Refuse changes, and return when those before are in the log. Raises EnrolmentError."""
+        enrolment = self.enrolment
+        if not enrolment.takes_changes_alone:
+            raise EnrolmentError(*WHY_NOT[enrolment.standing])
+        if self._engine.loads.has_work:  # none begins from the next line on
+            raise EnrolmentError(
+                "documents of a restore are being loaded into this node",
+                "Let the restore end, or stop it, then try again",
+            )
+        enrolment.happened(Happening.BEGUN)
+        try:
+            self._health.enrolling(REFUSAL)
+            self._users.refuse_changes(REFUSAL)
+            await self._settle()
+        except BaseException:
+            self._failed()
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Take changes again if the enrolment failed. Otherwise cluster.json is on disk."""
+        if error is not None:
+            self._failed()
+        else:
+            self.enrolment.happened(Happening.FILED)
+
+    def stopped(self) -> None:
+        """The node stops: whatever a command under way does, it is not started again."""
+        self.enrolment.happened(Happening.STOPPED)
+
+    async def _settle(self) -> None:
+        keyspace = self._engine.keyspace
+        last = max(part.last_group for part in self._engine.partitions)
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                await asyncio.to_thread(self._users.until_unchanging)
+                await self._commits.until_synced(max(last, keyspace.manifest_group))
+        except TimeoutError:
+            raise EnrolmentError(
+                f"earlier changes are not on disk within {SETTLE_S:g} s",
+                "Check that the disk of the data folder has room and answers, then try again",
+            ) from None
+
+    def _failed(self) -> None:
+        self.enrolment.happened(Happening.FAILED)
+        if self.enrolment.takes_changes_alone:
+            self._users.refuse_changes("")
+            self._health.enrolling("")

@@ -41,14 +41,15 @@ from dcp.server.access.link_tls import (
 from dcp.server.access.users import CLUSTER_USER, is_node_user, node_user
 from dcp.server.cluster.cluster_file import ClusterFile
 from dcp.server.cluster.enrolment import EnrolmentError
-from dcp.server.cluster.map_shown import host_and_port, tls_address_of
-from dcp.server.cluster.member_link import DIAL_S, TLS_DIAL_S
-from dcp.server.cluster.node_login import (
+from dcp.server.cluster.member_link import (
+    DIAL_S,
     LOGIN_ADVICE,
+    TLS_DIAL_S,
     LoginRefusedError,
     NodeLogin,
     refusal_of,
 )
+from dcp.server.cluster.node_map import host_and_port, tls_address_of
 from dcp.server.observe.tasks import Tasks
 from dcp.session.auth import AuthStep
 from dcp.wire.feature import Feature

@@ -1,4 +1,11 @@
-"""The connection of a replica to its master's node: dial, log in, then move bytes of the link.
+"""Links between members: the login, the connection, and which of them a member does not have.
+
+**The login** of a node at another one, as the client: bytes in, bytes out. With the cluster's
+secret (SCRAM), which both sides prove to know, or with the certificate that the TLS handshake has
+shown (EXTERNAL). The user names the node, so the other side counts wrong logins for each node
+(`dcp.server.access.logins`).
+
+**The connection** of a replica to its master's node: dial, log in, then move bytes of the link.
 
     dial ── connected ── SASL as the cluster's internal user ── the link's bytes, both ways
 
@@ -9,22 +16,113 @@ certificates of the nodes' CA (mutual TLS and EXTERNAL). `dcp.server.access.link
 Invariants
 - the link gets no byte before the other side has proved who it is;
 - whatever ends the connection closes the link; the node core asks for another one.
+
+**The other members are told** to which nodes this one has no link although they run, and why. A
+node that is not let in finds that out alone, and people ask any node. So the reason goes into the
+metadata store, under the lease of this process: it is gone when the process is.
+
+Invariants
+- a trouble ends with the next link to that node, when the node is down, or when nobody has dialled
+  it for FORGET_NS: this node does not follow it any more;
+- a trouble is logged once, until it is another one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Final, cast
 
-from scramp import ScramException
+import msgspec
+from scramp import ScramClient, ScramException
 
-from dcp.server.access.link_tls import LinkTls, LinkTrouble, certificate_trouble, link_trouble
-from dcp.server.cluster.map_shown import host_and_port
-from dcp.server.cluster.node_login import LOGIN_ADVICE, LoginRefusedError, NodeLogin
+from dcp.server.access.link_tls import (
+    EXTERNAL,
+    LinkTls,
+    LinkTrouble,
+    certificate_trouble,
+    link_trouble,
+)
+from dcp.server.access.users import node_user
+from dcp.server.cluster.node_map import host_and_port
 from dcp.server.observe.elapsed import elapsed_ns
-from dcp.wire.frame import FrameDecoder, RemoteProtocolError
+from dcp.server.observe.event_log import EventLog
+from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_request
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from failover.coordinator.cluster_session import ClusterSession
+from failover.coordinator.records import KeyKind, LinksRecord, RefusedLink, encode_record
+from failover.metadata.metastore import (
+    Compare,
+    CompareTarget,
+    Delete,
+    MetaStore,
+    Put,
+    StoreResult,
+    Txn,
+    if_unchanged,
+)
 from failover.replication.link import LinkState, ReplicaLink
+from failover.replication.replica import BARRED_REDIAL_NS_MAX
+
+_MECHANISM: Final = "SCRAM-SHA512"
+_RFC_MECHANISM: Final = "SCRAM-SHA-512"
+LOGIN_ADVICE: Final = (
+    "The log of that node has the reason. The secret in cluster.json and --cluster-tls must be the "
+    "same on all nodes"
+)
+
+
+class LoginRefusedError(Exception):
+    """The other side does not let this node in, or does not know the secret."""
+
+
+class NodeLogin:
+    """See the module. `own_name` is the name of the node that logs in."""
+
+    def __init__(self, secret: str, own_name: str, *, uses_certificate: bool) -> None:
+        self._user = node_user(own_name)
+        self._scram = ScramClient([_RFC_MECHANISM], self._user, secret)
+        self._uses_certificate = uses_certificate
+        self.is_in = False
+        """Whether the login is done on both sides."""
+
+    def first(self) -> bytes:
+        """Return the packet that begins the login."""
+        if self._uses_certificate:
+            return pack_request(Opcode.SASL_AUTH, key=EXTERNAL.encode(), value=self._user.encode())
+        first = self._scram.get_client_first().encode()
+        return pack_request(Opcode.SASL_AUTH, key=_MECHANISM.encode(), value=first)
+
+    def take(self, frame: Frame) -> bytes:
+        """Take an answer; return what to send next. Raises LoginRefusedError, ScramException."""
+        if self.is_in:
+            raise LoginRefusedError("the other side sent more than the end of the login")
+        text = frame.value.decode("utf-8", "replace")
+        if frame.opcode == Opcode.SASL_AUTH and frame.status == Status.AUTH_CONTINUE:
+            self._scram.set_server_first(text)
+            final = self._scram.get_client_final().encode()
+            return pack_request(Opcode.SASL_STEP, key=_MECHANISM.encode(), value=final)
+        if frame.opcode == Opcode.SASL_STEP and frame.status == Status.OK:
+            self._scram.set_server_final(text)  # it proves that the other side knows the secret
+            self.is_in = True
+        elif self._uses_certificate and frame.status == Status.OK:
+            self.is_in = True  # the TLS handshake has proved who the other side is
+        else:
+            raise refusal_of(frame)
+        return b""
+
+
+def refusal_of(frame: Frame) -> LoginRefusedError:
+    """Return what an answer says that lets nobody in."""
+    text = frame.value.decode("utf-8", "replace")
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+        text = str(msgspec.json.decode(frame.value)["error"]["context"])  # with XERROR
+    if frame.status == Status.AUTH_ERROR:
+        return LoginRefusedError(f"it does not let this node in ({text[:300]})")
+    return LoginRefusedError(f"status 0x{frame.status:x} {text[:300]}")
+
 
 DIAL_S: Final = 1.0
 """How long a connection may take. A node that does not answer is dialled again."""
@@ -156,3 +254,60 @@ class MemberLink(asyncio.Protocol):
     def _uses_certificate(self) -> bool:
         """Whether this node logs in with its certificate, and not with the secret."""
         return self._tls is not None and self._tls.shows_certificate
+
+
+FORGET_NS: Final = 3 * BARRED_REDIAL_NS_MAX
+WRITE_NS: Final = 1_000_000_000
+"""Time between two attempts to write: reasons may change with every dial."""
+
+
+class OwnLinks:
+    """See the module."""
+
+    def __init__(self, session: ClusterSession, meta: MetaStore, log: EventLog) -> None:
+        self._session = session
+        self._meta = meta
+        self._log = log
+        self.troubles: dict[str, LinkTrouble] = {}
+        """By member, why there is no link to its node."""
+        self._tried_ns: dict[str, int] = {}
+        self._next_ns = 0
+
+    def failed(self, now_ns: int, member: str, trouble: LinkTrouble) -> None:
+        """A link could not be made, and an operator has to do something."""
+        assert member != self._session.membership.member
+        self._tried_ns[member] = now_ns
+        if self.troubles.get(member) != trouble:
+            self.troubles[member] = trouble
+            self._log.warning("no link to another node", reason=str(trouble))
+
+    def over(self, member: str) -> None:
+        """There is a link, or nobody runs there."""
+        if self.troubles.pop(member, None) is not None:
+            del self._tried_ns[member]
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass: write what the metadata store does not say yet."""
+        for member in [each for each, at in self._tried_ns.items() if now_ns - at >= FORGET_NS]:
+            self.over(member)
+        membership, view = self._session.membership, self._session.view
+        if now_ns < self._next_ns or not membership.is_alive or not view.is_loaded:
+            return
+        key = view.keys.of_member(KeyKind.LINKS, membership.member)
+        refused = {member: RefusedLink(*trouble) for member, trouble in self.troubles.items()}
+        value = encode_record(LinksRecord(member=membership.member, refused=refused))
+        if value == view.value(key) or not (refused or view.mod_revision(key)):
+            return
+        self._next_ns = now_ns + WRITE_NS
+        alive = view.keys.of_member(KeyKind.ALIVE, membership.member)
+        compares = (
+            # The lease of the alive key: a newer process of this member has another one.
+            Compare(alive, CompareTarget.LEASE, membership.lease_id),
+            if_unchanged(key, view.mod_revision(key)),
+        )
+        change = Put(key, value, membership.lease_id) if refused else Delete(key)
+        self._meta.submit(Txn(compares, (change,)), _written)
+
+
+def _written(_result: StoreResult) -> None:
+    """Do nothing: the view says whether it was written."""

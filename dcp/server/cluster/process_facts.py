@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from dcp.server.cluster.map_shown import host_and_port
+from dcp.server.cluster.node_map import host_and_port
 from dcp.server.storage.folder import LOCK_NAME
 from failover.coordinator.membership import ProcessFacts
 from failover.coordinator.records import (

@@ -1,4 +1,7 @@
-"""The loss receipts of a node's data folder: changes that were cut off, and unclean elections.
+"""What a node keeps of discarded changes and of elections: files of receipts, and lines of the log.
+
+What a replica cuts off goes into files of the data folder (docs/replication.md), and so do receipts
+of unclean elections:
 
     discarded/
       vb0017-version...-9-12.cut            changes that this node cut off (`receipt`)
@@ -7,25 +10,46 @@
 A discard file is its own receipt: only its head is read for the list. Files that cannot be read
 are listed with the reason, so that nothing is missing without a word. The folder had another name
 in the version before; what is there is listed, too.
+
+The log gets one line for each new master, however many partitions it got.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from dcp.server.access.users_file import replace_file
-from dcp.server.cluster.discard_files import DISCARD_FOLDER, FORMER_DISCARD_FOLDER
+from dcp.server.observe.event_log import EventLog
 from dcp.server.operate.cluster_reports import ReceiptReport, ReceiptsReport
+from failover.coordinator.coordinator import Elected
+from failover.coordinator.view import ClusterView
 from failover.replication.receipt import (
+    CutOff,
     DiscardDamagedError,
     ElectionLoss,
     election_receipt,
+    pack_cut_off,
     unpack_head,
 )
+
+DISCARD_FOLDER: Final = "discarded"
+FORMER_DISCARD_FOLDER: Final = "quarantine"
+"""Its name in the version before: what is there is read."""
+
+
+def keep_cut_off(data_dir: Path, cut: CutOff) -> Path:
+    """Write a discard file and make it durable; return its path. Call it in a thread. Raises
+    OSError; then nothing of it is left.
+    """
+    path = data_dir / DISCARD_FOLDER / cut.file_name
+    replace_file(path, pack_cut_off(cut))
+    return path
+
 
 RECEIPTS_MAX: Final = 2000
 """Receipts in one list, the newest ones: an unclean election of every partition fits."""
@@ -117,3 +141,27 @@ def read_election(path: Path) -> ReceiptReport:
         end_seqno=told.end_seqno, committed_seqno=told.committed_seqno,
         known_lost=told.known_lost, file=str(path),
     )  # fmt: skip
+
+
+class ElectionLog:
+    """Gathers elections until `tell`."""
+
+    def __init__(self, view: ClusterView) -> None:
+        self._view = view
+        self._partitions: Counter[tuple[str, bool]] = Counter()
+        """(Master, whether it was in sync) -> partitions."""
+
+    def note(self, elected: Elected) -> None:
+        """Gather one."""
+        self._partitions[elected.record.master or "", elected.is_clean] += 1
+
+    def tell(self, log: EventLog) -> None:
+        """Log what was gathered."""
+        for (member, is_clean), count in self._partitions.items():
+            stored = self._view.members.get(member)
+            name = member if stored is None else stored.content.name
+            if is_clean:
+                log.info("masters elected", master=name, partitions=count)
+            else:
+                log.error("masters elected that were not in sync", master=name, partitions=count)
+        self._partitions.clear()

@@ -30,25 +30,16 @@ from dcp.core.groups import GroupCycle, Published
 from dcp.server.access.link_tls import LinkTls, LinkTrouble
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
-from dcp.server.cluster.discard_files import keep_cut_off
-from dcp.server.cluster.election_log import ElectionLog
-from dcp.server.cluster.enrolment import EnrolmentError, ask
-from dcp.server.cluster.enrolment_state import Enrolment, Happening, Standing
-from dcp.server.cluster.map_pace import MapPace
-from dcp.server.cluster.map_shown import MapShown, tls_address_of
-from dcp.server.cluster.member_link import MemberLink
+from dcp.server.cluster.enrolment import Enrolment, EnrolmentError, Happening, Standing, ask
+from dcp.server.cluster.member_link import MemberLink, OwnLinks
 from dcp.server.cluster.meta_access import MetaAccess
-from dcp.server.cluster.own_clock import OwnClock
-from dcp.server.cluster.own_links import OwnLinks
-from dcp.server.cluster.own_record import OwnRecord
+from dcp.server.cluster.node_map import MapPace, MapShown, RaisedLife, ToldMap, tls_address_of
+from dcp.server.cluster.own_records import OwnClock, OwnRecord
 from dcp.server.cluster.paced_work import paced_work
 from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
-from dcp.server.cluster.raised_life import RaisedLife
-from dcp.server.cluster.receipt_files import keep_election
+from dcp.server.cluster.receipt_files import ElectionLog, keep_cut_off, keep_election
 from dcp.server.cluster.seen_file import SeenFile
-from dcp.server.cluster.shared_manifest import ManifestNotChangedError, SharedManifest
-from dcp.server.cluster.shared_users import SharedUsers
-from dcp.server.cluster.told_map import ToldMap
+from dcp.server.cluster.shared_records import ManifestNotChangedError, SharedManifest, SharedUsers
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns

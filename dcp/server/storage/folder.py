@@ -4,7 +4,7 @@
       dcpd-folder   marker: what this folder is, and its format version
       lock          flock'ed by the server (and inherited by its store process); holds the pid
       cluster.json  of a node of a cluster only (dcp.server.cluster.cluster_file)
-      map.json      of the same (dcp.server.cluster.told_map)
+      map.json      of the same (dcp.server.cluster.node_map)
       seen.json     of the same (dcp.server.cluster.seen_file)
       log/          segments (vbucket.log.device_files)
       store/        LMDB (vbucket.store.environment_lmdb)
