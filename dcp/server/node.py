@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final
 
 from dcp.core.floors import FloorCycle
 from dcp.core.groups import GroupCycle, Published
-from dcp.core.merges import MergeCycle
+from dcp.core.store_schedule import MergeCycle
 from dcp.server.access.access import Access
 from dcp.server.access.first_admin import FIRST_ADMIN, add_first_admin
 from dcp.server.access.users import Users

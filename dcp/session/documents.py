@@ -14,9 +14,8 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final
 
-from dcp.session.compressed_values import check_datatype, packed_body
-from dcp.session.oversized import remove_old, too_big
 from dcp.session.state import ANSWER_BYTES_MAX, SessionState
+from dcp.session.values import check_datatype, packed_body, remove_old, too_big
 from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import (

@@ -18,7 +18,7 @@ Invariants
   log `notes`, commit, pump the producer, close;
 - the same bytes get the same answers, however the network splits them;
 - a request for a partition that is handed over to this node waits in its place, for as long as
-  `dcp.session.arrival_wait` allows. What stands behind it waits, too.
+  `dcp.session.replication_port` allows. What stands behind it waits, too.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ from dcp.session.documents import DocumentCommands
 from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
 from dcp.session.long_steps import REMOVED, end_long, go_on
-from dcp.session.oversized import SKIPPED_BYTES_MAX, remove_old, too_big
-from dcp.session.put_frames import PutFramesCommand
 from dcp.session.replication_port import ACK_BYTES, ACK_HEAD
-from dcp.session.request_costs import COMMAND_BYTES_MAX, SHARES, SMALL_COMMANDS
-from dcp.session.request_frames import NO_FRAMES, RequestFrames, parse_frames
+from dcp.session.request_frames import (
+    COMMAND_BYTES_MAX,
+    NO_FRAMES,
+    SHARES,
+    SMALL_COMMANDS,
+    RequestFrames,
+    parse_frames,
+)
 from dcp.session.rights import NEEDS, Role
 from dcp.session.scans import ScanCommands
 from dcp.session.session_commands import ConnectionCommands
@@ -48,7 +52,8 @@ from dcp.session.streams import DcpCommands
 from dcp.session.subdoc.subdoc_commands import CHANGES, SubdocCommands
 from dcp.session.updates import UpdateCommands
 from dcp.session.upkeep_commands import UpkeepCommands
-from dcp.session.with_meta import WithMetaCommands
+from dcp.session.values import SKIPPED_BYTES_MAX, remove_old, too_big
+from dcp.session.with_meta import PutFramesCommand, WithMetaCommands
 from dcp.wire.frame import (
     FLEX_HEADER,
     HEADER,

@@ -8,10 +8,10 @@ from struct import Struct
 from typing import Final
 
 from dcp.session.auth import AuthStep, LoginQuestion
-from dcp.session.map_news import CONFIG_VERSION
+from dcp.session.node_facts import CONFIG_VERSION
+from dcp.session.request_frames import refuse_stray
 from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.session.state import SessionState
-from dcp.session.stray_parts import refuse_stray
 from dcp.wire.feature import GRANTED, GRANTED_IN_CLUSTERS, MAP_PUSHES, Feature
 from dcp.wire.frame import Frame
 from dcp.wire.message import (

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from typing import Final
 
 from dcp.session.answer_marks import NO_PARTITION, Mark, Wait, is_change
-from dcp.session.arrival_wait import ArrivalWait
 from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
 from dcp.session.long_requests import LongQueue, LongRequest
-from dcp.session.map_news import MapNews
-from dcp.session.node_facts import Limits, NodeFacts
+from dcp.session.node_facts import Limits, MapNews, NodeFacts
 from dcp.session.prefix_counts import PrefixCounts
 from dcp.session.range_scans import RangeScans
-from dcp.session.replication_port import ReplicaSender, ReplicationPort, StreamSender
+from dcp.session.replication_port import ArrivalWait, ReplicaSender, ReplicationPort, StreamSender
 from dcp.session.rights import FULL_RIGHTS, Rights, split_key
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from dcp.session.controls import CONTROLS
+from dcp.session.controls import CONTROLS, StreamValue, parse_stream_value
 from dcp.session.replication_port import ReplicaSender, ReplicationError
+from dcp.session.request_frames import refuse_stray
 from dcp.session.rights import MESSAGES_TO_CONSUMERS, Role
 from dcp.session.state import SessionState
-from dcp.session.stray_parts import refuse_stray
-from dcp.session.stream_value import StreamValue, parse_stream_value
 from dcp.stream.codec import Known, frame_codec, plain_frames
 from dcp.stream.filter import StreamFilter, filter_of, unfiltered
 from dcp.stream.producer import Producer

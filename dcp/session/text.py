@@ -28,9 +28,9 @@ from typing import Final, NamedTuple
 
 from dcp.session.answer_marks import TEXT_COMMAND, Mark
 from dcp.session.documents import absolute_expiry
-from dcp.session.oversized import remove_old
 from dcp.session.session_commands import REPORTED_VERSION
 from dcp.session.state import CONTEXT_CHARS_MAX, SessionState
+from dcp.session.values import remove_old
 from dcp.wire.frame import MAX_KEY_BYTES
 from dcp.wire.status import RefusedError, Status
 from vbucket.engine.engine import ADD, REPLACE, SET, Outcome, StoredDocument

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final
 
-from dcp.session.compressed_values import plain_addition
 from dcp.session.documents import DocumentCommands
 from dcp.session.state import CHANGES_BYTES_MAX, SessionState
+from dcp.session.values import plain_addition
 from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import U32, U64
 from dcp.wire.opcode import Opcode

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final
 
+from dcp.session.request_frames import refuse_stray
 from dcp.session.state import SessionState
-from dcp.session.stray_parts import refuse_stray
 from dcp.wire.frame import Frame
 from dcp.wire.message import U64
 from dcp.wire.opcode import Opcode

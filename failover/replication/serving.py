@@ -58,7 +58,7 @@ class Arrivals:
         began ──> ARRIVING ── served, or another master, or ARRIVAL_NS_MAX is over ──> ended
 
     A client that has the new map may ask before the first commit group of the epoch is on disk
-    here. Its request waits in its session (`dcp.session.arrival_wait`) instead of being refused:
+    here. Its request waits in its session (`ReplicationPort.arriving`) instead of being refused:
     the refusal would be sent behind the answers before it, and the request would come again after
     that. An end leaves an effect, so that the requests go on.
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.core.merge_duty import (
+from dcp.core.store_schedule import (
     REST_MAX_S,
     SHARE_MAX,
     SHARE_MIN,

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from dcp.core.merge_duty import SHARE_UNKNOWN
-from dcp.core.merges import DROP_SLICE_VBUCKETS
-from dcp.core.pacing import left_of_merge_s
-from dcp.core.store_turns import SLICE_S, Work
+from dcp.core.store_schedule import (
+    DROP_SLICE_VBUCKETS,
+    SHARE_UNKNOWN,
+    SLICE_S,
+    Work,
+    left_of_merge_s,
+)
 from dcp.server.config.settings import Settings
 from dcp.server.observe.meter import Meter
 from dcp.server.storage import merging, store_queue

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dcp.core.groups import GroupCycle, Published
-from dcp.core.pacing import PACED_FROM, PAUSE_MAX_S, Pacing, left_of_merge_s
+from dcp.core.store_schedule import PACED_FROM, PAUSE_MAX_S, Pacing, left_of_merge_s
 from dcp.server.node import Node
 from dcp.server.observe.meter import Histogram
 from dcp.server.storage.committer import Committer

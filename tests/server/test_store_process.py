@@ -397,7 +397,7 @@ class StandingClock:
 def test_compaction_ends_with_its_slice_and_goes_on_when_it_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More urgent work waits for a slice at most (dcp.core.store_turns)."""
+    """More urgent work waits for a slice at most (dcp.core.store_schedule)."""
     vb_ids = (3, 4, 5)
     monkeypatch.setattr(store_process, "time", StandingClock())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dcp.core.store_turns import Work
+from dcp.core.store_schedule import Work
 from dcp.server.config.settings import Settings
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.tasks import Tasks

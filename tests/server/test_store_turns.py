@@ -6,8 +6,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dcp.core.pacing import Pacing, left_of_merge_s
-from dcp.core.store_turns import OWED_MAX_S, RATIO, SLICE_S, StoreTurns, Work
+from dcp.core.store_schedule import (
+    OWED_MAX_S,
+    RATIO,
+    SLICE_S,
+    Pacing,
+    StoreTurns,
+    Work,
+    left_of_merge_s,
+)
 from support.load import GROUP_BYTES, MEMTABLE
 from vbucket.engine.keyspace import Keyspace
 

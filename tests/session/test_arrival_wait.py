@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dcp.session.arrival_wait import WAIT_NS_MAX, ArrivalWait
-from dcp.session.replication_port import ReplicaSender
+from dcp.session.replication_port import WAIT_NS_MAX, ArrivalWait, ReplicaSender
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.message import OpenFlag

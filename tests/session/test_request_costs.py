@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from dcp.session.request_costs import COMMAND_BYTES_MAX, SHARES, SMALL_COMMANDS
+from dcp.session.request_frames import COMMAND_BYTES_MAX, SHARES, SMALL_COMMANDS
 from dcp.session.state import CHANGES_BYTES_MAX
 from dcp.session.subdoc.subdoc_request import OPERATIONS_MAX
 from dcp.wire.feature import Feature

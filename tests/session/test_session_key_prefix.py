@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dcp.session.stream_value import KEY_PREFIXES_MAX
+from dcp.session.controls import KEY_PREFIXES_MAX
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame
 from dcp.wire.message import U64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.session.map_news import CONFIG_VERSION, MapNews
+from dcp.session.node_facts import CONFIG_VERSION, MapNews
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame
 from dcp.wire.opcode import Opcode

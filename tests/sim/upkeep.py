@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from dcp.core.floors import FloorCycle
-from dcp.core.merges import MergeCycle
+from dcp.core.store_schedule import MergeCycle
 from dcp.stream.hub import StreamHub
 from sim.facts import Facts
 from sim.plan import Plan

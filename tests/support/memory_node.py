@@ -18,7 +18,7 @@ import pytest
 
 from dcp.core.floors import FloorCycle
 from dcp.core.groups import GroupCycle, Job, LogTask, Published, WriteGroup
-from dcp.core.merges import MergeCycle
+from dcp.core.store_schedule import MergeCycle
 from dcp.session.node_facts import Limits
 from dcp.session.range_scans import RangeScans
 from dcp.session.session import Session

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dcp.core.groups import GroupCycle, Job, LogTask, WriteGroup
-from dcp.core.merges import MergeCycle
+from dcp.core.store_schedule import MergeCycle
 from dcp.stream.hub import StreamHub
 from dcp.wire.frame import FrameDecoder
 from failover.rules.history import Version

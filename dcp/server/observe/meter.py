@@ -90,7 +90,7 @@ class Meter:
         """Duration of the last merge in the store process, without the wait for its turn.
         Writers are paced by it."""
         self.paced_s = 0.0
-        """How long commit groups were held back while a merge ran (dcp.core.pacing)."""
+        """How long commit groups were held back while a merge ran (dcp.core.store_schedule)."""
         self.compaction_seconds = Histogram()
         """One slice; merges run between slices."""
         self.dropped_versions = 0

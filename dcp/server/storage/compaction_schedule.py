@@ -6,7 +6,7 @@
     compact   the store process drops what they allow, in slices         (vbucket.upkeep.compaction)
 
 Invariants
-- one compaction at a time; merges go between its slices (dcp.core.store_turns);
+- one compaction at a time; merges go between its slices (dcp.core.store_schedule);
 - the floors of a slice are looked up when it begins, so no merge can have brought a later branch
   (`dcp.core.floors` says which floors). The next merge finds them in the store's records;
 - a stream that holds a floor back and makes no progress for PIN_LIMIT_S ends (reason 4).
@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from dcp.core.floors import FloorCycle
-from dcp.core.store_turns import Work
+from dcp.core.store_schedule import Work
 from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from dcp.core.store_turns import Work
+from dcp.core.store_schedule import Work
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
 from dcp.server.storage.store_process import StoreProcess

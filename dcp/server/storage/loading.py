@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from dcp.core.store_turns import Work
+from dcp.core.store_schedule import Work
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.merging import MergeTroubleError, Merging

@@ -7,12 +7,12 @@ The node calls `merge` once per rotation of the log. A merge is retried until it
 (dcp.server.storage.store_queue). Meanwhile the log has everything, reads and streams continue, and
 `trouble` says why the merge waits.
 
-While nobody waits for it, a merge rests in between (`dcp.core.merge_duty`). It hurries from the
+While nobody waits for it, a merge rests in between (`dcp.core.store_schedule`). It hurries from the
 moment when the next memtable is half full, a caller of `merge_now` waits, or urgent work waits for
-the store process. While it runs, commit groups may have to wait (`dcp.core.pacing`): the committer
-asks, as long as `paces` says so.
+the store process. While it runs, commit groups may have to wait: the committer asks, as long as
+`paces` says so.
 
-`dcp.core.merges` has the rules and their invariants.
+`dcp.core.store_schedule` has the rules and their invariants.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from dcp.core.merge_duty import MergeDuty
-from dcp.core.merges import MergeCycle
-from dcp.core.pacing import Pacing, left_of_merge_s
-from dcp.core.store_turns import Work
+from dcp.core.store_schedule import MergeCycle, MergeDuty, Pacing, Work, left_of_merge_s
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.store_process import StoreProcess

@@ -4,8 +4,8 @@
     step()                   a step is done: rest, if it is time
     hurry(request)           the server is in a hurry: no rest until the end of this request
 
-The server says how large the share is, and when it is in a hurry (dcp.core.merge_duty). It may say
-so before the request begins, because a thread of its own reads its messages.
+The server says how large the share is, and when it is in a hurry (`dcp.core.store_schedule`). It
+may say so before the request begins, because a thread of its own reads its messages.
 
 Invariants
 - a request that was hurried does not rest, and a rest under way ends at once;

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import cbor2
 
-from dcp.core.store_turns import SLICE_S
+from dcp.core.store_schedule import SLICE_S
 from dcp.server.storage.folder import log_path, store_path
 from dcp.server.storage.rests import Rests
 from dcp.server.storage.store_messages import (

@@ -1,6 +1,6 @@
 """The queue of the store process: one turn at a time, with one retry rule.
 
-`dcp.core.store_turns` has the kinds of work, and decides which is next. A turn is one request to
+`dcp.core.store_schedule` has the kinds of work, and decides which is next. A turn is one request to
 the store process. It is not interrupted. Long jobs take several turns (`do_in_slices`), and more
 urgent work goes between these. Data that must match the state of the store (floors) is looked up
 when a turn begins, not when it is queued.
@@ -31,7 +31,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-from dcp.core.store_turns import StoreTurns, Work
+from dcp.core.store_schedule import StoreTurns, Work
 from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.storage.store_supervisor import StoreSupervisor
