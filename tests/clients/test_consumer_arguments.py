@@ -16,7 +16,7 @@ from clients.consumer.options import ConsumerArguments, ConsumerOptions, FollowA
 from clients.event import Mutation
 from clients.kv.client import KvClient
 from clients.position import Position
-from dcp.session import stream_value
+from dcp.session import controls
 from support.server import DcpdProcess
 
 
@@ -152,7 +152,7 @@ def test_good_arguments_at_their_limits_are_taken() -> None:
 
 
 def test_the_limit_is_that_of_the_server() -> None:
-    assert KEY_PREFIXES_MAX == stream_value.KEY_PREFIXES_MAX
+    assert KEY_PREFIXES_MAX == controls.KEY_PREFIXES_MAX
 
 
 @pytest.mark.parametrize(("count", "is_asked"), [(1, True), (64, True), (65, False), (500, False)])

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns
-from dcp.session import arrival_wait
+from dcp.session import replication_port
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
@@ -64,7 +64,7 @@ async def told(client: Client, count: int) -> list[tuple[int, int]]:
 async def test_writes_of_several_connections_go_on_when_the_node_serves(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrival_wait, "WAIT_NS_MAX", LONG_NS)
+    monkeypatch.setattr(replication_port, "WAIT_NS_MAX", LONG_NS)
     async with Client.connect(node) as one, Client.connect(node) as other:
         for client in (one, other):
             await client.ask(pack_request(Opcode.HELLO, key=b"test", value=FEATURES))
@@ -89,7 +89,7 @@ async def test_a_write_is_refused_when_the_time_is_over_and_nothing_happens(node
 async def test_a_client_that_leaves_while_it_waits_is_forgotten(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrival_wait, "WAIT_NS_MAX", LONG_NS)
+    monkeypatch.setattr(replication_port, "WAIT_NS_MAX", LONG_NS)
     high_seqno = node.engine.partitions[VB].high_seqno
     async with Client.connect(node) as client:
         await client.ask(pack_request(Opcode.HELLO, key=b"test", value=FEATURES))
