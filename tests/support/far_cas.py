@@ -25,6 +25,7 @@ VB = vbucket_of(KEY)
 def write_folder(path: Path) -> dict[bytes, bytes]:
     """Write the folder; return the documents of partition VB by their keys. One more is deleted."""
     storage = Storage(path, Settings(data=path))
+    storage.writer.rotate()
     engine = storage.engine
     engine.cas_drift_ns = 2**63
     engine.begin_batch(time.time_ns())

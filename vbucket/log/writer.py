@@ -5,6 +5,7 @@ thread at a time appends, syncs and rotates, as the device demands.
 
 Invariants
 - records are chained: each holds the checksum of the one before it, across segments and restarts;
+- the first segment to which it appends is one that it began;
 - after a failed append, the next attempt writes the same bytes;
 - the end mark names only groups whose sync has returned;
 - the newest mark that is on disk is never overwritten: a power cut leaves at least that one.
@@ -59,6 +60,7 @@ class LogWriter:
     def append(self, group: int, payload: bytes, *, sync_follows: bool = False) -> None:
         """Append a group; it survives a crash only after `sync`. See LogDevice.append."""
         device = self.device
+        assert self._segment, "a segment was begun"
         record, crc = pack_group(group, payload, self._salt, self.end.crc)
         device.append(record, sync_follows=sync_follows)
         self.end = LogEnd(self._segment, device.current_bytes, group, crc)
@@ -68,6 +70,7 @@ class LogWriter:
         also take over a group that the caller could not write. Raises as `append` does.
         """
         device = self.device
+        assert self._segment, "a segment was begun"
         record, crc = pack_group(group, payload, self._salt, self.end.crc)
         aside = device.begin_append(record)
         if aside is None:
