@@ -86,11 +86,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from vbucket.engine.engine import Engine
-from vbucket.engine.keyspace import Keyspace
-from vbucket.upkeep.merge import MergeReport
+if TYPE_CHECKING:  # the store process uses this module, and has no engine
+    from vbucket.engine.engine import Engine
+    from vbucket.engine.keyspace import Keyspace
+    from vbucket.upkeep.merge import MergeReport
 
 SLICE_S: Final = 0.15
 """Duration of one slice of a long job. The commit of a transaction takes a tenth of it."""
