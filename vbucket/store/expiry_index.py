@@ -15,9 +15,6 @@ from vbucket.store.environment import KvWrite
 from vbucket.store.key_record import StoredMeta
 from vbucket.store.records import EXPIRY_TABLE
 
-BUILT_AT_ONCE: Final = 100_000
-"""Rows collected before a write, while the table is built for a store that has none."""
-
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 
 
