@@ -188,6 +188,19 @@ def test_users_of_long_ago_are_refused_until_a_person_takes_them(folder: Path) -
     assert list(Users(path, iterations=1).names()) == ["ada"]
 
 
+def test_a_running_server_takes_older_users_only_when_told(folder: Path) -> None:
+    path = folder / USERS_FILE
+    running = Users(path, iterations=1)
+    older = path.read_bytes()
+    running.add("bob", "battery-staple")
+    replace_file(path, older)
+    assert running.names() == ["ada", "bob"]
+    assert "not the one that was written last" in running.problem
+    (folder / "users.json.newest").unlink()
+    assert running.names() == ["ada"]
+    assert running.problem == ""
+
+
 def test_a_crash_may_leave_the_users_of_before_or_of_after(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

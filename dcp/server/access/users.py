@@ -35,7 +35,7 @@ from dcp.server.access.users_file import (
     check_newest,
     file_text,
     parse_file,
-    stamp_of,
+    stamps_of,
     write_users,
 )
 from dcp.server.observe.event_log import LOGGER_NAME
@@ -150,7 +150,7 @@ class Users:
         self._change = threading.Lock()
         self._process_key = draw_bytes(32)
         self._verified: set[bytes] = set()
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamps: tuple[object, object] | None = None
         self._has_guest = has_guest
         self._iterations = iterations
         self._content = UsersContent({}, draw_bytes(32))
@@ -451,7 +451,7 @@ class Users:
 
     def reload_if_changed(self) -> None:
         """Reload the file if another process or an editor has changed it."""
-        if stamp_of(self._path) == self._stamp:
+        if stamps_of(self._path) == self._stamps:
             return
         try:
             self._load()
@@ -461,8 +461,8 @@ class Users:
             _LOG.warning("users file not reloaded", extra={"fields": {"reason": str(error)}})
 
     def _load(self) -> None:
-        # The stamp is taken first: a change in between is seen the next time.
-        self._stamp = stamp_of(self._path)
+        # The stamps are taken first: a change in between is seen the next time.
+        self._stamps = stamps_of(self._path)
         try:
             text = self._path.read_bytes()
         except FileNotFoundError:
@@ -488,7 +488,7 @@ class Users:
             write_users(self._path, text)
         except OSError as error:
             raise UsersFileError(f"{self._path}: cannot be written: {error.strerror}") from error
-        self._stamp = stamp_of(self._path)
+        self._stamps = stamps_of(self._path)
         self._take_over(content)
 
     def _take_over(self, content: UsersContent) -> None:

@@ -116,6 +116,11 @@ def stamp_of(path: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
+def stamps_of(path: Path) -> tuple[object, object]:
+    """Return what changes with the file of users, and with the one that names the newest."""
+    return stamp_of(path), stamp_of(path.with_name(path.name + NEWEST_SUFFIX))
+
+
 def file_text(content: UsersContent) -> bytes:
     """Return the file's bytes."""
     content_document: dict[str, Any] = {
