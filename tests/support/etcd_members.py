@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import signal
-import socket
 import subprocess
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+from dcp.server.net.fixed_port import free_port
 from support.waiting import until
 
 IS_MISSING = shutil.which("etcd") is None
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Return distinct ports that nobody listens on, and that no outgoing connection is given."""
+    draw, found = random.SystemRandom(), set[int]()
+    while len(found) < count:
+        port = free_port("127.0.0.1", draw)
+        assert port is not None, "no free port"
+        found.add(port)
+    return list(found)
 
 
 class EtcdMembers:
@@ -41,10 +44,14 @@ class EtcdMembers:
             ports[:count], ports[count : 2 * count], ports[2 * count :],
         )  # fmt: skip
         self.processes: list[subprocess.Popen | None] = [None] * count
-        for number in range(count):
-            self.start(number)
-        for number in range(count):
-            self.wait_until_ready(number)
+        try:
+            for number in range(count):
+                self.start(number)
+            for number in range(count):
+                self.wait_until_ready(number)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -73,7 +80,9 @@ class EtcdMembers:
         """Wait until a member has a leader."""
 
         def is_ready() -> bool:
-            assert self.processes[number].poll() is None, "etcd has ended; see its log"
+            if self.processes[number].poll() is not None:
+                log = (self.folder / f"m{number}.log").read_text(errors="replace")
+                raise AssertionError(f"etcd has ended; its log ends with {log[-1000:]}")
             try:
                 url = f"http://127.0.0.1:{self.health_ports[number]}/health"
                 with urllib.request.urlopen(url, timeout=5) as answer:

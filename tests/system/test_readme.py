@@ -8,13 +8,14 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support.etcd_members import free_ports
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -29,19 +30,12 @@ def code_blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Shell:
     """Runs README lines one by one; `dcpd &` and `dcpctl watch`, which do not end, by hand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        port = str(free_port())
+        (port,) = map(str, free_ports(1))
         self.environment = os.environ | {
             "DCPD_PORT": port,
             "DCPD_ADMIN_PORT": "0",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from dcp.server.config.sources import OPTIONS, default_text
 from dcp.session.rights import Role
+from support.etcd_members import free_ports
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -20,17 +20,6 @@ PAGE = (ROOT / "docs" / "security.md").read_text()
 def commands() -> list[str]:
     blocks = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
-
-
-def free_ports(count: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [str(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 PRELUDE = """
@@ -44,7 +33,7 @@ set -e
 
 def pasted(lines: list[str], folder: Path) -> dict[str, str]:
     """Paste lines into one clean shell; return what each of them wrote."""
-    port, tls_port = free_ports(2)
+    port, tls_port = map(str, free_ports(2))
     environment = {
         "PATH": os.environ["PATH"],
         "BIN": str(Path(sys.executable).parent),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +29,7 @@ from failover.metadata.metastore import (
 from failover.metadata.store_file import StoreFileBrokenError
 from support.disks import fill, small_disk
 from support.embedded_store import SECRET, EmbeddedHarness, LoopHarness
+from support.etcd_members import free_ports
 from support.load import CountingWriter
 
 TESTS = Path(__file__).parents[2]
@@ -41,8 +41,7 @@ class OwnerProcess:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.start()
 
     def start(self) -> None:
