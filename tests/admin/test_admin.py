@@ -441,7 +441,7 @@ async def test_the_bucket_has_the_name_of_the_setting(ask, node):
 
 
 @pytest.mark.parametrize("kind", ["bs", "bucketsStreaming"])
-async def test_a_config_stream_sends_a_block_at_once_and_after_a_change(node, kind):
+async def test_config_stream_sends_block_at_once_and_after_change(node, kind):
     server = AdminServer(node)
     port = await server.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

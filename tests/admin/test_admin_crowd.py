@@ -22,7 +22,7 @@ def enter(crowd: Crowd, host: str, now_s: float = 0.0) -> Visitor:
     return visitor
 
 
-def test_an_address_makes_room_for_itself_from_half_of_the_bound_on() -> None:
+def test_address_makes_room_for_itself_from_half_of_bound_on() -> None:
     crowd = crowd_of()
     other = enter(crowd, "10.0.0.2")
     mine = [enter(crowd, "10.0.0.1", float(number)) for number in range(1, 9)]
@@ -55,7 +55,7 @@ def test_who_is_answered_stays() -> None:
     assert crowd.enter("10.0.0.1", Phase.REQUEST, 20.0)[1] is mine[7]
 
 
-def test_a_deadline_is_that_of_the_phase_and_counts_from_its_beginning() -> None:
+def test_deadline_is_that_of_phase_and_counts_from_its_beginning() -> None:
     limits = PortLimits(request_timeout_s=10, idle_timeout_s=30, unread_timeout_s=60)
     crowd = Crowd(limits)
     visitor = enter(crowd, "10.0.0.1", 100.0)

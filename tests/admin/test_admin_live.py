@@ -70,7 +70,7 @@ def test_deadlines_are_those_of_the_setting(tmp_path: Path) -> None:
         assert "admin connection closed" in server.log_path.read_text()
 
 
-def test_a_flood_of_what_is_not_http_leaves_some_lines_and_a_count(tmp_path: Path) -> None:
+def test_flood_of_what_is_not_http_leaves_some_lines_and_count(tmp_path: Path) -> None:
     with DcpdProcess(tmp_path / "data") as server:
         for _ in range(200):
             with socket.create_connection(("127.0.0.1", server.admin_port), 30) as peer:

@@ -426,7 +426,7 @@ async def test_a_chunk_that_is_none_after_the_answer_is_no_failure(
     assert caplog.text == ""
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_failure(
+async def test_client_that_leaves_in_middle_of_its_body_is_no_failure(
     serve: Serve, node: SmallNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = await serve()
@@ -499,7 +499,7 @@ async def test_after_the_handshake_the_same_deadlines_hold(
 # -- the end -----------------------------------------------------------------------------------
 
 
-async def test_a_connection_that_failed_and_is_not_read_does_not_keep_it_from_stopping(
+async def test_failed_unread_connection_does_not_keep_it_from_stopping(
     serve: Serve, node: SmallNode
 ) -> None:
     node.page = lambda by_vbucket: bytes(60_000)

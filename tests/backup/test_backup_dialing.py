@@ -126,7 +126,7 @@ async def test_a_partition_without_a_node_keeps_no_other():
     assert world.dialing.failure is None
 
 
-async def test_who_cannot_be_reached_is_tried_after_a_pause_and_others_at_once():
+async def test_unreachable_node_is_tried_after_a_pause_others_at_once():
     world = World(0, 1)
     world.dialing.add(world.placed(0))
     await world.step()
@@ -142,7 +142,7 @@ async def test_who_cannot_be_reached_is_tried_after_a_pause_and_others_at_once()
     await world.dialing.close()
 
 
-async def test_what_is_not_worth_a_retry_is_raised_and_nothing_stays_open():
+async def test_what_a_retry_cannot_mend_is_raised_and_nothing_stays():
     world = World(0, 1, 2)
     world.dialing.add(world.feeds)
     await world.step()

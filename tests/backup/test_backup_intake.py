@@ -151,7 +151,7 @@ def answer_of(opaque, **more):
         (lambda server, _: server.marker(3, 2, 4), StreamViolationError),
     ],
 )
-def test_what_came_before_an_error_in_the_same_read_is_handed_out(bad_end, error):
+def test_what_came_before_error_in_same_read_is_handed_out(bad_end, error):
     """Partition 3 goes on after 2 elsewhere, 5 is done, 6 moves; 4 had to be asked for again."""
     server = Server({3: 4, 4: 2, 5: 1, 6: 9})
     for vb_id in (3, 5, 6):
@@ -204,7 +204,7 @@ def test_history_snapshots_are_whole_at_every_seqno():
 
 
 @pytest.mark.parametrize("reads", [[(1, 2, 5, 6)], [(1, 2), (5, 6)], [(1, 2, 5), (6,)]])
-def test_history_that_leaves_something_out_is_whole_up_to_there_and_at_its_end(reads):
+def test_history_with_a_gap_is_complete_up_to_there(reads):
     """3 and 4 are of a collection that was dropped since: states that had them are not held."""
     server = Server({3: 9}, history=True)
     server.reply(3)
@@ -318,7 +318,7 @@ def test_what_a_server_cannot_give_now_is_asked_for_later():
     assert len(server.requests) == 2
 
 
-def test_a_rollback_leaves_nothing_that_the_servers_failover_log_does_not_have():
+def test_rollback_leaves_nothing_the_failover_log_lacks():
     """The server says 3, but its history parts from the archive's at 2:
     `failover.rules.rollback`."""
     server = Server({3: 4}, history=True)

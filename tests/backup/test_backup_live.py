@@ -69,7 +69,7 @@ def test_documents_come_back_with_all_that_is_beside_them(ctl, server, other, ar
         assert (keys.get(b"meta:b"), keys.meta(b"meta:b")) == (b"2", metas[b"meta:b"])
 
 
-def test_values_that_came_compressed_are_saved_and_restored_plain(ctl, server, other, archive):
+def test_compressed_values_are_saved_and_restored_plain(ctl, server, other, archive):
     value, key = b"again and " * 100, b"packed:a"
     with RawClient(server.port) as client:
         client.ask(Opcode.HELLO, value=b"\0\x0a\0\x0b")

@@ -55,7 +55,7 @@ sizes = st.lists(
 
 
 @given(st.lists(st.tuples(sizes, st.booleans()), max_size=5), st.integers(0, 2))
-def test_loads_hold_all_frames_in_order_and_are_no_larger_than_a_packet(runs, thousands):
+def test_loads_hold_frames_in_order_and_fit_a_packet(runs, thousands):
     loader = Loader(3)
     sent, loads = [], []
     for found, is_dense in [*runs, ([0] * 1000 * thousands, True), *runs]:

@@ -213,7 +213,7 @@ def test_who_slept_through_its_lease_stops_at_the_next_manifest(store):
             second.renew()
 
 
-def test_who_slept_does_not_go_on_where_another_one_was_meanwhile(store):
+def test_who_slept_does_not_go_on_where_another_was_meanwhile(store):
     """It is gone again, and left no trace in locks/; the archive is another one now."""
     place = StorePlace(store)
     with ArchiveLock(place, "sleeper") as sleeper:

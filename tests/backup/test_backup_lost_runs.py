@@ -83,7 +83,7 @@ def test_one_mark_stays_and_names_the_newest_run(written):
 
 
 @pytest.mark.parametrize("segments", [False, True])
-def test_a_lost_newest_run_is_named_and_nothing_goes_on_without_a_word(written, segments):
+def test_lost_newest_run_is_named_and_nothing_goes_on(written, segments):
     archive = written.archive
     ended_ns = archive.runs()[-1].ended_ns
     written.lose(3, segments=segments)

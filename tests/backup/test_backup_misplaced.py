@@ -81,7 +81,7 @@ def test_a_manifest_under_another_runs_number(target):
     assert len(verify(written.archive).broken) == 1
 
 
-def test_a_misplaced_manifest_is_given_up_and_the_finished_runs_stay():
+def test_misplaced_manifest_is_given_up_and_finished_runs_stay():
     written = Written(5)
     before, state = written.files(), state_as_of(written.archive, VB_IDS)
     copy(written.archive, run_file(3), run_file(6))
@@ -167,7 +167,7 @@ def test_a_mark_under_another_runs_number():
     assert verify(written.archive).is_sound
 
 
-def test_an_unreadable_manifest_far_behind_the_newest_run_is_damage():
+def test_unreadable_manifest_far_behind_newest_run_is_damage():
     """Only the next run can have died while it wrote its manifest."""
     written = Written(2)
     written.archive.write(run_file(5), b"torn")

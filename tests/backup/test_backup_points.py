@@ -61,7 +61,7 @@ def test_what_is_visible():
     assert position_of([]).seqno == 0
 
 
-def test_a_base_is_whole_at_its_end_and_where_a_later_run_stands_on_it():
+def test_base_is_complete_at_its_end_and_where_run_stands_on_it():
     base = _base_of(CHAIN[:2], cuts_of(CHAIN[:2], CHAIN[2:]))
     assert whole_states([Placed(3, base)]) == ((0, 0), (110, 110), (120, 120))
 
@@ -275,7 +275,7 @@ def test_seqnos_of_a_partition_without_changes_are_refused():
         assert caught.value.vb_id == 900
 
 
-def test_the_commands_refuse_seqnos_that_are_given_twice_or_are_not_there(tmp_path, capsys):
+def test_the_commands_refuse_seqnos_given_twice_or_are_not_there(tmp_path, capsys):
     archive = ("--archive", str(tmp_path / "none"))
     for seqnos, words in (
         ('{"5": 1, "5": 2}', "named twice"),

@@ -294,7 +294,7 @@ def in_pieces(data_received):
 @pytest.mark.parametrize(
     "error", [TemporaryError("not now"), RemoteProtocolError("no frame"), struct.error("too short")]
 )
-def test_an_error_at_the_end_of_a_read_costs_nothing_that_came_before_it(
+def test_error_at_end_of_read_costs_nothing_that_came_before_it(
     ctl, server, archive, monkeypatch, error
 ):
     """Each connection ends so three times; what is no reason to go on ends the run, and the next
@@ -467,7 +467,7 @@ def test_a_restore_does_not_wait_without_end(server, loads):
     assert "run the restore again" in info.value.hint
 
 
-def test_a_kill_inside_the_very_first_write_leaves_no_folder_that_is_refused(archive):
+def test_a_kill_inside_very_first_write_leaves_no_folder_refused(archive):
     archive.mkdir()
     (archive / "dcpd-archive.part").write_bytes(b"DCP")
     made = create_archive(str(archive), 1)
@@ -516,9 +516,7 @@ def test_a_partition_without_a_node_does_not_keep_the_others(server, archive, mo
     assert report.record.wire_bytes < report.record.raw_bytes / 20 + NUM_VBUCKETS * 80
 
 
-def test_a_full_disk_is_told_of_and_the_run_goes_on_when_there_is_room(
-    server, archive, monkeypatch
-):
+def test_full_disk_is_told_of_and_run_goes_on_when_there_is_room(server, archive, monkeypatch):
     fill(server, b"full", 4000)
     made, address = create_archive(str(archive), 1), parse_address(server.address)
     synced = []

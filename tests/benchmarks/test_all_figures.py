@@ -26,7 +26,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.crash
-def test_one_command_writes_a_page_with_the_figures_and_the_noise(tmp_path: Path) -> None:
+def test_one_command_writes_page_with_figures_and_noise(tmp_path: Path) -> None:
     done = run("-m", "benchmarks.all", "--quick", "--only", "core", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "figures.md").read_text()

@@ -151,7 +151,7 @@ def test_reading_and_streams_fill_the_table_too(tmp_path):
 
 
 @pytest.mark.crash
-def test_a_client_without_collections_gets_a_byte_less_for_each_change(tmp_path):
+def test_client_without_collections_gets_a_byte_less_each_change(tmp_path):
     peer = PEERS["dcpd"](tmp_path / "data")
     peer.start()
     try:

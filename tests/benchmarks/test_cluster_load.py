@@ -84,7 +84,7 @@ def written_to(load: Load, node: FakeNode) -> list[float]:
     return load.end_mark()
 
 
-def test_a_refused_write_goes_to_the_new_master_and_keeps_its_time(
+def test_refused_write_goes_to_new_master_and_keeps_its_time(
     two: tuple[FakeNode, FakeNode],
 ) -> None:
     first, second = two
@@ -148,7 +148,7 @@ def test_the_command_freezes_cuts_joins_and_keeps_nodes_busy(tmp_path: Path) -> 
     assert {"elections in 2 s of full load", "new versions in 2 s of full load"} <= rows.keys()
 
 
-def test_the_command_restarts_all_nodes_and_kills_the_coordinator(tmp_path: Path) -> None:
+def test_command_restarts_all_nodes_and_kills_coordinator(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.cluster", "--quick", "--only",

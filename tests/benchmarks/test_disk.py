@@ -42,7 +42,7 @@ def test_groups_that_wait_for_a_slow_one_count_their_wait() -> None:
     assert counted.percentile(50) == pytest.approx(1_000, rel=1 / 64)
 
 
-def test_without_a_rate_each_group_is_due_when_the_one_before_is_done() -> None:
+def test_without_rate_each_group_is_due_when_one_before_is_done() -> None:
     counted = found(Clock(1, 95), 0, 1)
     assert len(counted) == 2 + (1000 - 96)
     assert counted.percentile(99.8) == pytest.approx(1_000, rel=1 / 64)

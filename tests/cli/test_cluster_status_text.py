@@ -29,7 +29,7 @@ PLAN = {
 }
 
 
-def test_copies_that_wait_for_a_dead_node_are_told_with_what_to_do(
+def test_copies_that_wait_for_dead_node_are_told_with_what_to_do(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     _write_status(FOUND | {"plan": PLAN}, "plain")

@@ -24,7 +24,7 @@ def test_ping_says_who_answers(ctl, rows, server):
     assert answer["ms"] > 0
 
 
-def test_without_wait_a_server_that_is_not_there_is_an_error_at_once(local_ctl):
+def test_without_wait_server_that_is_not_there_is_error_at_once(local_ctl):
     assert local_ctl("--server", "127.0.0.1:1", "ping")[0] == 6
 
 

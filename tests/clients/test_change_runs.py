@@ -351,7 +351,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("loops", FORMS)
 @settings(max_examples=150)
 @given(talk=conversations(), options=st.sampled_from(OPTIONS))
-def test_late_decoding_tells_the_same_as_one_frame_after_the_other(loops, talk, options):
+def test_late_decoding_tells_same_as_one_frame_after_other(loops, talk, options):
     parts, damage, seed, read_max = talk
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mutations, "LOOPS", loops)

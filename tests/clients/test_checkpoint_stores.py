@@ -124,7 +124,7 @@ async def _drain(consumer):
         pass
 
 
-async def test_two_consumers_that_keep_their_checkpoints_in_the_server_come_to_rest(server):
+async def test_two_consumers_with_checkpoints_in_server_come_to_rest(server):
     """Their saves are changes that both are sent: they must not answer saving with saving."""
     consumers = [
         Consumer(
@@ -228,9 +228,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @pytest.mark.crash
-async def test_effects_are_there_once_although_the_consumer_is_killed_again_and_again(
-    server, tmp_path
-):
+async def test_effects_are_there_once_however_often_it_is_killed(server, tmp_path):
     path = tmp_path / "effects.db"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
@@ -382,7 +380,7 @@ async def test_a_checkpoint_of_other_documents_is_refused(kept):
 
 
 @pytest.mark.parametrize("kept", KINDS, indirect=True)
-async def test_a_checkpoint_of_an_older_version_takes_on_the_filter_that_it_is_used_with(kept):
+async def test_checkpoint_of_an_older_version_takes_on_its_filter(kept):
     assert await kept.keys()
     await kept.forget_filters()
     assert await kept.keys(key_prefixes="k1") == [], "it is believed"

@@ -134,7 +134,7 @@ async def test_a_consumer_of_some_collections(server: DcpdProcess) -> None:
         assert names == (expected if expected is not None else [collections[0][-1]])
 
 
-async def test_a_consumer_ends_with_the_last_collection_that_it_follows(
+async def test_consumer_ends_with_last_collection_that_it_follows(
     server: DcpdProcess,
 ) -> None:
     create(server, "a")
@@ -160,7 +160,7 @@ async def test_a_consumer_of_no_such_collection(server: DcpdProcess) -> None:
             pass
 
 
-async def test_a_kept_mirror_of_a_collection_made_again_holds_nothing_of_the_one_before(
+async def test_kept_mirror_of_a_recreated_collection_drops_the_old_one(
     running: DcpdProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "view"
@@ -179,7 +179,7 @@ async def test_a_kept_mirror_of_a_collection_made_again_holds_nothing_of_the_one
     assert "is a mirror of other documents" in caplog.text
 
 
-async def test_who_was_away_while_a_collection_was_made_again_is_told_to_begin_anew(
+async def test_who_missed_a_recreated_collection_must_begin_anew(
     running: DcpdProcess, tmp_path: Path
 ) -> None:
     for kind in ("file", "lmdb", "server", "positions"):
@@ -264,7 +264,7 @@ async def test_another_choice_of_collections_is_no_silent_gap(
     assert await values([int(number) for number in ids]) == [], "named otherwise, and the same"
 
 
-async def test_a_mirror_of_a_collection_that_is_dropped_does_not_pretend_to_follow(
+async def test_mirror_of_collection_dropped_does_not_pretend_to_follow(
     running: DcpdProcess,
 ) -> None:
     create(running, "gone")

@@ -156,9 +156,7 @@ def test_the_limit_is_that_of_the_server() -> None:
 
 
 @pytest.mark.parametrize(("count", "is_asked"), [(1, True), (64, True), (65, False), (500, False)])
-def test_more_prefixes_than_a_request_may_list_are_filtered_in_the_client(
-    count: int, is_asked: bool
-) -> None:
+def test_too_many_prefixes_are_filtered_in_the_client(count: int, is_asked: bool) -> None:
     prefixes = tuple(b"%d:" % n for n in range(count))
     extensions = Extensions(ConsumerOptions(key_prefixes=prefixes), has_collections=True)
     assert (KEY_PREFIX in extensions.controls()) == is_asked
@@ -179,7 +177,7 @@ async def test_65_prefixes_give_the_same_documents_as_the_server_would(server) -
     assert sorted(found) == wanted
 
 
-async def test_a_start_above_everything_is_rolled_back_and_does_not_reconnect(server) -> None:
+async def test_a_start_above_all_is_rolled_back_and_does_not_reconnect(server) -> None:
     start = {67: 2**64 - 2}
     async with Consumer(server.address, vbuckets=[67], start=start, until_now=True) as consumer:
         events = [event async for event in consumer]

@@ -200,7 +200,7 @@ def test_noop_is_answered_and_not_counted():
     assert (answer.magic, answer.opcode, answer.opaque) == (0x81, Opcode.DCP_NOOP, 10_000_001)
 
 
-def test_bytes_are_acknowledged_at_half_the_window_after_processing():
+def test_bytes_are_acknowledged_at_half_window_after_processing():
     session = Session(buffer_bytes=200)
     session.accept()
     assert session.batch.wire_bytes == 0, "replies are not counted"
@@ -281,7 +281,7 @@ def test_out_of_range_at_the_beginning_is_told_and_stands_still():
 
 
 @pytest.mark.parametrize(("high", "to_seqno"), [(0, 0), (5, 4), (3, 0), (9, 0), (20, 0)])
-def test_a_checkpoint_ahead_of_the_server_goes_back_to_what_both_have(high, to_seqno):
+def test_checkpoint_ahead_of_server_goes_back_to_what_both_have(high, to_seqno):
     position = Position(((77, 0),), 9, 9, 9, ((0, 0), (4, 4), (9, 9)))
     session = Session({17: Wanted(position)})
     assert session.reply(session.stream_request(), Status.ERANGE) == []
@@ -297,7 +297,7 @@ def test_a_checkpoint_ahead_of_the_server_goes_back_to_what_both_have(high, to_s
 
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("until_now", [False, True])
-def test_a_place_in_other_collections_is_a_rollback_to_the_beginning(asks, until_now):
+def test_place_in_other_collections_is_rollback_to_beginning(asks, until_now):
     held = Position(((77, 0),), 9, 9, 9, ((0, 9),), collections=(8,))
     session = Session(
         {17: Wanted(held)},
@@ -328,7 +328,7 @@ def test_a_place_in_other_collections_is_a_rollback_to_the_beginning(asks, until
 
 
 @pytest.mark.parametrize("collections", [None, (8, 9), (9, 8)])
-def test_a_place_in_the_same_collections_or_unknown_ones_is_gone_on_from(collections):
+def test_position_in_same_or_unknown_collections_goes_on(collections):
     held = Position(((77, 0),), 9, 9, 9, ((0, 9),), collections=collections)
     session = Session({17: Wanted(held)}, collections=(8, 9))
     assert parse_stream_request(session.stream_request().extras)[1] == 9
@@ -395,7 +395,7 @@ def test_until_now_ends_where_the_partition_was():
     assert session.core.streams.is_finished
 
 
-def test_until_now_after_a_rollback_has_a_new_end_and_never_a_later_one():
+def test_until_now_after_a_rollback_has_a_new_earlier_end():
     session = Session({17: Wanted(Position(((77, 0),), 9, 9, 9))}, until_now=True)
     session.reply(session.open_requests[-1], value=high_seqnos(v17=9))
     session.reply(session.stream_request(), Status.ROLLBACK, value=(0).to_bytes(8, "big"))
@@ -415,7 +415,7 @@ def test_until_now_keeps_an_end_that_is_known_already():
     assert session.core.streams.unfinished() == {17: Wanted(Position(complete=((0, 0),)), 4)}
 
 
-def test_from_now_begins_at_the_high_seqno_of_the_current_version():
+def test_from_now_begins_at_high_seqno_of_current_version():
     session = Session({17: Wanted(None)})
     assert session.core.positions() == {}
     session.reply(session.open_requests[-1], value=high_seqnos(v17=6))
@@ -427,7 +427,7 @@ def test_from_now_begins_at_the_high_seqno_of_the_current_version():
 
 
 @pytest.mark.parametrize(("high", "start"), [(20, 6), (4, 4)])
-def test_now_is_not_later_on_the_connection_after_the_one_that_learned_it(high, start):
+def test_now_is_no_later_on_connection_after_one_that_learned_it(high, start):
     first = Session({17: Wanted(None)})
     first.reply(first.open_requests[-1], value=high_seqnos(v17=6))
     # It is lost before the failover log is there.
@@ -438,7 +438,7 @@ def test_now_is_not_later_on_the_connection_after_the_one_that_learned_it(high, 
     assert parse_stream_request(second.stream_request().extras).start_seqno == start
 
 
-def test_one_question_serves_all_and_who_is_taken_off_meanwhile_is_not_asked_for():
+def test_one_question_serves_all_but_who_left_meanwhile():
     session = Session({vb_id: Wanted(Position()) for vb_id in (17, 18)}, until_now=True)
     session.core.add(19, Wanted(Position()))
     session.core.streams.remove(18)
@@ -559,7 +559,7 @@ def test_whatever_a_server_says_is_understood_or_a_named_error(start, collection
         assert position.snap_start <= position.seqno <= position.snap_end
 
 
-def test_in_the_middle_of_a_batch_a_place_is_as_if_it_had_ended_there():
+def test_in_middle_of_batch_place_is_as_if_it_had_ended_there():
     """Snapshots that were under way when the batch began, ended in it, and began in it."""
 
     def fed(session):
@@ -586,7 +586,7 @@ def test_in_the_middle_of_a_batch_a_place_is_as_if_it_had_ended_there():
     assert count == len(events)
 
 
-def test_in_the_middle_of_the_first_batch_a_place_has_its_collections():
+def test_in_middle_of_first_batch_place_has_its_collections():
     """The batch begins with the stream's opening, from a position that does not know them."""
     session = Session(collections=(8, 9))
     request = session.stream_request()

@@ -57,7 +57,7 @@ class Silent:
 # -- version lists -------------------------------------------------------------------------------
 
 
-def test_all_versions_are_sent_newest_first_where_the_server_takes_them():
+def test_all_versions_are_sent_newest_first_where_taken():
     silent = Silent(HELD)
     assert silent.stream_requests() == [], "nobody knows yet whether it may say them all"
     silent.answer(b"x_version_log", Status.OK)
@@ -88,14 +88,14 @@ def test_a_rollback_that_saw_all_versions_is_final():
     assert (event.to_seqno, event.failover_log) == (0, tuple(log))
 
 
-def test_a_stream_that_is_taken_off_before_it_could_be_asked_for_is_not_asked_for():
+def test_stream_removed_before_its_request_is_not_requested():
     silent = Silent(HELD)
     assert silent.core.streams.remove(VB) is not None
     silent.answer(b"x_version_log", Status.OK)
     assert silent.stream_requests() == []
 
 
-def test_a_version_that_cost_nothing_is_given_up_without_an_event():
+def test_version_that_cost_nothing_is_given_up_without_event():
     """A server that does not take lists is asked with the next older one, at the same place."""
     silent = Silent(HELD._replace(versions=((99, 100), (88, 50))))
     silent.answer(b"x_version_log", Status.EINVAL)
@@ -120,7 +120,7 @@ def test_the_end_of_a_snapshot_is_told_once():
     assert session.feed(pack_snapshot_end(VB, session.opaque, 1)) == []
 
 
-def test_the_end_of_a_snapshot_without_a_last_change_completes_it():
+def test_end_of_snapshot_without_last_change_completes_it():
     session = Session()
     session.accept()
     session.feed(session.marker(0, 5))
@@ -141,7 +141,7 @@ def test_the_end_of_another_snapshot_breaks_the_rules():
 # -- previous values -----------------------------------------------------------------------------
 
 
-def test_a_previous_value_belongs_to_the_change_after_it_however_reads_cut():
+def test_previous_value_belongs_to_the_change_after_it():
     session = Session(previous_values=True)
     session.accept()
     session.feed(session.marker(0, 3))
@@ -260,13 +260,13 @@ def follow_after_three_branches(*, is_aware: bool) -> tuple[int, list[int]]:
     return pair.rounds, rollbacks
 
 
-def test_after_three_branches_the_list_needs_one_round_where_one_version_needs_several():
+def test_after_three_branches_the_list_needs_one_round():
     assert follow_after_three_branches(is_aware=True) == (2, [30]), "asked, and asked again"
     assert follow_after_three_branches(is_aware=False) == (4, [48, 44, 30])
 
 
 @pytest.mark.parametrize("is_aware", [True, False])
-def test_history_with_previous_values_or_what_a_server_without_them_sends(is_aware):
+def test_history_with_previous_values_or_a_server_without_them(is_aware):
     node = MemoryNode(3, partitions=NUM_VBUCKETS)
     write_up_to(node, 10, b"1", keys=7)
     validator = StreamValidator()

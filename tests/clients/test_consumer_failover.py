@@ -34,7 +34,7 @@ async def opened_events(events, count):
         count -= isinstance(await anext(events), StreamOpened)
 
 
-async def test_the_only_node_of_a_consumer_stands_still_and_another_tells_the_newer_map():
+async def test_node_of_consumer_stands_and_another_tells_newer_map():
     """No stream, NOOP or push comes from its node, and its NOOP interval is two minutes."""
     async with node() as first, node() as second:
         peers = [first, second]
@@ -52,7 +52,7 @@ async def test_the_only_node_of_a_consumer_stands_still_and_another_tells_the_ne
             first.held.set()
 
 
-async def test_a_node_that_keeps_refusing_is_left_when_another_one_has_a_newer_map():
+async def test_refusing_node_is_left_when_another_has_a_newer_map():
     """It is cut off from its cluster: it answers ETMPFAIL, and its map is old."""
     asked = []
 
@@ -116,7 +116,7 @@ async def test_opening_fails_when_a_master_stays_away(start, unused_tcp_port):
                 pass
 
 
-async def test_a_stream_moves_to_the_same_place_though_its_old_node_tells_older_maps():
+async def test_stream_moves_although_its_old_node_tells_older_maps():
     """After a lost connection any map would do, but not an older one than was known."""
     starts = []
 
@@ -149,7 +149,7 @@ async def test_a_stream_moves_to_the_same_place_though_its_old_node_tells_older_
         await placement.close()
 
 
-async def test_a_refusal_without_a_map_is_understood_where_the_newer_one_is_known():
+async def test_refusal_without_map_is_understood_with_a_newer_one():
     """A node tells a connection each map once. Later refusals have none."""
     asked = []
 
@@ -169,7 +169,7 @@ async def test_a_refusal_without_a_map_is_understood_where_the_newer_one_is_know
             assert first.connections - dials <= 2, "its own, and perhaps one that watches the map"
 
 
-async def test_changes_go_on_in_order_while_the_master_moves_again_and_again():
+async def test_changes_stay_in_order_while_the_master_moves_often():
     """Each node has one change more. Streams move at the same place, by pushes."""
     starts = []
 

@@ -23,7 +23,7 @@ def read_of(session, *frames):
 
 
 @pytest.mark.parametrize("status", [Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM])
-def test_what_came_before_an_error_reply_in_the_same_read_is_handed_out(status):
+def test_what_came_before_error_reply_in_same_read_is_handed_out(status):
     session = Session()
     session.accept()
     session.core.streams.connection.ask_high_seqnos(lambda _seqnos: None)
@@ -53,7 +53,7 @@ BREAKING = {
 
 
 @pytest.mark.parametrize("what", BREAKING)
-def test_positions_and_events_stay_together_where_a_stream_breaks_the_rules(what):
+def test_positions_match_events_where_a_stream_breaks_rules(what):
     session = Session()
     session.accept()
     frames = BREAKING[what](session)
@@ -74,7 +74,7 @@ def test_a_rollback_that_cannot_be_told_does_not_move_the_place():
     assert (batch.events, position.seqno) == ([], 100)
 
 
-def test_of_a_read_with_a_key_of_no_collection_nothing_is_handed_out():
+def test_of_read_with_key_of_no_collection_nothing_is_handed_out():
     session = Session(collections=(8, 9))
     session.accept()
     keyless = bytearray(session.mutation(2, b"\xff" * 6))

@@ -91,7 +91,7 @@ def test_both_sides_filter_alike(rounds, has_collections):
     assert b"u" not in there.validator.documents()
 
 
-def test_a_change_left_out_at_a_snapshots_end_becomes_a_passed_seqno():
+def test_change_left_out_at_snapshots_end_becomes_passed_seqno():
     events = [
         SnapshotStart(1, 1, 3, 1),
         Mutation(1, b"_x:1", b"", 1, 1, 50, 0, 0),

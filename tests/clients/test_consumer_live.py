@@ -37,7 +37,7 @@ def branch(server, vb_id, at_seqno):
     return admin_of(target, vb_id=vb_id).request("POST", path, {"at": at_seqno})
 
 
-async def test_until_now_sees_everything_and_resumes_without_gap_or_duplicate(server, tmp_path):
+async def test_until_now_sees_all_and_resumes_without_gap_or_duplicate(server, tmp_path):
     store = CheckpointFile(tmp_path / "state")
     async with KvClient.connect(server.address) as kv:
         await kv.set_many((f"k{n}", b"1") for n in range(500))
@@ -81,7 +81,7 @@ async def test_changes_are_what_happened_to_documents(server):
         assert [(change.key, change.value) for change in again] in ([], [(b"a", b"1")])
 
 
-async def test_lazy_batches_have_the_same_as_events_and_resume_without_gap(server, tmp_path):
+async def test_lazy_batches_have_same_as_events_and_resume_without_gap(server, tmp_path):
     store = CheckpointFile(tmp_path / "state")
     async with KvClient.connect(server.address) as kv:
         await kv.set_many((f"k{n}", b"%d" % n * (n % 7)) for n in range(20_000))

@@ -96,7 +96,7 @@ async def test_a_pushed_map_that_cannot_be_read_changes_nothing(caplog):
     assert "keeping the previous configuration" in caplog.text
 
 
-async def test_a_partition_that_is_held_for_a_decision_moves_when_it_is_made():
+async def test_a_partition_held_for_a_decision_moves_when_it_is_made():
     """A newer map comes while the user is asked what to do about a rollback."""
     first_asked, second_asked = [], []
 
@@ -142,7 +142,7 @@ async def test_a_partition_that_is_held_for_a_decision_moves_when_it_is_made():
 # -- nodes that stand still ------------------------------------------------------------------------
 
 
-async def test_a_node_that_stands_still_holds_up_no_partition_of_another():
+async def test_node_that_stands_still_holds_up_no_partition_of_another():
     """The first node, whose address the consumer was given, takes connections and says nothing."""
     async with node() as silent, node() as live:
         owners = [0] * 1024
@@ -168,7 +168,7 @@ async def test_a_node_that_stands_still_holds_up_no_partition_of_another():
             assert consumer.gauges()["partitions_unplaced"] == 0
 
 
-async def test_the_first_node_that_answers_counts_and_the_others_are_let_go(unused_tcp_port):
+async def test_first_node_that_answers_counts_and_others_are_let_go(unused_tcp_port):
     async def connect(place):
         address = parse_address(f"127.0.0.1:{place[1]}")
         return await Link.connect(address, timeout_s=3600.0)
@@ -187,7 +187,7 @@ async def test_the_first_node_that_answers_counts_and_the_others_are_let_go(unus
             await first_answer(connect, places[1:2], Link.close)
 
 
-async def test_a_node_that_takes_the_connection_and_says_nothing_is_a_timeout():
+async def test_node_that_takes_connection_and_says_nothing_is_timeout():
     """And not a cancellation, which would end the task that looks for nodes without a word."""
     async with ScriptedPeer() as silent:
         silent.held.clear()
@@ -212,7 +212,7 @@ def test_pauses_grow_and_become_short_again_after_a_success():
     assert pause.until_s - now_s == pytest.approx(0.05)
 
 
-async def test_a_login_that_one_node_refuses_leaves_no_connection_to_another():
+async def test_login_that_one_node_refuses_leaves_no_connection():
     """Both dials have ended when they are looked at: the good link must not be forgotten."""
 
     async def connect(place):
@@ -231,7 +231,7 @@ async def test_a_login_that_one_node_refuses_leaves_no_connection_to_another():
         await until(lambda: not good._writers)
 
 
-async def test_busy_partitions_do_not_hasten_the_search_for_one_without_a_node():
+async def test_busy_partitions_do_not_hasten_a_search_for_another():
     placement = Placement(
         parse_address("127.0.0.1:1"), ConsumerMetrics(), lambda _link: pytest.fail("no session"),
         ConsumerOptions(connect_timeout_s=1.0),

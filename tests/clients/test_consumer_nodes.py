@@ -50,7 +50,7 @@ def node(on_stream_request=opened) -> ScriptedPeer:
 
 
 @pytest.mark.parametrize("how", ["moves", "disappears"])
-async def test_a_stream_goes_on_at_another_node_in_the_middle_of_its_snapshot(how, caplog):
+async def test_a_stream_goes_on_at_another_node_amid_its_snapshot(how, caplog):
     caplog.set_level(logging.INFO, "dcpd.consumer")
     asked = []
 
@@ -137,7 +137,7 @@ async def test_a_server_without_noops_is_taken_for_dead(caplog):
         assert "nothing received for 0.2 s; reconnecting" in caplog.text
 
 
-async def test_a_login_that_is_refused_when_it_connects_again_ends_the_iteration(caplog):
+async def test_a_login_refused_when_it_connects_again_ends_iteration(caplog):
     async with node() as peer:
         async with Consumer(f"dcpd://eve:secret@{peer.address}", vbuckets=[VB]) as consumer:
             events = aiter(consumer)

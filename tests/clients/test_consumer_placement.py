@@ -49,7 +49,7 @@ async def test_no_configuration_means_to_ask(placement):
     assert placement.topology is None
 
 
-async def test_after_a_lost_connection_an_older_configuration_is_the_last_resort(placement):
+async def test_after_a_lost_connection_an_older_map_is_the_last_resort(placement):
     placement.adopt(config_of([1], rev=5), "127.0.0.1")
     placement.topology = None
     placement.adopt(config_of([1, 2], [1] * 1024, rev=4), "127.0.0.1")

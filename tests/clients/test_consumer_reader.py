@@ -71,7 +71,7 @@ def reader_of(streams, *batches, events_per_s=None, validator=None):
     return reader
 
 
-async def test_of_two_iterations_the_newer_one_counts_and_no_batch_is_lost():
+async def test_of_two_iterations_newer_one_counts_and_no_batch_is_lost():
     streams = Streams()
     batches = [batch_of(mutation(1)), batch_of(mutation(2)), batch_of(mutation(3))]
     reader = reader_of(streams, batches[0])
@@ -106,7 +106,7 @@ async def test_an_older_iteration_that_is_taken_up_again_is_refused():
     assert reader.processed()[1].seqno == 1
 
 
-async def test_a_rollback_is_settled_once_although_its_wait_was_cancelled():
+async def test_rollback_is_done_once_although_its_wait_was_cancelled():
     """First while the user decides, then after that and before it was handed out."""
     streams = Streams(asks=True)
     batch = batch_of(mutation(9), Rollback(1, 5, 5, 9, "asked"), mutation(6))
@@ -131,7 +131,7 @@ async def test_a_rollback_is_settled_once_although_its_wait_was_cancelled():
     assert (told[0].reason, streams.settled) == ("decided", [5, 5])
 
 
-async def test_what_was_handed_out_is_processed_only_when_more_is_asked_for():
+async def test_what_was_handed_out_is_processed_when_more_is_asked_for():
     streams = Streams()
     reader = reader_of(streams, batch_of(mutation(1), mutation(2)), batch_of(mutation(3)))
     reading = reader.batches(streams)
@@ -160,7 +160,7 @@ async def test_what_comes_after_a_failure_is_not_handed_out():
     assert reader.processed()[1].seqno == 1
 
 
-async def test_what_breaks_the_rules_is_not_handed_out_whoever_asks_again():
+async def test_what_breaks_rules_is_not_handed_out_whoever_asks_again():
     streams = Streams()
     batch = batch_of(mutation(1), mutation(2))  # of no stream and in no snapshot
     reader = reader_of(streams, batch, batch_of(mutation(3)), validator=StreamValidator())
@@ -210,7 +210,7 @@ async def test_an_iteration_of_another_kind_gets_the_rest_of_a_batch():
     assert reader.checkpoint()[1].seqno == 5
 
 
-async def test_mutations_that_are_taken_back_are_returned_again_decoded():
+async def test_mutations_taken_back_are_returned_again_decoded():
     streams = Streams()
     reader = reader_of(streams, batch_of(mutation(1), mutations(2, 3), mutation(4)))
     await anext(reader.lazy_batches(streams))

@@ -28,7 +28,7 @@ def refused_until(session, pause_ns):
         (request,) = session.decoder.feed(session.core.take_output())
 
 
-def test_a_node_that_refuses_for_long_makes_the_core_want_a_newer_map():
+def test_node_that_refuses_for_long_makes_core_want_newer_map():
     session = Session()
     assert refused_until(session, MAP_AFTER_NS // 2) == 4
     assert not session.core.streams.wants_map, "a few refusals are everyday life"
@@ -50,7 +50,7 @@ def test_randomness_cuts_the_pauses_by_up_to_half(drawn, share):
     assert session.core.next_tick_ns == pytest.approx(RETRY_FIRST_NS * share, rel=1e-6)
 
 
-def test_only_active_partitions_are_asked_for_seqnos_and_a_busy_node_is_asked_later():
+def test_active_partitions_are_asked_and_a_busy_node_later():
     """A replica that hears no master must not make the node refuse the question."""
     session = Session({17: Wanted(None)})
     ask = session.open_requests[-1]

@@ -54,7 +54,7 @@ def seqnos(checkpoint):
     return {vb_id: position.seqno for vb_id, position in checkpoint.items()}
 
 
-async def test_a_save_whose_caller_was_cancelled_is_over_before_the_next_one():
+async def test_save_whose_caller_was_cancelled_is_over_before_next_one():
     store = SlowStore()
     saver = Saver(store, 3600.0, ConsumerMetrics(), "saves")
     first = asyncio.create_task(saver.save(at(5)))
@@ -86,7 +86,7 @@ async def test_an_error_of_the_system_is_one_of_the_checkpoint():
     assert (metrics.saves, metrics.saves_failed) == (0, 1)
 
 
-async def test_a_whole_store_keeps_partitions_that_are_not_followed_now(tmp_path):
+async def test_whole_store_keeps_partitions_that_are_not_followed_now(tmp_path):
     store = CheckpointFile(tmp_path / "checkpoint")
     store.save({1: at(5)[1], 2: at(9)[1]})
     saver = Saver(store, None, ConsumerMetrics(), "saves")
@@ -109,7 +109,7 @@ class Upserting:
 
 
 @pytest.mark.parametrize("make", [Upserting, MemoryCheckpoint])
-async def test_who_shares_a_store_does_not_write_old_positions_over_those_of_others(make):
+async def test_shared_store_keeps_positions_of_other_members(make):
     store = make()
     store.save({1: at(5)[1], 2: at(9)[1]})
     one, other = (Saver(store, None, ConsumerMetrics(), name) for name in ("one", "other"))
@@ -121,7 +121,7 @@ async def test_who_shares_a_store_does_not_write_old_positions_over_those_of_oth
 
 
 @pytest.mark.parametrize("part", [{"vbuckets": [1]}, {"group": Group(0, 2)}])
-def test_a_part_of_the_partitions_needs_a_store_that_can_be_shared(part, tmp_path):
+def test_part_of_partitions_needs_store_that_can_be_shared(part, tmp_path):
     with pytest.raises(ValueError, match=r"save_changes\(changed\)"):
         Consumer("127.0.0.1", store=Upserting(), **part)
     for store in (MemoryCheckpoint(), CheckpointFile(tmp_path / "checkpoint")):
@@ -135,7 +135,7 @@ class InServer(MemoryCheckpoint):
     hidden_keys = (b"_x:",)
 
 
-async def test_collections_that_a_position_did_not_know_are_saved_of_an_idle_partition_too():
+async def test_collections_new_to_a_position_are_saved_when_idle_too():
     store, before = InServer(), at(5)
     store.save(before)
     saver = Saver(store, None, ConsumerMetrics(), "saves")

@@ -45,7 +45,7 @@ async def test_a_short_pause_is_not_held_up_by_a_long_one(monkeypatch):
         assert (type(event), event.vb_id) == (StreamOpened, 2)
 
 
-async def test_who_asks_how_far_the_server_is_does_not_wait_for_a_lost_connection():
+async def test_asking_for_seqnos_does_not_wait_for_a_lost_connection():
     async with ScriptedPeer() as peer:
         peer.handlers |= {
             Opcode.DCP_OPEN: reply,
@@ -83,7 +83,7 @@ def changes_of(frame, *seqnos, end):
     )  # fmt: skip
 
 
-async def test_a_temporary_error_in_the_middle_of_a_read_disturbs_no_other_stream():
+async def test_a_temporary_error_amid_a_read_disturbs_no_other_stream():
     """Changes and the refusal of another question come in one read; the question is repeated."""
     asked = Opcode.DCP_GET_FAILOVER_LOG
     streams = []
@@ -161,7 +161,7 @@ async def test_who_is_not_answered_is_not_told_what_was_known_before():
             assert consumer.gauges()["lag"] == 5, "as known without asking anybody"
 
 
-async def test_a_server_that_ignores_the_window_is_not_read_until_the_user_comes():
+async def test_server_that_ignores_window_is_not_read_until_user_comes():
     """Memory stays bounded: two windows of what was not handed out, and one read."""
     marker = struct.pack(">QQI", 0, 10**6, 1)
     value, count = bytes(50_000), 200
@@ -212,7 +212,7 @@ async def test_a_consumer_that_was_closed_is_not_opened_again():
             await anext(aiter(consumer))
 
 
-async def test_a_node_that_cannot_tell_its_seqnos_now_keeps_its_streams():
+async def test_node_that_cannot_tell_its_seqnos_now_keeps_its_streams():
     """It is asked for active partitions only. During an election it may refuse even that."""
     questions = []
 

@@ -125,7 +125,7 @@ async def test_members_of_one_name_do_not_end_each_other(server):
         assert first.metrics.connections_lost == 0
 
 
-async def test_a_group_of_another_size_goes_on_where_the_members_of_the_old_one_were(server):
+async def test_group_of_another_size_goes_on_where_the_old_one_was(server):
     """All members share a store: the new owner of a partition begins where the old one stopped."""
 
     async def follow(size):
@@ -258,7 +258,7 @@ async def test_an_unknown_collection_is_told(server):
 # -- pause, lag, rate ----------------------------------------------------------------------------
 
 
-async def test_a_paused_partition_says_nothing_and_goes_on_without_loss(server):
+async def test_paused_partition_says_nothing_and_goes_on_without_loss(server):
     keys = [f"p{n}" for n in range(40)]
     quiet = vbucket_of(b"p0")
     seen: list[tuple[str, bytes]] = []
@@ -368,7 +368,7 @@ async def test_saving_by_itself_leaves_out_what_is_in_hand(server, tmp_path):
         ({"events_per_s": 0}, "above 0"),
     ],
 )
-def test_options_that_cannot_be_are_refused_at_once_and_say_what_can(options, what):
+def test_impossible_options_are_refused_at_once_with_what_can_be(options, what):
     with pytest.raises(ValueError, match=re.escape(what)):
         Consumer("127.0.0.1:1", **options)
 
@@ -378,7 +378,7 @@ async def test_one_collection_needs_no_list(server):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_a_checkpoint_of_a_few_events_keeps_the_moment_of_the_start(server, count):
+async def test_checkpoint_of_few_events_keeps_moment_of_start(server, count):
     """Also for partitions of which nothing, or only the opening, was handed out."""
     async with Consumer(server.address, start="now") as consumer:
         opened = []

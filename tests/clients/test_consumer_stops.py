@@ -117,7 +117,7 @@ async def test_a_filter_that_is_empty_is_told_and_is_the_end(server, caplog):
 # -- ahead, rollbacks ----------------------------------------------------------------------------
 
 
-async def test_a_checkpoint_ahead_of_the_server_goes_back_to_what_both_have(server, caplog):
+async def test_checkpoint_ahead_of_server_goes_back_to_what_both_have(server, caplog):
     """ERANGE, as a server gives it that was set up anew from an older copy."""
     async with KvClient.connect(server.address) as kv:
         await kv.set(KEY, b"there")
@@ -227,7 +227,7 @@ async def test_a_connection_that_breaks_while_the_user_decides(server):
 # -- refusals ----------------------------------------------------------------------------------
 
 
-async def test_a_stream_that_is_refused_for_good_is_told_and_no_other_stands_still(server, caplog):
+async def test_stream_refused_for_good_is_told_and_others_go_on(server, caplog):
     server.fault(opcode="DCP_STREAM_REQ", vb=VB, status="EACCESS", count=1)
     try:
         async with Following(server, vbuckets=[VB, VB + 1], until_now=True) as following:
@@ -251,7 +251,7 @@ async def test_a_stream_that_is_refused_for_good_is_told_and_no_other_stands_sti
         server.clear_faults()
 
 
-async def test_a_stream_that_is_refused_for_the_moment_is_asked_for_again(server, caplog):
+async def test_stream_that_is_refused_for_moment_is_asked_for_again(server, caplog):
     caplog.set_level(logging.INFO, "dcpd.consumer")
     server.fault(opcode="DCP_STREAM_REQ", vb=VB, status="ETMPFAIL", count=2)
     try:

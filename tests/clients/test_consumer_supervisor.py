@@ -48,7 +48,7 @@ def streaming_peer(seqnos):
     return peer
 
 
-async def test_a_partition_that_the_node_does_not_have_yet_is_looked_for_again():
+async def test_partition_that_node_does_not_have_is_looked_for_again():
     """The answer that says so brings no event, no position and no byte of a stream."""
     async with streaming_peer([{}, {3: 0}]) as peer:
         consumer = Consumer(peer.address, vbuckets=[3], until_now=True)
@@ -124,7 +124,7 @@ async def test_an_error_of_ours_ends_the_iteration(server, monkeypatch):
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
-async def test_what_is_decided_counts_for_a_partition_that_was_paused_meanwhile(server, is_resumed):
+async def test_decision_counts_for_a_partition_paused_meanwhile(server, is_resumed):
     """Who is told to begin anew gets everything anew, also when it was paused by then."""
 
     def decide(_event):

@@ -62,7 +62,7 @@ def test_three_clients_are_at_the_same_place_after_every_item(
         before = seqnos[-1]
 
 
-def test_a_state_without_a_gap_is_complete_also_after_a_break_inside_its_snapshot() -> None:
+def test_state_without_a_gap_is_complete_after_a_break_inside_it() -> None:
     feed = Feed(7, 1, [], [])
     feed.open(LOG)
     feed.take_marker(0, 10, 0)
@@ -79,7 +79,7 @@ def test_a_state_without_a_gap_is_complete_also_after_a_break_inside_its_snapsho
     assert feed.legs()[-1].ranges == ((5, 6), (10, 10))
 
 
-def test_a_leg_that_begins_where_no_state_is_complete_has_none_before_its_end() -> None:
+def test_part_begun_in_no_complete_state_has_none_before_its_end() -> None:
     feed = Feed(7, 1, [], [])
     feed.open(LOG)
     feed.take_marker(0, 10, 0)
@@ -117,7 +117,7 @@ def test_a_consumer_thins_its_ranges_out_and_a_backup_keeps_each() -> None:
     assert len(stream.position().complete) < RANGES_MAX < len(feed.legs()[-1].ranges)
 
 
-def test_a_spark_task_counts_the_changes_of_a_read_after_its_markers() -> None:
+def test_spark_task_counts_changes_of_read_after_its_markers() -> None:
     task = Stream(PlanStep(7, 0, (), 10**6, LOG, None))
     task.take_marker(0, 10, is_history=False)
     task.take_marker(10, 20, is_history=False)
@@ -131,9 +131,7 @@ def test_a_spark_task_counts_the_changes_of_a_read_after_its_markers() -> None:
 
 
 @pytest.mark.parametrize(("seqno", "to"), [(7, 5), (5, 5), (4, 2), (0, 0)])
-def test_a_rollback_goes_to_a_complete_state_at_or_below_the_servers_seqno(
-    seqno: int, to: int
-) -> None:
+def test_rollback_goes_to_a_complete_state_at_or_below_the_seqno(seqno: int, to: int) -> None:
     held = Position(LOG, 9, 9, 9, ((0, 2), (5, 5), (9, 9)))
     cursor = Cursor()
     cursor.place(held)
@@ -143,7 +141,7 @@ def test_a_rollback_goes_to_a_complete_state_at_or_below_the_servers_seqno(
     assert cursor.seqno == to
 
 
-def test_a_marker_inside_a_snapshot_breaks_the_protocol_for_a_backup() -> None:
+def test_marker_inside_snapshot_breaks_protocol_for_backup() -> None:
     feed = Feed(7, 1, [], [])
     feed.open(LOG)
     feed.take_marker(0, 10, 0)

@@ -26,7 +26,7 @@ def test_a_demo_that_gets_on_is_waited_for() -> None:
     assert lines[-1] == "3 nodes take part, 99 of 3,072 copies are in sync"
 
 
-def test_a_demo_in_which_nothing_moves_is_given_up_and_says_what_it_reached() -> None:
+def test_demo_without_progress_is_given_up_and_says_how_far() -> None:
     progress = DemoProgress(lambda _line: None, 0.0)
     progress.note(1.0, status(7))
     for second in range(2, 61):

@@ -119,7 +119,7 @@ async def test_a_node_that_is_gone_is_left_for_the_one_that_took_over(peer, unus
         (Opcode.SASL_AUTH, lambda frame: reply(frame, Status.AUTH_ERROR)),
     ],
 )
-async def test_a_node_that_cannot_tell_the_way_costs_no_operation_its_outcome(
+async def test_node_that_cannot_tell_the_way_costs_no_outcome(
     peer, unused_tcp_port, opcode, answer
 ):
     """One of three nodes is gone, another cannot say where its partitions are: the third can."""
@@ -134,7 +134,7 @@ async def test_a_node_that_cannot_tell_the_way_costs_no_operation_its_outcome(
     assert len(peer.documents) == 20
 
 
-async def test_a_configuration_is_not_waited_for_longer_than_the_operation_has(peer):
+async def test_configuration_is_awaited_no_longer_than_operation_has(peer):
     async with KvClient.connect(peer.address, timeout_s=0.2) as kv:
 
         def refuse(frame):
@@ -147,7 +147,7 @@ async def test_a_configuration_is_not_waited_for_longer_than_the_operation_has(p
                 await kv.set("a", b"1")
 
 
-async def test_partition_that_nobody_holds_is_given_up_with_the_timeout(peer):
+async def test_partition_that_nobody_holds_is_given_up_with_timeout(peer):
     peer.handlers[Opcode.SET] = lambda f: reply(f, Status.NOT_MY_VBUCKET)
     async with KvClient.connect(peer.address, timeout_s=0.3) as kv:
         with pytest.raises(NotMyVbucketError, match=r"attempts in 0\.3 s; nothing was changed"):
@@ -172,7 +172,7 @@ async def test_temporary_refusal_is_repeated(peer):
         assert not caught.value.may_have_applied
 
 
-async def test_reads_are_repeated_after_a_lost_connection_and_writes_are_not(peer):
+async def test_reads_are_repeated_after_a_lost_connection_writes_not(peer):
     peer.documents[b"a"] = b"1"
     lose = [True]
 
@@ -194,7 +194,7 @@ async def test_reads_are_repeated_after_a_lost_connection_and_writes_are_not(pee
         assert peer.documents == {b"a": b"3"}
 
 
-async def test_a_write_after_the_connection_broke_was_not_sent_and_is_repeated(peer):
+async def test_write_after_connection_broke_was_not_sent_and_repeated(peer):
     """The transport knows it before the link is told; it drops what it gets meanwhile."""
     async with KvClient.connect(peer.address) as kv:
         await kv.set("a", b"1")
@@ -208,7 +208,7 @@ async def test_a_write_after_the_connection_broke_was_not_sent_and_is_repeated(p
 
 
 @pytest.mark.parametrize("ends", ["silent", "refused late"])
-async def test_a_connection_that_nobody_waits_for_any_more_fails_quietly(peer, ends):
+async def test_connection_that_nobody_waits_for_any_more_fails_quietly(peer, ends):
     """asyncio would report an exception that nobody has looked at."""
     told: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
@@ -238,7 +238,7 @@ async def test_a_connection_that_nobody_waits_for_any_more_fails_quietly(peer, e
     assert told == []
 
 
-async def test_lost_connection_in_a_batch_is_reported_for_what_was_under_way(peer):
+async def test_lost_connection_in_batch_is_reported_for_what_was_sent(peer):
     def lose_at(frame):
         return None if frame.key == b"\0k3" else peer.answer(frame)
 
@@ -459,7 +459,7 @@ async def test_json_is_stored_and_read_by_both_clients():
         assert (await kv.get("c")).value == b"{", "nothing was sent"
 
 
-async def test_the_blocking_client_has_every_command_with_its_types_and_words():
+async def test_blocking_client_has_every_command_typed_and_documented():
     """It has no rules of its own: its methods are those of KvClient, run to their end."""
     renamed = {"cluster_map": "topology"}
     for name, command in inspect.getmembers(KvCommands, inspect.iscoroutinefunction):

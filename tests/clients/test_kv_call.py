@@ -126,7 +126,7 @@ def test_pauses_grow_up_to_half_a_second_and_jitter_cuts_them():
     assert backoff_s(3, 0.5) == pytest.approx(0.12)
 
 
-def test_a_temporary_refusal_is_repeated_until_the_deadline_and_the_error_says_so():
+def test_temporary_refusal_is_repeated_until_the_deadline():
     call = Call(router_of(), [SET], 0.0, 3.0)
     now_s, sends = 0.0, 0
     while not call.is_done:
@@ -156,7 +156,7 @@ def test_the_newer_map_of_a_refusal_is_followed_at_once():
 
 
 @pytest.mark.parametrize("body", [b"", b"{", config(2, rev=0), config(0, rev=1)])
-def test_without_a_newer_map_the_refusing_node_is_asked_first_and_others_later(body):
+def test_without_newer_map_the_refusing_node_is_asked_first(body):
     call = Call(router_of(1), [SET], 0.0, 10.0)
     answer(call, only(call, 0.0), refusal(Status.NOT_MY_VBUCKET, body))
     first = only(call, 0.0, FetchMap)
@@ -175,7 +175,7 @@ def test_without_a_newer_map_the_refusing_node_is_asked_first_and_others_later(b
     assert {*asked} == {*NODES}
 
 
-def test_a_partition_without_a_master_waits_for_a_map_that_names_one():
+def test_partition_without_master_waits_for_map_that_names_one():
     router = router_of([-1] * 4)
     call = Call(router, [SET], 0.0, 10.0)
     now_s, sends = 0.0, []
@@ -216,7 +216,7 @@ def test_ever_newer_maps_do_not_end_every_pause():
     assert sends == 4
 
 
-def test_a_node_that_cannot_be_reached_is_tried_by_one_call_at_a_time():
+def test_a_node_that_cant_be_reached_is_tried_by_one_call_each():
     router = router_of(0)
     first, second = (Call(router, [SET], 0.0, 10.0) for _ in range(2))
     answer(first, only(first, 0.0), unreachable(), sent=0)
@@ -227,7 +227,7 @@ def test_a_node_that_cannot_be_reached_is_tried_by_one_call_at_a_time():
     assert only(second, second.wake_s()).node == NODES[0]
 
 
-def test_calls_that_fail_together_lengthen_the_pause_of_a_node_once():
+def test_calls_that_fail_together_lengthen_pause_of_node_once():
     router = router_of(0)
     calls = [Call(router, [SET], 0.0, 10.0) for _ in range(3)]
     sends = [only(call, 0.0) for call in calls]
@@ -236,7 +236,7 @@ def test_calls_that_fail_together_lengthen_the_pause_of_a_node_once():
     assert {call.wake_s() for call in calls} == {0.1 + BACKOFF_FIRST_S}
 
 
-def test_operations_keep_their_results_when_parts_are_repeated_together():
+def test_operations_keep_results_when_parts_are_repeated():
     keys = [b"a", b"b", b"c", b"d", b"e", b"f"]
     operations = [store_operation(Opcode.SET, key, b"v") for key in keys]
     call = Call(router_of([0, 1, 0, 1]), operations, 0.0, 10.0)
@@ -287,7 +287,7 @@ def written(call, send):
     return send
 
 
-def test_a_read_that_was_sent_goes_to_the_new_master_when_a_newer_map_says_so():
+def test_sent_read_goes_to_the_new_master_of_a_newer_map():
     """Its node stands still: it took the request, and will not answer."""
     call = Call(router_of(0), [GET], 0.0, 10.0)
     send = written(call, only(call, 0.0))
@@ -303,7 +303,7 @@ def test_a_read_that_was_sent_goes_to_the_new_master_when_a_newer_map_says_so():
     assert call.results == [FOUND]
 
 
-def test_a_read_that_meets_with_silence_is_sent_again_over_a_new_connection():
+def test_read_that_meets_silence_is_sent_over_a_new_connection():
     """The map has not changed: the connection may lead nowhere. The pauses grow."""
     call = Call(router_of(0), [GET], 0.0, 60.0)
     send, sends, asked, now_s = written(call, only(call, 0.0)), [0.0], [], 0.0
@@ -325,7 +325,7 @@ def test_a_read_that_meets_with_silence_is_sent_again_over_a_new_connection():
     assert len(asked) < 25, "nobody is asked all the time"
 
 
-def test_a_sent_write_waits_a_while_for_the_old_master_and_is_ambiguous_then():
+def test_sent_write_waits_with_the_old_master_then_is_ambiguous():
     call = Call(router_of(0), [SET], 0.0, 8.0)
     send = written(call, only(call, 0.0))
     call._router.learn(config(1, rev=2), "127.0.0.1")
@@ -343,7 +343,7 @@ def test_a_sent_write_waits_a_while_for_the_old_master_and_is_ambiguous_then():
     )
 
 
-def test_a_sent_write_is_not_given_up_if_its_node_is_master_again():
+def test_sent_write_is_not_given_up_if_its_node_is_master_again():
     call = Call(router_of(0), [SET], 0.0, 60.0)
     send = written(call, only(call, 0.0))
     call._router.learn(config(1, rev=2), "127.0.0.1")
@@ -367,7 +367,7 @@ def test_a_sent_write_is_not_given_up_if_its_node_is_master_again():
         (unreachable(), AmbiguousWriteError),
     ],
 )
-def test_a_write_with_a_cas_is_sent_again_and_only_its_success_is_certain(how, second, result):
+def test_write_with_cas_is_sent_again_and_its_success_is_certain(how, second, result):
     guarded = store_operation(Opcode.SET, b"k", b"v", cas=77)
     call = Call(router_of(0), [guarded], 0.0, 10.0)
     send, now_s = written(call, only(call, 0.0)), 0.0
@@ -393,7 +393,7 @@ def test_a_write_with_a_cas_is_sent_again_and_only_its_success_is_certain(how, s
         assert type(ended.cause) is type(second)
 
 
-def test_parts_of_a_batch_leave_a_node_that_stands_still_each_in_its_way():
+def test_parts_of_batch_leave_node_that_stands_each_in_its_way():
     """One read and one write were sent, one write was not: the newer map moves all."""
     operations = [get_operation(b"a"), store_operation(Opcode.SET, b"b", b"v"),
                   store_operation(Opcode.SET, b"c", b"v")]  # fmt: skip
@@ -416,7 +416,7 @@ def test_parts_of_a_batch_leave_a_node_that_stands_still_each_in_its_way():
     assert type(call.results[1]) is AmbiguousWriteError
 
 
-def test_a_direct_attempt_that_takes_long_notices_the_map_of_meanwhile():
+def test_direct_attempt_that_takes_long_notices_map_of_meanwhile():
     router = router_of(0)
     send = written(None, router.direct([GET]))
     router.learn(config(2, rev=2), "127.0.0.1")
@@ -424,7 +424,7 @@ def test_a_direct_attempt_that_takes_long_notices_the_map_of_meanwhile():
     assert only(call, PATIENCE_S).node == NODES[2]
 
 
-def test_any_named_server_has_the_map_when_all_known_nodes_are_gone():
+def test_any_named_server_has_map_when_all_known_nodes_are_gone():
     named = [ClusterNode("127.0.0.1", port) for port in (9009, 9008)]
     router = Router(named[0], named[1:])
     router.begin_at(("127.0.0.1", 9008))
@@ -433,7 +433,7 @@ def test_any_named_server_has_the_map_when_all_known_nodes_are_gone():
     assert {node.kv_port for node in router.nodes().values()} == {*PORTS, 9008, 9009}
 
 
-def test_the_first_server_is_not_waited_for_if_it_was_never_there():
+def test_first_server_is_not_waited_for_if_it_was_never_there():
     router = Router(ClusterNode("127.0.0.1", PORTS[0]))
     call = Call(router, [SET], 0.0, 10.0)
     answer(call, only(call, 0.0), unreachable(), sent=0)
@@ -466,7 +466,7 @@ def test_parts_of_a_batch_go_on_by_themselves():
         assert isinstance(call.results[index].cause, OperationTimeoutError)
 
 
-def test_only_what_was_not_written_is_repeated_when_a_batch_loses_its_connection():
+def test_unwritten_operations_are_repeated_after_a_lost_batch():
     operations = [store_operation(Opcode.SET, b"%d" % n, b"v") for n in range(4)]
     call = Call(router_of(0), operations, 0.0, 10.0)
     send = only(call, 0.0)

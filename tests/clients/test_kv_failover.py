@@ -47,7 +47,7 @@ def several(*peers: ScriptedPeer) -> str:
 # -- nodes that stand still ------------------------------------------------------------------------
 
 
-async def test_a_read_that_a_frozen_node_took_is_answered_by_the_new_master(cluster, shell):
+async def test_read_that_frozen_node_took_is_answered_by_new_master(cluster, shell):
     frozen, second, third = cluster.peers
     third.documents[b"a"] = b"1"
     async with asyncio.timeout(30), shell(several(second, frozen, third)) as kv:
@@ -58,7 +58,7 @@ async def test_a_read_that_a_frozen_node_took_is_answered_by_the_new_master(clus
         frozen.held.set()
 
 
-async def test_a_write_that_a_frozen_node_took_is_ambiguous_long_before_its_timeout(cluster, shell):
+async def test_write_frozen_node_took_is_ambiguous_before_its_timeout(cluster, shell):
     frozen, second, _ = cluster.peers
     async with asyncio.timeout(30), shell(several(second, frozen)) as kv:
         await kv.call("set", b"a", b"0")
@@ -83,7 +83,7 @@ async def test_a_write_with_a_cas_goes_to_the_new_master(cluster):
     assert cluster.sets(2) == 1
 
 
-async def test_a_read_over_a_connection_that_leads_nowhere_is_sent_over_a_new_one(cluster):
+async def test_read_over_a_dead_connection_is_sent_over_a_new_one(cluster):
     """The node lives and is still the master: only what came over the old connection is lost."""
     first = cluster.peers[0]
     first.documents[b"a"] = b"1"
@@ -261,7 +261,7 @@ async def test_a_replica_answers_and_the_master_is_not_asked(copies, shell):
     assert len(asked_replicas(copies)) == 1
 
 
-async def test_a_replica_that_is_behind_the_token_is_left_for_the_master(copies, shell):
+async def test_replica_that_is_behind_token_is_left_for_master(copies, shell):
     for peer in copies.peers[1:]:
         peer.handlers[Opcode.GET_REPLICA] = lambda frame: reply(frame, Status.ETMPFAIL)
     async with asyncio.timeout(30), shell(copies.peers[0].address) as kv:
@@ -279,7 +279,7 @@ async def test_a_replica_that_is_behind_the_token_is_left_for_the_master(copies,
     assert all(frame.extras == told for frame in asked)
 
 
-async def test_the_map_of_a_replica_that_has_become_something_else_is_used(copies, shell):
+async def test_map_of_replica_that_has_become_something_else_is_used(copies, shell):
     """A node tells a connection each map once, so it must not be lost."""
     master, *replicas = copies.peers
     newer = config_of([peer.port for peer in copies.peers], [2] * 1024, rev=2)
@@ -321,7 +321,7 @@ async def test_without_replicas_the_master_is_asked(cluster, shell):
         assert (await kv.with_options("get", b"a", from_replica=True)).value == b"1"
 
 
-def test_a_blocking_client_of_several_hosts_closes_what_it_does_not_use():
+def test_blocking_client_of_several_hosts_closes_unused_ones():
     kv = SyncKv(parse_address("dcpd://127.0.0.1:1,127.0.0.1:2"), timeout_s=5.0)
     with kv, pytest.raises(ConnectError, match="none of the 2 nodes"):
         kv.get(b"a")

@@ -181,7 +181,7 @@ async def test_a_trickling_answer_does_not_prolong_the_timeout(cluster, shell):
                 await kv.call("get", b"a")
 
 
-async def test_a_node_that_accepts_and_stands_still_is_left_when_its_partitions_move(cluster):
+async def test_node_that_accepts_and_stands_is_left_on_a_move(cluster):
     stands = cluster.peers[1]
     cluster.give([1] * 1024)
     async with KvClient.connect(cluster.peers[0].address, timeout_s=30) as kv:

@@ -185,9 +185,7 @@ async def test_a_branch_is_undone_exactly(server, tmp_path, is_kept, journal_max
         assert dict(view.items()) == {name: item.value for name, item in documents.items()}
 
 
-async def test_a_kept_mirror_goes_on_where_it_was_and_undoes_what_happened_meanwhile(
-    server, tmp_path
-):
+async def test_kept_mirror_goes_on_and_undoes_what_was_rolled_back(server, tmp_path):
     key, path = "meanwhile", tmp_path / "view"
     async with KvClient.connect(server.address) as kv:
         seqnos = [(await kv.set(key, b"%d" % n)).seqno for n in range(2)]
@@ -313,7 +311,7 @@ def test_a_consumer_without_asyncio(server, tmp_path):
         assert sorted(told) == sorted(keys)
 
 
-def test_leaving_the_block_ends_an_endless_iteration_and_its_thread(server):
+def test_leaving_block_ends_endless_iteration_and_its_thread(server):
     before = threading.active_count()
     with SyncConsumer(server.address) as consumer:
         for event in consumer:

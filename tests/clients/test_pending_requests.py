@@ -61,7 +61,7 @@ def test_what_is_no_reply_is_left_to_the_caller_but_for_a_noop():
     assert requests.take_output() == b""
 
 
-def test_a_connection_that_is_not_opened_as_it_has_to_be_is_an_error_that_says_so():
+def test_connection_opened_otherwise_is_an_error_that_says_so():
     requests = PendingRequests("10.0.0.1:11210")
     requests.open(b"name", OpenFlag.PRODUCER, [(b"enable_noop", b"true")])
     requests.control(b"nice_to_have", b"true", ignored)
@@ -78,7 +78,7 @@ def test_a_connection_that_is_not_opened_as_it_has_to_be_is_an_error_that_says_s
     assert raised.value.node == "10.0.0.1:11210"
 
 
-def test_opaques_begin_anew_at_the_end_of_their_range_and_are_never_zero():
+def test_opaques_begin_anew_at_their_end_and_are_never_zero():
     requests = PendingRequests(None)
     requests._next_opaque = 0xFFFF_FFFF
     pack = lambda opaque: pack_request(Opcode.NOOP, opaque=opaque)  # noqa: E731

@@ -19,7 +19,7 @@ import dcp
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_public_name_is_there_and_every_module_told_by_the_table():
+def test_every_public_name_is_there_and_every_module_in_table():
     for name in clients.__all__:
         assert getattr(clients, name) is not None
     table = next(

@@ -105,7 +105,7 @@ class Owner:
         return self.outcomes.pop()
 
 
-def test_a_connection_is_opened_with_what_is_needed_and_what_is_wished_for():
+def test_connection_is_opened_with_what_is_needed_and_wished_for():
     setup = Setup(b"n", window_bytes=77, needed=(b"change_streams",), wished=(VERSION_LOG,))
     owner = Owner(setup)
     sent = owner.begin(Status.EINVAL)
@@ -128,7 +128,7 @@ def test_a_connection_is_opened_with_what_is_needed_and_what_is_wished_for():
         again.take(pack_response(needed.opcode, Status.EINVAL, opaque=needed.opaque))
 
 
-def test_a_request_names_all_versions_where_the_server_takes_them():
+def test_request_names_all_versions_where_server_takes_them():
     owner = Owner()
     owner.begin()
     request = owner.asked(One(), document={"collections": ["8"]})
@@ -166,7 +166,7 @@ def test_answers_to_a_stream_request():
         assert refused.error.status == status
 
 
-def test_a_server_that_rolls_back_from_the_beginning_is_refused_and_not_asked_for_ever():
+def test_server_that_always_rolls_back_from_0_is_refused():
     owner = Owner()
     owner.begin()
     refused = owner.answered(Status.ROLLBACK, U64.pack(0), position=Position())
@@ -198,7 +198,7 @@ def test_what_is_not_in_a_table_is_a_refusal():
     assert verdict_of_status(Status.ROLLBACK, 8) is Verdict.BRANCHED
 
 
-def test_a_forgotten_stream_is_closed_and_its_late_answer_does_nothing():
+def test_forgotten_stream_is_closed_and_its_late_answer_ignored():
     owner, stream = Owner(), One()
     owner.begin()
     request = owner.asked(stream)
@@ -212,7 +212,7 @@ def test_a_forgotten_stream_is_closed_and_its_late_answer_does_nothing():
     assert owner.connection.due(10**9) == []
 
 
-def test_pauses_double_up_to_the_longest_and_begin_anew_with_an_open_stream():
+def test_pauses_double_up_to_the_longest_and_begin_anew():
     owner, stream = Owner(), One()
     owner.begin()
     pauses, now = [], 0
@@ -243,7 +243,7 @@ def test_the_window_is_acknowledged_when_half_of_it_is_used(sizes):
         unacked = 0 if acks else unacked
 
 
-def test_a_pushed_configuration_is_told_and_is_no_message_of_a_stream():
+def test_a_pushed_configuration_is_told_and_no_message_of_stream():
     owner, stream = Owner(), One()
     owner.begin()
     owner.answered(Status.OK, pack_failover_log(LOG), stream)
@@ -264,14 +264,14 @@ def test_an_incomplete_frame_is_left():
 # -- rollback rounds ---------------------------------------------------------------------------
 
 
-def test_a_round_goes_to_a_complete_state_at_or_below_what_the_server_says():
+def test_round_goes_to_a_complete_state_at_or_below_the_answer():
     before = Position(((9, 40), (7, 0)), 100, 100, 100, ((0, 30), (60, 100)))
     assert next_round(before, RollbackAsked(80, ()), is_exact=True).seqno == 80
     assert next_round(before, RollbackAsked(50, ()), is_exact=True).seqno == 30
     assert next_round(before, RollbackAsked(80, ()), is_exact=True, to_beginning=True).seqno == 0
 
 
-def test_nothing_is_kept_above_what_both_histories_share_whatever_the_server_says():
+def test_nothing_is_kept_above_what_both_histories_share():
     before = Position(((9, 40), (7, 0)), 100, 100, 100, ((0, 100),))
     server = ((11, 55), (9, 40), (7, 0))
     assert agreed_seqno(before.versions, 100, server) == 55
@@ -294,7 +294,7 @@ def test_rounds_are_bounded(asked, began, is_exact):
         assert (after.seqno, len(after.versions)) < (before.seqno, len(before.versions))
 
 
-def test_a_failover_log_that_cannot_be_one_is_an_error_that_says_so():
+def test_failover_log_that_cannot_be_one_is_error_that_says_so():
     with pytest.raises(StreamViolationError, match=r"seqno must be 0 to 5.*vbucket 17"):
         next_round(AT_5, RollbackAsked(3, ((9, 5), (7, 8))), is_exact=True, vb_id=VB)
     with pytest.raises(StreamViolationError, match="1 to 200 entries"):
@@ -304,7 +304,7 @@ def test_a_failover_log_that_cannot_be_one_is_an_error_that_says_so():
 # -- one place ---------------------------------------------------------------------------------
 
 
-def test_only_the_errors_say_which_statuses_are_temporary_and_which_errors_transient():
+def test_errors_say_which_are_temporary_and_which_transient():
     for path in Path(clients.__path__[0]).rglob("*.py"):
         if path.name != "errors.py":
             text = path.read_text()

@@ -163,7 +163,7 @@ def test_each_violation_is_named(name):
     assert caught.value.vb_id == 1
 
 
-def test_a_history_snapshot_repeats_keys_and_tells_what_they_replaced():
+def test_history_snapshot_repeats_keys_with_what_they_replaced():
     validator = feed(
         opened(), marker(0, 3), change(3, b"a", b"3", 7), end(3), history(4, 6),
         change(4, b"a", b"4", 8, previous=b"3"), change(5, b"a", b"5", 9, previous=b"4"),
@@ -229,7 +229,7 @@ def test_differences_are_said_in_words():
     assert other == "b'b': the consumer has b'v' (seqno 2), the server has b'w'"
 
 
-def test_documents_of_a_dropped_collection_are_held_no_more_until_that_is_rolled_back():
+def test_documents_of_a_dropped_collection_go_until_rolled_back():
     def of(collection_id, event):
         event.collection_id = collection_id
         return event

@@ -149,7 +149,7 @@ async def test_a_frozen_master_that_goes_on_answers_nothing_stale(cluster, kv):
         link.close()
 
 
-async def test_a_master_cut_off_from_the_others_takes_nothing_and_is_followed(cluster, kv):
+async def test_a_master_cut_off_from_others_takes_nothing_and_followed(cluster, kv):
     """Clients still reach it: it must answer neither reads nor writes once others may."""
     keys = keys_of(cluster, "c", 10, "cut")
     for key in keys:
@@ -195,7 +195,7 @@ async def test_without_etcd_masters_go_on_and_status_says_so(cluster, kv):
     await asyncio.to_thread(until, lambda: trouble_of(cluster) == "")
 
 
-async def test_a_full_disk_stops_a_masters_writes_and_leaves_in_sync_sets(cluster, kv):
+async def test_full_disk_stops_masters_writes_and_leaves_in_sync_sets(cluster, kv):
     if "c" not in cluster.disks:
         pytest.skip("a disk of its own is mounted by root only: run the tests as root")
     from support.disks import fill

@@ -30,7 +30,7 @@ def in_namespaces(*command: str) -> str:
     return done.stdout
 
 
-def test_each_flow_is_held_in_its_direction_only_and_passes_again() -> None:
+def test_each_flow_is_held_in_its_direction_and_passes_again() -> None:
     said = in_namespaces("support.packet_parties")
     flows = (("a", "b"), ("b", "a"), ("client", "b"), ("b", "client"))
     assert said.splitlines() == [f"{one} to {other}: held, xx" for one, other in flows]

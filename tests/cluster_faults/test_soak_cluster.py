@@ -120,7 +120,7 @@ def test_a_seed_is_an_order_of_faults():
     assert FAULTS.keys() >= ALONE
 
 
-def test_no_disk_is_full_after_the_node_with_a_disk_of_its_own_was_lost(tmp_path: Path) -> None:
+def test_no_disk_is_full_after_the_node_with_a_disk_own_was_lost(tmp_path: Path) -> None:
     """A round may draw a full disk after that node was wiped and replaced."""
     (tmp_path / "c").mkdir()
     cluster = FaultyCluster(tmp_path, {"c": tmp_path / "c"})

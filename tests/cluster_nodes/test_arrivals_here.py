@@ -61,7 +61,7 @@ async def told(client: Client, count: int) -> list[tuple[int, int]]:
     return answers
 
 
-async def test_writes_of_several_connections_go_on_when_the_node_serves(
+async def test_writes_of_several_connections_go_on_when_node_serves(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replication_port, "WAIT_NS_MAX", LONG_NS)
@@ -79,7 +79,7 @@ async def test_writes_of_several_connections_go_on_when_the_node_serves(
         assert await one.ask(put(VB, 5)), "it reads again"
 
 
-async def test_a_write_is_refused_when_the_time_is_over_and_nothing_happens(node: Node) -> None:
+async def test_write_is_refused_when_time_is_over_and_nothing_happens(node: Node) -> None:
     async with Client.connect(node) as client:
         await client.ask(pack_request(Opcode.HELLO, key=b"test", value=FEATURES))
         client.send(put(VB, 1), put(SERVED, 2))

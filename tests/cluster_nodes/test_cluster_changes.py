@@ -217,7 +217,7 @@ async def test_an_answer_that_is_lost_is_looked_up(
     await until_so(lambda: records(cluster)[vb_id] == ["n2"])
 
 
-async def test_a_request_is_made_anew_when_the_cluster_changes_meanwhile(
+async def test_request_is_made_anew_when_cluster_changes_meanwhile(
     two: ClusterHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = two
@@ -284,7 +284,7 @@ async def test_a_clean_failover_loses_nothing_and_needs_a_copy_in_sync(two: Clus
     assert "no change has to be lost. Leave out --unclean" in error
 
 
-async def test_an_unclean_failover_says_what_may_be_lost_and_needs_the_name(
+async def test_unclean_failover_says_what_may_be_lost_and_needs_name(
     two: ClusterHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = two
@@ -405,7 +405,7 @@ async def test_a_second_request_is_refused_while_a_plan_is_under_way(tmp_path: P
         assert set(map(tuple, records(cluster).values())) == {("n1",)}
 
 
-async def test_a_rebalance_waits_for_a_node_that_has_just_joined_and_names_one_that_is_down(
+async def test_rebalance_waits_for_a_new_node_and_names_one_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ClusterHere(tmp_path) as cluster:

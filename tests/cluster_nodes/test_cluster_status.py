@@ -113,7 +113,7 @@ async def test_what_takes_no_writes_while_the_store_is_away(tmp_path: Path) -> N
         )
 
 
-async def test_partitions_whose_copies_are_all_down_are_told_with_what_to_do(
+async def test_partitions_with_all_copies_down_are_told_with_advice(
     tmp_path: Path,
 ) -> None:
     async with ClusterHere(tmp_path) as cluster:
@@ -207,7 +207,7 @@ async def test_an_unclean_election_leaves_a_receipt_on_disk(tmp_path: Path) -> N
         assert (receipt.vb, receipt.end_seqno) == (3, "41")
 
 
-async def test_a_node_with_an_empty_disk_beside_its_dead_self_is_told_what_to_type(
+async def test_empty_node_beside_its_dead_self_is_told_what_to_type(
     tmp_path: Path,
 ) -> None:
     async with ClusterHere(tmp_path) as cluster:

@@ -97,7 +97,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-async def test_a_name_that_is_taken_is_told_without_the_key_of_the_store() -> None:
+async def test_name_that_is_taken_is_told_without_key_of_store() -> None:
     store, node = ForgetfulStore(), MemoryNode()
     await found_cluster(store, ROOT, node.engine, member(1, "a"), WANTED, b"{}")
     error = await refused(store, member(2, "a"))

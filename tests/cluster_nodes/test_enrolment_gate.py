@@ -176,7 +176,7 @@ async def test_changes_are_refused_until_the_restart_of_a_new_member(
             await enrol(node)
 
 
-async def test_a_document_that_was_applied_is_counted_and_on_disk_first(
+async def test_document_that_was_applied_is_counted_and_on_disk_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with enrolling_node(tmp_path, monkeypatch) as (node, store):
@@ -191,7 +191,7 @@ async def test_a_document_that_was_applied_is_counted_and_on_disk_first(
 
 
 @pytest.mark.parametrize("enrol", [join, init])
-async def test_no_node_becomes_a_member_while_a_restore_loads_documents(
+async def test_no_node_becomes_member_while_restore_loads_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enrol: Callable[[Node], Awaitable[object]]
 ) -> None:
     async with enrolling_node(tmp_path, monkeypatch) as (node, store):

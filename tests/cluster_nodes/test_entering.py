@@ -50,7 +50,7 @@ async def start(node: Node, token_file: Path, access: MetaAccess) -> ClusterFile
     return identity
 
 
-async def test_a_token_file_that_could_not_be_written_is_written_by_a_later_start(
+async def test_token_file_that_failed_is_written_by_a_later_start(
     tmp_path: Path, access: MetaAccess
 ) -> None:
     in_the_way = tmp_path / "secrets"

@@ -160,7 +160,7 @@ async def test_a_join_that_cannot_write_its_file_leaves_nothing(
 
 
 @pytest.mark.usefixtures("opens_store")
-async def test_a_file_that_is_there_in_spite_of_an_error_is_that_of_a_member(
+async def test_file_that_is_there_in_spite_of_error_is_that_of_member(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node must not go on alone: the next start would give up what it takes until then."""
@@ -187,7 +187,7 @@ async def test_a_file_that_is_there_in_spite_of_an_error_is_that_of_a_member(
         assert read_cluster_file(node.about.data_dir) is not None
 
 
-def test_sigterm_before_the_restart_of_a_new_member_ends_the_process(tmp_path: Path) -> None:
+def test_sigterm_before_restart_of_new_member_ends_process(tmp_path: Path) -> None:
     data = tmp_path / "data"
     process = subprocess.Popen(
         [sys.executable, "-c", STOPPED_AT_THE_RESTART, "--port", "0", "--admin-port", "0",

@@ -294,7 +294,7 @@ async def test_a_node_joins_at_its_start_before_it_listens(
     await cluster.until_all_in_sync(2)
 
 
-async def test_the_door_of_a_node_that_does_not_listen_yet_takes_logins_of_nodes_only(
+async def test_port_of_a_node_that_does_not_listen_takes_nodes_only(
     tmp_path: Path,
 ) -> None:
     async with node_here(tmp_path, {"ada": "secret1"}) as node:

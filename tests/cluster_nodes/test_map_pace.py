@@ -87,7 +87,7 @@ def test_changes_of_replicas_are_told_further_apart() -> None:
     assert told.at_s == [100.0 + turn * REPLICAS_S for turn in range(3)]
 
 
-def test_another_master_is_told_at_once_between_changes_of_replicas() -> None:
+def test_new_master_is_told_at_once_between_changes_of_replicas() -> None:
     told = Told()
     told.pace.changed(is_urgent=False)
     told.clock.pass_to(100.0)

@@ -93,7 +93,7 @@ def test_a_version_is_told_once_and_later_ones_only() -> None:
     assert not node.shown.update(), "other keys have changed"
 
 
-def test_a_record_that_was_read_ahead_of_the_view_is_told_once_the_view_has_come_so_far() -> None:
+def test_record_read_ahead_of_the_view_is_told_once() -> None:
     """What else has changed up to its revision is not known before."""
     node = Shown()
     node.view.replace(node.items, 12)
@@ -108,7 +108,7 @@ def test_a_record_that_was_read_ahead_of_the_view_is_told_once_the_view_has_come
     assert (node.config.config_version(), node.master()) == ((7, 15), 1)
 
 
-def test_other_masters_and_addresses_are_urgent_and_other_replicas_are_not() -> None:
+def test_new_masters_and_addresses_are_urgent_replicas_are_not() -> None:
     node = Shown()
     node.view.replace(node.items, 12)
     assert node.shown.is_urgent((0,)), "clients know no master of it"
@@ -176,7 +176,7 @@ async def test_the_end_of_the_process_writes_what_is_not_written_yet(tmp_path: P
     await told._tasks.stop()
 
 
-async def test_the_end_of_the_process_waits_for_a_write_that_is_under_way(
+async def test_end_of_process_waits_for_write_that_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That one may have an older version. And one that has not begun must not come later."""
@@ -208,7 +208,7 @@ async def test_a_file_that_cannot_be_read_counts_as_none_and_is_told(
     assert "map.json cannot be read" in caplog.text
 
 
-async def test_a_file_that_cannot_be_written_is_told_once_and_tried_again(
+async def test_file_that_cant_be_written_is_told_once_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = told_map(tmp_path)
@@ -233,7 +233,7 @@ class Meta:
         self.asked.append(request)
 
 
-def test_a_life_that_was_not_raised_is_tried_again_after_a_second() -> None:
+def test_life_that_was_not_raised_is_tried_again_after_second() -> None:
     node, meta = Shown(told=TOLD), Meta()
     raised = RaisedLife(node.life, meta, lambda: 50.0)  # type: ignore[arg-type]
     raised.tick(0)
@@ -300,9 +300,7 @@ def versions(cluster: ClusterHere) -> set[tuple[int, int]]:
     return {node._config.config_version() for node in cluster.nodes.values()}
 
 
-async def test_after_a_restart_of_all_nodes_each_version_is_one_map_and_they_rise(
-    tmp_path: Path, told: Told
-) -> None:
+async def test_after_restarts_map_versions_are_unique_and_rise(tmp_path: Path, told: Told) -> None:
     async with ClusterHere(tmp_path) as cluster:
         await cluster.start("n1")
         await cluster.become_member("n1", copies=2)

@@ -119,7 +119,7 @@ async def test_a_brief_push_has_the_version_and_no_map(two: ClusterHere) -> None
     "push",
     [Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF],
 )
-async def test_a_client_that_does_not_read_is_pushed_the_newest_map_when_it_reads(
+async def test_client_that_does_not_read_is_pushed_the_newest_map(
     two: ClusterHere, push: Feature
 ) -> None:
     """Maps that it could not take are left out: each would be sent to no use."""

@@ -19,7 +19,7 @@ from support.waiting import until_so
 KEYS = ClusterKeys(f"/dcpd/{CLUSTER}/".encode())
 
 
-async def test_a_member_of_another_version_than_those_that_run_ends_at_its_start(
+async def test_member_of_an_incompatible_version_ends_at_its_start(
     tmp_path: Path,
 ) -> None:
     async with ClusterHere(tmp_path) as cluster:

@@ -69,7 +69,7 @@ async def check(kv: KvClient, answered: dict[bytes, int]) -> None:
         assert int((await kv.get(key)).value) >= turn, key
 
 
-async def test_partitions_move_under_load_and_a_drained_node_is_removed(tmp_path: Path) -> None:
+async def test_partitions_move_under_load_and_drained_node_is_removed(tmp_path: Path) -> None:
     stamps = iter(Stamp(f"test{number}", 0) for number in range(10))
     async with ClusterHere(tmp_path) as cluster:
         await cluster.start("n1")

@@ -380,7 +380,7 @@ class ClosedLink:
 
 
 @pytest.mark.parametrize("address", ["b..default.svc:11210", "127.0.0.1:port", "", "x" * 64 + ":1"])
-async def test_an_address_of_another_node_that_is_none_ends_the_link_only(address: str) -> None:
+async def test_address_of_another_node_that_is_none_ends_link_only(address: str) -> None:
     link: Any = ClosedLink()
     told: list[None] = []
     await MemberLink(link, "s" * 32, lambda: told.append(None), own_name="b").dial(address)

@@ -96,7 +96,7 @@ async def test_a_start_that_fails_gives_the_port_up(
             taken.bind(("127.0.0.1", cluster._ports["n1"][1]))
 
 
-async def test_a_start_without_its_key_value_port_gives_the_admin_port_up(tmp_path: Path) -> None:
+async def test_start_without_its_key_value_port_gives_admin_port_up(tmp_path: Path) -> None:
     async with ClusterHere(tmp_path) as cluster:
         await cluster.start("n1")
         node = await cluster.become_member("n1", copies=1)

@@ -109,12 +109,12 @@ async def test_a_change_that_did_not_reach_the_store_is_sent_again(store: Faulty
     assert store.item().version == 3
 
 
-async def test_a_lost_change_behind_that_of_another_node_did_not_happen(store: Faulty) -> None:
+async def test_lost_change_behind_that_of_another_node_did_not_happen(store: Faulty) -> None:
     assert not await replaced(store, store.lost_behind_another)
     assert store.item().value == b"of another"
 
 
-async def test_a_lost_change_that_others_may_have_replaced_is_not_known(store: Faulty) -> None:
+async def test_lost_change_that_others_may_have_replaced_is_not_known(store: Faulty) -> None:
     with pytest.raises(MayBeReplacedError, match="others have changed it since then"):
         await replaced(store, store.lost_before_another)
 

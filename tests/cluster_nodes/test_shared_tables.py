@@ -184,7 +184,7 @@ async def test_rights_of_open_connections_change_on_all_nodes(two: ClusterHere) 
         await until_answered(client, read, Status.AUTH_STALE)
 
 
-async def test_while_the_store_is_away_nothing_changes_and_users_log_in(two: ClusterHere) -> None:
+async def test_while_store_is_away_nothing_changes_and_users_log_in(two: ClusterHere) -> None:
     """Also at a node that starts meanwhile. It comes last: n2 has no store afterwards."""
     await asyncio.to_thread(users(two, "n1").add, "fred", "password")
     await soon(lambda: "fred" in users(two, "n2").names())

@@ -70,7 +70,7 @@ def test_a_url_without_a_port_names_no_store() -> None:
             place_of(url)
 
 
-def test_a_port_that_another_process_took_ends_the_start_with_what_to_try(tmp_path: Path) -> None:
+def test_taken_port_ends_the_start_with_what_to_try(tmp_path: Path) -> None:
     with DcpServer(tmp_path / "a", "--cluster", "init", "--cluster-copies", "1") as server:
         content = read_cluster_file(server.data)
         assert content is not None

@@ -103,7 +103,7 @@ async def test_nodes_replicate_over_tls_with_the_secret(tmp_path: Path, ca: Test
         ]
 
 
-async def test_nodes_replicate_with_certificates_and_without_the_secret(
+async def test_nodes_replicate_with_certificates_and_without_secret(
     tmp_path: Path, ca: TestCa
 ) -> None:
     async with ClusterHere(tmp_path, **tls_settings("mutual", ca)) as cluster:
@@ -171,7 +171,7 @@ async def test_tls_on_one_side_only_is_told(tmp_path: Path, ca: TestCa) -> None:
         assert "--cluster-tls must be the same on all nodes" in problems(n2)
 
 
-async def test_a_wrong_secret_is_told_by_every_node_and_by_a_plan_that_waits_for_it(
+async def test_wrong_secret_is_told_by_every_node_and_waiting_plan(
     tmp_path: Path,
 ) -> None:
     async with ClusterHere(tmp_path) as cluster:

@@ -258,7 +258,7 @@ def test_a_node_without_a_link_each_way_does_not_join(tmp_path: Path) -> None:
         assert len(members) == 1
 
 
-def test_a_join_while_the_store_is_away_has_exit_codes_of_its_own(
+def test_join_while_store_is_away_has_exit_codes_of_its_own(
     alone: DcpServer, tmp_path: Path
 ) -> None:
     token = ClusterToken(cluster="ab" * 16, meta="etcd://127.0.0.1:1", secret="s" * 43).to_text()

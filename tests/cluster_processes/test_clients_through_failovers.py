@@ -103,7 +103,7 @@ async def following(address: str, vbuckets: list[int] | None = None) -> AsyncIte
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_reads_writes_and_consumers_go_through_a_freeze_and_a_kill(
+async def test_reads_writes_and_consumers_go_through_freeze_and_kill(
     cluster: ClusterProcesses,
 ) -> None:
     in_thread = cluster.in_thread

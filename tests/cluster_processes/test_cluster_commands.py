@@ -37,7 +37,7 @@ def etcd_url(folder: Path) -> Iterator[str]:
         etcd.close()
 
 
-def test_commands_make_a_cluster_that_follows_a_dead_node_and_refuse_what_cannot_be(
+def test_commands_make_a_cluster_that_survives_a_dead_node(
     tmp_path: Path,
 ) -> None:
     with (
@@ -108,7 +108,7 @@ def test_commands_make_a_cluster_that_follows_a_dead_node_and_refuse_what_cannot
             kv.set(b"k", b"w")
 
 
-async def test_init_and_join_say_what_they_would_do_and_ask_at_a_terminal(tmp_path: Path) -> None:
+async def test_init_and_join_say_what_they_would_do_and_ask(tmp_path: Path) -> None:
     with DcpServer(tmp_path / "a") as a, DcpServer(tmp_path / "b") as b:
         init = ("cluster", "init", "--name", "first", "--copies", "2")
         ran = await ctl(a.port, *init, "--dry-run")
@@ -171,7 +171,7 @@ def test_a_token_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         assert "Traceback" not in run.stderr
 
 
-def test_a_demo_goes_on_with_the_nodes_of_its_folder_also_with_a_drained_one(
+def test_demo_goes_on_with_nodes_of_its_folder_with_drained_one(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "demo"
@@ -280,9 +280,7 @@ def check_commands(folder: Path, first: str, pids: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("meta", ["embedded", "etcd"])
-def test_a_demo_takes_its_nodes_with_it_and_only_those_are_killed(
-    tmp_path: Path, meta: str
-) -> None:
+def test_demo_takes_its_nodes_with_it_and_only_those_are_killed(tmp_path: Path, meta: str) -> None:
     if meta == "etcd" and IS_MISSING:
         pytest.skip("the command etcd is missing (sudo apt-get install etcd-server)")
     folder = tmp_path / "demo"
@@ -311,7 +309,7 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_containers_become_members_with_a_password_file_for_their_first_user(
+def test_containers_become_members_with_a_password_file(
     tmp_path: Path,
 ) -> None:
     """The first user of the first node is the cluster's. Another one gets it from there."""

@@ -61,7 +61,7 @@ def expires_in_s(cluster: ClusterProcesses, name: str, uid: int) -> float:
     return expiry - time.time() if expiry else 0.0
 
 
-def test_a_changed_max_ttl_holds_on_all_nodes_and_after_a_restart(tmp_path: Path) -> None:
+def test_changed_max_ttl_holds_on_all_nodes_and_after_restart(tmp_path: Path) -> None:
     with ClusterProcesses(tmp_path, "abc") as cluster:
         nodes = cluster.nodes
         cluster.until_in_sync(3)

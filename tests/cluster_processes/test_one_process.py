@@ -16,7 +16,7 @@ from support.cluster_processes import ClusterProcesses
 pytestmark = pytest.mark.crash
 
 
-async def test_a_copied_folder_is_refused_and_a_killed_one_is_back_at_once(tmp_path: Path) -> None:
+async def test_copied_folder_is_refused_and_killed_one_is_back_at_once(tmp_path: Path) -> None:
     with ClusterProcesses(tmp_path, "ab", "--lease", "2s") as cluster:
         in_thread, nodes = cluster.in_thread, cluster.nodes
         await in_thread(cluster.until_in_sync, 2)

@@ -67,7 +67,7 @@ def elections(cluster: ClusterProcesses) -> list[str]:
     return [line for line in logs.splitlines() if '"masters elected"' in line]
 
 
-async def test_a_rolling_restart_of_all_nodes_makes_no_version_and_loses_nothing(
+async def test_rolling_restart_makes_no_version_and_loses_nothing(
     cluster: ClusterProcesses,
 ) -> None:
     address = "dcpd://" + ",".join(node.address for node in cluster.nodes.values())

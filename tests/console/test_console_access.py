@@ -66,7 +66,7 @@ def go(page: Page, title: str) -> None:
     expect(page.locator("main .loading")).to_have_count(0)
 
 
-def test_every_page_fits_a_phone_and_has_names_and_contrast_in_both_colours(log_in, server) -> None:
+def test_every_page_fits_a_phone_with_names_and_contrast(log_in, server) -> None:
     with server.connect() as kv:
         kv.set(b"key1", b"x" * 300)
     two_consumers = Following(server.address, "one two"), Following(server.address, "three")

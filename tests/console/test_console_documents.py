@@ -77,7 +77,7 @@ async def turns_during(work: Awaitable[object]) -> int:
 # -- changes -----------------------------------------------------------------------------------
 
 
-async def test_a_small_expiry_counts_from_now_and_the_description_says_so(node: Node) -> None:
+async def test_small_expiry_counts_from_now_and_description_says_so(node: Node) -> None:
     before_s = int(time.time())
     for expiry, is_relative in ((RELATIVE_EXPIRY_MAX_S, True), (before_s + 1000, False)):
         assert (await put(node, "expires", "x", expiry=expiry)).status == 200
@@ -142,7 +142,7 @@ async def test_a_search_lets_others_run_also_while_it_finds_documents(
     assert await turns(26) - await turns(1) >= 25 // 5
 
 
-async def test_a_search_looks_at_the_time_also_while_it_finds_documents(
+async def test_search_looks_at_time_also_while_it_finds_documents(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = keys_in(VB, "slow:", 30)

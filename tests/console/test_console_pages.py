@@ -145,7 +145,7 @@ def test_a_consumer_that_is_rolled_back_while_the_server_dies(log_in, server: Dc
         expect(fact(card, "Last rollback")).to_contain_text(f"partition {vb_id} to seqno 3")
 
 
-def test_documents_are_made_changed_and_deleted_and_their_versions_stay(
+def test_documents_are_made_changed_deleted_with_their_versions(
     log_in, server: DcpdProcess
 ) -> None:
     page = log_in()

@@ -144,7 +144,7 @@ def test_the_login_is_in_no_url_cookie_or_storage(log_in, users: DcpdProcess) ->
     expect(page.get_by_label("Password")).to_be_empty()  # it was kept in the page only
 
 
-def test_a_wrong_password_is_refused_without_a_dialog_of_the_browser(
+def test_wrong_password_is_refused_without_dialog_of_browser(
     browser: Browser, server: DcpdProcess
 ) -> None:
     context = browser.new_context(base_url=server.admin_url)

@@ -125,7 +125,7 @@ async def test_the_files_are_small_and_allow_no_other_script(node: Node) -> None
     assert bytes(index.body) == (FOLDER / "index.html").read_bytes()
 
 
-async def test_the_page_needs_nothing_from_elsewhere_and_has_nothing_inline() -> None:
+async def test_page_needs_nothing_from_elsewhere_and_inlines_nothing() -> None:
     index = (FOLDER / "index.html").read_text()
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", index)
     for reference in re.findall(r'(?:src|href)="([^"]+)"', index):
@@ -201,7 +201,7 @@ async def test_rights_for_some_keys_hold_for_documents_too(node: Node) -> None:
     assert (await put(node, "a:1", "z", reader)).status == 403
 
 
-async def test_faults_need_test_mode_where_other_machines_can_reach_the_server(
+async def test_faults_need_test_mode_where_others_reach_the_server(
     tmp_path: Path,
 ) -> None:
     rule = b'{"opcode": "GET", "status": "ETMPFAIL"}'
@@ -435,7 +435,7 @@ async def test_the_stream_ends_when_the_rights_change(node: Node) -> None:
         assert await anext(stream) == {"rights": True}
 
 
-async def test_a_page_that_reads_nothing_costs_no_memory_and_stops_nobody(node: Node) -> None:
+async def test_page_that_reads_nothing_costs_no_memory(node: Node) -> None:
     """Its events are not made: what it gets later is one event with all that is new."""
     made = 0
     view = node._listeners._admin_parts.console.view

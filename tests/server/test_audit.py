@@ -130,7 +130,7 @@ def test_failures_are_logged_once_until_it_works_again(tmp_path, caplog):
     assert [line["event"] for line in lines(path)] == ["lost", "login"]
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_line_leaves_no_half_one(tmp_path, monkeypatch):
+def test_disk_that_fills_up_in_middle_of_line_leaves_no_half_one(tmp_path, monkeypatch):
     path = tmp_path / "audit.log"
     append_rotating(path, b"first\n", bytes_max=1000)
     write = os.write

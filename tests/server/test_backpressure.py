@@ -90,7 +90,7 @@ async def test_a_stream_that_nobody_reads_costs_a_cursor(server: DcpdProcess) ->
                     newest = frame.value
 
 
-async def test_the_age_of_a_stream_is_told_by_a_clock_that_does_not_jump(
+async def test_age_of_stream_is_told_by_clock_that_does_not_jump(
     server: DcpdProcess,
 ) -> None:
     async with Consumer(server.address, vbuckets=[5]) as consumer:

@@ -173,7 +173,7 @@ def test_connections_that_ask_nothing_keep_nobody_out(tmp_path: Path) -> None:
         assert "of those without a login this one is the oldest (setting connections_max)" in log
 
 
-def test_a_client_without_a_login_makes_room_for_one_that_logs_in(tmp_path: Path) -> None:
+def test_client_without_login_makes_room_for_one_that_logs_in(tmp_path: Path) -> None:
     """Where a login is needed, asking is not enough; and whose user is removed is a stranger."""
     data = tmp_path / "data"
     with DcpdProcess(data) as server:
@@ -254,7 +254,7 @@ def test_half_done_handshakes_are_bounded_in_bytes_too(tmp_path: Path) -> None:
             assert answer.status == Status.OK
 
 
-def test_a_handshake_that_fails_is_forgotten_and_a_stop_waits_for_none(tmp_path: Path) -> None:
+def test_failed_handshake_is_forgotten_and_stop_does_not_wait(tmp_path: Path) -> None:
     with TlsDcpd(tmp_path, "--log-level", "debug") as server:
         with connections(server.tls_port, 5, b"GET / HTTP/1.0\r\n\r\n") as wrong:
             until(lambda: all(is_over(one) for one in wrong))
@@ -266,7 +266,7 @@ def test_a_handshake_that_fails_is_forgotten_and_a_stop_waits_for_none(tmp_path:
         assert "Traceback" not in server.log_path.read_text()
 
 
-def test_over_tls_what_is_received_while_reading_is_paused_is_counted_and_bounded(
+def test_tls_input_received_while_paused_is_counted_and_bounded(
     tmp_path: Path,
 ) -> None:
     """Beneath the session: bytes that are still encrypted."""
@@ -296,7 +296,7 @@ def test_over_tls_what_is_received_while_reading_is_paused_is_counted_and_bounde
 # -- what is not read ------------------------------------------------------------------------------
 
 
-def test_what_clients_do_not_read_is_bounded_for_all_of_them_together(tmp_path: Path) -> None:
+def test_unread_output_is_bounded_for_all_clients_together(tmp_path: Path) -> None:
     bound = 48 * MIB
     arguments = ("--send-buffers-bytes-max", str(bound), "--log-level", "debug")
     with (

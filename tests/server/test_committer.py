@@ -116,7 +116,7 @@ async def test_a_group_waits_for_room_and_goes_before_what_came_later(
     assert server.failures == []
 
 
-async def test_a_group_is_told_before_its_sync_and_once_though_the_disk_is_full(
+async def test_group_is_told_before_its_sync_and_once_on_a_full_disk(
     server: Server,
 ) -> None:
     """Replicas get it then; a sync of the loop would delay them."""
@@ -202,7 +202,7 @@ async def test_a_full_disk_is_told_once_and_so_is_its_end(server: Server) -> Non
     assert server.groups() == [1]
 
 
-async def test_a_segment_that_cannot_be_begun_holds_back_what_comes_after() -> None:
+async def test_segment_that_cant_be_begun_holds_back_what_comes_after() -> None:
     """The group before it is answered. What follows must not go into the old segment: the frozen
     and the sealed would not be the same.
     """
@@ -447,7 +447,7 @@ async def test_the_end_is_marked_after_the_answers_of_many_groups(
     assert read_marks(server.device.marks()).end == server.node.writer.synced_end
 
 
-async def test_a_group_that_comes_after_the_mark_is_marked_before_the_mark_is_synced(
+async def test_group_after_a_mark_is_marked_before_the_mark_is_synced(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing follows the sync of the mark if no group follows."""

@@ -88,7 +88,7 @@ def it() -> Compacting:
 
 @pytest.mark.parametrize("history_s", [0, 150, 250])
 @pytest.mark.parametrize("how", ["merged", "replayed"])
-def test_what_a_branch_brought_back_survives_a_purge_and_a_compaction(
+def test_what_branch_brought_back_survives_purge_and_compaction(
     it: Compacting, how: str, history_s: int
 ) -> None:
     """Before the merge that takes what it undid out of the store. By the window the floor would lie
@@ -174,7 +174,7 @@ def test_what_is_not_committed_can_be_cut_off_after_a_compaction(it: Compacting)
     assert it.documents() == {"a", "b", "c"}
 
 
-def test_a_floor_above_what_is_merged_does_not_get_into_the_store(it: Compacting) -> None:
+def test_floor_above_what_is_merged_does_not_get_into_store(it: Compacting) -> None:
     """An unsynced log may lose its tail; then nothing would reach up to the floor."""
     it.set(*["a"] * 9)
     it.node.merge()

@@ -22,7 +22,7 @@ from vbucket.model.ids import vbucket_of
 TIMEOUT_S = 20.0
 
 
-async def test_what_a_failure_amid_commands_leaves_waits_for_no_other_writer(
+async def test_failure_amid_commands_leaves_no_other_writer_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = tmp_path / "data"
@@ -100,7 +100,7 @@ async def test_housekeeping_that_fails_is_counted_and_goes_on(
         await node.stop()
 
 
-async def test_a_change_that_is_cut_short_ends_the_node_with_its_reason(
+async def test_change_that_is_cut_short_ends_node_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Going on would give two changes the same seqno, or lose one that was answered."""

@@ -132,7 +132,7 @@ def test_a_dump_shows_one_state_while_somebody_writes(
         thread.join()
 
 
-def test_a_dump_that_a_branch_undoes_says_that_it_is_not_complete(
+def test_dump_that_branch_undoes_says_that_it_is_not_complete(
     server: DcpServer, client: RawClient, ctl: Ctl
 ) -> None:
     """The reader is slow, so that the dump is under way when the branch comes."""

@@ -77,7 +77,7 @@ def test_with_the_pager_off_they_expire_when_somebody_asks(tmp_path: Path) -> No
         assert metrics["dcpd_items"] == 2
 
 
-def test_what_was_due_while_the_server_was_down_expires_after_the_start(tmp_path: Path) -> None:
+def test_what_was_due_while_server_was_down_expires_after_start(tmp_path: Path) -> None:
     off = ("--expiry-interval", "0", "--memtable-bytes", "1MiB")
     with DcpServer(tmp_path / "data", *off) as server, RawClient(server.port) as client:
         store_with_expiry(client, int(time.time()) - 1)

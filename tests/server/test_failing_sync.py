@@ -73,7 +73,7 @@ def test_nothing_is_answered_after_a_failed_sync(
 
 
 @pytest.mark.crash
-def test_a_sync_that_fails_in_the_last_moment_ends_the_process_and_is_said(
+def test_sync_that_fails_in_last_moment_ends_process_and_is_said(
     tmp_path: Path, failing: Path
 ) -> None:
     """Without syncs of its own, the log is synced when the server stops."""

@@ -43,7 +43,7 @@ def test_a_full_log_is_told_until_it_has_room() -> None:
     assert told.said == ["log full", "log has room again"]
 
 
-def test_who_serves_nothing_beside_an_older_metadata_store_is_not_ready() -> None:
+def test_node_beside_an_older_metadata_store_is_not_ready() -> None:
     health = Told().health
     health.store_is_older(3, 50.0, serves=True)
     assert health.older_store == (3, 50.0, True)
@@ -68,7 +68,7 @@ def test_a_read_only_start_is_said_once() -> None:
     assert told.said == ["started read-only", "the disk has room again, writes are taken"]
 
 
-def test_writers_that_wait_go_on_when_there_is_room_or_none_is_to_be_expected() -> None:
+def test_waiting_writers_go_on_with_room_or_without_hope_of_it() -> None:
     told = Told()
     told.health.pressure_changed(Pressure.WAITING, "")
     told.health.pressure_changed(Pressure.ROOM, "")

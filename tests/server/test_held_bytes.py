@@ -27,7 +27,7 @@ def closed(holders: list[FakeHolder]) -> list[int]:
     return [at for at, holder in enumerate(holders) if holder.closed_because]
 
 
-def test_the_one_that_stood_still_for_the_longest_time_goes_and_is_told_why() -> None:
+def test_one_that_stood_still_for_longest_time_goes_and_told_why() -> None:
     held = HeldBytes(4 * MIB, "receive_buffers_bytes_max", "incomplete packets took")
     holders = [FakeHolder() for _ in range(5)]
     for holder in holders[:4]:
@@ -55,7 +55,7 @@ def test_a_byte_now_and_then_is_no_progress() -> None:
     assert closed(holders) == [0]
 
 
-def test_bytes_that_add_up_are_progress_and_so_is_a_packet_that_was_taken() -> None:
+def test_bytes_that_add_up_and_taken_packets_are_progress() -> None:
     held = HeldBytes(3 * MIB, "s", "w")
     trickling, other, busy, last = holders = [FakeHolder() for _ in range(4)]
     held.note(busy, 100)

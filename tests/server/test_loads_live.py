@@ -172,7 +172,7 @@ def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
     assert verify.verify(tmp_path / "data", as_json=False) == verify.CheckExitCode.CLEAN
 
 
-def test_a_store_process_that_stands_still_in_a_load_stops_only_what_it_loads(
+def test_store_process_that_stands_in_load_stops_what_it_loads(
     tmp_path: Path,
 ) -> None:
     """Reads, other partitions and streams go on; then the load ends."""
@@ -203,7 +203,7 @@ def test_a_store_process_that_stands_still_in_a_load_stops_only_what_it_loads(
     assert verify.verify(tmp_path / "data", as_json=False) == verify.CheckExitCode.CLEAN
 
 
-def test_a_store_process_that_stands_still_in_a_load_for_long_is_replaced(tmp_path: Path) -> None:
+def test_store_process_that_stands_in_load_for_long_is_replaced(tmp_path: Path) -> None:
     """The next one gets the packets again, those that were sent ahead included."""
     with (
         DcpdProcess(tmp_path / "data", "--store-silence", "2s") as server,

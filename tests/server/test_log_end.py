@@ -250,7 +250,7 @@ async def test_what_is_given_up_is_told_and_consumers_roll_back(
     assert verify(tmp_path / "data")[0] == 0
 
 
-async def test_after_a_kill_every_partition_that_may_have_lost_something_begins_anew(
+async def test_after_a_kill_partitions_that_may_have_lost_begin_anew(
     tmp_path: Path,
 ) -> None:
     """Nothing tells what was in the groups that cannot be read; those that can be are named."""

@@ -58,7 +58,7 @@ def test_a_log_of_another_format_is_refused_by_name(tmp_path: Path, version: int
         assert path.read_bytes() == segment
 
 
-def test_a_value_that_looks_like_a_record_in_a_torn_group_stops_no_start(tmp_path: Path) -> None:
+def test_record_like_value_in_a_torn_group_stops_no_start(tmp_path: Path) -> None:
     """The disk got the value and not the head of the group, which nobody was answered."""
     with DcpdProcess(tmp_path / "data") as server:
         log = server.data / "log"

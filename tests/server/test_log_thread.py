@@ -121,7 +121,7 @@ async def files(tmp_path: Path) -> AsyncIterator[Files]:
     files.stop()
 
 
-async def test_large_groups_are_written_by_the_thread_and_small_ones_by_the_loop(
+async def test_large_groups_are_written_by_a_thread_small_by_the_loop(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SLOW_SYNC_NS", 1 << 60)
@@ -135,7 +135,7 @@ async def test_large_groups_are_written_by_the_thread_and_small_ones_by_the_loop
     assert files.failures == []
 
 
-async def test_small_groups_are_left_to_the_thread_while_the_disk_is_slow(
+async def test_small_groups_are_left_to_thread_while_disk_is_slow(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SLOW_SYNC_NS", 0)
@@ -182,7 +182,7 @@ async def test_no_zeros_are_written_while_the_thread_writes(files: Files) -> Non
     assert files.failures == []
 
 
-async def test_a_group_that_the_disk_did_not_take_is_written_when_there_is_room(
+async def test_group_the_disk_refused_is_written_when_there_is_room(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread only says that it failed. Python tries again, and has the words."""
@@ -265,7 +265,7 @@ class LateThread:
         return self._thread.close(20)
 
 
-async def test_a_stop_that_does_not_know_what_became_of_a_group_is_not_clean(files: Files) -> None:
+async def test_stop_without_a_groups_outcome_is_not_clean(files: Files) -> None:
     """The group may be on disk, or its sync may have failed. A clean end would name another end."""
     await files.set(b"before", LARGE)
     files.give(b"\0large", LARGE)

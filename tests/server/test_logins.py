@@ -85,7 +85,7 @@ async def plain(peer_logins, user, password):
 # -- too many failures -----------------------------------------------------------------------------
 
 
-def test_failures_block_one_user_of_one_address_until_the_minute_is_over():
+def test_failures_block_one_user_of_one_address_for_a_minute():
     failed = FailedLogins(3)
     for when in (0.0, 10.0, 20.0):
         assert failed.blocked_s("a", "ada", when) == 0
@@ -131,7 +131,7 @@ def test_no_minute_takes_more_than_twice_the_limit(times, limit):
 # -- one connection --------------------------------------------------------------------------------
 
 
-async def test_the_right_password_is_refused_too_while_a_user_is_blocked(logins, audited):
+async def test_right_password_is_refused_too_while_user_is_blocked(logins, audited):
     peer = logins.peer("10.0.0.1", "10.0.0.1:7", "kv")
     for _ in range(3):
         assert (await plain(peer, "ada", "wrong")).status == Status.AUTH_ERROR
@@ -173,14 +173,14 @@ async def test_guesses_that_come_together_do_not_get_around_the_limit(logins, de
     assert [r["result"] for r in audited()] == ["refused"] * 20
 
 
-async def test_clients_that_come_together_with_one_password_cost_one_derivation(logins, derived):
+async def test_clients_with_one_password_cost_one_derivation(logins, derived):
     peers = [logins.peer("h", f"h:{number}", "kv") for number in range(2)]
     steps = await asyncio.gather(*(begin_plain(peer, "ada", "secret1") for peer in peers))
     assert [step.status for step in steps] == [Status.OK] * 2
     assert len(derived) == 1
 
 
-async def test_what_does_not_fit_is_refused_at_once_and_is_no_wrong_login(logins, audited):
+async def test_what_does_not_fit_is_refused_at_once_and_no_wrong_login(logins, audited):
     logins._checks = password_checks.PasswordChecks(logins._is_blocked, waiting_per_host_max=1)
     places = password_checks.THREADS + 1
     peers = [logins.peer("h", f"h:{number}", "kv") for number in range(places + 10)]
@@ -196,7 +196,7 @@ async def test_what_does_not_fit_is_refused_at_once_and_is_no_wrong_login(logins
     assert len(audited()) == len(peers) + 1
 
 
-async def test_a_connection_that_goes_away_while_it_waits_is_not_logged_in(logins, audited):
+async def test_connection_gone_while_it_waits_is_not_logged_in(logins, audited):
     gone, stays = (logins.peer("h", f"h:{number}", "kv") for number in range(2))
     outcome = begin_plain(gone, "ada", "secret1")
     gone.leave()
@@ -253,7 +253,7 @@ async def test_an_admin_request_that_is_given_up_leaves_nothing_behind(logins):
     assert (await plain(logins.peer("h", "h:1", "kv"), "ada", "secret1")).status == Status.OK
 
 
-async def test_wrong_logins_of_a_node_count_for_that_node_at_that_address(logins, audited):
+async def test_wrong_logins_of_a_node_count_for_it_at_that_address(logins, audited):
     """Nodes have one address, where all of them run on one machine or behind one router."""
     logins.users.let_cluster_in("s" * 43)
     for _ in range(3):

@@ -30,14 +30,14 @@ def begun(filled_s: float, usual_s: float) -> tuple[MergeDuty, float]:
     ("filled_s", "usual_s", "share"),
     [(10.0, 2.0, 0.4), (10.0, 2.6, 1.0), (10.0, 50.0, 1.0), (1000.0, 2.0, SHARE_MIN)],
 )
-def test_a_merge_takes_half_of_the_time_until_the_next_one_is_due(
+def test_merge_takes_half_of_time_until_next_one_is_due(
     filled_s: float, usual_s: float, share: float
 ) -> None:
     assert begun(filled_s, usual_s)[1] == pytest.approx(share)
 
 
 @given(SECONDS, SECONDS)
-def test_a_merge_ends_in_time_and_takes_a_few_times_as_long_at_most(
+def test_merge_ends_in_time_and_takes_few_times_as_long_at_most(
     filled_s: float, usual_s: float
 ) -> None:
     _, share = begun(filled_s, usual_s)

@@ -167,7 +167,7 @@ async def resting(shell: Shell) -> Process:
     return process
 
 
-async def test_a_merge_that_rests_hurries_when_the_next_memtable_is_half_full() -> None:
+async def test_resting_merge_hurries_when_the_memtable_is_half_full() -> None:
     shell = Shell(None)
     process = await resting(shell)
     shell.node.engine.keyspace.memtable_bytes_max = 1
@@ -235,7 +235,7 @@ async def test_a_process_that_cannot_be_started_yet_is_waited_for(first: Excepti
     assert shell.node.engine.partitions[5].merged_seqno == 1
 
 
-async def test_a_memtable_that_got_full_meanwhile_is_merged_without_another_write() -> None:
+async def test_full_memtable_is_merged_without_another_write() -> None:
     """Writers may wait for it, so no group would come."""
     shell = Shell(None)
     keyspace = shell.node.engine.keyspace

@@ -43,7 +43,7 @@ def test_where_all_have_logged_in_who_comes_is_refused() -> None:
     assert len(newcomers) == 0
 
 
-def test_many_that_come_before_one_is_gone_make_room_each_for_one() -> None:
+def test_many_that_come_before_one_is_gone_each_make_room() -> None:
     """Connections that are being closed still count."""
     newcomers = Newcomers(4)
     connections = [FakeConnection() for _ in range(10)]

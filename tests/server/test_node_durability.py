@@ -127,7 +127,7 @@ async def test_no_new_version_after_a_clean_stop_with_less(tmp_path: Path) -> No
         assert await all_documents(server) == {b"k": b"v"}
 
 
-async def test_the_lower_promise_counts_even_if_the_next_start_asks_for_more(
+async def test_lower_promise_counts_even_if_next_start_asks_for_more(
     tmp_path: Path,
 ) -> None:
     with DcpdProcess(tmp_path / "data", "--durability", "none") as server:
@@ -256,7 +256,7 @@ async def test_damage_in_the_middle_of_the_log_is_refused(tmp_path: Path) -> Non
         assert segment.read_bytes() == data, "nothing was changed"
 
 
-async def test_a_start_that_died_before_the_store_was_there_is_no_damage(tmp_path: Path) -> None:
+async def test_start_that_died_before_store_was_there_is_no_damage(tmp_path: Path) -> None:
     """The log's first segment, zeros ahead included, comes before the store."""
     with DcpdProcess(tmp_path / "data") as server:
         server.kill()
@@ -295,7 +295,7 @@ async def test_a_log_without_its_store_is_refused(tmp_path: Path) -> None:
         assert "Traceback" not in refused.stderr
 
 
-async def test_a_start_that_dies_before_its_new_versions_leaves_them_to_the_next(
+async def test_start_that_dies_early_leaves_new_versions_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DcpdProcess(tmp_path / "data", "--durability", "none") as server:

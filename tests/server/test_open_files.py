@@ -45,7 +45,7 @@ def test_connections_leave_files_for_the_rest(asked: int, files_max: int, allowe
     assert connections_within(asked, files_max, 256) == allowed
 
 
-def test_the_admin_interface_takes_a_quarter_of_the_files_at_most() -> None:
+def test_admin_interface_takes_quarter_of_files_at_most() -> None:
     allowed = {files: admin_connections_within(256, files) for files in (1 << 20, 1_024, 300, 20)}
     assert allowed == {1 << 20: 256, 1_024: 256, 300: 75, 20: 16}
 
@@ -129,7 +129,7 @@ async def sizes_of(server: DcpdProcess, keys: list[bytes]) -> list[int]:
         return [len((await kv.get(key)).value) for key in keys]
 
 
-async def test_small_and_large_writes_go_on_and_a_stop_comes_to_its_end(tmp_path: Path) -> None:
+async def test_small_and_large_writes_go_on_and_stop_comes_to_its_end(tmp_path: Path) -> None:
     """Room ahead of the log is made by opening it once more: without, there is none, no more."""
     sizes = [20_000 if number % 100 == 99 else 300 for number in range(600)]
     keys = [b"key-%d" % number for number in range(len(sizes))]

@@ -112,7 +112,7 @@ def test_with_room_nothing_waits(keyspace: Keyspace) -> None:
     assert pacing.pause_s(1.0) == 0.0
 
 
-def test_a_merge_is_expected_to_take_somewhat_longer_than_the_last_one() -> None:
+def test_merge_is_expected_to_take_somewhat_longer_than_last_one() -> None:
     assert left_of_merge_s(2.0, 0.0) == pytest.approx(2.5)
     assert left_of_merge_s(2.0, 1.5) == pytest.approx(1.0)
     assert left_of_merge_s(2.0, 20.0) == pytest.approx(5.0), "it is late, and may take longer"
@@ -148,7 +148,7 @@ def test_short_pauses_add_up(keyspace: Keyspace) -> None:
     assert pauses == pytest.approx(GROUP_BYTES / (MEMTABLE // 2), rel=0.05)
 
 
-async def test_the_committer_waits_before_a_group_and_not_while_it_drains() -> None:
+async def test_committer_waits_before_group_and_not_while_it_drains() -> None:
     node = MemoryNode()
     published: list[Published] = []
     pace = SteadyPace()

@@ -160,7 +160,7 @@ async def test_equal_checks_of_an_address_are_one(asker: Asker) -> None:
     assert [asker.told[f"waiting {at}"] for at in range(5)] == [[True]] * 5
 
 
-async def test_a_check_that_nobody_waits_for_is_not_begun_and_nobody_is_told(asker: Asker) -> None:
+async def test_check_nobody_waits_for_is_not_begun(asker: Asker) -> None:
     for at in range(THREADS):
         asker.ask("h", f"running{at}")
     asker.ask("h", "dropped")

@@ -92,7 +92,7 @@ async def test_a_read_only_server_stops_in_order(tmp_path: Path) -> None:
         assert await streamed(server) == set(KEYS)
 
 
-async def test_changes_that_come_while_the_store_starts_wait_for_their_group(
+async def test_changes_during_the_stores_start_wait_for_their_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A merge of what was replayed is due then, and it must not begin in the middle of a group."""

@@ -129,7 +129,7 @@ def found(watch: ConsumerWatch) -> dict[str, WatchedConsumer]:
     return {consumer.name: consumer for consumer in watch.consumers()}
 
 
-def test_a_consumers_lag_is_the_sum_of_its_streams_and_the_maps_is_the_largest() -> None:
+def test_consumers_lag_is_sum_of_its_streams_and_maps_is_largest() -> None:
     orders = FollowerOf("orders", Stream(0, 91), Stream(1, 101))
     audit = FollowerOf("audit", Stream(0, 51, "backlog"), Stream(2, 99, "stalled"))
     watch, _ = watch_of(orders, audit)
@@ -145,7 +145,7 @@ def test_a_consumers_lag_is_the_sum_of_its_streams_and_the_maps_is_the_largest()
     assert watch.lag_items == 62
 
 
-def test_a_consumer_that_goes_stays_for_an_hour_and_one_that_comes_back_is_the_same() -> None:
+def test_consumer_that_goes_stays_an_hour_and_returns_as_itself() -> None:
     orders = FollowerOf("orders", Stream(0, 91))
     watch, crew = watch_of(orders)
     watch.measure(1000)
@@ -164,7 +164,7 @@ def test_a_consumer_that_goes_stays_for_an_hour_and_one_that_comes_back_is_the_s
     assert found(watch) == {}
 
 
-def test_many_consumers_are_measured_in_turns_and_the_list_is_bounded(
+def test_many_consumers_are_measured_in_turns_and_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(consumer_watch, "CONSUMERS_MAX", 3)

@@ -113,7 +113,7 @@ def check_refusal(server: DcpdProcess) -> None:
     assert (response.status, document["why"]) == (503, "store_behind")
 
 
-async def test_a_store_process_that_stands_still_stops_nothing_but_writes(tmp_path: Path) -> None:
+async def test_store_process_that_stands_stops_nothing_but_writes(tmp_path: Path) -> None:
     with DcpdProcess(tmp_path / "data", *SMALL) as server:
         with standing(store_process_of(server)):
             stored = await write_until_refused(server)

@@ -37,7 +37,7 @@ def test_an_argument_that_is_no_moment_has_no_statistics(argument: bytes) -> Non
     assert ask(b"seqno-at " + argument) is None
 
 
-def test_a_version_log_is_asked_for_one_partition_and_has_all_versions() -> None:
+def test_version_log_of_one_partition_has_all_versions() -> None:
     not_asked: Any = None
     engine = MemoryNode().engine
     for _ in range(30):

@@ -394,7 +394,7 @@ class StandingClock:
         return 1_000.0
 
 
-def test_compaction_ends_with_its_slice_and_goes_on_when_it_is_asked_again(
+def test_compaction_ends_with_its_slice_and_goes_on_when_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More urgent work waits for a slice at most (dcp.core.store_schedule)."""

@@ -163,7 +163,7 @@ async def test_a_merge_goes_between_the_slices_of_a_compaction(bench: Bench) -> 
     assert bench.done == ["slice", Work.MERGE, "slice", "slice"]
 
 
-async def test_a_job_that_fails_or_gives_up_between_its_slices_keeps_nobody_waiting(
+async def test_job_that_fails_between_slices_keeps_nobody_waiting(
     bench: Bench,
 ) -> None:
     async def fails(_: Any) -> bool:
@@ -212,7 +212,7 @@ async def test_who_gives_up_keeps_nobody_waiting(bench: Bench) -> None:
     assert await bench.do() == 0
 
 
-async def test_jobs_that_are_cancelled_at_the_same_time_end_as_cancelled(bench: Bench) -> None:
+async def test_jobs_that_are_cancelled_at_same_time_end_as_cancelled(bench: Bench) -> None:
     """A server that stops cancels all its tasks, and each learns it in a turn of its own."""
     running = bench.begin(Work.PLAN)
     await turns()
@@ -248,7 +248,7 @@ async def test_a_failure_replaces_the_process_unless_it_is_damage(
     assert bench.processes[0].has_stopped is is_replaced
 
 
-async def test_a_process_that_cannot_be_started_is_tried_again_by_the_next_job(
+async def test_process_that_cant_be_started_is_tried_again_by_next_job(
     bench: Bench,
 ) -> None:
     bench.may_end.set()
@@ -311,7 +311,7 @@ async def test_no_process_is_started_after_a_stop(bench: Bench) -> None:
     assert bench.processes[0].has_stopped
 
 
-async def test_a_process_that_starts_while_the_server_stops_gets_no_work(
+async def test_process_that_starts_while_server_stops_gets_no_work(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.may_end.set()
@@ -365,7 +365,7 @@ async def test_only_versions_that_are_committed_reach_the_store(
     assert process.saved == [{VB: node.engine.partitions[VB].failover.to_document()}]
 
 
-async def test_a_partition_that_branches_again_and_again_is_written_once(
+async def test_partition_that_branches_again_and_again_is_written_once(
     bench: Bench, node: MemoryNode
 ) -> None:
     logs = FailoverLogs(node.engine, bench.queue, Tasks(fail), bench.log)
@@ -398,7 +398,7 @@ async def test_a_request_has_a_limited_number_of_failover_logs(
 
 
 @pytest.mark.parametrize("is_renewed", [True, False])
-async def test_failover_logs_that_cannot_be_written_are_left_to_the_next_merge(
+async def test_unwritable_failover_logs_are_left_to_the_next_merge(
     bench: Bench, node: MemoryNode, monkeypatch: pytest.MonkeyPatch, *, is_renewed: bool
 ) -> None:
     logs = FailoverLogs(node.engine, bench.queue, Tasks(fail), bench.log)
@@ -418,7 +418,7 @@ async def test_failover_logs_that_cannot_be_written_are_left_to_the_next_merge(
         assert [list(saved) for saved in bench.processes[1].saved] == [[2]], "by another process"
 
 
-async def test_floors_are_those_of_the_moment_in_which_a_compaction_begins(
+async def test_floors_are_those_of_moment_in_which_compaction_begins(
     bench: Bench, node: MemoryNode
 ) -> None:
     """Its partition branches while it waits; a merge that comes first would bring that."""

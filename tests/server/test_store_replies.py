@@ -188,7 +188,7 @@ async def test_packets_travel_once_and_before_the_load_that_names_them() -> None
     assert process.ahead_bytes == 0
 
 
-def test_a_child_reads_packets_while_it_works_and_drops_what_is_forgotten() -> None:
+def test_child_reads_packets_while_working_and_drops_forgotten() -> None:
     packets = Packets()
     told = threading.Event()
 

@@ -88,7 +88,7 @@ def test_nobody_is_owed_time_in_which_he_did_not_wait() -> None:
     assert turns.begin(10.0) is Work.MERGE
 
 
-def test_what_is_owed_is_bounded_and_forgotten_when_the_queue_is_empty() -> None:
+def test_debt_is_bounded_and_forgotten_when_the_queue_is_empty() -> None:
     turns = StoreTurns()
     turns.wants(Work.MERGE, 0.0)
     turns.wants(Work.COMPACTION, 0.0)

@@ -78,7 +78,7 @@ def test_another_protocol_is_closed_before_its_body_is_read(
         assert read_until(text, b"END\r\n") == b"END\r\n"
 
 
-def test_a_client_that_closes_its_side_gets_the_answer_to_its_flush(server: DcpdProcess) -> None:
+def test_client_that_closes_its_side_gets_answer_to_its_flush(server: DcpdProcess) -> None:
     with connect(server) as text:
         count = 10_000
         lines = (b"set flushed-%d 0 0 1 noreply\r\nx\r\n" % number for number in range(count))

@@ -106,7 +106,7 @@ def test_the_guest_logs_in_from_this_machine_only(users):
     assert plain(users, "guest", "guest", loopback=False).status == Status.AUTH_ERROR
 
 
-def test_the_strongest_mechanism_comes_first_and_others_are_refused(users):
+def test_strongest_mechanism_comes_first_and_others_are_refused(users):
     assert users.mechanisms(False) == ["SCRAM-SHA512", "SCRAM-SHA256", "SCRAM-SHA1", "PLAIN"]
     assert users.start("CRAM-MD5", b"", True).status == Status.AUTH_ERROR
 
@@ -171,7 +171,7 @@ def test_what_takes_no_derivation_tells_nothing_about_who_exists(users):
     assert isinstance(users.check_of("guest", "guest", peer_is_loopback=False), PasswordCheck)
 
 
-def test_scram_derives_nothing_not_even_for_the_guest_or_for_strangers(users, monkeypatch):
+def test_scram_derives_nothing_for_guests_or_strangers(users, monkeypatch):
     expected = {"alice": True, "guest": True, "nobody": False}
     for module in (users_module, scram_module):
         monkeypatch.setattr(module, "keys_of_password", lambda *_, **__: pytest.fail("derived"))
@@ -182,7 +182,7 @@ def test_scram_derives_nothing_not_even_for_the_guest_or_for_strangers(users, mo
             assert begun.exchange.exchange.keys.salt
 
 
-def test_a_password_that_changes_while_it_is_checked_lets_nobody_in(users):
+def test_password_changed_while_checked_lets_nobody_in(users):
     def checked_while(change):
         check = users.check_of("alice", "wonder land!", peer_is_loopback=False)
         matches = check.matches()

@@ -208,7 +208,7 @@ def test_a_table_whose_name_is_damaged_is_not_made_anew(folder: Path) -> None:
     assert path.read_bytes() == data.replace(b"by_key", b"by_kex")
 
 
-def test_a_server_on_a_damaged_block_refuses_what_it_cannot_read_and_serves_the_rest(
+def test_server_refuses_what_damage_hides_and_serves_the_rest(
     folder: Path,
 ) -> None:
     (finding,) = damaged_block(folder)
@@ -235,7 +235,7 @@ def damaged_block(folder: Path) -> list[Finding]:
     return [Finding(Kind(found["kind"]), found["where"], found["what"])]
 
 
-def test_a_merge_that_needs_damaged_data_sets_the_partition_aside(folder: Path) -> None:
+def test_merge_that_needs_damaged_data_sets_partition_aside(folder: Path) -> None:
     """Its writes are refused by name, all others go on, over restarts too; a branch at 0 is the
     end of it.
     """

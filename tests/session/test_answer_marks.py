@@ -45,7 +45,7 @@ def node() -> MemoryNode:
     return node
 
 
-def test_an_applied_change_becomes_ambiguous_when_its_master_is_deposed(node: MemoryNode) -> None:
+def test_applied_change_is_ambiguous_when_its_master_is_deposed(node: MemoryNode) -> None:
     connection = ReplicatedConnection(node)
     connection.ask(set_(FREE, 1), set_(STUCK, 2), noop(3), set_(FREE, 4))
     node.commit()
@@ -168,7 +168,7 @@ def test_a_quiet_miss_of_an_uncommitted_deletion_gets_an_answer(node: MemoryNode
     assert connection.left() == [(2, LATER), (3, OK)]
 
 
-def test_a_change_that_was_refused_because_of_an_uncommitted_one_may_be_sent_again(
+def test_change_refused_for_an_uncommitted_one_may_be_resent(
     node: MemoryNode,
 ) -> None:
     connection = ReplicatedConnection(node)
@@ -209,7 +209,7 @@ def test_no_applied_change_gets_a_status_to_send_it_again(node: MemoryNode, name
 
 
 @pytest.mark.parametrize("value_bytes", [100, 10_000])
-def test_a_set_that_is_too_big_and_removes_the_document_is_a_change(
+def test_set_that_is_too_big_and_removes_document_is_change(
     node: MemoryNode, value_bytes: int
 ) -> None:
     limits = Limits(value_bytes_max=10, oversized_set_removes=True)
@@ -262,7 +262,7 @@ def test_a_read_of_a_due_document_may_be_sent_again(node: MemoryNode) -> None:
     assert connection.left() == [(1, LATER), (2, OK), (3, OK)]
 
 
-def test_an_answer_does_not_wait_for_what_those_before_it_have_seen(node: MemoryNode) -> None:
+def test_answer_does_not_wait_for_what_those_before_it_have_seen(node: MemoryNode) -> None:
     connection = ReplicatedConnection(node)
     ReplicatedConnection(node).ask(set_(STUCK, 1))
     connection.ask(get(STUCK, 2))
@@ -273,7 +273,7 @@ def test_an_answer_does_not_wait_for_what_those_before_it_have_seen(node: Memory
     assert connection.left() == [(2, LATER), (3, OK)]
 
 
-def test_after_the_deposal_nothing_waits_for_what_cannot_be_committed(node: MemoryNode) -> None:
+def test_after_deposal_nothing_waits_for_what_cant_be_committed(node: MemoryNode) -> None:
     connection = ReplicatedConnection(node)
     connection.ask(set_(STUCK, 1))
     node.commit()
@@ -284,7 +284,7 @@ def test_after_the_deposal_nothing_waits_for_what_cannot_be_committed(node: Memo
     assert statuses == [AMBIGUOUS, Status.NOT_MY_VBUCKET, Status.NOT_MY_VBUCKET, OK]
 
 
-def test_a_stream_request_that_is_refused_after_all_leaves_no_stream(node: MemoryNode) -> None:
+def test_a_stream_request_refused_after_all_leaves_no_stream(node: MemoryNode) -> None:
     connection = ReplicatedConnection(node)
     connection.ask(pack_request(Opcode.DCP_OPEN, key=b"s", extras=OPEN_EXTRAS.pack(0, 1)))
     connection.ask(pack_request(Opcode.DCP_CONTROL, key=b"enable_noop", value=b"true"))

@@ -96,9 +96,7 @@ def told(answers: list[Frame]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("runs", [1, 20])
-def test_a_write_waits_and_is_answered_when_the_partition_is_served(
-    node: Arriving, runs: int
-) -> None:
+def test_write_waits_and_is_answered_when_partition_is_served(node: Arriving, runs: int) -> None:
     peer = node.client()
     assert receive(peer, b"".join(put(VB, number) for number in range(runs))) == []
     assert peer.state.is_full
@@ -201,7 +199,7 @@ def test_a_write_with_a_frame_waits_and_so_does_a_counter(node: Arriving) -> Non
     assert told(resume(peer)) == [(1, Status.OK), (2, Status.OK)]
 
 
-def test_a_partition_that_is_fenced_for_another_reason_refuses_at_once(node: Arriving) -> None:
+def test_a_partition_fenced_for_another_reason_refuses_at_once(node: Arriving) -> None:
     node.port.arriving.clear()
     assert told(receive(node.client(), put(VB, 1))) == [(1, Status.ETMPFAIL)]
 

@@ -24,9 +24,7 @@ def test_garbage_is_answered_or_closes_the_connection(seed: int) -> None:
 
 @pytest.mark.parametrize("state", VbState)
 @pytest.mark.parametrize("kind", ["plain", "hello", "collections", "dcp"])
-def test_every_opcode_at_every_strange_partition_is_answered_and_so_is_what_comes_behind(
-    kind: str, state: VbState
-) -> None:
+def test_every_opcode_at_strange_partitions_is_answered(kind: str, state: VbState) -> None:
     node = MemoryNode(partitions=NUM_VBUCKETS)
     for vb_id in (*USED_PARTITIONS, 1023):
         node.engine.partitions[vb_id].state = state

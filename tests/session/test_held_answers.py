@@ -62,7 +62,7 @@ def commit(node: MemoryNode, vb_id: int) -> None:
     node.engine.commits.settle()
 
 
-def test_a_partition_that_cannot_commit_holds_up_no_other_connection(node: MemoryNode) -> None:
+def test_partition_that_cannot_commit_holds_up_no_connection(node: MemoryNode) -> None:
     writer, other = Connection(node), Connection(node)
     writer.ask(set_(STUCK, 1))
     other.ask(set_(FREE, 2), get(FREE, 3), get(STUCK, 4, b"\0missing"))
@@ -74,7 +74,7 @@ def test_a_partition_that_cannot_commit_holds_up_no_other_connection(node: Memor
     assert writer.release() == [1]
 
 
-def test_answers_keep_their_order_behind_a_partition_that_cannot_commit(node: MemoryNode) -> None:
+def test_answers_keep_order_behind_one_that_cannot_commit(node: MemoryNode) -> None:
     connection = Connection(node)
     connection.ask(set_(FREE, 1))
     connection.ask(set_(STUCK, 2))
@@ -87,7 +87,7 @@ def test_answers_keep_their_order_behind_a_partition_that_cannot_commit(node: Me
     assert connection.held.held_bytes == 0
 
 
-def test_a_read_of_an_old_version_does_not_wait_for_what_cannot_commit(node: MemoryNode) -> None:
+def test_read_of_an_old_version_does_not_wait_for_commits(node: MemoryNode) -> None:
     connection = Connection(node)
     Connection(node).ask(set_(STUCK, 9, b"\0other"))
     connection.ask(get(STUCK, 1))

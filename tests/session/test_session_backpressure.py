@@ -89,9 +89,7 @@ def test_a_flexible_request_waits_as_well(node: MemoryNode, peer: Peer) -> None:
     assert peer.state.waits_for_room
 
 
-def test_writes_are_refused_with_the_reason_once_the_wait_is_over(
-    node: MemoryNode, peer: Peer
-) -> None:
+def test_writes_are_refused_with_reason_once_wait_is_over(node: MemoryNode, peer: Peer) -> None:
     node.engine.let_writers_wait()
     assert receive(peer, SET + GET) == []
     node.engine.refuse_writes(WHY, Hold.STORE_BEHIND)
@@ -139,7 +137,7 @@ def test_streams_and_their_acknowledgements_go_on(node: MemoryNode, peer: Peer) 
     assert Opcode.DCP_MUTATION in [message.opcode for message in sent]
 
 
-def test_logins_are_taken_and_whoever_may_not_write_need_not_wait(node: MemoryNode) -> None:
+def test_logins_and_refused_writers_need_not_wait(node: MemoryNode) -> None:
     stranger = node.connect(is_loopback=False)
     node.engine.let_writers_wait()
     (answer,) = receive(stranger, SET)

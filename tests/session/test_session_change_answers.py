@@ -58,7 +58,7 @@ def connect(node: MemoryNode, opcode: Opcode, *features: int) -> Peer:
 
 @pytest.mark.parametrize("opcode", PARTS)
 @pytest.mark.parametrize("has_token", [False, True])
-def test_a_change_answers_its_cas_and_a_token_where_it_was_negotiated(
+def test_change_answers_its_cas_and_negotiated_token(
     node: MemoryNode, opcode: Opcode, has_token: bool
 ) -> None:
     peer = connect(node, opcode, *[Feature.MUTATION_SEQNO] * has_token)

@@ -86,7 +86,7 @@ def test_ids_of_scopes(peer: Peer, path: bytes, status: Status, answer: str) -> 
     assert (frame.status, frame.extras.hex()) == (status, answer)
 
 
-def test_answers_wait_until_the_manifest_that_they_tell_of_is_committed(
+def test_answers_wait_until_the_manifest_they_tell_is_committed(
     node: MemoryNode, peer: Peer
 ) -> None:
     for ask in (
@@ -202,9 +202,7 @@ def test_reserved_collections_are_unknown(node: MemoryNode, peer: Peer, key: byt
     assert peer.ask(Opcode.GET, vb_id=VB, key=key).status == Status.UNKNOWN_COLLECTION
 
 
-def test_documents_of_a_dropped_collection_are_gone_at_once_and_count_no_more(
-    node: MemoryNode, peer: Peer
-) -> None:
+def test_documents_of_a_dropped_collection_are_gone_at_once(node: MemoryNode, peer: Peer) -> None:
     peer.set(VB, b"\x09k", b"v")
     peer.set(VB, b"\0k", b"v")
     part = node.engine.partitions[VB]

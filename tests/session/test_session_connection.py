@@ -75,7 +75,7 @@ def features(frame: Frame) -> list[int]:
     return [int.from_bytes(frame.value[at : at + 2], "big") for at in range(0, len(frame.value), 2)]
 
 
-def test_hello_grants_what_was_asked_and_is_known_in_the_order_asked(peer: Peer) -> None:
+def test_hello_grants_what_was_asked_and_is_known_in_order_asked(peer: Peer) -> None:
     answer = peer.hello(0x12, 0x0C, 0x04, 0x0E, 0x07, 0xFFFF)
     assert answer.status == Status.OK
     assert features(answer) == [0x12, 0x04, 0x07]
@@ -159,7 +159,7 @@ def test_a_flex_request_does_not_get_around_the_login(stranger: Peer) -> None:
     assert answer.status == Status.EACCESS
 
 
-def test_a_command_behind_the_login_in_the_same_read_is_let_through(stranger: Peer) -> None:
+def test_command_behind_login_in_same_read_is_let_through(stranger: Peer) -> None:
     *_, got = stranger.send(
         pack_request(Opcode.SASL_AUTH, key=b"PLAIN", value=b"alice")
         + pack_request(Opcode.GET, key=b"k")
@@ -167,7 +167,7 @@ def test_a_command_behind_the_login_in_the_same_read_is_let_through(stranger: Pe
     assert got.status == Status.KEY_ENOENT
 
 
-def test_a_command_behind_a_refused_login_in_the_same_read_is_not(stranger: Peer) -> None:
+def test_command_behind_refused_login_in_same_read_is_not(stranger: Peer) -> None:
     login(stranger)
     *_, got = stranger.send(
         pack_request(Opcode.SASL_AUTH, key=b"PLAIN", value=b"mallory")
@@ -305,7 +305,7 @@ def test_quitq_closes_without_an_answer(peer: Peer) -> None:
     assert peer.state.is_closing
 
 
-def test_stat_answers_one_response_per_statistic_and_an_empty_one(
+def test_stat_answers_one_response_per_statistic_and_empty_one(
     node: MemoryNode, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node, "stats", lambda _group: [("pid", "1"), ("threads", "2")])
@@ -411,7 +411,7 @@ def test_all_vb_seqnos_of_a_state(
 
 
 @pytest.mark.all_partitions
-def test_all_vb_seqnos_take_a_collection_only_where_collections_are_on(peer: Peer) -> None:
+def test_all_vb_seqnos_take_collection_where_collections_are_on(peer: Peer) -> None:
     extras = b"\0\0\0\1" + bytes(4)
     assert peer.ask(Opcode.GET_ALL_VB_SEQNOS, extras=extras).status == Status.EINVAL
     peer.hello(Feature.COLLECTIONS)
@@ -502,7 +502,7 @@ def test_observe_seqno_tells_committed_from_persisted(node: MemoryNode, peer: Pe
     assert OBSERVE_CURRENT.unpack(observe(peer, vb_uuid).value)[3:] == (1, 1)
 
 
-def test_observe_seqno_of_an_older_version_tells_where_the_next_began(
+def test_observe_seqno_of_older_version_tells_where_next_began(
     node: MemoryNode, peer: Peer
 ) -> None:
     peer.hello()

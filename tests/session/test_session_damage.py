@@ -79,7 +79,7 @@ def test_a_damaged_record_refuses_its_store_alone_among_many() -> None:
     assert [answer.status for answer in answers] == [ok, ok, Status.EINTERNAL, ok, ok]
 
 
-def test_a_damaged_record_of_a_capped_collection_refuses_its_store_alone_among_many() -> None:
+def test_damaged_record_of_a_capped_collection_refuses_alone() -> None:
     """Such a SET is stored with another expiry than it asks for; what follows it is untouched."""
     node = MemoryNode()
     manifest = node.engine.keyspace.manifest.create_collection("_default", "short", 3600)
@@ -101,7 +101,7 @@ def test_a_damaged_record_of_a_capped_collection_refuses_its_store_alone_among_m
 
 
 @pytest.mark.parametrize("opcode", [Opcode.SET, Opcode.REPLACEQ])
-def test_a_store_that_keeps_an_expiry_which_is_damaged_is_refused(opcode: Opcode) -> None:
+def test_store_that_keeps_expiry_which_is_damaged_is_refused(opcode: Opcode) -> None:
     node = MemoryNode()
     peer = stored(node)
     peer.hello(0x07, 0x12, Feature.PRESERVE_TTL)
@@ -167,7 +167,7 @@ def test_a_flush_that_comes_upon_damage_is_refused_and_over(opcode: Opcode, befo
     assert node.engine.partitions[0].item_count == 0, "what came before it is deleted"
 
 
-def test_a_flush_in_text_that_comes_upon_damage_says_so_and_goes_on() -> None:
+def test_text_flush_that_meets_damage_says_so_and_goes_on() -> None:
     node = MemoryNode()
     stored(node)
     flip(node, BY_KEY_TABLE)

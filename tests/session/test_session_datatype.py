@@ -143,7 +143,7 @@ def test_the_bit_is_refused_where_it_was_not_negotiated(node: MemoryNode) -> Non
     assert peer.ask(Opcode.GET, vb_id=VB, key=KEY).status == Status.KEY_ENOENT
 
 
-def test_a_change_by_another_client_does_not_keep_a_bit_that_is_wrong(node: MemoryNode) -> None:
+def test_a_change_by_another_client_does_not_keep_a_bit_wrong(node: MemoryNode) -> None:
     peer = connect(node, Feature.JSON)
     set_(peer, b"{}", 1)
     write(peer, Opcode.APPEND, b"{", 0)

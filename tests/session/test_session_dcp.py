@@ -212,7 +212,7 @@ def test_a_control_has_a_key_and_a_value_and_no_extras(peer: Peer) -> None:
     assert not peer.producer.noop_is_enabled
 
 
-def test_a_control_of_absurd_length_is_einval_and_leaves_no_long_log_line(peer: Peer) -> None:
+def test_control_of_absurd_length_is_einval_with_short_log_line(peer: Peer) -> None:
     for key, value in (
         (b"connection_buffer_size", b"1" * 5000),
         (b"k" * 60_000, b"true"),
@@ -288,7 +288,7 @@ def test_3_the_state_comes_before_noop_and_ranges(node: MemoryNode) -> None:
     assert peer.stream(VB, 5, 3).status == Status.NOT_MY_VBUCKET
 
 
-def test_4_from_latest_starts_at_the_high_seqno_whatever_was_asked(
+def test_4_from_latest_starts_at_high_seqno_whatever_was_asked(
     node: MemoryNode, peer: Peer
 ) -> None:
     write(node, 5)
@@ -337,7 +337,7 @@ def test_6_start_above_end_is_erange_before_the_filter(filtering: Peer) -> None:
 
 
 @pytest.mark.parametrize("snap", [(6, 8), (1, 4), (8, 3)])
-def test_7_start_outside_of_its_snapshot_is_erange_before_the_filter(
+def test_7_start_outside_of_its_snapshot_is_erange_before_filter(
     filtering: Peer, snap: tuple[int, int]
 ) -> None:
     assert filtering.stream(VB, 5, snap=snap, value=b"garbage").status == Status.ERANGE
@@ -365,9 +365,7 @@ def test_9_a_stream_that_ended_may_be_asked_for_again(node: MemoryNode, peer: Pe
     assert peer.stream(VB).status == Status.OK
 
 
-def test_10_the_rollback_test_comes_before_the_end_is_overwritten(
-    node: MemoryNode, peer: Peer
-) -> None:
+def test_10_rollback_test_comes_before_end_is_overwritten(node: MemoryNode, peer: Peer) -> None:
     write(node, 3)
     assert rollback_of(peer.stream(VB, 9, uuid=1, flags=0x04)) == 0
 
@@ -482,7 +480,7 @@ def test_a_version_that_a_deeper_branch_dropped_is_unknown(node: MemoryNode, pee
     assert parse_failover_log(answer.value) == [(third, 5), (first, 0)]
 
 
-def test_after_a_branch_that_is_merged_and_restarted_the_answer_is_the_same(
+def test_after_a_branch_merged_and_restarted_the_answer_is_same(
     node: MemoryNode,
 ) -> None:
     old = write(node, 10)
@@ -549,9 +547,7 @@ def test_close_stream_ends_silently(node: MemoryNode, peer: Peer) -> None:
     assert peer.drain() == []
 
 
-def test_close_stream_is_followed_by_a_stream_end_where_the_control_asked_for_it(
-    node: MemoryNode, peer: Peer
-) -> None:
+def test_close_stream_is_followed_by_stream_end_if_controlled(node: MemoryNode, peer: Peer) -> None:
     peer.control(b"send_stream_end_on_client_close_stream", b"true")
     write(node, 3)
     peer.stream(VB, opaque=0xBEEF)

@@ -30,7 +30,7 @@ def peer(node: MemoryNode) -> Peer:
 
 
 @pytest.mark.parametrize("opcode", MESSAGES_TO_CONSUMERS)
-def test_a_message_for_consumers_disconnects_and_is_einval_before_dcp_open(
+def test_consumers_message_disconnects_and_is_einval_before_open(
     node: MemoryNode, peer: Peer, opcode: int
 ) -> None:
     plain = node.connect()
@@ -41,7 +41,7 @@ def test_a_message_for_consumers_disconnects_and_is_einval_before_dcp_open(
     assert Opcode(opcode).name in peer.state.close_reason
 
 
-def test_deleted_user_xattrs_are_confirmed_to_who_opened_with_them(node: MemoryNode) -> None:
+def test_deleted_user_xattrs_are_confirmed_to_who_asked(node: MemoryNode) -> None:
     peer = node.connect()
     peer.open(b"name", 0x105)
     key = b"include_deleted_user_xattrs"

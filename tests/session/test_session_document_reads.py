@@ -42,9 +42,7 @@ def test_a_replica_answers_get_replica_and_nothing_else(node: MemoryNode, peer: 
     assert peer.ask(Opcode.GET_REPLICA, vb_id=VB, key=b"").status == Status.EINVAL
 
 
-def test_a_replica_shows_no_deleted_or_due_documents_and_changes_nothing(
-    node: MemoryNode, peer: Peer
-) -> None:
+def test_replica_hides_deleted_and_due_documents(node: MemoryNode, peer: Peer) -> None:
     peer.set(VB, KEY, b"v")
     peer.delete(VB, KEY)
     extras = bytes(7) + b"\x05"
@@ -97,7 +95,7 @@ def test_a_replica_shows_what_is_committed_and_waits_for_nothing(
     assert seen == {committed: expected[committed] for committed in seen}
 
 
-def test_a_replica_that_does_not_have_a_change_sends_its_reader_away(
+def test_replica_that_does_not_have_change_sends_its_reader_away(
     node: MemoryNode, peer: Peer
 ) -> None:
     for value in (b"1", b"2"):
@@ -141,7 +139,7 @@ def test_random_keys_are_different_documents_with_their_values(
     assert len(drawn) > 15
 
 
-def test_clients_without_collections_get_keys_without_their_prefix(node: MemoryNode) -> None:
+def test_clients_without_collections_get_keys_without_prefix(node: MemoryNode) -> None:
     peer = node.connect()
     peer.hello(Feature.XERROR)
     peer.set(VB, b"k", b"v")

@@ -416,7 +416,7 @@ def test_the_json_bit_must_be_negotiated(peer: Peer) -> None:
 # -- collections -------------------------------------------------------------------------------
 
 
-def test_connections_with_and_without_collections_see_the_same_documents(
+def test_connections_with_and_without_collections_see_the_same(
     node: MemoryNode,
 ) -> None:
     old, new = node.connect(), node.connect()
@@ -450,7 +450,7 @@ def test_any_collection_but_the_default_one_is_unknown(node: MemoryNode, prefix:
 
 
 @pytest.mark.all_partitions
-def test_a_connection_that_knows_no_partitions_has_its_keys_hashed(node: MemoryNode) -> None:
+def test_connection_that_knows_no_partitions_has_its_keys_hashed(node: MemoryNode) -> None:
     peer = node.connect()
     assert store(peer, key=b"Hello", vb_id=0).status == Status.OK
     assert vbucket_of(b"Hello") == 977
@@ -462,9 +462,7 @@ def test_a_connection_that_knows_no_partitions_has_its_keys_hashed(node: MemoryN
 
 @pytest.mark.all_partitions
 @pytest.mark.parametrize("how", ["HELLO", "SELECT_BUCKET"])
-def test_after_hello_or_select_bucket_the_header_names_the_partition(
-    node: MemoryNode, how: str
-) -> None:
+def test_after_hello_or_select_bucket_header_names_partition(node: MemoryNode, how: str) -> None:
     peer = node.connect()
     if how == "HELLO":
         peer.hello()
@@ -476,7 +474,7 @@ def test_after_hello_or_select_bucket_the_header_names_the_partition(
 
 
 @pytest.mark.parametrize("vb_id", [1024, 65535])
-def test_an_unknown_partition_is_not_my_vbucket_with_the_configuration(
+def test_unknown_partition_is_not_my_vbucket_with_configuration(
     node: MemoryNode, peer: Peer, vb_id: int
 ) -> None:
     for answer in (
@@ -500,9 +498,7 @@ def test_a_partition_that_is_not_active_is_not_my_vbucket(
     assert node.engine.partitions[VB].high_seqno == 1
 
 
-def test_elsewhere_is_told_when_the_group_that_moved_the_partition_is_on_disk(
-    node: MemoryNode, peer: Peer
-) -> None:
+def test_elsewhere_is_told_when_the_moving_group_is_on_disk(node: MemoryNode, peer: Peer) -> None:
     """Who is sent away by a move that a crash takes back would look for it in vain."""
     store(peer)
     node.commit()
@@ -522,7 +518,7 @@ def test_elsewhere_is_told_when_the_group_that_moved_the_partition_is_on_disk(
     ("expiry", "lives_s"),
     [(1, 1), (2_592_000, 2_592_000), (START_S + 100, 100), (START_S + 5_000_000, 5_000_000)],
 )
-def test_an_expiry_up_to_30_days_counts_from_now_a_larger_one_is_unix_seconds(
+def test_expiry_to_30_days_counts_from_now_larger_is_unix_time(
     node: MemoryNode, peer: Peer, expiry: int, lives_s: int
 ) -> None:
     store(peer, expiry=expiry)

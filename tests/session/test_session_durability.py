@@ -106,7 +106,7 @@ def test_a_client_that_did_not_negotiate_it_may_not_send_it(node: MemoryNode) ->
     assert ask(peer, frame(1)).status == Status.UNKNOWN_FRAME_INFO
 
 
-def test_a_server_that_answers_before_the_disk_refuses_it_in_words(node: MemoryNode) -> None:
+def test_server_that_answers_before_disk_refuses_it_in_words(node: MemoryNode) -> None:
     peer = connect(node, limits=Limits(syncs_writes=False))
     for level in (1, 2, 3):
         answer = ask(peer, frame(level))

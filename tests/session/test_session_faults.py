@@ -83,7 +83,7 @@ def test_a_fault_of_any_command_meets_the_handshake(node):
     assert peer.hello().status == Status.OK
 
 
-def test_a_rollback_names_its_seqno_and_not_my_vbucket_brings_the_map(peer):
+def test_rollback_names_its_seqno_and_not_my_vbucket_brings_map(peer):
     peer.open()
     faults = peer.state.faults
     faults.add(draw=always, opcode=Opcode.DCP_STREAM_REQ, status=Status.ROLLBACK,

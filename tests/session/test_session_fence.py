@@ -114,7 +114,7 @@ def test_runs_stop_at_a_fenced_partition(node: MemoryNode) -> None:
     assert statuses == [Status.OK, LATER, Status.OK, Status.OK, LATER]
 
 
-def test_no_random_key_is_not_the_answer_while_a_partition_is_fenced(node: MemoryNode) -> None:
+def test_no_random_key_is_not_answer_while_partition_is_fenced(node: MemoryNode) -> None:
     peer = connect(node)
     assert peer.ask(Opcode.GET_RANDOM_KEY).status == Status.OK
     peer.delete(OTHER, KEY)
@@ -189,7 +189,7 @@ def test_the_history_of_a_fenced_partition_is_not_told(node: MemoryNode, opcode:
 
 
 @pytest.mark.parametrize("opcode", [Opcode.GET_FAILOVER_LOG, Opcode.DCP_GET_FAILOVER_LOG])
-def test_a_client_of_couchbase_gets_the_failover_log_of_a_fenced_partition(
+def test_couchbase_client_gets_failover_log_of_fenced_partition(
     node: MemoryNode, opcode: int
 ) -> None:
     """java-dcp-client closes its connection after a refusal."""
@@ -304,7 +304,7 @@ def test_a_replica_that_hears_no_master_opens_no_stream(replica: MemoryNode) -> 
     assert peer.stream(VB).status == Status.NOT_MY_VBUCKET
 
 
-def test_a_replica_that_hears_no_master_sends_document_commands_elsewhere(
+def test_replica_without_a_master_sends_commands_elsewhere(
     replica: MemoryNode,
 ) -> None:
     peer = connect(replica)
@@ -324,7 +324,7 @@ def test_log_and_store_know_a_fenced_partition_as_active(node: MemoryNode) -> No
     assert node.engine.partitions[VB].state == VbState.ACTIVE
 
 
-def test_a_fenced_partition_in_quarantine_is_active_after_a_branch(node: MemoryNode) -> None:
+def test_fenced_partition_in_quarantine_is_active_after_branch(node: MemoryNode) -> None:
     """The branch writes its state into the log again."""
     node.engine.keyspace.quarantined[VB] = "damaged"
     node.engine.keyspace.branch(VB, 0)
@@ -333,7 +333,7 @@ def test_a_fenced_partition_in_quarantine_is_active_after_a_branch(node: MemoryN
     assert node.engine.partitions[VB].state == VbState.ACTIVE
 
 
-def test_a_fenced_partition_gets_the_events_of_new_collections_later(node: MemoryNode) -> None:
+def test_fenced_partition_gets_events_of_new_collections_later(node: MemoryNode) -> None:
     """It may be handed over with its end as of the fence."""
     part, other = node.engine.partitions[VB], node.engine.partitions[OTHER]
     manifest = {

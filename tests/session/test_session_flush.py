@@ -40,7 +40,7 @@ def fill(node: MemoryNode, number: int) -> list[bytes]:
 
 @pytest.mark.parametrize("extras", [b"", bytes(4)])
 @pytest.mark.parametrize("layers", ["memory", "store", "both"])
-def test_flush_deletes_every_document_each_with_a_seqno_of_its_own(
+def test_flush_deletes_every_document_each_with_seqno_of_its_own(
     node: MemoryNode, peer: Peer, layers: str, extras: bytes
 ) -> None:
     keys = fill(node, 300)
@@ -102,7 +102,7 @@ def test_commands_after_a_flush_wait_until_it_is_done(node: MemoryNode) -> None:
 
 @settings(max_examples=40)
 @given(st.lists(st.sampled_from(["step", "write", "commit", "freeze", "merged"]), max_size=25))
-def test_a_flush_deletes_what_was_there_and_nothing_that_came_later(steps: list[str]) -> None:
+def test_flush_deletes_what_was_there_and_nothing_later(steps: list[str]) -> None:
     node = MemoryNode()
     keys = fill(node, 12)
     node.merge()

@@ -65,7 +65,7 @@ def test_stores_wait_while_the_answers_are_enough(
 # -- flex frames -------------------------------------------------------------------------------
 
 
-def test_a_flex_request_with_a_barrier_does_what_the_plain_one_does(peer: Peer) -> None:
+def test_flex_request_with_barrier_does_what_plain_one_does(peer: Peer) -> None:
     peer.set(0, b"k", b"v")
     (found,) = peer.send(pack_flex(Opcode.GET, b"\0", key=b"k"))
     assert (found.status, found.value, found.opaque) == (Status.OK, b"v", 9)
@@ -194,7 +194,7 @@ def test_a_body_that_no_client_means_closes_the_connection(node: MemoryNode) -> 
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("is_removed", [False, True])
 @pytest.mark.parametrize("value_bytes", [LIMITS.value_bytes_max + 1, BODY_MAX * 2])
-def test_a_refused_set_removes_the_document_where_the_setting_says_so(
+def test_refused_set_removes_document_where_setting_says_so(
     node: MemoryNode, piece_bytes: int, is_removed: bool, value_bytes: int
 ) -> None:
     peer = node.connect(limits=LIMITS._replace(oversized_set_removes=is_removed))
@@ -248,7 +248,7 @@ def held_bytes(peer: Peer) -> int:
     return len(peer.state.buffer) + len(peer.session._gathered)
 
 
-def test_a_large_packet_is_gathered_without_copying_it_for_every_piece(peer: Peer) -> None:
+def test_large_packet_is_gathered_without_a_copy_for_each_piece(peer: Peer) -> None:
     value = bytes(1_000_000)
     packet = pack_request(Opcode.SET, key=b"k", value=value, extras=bytes(8))
     noop = pack_request(Opcode.NOOP)
@@ -270,7 +270,7 @@ def test_a_large_packet_is_gathered_without_copying_it_for_every_piece(peer: Pee
 @pytest.mark.parametrize(
     "opcode", [Opcode.GET, Opcode.STAT, Opcode.GET_ALL_VB_SEQNOS, Opcode.GET_ERROR_MAP, 0xB5]
 )
-def test_a_client_that_asks_and_does_not_read_is_not_answered_without_bound(
+def test_client_that_does_not_read_is_not_answered_without_bound(
     node: MemoryNode, opcode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     big = b"x" * 500_000
@@ -395,7 +395,7 @@ PIPELINE_NODE = MemoryNode(partitions=8)
 
 @settings(max_examples=60, deadline=None)
 @given(PIPELINES, st.data())
-def test_the_same_bytes_get_the_same_answers_wherever_they_are_cut(
+def test_same_bytes_get_same_answers_wherever_they_are_cut(
     packets: list[bytes], data: st.DataObject
 ) -> None:
     stream = b"".join(packets)
@@ -539,7 +539,7 @@ def test_garbage_never_raises_and_never_grows_the_buffer(
     st.binary(max_size=60),
     st.booleans(),
 )
-def test_any_extras_key_and_value_of_any_opcode_get_at_least_a_refusal(
+def test_any_extras_key_and_value_of_any_opcode_get_min_refusal(
     opcode: int, extras: bytes, key: bytes, value: bytes, is_dcp: bool
 ) -> None:
     peer = GARBAGE_NODE.connect()

@@ -58,7 +58,7 @@ def test_at_any_cut_all_that_came_is_taken_or_held(sizes: list[int], cuts: list[
     assert peer.state.held_bytes == 9
 
 
-def test_commands_that_wait_for_their_answers_to_be_read_are_held(peer: Peer) -> None:
+def test_commands_whose_answers_are_unread_are_held(peer: Peer) -> None:
     peer.send(stored(b"k", 3 << 20))
     gets = pack_request(Opcode.GET, key=b"k") * 5
     peer.session.receive(gets, peer.node.now_ns)

@@ -58,7 +58,7 @@ def shown(frames: list[Frame], has_collections: bool) -> list[tuple[str, object]
 
 
 @pytest.mark.parametrize("has_collections", [False, True])
-def test_only_keys_that_begin_so_come_and_snapshots_reach_their_end(node, has_collections):
+def test_keys_that_begin_so_come_and_snapshots_reach_their_end(node, has_collections):
     write(node, b"user:1", b"order:1", b"use", b"user:2", b"cart:1")
     peer = connected(node, has_collections=has_collections)
     assert peer.stream(VB, value=value_of(b"user:", b"cart:1")).status == Status.OK

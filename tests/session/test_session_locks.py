@@ -213,9 +213,7 @@ def test_a_branch_a_change_of_state_and_a_restart_end_locks(node: MemoryNode, vb
     assert store(connect(node), vb) == Status.OK
 
 
-def test_a_branch_that_brings_back_a_locked_version_does_not_bring_back_its_lock(
-    node: MemoryNode, vb: int
-) -> None:
+def test_branch_to_a_locked_version_brings_no_lock_back(node: MemoryNode, vb: int) -> None:
     holder = connect(node)
     holder.set(vb, KEY, b"1")
     cas = lock(holder, vb).cas

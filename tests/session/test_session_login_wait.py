@@ -83,7 +83,7 @@ def test_what_comes_after_it_waits_and_is_answered_in_order(waiting: Waiting) ->
     assert waiting.state.held_bytes == 0
 
 
-def test_nothing_is_taken_before_the_outcome_however_often_it_is_tried(waiting: Waiting) -> None:
+def test_nothing_is_taken_before_the_outcome(waiting: Waiting) -> None:
     waiting.receive(plain())
     for _ in range(3):
         waiting.peer.session.resume(waiting.node.now_ns)
@@ -141,7 +141,7 @@ def test_scram_is_answered_at_once(waiting: Waiting) -> None:
     assert got.status == Status.KEY_ENOENT
 
 
-def test_the_authenticator_is_not_asked_while_a_packet_is_handled(waiting: Waiting) -> None:
+def test_authenticator_is_not_asked_while_packet_is_handled(waiting: Waiting) -> None:
     waiting.peer.session.receive(plain(3) + GET, waiting.node.now_ns)
     assert waiting.door.asked == []
     question = waiting.state.login_question

@@ -150,7 +150,7 @@ def test_prefixes_bound_what_is_read_and_written(node, peer):
     assert node.connect().ask(Opcode.GET, key=b"b:1").value == b"secret"
 
 
-def test_with_collections_the_prefix_counts_after_the_collection_id(peer):
+def test_with_collections_prefix_counts_after_collection_id(peer):
     log_in(peer, Rights({Role.READ: (Scope(b"a:"),), Role.WRITE: (Scope(b"a:"),)}))
     peer.hello(Feature.XERROR, Feature.COLLECTIONS)
     assert ask(peer, Opcode.SET, b"\0a:1").status == Status.OK

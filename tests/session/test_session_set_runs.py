@@ -415,7 +415,7 @@ for cache_bytes in (0, 1 << 20):
 """
 
 
-def test_a_change_that_memory_runs_out_for_is_noticed_or_has_not_happened() -> None:
+def test_change_without_memory_is_noticed_or_has_not_happened() -> None:
     """One allocation after the other fails. In a process of its own, whose memory it is."""
     pytest.importorskip("_testcapi")
     root = Path(__file__).parents[2]

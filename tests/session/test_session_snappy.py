@@ -241,9 +241,7 @@ def test_streams_send_what_the_client_knows(node: MemoryNode, vb: int, is_merged
         assert [frame.key for frame in frames] == [frame.key for frame in packed[0]]
 
 
-def test_force_value_compression_compresses_where_that_is_smaller(
-    node: MemoryNode, vb: int
-) -> None:
+def test_force_value_compression_compresses_where_smaller(node: MemoryNode, vb: int) -> None:
     writer = connect(node, *ALL)
     put(writer, vb, PLAIN, JSON, b"\0a")
     put(writer, vb, key=b"\0b")

@@ -169,7 +169,7 @@ def test_every_command_shows_each_client_what_it_negotiated(
 
 
 @pytest.mark.parametrize("datatype", range(8))
-def test_every_change_keeps_the_xattrs_and_works_on_the_plain_value(
+def test_every_change_keeps_xattrs_and_works_on_plain_value(
     node: MemoryNode, datatype: int
 ) -> None:
     """What is stored with XATTRs is never compressed."""
@@ -344,7 +344,7 @@ def replicated(node: MemoryNode, holder: Peer) -> ReplicatedConnection:
     return ReplicatedConnection(node, *FEATURES)
 
 
-def test_runs_of_changes_that_are_lost_are_ambiguous_and_look_ups_come_again(
+def test_lost_runs_of_changes_are_ambiguous_and_reads_come_again(
     node: MemoryNode, holder: Peer
 ) -> None:
     assert with_meta(holder, LISTED, 1, rev=holder_rev(node)).status == Status.OK

@@ -381,9 +381,7 @@ def test_get_meta_tells_of_a_tombstone(node: MemoryNode, peer: Peer, is_merged: 
     assert struct.unpack(">IIIQ", told.extras) == (1, 0, START_S, 2)
 
 
-def test_get_meta_of_a_document_whose_time_is_over_is_a_tombstone(
-    node: MemoryNode, peer: Peer
-) -> None:
+def test_get_meta_of_document_whose_time_is_over_is_tombstone(node: MemoryNode, peer: Peer) -> None:
     put(peer, b"0", expiry=10)
     node.now_ns += 10_500_000_000
     assert struct.unpack(">IIIQ", meta(peer).extras) == (1, 0, START_S + 10, 2)
@@ -401,7 +399,7 @@ def put_json(peer: Peer) -> Frame:
     return peer.ask(Opcode.SET, vb_id=VB, key=KEY, value=b"{}", extras=bytes(8), datatype=1)
 
 
-def test_the_json_bit_is_kept_and_told_to_those_who_negotiated_it(node: MemoryNode) -> None:
+def test_json_bit_is_kept_and_told_to_those_who_negotiated_it(node: MemoryNode) -> None:
     knows, ignorant = node.connect(), node.connect()
     assert Feature.JSON.to_bytes(2, "big") in knows.hello(Feature.JSON).value
     ignorant.hello()
@@ -425,7 +423,7 @@ def test_a_second_hello_without_json_takes_it_back(node: MemoryNode) -> None:
     assert get(peer).datatype == 0
 
 
-def test_documents_of_the_server_are_json_where_it_was_negotiated(node: MemoryNode) -> None:
+def test_documents_of_server_are_json_where_it_was_negotiated(node: MemoryNode) -> None:
     for features, datatype in (((Feature.JSON, Feature.XERROR), 1), ((Feature.XERROR,), 0)):
         peer = node.connect()
         peer.hello(*features)
@@ -505,14 +503,14 @@ def test_preserve_ttl_keeps_the_expiry_of_what_is_there(node: MemoryNode, opcode
     assert expiry_in(meta(peer)) == START_S + 60
 
 
-def test_preserve_ttl_of_a_new_document_takes_the_expiry_of_the_request(node: MemoryNode) -> None:
+def test_preserve_ttl_of_new_document_takes_expiry_of_request(node: MemoryNode) -> None:
     peer = node.connect()
     peer.hello(Feature.PRESERVE_TTL)
     assert ask_preserving(peer, Opcode.SET, struct.pack(">II", 5, 1000)).status == Status.OK
     assert expiry_in(meta(peer)) == START_S + 1000
 
 
-def test_preserve_ttl_where_it_makes_no_sense_or_was_not_negotiated(node: MemoryNode) -> None:
+def test_preserve_ttl_without_sense_or_negotiation_is_refused(node: MemoryNode) -> None:
     peer = node.connect()
     peer.hello(Feature.PRESERVE_TTL)
     assert ask_preserving(peer, Opcode.ADD, bytes(8)).status == Status.EINVAL
@@ -546,7 +544,7 @@ def test_a_client_that_knows_no_partitions_has_its_keys_hashed(node: MemoryNode)
     assert node.engine.partitions[vbucket_of(key)].high_seqno == 3
 
 
-def test_the_table_describes_every_opcode_and_the_session_handles_every_request() -> None:
+def test_table_describes_every_opcode_and_all_are_handled() -> None:
     assert set(OPCODES) == set(Opcode)
     node = MemoryNode()
     session = Session(node.connect().state)
@@ -574,7 +572,7 @@ def test_no_request_raises_and_each_is_answered_once(
     assert len(frames) == 2 or (len(frames) == 1 and opcode in QUIET_FORMS)
 
 
-def test_a_delete_answers_no_cas_to_clients_that_know_memcached_only(node: MemoryNode) -> None:
+def test_delete_answers_no_cas_to_plain_memcached_clients(node: MemoryNode) -> None:
     memcached, couchbase = node.connect(), node.connect()
     couchbase.hello()
     put(couchbase, b"v")

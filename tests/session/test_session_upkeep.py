@@ -130,9 +130,7 @@ def persisted(peer: Peer, seqno: int) -> Frame:
     return peer.ask(Opcode.SEQNO_PERSISTENCE, vb_id=VB, extras=seqno.to_bytes(8, "big"))
 
 
-def test_seqno_persistence_is_answered_when_the_change_is_on_disk(
-    node: MemoryNode, peer: Peer
-) -> None:
+def test_seqno_persistence_is_answered_when_change_is_on_disk(node: MemoryNode, peer: Peer) -> None:
     assert persisted(peer, 0).status == Status.OK
     assert not peer.must_wait
     node.connect().set(0, b"other", b"1")
@@ -148,7 +146,7 @@ def test_seqno_persistence_is_answered_when_the_change_is_on_disk(
     assert "only the changes up to seqno 1" in why(refused)
 
 
-def test_without_a_sync_for_each_write_it_tells_what_is_not_on_disk_yet(node: MemoryNode) -> None:
+def test_without_sync_for_each_write_it_tells_what_is_unsynced(node: MemoryNode) -> None:
     peer = node.connect(limits=Limits(syncs_writes=False))
     peer.hello()
     peer.set(VB, b"k", b"1")
@@ -197,9 +195,7 @@ def test_held_commits_keep_answers_and_streams_back(node: MemoryNode, peer: Peer
     assert peer.ask(Opcode.START_PERSISTENCE).status == Status.EINVAL
 
 
-def test_what_was_held_is_lost_in_a_crash_as_couchbases_recipe_wants(
-    node: MemoryNode, peer: Peer
-) -> None:
+def test_held_commits_are_lost_in_a_crash_as_the_recipe_wants(node: MemoryNode, peer: Peer) -> None:
     writer = node.connect()
     writer.hello()
     writer.set(VB, b"kept", b"1")
@@ -212,9 +208,7 @@ def test_what_was_held_is_lost_in_a_crash_as_couchbases_recipe_wants(
     assert not node.engine.keyspace.holds_groups
 
 
-def test_a_merge_that_is_due_while_commits_are_held_comes_after_them(
-    node: MemoryNode, peer: Peer
-) -> None:
+def test_a_merge_due_while_commits_are_held_comes_after_them(node: MemoryNode, peer: Peer) -> None:
     assert peer.ask(Opcode.STOP_PERSISTENCE).status == Status.OK
     peer.set(VB, b"k", b"1")
     node.groups.begin_merge()

@@ -72,7 +72,7 @@ def ask(peer: Peer, seqno: int, versions: list[tuple[int, int]] | None, **parts:
     )
 
 
-def test_a_list_finds_in_one_round_what_one_version_does_not_find_at_all(
+def test_list_finds_in_one_round_what_one_version_does_not(
     node: MemoryNode, parted: list[tuple[int, int]]
 ) -> None:
     unaware = connect(node, negotiates=False)
@@ -108,7 +108,7 @@ def test_an_ok_carries_the_whole_version_log_or_its_newest_entry(
 
 
 @pytest.mark.parametrize("opcode", [Opcode.DCP_GET_FAILOVER_LOG, Opcode.GET_FAILOVER_LOG])
-def test_a_plain_client_sees_25_versions_and_one_with_the_control_200(
+def test_plain_client_sees_25_versions_and_one_with_control_200(
     node: MemoryNode, opcode: Opcode
 ) -> None:
     write_up_to(node, 9)

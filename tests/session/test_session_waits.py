@@ -155,7 +155,7 @@ UNCOMMITTED: dict[str, Callable[[MemoryNode], object]] = {
 
 @pytest.mark.parametrize("change", UNCOMMITTED)
 @pytest.mark.parametrize("name", READS)
-def test_an_answer_about_a_partition_with_uncommitted_changes_waits_for_them(
+def test_answer_about_uncommitted_changes_waits_for_them(
     node: MemoryNode, name: str, change: str
 ) -> None:
     UNCOMMITTED[change](node)
@@ -208,7 +208,7 @@ def test_a_read_waits_for_no_change_of_another_key(
     assert not peer.must_wait
 
 
-def test_a_read_waits_for_the_version_that_it_shows_and_for_no_later_change(
+def test_read_waits_for_the_version_it_shows_and_no_later_one(
     node: MemoryNode,
 ) -> None:
     connected(node).set(VB, b"k", b"new")
@@ -261,7 +261,7 @@ def test_all_vb_seqnos_tell_committed_seqnos_only(node: MemoryNode) -> None:
     assert seqnos[VB] == 2
 
 
-def test_all_vb_seqnos_wait_for_an_uncommitted_branch_that_they_show(node: MemoryNode) -> None:
+def test_all_vb_seqnos_wait_for_an_uncommitted_branch(node: MemoryNode) -> None:
     node.engine.keyspace.branch(VB, 0)
     peer = dcp(node)
     seqnos = dict(VB_SEQNO.iter_unpack(peer.ask(Opcode.GET_ALL_VB_SEQNOS).value))

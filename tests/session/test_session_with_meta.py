@@ -189,7 +189,7 @@ def highest_cas(node):
     "ahead", [1, 10**9, 2**62, 2**63 - 1 - START_NS, CAS_SPECIAL - 1 - START_NS]
 )
 @pytest.mark.parametrize("write", [put, remove])
-def test_a_cas_that_is_too_far_ahead_is_refused_and_changes_nothing(node, peer, ahead, write):
+def test_a_cas_too_far_ahead_is_refused_and_changes_nothing(node, peer, ahead, write):
     peer.hello(Feature.XERROR)
     put(peer, 1, CAS)
     cas = min(highest_cas(node) + ahead, CAS_SPECIAL - 1)
@@ -203,7 +203,7 @@ def test_a_cas_that_is_too_far_ahead_is_refused_and_changes_nothing(node, peer, 
     assert write(peer, 3, cas).status == Status.EINVAL, "an older client knows no such status"
 
 
-def test_the_highest_cas_is_taken_and_the_clock_goes_on_from_there(node, peer):
+def test_highest_cas_is_taken_and_clock_goes_on_from_there(node, peer):
     highest = highest_cas(node)
     assert put(peer, 1, highest).status == Status.OK
     assert peer.set(VB, KEY, b"w").cas == highest + 1

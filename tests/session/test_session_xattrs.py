@@ -160,7 +160,7 @@ def test_a_due_document_gives_its_xattrs_to_nobody(node: MemoryNode, peer: Peer)
     assert names(peer) == []
 
 
-def test_a_document_without_system_xattrs_leaves_an_empty_deletion(peer: Peer) -> None:
+def test_document_without_system_xattrs_leaves_empty_deletion(peer: Peer) -> None:
     single(peer, Opcode.SUBDOC_DELETE, KEY, b"_sys", flags=XATTR)
     peer.delete(VB, KEY)
     assert names(peer, doc_flags=ACCESS_DELETED) == []

@@ -266,7 +266,7 @@ def test_a_set_without_reply_is_stored(peer: TextPeer) -> None:
         (b"set a 0 0 101\r\n%b\r\n" % bytes(101), b"SERVER_ERROR object too large for cache\r\n"),
     ],
 )
-def test_a_bad_command_is_answered_once_and_its_data_is_not_read_as_commands(
+def test_bad_command_is_answered_once_and_its_data_skipped(
     node: MemoryNode, command: bytes, answer: bytes
 ) -> None:
     peer = TextPeer(node, value_bytes_max=100)
@@ -378,7 +378,7 @@ def test_a_connection_that_begins_with_an_empty_line_goes_on(peer: TextPeer, lin
     assert peer.send(b"set a 0 0 1\r\nx\r\n") == b"STORED\r\n"
 
 
-def test_a_connection_that_begins_with_a_capital_is_answered_and_ends(peer: TextPeer) -> None:
+def test_connection_that_begins_with_a_capital_ends(peer: TextPeer) -> None:
     """Its next lines could be commands in the body of a request of HTTP."""
     answer = peer.send(b"POST / HTTP/1.1\r\n\r\nset a 0 0 1\r\nx\r\n")
     assert answer == b"ERROR\r\n"
@@ -504,7 +504,7 @@ def test_values_of_any_bytes_come_back(values: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
-def test_a_refused_set_removes_the_document_where_the_setting_says_so(is_removed: bool) -> None:
+def test_refused_set_removes_document_where_setting_says_so(is_removed: bool) -> None:
     limits = Limits(value_bytes_max=100, oversized_set_removes=is_removed)
     node = MemoryNode()
     peer = node.connect(limits=limits)
@@ -534,7 +534,7 @@ def _key_elsewhere(node: MemoryNode, *, states: tuple[VbState, ...]) -> list[byt
     return [key for _, key in chosen]
 
 
-def test_a_key_of_another_node_is_refused_with_its_address_and_not_passed_on(
+def test_key_of_another_node_is_refused_with_its_address(
     node: MemoryNode,
 ) -> None:
     text = TextPeer(node)

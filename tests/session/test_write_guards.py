@@ -130,7 +130,7 @@ def test_a_flush_deletes_nothing_where_writes_are_held(
     assert part.item_count == 1
 
 
-def test_a_partition_that_is_elsewhere_is_not_asked_for_its_guard(node: MemoryNode) -> None:
+def test_partition_that_is_elsewhere_is_not_asked_for_its_guard(node: MemoryNode) -> None:
     guard_of(node).isr_size = 0
     node.engine.partitions[VB].state = VbState.REPLICA
     connection = ReplicatedConnection(node)
@@ -156,7 +156,7 @@ def test_a_durable_change_is_done_when_a_majority_is_in_sync(node: MemoryNode) -
     assert connection.left() == [(1, OK), (2, OK), (3, OK)]
 
 
-def test_a_durable_change_that_a_majority_does_not_have_in_time_is_ambiguous(
+def test_durable_change_without_majority_in_time_is_ambiguous(
     node: MemoryNode,
 ) -> None:
     guard = guard_of(node)
@@ -174,7 +174,7 @@ def test_a_durable_change_that_a_majority_does_not_have_in_time_is_ambiguous(
     assert connection.left() == [(1, AMBIGUOUS), (2, OK)]
 
 
-def test_a_durable_change_is_ambiguous_if_its_master_is_deposed_before_it_is_done(
+def test_durable_change_of_a_deposed_master_is_ambiguous(
     node: MemoryNode,
 ) -> None:
     guard = guard_of(node)
@@ -231,9 +231,7 @@ def test_as_master_a_durable_change_waits_until_it_is_committed(node: MemoryNode
 
 
 @pytest.mark.parametrize("opcode", [Opcode.GET, Opcode.GETK, Opcode.GET_META])
-def test_as_master_a_get_of_an_answered_uncommitted_value_does_not_wait(
-    node: MemoryNode, opcode: int
-) -> None:
+def test_as_master_get_of_an_uncommitted_value_does_not_wait(node: MemoryNode, opcode: int) -> None:
     writer = ReplicatedConnection(node, acknowledges_as_master=True)
     reader = ReplicatedConnection(node, acknowledges_as_master=True)
     writer.ask(set_(VB, 1))
@@ -246,7 +244,7 @@ def test_as_master_a_get_of_an_answered_uncommitted_value_does_not_wait(
     assert node.engine.partitions[VB].committed_seqno == 0
 
 
-def test_as_master_a_failover_log_still_waits_until_it_is_committed(node: MemoryNode) -> None:
+def test_as_master_a_failover_log_still_waits_until_committed(node: MemoryNode) -> None:
     connection = ReplicatedConnection(node, acknowledges_as_master=True)
     node.engine.keyspace.branch(VB, 0)
     node.commit()
@@ -256,7 +254,7 @@ def test_as_master_a_failover_log_still_waits_until_it_is_committed(node: Memory
     assert connection.left() == [(1, OK)]
 
 
-def test_as_master_what_is_not_on_the_disk_is_ambiguous_after_a_deposal(node: MemoryNode) -> None:
+def test_as_master_unsynced_changes_are_ambiguous_after_deposal(node: MemoryNode) -> None:
     connection = ReplicatedConnection(node, acknowledges_as_master=True)
     connection.ask(set_(VB, 1))
     node.commit()
@@ -268,7 +266,7 @@ def test_as_master_what_is_not_on_the_disk_is_ambiguous_after_a_deposal(node: Me
 # -- what a node alone does ------------------------------------------------------------------------
 
 
-def test_a_change_waits_for_its_partition_though_half_a_packet_came_before_it(
+def test_change_waits_though_half_a_packet_came_before_it(
     node: MemoryNode,
 ) -> None:
     """The first half came while another group was open."""

@@ -229,7 +229,7 @@ class TestMembership:
         ) == []  # fmt: skip
 
 
-def test_a_tail_that_was_not_committed_belongs_to_one_history_too() -> None:
+def test_tail_that_was_not_committed_belongs_to_one_history_too() -> None:
     """Also where a version's changes are not committed, no other node has others in it."""
     committed = held([(A, 0)], {1: fingerprint(1, 9), 2: fingerprint(2, 9)})
     tail = History(50, "n2", 0, ((A, 0),), 3, {}, {2: 2, 3: 3})

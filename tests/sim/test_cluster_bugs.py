@@ -151,7 +151,7 @@ def digest_in_another_process(seed: int, hash_seed: str) -> str:
     ).stdout.strip()  # fmt: skip
 
 
-def test_a_seed_of_a_cluster_gives_the_same_bytes_in_every_process() -> None:
+def test_seed_of_cluster_gives_same_bytes_in_every_process() -> None:
     here = run_seed(12, Options(nodes=NODES), Trace()).digest
     assert here == digest_in_another_process(12, "1")
     assert here == digest_in_another_process(12, "2")

@@ -65,7 +65,7 @@ class LeavesAtOnce(HeldAnswers):
         return True
 
 
-def test_a_master_that_answers_too_early_loses_writes_and_is_found(
+def test_master_that_answers_too_early_loses_writes_and_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(DemoNode, "held", lambda node: LeavesAtOnce(node.engine))

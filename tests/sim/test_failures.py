@@ -32,7 +32,7 @@ def test_a_killed_master_is_followed_and_nothing_is_lost(cluster: Scenario) -> N
     cluster.passes()
 
 
-def test_a_killed_replica_stops_writes_until_it_has_left_the_in_sync_set(cluster: Scenario) -> None:
+def test_killed_replica_stops_writes_until_it_left_the_set(cluster: Scenario) -> None:
     died_ns, master = cluster.now_ns, cluster.master()
     replica = cluster.machine(cluster.replicas()[0])
     replica.kill()
@@ -67,7 +67,7 @@ def test_a_power_cut_of_all_nodes_loses_nothing(cluster: Scenario, share: float)
     cluster.passes()
 
 
-def test_with_min_in_sync_1_all_copies_but_one_may_die_one_after_the_other() -> None:
+def test_with_min_in_sync_1_all_copies_but_one_may_die_in_turn() -> None:
     cluster = Scenario(min_in_sync=1)
     for _ in range(2):
         died_ns = cluster.now_ns
@@ -79,7 +79,7 @@ def test_with_min_in_sync_1_all_copies_but_one_may_die_one_after_the_other() -> 
     cluster.passes()
 
 
-def test_a_node_that_is_left_alone_answers_reads_and_refuses_writes() -> None:
+def test_a_node_left_alone_answers_reads_and_refuses_writes() -> None:
     """It knows that the former master had what it got from there, whether or not it was told so."""
     cluster = Scenario(4)  # no group is under way when the two die: that one would not count
     master, dead, alone = cluster.master(), *sorted(cluster.replicas())
@@ -100,7 +100,7 @@ def test_a_node_that_is_left_alone_answers_reads_and_refuses_writes() -> None:
     cluster.passes()
 
 
-def test_after_a_failed_sync_the_process_ends_and_another_is_master(cluster: Scenario) -> None:
+def test_after_failed_sync_process_ends_and_another_is_master(cluster: Scenario) -> None:
     died_ns, master = cluster.now_ns, cluster.machine(cluster.master())
     master.disk.syncs_to_fail = 1
     cluster.until(lambda: master.node is None)
@@ -108,7 +108,7 @@ def test_after_a_failed_sync_the_process_ends_and_another_is_master(cluster: Sce
     cluster.passes()
 
 
-def test_a_master_whose_disk_is_full_refuses_writes_until_there_is_room(cluster: Scenario) -> None:
+def test_full_disk_of_a_master_refuses_writes_until_room(cluster: Scenario) -> None:
     master = cluster.machine(cluster.master())
     master.disk.is_full = True
     operation = cluster.write()
@@ -140,7 +140,7 @@ def with_a_full_master(seed: int) -> tuple[Scenario, Machine, list[int]]:
     return cluster, master, sorted(mine, key=lambda vb_id: vb_id not in stuck)
 
 
-def test_a_master_whose_disk_is_full_is_failed_over_with_changes_that_it_cannot_sync() -> None:
+def test_master_with_a_full_disk_is_failed_over() -> None:
     """It commits nothing more, so a handover would wait until there is room."""
     cluster, master, mine = with_a_full_master(1)
     stuck = mine[0]
@@ -162,9 +162,7 @@ def test_a_master_whose_disk_is_full_is_failed_over_with_changes_that_it_cannot_
 
 @pytest.mark.parametrize("seed", range(1, 4))
 @pytest.mark.parametrize("after_ms", [1000, 1950, 2010, 2060, 2110, 2300])
-def test_the_disk_of_a_master_that_is_failed_over_may_get_room_at_any_moment(
-    seed: int, after_ms: int
-) -> None:
+def test_disk_of_master_failed_over_may_get_room_at_any_moment(seed: int, after_ms: int) -> None:
     cluster, master, mine = with_a_full_master(seed)
     asked_ns = cluster.now_ns
     cluster.fail_over(master.name)
@@ -177,7 +175,7 @@ def test_the_disk_of_a_master_that_is_failed_over_may_get_room_at_any_moment(
     cluster.passes()
 
 
-def test_a_move_away_from_a_master_whose_disk_is_full_elects_nobody() -> None:
+def test_move_away_from_master_whose_disk_is_full_elects_nobody() -> None:
     """Only a failover asks for that."""
     cluster, master, (stuck, *_) = with_a_full_master(1)
     epoch = cluster.record(stuck).epoch
@@ -289,7 +287,7 @@ def test_a_master_that_is_cut_off_from_its_replicas_is_deposed(cluster: Scenario
     cluster.passes()
 
 
-def test_a_replica_that_hears_no_master_tells_consumers_to_come_again(cluster: Scenario) -> None:
+def test_replica_without_a_master_tells_consumers_to_come_again(cluster: Scenario) -> None:
     """A consumer that reaches only such a replica is told so, and catches up later."""
     consumer, lonely = cluster.consumers[0], cluster.replicas()[0]
     for machine in cluster.machines:
@@ -311,7 +309,7 @@ def test_a_replica_that_hears_no_master_tells_consumers_to_come_again(cluster: S
     cluster.passes()
 
 
-def test_clients_that_cannot_reach_the_master_wait_until_they_can(cluster: Scenario) -> None:
+def test_clients_that_cannot_reach_master_wait_until_they_can(cluster: Scenario) -> None:
     master = cluster.master()
     for client in cluster.clients:
         cluster.cut(client.name, master)
@@ -340,9 +338,7 @@ def test_without_the_metadata_store_masters_go_on(cluster: Scenario, kind: str) 
 
 
 @pytest.mark.parametrize("kind", ["away", "slow", "forgets", "compacts"])
-def test_a_master_that_dies_while_the_store_fails_is_followed_after_that(
-    cluster: Scenario, kind: str
-) -> None:
+def test_master_that_dies_while_the_store_fails_is_followed(cluster: Scenario, kind: str) -> None:
     mend = cluster.cluster.harm_store(kind)
     assert mend is not None
     cluster.machine(cluster.master()).kill()
@@ -373,7 +369,7 @@ def test_a_coordinator_that_dies_is_followed(cluster: Scenario) -> None:
     cluster.passes()
 
 
-def test_a_coordinator_and_another_node_that_is_master_die_together_and_are_followed() -> None:
+def test_coordinator_and_a_master_die_together_and_are_followed() -> None:
     """Only then somebody can be elected, as quickly as if one of them had died."""
     clusters = (Scenario(seed, nodes=4) for seed in count(1))
     cluster = next(each for each in clusters if coordinator(each).name not in each.in_sync())

@@ -52,7 +52,7 @@ def leave_only_a_copy_out_of_sync(cluster: Scenario) -> tuple[str, str]:
     return behind, master
 
 
-def test_without_anybody_in_sync_a_partition_waits_for_the_in_sync_set(cluster: Scenario) -> None:
+def test_without_anybody_in_sync_partition_waits_for_in_sync_set(cluster: Scenario) -> None:
     behind, _ = leave_only_a_copy_out_of_sync(cluster)
     cluster.run_for(8)
     assert not cluster.node(behind).serves(0)
@@ -64,7 +64,7 @@ def test_without_anybody_in_sync_a_partition_waits_for_the_in_sync_set(cluster: 
     cluster.passes()
 
 
-def test_an_unclean_election_loses_what_only_the_dead_had_and_keeps_it_in_files() -> None:
+def test_unclean_election_keeps_what_the_dead_had_in_files() -> None:
     cluster = Scenario(min_in_sync=1)
     behind, master = leave_only_a_copy_out_of_sync(cluster)
     cluster.until(lambda: f"{behind}-1" in cluster.node(behind).session.view.alive)
@@ -82,9 +82,7 @@ def test_an_unclean_election_loses_what_only_the_dead_had_and_keeps_it_in_files(
 
 @pytest.mark.parametrize("after_ms", [0, 1, 3, 6, 12, 50])
 @pytest.mark.parametrize("who", ["master", "replica"])
-def test_a_branch_that_is_interrupted_is_done_everywhere_or_nowhere(
-    who: str, after_ms: int
-) -> None:
+def test_a_branch_interrupted_is_done_everywhere_or_nowhere(who: str, after_ms: int) -> None:
     cluster = Scenario(seed=after_ms + 3)
     master = cluster.master()
     assert cluster.node(master).branch(0, 0.5)
@@ -99,7 +97,7 @@ def test_a_branch_that_is_interrupted_is_done_everywhere_or_nowhere(
     cluster.passes()
 
 
-def test_with_acknowledge_master_a_failover_may_lose_an_answer_and_keeps_it_in_a_file() -> None:
+def test_with_acknowledge_master_a_lost_answer_is_in_a_file() -> None:
     """An answer says that one disk has it. A durability frame makes it wait for the others."""
     cluster = Scenario(acknowledge="master", durability_share=0.0)
     master = cluster.master()
@@ -181,7 +179,7 @@ class LyingConnection(ServedConnection):
 
 
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
-def test_a_peer_that_lies_is_disconnected_and_nothing_of_it_is_applied(
+def test_lying_peer_is_disconnected_and_nothing_of_it_applied(
     lie: Callable[[bytes], bytes],
 ) -> None:
     cluster = Scenario(2)  # in it the replica gets several changes of partition 0 in one message

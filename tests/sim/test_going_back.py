@@ -128,7 +128,7 @@ def test_only_records_that_were_built_anew_may_leave_copies_out() -> None:
         assert len(facts.problems) == count
 
 
-def test_a_master_that_was_deposed_does_not_serve_by_the_copy_that_names_it() -> None:
+def test_deposed_master_does_not_serve_by_a_copy_that_names_it() -> None:
     """It hears nobody, and one member is enough for a write."""
     scenario = Scenario(min_in_sync=1)
     former = scenario.master()
@@ -156,7 +156,7 @@ def test_a_master_that_was_deposed_does_not_serve_by_the_copy_that_names_it() ->
     scenario.passes()
 
 
-def test_a_member_that_is_lost_while_the_store_restarts_is_given_up() -> None:
+def test_member_that_is_lost_while_store_restarts_is_given_up() -> None:
     """Its master waits: with one member as enough, the lost one may have been elected."""
     scenario = Scenario(copies=2, min_in_sync=1)
     master = scenario.master()

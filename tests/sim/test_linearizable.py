@@ -156,7 +156,7 @@ def test_a_purge_excuses_nothing_here() -> None:
     assert linearizable.check(rows, [Excuse(10, 0, 0, "purge", until_ns=15)])[0]
 
 
-def test_what_was_under_way_during_a_branch_belongs_to_both_sides() -> None:
+def test_what_was_under_way_during_branch_belongs_to_both_sides() -> None:
     rows = history(
         (0, 1, K.SET, b"a", O.OK), (8, 18, K.SET, b"b", O.OK), (9, 9, K.GET, b"", O.OK, b"b", 2),
         (20, 21, K.GET, b"", O.OK, b"a", 1), (22, 23, K.GET, b"", O.OK, b"b", 2),

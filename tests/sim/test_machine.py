@@ -78,7 +78,7 @@ def test_a_kill_keeps_what_was_written() -> None:
     assert bench.value() == b"written"
 
 
-def test_a_failed_sync_ends_the_process_and_a_supervisor_starts_it_again() -> None:
+def test_failed_sync_ends_process_and_supervisor_starts_it_again() -> None:
     bench = Bench()
     first = bench.node
     bench.machine.disk.syncs_to_fail = 1

@@ -76,7 +76,7 @@ def test_bytes_arrive_in_order_whatever_the_delays(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_connection_that_breaks_delivers_a_prefix_and_tells_both(seed: int) -> None:
+def test_connection_that_breaks_delivers_prefix_and_tells_both(seed: int) -> None:
     pair = Pair(seed)
     pair.dial()
     pair.run()

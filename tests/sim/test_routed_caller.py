@@ -86,7 +86,7 @@ def test_every_operation_goes_to_the_node_of_its_partition(nodes: TwoNodes) -> N
     assert (sum(first), sum(second)) == (keys_in(0, 1), keys_in(2, 3))
 
 
-def test_a_node_that_is_away_for_a_while_costs_time_and_no_operation(nodes: TwoNodes) -> None:
+def test_node_that_is_away_for_while_costs_time_and_no_operation(nodes: TwoNodes) -> None:
     nodes.set_all()
     nodes.run()
     nodes.machines[1].kill()

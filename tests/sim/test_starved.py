@@ -30,7 +30,7 @@ def test_nodes_that_are_starved_elect_nobody(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS))
-def test_a_starved_master_among_others_that_run_keeps_its_partitions(seed: int) -> None:
+def test_starved_master_among_running_ones_keeps_its_partitions(seed: int) -> None:
     cluster = Scenario(seed)
     before = epochs(cluster)
     mend = cluster_faults.starved(cluster.world, cluster.machine(cluster.master()))

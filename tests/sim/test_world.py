@@ -6,7 +6,7 @@ from sim.clock import Clock
 from sim.world import MS, SECOND, Host, Trace, World
 
 
-def test_events_run_in_the_order_of_their_time_and_then_of_their_making() -> None:
+def test_events_run_in_order_of_their_time_and_of_their_making() -> None:
     world, seen = World(0), []
     world.after(20, seen.append, "late")
     world.after(10, seen.append, "first")

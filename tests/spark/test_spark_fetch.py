@@ -122,7 +122,7 @@ def test_a_repeated_batch_gives_the_same_rows(dcpd, reader):
     assert reader.read(steps) == first
 
 
-def test_only_the_common_part_is_read_and_the_next_batch_goes_back(dcpd, reader):
+def test_only_common_part_is_read_and_next_batch_goes_back(dcpd, reader):
     write(dcpd, b"1", b"2", b"3", b"4")
     steps = reader.plan()
     dcpd.branch(VB, at=2)
@@ -146,7 +146,7 @@ def test_without_history_the_common_part_is_a_whole_state(dcpd):
     reader.survey.close()
 
 
-def test_a_branch_below_the_start_leaves_nothing_of_a_planned_batch(dcpd, reader):
+def test_branch_below_start_leaves_nothing_of_planned_batch(dcpd, reader):
     write(dcpd, b"1", b"2", b"3")
     reader.batch()
     write(dcpd, b"4")
@@ -165,7 +165,7 @@ def test_several_branches_between_two_batches(dcpd, reader):
     assert reader.batch() == [("rollback", VB, 3), ("set", VB, 4, b"again")]
 
 
-def test_a_planned_rollback_is_told_again_when_the_batch_is_repeated(dcpd, reader):
+def test_planned_rollback_is_told_again_when_batch_is_repeated(dcpd, reader):
     write(dcpd, b"1", b"2", b"3")
     reader.batch()
     dcpd.branch(VB, at=2)
@@ -192,7 +192,7 @@ def test_a_purge_between_plan_and_read_begins_the_partition_anew(dcpd, reader):
     assert reader.plan() == []
 
 
-def test_a_floor_that_rose_above_the_planned_end_shows_the_state_as_of_the_floor(dcpd, reader):
+def test_floor_above_planned_end_shows_state_at_floor(dcpd, reader):
     """The next batch brings what lies above the planned end again, which sinks do not mind."""
     write(dcpd, b"1", b"2")
     reader.batch()
@@ -276,7 +276,7 @@ def store_elsewhere(server) -> int:
     return vb_id
 
 
-def test_a_partition_without_a_node_is_waited_for_while_others_are_read(dcpd, reader, monkeypatch):
+def test_partition_without_node_is_awaited_while_others_are_read(dcpd, reader, monkeypatch):
     write(dcpd, b"1")
     other = store_elsewhere(dcpd)
     steps = reader.plan()

@@ -53,7 +53,7 @@ class Peer:
         )
 
 
-def test_a_stream_that_breaks_goes_on_behind_the_last_change_of_the_same_read():
+def test_broken_stream_goes_on_behind_its_last_change():
     peer = Peer()
     peer.reply(Status.OK, (V2, 2), (V1, 0))
     arrived = peer.core.receive(peer.change(3, b"3") + peer.end(EndReason.STATE_CHANGED))
@@ -91,7 +91,7 @@ GONE = pack_response(Opcode.DCP_OPEN, opaque=1, status=Status.ETMPFAIL)
 
 @pytest.mark.parametrize(("bad_end", "error"), [(GARBAGE, ConnectError), (GONE, TemporaryError)])
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_what_came_before_an_error_in_the_same_read_is_handed_out(bad_end, error, has_ended):
+def test_what_came_before_error_in_same_read_is_handed_out(bad_end, error, has_ended):
     """The rollback row, the change, and only then where the next connection goes on."""
     peer = Peer(rollback_to=2)
     last = peer.end(EndReason.OK) if has_ended else peer.advanced(4)
@@ -152,7 +152,7 @@ def test_a_key_without_a_collection_id_is_refused_in_words(key):
     assert caught.value.vb_id == VB
 
 
-def test_streams_of_two_connections_go_on_together_in_another_order():
+def test_streams_of_two_connections_go_on_in_another_order():
     """Opaques of before mean nothing: 2 and 3 had those that 4 and 2 get now."""
     steps = {vb_id: PlanStep(vb_id, 0, (), 5, ((V1, 0),), None) for vb_id in (2, 3, 4)}
     streams = {vb_id: Stream(step) for vb_id, step in steps.items()}
@@ -187,7 +187,7 @@ def test_packets_in_pieces_of_any_size():
         assert peer.core.is_done
 
 
-def test_a_refusal_for_now_of_the_connection_itself_can_be_tried_again():
+def test_refusal_for_now_of_connection_itself_can_be_tried_again():
     peer = Peer()
     peer.core.receive(GONE)
     assert isinstance(peer.core.failure, TemporaryError)

@@ -50,7 +50,7 @@ def test_a_usual_entry_is_short():
     assert len(json.dumps(offset_of(dict.fromkeys(range(1024), entry)))) < 40_000
 
 
-def test_a_partition_of_which_nothing_is_held_is_left_out_unless_it_went_back_there():
+def test_empty_partition_is_left_out_unless_it_rolled_back():
     assert offset_of({5: Entry(), 6: entry_at(0, (), rollback_to=0)}) == {"6": "0 rollback=0"}
     assert decode("0 rollback=0") == Entry(Position(complete=((0, 0),)), 0)
 

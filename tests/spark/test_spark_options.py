@@ -146,7 +146,7 @@ def test_a_password_is_not_repeated_in_errors(options):
     assert "not ''" not in str(caught.value)
 
 
-def test_a_password_is_in_no_description_of_what_goes_to_executors():
+def test_password_is_in_no_description_of_what_goes_to_executors():
     settings = parse_options({"servers": "dcpd://ada:sesame@a:1", "tls": "true", "tlsCa": "c.pem"})
     assert settings.servers[0].password == "sesame"
     assert "sesame" not in repr(ReadTask(settings, (), (0,)))

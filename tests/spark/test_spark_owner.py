@@ -45,7 +45,7 @@ def test_another_query_is_refused_and_changes_nothing(sink):
     assert seqnos(sink) == list(range(1, 13))
 
 
-def test_a_query_takes_a_table_over_once_from_the_one_that_it_names(sink):
+def test_query_takes_table_over_once_from_one_that_it_names(sink):
     sink.writer = TableWriter("first")
     sink.apply(table(sets(1, 1, 3)))
     sink.writer = TableWriter("third", take_over_from="second")

@@ -37,7 +37,7 @@ def test_a_new_query_reads_everything_and_then_nothing():
     assert plan(entries_of(end), survey) == (end, [])
 
 
-def test_a_version_that_begins_where_the_query_stands_is_taken_over_without_a_read():
+def test_version_that_begins_at_the_position_is_taken_over():
     before = {"0": "10 a1@0"}
     end, gone_back = plan(entries_of(before), [facts(0, 10, versions=((V2, 10), (V1, 0)))])
     assert (end, gone_back) == ({"0": "10 b2@10,a1@0"}, [])
@@ -60,7 +60,7 @@ def test_a_branch_below_begins_the_next_batch_with_a_rollback():
     )
 
 
-def test_a_branch_with_nothing_after_it_is_a_batch_with_a_rollback_row_alone():
+def test_branch_with_nothing_after_it_is_a_rollback_row_alone():
     before = {"0": "10 a1@0"}
     end, _ = plan(entries_of(before), [facts(0, 0, versions=((V2, 0), (V1, 0)))])
     assert end == {"0": "0 rollback=0"}
@@ -80,7 +80,7 @@ def test_without_history_a_rollback_goes_to_where_a_batch_ended():
     assert plan(whole, [facts(0, 20, versions=((V2, 11), (V1, 0)))])[0]["0"].endswith("rollback=11")
 
 
-def test_below_the_history_floor_states_are_complete_from_the_floor_on():
+def test_below_history_floor_states_are_complete_from_floor_on():
     end, _ = plan({}, [facts(0, 10, floor=6)])
     assert end["0"] == "10 a1@0 complete=0-0,6-10"
     back, _ = plan(entries_of(end), [facts(0, 9, versions=((V2, 3), (V1, 0)))])
@@ -103,7 +103,7 @@ def test_an_end_is_not_divided_below_what_the_server_shows():
     assert {vb: entry.seqno for vb, entry in end.items()} == {0: 45, 1: 5}
 
 
-def test_available_now_ends_at_its_targets_even_if_history_branches_meanwhile():
+def test_available_now_ends_at_its_targets_despite_branches():
     targets = {0: 10, 1: 3}
     end, _ = plan({}, [facts(0, 50), facts(1, 3), facts(2, 9)], targets=targets)
     assert end == {"0": "10 a1@0", "1": "3 a1@0"}
@@ -238,9 +238,7 @@ def test_how_much_of_a_planned_step_is_left(server, common):
     ("moved_on", "start_seqno"),
     [({"0": "8 a1@0 base=8"}, 8), ({"0": "12 a1@0 base=12"}, 8), ({}, 8)],
 )
-def test_a_repeated_first_batch_begins_where_it_began_although_latest_moved_on(
-    moved_on, start_seqno
-):
+def test_repeated_first_batch_begins_where_it_began(moved_on, start_seqno):
     end = {"0": "10 a1@0 base=8"}
     assert steps_between(moved_on, end) == [PlanStep(0, start_seqno, ((V1, 0),), 10, ((V1, 0),))]
     assert steps_between({"0": "5 a1@0 base=5"}, {"0": "3 b2@2,a1@0"}) == [

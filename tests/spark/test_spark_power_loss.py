@@ -161,7 +161,7 @@ def run_to(point: int, given: list[pa.Table]) -> tuple[ForgetfulFiles, int]:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_a_power_cut_at_any_point_leaves_a_whole_table_and_every_batch_that_was_told(
+def test_power_cut_at_any_point_leaves_a_sound_table(
     share,
 ):
     given = batches(seed=5, count=4)
@@ -179,7 +179,7 @@ def test_a_power_cut_at_any_point_leaves_a_whole_table_and_every_batch_that_was_
         assert contents(left) == states[-1]
 
 
-def test_a_real_table_is_synced_in_the_order_of_the_one_that_is_simulated(tmp_path, monkeypatch):
+def test_real_table_is_synced_in_order_of_one_that_is_simulated(tmp_path, monkeypatch):
     """What the calls mean on a real disk: each sync reaches the file or folder that is named."""
     import os
 

@@ -205,7 +205,7 @@ def play(sink, seed: int, rounds: int) -> None:
 
 @settings(max_examples=15)
 @given(st.integers(0, 2**32))
-def test_parquet_is_the_history_whatever_was_repeated_or_cut_short(seed):
+def test_parquet_is_history_whatever_was_repeated_or_cut_short(seed):
     with tempfile.TemporaryDirectory() as folder:
         play(ParquetTable(Path(folder)), seed, rounds=8)
 
@@ -280,7 +280,7 @@ def test_a_table_of_another_format_is_refused(tmp_path):
         sink_parquet.load_manifest(TableFiles(tmp_path))
 
 
-def test_delta_finds_out_how_far_the_log_goes_if_somebody_else_committed(tmp_path):
+def test_delta_finds_how_far_the_log_goes_after_others_commit(tmp_path):
     sink = DeltaTables(tmp_path / "table")
     sink.apply(table(sets(1, 1, 10)))
     sink_delta.DeltaTable(f"{sink.path}/changes").delete("seqno > 1000")
@@ -305,7 +305,7 @@ def test_documents_of_several_collections_are_told_apart(tmp_path):
         assert [row["value"] for row in sink.rows("current")] == [b"in b"]
 
 
-def test_a_table_keeps_the_number_of_buckets_that_it_was_made_with(tmp_path):
+def test_table_keeps_number_of_buckets_that_it_was_made_with(tmp_path):
     """Another number would look for documents where they are not, and add them twice."""
     for buckets in (4, 7):
         DeltaTables(tmp_path / "d", buckets).apply(table(sets(900, 1, 10)))
@@ -315,7 +315,7 @@ def test_a_table_keeps_the_number_of_buckets_that_it_was_made_with(tmp_path):
     assert sorted(row["seqno"] for row in sink.rows("current")) == list(range(1, 8))
 
 
-def test_values_that_are_null_and_columns_of_all_types_go_through_the_sinks(tmp_path):
+def test_values_null_and_columns_of_types_go_through_the_sinks(tmp_path):
     """A document whose value is no JSON is there, with null; a removal of it takes it away."""
     shape = pa.struct([("n", pa.int32()), ("tags", pa.list_(pa.string()))])
     moment = pa.timestamp("us", tz="UTC")

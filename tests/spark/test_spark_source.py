@@ -145,9 +145,7 @@ def test_a_checkpoint_of_other_collections_is_refused(spark, dcpd, tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_a_stream_in_limited_batches_gives_everything_once_and_tells_how_far_it_is(
-    spark, dcpd, tmp_path
-):
+def test_stream_in_limited_batches_gives_all_once(spark, dcpd, tmp_path):
     asyncio.run(store(dcpd, DOCUMENTS))
     batches: list = []
     query = stream(spark, dcpd, tmp_path / "checkpoint", batches, maxRowsPerTrigger="15")
@@ -193,7 +191,7 @@ def test_a_rollback_is_a_row_or_an_error(spark, dcpd, tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_a_first_batch_that_fails_is_repeated_from_where_latest_was(spark, dcpd, tmp_path):
+def test_failed_first_batch_is_repeated_from_where_latest_was(spark, dcpd, tmp_path):
     """Spark asks anew where the query begins; what came meanwhile must not move the beginning."""
 
     def fail(batch_df, batch_id):
@@ -241,7 +239,7 @@ def test_wrong_options_are_named_through_spark(spark, dcpd):
 
 
 @pytest.mark.timeout(300)
-def test_what_goes_wrong_on_an_executor_reaches_the_user_in_words(spark, dcpd):
+def test_what_goes_wrong_on_executor_reaches_user_in_words(spark, dcpd):
     with dcpd.connect() as kv:
         kv.set(b"fine", b"text")
         stored = kv.set(b"key", b"\xff\xfe")
@@ -264,7 +262,7 @@ def test_a_password_is_in_no_plan_and_no_error(spark, dcpd):
 
 
 @pytest.mark.timeout(300)
-def test_a_query_that_is_stopped_leaves_no_connection_process_or_thread(spark, dcpd, tmp_path):
+def test_a_query_stopped_leaves_no_connection_process_or_thread(spark, dcpd, tmp_path):
     asyncio.run(store(dcpd, DOCUMENTS))
     seen = threading.Event()
     query = (
@@ -428,7 +426,7 @@ def test_available_now_reads_nothing_newer(dcpd, driver):
     assert reader.latestOffset(end, ReadAllAvailable()) is end
 
 
-def test_partitions_that_are_active_nowhere_are_named_where_all_are_needed(dcpd, driver):
+def test_partitions_active_nowhere_are_named_where_needed(dcpd, driver):
     """A start at `latest` must not become one at the beginning, "everything" not the rest of it."""
     with dcpd.connect() as kv:
         vb = kv.set(b"key", b"1").vb_id

@@ -105,7 +105,7 @@ def test_a_client_without_collections_gets_runs_too() -> None:
     assert plain == ONLY_MUTATIONS | UNPREFIXED, "it asked for the XATTRs"
 
 
-def test_blocks_of_versions_without_snappy_promise_that_there_is_none() -> None:
+def test_blocks_without_snappy_promise_that_there_is_none() -> None:
     for entry, flag in ((FRAMES[0], 0), (FRAMES[1], 0), (FRAMES[2], ONLY_UNPACKED)):
         ((key, value),) = build_blocks(1, [entry], seqno_before=0)
         assert value[1] & ONLY_UNPACKED == flag, "the flag is set for packed values only"

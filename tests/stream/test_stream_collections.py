@@ -120,7 +120,7 @@ def fill(node: MemoryNode) -> None:
 # -- what each connection sees ---------------------------------------------------------------------
 
 
-def test_collections_without_a_filter_bring_everything_and_events_in_seqno_order(
+def test_collections_without_filter_bring_all_in_seqno_order(
     node: MemoryNode,
 ) -> None:
     fill(node)
@@ -147,9 +147,7 @@ def test_collections_without_a_filter_bring_everything_and_events_in_seqno_order
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_without_collections_only_the_default_one_and_snapshots_that_end_on_an_item(
-    node: MemoryNode, merged: bool
-) -> None:
+def test_without_collections_snapshots_end_on_an_item(node: MemoryNode, merged: bool) -> None:
     fill(node)
     if merged:
         node.merge()
@@ -178,7 +176,7 @@ def test_without_collections_no_snapshot_is_announced_empty(node: MemoryNode) ->
     assert parse_marker(frames[0]).start_seqno == 0, "as if nothing else had been there"
 
 
-def test_a_stream_with_an_end_ends_there_though_nothing_shown_lies_at_it(node: MemoryNode) -> None:
+def test_stream_with_an_end_ends_there_though_nothing_is_shown(node: MemoryNode) -> None:
     fill(node)
     for start, end, items in ((0, 9, [5, 8]), (8, 9, []), (0, 7, [5]), (0, 3, [])):
         peer = consumer(node, collections=False)
@@ -191,7 +189,7 @@ def test_a_stream_with_an_end_ends_there_though_nothing_shown_lies_at_it(node: M
         assert len([item for item in found if item.what == "marker"]) == bool(items)
 
 
-def test_without_the_extension_it_completes_the_snapshot_though_nothing_shown_lies_at_its_end(
+def test_without_the_extension_it_completes_the_snapshot(
     node: MemoryNode,
 ) -> None:
     fill(node)
@@ -217,7 +215,7 @@ def test_a_filter_brings_its_collections_and_advances_to_the_end(node: MemoryNod
     ]
 
 
-def test_a_snapshot_with_nothing_for_the_filter_is_a_marker_and_seqno_advanced(
+def test_snapshot_filtered_empty_is_marker_and_seqno_advanced(
     node: MemoryNode,
 ) -> None:
     peer = consumer(node)
@@ -297,7 +295,7 @@ def test_filters_are_checked(node: MemoryNode, document: dict, status: Status) -
     [({"collections": ["a"]}, "there is no collection a"), ({"scope": "9"}, "there is no scope 9")],
 )
 @pytest.mark.parametrize("has_xerror", [False, True])
-def test_a_filter_for_what_is_not_there_is_told_the_manifests_uid(
+def test_filter_for_what_is_not_there_is_told_manifests_uid(
     node: MemoryNode, document: dict, why: str, has_xerror: bool
 ) -> None:
     peer = node.connect()
@@ -311,7 +309,7 @@ def test_a_filter_for_what_is_not_there_is_told_the_manifests_uid(
     assert body == ({"error": {"context": f"{why} in manifest {uid:x}"}} if has_xerror else {})
 
 
-def test_a_drop_that_is_not_committed_refuses_a_filter_after_the_commit(node: MemoryNode) -> None:
+def test_drop_that_is_not_committed_refuses_filter_after_commit(node: MemoryNode) -> None:
     peer = consumer(node)
     drop(node, "hotel")
     assert ask(peer, {"collections": ["8"]}).status == Status.UNKNOWN_COLLECTION
@@ -369,7 +367,7 @@ def test_a_stream_without_a_filter_outlives_every_drop(node: MemoryNode) -> None
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_backfill_leaves_out_what_was_dropped_but_shows_beginning_and_end(
+def test_backfill_omits_what_was_dropped_but_shows_its_events(
     node: MemoryNode, merged: bool
 ) -> None:
     fill(node)
@@ -465,7 +463,7 @@ def test_a_partition_that_was_not_active_catches_up(node: MemoryNode, becomes_ac
 # -- purges ----------------------------------------------------------------------------------------
 
 
-def test_a_filter_whose_collections_did_not_change_need_not_roll_back_for_a_purge(
+def test_filter_of_unchanged_collections_need_not_roll_back(
     node: MemoryNode,
 ) -> None:
     fill(node)

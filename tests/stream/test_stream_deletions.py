@@ -71,9 +71,7 @@ def test_who_holds_something_is_told_of_deletions(node: MemoryNode, writer: Peer
     assert shape(peer.drain()) == [(1, 5), "3:c", "4:-b", "5:d"]
 
 
-def test_where_a_deletion_is_the_last_change_the_snapshot_has_its_end(
-    node: MemoryNode, writer: Peer
-) -> None:
+def test_where_deletion_is_last_change_snapshot_has_its_end(node: MemoryNode, writer: Peer) -> None:
     set_all(node, writer, "ab")
     writer.delete(VB, b"a")
     writer.delete(VB, b"b")

@@ -27,7 +27,7 @@ def ends(frames: list[Frame]) -> list[EndReason]:
 
 
 @pytest.mark.parametrize("state", [VbState.PENDING, VbState.DEAD])
-def test_end_2_state_changed_when_the_partition_is_neither_active_nor_replica(
+def test_end_2_state_changed_for_a_dead_partition(
     node: MemoryNode, writer: Peer, peer: Peer, state: VbState
 ) -> None:
     peer.stream(VB)
@@ -38,9 +38,7 @@ def test_end_2_state_changed_when_the_partition_is_neither_active_nor_replica(
     assert node.hub.stream_count == 0
 
 
-def test_end_2_state_changed_for_streams_that_want_an_active_partition(
-    node: MemoryNode, peer: Peer
-) -> None:
+def test_end_2_state_changed_for_streams_of_active_only(node: MemoryNode, peer: Peer) -> None:
     active_only = node.connect()
     active_only.hello()
     active_only.open(b"active only")
@@ -124,7 +122,7 @@ def test_end_6_rollback_is_not_for_who_misses_nothing_by_a_purge(
 # -- slow consumers ------------------------------------------------------------------------------
 
 
-def test_slow_consumers_are_dropped_to_disk_and_back_without_loss(
+def test_slow_consumers_are_dropped_to_disk_and_back(
     node: MemoryNode, writer: Peer, peer: Peer
 ) -> None:
     """A stream is a cursor: whatever is merged under it, nothing is kept for it, nothing is lost,

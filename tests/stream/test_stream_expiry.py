@@ -67,7 +67,7 @@ WAYS = pytest.mark.parametrize("way", ["live", "memory", "store"])
 
 @WAYS
 @pytest.mark.parametrize("has_collections", [False, True])
-def test_an_expiry_is_an_expiration_where_flag_and_control_ask_for_it(
+def test_expiry_is_expiration_where_flag_and_control_ask_for_it(
     node: MemoryNode, way: str, has_collections: bool
 ) -> None:
     peer = consumer(node, WITH_TIMES, has_collections=has_collections)
@@ -92,9 +92,7 @@ def test_an_expiry_is_a_deletion_of_version_1_without_flag_0x20(
 
 
 @WAYS
-def test_an_expiry_is_a_deletion_of_version_2_without_the_control(
-    node: MemoryNode, way: str
-) -> None:
+def test_expiry_is_deletion_of_version_2_without_control(node: MemoryNode, way: str) -> None:
     frame = shown(node, consumer(node, WITH_TIMES, b"false"), way)
     assert frame.opcode == Opcode.DCP_DELETION
     assert len(frame.extras) == 21

@@ -99,7 +99,7 @@ def test_an_acknowledgement_opens_the_window_by_its_bytes(node: MemoryNode) -> N
     assert len(peer.drain()) == 1
 
 
-def test_the_window_counts_messages_as_they_are_sent_not_as_they_are_stored(
+def test_window_counts_messages_as_sent_not_as_stored(
     node: MemoryNode,
 ) -> None:
     writer = node.connect()
@@ -136,7 +136,7 @@ def test_the_window_is_the_connections_not_a_streams(node: MemoryNode) -> None:
     assert 300 <= peer.producer.unacked_bytes < 300 + ITEM
 
 
-def test_command_answers_and_noop_flow_when_the_window_is_full_and_are_not_counted(
+def test_answers_and_noops_flow_uncounted_when_window_is_full(
     node: MemoryNode,
 ) -> None:
     write(node, 9)
@@ -177,7 +177,7 @@ def test_stream_end_flows_when_the_window_is_full_and_is_counted(
     assert peer.producer.unacked_bytes == unacked_bytes + 28
 
 
-def test_the_end_of_a_stream_follows_its_last_item_though_that_filled_the_window(
+def test_end_of_stream_follows_the_item_that_filled_the_window(
     node: MemoryNode,
 ) -> None:
     write(node, 1)
@@ -197,7 +197,7 @@ def test_without_a_window_everything_is_sent(node: MemoryNode) -> None:
     assert peer.producer.unacked_bytes == 0
 
 
-def test_size_0_turns_flow_control_off_and_what_was_sent_before_does_not_count(
+def test_size_0_turns_flow_control_off_and_forgets_what_was_sent(
     node: MemoryNode,
 ) -> None:
     write(node, 9)

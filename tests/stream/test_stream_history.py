@@ -41,7 +41,7 @@ def compact(node: MemoryNode, floor: int, purge_seqno: int = 0) -> tuple[int, in
 # -- requests that end below the floor ------------------------------------------------------------
 
 
-def test_a_stream_that_would_end_below_the_floor_shows_the_state_as_of_it(
+def test_stream_that_would_end_below_floor_shows_state_as_of_it(
     node: MemoryNode, writer: Peer
 ) -> None:
     set_all(node, writer, "abcabd")
@@ -131,7 +131,7 @@ def test_every_version_of_a_history_snapshot_under_way_stays(
 
 
 @pytest.mark.parametrize("flags", [0, StreamFlag.IGNORE_PURGED_TOMBSTONES])
-def test_deletions_that_are_still_to_come_stay_for_who_needs_them(
+def test_deletions_still_to_come_stay_for_who_needs_them(
     node: MemoryNode, writer: Peer, flags: int
 ) -> None:
     set_all(node, writer, "abcd")
@@ -144,9 +144,7 @@ def test_deletions_that_are_still_to_come_stay_for_who_needs_them(
     assert shape(peer.drain())[-1] == "8:e"
 
 
-def test_a_purge_on_command_ends_a_snapshot_that_it_takes_something_from(
-    node: MemoryNode, writer: Peer
-) -> None:
+def test_purge_on_command_ends_a_snapshot_it_takes_from(node: MemoryNode, writer: Peer) -> None:
     set_all(node, writer, "abcd")
     peer = connect(node)
     begin(node, peer)
@@ -194,7 +192,7 @@ class Clock:
         return self.now_s
 
 
-def test_end_4_too_slow_for_who_stands_still_while_compaction_waits(
+def test_end_4_too_slow_for_who_stands_while_compaction_waits(
     node: MemoryNode, writer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()

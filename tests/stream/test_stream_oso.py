@@ -97,7 +97,7 @@ def test_the_first_snapshot_of_one_collection_is_framed(node: MemoryNode) -> Non
         assert shape(peer.drain()) == [("marker", 6), BEGIN, *changes, END]
 
 
-def test_its_end_is_reached_though_the_filter_hides_the_last_change(node: MemoryNode) -> None:
+def test_its_end_is_reached_though_filter_hides_last_change(node: MemoryNode) -> None:
     put(node, HOTEL_KEY, FLIGHT_KEY)
     for value in (PLAIN, ADVANCED):
         peer = consumer(node, value)
@@ -145,7 +145,7 @@ def test_a_client_that_was_cut_off_begins_again(node: MemoryNode) -> None:
     assert shape(peer.drain()) == [("marker", 5), BEGIN, *changes, END]
 
 
-def test_it_does_not_use_up_the_window_of_clients_that_do_not_know_it(node: MemoryNode) -> None:
+def test_it_costs_no_window_of_clients_that_do_not_know_it(node: MemoryNode) -> None:
     put(node, HOTEL_KEY)
     peer = consumer(node, connection_buffer_size=b"10000")
     ask(peer, HOTEL)

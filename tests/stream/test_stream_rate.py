@@ -99,7 +99,7 @@ def test_a_stalled_stream_stands_still_until_it_is_let_go(
 
 
 @pytest.mark.all_partitions
-def test_streams_that_stand_still_before_they_began_hold_up_no_other(
+def test_streams_that_stand_before_they_began_hold_up_no_other(
     node: MemoryNode, writer: Peer, peer: Peer
 ) -> None:
     count = 2 * BACKLOGS_MAX

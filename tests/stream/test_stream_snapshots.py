@@ -50,7 +50,7 @@ def test_the_first_marker_starts_at_the_requested_snapshot_start(
     assert shape(peer.drain()) == [(2, 6), "5:e", "6:f"]
 
 
-def test_a_later_marker_starts_at_the_previous_end_plus_1_not_at_its_first_item(
+def test_later_marker_starts_at_the_previous_end_plus_1(
     node: MemoryNode, writer: Peer, peer: Peer
 ) -> None:
     set_all(writer, "a")
@@ -78,7 +78,7 @@ def test_a_backlog_is_a_disk_snapshot_and_live_ones_are_memory(
         assert marker_flags(peer.drain()) == [MarkerFlag.MEMORY]
 
 
-def test_a_stream_without_a_backlog_is_live_from_its_first_snapshot(
+def test_stream_without_backlog_is_live_from_its_first_snapshot(
     node: MemoryNode, writer: Peer, peer: Peer
 ) -> None:
     set_all(writer, "ab")
@@ -130,7 +130,7 @@ def test_several_groups_that_wait_are_one_live_snapshot(
     assert shape(peer.drain()) == [(0, 6), "2:b", "4:c", "5:a", "6:d"]
 
 
-def test_a_snapshot_under_way_does_not_take_in_what_is_committed_meanwhile(
+def test_open_snapshot_takes_in_nothing_committed_meanwhile(
     node: MemoryNode, writer: Peer, peer: Peer
 ) -> None:
     set_all(writer, "ab")
@@ -186,7 +186,7 @@ def test_start_equal_to_end_is_ok_and_the_end_at_once(
 
 @pytest.mark.parametrize("end", range(1, 8))
 @pytest.mark.parametrize("is_merged", [False, True])
-def test_an_end_in_the_middle_of_history_gives_exactly_the_state_as_of_it(
+def test_end_in_middle_of_history_gives_exactly_state_as_of_it(
     node: MemoryNode, writer: Peer, peer: Peer, end: int, is_merged: bool
 ) -> None:
     states: list[dict[bytes, bytes]] = [{}]
@@ -207,7 +207,7 @@ def test_an_end_in_the_middle_of_history_gives_exactly_the_state_as_of_it(
 
 @pytest.mark.parametrize("end", range(1, 8))
 @pytest.mark.parametrize("is_merged", [False, True])
-def test_a_stream_with_an_end_completes_the_snapshot_that_its_end_is_in(
+def test_stream_with_end_completes_snapshot_that_its_end_is_in(
     node: MemoryNode, writer: Peer, peer: Peer, end: int, is_merged: bool
 ) -> None:
     set_all(writer, "abacbad")
@@ -252,7 +252,7 @@ def test_an_ended_stream_is_no_longer_woken(node: MemoryNode, writer: Peer, peer
 # -- branches ----------------------------------------------------------------------------------
 
 
-def test_a_branch_ends_the_stream_and_the_rollback_answer_leads_back(
+def test_branch_ends_stream_and_rollback_answer_leads_back(
     node: MemoryNode, writer: Peer, peer: Peer
 ) -> None:
     set_all(writer, "abcd")
@@ -274,7 +274,7 @@ def test_a_branch_ends_the_stream_and_the_rollback_answer_leads_back(
 
 @pytest.mark.parametrize("sent", ["the marker", "an item"])
 @pytest.mark.parametrize("at", [0, 1, 3])
-def test_an_uncommitted_branch_stops_a_snapshot_that_is_under_way(
+def test_uncommitted_branch_stops_snapshot_that_is_under_way(
     node: MemoryNode, writer: Peer, peer: Peer, at: int, sent: str
 ) -> None:
     set_all(writer, "abcd")
@@ -290,7 +290,7 @@ def test_an_uncommitted_branch_stops_a_snapshot_that_is_under_way(
     assert shape(peer.drain()) == [EndReason.ROLLBACK]
 
 
-def test_a_stream_that_began_on_the_new_version_is_not_ended_by_its_commit(
+def test_stream_begun_on_a_new_version_survives_its_commit(
     node: MemoryNode, writer: Peer, peer: Peer
 ) -> None:
     set_all(writer, "abcd")
@@ -389,7 +389,7 @@ def backlogs_under_way(peer: Peer) -> int:
 
 
 @pytest.mark.all_partitions
-def test_no_more_than_backlogs_max_are_under_way_and_none_starves(
+def test_no_over_backlogs_max_are_under_way_and_none_starves(
     node: MemoryNode, writer: Peer, peer: Peer
 ) -> None:
     count = 3 * BACKLOGS_MAX
@@ -408,7 +408,7 @@ def test_no_more_than_backlogs_max_are_under_way_and_none_starves(
 
 
 @pytest.mark.all_partitions
-def test_streams_without_a_backlog_leave_their_place_to_those_who_wait(
+def test_streams_without_backlog_leave_their_place_to_others(
     node: MemoryNode, writer: Peer, peer: Peer
 ) -> None:
     """Busy ones take all places, then come many idle ones, then one more with a backlog."""
@@ -427,7 +427,7 @@ def test_streams_without_a_backlog_leave_their_place_to_those_who_wait(
 
 
 @pytest.mark.parametrize("how", ["close", "branch"])
-def test_a_stream_that_goes_before_it_begins_leaves_its_place_to_those_who_wait(
+def test_stream_gone_before_it_begins_leaves_its_place(
     node: MemoryNode, writer: Peer, peer: Peer, how: str
 ) -> None:
     count = 2 * BACKLOGS_MAX + 1

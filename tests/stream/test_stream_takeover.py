@@ -110,9 +110,7 @@ def test_takeover_hands_over_in_the_order_of_2_8(node: MemoryNode, writer: Peer)
     assert state_of(node) == VbState.DEAD
 
 
-def test_takeover_markers_after_the_backlog_ask_for_an_answer_and_wait_for_it(
-    node: MemoryNode, writer: Peer
-) -> None:
+def test_takeover_markers_after_backlog_wait_for_answers(node: MemoryNode, writer: Peer) -> None:
     write(node, writer, b"a")
     owner = NewOwner(node)
     owner.peer.pump(1)
@@ -127,7 +125,7 @@ def test_takeover_markers_after_the_backlog_ask_for_an_answer_and_wait_for_it(
     assert owner.got() == [("state", PENDING)]
 
 
-def test_takeover_sends_what_arrived_while_the_client_became_pending(
+def test_takeover_sends_what_arrived_while_client_became_pending(
     node: MemoryNode, writer: Peer
 ) -> None:
     owner = NewOwner(node)
@@ -141,9 +139,7 @@ def test_takeover_sends_what_arrived_while_the_client_became_pending(
     assert f"marker {MarkerFlag.MEMORY | MarkerFlag.ACK:#x}" in rows, "acknowledged, too"
 
 
-def test_takeover_ends_the_other_streams_of_the_partition_with_state_changed(
-    node: MemoryNode, writer: Peer
-) -> None:
+def test_takeover_ends_other_streams_with_state_changed(node: MemoryNode, writer: Peer) -> None:
     other = node.connect()
     other.hello()
     other.open(b"other")
@@ -156,9 +152,7 @@ def test_takeover_ends_the_other_streams_of_the_partition_with_state_changed(
     assert other.stream(VB).status == Status.NOT_MY_VBUCKET
 
 
-def test_takeover_that_dies_before_the_client_is_pending_leaves_the_partition_active(
-    node: MemoryNode, writer: Peer
-) -> None:
+def test_takeover_that_dies_before_pending_leaves_it_active(node: MemoryNode, writer: Peer) -> None:
     owner = NewOwner(node)
     assert owner.got() == [("state", PENDING)]
     owner.peer.producer.close()
@@ -167,9 +161,7 @@ def test_takeover_that_dies_before_the_client_is_pending_leaves_the_partition_ac
     write(node, writer, b"a")
 
 
-def test_takeover_that_dies_before_the_client_is_told_to_be_active_gives_the_partition_back(
-    node: MemoryNode, writer: Peer
-) -> None:
+def test_takeover_that_dies_before_active_gives_it_back(node: MemoryNode, writer: Peer) -> None:
     log = node.engine.partitions[VB].failover
     owner = NewOwner(node)
     owner.got()
@@ -185,7 +177,7 @@ def test_takeover_that_dies_before_the_client_is_told_to_be_active_gives_the_par
     assert node.engine.partitions[VB].failover == log, "it is still the same history"
 
 
-def test_takeover_that_dies_after_the_client_was_told_to_be_active_stays_dead(
+def test_takeover_that_dies_after_active_was_sent_stays_dead(
     node: MemoryNode, writer: Peer
 ) -> None:
     owner = NewOwner(node)
@@ -214,7 +206,7 @@ def test_takeover_in_a_crash_stays_dead_once_that_is_in_the_log(node: MemoryNode
 
 
 @pytest.mark.parametrize("step", ["marker", "pending"])
-def test_takeover_that_the_client_refuses_ends_and_leaves_the_partition_active(
+def test_takeover_the_client_refuses_leaves_it_active(
     node: MemoryNode, writer: Peer, step: str
 ) -> None:
     owner = NewOwner(node)
@@ -230,9 +222,7 @@ def test_takeover_that_the_client_refuses_ends_and_leaves_the_partition_active(
     assert state_of(node) == VbState.ACTIVE
 
 
-def test_takeover_that_cannot_catch_up_for_60_s_tells_writers_to_come_back(
-    node: MemoryNode, writer: Peer
-) -> None:
+def test_takeover_behind_for_60_s_makes_writers_come_back(node: MemoryNode, writer: Peer) -> None:
     owner = NewOwner(node)
     producer = owner.peer.producer
     owner.peer.pump(1)
@@ -259,9 +249,7 @@ def test_takeover_that_cannot_catch_up_for_60_s_tells_writers_to_come_back(
     write(node, writer, b"d")
 
 
-def test_takeover_answers_of_other_opaques_and_opcodes_change_nothing(
-    node: MemoryNode, writer: Peer
-) -> None:
+def test_takeover_answers_of_other_opaques_change_nothing(node: MemoryNode, writer: Peer) -> None:
     owner = NewOwner(node)
     owner.got()
     owner.answer(Opcode.DCP_SET_VBUCKET_STATE, opaque=OPAQUE + 1)
@@ -271,7 +259,7 @@ def test_takeover_answers_of_other_opaques_and_opcodes_change_nothing(
     assert owner.got() == []
 
 
-def test_takeover_ends_with_a_branch_and_the_partition_stays_active(
+def test_takeover_ends_with_branch_and_partition_stays_active(
     node: MemoryNode, writer: Peer
 ) -> None:
     write(node, writer, b"a", b"b")
@@ -328,7 +316,7 @@ def test_takeover_state_requests_count_25_bytes_in_flow_control(node: MemoryNode
     assert request.wire_bytes == peer.producer.unacked_bytes == 25
 
 
-def test_two_takeovers_that_cannot_catch_up_hold_writers_back_each_for_itself() -> None:
+def test_two_slow_takeovers_hold_writers_each_for_itself() -> None:
     """While one of them is left, its stream still cannot keep up with writers."""
     node = MemoryNode()
     writer = node.connect()

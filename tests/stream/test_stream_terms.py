@@ -54,7 +54,7 @@ def ask(peer: Peer, stream_id: object, **parts: int) -> Frame:
     )
 
 
-def test_stream_ids_let_one_connection_stream_a_partition_several_times(
+def test_stream_ids_let_a_connection_stream_a_partition_twice(
     node: MemoryNode, writer: Peer
 ) -> None:
     set_all(node, writer, "ab")
@@ -128,7 +128,7 @@ def test_stream_ids_are_numbers_from_1_to_65535(
     assert ask(peer, stream_id).status == status
 
 
-def test_stream_ids_are_given_where_they_are_enabled_and_only_there(node: MemoryNode) -> None:
+def test_stream_ids_are_given_where_they_are_enabled_and_there(node: MemoryNode) -> None:
     peer = connect(node, enable_stream_id="true")
     assert peer.stream(VB).status == Status.DCP_STREAMID_INVALID
     assert peer.ask(Opcode.DCP_CLOSE_STREAM, vb_id=VB).status == Status.DCP_STREAMID_INVALID
@@ -178,7 +178,7 @@ def test_stream_ids_cannot_be_switched_while_streams_are_open(node: MemoryNode) 
 
 
 @pytest.mark.parametrize("controls", [{}, {"v7_dcp_status_codes": "true"}])
-def test_closing_a_stream_that_is_not_there_is_key_enoent_with_v7_dcp_status_codes_too(
+def test_closing_no_stream_is_key_enoent_with_v7_codes_too(
     node: MemoryNode, controls: dict[str, str]
 ) -> None:
     peer = connect(node, **controls)
@@ -240,7 +240,7 @@ def test_history_streams_carry_every_version(
     assert marker_flags(frames) == [MarkerFlag.DISK | HISTORY, MarkerFlag.MEMORY | HISTORY]
 
 
-def test_history_begins_with_a_deduplicated_backfill_below_the_floor(
+def test_history_begins_with_deduplicated_backfill_below_floor(
     node: MemoryNode, writer: Peer
 ) -> None:
     set_all(node, writer, "abaab")
@@ -312,7 +312,7 @@ def test_snapshot_end_is_counted_and_waits_for_the_window(node: MemoryNode, writ
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
-def test_previous_value_comes_right_before_the_change_that_replaced_it(
+def test_previous_value_comes_right_before_its_change(
     node: MemoryNode, writer: Peer, is_merged: bool
 ) -> None:
     set_all(node, writer, "aba")
@@ -330,7 +330,7 @@ def test_previous_value_comes_right_before_the_change_that_replaced_it(
     assert {(frame.opaque, frame.vb_id) for frame in frames} == {(0xBEEF, VB)}
 
 
-def test_previous_value_is_of_the_version_before_even_if_that_was_left_out(
+def test_previous_value_is_of_the_version_before_even_if_omitted(
     node: MemoryNode, writer: Peer
 ) -> None:
     set_all(node, writer, "aaa")

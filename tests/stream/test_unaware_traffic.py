@@ -139,5 +139,5 @@ def all_traffic() -> list[str]:
     ]
 
 
-def test_clients_that_negotiate_nothing_get_byte_identical_traffic() -> None:
+def test_clients_that_negotiate_nothing_get_identical_bytes() -> None:
     assert all_traffic() == RECORDED.read_text().splitlines()

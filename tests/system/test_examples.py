@@ -107,7 +107,7 @@ def test_search_index_finds_what_is_there_and_nothing_else(server, tmp_path):
     assert run("search_index", server.address, path, "--search", "owl").count("an [owl]") == 2
 
 
-def test_an_example_that_is_refused_a_partition_does_not_pretend_to_follow_it(server, tmp_path):
+def test_example_refused_partition_does_not_pretend_to_follow_it(server, tmp_path):
     server.fault(opcode="DCP_STREAM_REQ", vb=7, status="EACCESS", count=2)
     for name in ("sqlite_mirror", "search_index"):
         done = subprocess.run(
@@ -127,7 +127,7 @@ def load(name):
     return example
 
 
-def test_an_index_with_keys_as_text_is_built_anew_and_any_other_kept():
+def test_index_with_text_keys_is_rebuilt_and_any_other_kept():
     example = load("search_index")
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
         old = example.SCHEMA.replace("key BLOB", "key TEXT")
@@ -145,7 +145,7 @@ def test_an_index_with_keys_as_text_is_built_anew_and_any_other_kept():
             assert counts == ([0, 0, 0] if key == "page:1" else [1, 1, 1])
 
 
-async def test_cache_invalidation_forgets_what_changed_and_what_never_was(server):
+async def test_cache_invalidation_forgets_changes_and_never_weres(server):
     import asyncio
 
     example = load("cache_invalidation")

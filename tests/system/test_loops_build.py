@@ -93,7 +93,7 @@ def test_the_loops_have_no_warnings() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_loops_are_compiled_in_place_and_again_after_a_change(tmp_path: Path) -> None:
+def test_loops_are_compiled_in_place_and_again_after_change(tmp_path: Path) -> None:
     source = small_sources(tmp_path)
     said = LOOPS_SAID
     assert in_place(source).stdout == said

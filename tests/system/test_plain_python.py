@@ -78,7 +78,7 @@ def test_each_thing_that_compiling_needs_is_missed_by_its_name(
     assert hatch_build.cannot_compile() == ""
 
 
-def test_a_compiler_without_pythons_headers_is_no_error_unless_asked(tmp_path: Path) -> None:
+def test_compiler_without_python_headers_is_no_error_unasked(tmp_path: Path) -> None:
     """As on Debian with gcc, and without python3-dev."""
     source = copied_sources(tmp_path)
     build = (

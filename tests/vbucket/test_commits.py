@@ -121,7 +121,7 @@ def test_against_a_table_of_every_group(
                 assert commits.is_committed(vb_id, at) == expected
 
 
-def test_groups_tell_the_log_the_high_watermarks_and_a_start_knows_them() -> None:
+def test_groups_tell_log_high_watermarks_and_start_knows_them() -> None:
     node = MemoryNode(partitions=4)
     engine = node.engine
     engine.partitions[COPIED].has_copies = True

@@ -235,7 +235,7 @@ def value_of(node: MemoryNode, key: bytes) -> bytes | None:
     return found.value if isinstance(found, StoredDocument) else None
 
 
-def test_superseded_versions_and_tombstones_go_and_the_last_version_stays(node: MemoryNode) -> None:
+def test_superseded_versions_and_tombstones_go_the_last_stays(node: MemoryNode) -> None:
     write(node, A, B, A, C)
     delete(node, A, B, C)
     give_up(node, 7, 6)
@@ -251,9 +251,7 @@ def test_superseded_versions_and_tombstones_go_and_the_last_version_stays(node: 
 
 
 @pytest.mark.parametrize("how", ["in memory", "replayed", "merged"])
-def test_a_rollback_to_before_the_successor_of_a_purged_tombstone(
-    node: MemoryNode, how: str
-) -> None:
+def test_rollback_to_before_successor_of_purged_tombstone(node: MemoryNode, how: str) -> None:
     """The successor was only in memory when the tombstone went."""
     write(node, A, B)
     delete(node, A)
@@ -277,7 +275,7 @@ def test_a_rollback_to_before_the_successor_of_a_purged_tombstone(
     assert node.engine.partitions[VB].item_count == 2
 
 
-def test_a_version_that_is_missing_above_the_purge_seqno_is_damage(node: MemoryNode) -> None:
+def test_version_that_is_missing_above_purge_seqno_is_damage(node: MemoryNode) -> None:
     write(node, A, B)
     delete(node, A)
     write(node, B)

@@ -195,7 +195,7 @@ def test_a_failed_read_is_in_nobodys_way(
     env.close()
 
 
-def test_a_read_that_fails_in_a_write_transaction_leaves_it_whole(
+def test_read_that_fails_in_write_transaction_leaves_it_whole(
     written: tuple[Path, dict[str, Rows]], store: Path
 ) -> None:
     rows = written[1]["by_key"]
@@ -219,7 +219,7 @@ def test_a_read_that_fails_in_a_write_transaction_leaves_it_whole(
 
 
 @pytest.mark.parametrize("how", ["put", "put_sorted", "delete"])
-def test_a_write_that_comes_upon_damage_is_named_and_nothing_of_it_happens(
+def test_write_that_meets_damage_is_named_and_does_nothing(
     written: tuple[Path, dict[str, Rows]], store: Path, how: str
 ) -> None:
     rows = written[1]["by_key"]
@@ -254,7 +254,7 @@ def test_a_write_that_comes_upon_damage_is_named_and_nothing_of_it_happens(
     env.close()
 
 
-def test_a_damaged_end_of_a_table_is_in_the_way_of_its_own_rows_only(
+def test_damaged_end_of_table_is_in_way_of_its_own_rows_only(
     written: tuple[Path, dict[str, Rows]], store: Path
 ) -> None:
     """Rows above all others are appended, so the last page is looked at first."""

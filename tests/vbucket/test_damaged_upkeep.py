@@ -97,7 +97,7 @@ def test_a_compaction_names_who_is_on_the_page_and_goes_on(node: LmdbNode, table
         assert there == [False, True, True, True]
 
 
-def test_a_write_that_is_lost_in_a_slice_is_named_and_others_are_compacted(node: LmdbNode) -> None:
+def test_a_write_lost_in_slice_is_named_and_others_are_compacted(node: LmdbNode) -> None:
     """What a dropped collection held goes with its rows of the expiry table, which come last."""
     node.engine.keyspace.set_manifest(
         node.engine.keyspace.manifest.create_collection("_default", "short", 0)

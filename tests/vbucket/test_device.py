@@ -45,7 +45,7 @@ def test_a_new_device_is_empty_and_takes_no_append(disk: Disk) -> None:
         disk.device.append(b"x")
 
 
-def test_segments_begin_with_a_header_that_tells_the_length_of_the_one_before(disk: Disk) -> None:
+def test_segments_begin_with_the_length_of_the_one_before(disk: Disk) -> None:
     device = disk.device
     assert device.rotate() == 1
     assert len(device.read(1)) == HEADER
@@ -207,7 +207,7 @@ def test_more_room_can_be_made_at_any_time(disk: Disk) -> None:
     assert disk.reopen().read(1).endswith(b"beyondagain")
 
 
-def test_after_a_kill_the_zeros_are_found_as_a_part_of_the_segment(disk: Disk) -> None:
+def test_after_kill_zeros_are_found_as_part_of_segment(disk: Disk) -> None:
     disk.device.rotate()
     disk.device.append(b"data")
     room_bytes = disk.device.room_bytes
@@ -307,7 +307,7 @@ def _fail_with(code: int) -> Callable[[int], None]:
     return fail
 
 
-def test_a_disk_without_room_for_zeros_takes_records_all_the_same(
+def test_disk_without_room_for_zeros_takes_records_all_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit of a file's size stands for any disk that has room for little."""
@@ -506,7 +506,7 @@ def test_a_later_sync_does_not_cover_what_a_failed_one_did(*, is_sealed: bool) -
     assert again.crash().read(1)[HEADER:].rstrip(b"\0") == b"kept"
 
 
-def test_what_a_failed_sync_covered_is_safe_once_it_was_written_again_and_synced() -> None:
+def test_failed_syncs_bytes_are_safe_once_rewritten_and_synced() -> None:
     device = after_failed_sync()
     device.rewrite(HEADER + 4, b"doub")
     device.sync()

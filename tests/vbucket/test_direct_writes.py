@@ -92,7 +92,7 @@ def test_a_small_group_after_a_direct_one_writes_the_whole_block(disk: CountingD
 @pytest.mark.parametrize(
     ("size", "sync_follows"), [(LARGE, False), (LARGE - 1, True), (DIRECT_BYTES_MAX + 1, True)]
 )
-def test_what_need_not_wait_for_the_disk_goes_into_the_page_cache(
+def test_what_need_not_wait_for_disk_goes_into_page_cache(
     disk: CountingDisk, size: int, sync_follows: bool
 ) -> None:
     device = device_on(disk)
@@ -116,7 +116,7 @@ def test_without_zeros_ahead_a_group_goes_into_the_page_cache(disk: CountingDisk
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
 @pytest.mark.parametrize("taken_bytes", [0, BLOCK_BYTES])
-def test_a_group_that_no_direct_write_takes_is_written_wholly_by_the_page_cache(
+def test_group_no_direct_write_takes_goes_by_the_page_cache(
     disk: CountingDisk, code: int, taken_bytes: int
 ) -> None:
     device = device_on(disk)

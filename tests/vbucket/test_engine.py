@@ -82,7 +82,7 @@ def test_groups_commit_in_the_order_they_were_taken(engine: Engine) -> None:
     assert (part.committed_seqno, engine.commits.committed_group) == (2, 2)
 
 
-def test_a_group_that_is_not_synced_is_committed_and_not_persisted(engine: Engine) -> None:
+def test_group_that_is_not_synced_is_committed_and_not_persisted(engine: Engine) -> None:
     put(engine)
     group = engine.keyspace.take_group()
     assert group is not None
@@ -93,7 +93,7 @@ def test_a_group_that_is_not_synced_is_committed_and_not_persisted(engine: Engin
     assert part.synced_seqno == 1
 
 
-def test_the_record_of_a_group_is_what_the_log_needs_to_bring_it_back(node: MemoryNode) -> None:
+def test_record_of_group_is_what_log_needs_to_bring_it_back(node: MemoryNode) -> None:
     put(node.engine, b"1")
     put(node.engine, b"2")
     group = node.engine.keyspace.take_group()
@@ -118,7 +118,7 @@ def test_streams_read_the_new_branch_alone(node: MemoryNode, engine: Engine) -> 
     assert [frame.rpartition(b"k")[2] for frame in batch.frames] == [b"1", b"new"]
 
 
-def test_a_merge_that_left_a_partition_out_gives_its_changes_back(
+def test_merge_that_left_partition_out_gives_its_changes_back(
     node: MemoryNode, engine: Engine
 ) -> None:
     put(engine, b"1")
@@ -154,7 +154,7 @@ def test_frames_above_what_is_committed_are_never_read(engine: Engine) -> None:
 # -- branches among groups -----------------------------------------------------------------------
 
 
-def test_a_branch_takes_back_what_is_pending_and_what_is_being_written(node: MemoryNode) -> None:
+def test_branch_takes_back_what_is_pending_or_being_written(node: MemoryNode) -> None:
     engine = node.engine
     put(engine, b"committed")
     node.commit()
@@ -213,7 +213,7 @@ def test_cas_and_revision_go_on_after_a_branch(engine: Engine) -> None:
     assert engine.store(SET, VB, KEY, KEY, 0, 0, 0, 0)[1] > max_cas, "a CAS is never used twice"
 
 
-def test_a_branch_cannot_begin_where_nothing_is_or_where_versions_are_gone(engine: Engine) -> None:
+def test_branch_cannot_begin_where_versions_are_gone(engine: Engine) -> None:
     put(engine)
     put(engine)
     with pytest.raises(BranchRefusedError, match="ends at seqno 2"):
@@ -233,7 +233,7 @@ def test_a_freeze_stands_at_a_group_boundary(engine: Engine) -> None:
         engine.keyspace.freeze()
 
 
-def test_the_memtable_wants_a_freeze_at_its_size_and_is_overfull_at_twice_that(
+def test_memtable_wants_freeze_at_its_size_overfull_at_twice(
     node: MemoryNode,
 ) -> None:
     engine = Engine(node.store, node.draw_uuid, node.partitions, memtable_bytes_max=10_000)
@@ -298,7 +298,7 @@ def test_a_branch_in_the_open_group_breaks_no_invariant(node: MemoryNode) -> Non
     assert node.engine.keyspace.broken_invariant() == ""
 
 
-def test_the_number_of_partitions_is_an_argument_and_a_power_of_two() -> None:
+def test_number_of_partitions_is_argument_and_power_of_two() -> None:
     node = MemoryNode(partitions=8)
     peer = node.connect()
     peer.hello()

@@ -223,7 +223,7 @@ def test_what_python_refuses_is_left_to_it_unchanged(
 
 
 @pytest.mark.parametrize("what", ["highs", "epochs", "high", "epoch", "behind"])
-def test_a_partition_that_is_not_where_the_link_takes_it_to_be_is_left_to_python(what: str) -> None:
+def test_partition_elsewhere_than_its_link_is_left_to_python(what: str) -> None:
     replica, master = Replica(), Master()
     payload = master.group([("set", vb_id, b"\0a", 1) for vb_id in range(PARTITIONS)])
     if what == "highs":
@@ -386,7 +386,7 @@ def in_a_process(source: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_change_that_memory_runs_out_for_is_noticed_or_has_not_happened() -> None:
+def test_change_without_memory_is_noticed_or_has_not_happened() -> None:
     """One allocation after the other fails. In a process of its own, whose memory it is."""
     pytest.importorskip("_testcapi")
     done = in_a_process(NO_MEMORY)

@@ -46,7 +46,7 @@ def change_all(engine: Engine) -> Iterator[Callable[[], object]]:
 
 @pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("place", ["pending", "entries"])
-def test_a_change_that_is_cut_short_is_noticed_or_has_not_happened(
+def test_change_that_is_cut_short_is_noticed_or_has_not_happened(
     node: MemoryNode, index: int, place: str
 ) -> None:
     engine = node.engine
@@ -69,9 +69,7 @@ def test_a_change_that_is_cut_short_is_noticed_or_has_not_happened(
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_a_group_that_cannot_note_a_partition_does_not_count_as_its_last(
-    node: MemoryNode, index: int
-) -> None:
+def test_group_a_partition_cannot_note_is_not_its_last(node: MemoryNode, index: int) -> None:
     """Else the group's changes there would never be published."""
     engine = node.engine
     put(engine, b"1")

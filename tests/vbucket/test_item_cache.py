@@ -195,7 +195,7 @@ def test_a_branch_during_a_merge_hides_what_the_merge_brings() -> None:
         node.merge()
 
 
-def test_an_emptied_partition_is_empty_once_the_store_is_asked_again() -> None:
+def test_emptied_partition_is_empty_once_store_is_asked_again() -> None:
     node = merged(b"\0a")
     assert value_of(node, b"\0a") == b"first"
     node.engine.keyspace.branch(VB, 0)
@@ -251,7 +251,7 @@ def test_a_document_larger_than_the_budget_passes_by() -> None:
     assert read_twice(node, b"\0a") == (0, 2)
 
 
-def test_a_cached_document_is_served_whatever_happens_to_the_store() -> None:
+def test_cached_document_is_served_whatever_happens_to_store() -> None:
     """It was checked when it was read."""
     node = merged(b"\0a")
     assert value_of(node, b"\0a") == b"first"
@@ -286,7 +286,7 @@ def small_node() -> MemoryNode:
     return MemoryNode(item_cache_bytes=1 << 17)
 
 
-def test_writes_of_ever_new_keys_are_no_longer_brought_into_a_full_cache() -> None:
+def test_writes_of_ever_new_keys_leave_a_full_cache() -> None:
     node = small_node()
     held = []
     for number in range(SKIPPED_MERGES + 6):
@@ -314,7 +314,7 @@ def test_a_full_cache_that_is_used_takes_what_is_merged(use: str) -> None:
     assert not node.engine.item_cache.is_skipping
 
 
-def test_a_cache_that_holds_everything_takes_what_is_merged_although_nobody_reads_it() -> None:
+def test_cache_that_holds_all_takes_unread_merged_documents() -> None:
     node = MemoryNode(item_cache_bytes=1 << 22)
     for number in range(3):
         written_and_merged(node, number * ROUND_KEYS)
@@ -323,7 +323,7 @@ def test_a_cache_that_holds_everything_takes_what_is_merged_although_nobody_read
     assert node.engine.item_cache.misses == misses
 
 
-def test_a_merge_that_is_skipped_leaves_no_older_version_in_the_cache() -> None:
+def test_merge_that_is_skipped_leaves_no_older_version_in_cache() -> None:
     node = small_node()
     node.engine.item_cache.skip_merges()
     put(node, b"\0a", b"first")

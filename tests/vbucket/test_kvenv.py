@@ -85,7 +85,7 @@ def test_a_snapshot_sees_one_state_until_it_is_refreshed(env: KvEnv) -> None:
     snapshot.close()
 
 
-def test_a_transaction_sees_its_own_writes_and_others_see_them_after_it(env: KvEnv) -> None:
+def test_transaction_sees_its_own_writes_others_see_them_later(env: KvEnv) -> None:
     fill(env, b"a", b"b")
     snapshot = env.snapshot()
     with env.write() as write:
@@ -248,7 +248,7 @@ def test_what_was_committed_is_there_after_opening_again(tmp_path: Path) -> None
     env.close()
 
 
-def test_a_reader_that_was_killed_holds_no_pages_once_another_process_opens(tmp_path: Path) -> None:
+def test_killed_readers_pages_are_free_once_another_opens(tmp_path: Path) -> None:
     """The server has the store open all the time, so LMDB's table of readers stays."""
     env = LmdbEnv(tmp_path / "s", TABLES)
     fill(env, b"a")
@@ -322,7 +322,7 @@ def test_a_map_that_cannot_grow_any_more_says_so() -> None:
     assert rows(env.snapshot()) == {}
 
 
-def test_a_reader_adopts_the_map_that_another_process_made_larger(tmp_path: Path) -> None:
+def test_reader_adopts_map_that_another_process_made_larger(tmp_path: Path) -> None:
     env = LmdbEnv(tmp_path / "s", TABLES, map_size_bytes=1 << 20)
     fill(env, b"a")
     snapshot = env.snapshot()

@@ -200,7 +200,7 @@ def test_a_replica_that_starts_again_at_0_has_no_floor(node: MemoryNode) -> None
     assert isinstance(node.engine.get(VB, b"\0x"), StoredDocument)
 
 
-def test_streams_end_when_the_log_changes_and_wait_for_the_new_one(node: MemoryNode) -> None:
+def test_streams_end_when_log_changes_and_wait_for_new_one(node: MemoryNode) -> None:
     put(node, b"a")
     node.commit()
     peer = node.connect()
@@ -267,7 +267,7 @@ def test_what_ends_a_quarantine_has_the_epoch(node: MemoryNode) -> None:
 
 
 @SURVIVAL
-def test_a_replica_takes_over_floors_that_it_does_not_know_to_be_committed(
+def test_replica_takes_floors_it_does_not_know_as_committed(
     node: MemoryNode, survive: Survive
 ) -> None:
     put(node, b"a", b"b", b"a", b"b")
@@ -293,7 +293,7 @@ def test_floors_that_no_master_can_have_are_refused(
     assert not node.engine.keyspace.has_pending
 
 
-def test_the_masters_control_entries_mean_the_same_in_a_replicas_log(node: MemoryNode) -> None:
+def test_masters_control_entries_mean_same_in_replicas_log(node: MemoryNode) -> None:
     """Entries are stored as they are sent; floors, versions and epochs included."""
     replica = MemoryNode(seed=1)
     put(node, b"a", b"b", b"a")

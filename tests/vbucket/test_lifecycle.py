@@ -65,7 +65,7 @@ def test_a_failover_makes_a_version_at_the_high_seqno(
 
 
 @pytest.mark.parametrize("how", ["replay", "merge"])
-def test_a_failover_to_a_copy_that_was_behind_loses_the_last_changes(
+def test_failover_to_copy_that_was_behind_loses_last_changes(
     node: MemoryNode, writer: Peer, how: str
 ) -> None:
     branch = failover(node.engine, VB, 2)
@@ -275,7 +275,7 @@ def test_a_damaged_document_stops_no_branch_that_leaves_it(node: MemoryNode, wri
     assert facts(node.engine.partitions[VB])[1] == 6
 
 
-def test_a_rollback_that_cannot_find_its_last_documents_changes_nothing(node: MemoryNode) -> None:
+def test_rollback_that_finds_no_last_documents_changes_nothing(node: MemoryNode) -> None:
     """Which change of the default collection is the last one stands in a damaged block."""
     engine, value = node.engine, bytes(BODY_BYTES_TARGET)
     for key in (b"\0a", b"\0b"):

@@ -340,7 +340,7 @@ def test_control_entries_in_flight_do_not_end_below_a_load() -> None:
     assert node.engine.partitions[VB].item_count == 10
 
 
-def test_a_merge_whose_report_comes_late_does_not_end_below_a_load() -> None:
+def test_merge_whose_report_comes_late_does_not_end_below_load() -> None:
     node = LoadingNode(partitions=8)
     peer = RestoringPeer(node)
     peer.put(VB, many(10))
@@ -471,9 +471,7 @@ CRAFTED = {
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("name", CRAFTED)
-def test_crafted_frames_are_refused_and_nothing_of_them_is_stored(
-    name: str, *, native: bool
-) -> None:
+def test_crafted_frames_are_refused_and_nothing_is_stored(name: str, *, native: bool) -> None:
     pair = Pair(native=native)
     frames = many(5)
     pair.put(VB, [*frames[:4], CRAFTED[name](frames[4])], FIT_META)
@@ -505,7 +503,7 @@ def test_tables_of_lengths_that_lie_are_refused(*, native: bool) -> None:
     pair.check()
 
 
-def test_a_store_that_is_not_what_the_server_takes_it_for_loads_nothing() -> None:
+def test_a_store_not_what_the_server_takes_it_for_loads_nothing() -> None:
     node = LoadingNode(partitions=8)
     part = node.engine.partitions[VB]
     value = struct.pack(">I", len(frame(b"\0k")) - 24) + frame(b"\0k")

@@ -12,7 +12,7 @@ from support.loading_node import LoadingNode, RestoringPeer
 from vbucket.engine.engine import SET
 
 
-def test_a_flush_waits_for_loads_and_ends_although_more_packets_come() -> None:
+def test_flush_waits_for_loads_and_ends_despite_more_packets() -> None:
     node = LoadingNode(partitions=8)
     restoring = RestoringPeer(node)
     restoring.put(VB, many(10))

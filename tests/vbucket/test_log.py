@@ -75,7 +75,7 @@ def test_groups_come_back_as_they_were_packed(payloads: list[bytes], first_group
     assert list(scan_segment(data, 1, is_newest=True, before=before)) == wanted
 
 
-def test_every_cut_of_the_newest_segment_is_a_clean_end_or_a_torn_tail() -> None:
+def test_every_cut_of_newest_segment_is_clean_end_or_torn_tail() -> None:
     data = segment_of(PAYLOADS)
     ends = ends_of(PAYLOADS)
     for size in range(HEADER, len(data) + 1):
@@ -97,7 +97,7 @@ def test_zeros_at_the_end_are_not_counted_however_many_there_are(
     assert written_bytes(written + bytes(zeros)) == len(written)
 
 
-def test_zeros_after_the_last_group_are_a_clean_end_of_the_newest_segment_alone() -> None:
+def test_zeros_after_the_last_group_end_the_newest_segment_only() -> None:
     data = segment_of(PAYLOADS)
     assert written_bytes(data + bytes(300)) == len(data)
     groups = list(scan_segment(data + bytes(300), 1, is_newest=True))
@@ -209,7 +209,7 @@ def torn_around(value: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("group", [3, 4, 1000])
-def test_a_value_made_to_look_like_a_record_is_cut_with_its_torn_group(group: int) -> None:
+def test_record_like_value_is_cut_with_its_torn_group(group: int) -> None:
     data = segment_of([b"a", b"b"])
     crafted = pack_group(group, b"what a client wrote", 0)[0]
     found = list(scan_segment(data + torn_around(crafted), 1, is_newest=True))
@@ -230,7 +230,7 @@ def test_a_record_with_the_salt_behind_a_bad_place_is_damage() -> None:
         list(scan_segment(data, 1, is_newest=True))
 
 
-def test_without_a_sync_per_group_a_hole_is_cut_with_what_follows() -> None:
+def test_without_sync_per_group_hole_is_cut_with_what_follows() -> None:
     data = bytearray(segment_of(PAYLOADS))
     data[HEADER + 1] ^= 1
     assert list(scan_segment(bytes(data), 1, is_newest=True, is_synced_per_group=False)) == []
@@ -439,7 +439,7 @@ def test_after_a_clean_stop_the_log_ends_exactly_where_it_did(left: int) -> None
         list(recovery.groups())
 
 
-def test_after_a_clean_stop_a_torn_tail_is_damage_and_so_is_a_group_too_many() -> None:
+def test_after_a_clean_stop_a_torn_tail_is_damage() -> None:
     writer = written(PAYLOADS)
     writer.sync()
     before_last = LogEnd(1, 0, 3, record_crc(records_of(PAYLOADS)[2]))
@@ -465,7 +465,7 @@ def test_the_log_continues_what_the_store_has_merged() -> None:
         list(recover(device, 1, merged_end=merged_end._replace(group=1)).groups())
 
 
-def test_marks_are_written_in_turn_and_the_newest_good_one_counts() -> None:
+def test_marks_are_written_in_turn_and_newest_good_one_counts() -> None:
     ends = [LogEnd(1, 100 * group, group, group) for group in range(1, 4)]
     slots = [pack_mark(ends[1], 8), pack_mark(ends[2], 9)]
     assert read_marks(slots) == (ends[2], 9, "", 1)
@@ -477,7 +477,7 @@ def test_marks_are_written_in_turn_and_the_newest_good_one_counts() -> None:
     assert read_marks([]).problem
 
 
-def test_the_writer_marks_what_is_synced_and_goes_on_with_the_chain() -> None:
+def test_writer_marks_what_is_synced_and_goes_on_with_chain() -> None:
     writer = written([b"a", b"b"])
     device = writer.device
     assert read_marks(device.marks()).end == NO_RECORD

@@ -50,7 +50,7 @@ def test_what_a_failed_sync_covered_is_on_disk_after_recovery() -> None:
     assert [group.payload for group in recover(after, 0).groups()] == [b"a", b"b", b"doubtful"]
 
 
-def test_a_second_failed_sync_during_recovery_is_made_good_by_the_next_one() -> None:
+def test_second_failed_sync_in_recovery_is_mended_by_the_next() -> None:
     writer = written([b"a"])
     device = after_failed_sync(writer)
     recovery = recover(device, 0)
@@ -63,7 +63,7 @@ def test_a_second_failed_sync_during_recovery_is_made_good_by_the_next_one() -> 
     assert [group.payload for group in recover(device.crash(), 0).groups()] == [b"a"]
 
 
-def test_groups_that_are_known_to_be_synced_are_not_written_again() -> None:
+def test_groups_known_to_be_synced_are_not_written_again() -> None:
     writer = written([b"a", b"b"])
     writer.sync()
     assert isinstance(writer.device, MemoryLogDevice)

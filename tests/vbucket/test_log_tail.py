@@ -69,9 +69,7 @@ def kinds_and_places(findings: Sequence[Finding]) -> list[tuple[Kind, str]]:
 
 @pytest.mark.parametrize("newest", [1, 2])
 @pytest.mark.parametrize("is_clean", [False, True])
-def test_a_damaged_group_that_was_answered_is_one_finding_in_its_own_segment(
-    newest: int, is_clean: bool
-) -> None:
+def test_damaged_answered_group_is_one_finding_in_its_segment(newest: int, is_clean: bool) -> None:
     """The last good record is of segment 1 if the newest segment has one group: segment 1 is
     complete all the same.
     """
@@ -97,7 +95,7 @@ def test_a_newest_segment_that_is_gone_is_named(is_clean: bool) -> None:
     assert log.refusal(log.end if is_clean else None) == finding.what
 
 
-def test_behind_a_damaged_segment_the_mark_still_tells_that_a_tail_was_answered() -> None:
+def test_behind_a_damaged_segment_the_mark_tells_of_answers() -> None:
     log = Log(1)
     log.damage(1, SEGMENT_HEADER_BYTES + 3)
     log.damage(2, len(log.device.read(2)) - 3)
@@ -106,7 +104,7 @@ def test_behind_a_damaged_segment_the_mark_still_tells_that_a_tail_was_answered(
     ]  # fmt: skip
 
 
-def test_without_a_mark_nothing_tells_that_a_tail_was_not_answered() -> None:
+def test_without_mark_nothing_tells_that_tail_was_not_answered() -> None:
     log = Log(2)
     log.damage(2, len(log.device.read(2)) - 3)
     known = KnownEnds(merged_segment=0, mark=read_marks([]))
@@ -117,7 +115,7 @@ def test_without_a_mark_nothing_tells_that_a_tail_was_not_answered() -> None:
     ]  # fmt: skip
 
 
-def test_a_tail_of_a_server_that_answers_before_a_sync_is_not_called_unanswered() -> None:
+def test_tail_of_an_early_answering_server_is_not_unanswered() -> None:
     log = Log(2)
     known = log.marked()
     log.device.append(b"half of a group")

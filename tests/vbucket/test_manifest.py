@@ -320,7 +320,7 @@ def test_events_of_a_newer_manifest_are_noticed(last: Manifest) -> None:
 # -- a changed maximum time to live ----------------------------------------------------------------
 
 
-def test_the_max_ttl_of_a_collection_can_be_changed_and_no_event_tells_it() -> None:
+def test_max_ttl_of_a_collection_can_change_without_event() -> None:
     after = HOTELS.change_max_ttl("inventory", "hotel", 90)
     assert after.collections[8].max_ttl_s == 90
     assert after.uid == HOTELS.uid + 1

@@ -297,7 +297,7 @@ def test_a_handover_begins_a_block(env: MemoryEnv) -> None:
     assert record_of(env, 1).failover == [[1, 0, 0]]
 
 
-def test_a_rollback_below_a_floor_lowers_it_and_the_highest_cas_stays(env: MemoryEnv) -> None:
+def test_rollback_below_floor_lowers_it_and_highest_cas_stays(env: MemoryEnv) -> None:
     model = ModelPartition(1)
     store_record = record_of(env, 1)._replace(history_floor=3, purge_seqno=2)
 
@@ -411,7 +411,7 @@ def of_vb(env: MemoryEnv, vb_id: int) -> dict[str, dict[bytes, bytes]]:
 
 
 @DAMAGED_TABLES
-def test_a_damaged_partition_is_left_out_and_all_others_are_merged(table: str) -> None:
+def test_damaged_partition_is_left_out_and_all_others_are_merged(table: str) -> None:
     env, writer, models = damaged_store(table)
     before = of_vb(env, 2)
     report = merge(env, writer.sealed())
@@ -458,7 +458,7 @@ def test_a_branch_at_0_ends_the_quarantine(table: str) -> None:
     assert store.quarantine() == {}
 
 
-def test_more_damage_than_a_few_partitions_is_a_matter_of_the_disk() -> None:
+def test_more_damage_than_few_partitions_is_matter_of_disk() -> None:
     vb_ids = list(range(DAMAGED_MAX + 1))
     env = MemoryEnv(TABLES)
     create_store(env, vb_ids).close()

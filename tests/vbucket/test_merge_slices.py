@@ -212,7 +212,7 @@ def test_collections_of_a_merge_that_stopped_are_counted() -> None:
         assert disk.findings() == []
 
 
-def test_a_compaction_between_a_merge_that_stopped_and_the_next_one() -> None:
+def test_compaction_between_merge_that_stopped_and_next_one() -> None:
     disk = Disk()
     startup = disk.start()
     for value in (b"1", b"2", b"3"):
@@ -236,7 +236,7 @@ def test_a_compaction_between_a_merge_that_stopped_and_the_next_one() -> None:
     assert disk.findings() == []
 
 
-def test_a_manifest_that_only_the_merge_had_stays_when_the_log_loses_it() -> None:
+def test_manifest_that_only_merge_had_stays_when_log_loses_it() -> None:
     disk = Disk()
     startup = disk.start()
     (kept,) = in_collections(startup, "kept")
@@ -330,7 +330,7 @@ def test_partitions_in_quarantine_count_over_all_slices() -> None:
         assert len(Store(env).quarantine()) == DAMAGED_MAX
 
 
-def test_a_merge_without_the_segments_of_the_one_that_stopped_is_refused() -> None:
+def test_merge_without_segments_of_one_that_stopped_is_refused() -> None:
     disk = Disk()
     startup = disk.start()
     put_all(startup, b"v")
@@ -367,7 +367,7 @@ def test_a_log_that_lost_groups_of_the_merge_that_stopped() -> None:
 
 
 @pytest.mark.parametrize("is_same_group", [False, True])
-def test_a_watermark_above_a_rollback_that_is_merged_is_not_known_any_more(
+def test_a_watermark_above_rollback_merged_is_not_known_any_more(
     is_same_group: bool,
 ) -> None:
     node = MemoryNode(partitions=PARTITIONS)

@@ -27,7 +27,7 @@ def found(node: MemoryNode, time_ns: int, *, after_seqno: int = 0) -> int:
     back=st.integers(0, 4),
     asked=st.integers(-2, 140),
 )
-def test_all_changes_at_or_after_the_moment_lie_above_and_no_other(steps, merges_at, back, asked):
+def test_all_changes_at_or_after_moment_lie_above_and_no_other(steps, merges_at, back, asked):
     node = MemoryNode(2)
     writer = node.connect()
     writer.hello()

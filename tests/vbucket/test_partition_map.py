@@ -80,7 +80,7 @@ def test_a_host_that_others_cannot_use_is_not_advertised(host):
     assert node.host is None
 
 
-def test_a_host_of_its_own_is_advertised_with_brackets_where_needed():
+def test_a_host_own_is_advertised_with_brackets_where_needed():
     named = bucket_document(PartitionMap.single_node(host="db1", kv_port=1, admin_port=2))
     assert named["nodesExt"][0]["hostname"] == "db1"
     assert named["nodes"][0]["hostname"] == "db1:2"

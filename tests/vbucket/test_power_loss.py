@@ -80,7 +80,7 @@ def test_cuts_at_random_points_of_random_lives(seed: int, durability: str) -> No
 
 
 @pytest.mark.parametrize("durability", DURABILITIES)
-def test_every_sync_of_a_fixed_life_fails_once_and_then_power_is_cut(durability: str) -> None:
+def test_every_sync_of_fixed_life_fails_once_and_power_is_cut(durability: str) -> None:
     """What the start after the failure serves is there after a cut at any later point."""
     story = Story(1, durability)
     live_fixed(story)
@@ -126,7 +126,7 @@ def test_failed_syncs_and_cuts_at_random_points_of_random_lives(seed: int, durab
     live(Story(seed, durability), 40, fail_share=0.15)
 
 
-def test_the_end_mark_that_a_failed_sync_covered_is_made_safe_by_the_next_start() -> None:
+def test_end_mark_of_a_failed_sync_is_made_safe_by_next_start() -> None:
     """A new mark is written while another one is synced. A cut may tear both, so the third one,
     which the start found, must be on disk.
     """

@@ -78,7 +78,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".mark")
 
 
-def test_preparing_gives_up_if_the_disk_refuses_and_leaves_no_file(
+def test_preparing_gives_up_if_disk_refuses_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "log"
@@ -105,7 +105,7 @@ def test_preparing_gives_up_if_the_disk_refuses_and_leaves_no_file(
     assert names(folder) == ["0000000001.log"], "it is closed"
 
 
-def test_a_device_that_is_closed_meanwhile_does_not_wait_and_leaves_no_file(
+def test_device_closed_meanwhile_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "log"

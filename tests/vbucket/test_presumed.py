@@ -51,7 +51,7 @@ def test_what_replaced_documents_and_deletions_is_counted() -> None:
 
 
 @pytest.mark.parametrize("at_seqno", [8, 0])
-def test_a_branch_in_the_log_finds_the_counts_that_it_found_before(at_seqno: int) -> None:
+def test_branch_in_log_finds_counts_that_it_found_before(at_seqno: int) -> None:
     node = stored()
     put(node, b"\0back")
     put(node, b"\0document")
@@ -95,7 +95,7 @@ def test_a_dropped_collection_takes_along_what_it_held_then() -> None:
     assert counts(node) == before
 
 
-def test_a_damaged_record_of_a_replaced_version_refuses_the_start() -> None:
+def test_damaged_record_of_replaced_version_refuses_start() -> None:
     node = stored()
     put(node, b"\0document")
     node.commit()

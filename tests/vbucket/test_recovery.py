@@ -121,7 +121,7 @@ def _no_room(at_least: int = 1) -> int:
     raise LogFullError(f"no room for segment {at_least} or a later one")
 
 
-def test_a_damaged_system_event_is_not_in_the_way_of_new_versions() -> None:
+def test_damaged_system_event_is_not_in_way_of_new_versions() -> None:
     disk = Disk()
     startup = disk.recover("interval")
     startup.begin()
@@ -146,7 +146,7 @@ def fail_sync(disk: Disk, startup: Startup) -> None:
     disk.device = disk.device.kill()
 
 
-def test_what_a_failed_sync_covered_outlives_a_power_cut_after_the_next_start() -> None:
+def test_failed_syncs_bytes_outlive_a_power_cut_after_the_start() -> None:
     disk = Disk()
     startup = disk.recover()
     startup.begin()
@@ -160,7 +160,7 @@ def test_what_a_failed_sync_covered_outlives_a_power_cut_after_the_next_start() 
     assert value_of(disk.opened()) == b"w"
 
 
-def test_what_a_failed_sync_covered_before_damage_that_is_given_up_is_safe() -> None:
+def test_what_failed_sync_covered_before_damage_given_up_is_safe() -> None:
     disk = Disk()
     startup = disk.recover()
     startup.begin()

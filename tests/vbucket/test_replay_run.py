@@ -155,7 +155,7 @@ def test_the_loop_applies_what_is_plain_and_leaves_the_rest(node: LmdbNode, entr
     assert (part.high_seqno, part.max_cas) == (2, 10)
 
 
-def test_keys_are_presumed_once_and_only_where_the_store_may_know_them(node: LmdbNode) -> None:
+def test_keys_are_presumed_once_and_where_store_may_know_them(node: LmdbNode) -> None:
     run = replay_run(node.engine.partitions)
     assert run is not None
     node.engine.partitions[1].merged_seqno = 5
@@ -171,7 +171,7 @@ def test_keys_are_presumed_once_and_only_where_the_store_may_know_them(node: Lmd
     assert presumed == {1: [b"\0key", b"\0more"]}
 
 
-def test_a_start_counts_below_zero_until_the_presumed_are_looked_up(node: LmdbNode) -> None:
+def test_start_counts_below_zero_until_presumed_are_looked_up(node: LmdbNode) -> None:
     """The store has the deletion of the only key, which the log then sets and deletes again."""
     for story in (("set", "delete", "merge"), ("set", "delete")):
         for number, kind in enumerate(story):
@@ -182,7 +182,7 @@ def test_a_start_counts_below_zero_until_the_presumed_are_looked_up(node: LmdbNo
     assert node.engine.partitions[1].item_count == 1
 
 
-def test_a_removal_of_a_removed_key_counts_below_zero_until_it_is_looked_up(
+def test_removing_a_removed_key_counts_below_zero_until_read(
     node: LmdbNode,
 ) -> None:
     """As changes with given metadata may make it."""
@@ -210,7 +210,7 @@ def test_a_removal_of_a_removed_key_counts_below_zero_until_it_is_looked_up(
     [PLAIN[:-1], PLAIN[:20], PLAIN[:20] + b"\xff" * 4 + PLAIN[24:]],
     ids=["a cut body", "a cut head", "a length that lies"],
 )
-def test_nothing_of_a_group_is_applied_whose_lengths_do_not_add_up(
+def test_nothing_of_group_is_applied_whose_lengths_do_not_add_up(
     node: LmdbNode, monkeypatch: pytest.MonkeyPatch, end: bytes, *, native: bool
 ) -> None:
     """Otherwise the node would serve what the log ends before."""
@@ -237,7 +237,7 @@ def test_wrong_arguments_have_errors(node: LmdbNode) -> None:
         entry_at(PLAIN + PLAIN[:-1], len(PLAIN))
 
 
-def test_a_start_leaves_to_python_what_is_no_document_in_the_store(node: LmdbNode) -> None:
+def test_start_leaves_to_python_what_is_no_document_in_store(node: LmdbNode) -> None:
     """More keys than the loop looks up at once; Python sees deletions, and names damage."""
     keys = [b"\0%03d" % number for number in range(150)]
     for key in keys:

@@ -252,7 +252,7 @@ def test_every_flipped_bit_of_a_block_is_noticed_by_runs():
     assert all_runs(engine, 1, 6, {2}, 1 << 20, ALL_PLAIN) == truth
 
 
-def test_a_document_is_right_or_refused_whatever_bit_of_its_block_flips():
+def test_document_is_right_or_refused_whatever_bit_flips():
     """A GET opens no block. What it does not look at may be damaged; what it answers may not."""
     node = merged_node()
     engine = node.engine

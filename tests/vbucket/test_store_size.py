@@ -94,7 +94,7 @@ def compact(env: LmdbEnv, churn: Churn, planner: Planner) -> Iterator[int]:
         yield done.versions
 
 
-def test_the_file_stays_within_three_times_the_live_data_and_the_history(tmp_path: Path) -> None:
+def test_file_stays_within_three_times_live_data_and_history(tmp_path: Path) -> None:
     env = LmdbEnv(tmp_path / "store", TABLES)
     drawn = random.Random(2)
     records = new_partitions(lambda: vb_uuid_from_random(drawn.getrandbits(64)), PARTITIONS)

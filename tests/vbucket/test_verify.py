@@ -241,7 +241,7 @@ def test_epochs_of_handovers_within_a_version_are_right() -> None:
     assert case.check() == []
 
 
-def test_a_failover_log_ahead_of_the_store_says_nothing_about_what_was_undone() -> None:
+def test_failover_log_ahead_of_the_store_says_nothing_of_undone() -> None:
     """A server writes it into the store at once; the merge that undoes the versions comes later."""
     case = Case(count=60)
     case.record(failover=[[5, 10, 4], [1, 0, 0]], epoch=4)
@@ -275,7 +275,7 @@ def test_many_findings_of_a_kind_are_counted() -> None:
     assert "15 more of this kind" in lines[-1]
 
 
-def test_a_tree_that_loses_keys_of_a_partition_does_not_take_all_memory() -> None:
+def test_tree_that_loses_keys_does_not_take_all_memory() -> None:
     case = Case(count=0)
     for number in range(50):
         case.writer.add(case.model.write(b"\0n%d" % number, b"v"))

@@ -296,7 +296,7 @@ def test_a_view_that_a_branch_undid_is_let_go_with_the_next_tick(
         view.get(b"\0k")
 
 
-def test_a_key_with_many_versions_since_then_does_not_stall_a_step(
+def test_key_with_many_versions_since_then_does_not_stall_step(
     node: MemoryNode, views: Views
 ) -> None:
     put(node, b"\0hot", b"old")
@@ -352,9 +352,7 @@ def test_a_large_memtable_and_a_large_store_are_read_in_order(
     assert found == sorted(keys)
 
 
-def test_a_view_that_so_many_branches_followed_that_nobody_knows_is_not_valid(
-    node: MemoryNode, views: Views
-) -> None:
+def test_view_too_many_branches_ago_is_not_valid(node: MemoryNode, views: Views) -> None:
     put(node, b"\0k", b"v")
     view = views.open(VB)
     for _ in range(FAILOVER_ENTRIES_MAX - 1):

@@ -71,7 +71,7 @@ def test_the_header_is_24_bytes_in_the_order_of_the_protocol() -> None:
     assert pack_response(0x57, 0x23)[:8] == bytes.fromhex("81 57 0000 00 00 0023")
 
 
-def test_a_flex_packet_has_framing_extras_and_an_8_bit_key_length() -> None:
+def test_flex_packet_has_framing_extras_and_8_bit_key_length() -> None:
     head = FLEX_HEADER.pack(Magic.FLEX_REQUEST, 0x01, 2, 3, 1, 0, 9, 2 + 1 + 3 + 4, 5, 6)
     (frame,) = FrameDecoder().feed(head + b"FFEkkkvvvv")
     assert (frame.framing, frame.extras, frame.key, frame.value) == (b"FF", b"E", b"kkk", b"vvvv")

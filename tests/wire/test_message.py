@@ -84,7 +84,7 @@ def test_torn_answers_are_refused() -> None:
         parse_advanced(decode(pack_request(Opcode.DCP_SEQNO_ADVANCED, extras=bytes(7))))
 
 
-def test_extras_of_changes_are_as_long_as_flow_control_counts_them() -> None:
+def test_extras_of_changes_are_while_flow_control_counts_them() -> None:
     assert 24 + MUTATION_EXTRAS.size == 55
     assert 24 + DELETION_EXTRAS.size == 42
     assert 24 + DELETION_V2_EXTRAS.size == 45

@@ -25,7 +25,7 @@ from support.planned_cluster import PARTITIONS, Cluster, even
 
 
 @pytest.mark.parametrize("then", ["rebalance", "drain", "move", "set", "failover"])
-def test_a_plan_replaces_a_cancellation_and_ends_what_it_had_to_do(then: str) -> None:
+def test_plan_replaces_cancellation_and_ends_what_it_had_to_do(then: str) -> None:
     cluster = Cluster(cut="ad")  # some copies of the first plan are being filled
     cluster.ask(set_cluster(cluster.view, cluster.stamp(), copies=4))
     cluster.run(0.5)

@@ -41,7 +41,7 @@ def test_a_clock_that_is_ahead_is_found_at_once() -> None:
     assert clocks.off == {}
 
 
-def test_a_clock_that_is_behind_is_found_with_the_second_record_in_a_row() -> None:
+def test_clock_that_is_behind_is_found_with_second_record_in_row() -> None:
     clocks = Clocks()
     clocks.tell("b", -60 * OFF_MS)  # read with all the others at the start: it may be old
     clocks.tell("b", -OFF_MS - 1)

@@ -49,7 +49,7 @@ def test_one_member_leads_and_keeps_its_lease():
     assert item.lease_id == node.session.membership.lease_id
 
 
-def test_a_leader_whose_node_dies_is_followed_when_its_lease_is_over():
+def test_dead_leader_is_followed_when_its_lease_is_over():
     """It is nobody's master, so no report speaks of it."""
     cluster = running()
     leader = cluster.leader()
@@ -59,7 +59,7 @@ def test_a_leader_whose_node_dies_is_followed_when_its_lease_is_over():
     assert cluster.leader() != leader
 
 
-def test_a_successor_does_not_wait_for_the_lease_of_a_leader_that_was_master():
+def test_successor_does_not_wait_for_lease_of_last_leader():
     cluster = running()
     leader = cluster.leader()
     first, second = others(cluster, leader)
@@ -115,7 +115,7 @@ def test_a_deposed_leader_writes_nothing():
     assert cluster.record().epoch == elected.record.epoch
 
 
-def test_a_leader_that_restarts_gives_its_earlier_place_up_at_once():
+def test_leader_that_restarts_gives_its_earlier_place_up_at_once():
     cluster = running()
     node = cluster.nodes[cluster.leader()]
     node.kill()
@@ -124,7 +124,7 @@ def test_a_leader_that_restarts_gives_its_earlier_place_up_at_once():
     assert took_s < 1
 
 
-def test_a_lease_that_was_revoked_ends_the_term_and_the_next_one_begins():
+def test_lease_that_was_revoked_ends_term_and_next_one_begins():
     cluster = running()
     node = cluster.nodes[cluster.leader()]
     term = node.session.coordinator.term
@@ -135,7 +135,7 @@ def test_a_lease_that_was_revoked_ends_the_term_and_the_next_one_begins():
     assert all(other.session.membership.is_alive for other in cluster.nodes.values())
 
 
-def test_a_leader_record_that_cannot_be_read_is_respected_until_its_lease_ends():
+def test_unreadable_leader_record_holds_until_its_lease_ends():
     cluster = ModelCluster("abc", 1, settings=NO_WISHES)
     cluster.put_key(KEYS.leader, b"\xff")
     cluster.start()
@@ -169,7 +169,7 @@ def test_the_isr_member_with_the_longest_log_is_elected(copies):
     assert record.unclean_epoch is None
 
 
-def test_an_election_does_not_wait_long_for_a_member_that_does_not_report():
+def test_election_does_not_wait_long_for_a_silent_member():
     cluster = running("abcdef")
     master, silent, *rest = others(cluster, cluster.leader())
     cluster.put(0, create([master, silent, *rest]))
@@ -217,7 +217,7 @@ def test_a_report_from_outside_the_isr_does_not_count():
     assert cluster.record().epoch == 1
 
 
-def test_a_master_that_restarts_is_elected_again_under_a_new_epoch():
+def test_master_that_restarts_is_elected_again_under_new_epoch():
     cluster = running("abc")
     leader = cluster.leader()
     cluster.put(0, create([leader, *others(cluster, leader)]))
@@ -247,7 +247,7 @@ def test_all_partitions_of_a_dead_node_move_in_few_transactions():
     assert len(sizes) <= 8, "elections of 300 partitions"
 
 
-def test_a_leader_whose_writes_take_long_writes_less_at_a_time_and_goes_on(monkeypatch):
+def test_leader_with_slow_writes_writes_less_each_and_goes_on(monkeypatch):
     """As long as elections that are due become fewer, nobody deposes it."""
     monkeypatch.setattr("failover.coordinator.coordinator.BATCH_NS", 300_000_000)
     cluster = running("abcd", partitions=0)
@@ -304,7 +304,7 @@ def lost_isr(settings):
     return cluster, master, long
 
 
-def test_nobody_is_elected_uncleanly_unasked_and_the_old_master_returns():
+def test_no_unclean_election_unasked_and_the_old_master_returns():
     cluster, master, _ = lost_isr(NO_WISHES)
     cluster.run(30)
     assert (cluster.record().master, cluster.record().epoch) == (master, 1)
@@ -313,7 +313,7 @@ def test_nobody_is_elected_uncleanly_unasked_and_the_old_master_returns():
     assert (cluster.record().master, cluster.record().unclean_epoch) == (master, None)
 
 
-def test_an_unclean_election_by_setting_takes_the_best_that_is_left():
+def test_unclean_election_by_setting_takes_best_that_is_left():
     cluster, _, long = lost_isr(UNCLEAN)
     cluster.run_until(lambda: cluster.record().epoch == 2)
     cluster.run(0.1)
@@ -323,7 +323,7 @@ def test_an_unclean_election_by_setting_takes_the_best_that_is_left():
 
 
 @pytest.mark.parametrize(("epoch", "is_void"), [(1, False), (2, True)])
-def test_an_unclean_election_by_command_is_for_the_epoch_that_it_names(epoch, is_void):
+def test_unclean_election_by_command_is_for_epoch_that_it_names(epoch, is_void):
     cluster, _, long = lost_isr(NO_WISHES)
     cluster.run(5)
     command = OperatorCommand(elect_uncleanly_in_epoch=epoch)
@@ -335,7 +335,7 @@ def test_an_unclean_election_by_command_is_for_the_epoch_that_it_names(epoch, is
         cluster.run_until(lambda: cluster.record().master == long, 5)
 
 
-def test_an_isr_of_several_that_is_gone_as_a_whole_is_given_up_too():
+def test_isr_of_several_that_is_gone_as_whole_is_given_up_too():
     cluster = running("abcd", settings=UNCLEAN)
     left, first, second = others(cluster, cluster.leader())
     cluster.put(0, replace(create([first, second, left]), isr=frozenset({first, second})))
@@ -371,7 +371,7 @@ def test_the_preferred_copy_becomes_master_by_handover(returns_s):
     assert not [e for node in cluster.nodes.values() for e in node.elected]
 
 
-def test_a_change_of_another_copy_does_not_put_off_the_preferred_one():
+def test_change_of_another_copy_does_not_put_off_preferred_one():
     cluster = running("abcd", settings=CoordinatorSettings())
     returning(cluster, 6)
     first, master, third = others(cluster, cluster.leader())
@@ -482,7 +482,7 @@ def test_without_the_store_nothing_changes_and_then_things_go_on():
 # ---- At rest
 
 
-def test_at_rest_a_leader_looks_at_its_partitions_five_times_a_second(monkeypatch):
+def test_at_rest_leader_looks_at_partitions_five_times_second(monkeypatch):
     """A look costs as much as there are partitions, and events come a hundred times a second."""
     cluster = running(partitions=3, settings=CoordinatorSettings())
     choices = cluster.nodes[cluster.leader()].session.coordinator._choices

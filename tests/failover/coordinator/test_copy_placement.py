@@ -188,7 +188,7 @@ def as_good(racks, count, plan, present):
 
 @settings(max_examples=200)
 @given(clusters(nodes_max=4, partitions_max=4))
-def test_no_other_plan_that_adds_as_little_lets_more_masters_stay(cluster):
+def test_no_other_equally_small_plan_keeps_more_masters(cluster):
     racks, copies, present = cluster
     plan = plan_placement(racks, copies, present)
     share = -(-len(present) // len(racks))
@@ -203,7 +203,7 @@ def test_no_other_plan_that_adds_as_little_lets_more_masters_stay(cluster):
 
 @settings(max_examples=300)
 @given(clusters(nodes_max=4, partitions_max=4), st.randoms())
-def test_no_master_moves_if_another_plan_that_adds_as_little_moves_none(cluster, random):
+def test_no_master_moves_if_an_equally_small_plan_moves_none(cluster, random):
     """Copies and masters together. The first of each chain is drawn anew, so masters are even."""
     racks, copies, present = cluster
     racks = dict.fromkeys(racks, "")
@@ -324,7 +324,7 @@ def test_without_a_node_there_is_no_plan():
         plan_placement({}, 2, {0: ("a",)})
 
 
-def test_a_flow_takes_the_cheaper_way_first_and_gives_it_back_if_that_helps():
+def test_flow_takes_the_cheaper_way_and_gives_it_back():
     network = FlowNetwork()
     source, a, b, sink = (network.add_vertex() for _ in range(4))
     edges = [

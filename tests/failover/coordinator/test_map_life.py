@@ -75,7 +75,7 @@ class Store:
         return decode_record(read.items[0], ClusterRecord)
 
 
-def test_a_life_is_the_wall_clock_and_above_those_that_have_ended() -> None:
+def test_life_is_wall_clock_and_above_those_that_have_ended() -> None:
     assert life_from(NOW_S) == 1_800_000_000
     assert life_from(NOW_S, 7, 1_800_000_000) == 1_800_000_001
     assert life_from(0.0) == FIRST_LIFE + 1, "clocks may be wrong"
@@ -95,7 +95,7 @@ def test_a_store_without_a_life_has_the_first_one() -> None:
     assert store.version() == (FIRST_LIFE, store.revisions.revision)
 
 
-def test_the_version_does_not_fall_when_the_newest_member_is_removed() -> None:
+def test_version_does_not_fall_when_newest_member_is_removed() -> None:
     store = Store()
     store.join("d")
     before = store.version()
@@ -161,9 +161,7 @@ def test_a_store_that_was_set_back_gets_a_higher_life_once(ended: int) -> None:
     assert late.raising(NOW_S) is None
 
 
-def test_a_store_that_comes_as_far_again_before_its_life_is_raised_is_told_in_no_lower_life() -> (
-    None
-):
+def test_store_as_far_again_before_its_new_life_is_no_lower_life() -> None:
     """The same version would be another map."""
     store = Store()
     copy_of_it = copy.deepcopy(store.revisions)
@@ -196,7 +194,7 @@ def test_a_life_that_was_seen_is_never_followed_lower() -> None:
     assert after_a_restart.raising(NOW_S) is not None
 
 
-def test_a_cluster_record_that_cannot_be_read_leaves_the_life_as_it_was() -> None:
+def test_cluster_record_that_cant_be_read_leaves_life_as_it_was() -> None:
     store = Store(life=7)
     told = store.version()
     store.put(KEYS.cluster, b"{}")

@@ -175,7 +175,7 @@ def test_an_address_of_a_node_that_lives_is_refused(cluster: Cluster, number: in
     assert first.membership.is_alive
 
 
-def test_an_address_of_a_dead_node_is_free_when_its_lease_is_over(cluster: Cluster) -> None:
+def test_address_of_dead_node_is_free_when_its_lease_is_over(cluster: Cluster) -> None:
     first = cluster.start(FOLDER, 1)
     cluster.run(0.2)
     first.runs = False
@@ -219,7 +219,7 @@ def test_a_lease_that_was_lost_is_replaced_by_another_one(cluster: Cluster) -> N
     assert process.membership.lease_id != lease_id
 
 
-def test_a_process_that_did_not_run_asks_what_became_of_its_lease(cluster: Cluster) -> None:
+def test_process_that_did_not_run_asks_what_became_of_its_lease(cluster: Cluster) -> None:
     process = cluster.start(FOLDER, 1)
     cluster.run(0.2)
     process.runs = False
@@ -239,7 +239,7 @@ def test_a_process_that_did_not_run_asks_what_became_of_its_lease(cluster: Clust
     assert any("is over" in notice for notice in process.notices)
 
 
-def test_a_lease_lapses_while_its_process_runs_and_gets_no_answer(cluster: Cluster) -> None:
+def test_lease_lapses_while_its_process_runs_and_gets_no_answer(cluster: Cluster) -> None:
     process = cluster.start(FOLDER, 1)
     cluster.run(0.2)
     for _ in range(round(LEASE_TTL_S * 1_000 * MS / TICK_NS) + 1):

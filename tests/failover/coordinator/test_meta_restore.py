@@ -104,7 +104,7 @@ def test_one_of_the_in_sync_set_is_enough_if_most_copies_testify() -> None:
     assert not made.lossy
 
 
-def test_what_missing_nodes_may_have_stays_until_a_person_accepts_the_loss() -> None:
+def test_what_missing_nodes_may_have_stays_until_accepted() -> None:
     made = plan(OLD_COPY, told("c", R0, 3))
     assert (made.rebuilt, made.lossy, made.txns) == ([], [0], [])
     assert made.silent == {"a": [0], "b": [0]}

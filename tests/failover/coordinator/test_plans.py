@@ -83,7 +83,7 @@ def test_steps_are_looked_for_rarely_while_there_are_few(monkeypatch: pytest.Mon
     assert min(pauses()) >= FEW_STEPS_NS, looked
 
 
-def test_a_rebalance_makes_copies_and_masters_even_and_never_has_fewer_copies() -> None:
+def test_rebalance_evens_copies_and_masters_never_fewer() -> None:
     cluster = Cluster()
     assert cluster.copies()["d"] == 0
     asked = rebalance(cluster.view, cluster.stamp())
@@ -102,7 +102,7 @@ def test_a_rebalance_makes_copies_and_masters_even_and_never_has_fewer_copies() 
 RACKS = {"a": "r1", "b": "r1", "c": "r2", "d": "r2"}
 
 
-def test_a_rebalance_puts_the_copies_of_each_partition_on_different_racks() -> None:
+def test_rebalance_spreads_copies_over_racks() -> None:
     cluster = Cluster(plain="ab", copies=2, racks=RACKS)
     cluster.ask(rebalance(cluster.view, cluster.stamp()))
     cluster.until_done()
@@ -127,7 +127,7 @@ def test_a_rebalance_of_an_even_cluster_has_nothing_to_do() -> None:
     assert (answer.moves, answer.txns) == ((), ())
 
 
-def test_a_node_that_joins_beyond_the_copies_gets_nothing_by_itself() -> None:
+def test_node_that_joins_beyond_copies_gets_nothing_by_itself() -> None:
     cluster = Cluster()
     before = cluster.records()
     cluster.run(30)
@@ -167,7 +167,7 @@ def test_a_drained_node_ends_without_copies_and_gets_none() -> None:
     assert even(cluster.copies(), "abcd", 3 * PARTITIONS)
 
 
-def test_draining_below_the_copies_leaves_one_less_of_each_and_says_so() -> None:
+def test_draining_below_copies_leaves_one_less_and_says_so() -> None:
     cluster = Cluster("abc")
     asked = cluster.ask(drain(cluster.view, "n-c", cluster.stamp()))
     assert any("3 copies are wanted and 2 nodes" in note for note in asked.notes)
@@ -188,7 +188,7 @@ def test_the_number_of_copies_changes_on_a_live_cluster(before: int, after: int)
     assert even(cluster.copies(), "abcd", after * PARTITIONS), "nothing is added or dropped later"
 
 
-def test_more_copies_than_nodes_are_said_and_the_next_node_gets_them() -> None:
+def test_more_copies_than_nodes_are_said_and_next_node_gets_them() -> None:
     cluster = Cluster("abc")
     asked = cluster.ask(set_cluster(cluster.view, cluster.stamp(), copies=4))
     assert any("4 copies are wanted and 3 nodes" in note for note in asked.notes)
@@ -216,7 +216,7 @@ def test_two_nodes_that_join_one_get_even_copies_and_masters() -> None:
     cluster.check_history(1)
 
 
-def test_a_node_that_is_down_and_holds_nothing_holds_up_no_growth() -> None:
+def test_node_that_is_down_and_holds_nothing_holds_up_no_growth() -> None:
     cluster = Cluster("a", "a", copies=2)
     cluster.join("x")  # it has never run
     cluster.add("b")
@@ -264,7 +264,7 @@ def test_a_new_coordinator_goes_on_with_a_plan() -> None:
     assert even(cluster.copies(), "acd", 3 * PARTITIONS)
 
 
-def test_a_node_that_is_down_holds_up_only_the_partitions_that_it_gets() -> None:
+def test_node_that_is_down_holds_up_only_partitions_that_it_gets() -> None:
     cluster = Cluster("abcde", "abc")
     asked = rebalance(cluster.view, cluster.stamp())
     cluster.nodes["d"].kill()
@@ -281,7 +281,7 @@ def test_a_node_that_is_down_holds_up_only_the_partitions_that_it_gets() -> None
     cluster.check_history(2)
 
 
-def test_a_node_that_dies_while_it_is_filled_holds_up_no_other_move_and_no_cancellation(
+def test_node_that_dies_while_filled_holds_up_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan_steps, "FILLING_MAX", 3)
@@ -356,7 +356,7 @@ def test_an_empty_member_is_removed_with_its_name() -> None:
     assert not [key for key in cluster.values() if key.endswith((b"/d", b"n-d"))]
 
 
-def test_a_dead_member_is_removed_after_its_copies_were_made_elsewhere() -> None:
+def test_dead_member_is_removed_after_its_copies_were_remade() -> None:
     cluster = Cluster()
     cluster.nodes["b"].kill()
     cluster.run(8)
@@ -402,7 +402,7 @@ def refusal(answer: Answer) -> str:
     return answer.text
 
 
-def test_requests_that_cannot_be_carried_out_are_refused_with_a_reason() -> None:
+def test_impossible_requests_are_refused_with_their_reason() -> None:
     cluster = Cluster(min_in_sync=2)
     view, stamp = cluster.view, cluster.stamp()
     before = cluster.values()
@@ -423,7 +423,7 @@ def test_requests_that_cannot_be_carried_out_are_refused_with_a_reason() -> None
     assert cluster.values().keys() == before.keys()
 
 
-def test_a_node_that_is_down_or_drained_gets_no_partition_by_request() -> None:
+def test_a_node_down_or_drained_gets_no_partition_by_request() -> None:
     cluster = Cluster("abcde")
     cluster.nodes["d"].kill()
     cluster.run(4)
@@ -490,7 +490,7 @@ def test_cancelling_nothing_or_growth_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("alive_at", "after_s"), [(3, 7.0), (6, 0.0), (0, None)])
-def test_copies_move_only_if_their_master_is_connected_to_this_store(
+def test_copies_move_if_their_master_is_connected_to_this_store(
     alive_at: int, after_s: float | None
 ) -> None:
     """The store may have gone back to a copy, in which the lease of a dead node has not ended."""

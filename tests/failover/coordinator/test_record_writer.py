@@ -134,7 +134,7 @@ def set_leader(store, value=b"x"):
     return store.apply(store._now_ns, Txn(then=(Put(KEYS.leader, value),))).revision
 
 
-def test_a_write_is_one_transaction_and_shows_in_the_view_at_once(time, store):
+def test_write_is_one_transaction_and_shows_in_view_at_once(time, store):
     desk = Desk(time, store, "m")
     operation = desk.write({0: NEXT, 1: NEXT})
     assert desk.finish() == [WRITTEN, WRITTEN]
@@ -165,7 +165,7 @@ def test_the_guard_has_to_be_the_one_that_was_created(time, store, is_gone):
     assert stored(store).record == RECORD
 
 
-def test_a_change_that_relies_on_the_end_of_a_lease_needs_it_still_over(time, store):
+def test_change_that_relies_on_end_of_lease_needs_it_still_over(time, store):
     alive = KEYS.of_member(KeyKind.ALIVE, "a")
     desk = Desk(time, store, "m")
     desk.write({0: NEXT}, absent_key=alive)
@@ -191,7 +191,7 @@ def test_a_store_that_is_away_has_not_written(time, store):
     assert desk.finish() == [NOT_WRITTEN]
 
 
-def test_an_unknown_write_that_happened_is_found_by_its_operation(time, store):
+def test_unknown_write_that_happened_is_found_by_its_operation(time, store):
     desk = Desk(time, store, "m", faults=StoreFaults(absence=Absence.DEAF_TO_ANSWERS))
     operation = desk.write({0: NEXT})
     time.run_until(600 * MS)
@@ -222,7 +222,7 @@ def test_an_unknown_write_that_came_before_another_is_superseded(time, store):
     assert desk.finish() == [SUPERSEDED]
 
 
-def test_an_unknown_write_that_another_came_before_is_not_written(time, store):
+def test_unknown_write_that_another_came_before_is_not_written(time, store):
     desk = Desk(time, store, "m", faults=StoreFaults(absence=Absence.SILENT))
     desk.write({0: NEXT})
     put(store, 0, want(RECORD, "c"))

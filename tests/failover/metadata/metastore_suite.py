@@ -87,7 +87,7 @@ class MetaStoreSuite(WatchSuite):
         third = self.put("a", b"")
         assert self.get("a") == KeyValue(self.key("a"), b"", third, third, 1)
 
-    def test_a_prefix_is_read_in_the_order_of_its_keys_and_without_its_neighbours(self):
+    def test_prefix_is_read_in_key_order_without_neighbours(self):
         names = ["b", "a", "a\x00", "aa", "c"]
         for name in names:
             self.put(name)

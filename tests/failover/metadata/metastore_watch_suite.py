@@ -66,7 +66,7 @@ class WatchSuite(StoreTests):
         assert batch.revision == revision
         assert [event.item.key for event in batch.events] == [inner + b"a"]
 
-    def test_a_watch_from_the_past_gets_history_and_then_what_follows(self):
+    def test_watch_from_past_gets_history_and_then_what_follows(self):
         revisions = [self.put("a", b"%d" % number) for number in range(3)]
         watched = self.watch(revisions[1])
         self.harness.wait(lambda: len(watched.batches) == 2)

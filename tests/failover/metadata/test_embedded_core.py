@@ -68,7 +68,7 @@ def seen(store):
 
 @settings(max_examples=300)
 @given(st.lists(REQUESTS, max_size=25))
-def test_what_will_change_is_known_before_and_replays_to_the_same_store(requests):
+def test_what_will_change_is_known_and_replays_to_the_same_store(requests):
     core = EmbeddedCore(RevisionStore(), 0, iter(range(100, 200)).__next__)
     snapshot, records = encode_image(core.store.image()), []
     for request in requests:

@@ -105,7 +105,7 @@ def test_what_was_answered_survives_kills_of_the_owner(loop, owner):
     assert written >= {(key, b"%d" % value) for key, value in answered.items()}
 
 
-def test_a_frozen_owner_ends_requests_in_time_and_keeps_leases_when_it_goes_on(loop, owner):
+def test_frozen_owner_ends_requests_in_time_and_keeps_leases(loop, owner):
     client = client_of(loop, owner)
     lease = run_on(loop, client, LeaseGrant(2))
     assert isinstance(lease, LeaseResult)
@@ -176,7 +176,7 @@ def test_a_file_that_was_damaged_is_refused_in_words(tmp_path):
     assert file.read_bytes() == data
 
 
-def test_after_a_failed_sync_nothing_is_answered_and_the_owner_is_told(tmp_path, monkeypatch):
+def test_after_failed_sync_nothing_is_answered_and_owner_is_told(tmp_path, monkeypatch):
     harness = EmbeddedHarness(tmp_path / "metastore")
     client = harness.client()
     harness.wait(lambda: not client.trouble)

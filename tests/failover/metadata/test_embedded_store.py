@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_used_is_told(embedded, tmp_path):
         embedded.run(in_a_file())
 
 
-def test_a_port_that_is_taken_is_told_and_the_folder_is_free_again(embedded, tmp_path):
+def test_port_that_is_taken_is_told_and_folder_is_free_again(embedded, tmp_path):
     async def same_port(port):
         server = EmbeddedServer(tmp_path / "other", SECRET, lambda _: None)
         await server.start(port=port)
@@ -213,7 +213,7 @@ def test_watches_go_on_over_restarts_behind_what_they_delivered(embedded):
     assert watched.messages == watched.batches
 
 
-def test_a_watch_that_was_overtaken_by_a_compaction_ends_as_compacted(embedded):
+def test_watch_overtaken_by_compaction_ends_as_compacted(embedded):
     proxy, port = embedded.proxy(embedded.port)
     client, other = embedded.client(port), embedded.client()
     watched = Watched(client, b"", 1)
@@ -241,7 +241,7 @@ def test_a_long_history_reaches_a_watch_in_parts(embedded):
 # ---- A store that is away
 
 
-def test_without_a_store_nothing_happened_and_the_reason_is_told_once(embedded):
+def test_without_store_nothing_happened_and_reason_is_told_once(embedded):
     client = embedded.client()
     put(embedded, client)
     embedded.stop()
@@ -268,7 +268,7 @@ def test_an_answer_after_the_deadline_is_ignored(embedded):
     assert put(embedded, client) == 3, "the first one happened"
 
 
-def test_a_store_that_sends_nothing_is_given_up_and_connected_anew(embedded, monkeypatch):
+def test_store_that_sends_nothing_is_given_up_and_connected_anew(embedded, monkeypatch):
     monkeypatch.setattr("failover.metadata.embedded_client.SILENCE_S", 0.2)
     monkeypatch.setattr("failover.metadata.embedded_connection.BEAT_S", 0.05)
     proxy, port = embedded.proxy(embedded.port)
@@ -402,7 +402,7 @@ def test_a_server_without_the_secret_is_refused(embedded):
 # ---- Limits
 
 
-def test_a_request_that_is_too_big_for_a_message_is_refused_before_it_is_sent(embedded):
+def test_request_big_for_message_is_refused_before_it_is_sent(embedded):
     client = embedded.client()
     refused = run_on(embedded, client, Txn(then=(Put(b"k", bytes(3 << 20)),)))
     assert refused.kind is RefusalKind.TOO_BIG
@@ -477,6 +477,6 @@ def test_text_that_is_no_utf_8_is_no_message(decode):
 
 
 @pytest.mark.parametrize("decode", [decode_request, decode_result, decode_image])
-def test_text_that_is_no_utf_8_is_neither_request_nor_result_nor_image(decode):
+def test_text_no_utf_8_is_neither_request_nor_result_nor_image(decode):
     with pytest.raises(CodecError):
         decode(b"\x92\xa2\xff\xfe\x01")

@@ -229,7 +229,7 @@ class WriterDesk:
 @pytest.mark.parametrize(
     ("applied", "kind"), [(True, OutcomeKind.WRITTEN), (False, OutcomeKind.NOT_WRITTEN)]
 )
-def test_an_unknown_outcome_is_settled_by_reading_the_operation_id(harness, applied, kind):
+def test_unknown_outcome_is_settled_by_reading_operation_id(harness, applied, kind):
     keys = ClusterKeys(harness.new_prefix())
     record = create("abc")
     key = keys.of_partition(KeyKind.PARTITION, 7)

@@ -60,7 +60,7 @@ def leased_key(node, key: bytes) -> int:
     return lease.lease_id
 
 
-def test_a_lease_outlives_a_busy_loop_and_ends_with_a_loop_that_is_stuck(node, witness):
+def test_a_lease_outlives_a_busy_loop_and_ends_with_a_loop_stuck(node, witness):
     lease_id = leased_key(node, b"/busy")
     time.sleep(2 * TTL_S)  # the loop of `node` does nothing meanwhile
     assert witness(b"/busy")

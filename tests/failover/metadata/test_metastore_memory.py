@@ -153,7 +153,7 @@ def test_a_store_that_is_away(slow, absence, kind, applied):
     assert bool(watched.batches) == applied
 
 
-def test_an_unknown_transaction_can_happen_after_the_caller_was_told(slow):
+def test_unknown_transaction_can_happen_after_caller_was_told(slow):
     client = slow.client(StoreFaults(unknown_rate=1, applied_rate=1), Draws(0, 0, 0))
     assert isinstance(run_on(slow, client, PUT), OutcomeUnknown)
     assert not is_there(slow)

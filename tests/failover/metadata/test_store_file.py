@@ -146,7 +146,7 @@ def test_both_marks_damaged_is_refused(disk):
         open_file(disk)
 
 
-def test_damage_behind_the_mark_that_a_whole_record_follows_is_refused(disk):
+def test_damage_behind_mark_that_whole_record_follows_is_refused(disk):
     """After a power cut the mark may lack a record, but a torn one is the last one."""
     file = written(disk, [])
     marks = disk.read("meta-000001")[:1536]
@@ -183,7 +183,7 @@ def test_a_full_disk_refuses_the_record_and_keeps_the_others(disk):
     assert read(disk) == [b"snapshot", *RECORDS, b"fifth"]
 
 
-def test_after_a_failed_sync_the_file_takes_no_more_and_the_next_start_writes_it_again(disk):
+def test_after_failed_sync_next_start_writes_file_again(disk):
     file = written(disk)
     disk.syncs_to_fail = 1
     with pytest.raises(StoreFileBrokenError, match="nobody knows what is on disk"):

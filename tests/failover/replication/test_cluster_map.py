@@ -28,7 +28,7 @@ def map_of(records: dict[int, ReplicationRecord], member: str = "a") -> Partitio
     return bucket_map(view, 4, member, NODES, rev=2)
 
 
-def test_a_chain_has_the_master_first_and_then_the_copies_in_sync() -> None:
+def test_chain_has_master_first_and_then_copies_in_sync() -> None:
     shown = map_of(
         {0: create("bca"), 1: ReplicationRecord(("a", "b", "c"), frozenset("ac"), 3, "c")}
     )

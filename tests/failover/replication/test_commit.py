@@ -76,7 +76,7 @@ def has_entries(message: Message | GroupMessage) -> bool:
     return any(section.entries for section in message.sections)
 
 
-def test_a_stream_that_is_opened_meanwhile_gets_the_group_from_its_cursor(copies: Copies) -> None:
+def test_a_stream_opened_meanwhile_gets_group_from_its_cursor(copies: Copies) -> None:
     put(copies, 0)
     put(copies, 1)
     link = copies.b.core.replica.links["a"]
@@ -107,7 +107,7 @@ def test_a_link_that_is_new_gets_the_group_when_it_is_synced(copies: Copies) -> 
     assert equal(copies)
 
 
-def test_a_replica_ahead_of_its_masters_disk_follows_when_that_has_caught_up(
+def test_replica_ahead_of_its_masters_disk_follows_later(
     copies: Copies,
 ) -> None:
     put(copies, 0)
@@ -126,7 +126,7 @@ def test_a_replica_ahead_of_its_masters_disk_follows_when_that_has_caught_up(
     assert equal(copies)
 
 
-def test_a_group_is_sent_to_the_others_whose_in_sync_set_changes_meanwhile(copies: Copies) -> None:
+def test_group_is_sent_although_the_in_sync_set_changes(copies: Copies) -> None:
     """The group falls apart before it is synced, and some replica has not got it."""
     put(copies, 0)
     put(copies, 1)
@@ -147,7 +147,7 @@ def test_a_group_is_sent_to_the_others_whose_in_sync_set_changes_meanwhile(copie
     assert equal(copies, 1)
 
 
-def test_a_master_that_loses_the_end_of_its_log_follows_who_has_it(copies: Copies) -> None:
+def test_master_that_loses_end_of_its_log_follows_who_has_it(copies: Copies) -> None:
     put(copies, 0)
     copies.rest()
     put(copies, 0)
@@ -166,7 +166,7 @@ def test_a_master_that_loses_the_end_of_its_log_follows_who_has_it(copies: Copie
     assert equal(copies)
 
 
-def test_a_master_that_is_elected_again_has_its_replicas_cut_back(copies: Copies) -> None:
+def test_master_that_is_elected_again_has_its_replicas_cut_back(copies: Copies) -> None:
     """It lost the end of its log, and a replica that has it follows."""
     put(copies, 0)
     copies.a.begin()
@@ -186,7 +186,7 @@ def test_a_master_that_is_elected_again_has_its_replicas_cut_back(copies: Copies
 
 
 @pytest.mark.parametrize("is_told", [False, True], ids=["not told", "told"])
-def test_a_node_that_is_left_alone_commits_what_its_master_had_on_disk(*, is_told: bool) -> None:
+def test_a_node_left_alone_commits_what_its_master_had_on_disk(*, is_told: bool) -> None:
     """Of the newest group it knows that only if it was told, or if another group has come."""
     copies = Copies("ab")
     copies.rest()
@@ -211,7 +211,7 @@ def test_a_node_that_is_left_alone_commits_what_its_master_had_on_disk(*, is_tol
     assert sender == Sender("a", 2 if is_told else 1)
 
 
-def test_a_master_whose_death_leaves_too_few_in_sync_sends_what_it_has_synced() -> None:
+def test_master_with_few_in_sync_sends_what_it_has_synced() -> None:
     """Its replica would not know what is on its disk, and could not serve all that it has."""
     copies = Copies("ab")
     copies.rest()

@@ -173,7 +173,7 @@ def test_whatever_happens_copies_are_equal_at_rest(story: list[tuple[str, bytes,
 
 
 @pytest.mark.parametrize("has_dialled_again", [False, True])
-def test_a_promoted_replica_waits_for_its_confirmation_although_its_link_is_gone(
+def test_promoted_replica_without_link_waits_for_confirmation(
     has_dialled_again: bool,
 ) -> None:
     copies = Copies()
@@ -192,7 +192,7 @@ def test_a_promoted_replica_waits_for_its_confirmation_although_its_link_is_gone
     assert copies.now_ns >= serves_from_ns(confirmed_ns, was_handed_over=False)
 
 
-def test_a_link_that_breaks_the_rules_is_closed_and_a_new_one_goes_on() -> None:
+def test_link_that_breaks_rules_is_closed_and_new_one_goes_on() -> None:
     """Nothing of the damaged message is applied, and nothing is lost by it."""
     copies = Copies()
     copies.rest()

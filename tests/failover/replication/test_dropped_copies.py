@@ -49,7 +49,7 @@ def is_empty(node: CoreNode) -> bool:
     return not any(seqnos) and not any(documents) and part.item_count == 0
 
 
-def test_a_dropped_copy_is_emptied_and_its_documents_leave_the_store() -> None:
+def test_dropped_copy_is_emptied_and_its_documents_leave_store() -> None:
     cluster = holding()
     cluster.b.merge()
     assert list(cluster.b.store.due_rows(b"", 2**32 - 1)) == []
@@ -77,7 +77,7 @@ def test_a_merge_waits_until_no_copy_is_dropped_any_more() -> None:
     assert keyspace.is_merging
 
 
-def test_a_merge_comes_after_a_while_although_copies_are_dropped_all_the_time() -> None:
+def test_merge_comes_after_a_while_although_copies_are_dropped() -> None:
     cluster = holding()
     keyspace = cluster.b.engine.keyspace
     dropped = DroppedCopies(cluster.b.engine, cluster.b.hub, lambda _vb_id: True)
@@ -118,7 +118,7 @@ def test_a_crash_after_it_was_emptied_brings_nothing_back(is_synced: bool) -> No
     assert is_empty(cluster.b)
 
 
-def test_a_copy_that_was_dropped_while_its_member_was_down_is_emptied_when_it_is_back() -> None:
+def test_copy_dropped_while_its_member_was_down_is_emptied() -> None:
     cluster = holding()
     cluster.b.crash()
     cluster.write(drop_copies(cluster.record, "b", in_sync_min=1), "a")
@@ -128,7 +128,7 @@ def test_a_copy_that_was_dropped_while_its_member_was_down_is_emptied_when_it_is
     assert is_empty(cluster.b)
 
 
-def test_a_member_that_gets_its_copy_back_before_it_was_emptied_keeps_what_fits() -> None:
+def test_member_back_before_its_copy_was_emptied_keeps_what_fits() -> None:
     cluster = holding()
     drop_b(cluster)
     cluster.write(add_copy(cluster.record, "b"))
@@ -137,7 +137,7 @@ def test_a_member_that_gets_its_copy_back_before_it_was_emptied_keeps_what_fits(
     assert cluster.record.isr == {"a", "b"}
 
 
-def test_what_a_member_acknowledged_before_does_not_count_for_its_next_copy() -> None:
+def test_earlier_acknowledgements_do_not_count_for_the_next_copy() -> None:
     """All of it in one epoch: nothing else tells the two copies apart."""
     cluster = holding()
     cluster.write(drop_copies(cluster.record, "b", in_sync_min=1))
@@ -152,7 +152,7 @@ def test_what_a_member_acknowledged_before_does_not_count_for_its_next_copy() ->
     assert cluster.b.part.high_seqno == 5
 
 
-def test_who_does_not_know_yet_that_its_copy_was_dropped_is_not_fed_for_the_next_one() -> None:
+def test_who_missed_that_its_copy_was_dropped_is_not_fed() -> None:
     cluster = holding()
     dropped = drop_copies(cluster.record, "b", in_sync_min=1)
     cluster.write(dropped, "a")
@@ -170,7 +170,7 @@ def test_who_does_not_know_yet_that_its_copy_was_dropped_is_not_fed_for_the_next
     assert cluster.b.part.high_seqno == 5
 
 
-def test_what_was_known_to_be_committed_is_forgotten_with_the_copy() -> None:
+def test_what_was_known_to_be_committed_is_forgotten_with_copy() -> None:
     """After a branch on the others, another change may have the seqno of a committed one."""
     cluster = holding()
     cluster.a.put(b"\0k5")
@@ -219,7 +219,7 @@ def answering_alone() -> CoreCluster:
     return cluster
 
 
-def test_answered_changes_that_no_other_copy_has_are_in_a_file_before_they_go(
+def test_answered_changes_of_one_copy_are_in_a_file_first(
     answering_alone: CoreCluster,
 ) -> None:
     cluster = answering_alone
@@ -239,7 +239,7 @@ def test_answered_changes_that_no_other_copy_has_are_in_a_file_before_they_go(
     assert is_empty(cluster.b)
 
 
-def test_after_an_unclean_election_all_of_a_dropped_copy_is_in_files() -> None:
+def test_after_unclean_election_all_of_dropped_copy_is_in_files() -> None:
     cluster = holding()
     cluster.b.crash()
     elected = unclean_elect(cluster.record, "a")

@@ -59,7 +59,7 @@ def test_only_what_is_synced_is_sent() -> None:
     assert told(master.messages()) == [(0, [2])]
 
 
-def test_a_partition_that_is_level_from_the_start_gets_its_high_watermark() -> None:
+def test_a_partition_level_from_start_gets_its_high_watermark() -> None:
     """So the replica acknowledges what it has."""
     master = Master()
     master.put(0, b"a")
@@ -92,7 +92,7 @@ def test_high_watermarks_are_told_once() -> None:
     assert message.sections[0].committed_seqno == 1, "and every group carries it"
 
 
-def test_the_end_of_a_mastership_is_told_with_the_opaque_of_the_request() -> None:
+def test_end_of_mastership_is_told_with_opaque_of_request() -> None:
     master = Master()
     master.open(1, opaque=77)
     master.messages()
@@ -109,7 +109,7 @@ def test_the_end_of_a_mastership_is_told_with_the_opaque_of_the_request() -> Non
 # -- the window ------------------------------------------------------------------------------------
 
 
-def test_beyond_the_window_nothing_is_sent_and_a_partition_comes_back() -> None:
+def test_beyond_window_nothing_is_sent_and_partition_comes_back() -> None:
     master = Master(window_bytes=4000)
     master.open(0, 1)
     master.messages()
@@ -135,7 +135,7 @@ def test_beyond_the_window_nothing_is_sent_and_a_partition_comes_back() -> None:
     assert master.acknowledged_[-1] == Match(0, EPOCH, 20)
 
 
-def test_a_group_that_is_larger_than_the_window_comes_in_sections() -> None:
+def test_group_that_is_larger_than_window_comes_in_sections() -> None:
     """Else one message could be longer than the replica takes."""
     master = Master(window_bytes=SECTION_BYTES)
     master.open(0)
@@ -194,7 +194,7 @@ def test_nothing_is_asked_of_a_replica_that_reads_nothing() -> None:
     assert len(master.messages()) == 1
 
 
-def test_an_acknowledgement_of_what_was_never_sent_closes_the_link() -> None:
+def test_acknowledgement_of_what_was_never_sent_closes_link() -> None:
     master = Master()
     master.open(0)
     master.put(0, b"a")
@@ -213,7 +213,7 @@ def test_an_acknowledgement_of_what_was_never_sent_closes_the_link() -> None:
 # -- streams that are closed -----------------------------------------------------------------------
 
 
-def test_an_acknowledgement_does_not_count_for_a_stream_that_was_opened_later() -> None:
+def test_acknowledgement_does_not_count_for_a_later_stream() -> None:
     master = Master()
     master.open(0, opaque=1)
     master.put(0, b"a")
@@ -230,7 +230,7 @@ def test_an_acknowledgement_does_not_count_for_a_stream_that_was_opened_later() 
     assert master.acknowledged_ == [Match(0, EPOCH, 1)]
 
 
-def test_a_confirmation_counts_for_streams_that_were_open_before_it() -> None:
+def test_confirmation_counts_for_streams_open_before_it() -> None:
     master = Master()
     master.feed.heard(5 * MS)
     master.open(0)
@@ -249,7 +249,7 @@ def test_a_confirmation_counts_for_streams_that_were_open_before_it() -> None:
 # -- time ------------------------------------------------------------------------------------------
 
 
-def test_a_heartbeat_every_100_ms_whatever_the_number_of_partitions() -> None:
+def test_heartbeat_every_100_ms_whatever_number_of_partitions() -> None:
     master = Master(partitions=64)
     master.open(*range(64))
     master.messages()
@@ -305,7 +305,7 @@ def test_a_closed_feed_tells_its_node_and_sends_no_more() -> None:
 # -- history that cannot be sent -------------------------------------------------------------------
 
 
-def test_a_floor_that_is_synced_while_a_partition_is_behind_comes_before_the_next_changes() -> None:
+def test_floor_synced_while_behind_comes_before_next_changes() -> None:
     master = Master(window_bytes=4000)
     master.open(0)
     master.messages()
@@ -330,7 +330,7 @@ def test_a_floor_that_is_synced_while_a_partition_is_behind_comes_before_the_nex
     assert [m for m in master.messages() if any(s.entries for s in m.sections)] == [], "once"
 
 
-def test_a_floor_above_what_a_replica_was_sent_turns_the_rest_into_a_snapshot() -> None:
+def test_floor_above_what_was_sent_turns_rest_into_snapshot() -> None:
     master = Master(window_bytes=2000)
     master.open(0)
     master.messages()
@@ -356,9 +356,7 @@ def test_a_floor_above_what_a_replica_was_sent_turns_the_rest_into_a_snapshot() 
     assert found == [[1, 4, 1], 2, 3, 4, None, 5]
 
 
-def test_deletions_that_were_purged_end_the_stream_of_a_replica_that_has_what_they_deleted() -> (
-    None
-):
+def test_purge_ends_the_stream_of_a_replica_that_needs_it() -> None:
     master = Master(window_bytes=2000)
     master.open(0)
     master.messages()
@@ -377,7 +375,7 @@ def test_deletions_that_were_purged_end_the_stream_of_a_replica_that_has_what_th
     assert master.feed.damages == []
 
 
-def test_versions_that_are_missing_end_the_stream_and_nothing_turns_for_ever(
+def test_versions_missing_end_stream_and_nothing_turns_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     master = Master()

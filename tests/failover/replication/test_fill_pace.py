@@ -160,7 +160,7 @@ def test_copies_that_are_filled_make_no_partition_restless() -> None:
     assert feed.take_caught_up()
 
 
-def test_a_partition_of_which_a_copy_is_filled_is_looked_at_when_copies_may_join(
+def test_filled_partition_is_looked_at_when_copies_may_join(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked_ns: list[int] = []

@@ -44,7 +44,7 @@ class Filling:
         return self.rate.bytes_per_s
 
 
-def test_a_fill_that_disturbs_nothing_is_soon_as_fast_as_the_setting_allows() -> None:
+def test_fill_that_disturbs_nothing_is_soon_at_full_rate() -> None:
     filling = Filling()
     assert filling.look(looks=15) == MOST
     assert Filling().look(None, None, looks=15) == MOST, "nobody writes"
@@ -77,7 +77,7 @@ def test_it_makes_progress_whatever_is_slow() -> None:
     assert filling.rate.bytes_per_s == FLOOR_BYTES_PER_S
 
 
-def test_after_a_fall_it_grows_by_small_steps_until_nothing_was_slow_for_a_while() -> None:
+def test_after_a_fall_it_grows_slowly_until_all_is_calm() -> None:
     filling = Filling()
     filling.look(looks=15)
     slow = filling.look(LATE_NS)
@@ -91,7 +91,7 @@ def test_a_disk_that_is_always_slow_stops_no_fill() -> None:
     assert filling.look(4 * SLOW_MIN_NS, looks=15) == MOST
 
 
-def test_a_disk_that_becomes_slow_for_another_reason_gives_the_rate_back() -> None:
+def test_disk_slow_for_another_reason_gives_the_rate_back() -> None:
     filling = Filling()
     filling.look(looks=15)
     filling.look(LATE_NS, looks=40)

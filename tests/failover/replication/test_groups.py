@@ -60,7 +60,7 @@ def test_a_group_is_applied_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [committed(node, vb_id) for vb_id in (0, 1, 3)] == [1, 1, 1]
 
 
-def test_what_changes_for_one_partition_leaves_the_others_of_a_group_together(
+def test_one_partitions_change_leaves_others_of_a_group_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While partitions are handed over, hundreds of others are written in the same groups."""
@@ -90,7 +90,7 @@ def test_what_changes_for_one_partition_leaves_the_others_of_a_group_together(
     assert [committed(node, 3) for node in copies.nodes.values()] == [1, 1, 1]
 
 
-def test_what_is_not_in_step_everywhere_leaves_the_others_together() -> None:
+def test_what_is_not_in_step_everywhere_leaves_others_together() -> None:
     """A partition that has just come here is in the same groups as hundreds of others."""
     copies = level()
     put(copies, 3)
@@ -147,7 +147,7 @@ def test_a_copy_that_is_filled_costs_the_others_nothing() -> None:
         assert holdings(copies.nodes["c"], vb_id) == holdings(copies.a, vb_id)
 
 
-def test_a_copy_that_got_its_part_of_a_group_by_a_cursor_is_told_that_it_is_committed() -> None:
+def test_copy_fed_by_cursor_is_told_that_its_part_is_committed() -> None:
     """The rest of the group is told by its number, which says nothing of that part."""
     copies = level()
     copies.write(1, shrink(copies.records[1], ["c"]))
@@ -166,7 +166,7 @@ def test_a_copy_that_got_its_part_of_a_group_by_a_cursor_is_told_that_it_is_comm
     assert [committed(copies.nodes["c"], vb_id) for vb_id in (1, 2)] == [1, 1]
 
 
-def test_a_group_goes_to_all_replicas_as_one_message_of_the_same_bytes() -> None:
+def test_group_goes_to_all_replicas_as_one_message_of_same_bytes() -> None:
     copies = level()
     for vb_id in (0, 1, 3):
         put(copies, vb_id)
@@ -184,7 +184,7 @@ def test_a_group_goes_to_all_replicas_as_one_message_of_the_same_bytes() -> None
     assert copies.problems == []
 
 
-def test_a_group_commits_when_the_whole_in_sync_set_has_it_on_disk() -> None:
+def test_group_commits_when_whole_in_sync_set_has_it_on_disk() -> None:
     copies = level()
     put(copies, 1)
     copies.a.commit()
@@ -198,7 +198,7 @@ def test_a_group_commits_when_the_whole_in_sync_set_has_it_on_disk() -> None:
     assert copies.a.engine.commits.committed_group == copies.a.engine.commits.synced_group
 
 
-def test_replicas_are_told_by_the_number_of_the_message_that_a_group_is_committed() -> None:
+def test_replicas_learn_commits_by_the_number_of_the_message() -> None:
     copies = level()
     put(copies, 1)
     put(copies, 2)
@@ -215,7 +215,7 @@ def test_replicas_are_told_by_the_number_of_the_message_that_a_group_is_committe
     assert committed(copies.b, 1) == committed(copies.b, 2) == 1
 
 
-def test_only_what_tells_of_commits_can_wait_and_the_next_group_takes_it_with_it() -> None:
+def test_news_of_commits_waits_for_the_next_group() -> None:
     copies = level()
     feed = copies.a.core.master.feeds["b"]
     assert (feed.has_output, feed.can_wait) == (False, True)
@@ -237,7 +237,7 @@ def test_only_what_tells_of_commits_can_wait_and_the_next_group_takes_it_with_it
     assert not feed.has_output
 
 
-def test_a_group_that_was_sent_before_the_in_sync_set_changed_commits_one_by_one() -> None:
+def test_group_sent_before_the_in_sync_change_commits_one_by_one() -> None:
     copies = level()
     put(copies, 1)
     copies.a.commit()
@@ -250,7 +250,7 @@ def test_a_group_that_was_sent_before_the_in_sync_set_changed_commits_one_by_one
     assert committed(copies.a, 1) == 1, "b has it, and c does not count any more"
 
 
-def test_a_group_is_not_told_as_committed_for_what_an_earlier_one_has_committed() -> None:
+def test_group_is_not_committed_for_what_an_earlier_one_has() -> None:
     """Partitions 1 and 2 have different in-sync sets, so a group commits in two steps."""
     copies = level()
     copies.write(1, shrink(copies.records[1], ["c"]))
@@ -273,7 +273,7 @@ def test_a_group_is_not_told_as_committed_for_what_an_earlier_one_has_committed(
     assert committed(copies.b, 2) == 2
 
 
-def test_an_acknowledgement_for_a_stream_that_was_opened_again_does_not_count() -> None:
+def test_acknowledgement_for_a_reopened_stream_does_not_count() -> None:
     copies = level()
     put(copies, 1)
     copies.a.commit()
@@ -287,7 +287,7 @@ def test_an_acknowledgement_for_a_stream_that_was_opened_again_does_not_count() 
     assert committed(copies.a, 1) == 0
 
 
-def test_an_acknowledgement_of_a_group_before_a_stream_was_opened_does_not_count_for_it() -> None:
+def test_acknowledgement_of_group_before_opening_does_not_count() -> None:
     copies = level()
     put(copies, 1)
     copies.a.commit()
@@ -320,7 +320,7 @@ def test_who_joins_while_a_group_is_on_its_way_counts() -> None:
     assert committed(copies.a, 1) == 1
 
 
-def test_a_member_that_got_the_group_section_by_section_counts_as_well() -> None:
+def test_member_that_got_group_section_by_section_counts_as_well() -> None:
     copies = level()
     copies.a.core.master.feeds["c"].window_bytes = 300  # less than a whole group counts
     put(copies, 1)
@@ -333,7 +333,7 @@ def test_a_member_that_got_the_group_section_by_section_counts_as_well() -> None
     assert committed(copies.a, 1) == 1, "without a tick"
 
 
-def test_a_group_on_a_link_that_is_closed_does_not_count_as_whole() -> None:
+def test_group_on_link_that_is_closed_does_not_count_as_whole() -> None:
     copies = level()
     put(copies, 1)
     copies.a.commit()
@@ -421,7 +421,7 @@ def frame_of(pieces: list[bytes]) -> Frame:
     return frame
 
 
-def test_a_message_with_a_group_comes_back_and_every_changed_byte_is_noticed() -> None:
+def test_message_with_a_group_round_trips_and_damage_is_noticed() -> None:
     entries = mutation(1, 5)
     message = b"".join(pack_group(9, 8, 4, (3, 7), share(entries)))
     assert unpack_group(frame_of([message])) == GroupMessage(9, 8, 4, (3, 7), entries)
@@ -437,7 +437,7 @@ def test_a_message_with_a_group_comes_back_and_every_changed_byte_is_noticed() -
         unpack_group(frame_of([short]))
 
 
-def test_of_what_is_committed_no_group_between_is_told_that_is_not() -> None:
+def test_of_what_is_committed_no_group_between_is_told_not() -> None:
     told = Announcements()
     for group, number in enumerate((3, 5, 6, 8)):
         told.sent(group, number)
@@ -446,7 +446,7 @@ def test_of_what_is_committed_no_group_between_is_told_that_is_not() -> None:
     assert [told.take() for _ in range(3)] == [(3, 5), (8, 8), (0, 0)]
 
 
-def test_a_group_that_is_on_its_way_for_long_is_not_told_with_others() -> None:
+def test_a_group_on_its_way_for_long_is_not_told_with_others() -> None:
     announcements = Announcements()
     announcements.sent(0, 1)
     announcements.sent(1, 2)
@@ -460,7 +460,7 @@ def test_a_group_that_is_on_its_way_for_long_is_not_told_with_others() -> None:
     assert not announcements
 
 
-def test_a_changed_byte_closes_the_link_and_nothing_of_the_group_is_applied() -> None:
+def test_changed_byte_closes_the_link_and_applies_nothing() -> None:
     copies = level()
     for vb_id in (0, 1):
         put(copies, vb_id)
@@ -492,7 +492,7 @@ def test_a_group_is_applied_wholly_or_not_at_all() -> None:
     assert "vb 1: seqno 3 follows 1" in copies.problems[0]
 
 
-def test_a_stream_that_was_opened_again_takes_no_group_that_was_made_before() -> None:
+def test_reopened_stream_takes_no_group_made_before() -> None:
     copies = level()
     put(copies, 1)
     copies.a.commit()  # for the first stream
@@ -512,7 +512,7 @@ def test_a_stream_that_was_opened_again_takes_no_group_that_was_made_before() ->
     assert wire.link.problem == ""
 
 
-def test_what_is_committed_of_an_earlier_stream_does_not_count_for_a_later_one() -> None:
+def test_commits_of_an_earlier_stream_do_not_count_for_a_later() -> None:
     copies = level()
     put(copies, 1)
     copies.a.commit()
@@ -574,6 +574,6 @@ def calls_at_rest(partitions: int) -> int:
     return calls
 
 
-def test_what_a_node_does_at_rest_does_not_grow_with_its_partitions() -> None:
+def test_work_at_rest_does_not_grow_with_partitions() -> None:
     # One call for each partition would be 60 more, in each of 40 ticks.
     assert abs(calls_at_rest(64) - calls_at_rest(4)) < 60

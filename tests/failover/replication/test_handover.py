@@ -24,9 +24,7 @@ from support.core_cluster import MS, VB, CoreCluster
 @pytest.mark.parametrize(("took_ns", "rest_ns"), [
     (0, 0), (30 * MS, 30 * MS), (150 * MS, GROUP_REST_NS_MAX), (FOLLOWED_NS_MAX, 0),
 ])  # fmt: skip
-def test_after_a_group_the_cluster_rests_as_long_as_the_group_took(
-    took_ns: int, rest_ns: int
-) -> None:
+def test_after_group_cluster_rests_as_long_as_group_took(took_ns: int, rest_ns: int) -> None:
     """It does not rest after a group whose new master stands still."""
     cluster = CoreCluster()
     cluster.run(PROMOTED_WAIT_NS + 200 * MS)
@@ -65,7 +63,7 @@ def held() -> tuple[CoreCluster, Handovers, ReplicationRecord]:
 Held = tuple[CoreCluster, Handovers, ReplicationRecord]
 
 
-def test_a_handover_that_waits_for_a_commit_in_vain_is_given_up_for_a_while(held: Held) -> None:
+def test_handover_that_waits_in_vain_is_given_up_for_a_while(held: Held) -> None:
     cluster, handovers, record = held
     one, late_ns = cluster.a.mastership, cluster.now_ns + HANDING_NS_MAX + 1
     assert handovers.next_record(one, record, late_ns, may_write=True) is None
@@ -75,7 +73,7 @@ def test_a_handover_that_waits_for_a_commit_in_vain_is_given_up_for_a_while(held
     assert handovers.due(late_ns + REST_NS, {VB: one}) == [VB]
 
 
-def test_a_failover_that_waits_for_a_commit_in_vain_elects_the_wanted_master(held: Held) -> None:
+def test_failover_that_waits_in_vain_elects_the_wanted_master(held: Held) -> None:
     """It is in sync, so it has all that is committed."""
     cluster, handovers, record = held
     one, in_time_ns = cluster.a.mastership, cluster.now_ns + HANDING_NS_MAX
@@ -113,7 +111,7 @@ def test_a_failover_hands_over_what_is_committed_in_time(held: Held) -> None:
     assert after.handover == (one.part.vb_uuid, one.part.high_seqno)
 
 
-def test_after_one_partition_the_others_of_a_failover_wait_less_in_vain(held: Held) -> None:
+def test_after_one_partition_others_wait_less_in_vain(held: Held) -> None:
     cluster, handovers, record = held
     one, now_ns = cluster.a.mastership, cluster.now_ns + HANDING_NS_MAX + 1
     other = copy(one)

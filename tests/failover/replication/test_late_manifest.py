@@ -78,7 +78,7 @@ BETWEEN = pytest.mark.parametrize(
 
 
 @BETWEEN
-def test_a_replica_counts_a_collection_before_its_node_has_read_of_it(
+def test_replica_counts_a_collection_before_its_node_read_of_it(
     between: Callable[[ReplicaPair], None],
 ) -> None:
     pair = filled()
@@ -98,7 +98,7 @@ def test_a_replica_counts_a_collection_before_its_node_has_read_of_it(
 
 
 @BETWEEN
-def test_what_was_created_and_dropped_before_a_node_reads_of_it_is_counted_out(
+def test_collection_gone_before_node_reads_of_it_is_uncounted(
     between: Callable[[ReplicaPair], None],
 ) -> None:
     pair = filled()
@@ -120,7 +120,7 @@ def compact(member: Member) -> None:
     member.compact()
 
 
-def test_compaction_leaves_a_dropped_collection_until_the_node_has_read_of_the_drop() -> None:
+def test_compaction_leaves_a_collection_until_its_drop_is_read() -> None:
     pair = filled()
     adopt(pair.master, drop)
     pair.set(b"after")

@@ -44,7 +44,7 @@ class Clock:
             self.tick(writes=writes, **delay_ns)
 
 
-def test_a_member_that_is_late_for_the_lag_is_slow_and_the_others_are_not() -> None:
+def test_member_that_is_late_for_lag_is_slow_and_others_are_not() -> None:
     clock = Clock("b", "c")
     clock.run(LAG_MAX)
     assert clock.seen == NOBODY_LATE

@@ -34,7 +34,7 @@ from support.replica_line import EPOCH, GREETING, Line, entries, shared
 # -- the handshake ---------------------------------------------------------------------------------
 
 
-def test_a_link_introduces_itself_and_asks_when_both_answers_are_there() -> None:
+def test_link_introduces_itself_and_asks_after_both_answers() -> None:
     line = Line(is_ready=False)
     opened, control = line.sent()
     assert (opened.opcode, opened.key) == (Opcode.DCP_OPEN, b"replica:r")
@@ -85,7 +85,7 @@ def test_after_rollback_it_cuts_off_and_asks_again_at_once() -> None:
     assert parse_stream_request(again.extras).start_seqno == 4
 
 
-def test_rollbacks_that_cut_nothing_off_are_not_asked_about_without_a_pause() -> None:
+def test_rollbacks_that_cut_nothing_are_not_asked_without_pause() -> None:
     line = Line()
     opaque = line.ask(1)
     line.answer(Opcode.DCP_STREAM_REQ, Status.ROLLBACK, opaque=opaque, value=U64.pack(4))
@@ -338,7 +338,7 @@ def test_what_is_synced_already_is_acknowledged_at_once() -> None:
     assert line.acks() == [(1, 101)]
 
 
-def test_entries_of_an_earlier_link_count_as_synced_only_when_they_are() -> None:
+def test_entries_of_earlier_link_count_as_synced_when_they_are() -> None:
     """The new link brings no entries; what it acknowledges is in a group that is not synced."""
     line = Line()
     line.side.high[1] = 5
@@ -455,7 +455,7 @@ def test_asking_for_all_partitions_costs_one_look_at_each(monkeypatch: pytest.Mo
     assert len(looks) == 1024
 
 
-def test_what_a_message_brought_is_told_once_for_all_its_partitions() -> None:
+def test_news_of_a_message_is_told_once_for_all_its_partitions() -> None:
     line = Line()
     opaques = {vb_id: line.follow(vb_id) for vb_id in (0, 1)}
     line.message(*(entries(vb_id, opaque, 1) for vb_id, opaque in opaques.items()))

@@ -59,7 +59,7 @@ def test_replicas_wait_until_the_version_is_on_disk() -> None:
     assert cluster.b.part.leader_epoch == 2
 
 
-def test_a_promoted_replica_waits_until_its_own_confirmation_has_lapsed() -> None:
+def test_promoted_replica_waits_until_its_confirmation_lapsed() -> None:
     cluster = serving()
     confirmed_ns = cluster.b.core.replica.last_confirmed_ns(VB)
     cluster.write(elect(cluster.record, "b", gone="a"), "b")
@@ -111,7 +111,7 @@ def test_who_waits_is_answered_before_anything_is_cut_off() -> None:
     assert cluster.a.part.failover == cluster.b.part.failover
 
 
-def test_who_joins_counts_from_the_question_on_and_who_leaves_until_the_answer() -> None:
+def test_joiners_count_from_question_leavers_until_answer() -> None:
     cluster = serving("abc")
     cluster.write(shrink(cluster.record, "c"))
     cluster.run(100 * MS, answers=False)
@@ -172,7 +172,7 @@ def test_writers_are_held_back_and_it_is_given_up_in_the_end() -> None:
     assert not cluster.a.part.holds, "writers go on"
 
 
-def test_an_unknown_outcome_is_read_back_and_until_then_nobody_serves() -> None:
+def test_unknown_outcome_is_read_back_and_until_nobody_serves() -> None:
     cluster = serving()
     cluster.write(want(cluster.record, "b"))
     cluster.tick()
@@ -223,7 +223,7 @@ def test_a_branch_that_cannot_begin_is_refused() -> None:
     assert "another branch" in leading.want_branch(VB, 2, 98)
 
 
-def test_a_branch_is_in_the_record_first_and_answered_when_all_have_rolled_back() -> None:
+def test_branch_is_in_the_record_first_and_answered_last() -> None:
     cluster = serving("abc")
     assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
     cluster.tick()
@@ -282,7 +282,7 @@ def test_no_floor_rises_above_a_branch_that_is_wanted() -> None:
     assert not part.pins
 
 
-def test_a_branch_below_a_floor_that_only_a_replica_has_is_refused() -> None:
+def test_branch_below_floor_that_only_replica_has_is_refused() -> None:
     cluster = serving()
     cluster.b.engine.keyspace.raise_floor(VB, 2, 0)  # a former master told it, and died
     cluster.wires[0].cut()
@@ -304,7 +304,7 @@ def test_a_branch_that_became_impossible_is_not_written() -> None:
     assert cluster.a.core.master.want_branch(VB, 2, 98) == "", "another one can be asked for"
 
 
-def test_a_master_that_cannot_carry_a_branch_out_undoes_nothing_and_says_so() -> None:
+def test_master_that_cannot_branch_undoes_nothing_and_says_so() -> None:
     cluster = serving()
     assert cluster.a.core.master.want_branch(VB, 1, 99) == ""
     cluster.tick()
@@ -324,7 +324,7 @@ def test_a_master_that_cannot_carry_a_branch_out_undoes_nothing_and_says_so() ->
 # -- at rest ---------------------------------------------------------------------------------------
 
 
-def test_after_a_rest_a_replica_that_is_cut_off_leaves_as_soon_as_otherwise() -> None:
+def test_after_rest_replica_cut_off_leaves_as_soon_as_otherwise() -> None:
     cluster = serving("abc")
     cluster.run(5 * S)
     leading = cluster.a.core.master
@@ -361,7 +361,7 @@ def run_master(cluster: CoreCluster, ns: int) -> None:
             cluster.show(cluster.a)
 
 
-def test_a_master_that_hears_nobody_leaves_its_followers_electable() -> None:
+def test_master_that_hears_nobody_leaves_its_followers_electable() -> None:
     cluster = serving("abc")
     cut_off(cluster, "b")
     run_master(cluster, 200 * MS)
@@ -449,7 +449,7 @@ def test_both_sides_are_on_one_epoch() -> None:
     assert not cluster.a.core.master.feeds["b"].confirmed_ns(VB)
 
 
-def test_handovers_go_in_groups_and_hold_the_writers_of_no_other_partition() -> None:
+def test_handovers_go_in_groups_and_hold_only_their_writers() -> None:
     cluster = serving()
     leading = cluster.a.core.master
     one = leading.masterships[VB]
@@ -483,7 +483,7 @@ def test_handovers_go_in_groups_and_hold_the_writers_of_no_other_partition() -> 
     assert due == list(range(GROUP_MAX, 2 * GROUP_MAX)), "it holds up nobody any longer"
 
 
-def test_partitions_without_a_change_under_way_are_handed_over_first() -> None:
+def test_partitions_without_open_changes_are_handed_over_first() -> None:
     """Their writers wait for no commit."""
     cluster = serving()
     leading = cluster.a.core.master
@@ -557,7 +557,7 @@ def test_a_handover_waits_for_no_tick() -> None:
     assert cluster.b.part.state == VbState.ACTIVE
 
 
-def test_a_replica_that_read_the_record_first_waits_for_its_master() -> None:
+def test_replica_that_read_record_first_waits_for_its_master() -> None:
     cluster = serving("abc")
     cluster.write(elect(cluster.record, "b", gone="a"), "c")
     cluster.tick("c")
@@ -568,7 +568,7 @@ def test_a_replica_that_read_the_record_first_waits_for_its_master() -> None:
     assert cluster.nodes["c"].core.replica.is_followed(VB)
 
 
-def test_a_request_that_waits_is_refused_when_somebody_else_is_the_master() -> None:
+def test_waiting_request_is_refused_when_another_is_master() -> None:
     cluster = serving("abc")
     after = elect(cluster.record, "b", gone="a")
     cluster.write(after, "c")

@@ -87,7 +87,7 @@ def test_what_is_known_is_no_more_than_what_is_here() -> None:
     assert mastership(5, known_seqno=40).known_seqno == 5
 
 
-def test_who_leaves_counts_until_confirmed_and_who_joins_from_the_question_on() -> None:
+def test_leavers_count_until_confirmed_joiners_from_the_question() -> None:
     master = mastership(5)
     acknowledge(master, "b", seqno=5)
     master.ask(shrink(RECORD, "c").isr)
@@ -154,7 +154,7 @@ def test_nobody_leaves_because_the_master_stood_still() -> None:
     assert wanted == shrink(RECORD, "b"), "b says nothing while this node runs"
 
 
-def test_whose_node_is_gone_leaves_at_once_and_a_handed_partition_changes_nothing() -> None:
+def test_dead_nodes_copy_leaves_at_once_and_a_handover_stays() -> None:
     master = mastership(5)
     assert master.changed_isr(NOW, {"a": 1, "c": 1}, {}) == shrink(RECORD, "b")
     master.is_writing = True
@@ -175,7 +175,7 @@ def test_who_joins(epoch: int, seqno: int, is_heard: bool, joins: bool) -> None:
     assert master.changed_isr(NOW, ALIVE, heard_ns) == expected
 
 
-def test_a_copy_that_was_filled_joins_when_others_may_unless_too_few_are_in_sync() -> None:
+def test_filled_copy_joins_when_others_may_unless_few_in_sync() -> None:
     record = add_copy(shrink(RECORD, "c"), "d")
     master = mastership(5, record)
     acknowledge(master, "b", "d", seqno=5)
@@ -281,7 +281,7 @@ def test_who_has_left_counts_until_all_members_hold_the_record() -> None:
     assert master.isr == {"a", "b"}
 
 
-def test_revisions_of_another_connection_do_not_say_who_holds_the_record() -> None:
+def test_revisions_of_another_connection_say_nothing_of_holders() -> None:
     """The store may have gone back, and come as far again with other records."""
     master = mastership()
     left = shrink(RECORD, "c")

@@ -137,7 +137,7 @@ def test_a_change_that_is_not_synced_here_is_not_committed() -> None:
 # -- OBSERVE_SEQNO of replicas ---------------------------------------------------------------------
 
 
-def test_a_replica_tells_what_it_has_synced_before_it_knows_that_it_is_committed() -> None:
+def test_replica_reports_what_it_synced_before_it_is_committed() -> None:
     cluster = serving()
     cluster.wires[0].is_up = False
     cluster.a.put()
@@ -165,7 +165,7 @@ def test_a_replica_tells_where_an_older_version_ended() -> None:
 # -- unclean elections -----------------------------------------------------------------------------
 
 
-def test_the_first_master_after_an_unclean_election_tells_where_it_begins() -> None:
+def test_first_master_after_unclean_election_tells_its_beginning() -> None:
     cluster = serving()
     cluster.write(shrink(cluster.record, "b"))
     cluster.b.core.replica.committed(
@@ -200,7 +200,7 @@ def test_a_clean_election_loses_nothing() -> None:
 # -- records that cannot be followed ---------------------------------------------------------------
 
 
-def test_a_record_that_cannot_be_read_changes_nothing_and_is_told_once() -> None:
+def test_record_that_cant_be_read_changes_nothing_and_told_once() -> None:
     cluster = serving()
     for text in (b"{not json", b"{not json"):
         cluster.write_raw(text)
@@ -275,7 +275,7 @@ def cut(cluster: CoreCluster) -> None:
     cluster.wires.clear()
 
 
-def test_a_replica_that_hears_no_master_tells_nothing_that_may_be_old() -> None:
+def test_replica_without_a_master_tells_nothing_old() -> None:
     cluster = serving()
     assert asked_for_seqno(cluster.b).status == Status.OK
     cut(cluster)
@@ -287,7 +287,7 @@ def test_a_replica_that_hears_no_master_tells_nothing_that_may_be_old() -> None:
     assert asked_for_seqno(cluster.b).status == Status.OK, "it is heard again"
 
 
-def test_a_process_that_stood_still_looks_before_the_next_batch_of_requests() -> None:
+def test_process_that_stood_looks_before_next_batch_of_requests() -> None:
     cluster = serving()
     cluster.now_ns += UNHEARD_NS
     cluster.b.core.check_fence(cluster.now_ns)
@@ -331,7 +331,7 @@ def test_where_no_copy_is_no_master_is_missed() -> None:
     assert [node.part.is_unheard for node in cluster.nodes.values()] == [False, True, False]
 
 
-def test_a_read_waits_for_a_change_that_was_merged_before_it_is_committed() -> None:
+def test_read_waits_for_a_change_merged_before_its_commit() -> None:
     cluster = serving()
     wire, (node, part) = cluster.wires[0], (cluster.a, cluster.a.part)
     wire.is_up = False

@@ -90,7 +90,7 @@ def test_what_nobody_was_answered_needs_no_file() -> None:
     assert cluster.a.part.high_seqno == 1
 
 
-def test_a_master_that_answers_alone_always_keeps_what_it_cuts_off() -> None:
+def test_master_that_answers_alone_always_keeps_what_it_cuts_off() -> None:
     settings = ReplicationSettings(min_in_sync=1, acknowledges_as_master=True)
     cluster = parted(settings, unclean=False)
     reconcile(cluster)
@@ -142,7 +142,7 @@ def damage(node: MemoryNode) -> None:
     node.store.refresh()
 
 
-def test_a_replica_that_cannot_be_cut_back_leaves_the_in_sync_set_and_is_filled_anew() -> None:
+def test_replica_that_cannot_truncate_leaves_and_is_filled_anew() -> None:
     cluster = parted(unclean=False)
     damage(cluster.a)
     reconcile(cluster, 300 * MS)
@@ -204,7 +204,7 @@ def test_a_truncation_caps_what_was_told() -> None:
     assert cluster.a.core.replica.announced_seqno(VB) <= 1
 
 
-def test_what_was_told_is_known_at_promotion_and_no_more_than_what_is_here() -> None:
+def test_what_was_told_is_known_at_promotion_up_to_what_is_here() -> None:
     cluster = CoreCluster()
     cluster.run(LONG)
     cluster.a.put()
@@ -215,7 +215,7 @@ def test_what_was_told_is_known_at_promotion_and_no_more_than_what_is_here() -> 
     assert cluster.b.core.replica.announced_seqno(VB) == 0, "it is not told a second time"
 
 
-def test_what_was_told_of_changes_that_are_not_here_ends_with_the_epoch() -> None:
+def test_what_was_told_of_changes_not_here_ends_with_the_epoch() -> None:
     """A branch or an unclean election replaces them, and the replica has nothing to cut off."""
     cluster = CoreCluster()
     cluster.run(LONG)
@@ -304,7 +304,7 @@ def test_a_node_that_did_not_run_suspects_nobody() -> None:
     assert cluster.b.session.reported != (), "now it has listened for long enough"
 
 
-def test_a_master_that_is_often_late_has_more_time_while_it_has_its_lease() -> None:
+def test_master_often_late_has_more_time_while_it_has_its_lease() -> None:
     cluster = CoreCluster("abc")
     cluster.run(LONG)
     for _ in range(3):  # the node of the master runs every 500 ms
@@ -341,7 +341,7 @@ def test_a_node_that_becomes_master_again_has_time_to_be_heard() -> None:
     assert [item.vb_id for item in cluster.a.session.reported] == [VB]
 
 
-def test_a_master_whose_connections_are_refused_is_reported_at_once() -> None:
+def test_master_whose_connections_are_refused_is_reported() -> None:
     cluster = CoreCluster("abc")
     cluster.run(LONG)
     for wire in list(cluster.wires):
@@ -368,7 +368,7 @@ def test_a_master_that_does_not_answer_a_dial_is_only_silent() -> None:
     assert cluster.b.session.reported == ()
 
 
-def test_a_node_that_is_not_let_in_waits_longer_before_each_attempt() -> None:
+def test_a_node_not_let_in_waits_longer_before_each_attempt() -> None:
     cluster = CoreCluster("abc")
     cluster.run(LONG)
     for wire in list(cluster.wires):

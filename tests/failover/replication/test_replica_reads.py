@@ -7,7 +7,7 @@ from dcp.wire.status import Status
 from support.replica_pair import VB, ReplicaPair
 
 
-def test_a_replica_is_never_ahead_of_what_it_knows_to_be_committed() -> None:
+def test_replica_is_never_ahead_of_what_it_knows_to_be_committed() -> None:
     pair = ReplicaPair()
     client = pair.client(pair.replica)
     pair.follow()

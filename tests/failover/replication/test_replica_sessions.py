@@ -110,7 +110,7 @@ def test_a_consumers_role_does_not_let_acknowledge(peer: Peer) -> None:
         (Greeting(FORMAT, CLUSTER, "stranger", 1, "a"), "stranger is no member of this cluster"),
     ],
 )
-def test_a_stranger_is_refused_with_words_and_the_connection_closes(
+def test_stranger_is_refused_with_words_and_connection_closes(
     copies: Copies, peer: Peer, greeting: Greeting, text: str
 ) -> None:
     refused = replicate(peer, encode(greeting))

@@ -167,7 +167,7 @@ def test_deletions_that_are_purged_meanwhile_send_a_replica_to_0() -> None:
     assert b"\0a" not in pair.replica.documents()
 
 
-def test_who_has_a_document_needs_its_deletion_although_it_is_below_the_floor() -> None:
+def test_holder_of_a_document_needs_its_deletion_below_the_floor() -> None:
     pair = ReplicaPair()
     pair.set(b"a", b"b")
     pair.follow()
@@ -183,7 +183,7 @@ def test_who_has_a_document_needs_its_deletion_although_it_is_below_the_floor() 
     assert are_equal(pair)
 
 
-def test_deletions_that_were_purged_before_do_not_hinder_who_goes_on() -> None:
+def test_earlier_purged_deletions_do_not_hinder_who_goes_on() -> None:
     pair = ReplicaPair()
     pair.set(b"a", b"b", b"c", b"d")
     pair.delete(b"a")
@@ -236,7 +236,7 @@ def test_an_unclean_election_cuts_a_part_off() -> None:
     assert pair.replica.documents() == before
 
 
-def test_the_highest_cas_is_the_masters_although_its_change_is_gone() -> None:
+def test_highest_cas_is_masters_although_its_change_is_gone() -> None:
     pair = ReplicaPair()
     pair.set(b"a", b"b", b"a")
     high_cas = pair.master.part.max_cas + (1 << 30)
@@ -249,7 +249,7 @@ def test_the_highest_cas_is_the_masters_although_its_change_is_gone() -> None:
     assert pair.replica.part.max_cas == pair.master.part.max_cas
 
 
-def test_a_key_whose_purged_deletion_is_still_here_is_linked_to_it() -> None:
+def test_key_whose_purged_deletion_is_still_here_is_linked_to_it() -> None:
     pair = ReplicaPair()
     pair.set(b"a", b"b")
     pair.delete(b"a")
@@ -294,7 +294,7 @@ def test_floors_reach_a_replica_that_was_behind_when_they_rose() -> None:
     assert are_equal(pair)
 
 
-def test_floors_reach_a_replica_whose_window_was_full_when_they_rose() -> None:
+def test_floors_reach_a_replica_whose_window_was_full() -> None:
     pair = ReplicaPair()
     pair.set(b"a", b"b", b"a")
     pair.follow()

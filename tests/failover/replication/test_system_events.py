@@ -40,7 +40,7 @@ def events(node: CoreNode) -> list[int]:
     return [seqno_of(entry) for entry in entries if key_of(entry)[0] == SYSTEM_COLLECTION]
 
 
-def test_the_new_master_tells_of_a_collection_that_comes_during_a_handover() -> None:
+def test_new_master_tells_of_a_collection_made_in_a_handover() -> None:
     cluster = serving()
     uuid = cluster.a.part.vb_uuid
     cluster.write(want(cluster.record, "b"))
@@ -56,7 +56,7 @@ def test_the_new_master_tells_of_a_collection_that_comes_during_a_handover() -> 
         assert (node.part.vb_uuid, node.part.committed_seqno, events(node)) == (uuid, 2, [2])
 
 
-def test_a_master_that_goes_on_after_a_handover_tells_of_what_has_come_meanwhile() -> None:
+def test_master_after_failed_handover_tells_what_came_meanwhile() -> None:
     cluster = serving()
     cluster.write(want(cluster.record, "b"))
     cluster.tick()
@@ -68,7 +68,7 @@ def test_a_master_that_goes_on_after_a_handover_tells_of_what_has_come_meanwhile
     assert [events(node) for node in cluster.nodes.values()] == [[2], [2]]
 
 
-def test_a_master_that_is_not_confirmed_tells_of_a_collection_when_it_serves_again() -> None:
+def test_unconfirmed_master_tells_of_a_collection_when_it_serves() -> None:
     cluster = serving()
     cluster.wires[0].is_up = False
     cluster.tick("a", ns=CONFIRMATION_NS)
@@ -112,7 +112,7 @@ CHANGES = pytest.mark.parametrize(
 
 
 @CHANGES
-def test_a_master_serves_when_its_node_has_read_of_what_its_partition_has(
+def test_master_serves_when_its_node_has_read_what_it_has(
     change: Callable[[Manifest], Manifest],
 ) -> None:
     """It would tell consumers that a collection is gone, and leave it out of streams."""

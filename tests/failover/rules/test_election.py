@@ -165,7 +165,7 @@ def test_no_unclean_election_where_a_newer_record_was_seen():
     assert master_to_elect_uncleanly(record, reports, 0, is_lease_over=True) is None
 
 
-def test_with_min_in_sync_1_all_copies_have_to_speak_or_one_is_sure():
+def test_with_min_in_sync_1_all_copies_speak_or_one_is_sure():
     reports = [told("b"), told("c")]
     assert master_to_elect(ABC, reports, 0, is_lease_over=True, min_in_sync=1) is None
     reports.append(told("a"))

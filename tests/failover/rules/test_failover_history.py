@@ -58,12 +58,12 @@ def test_the_oldest_entry_goes_when_there_are_too_many():
     assert log.upper_of(2, 5000) is None
 
 
-def test_a_branch_without_an_epoch_begins_in_that_of_the_version_before_it():
+def test_branch_without_epoch_begins_in_that_before_it():
     log = FailoverLog.create(1, epoch=4).branch(2, 5).branch(3, 6, 7)
     assert [version.epoch for version in log.entries] == [7, 4, 4]
 
 
-def test_a_replica_that_gives_up_changes_forgets_the_versions_that_began_above():
+def test_replica_that_gives_up_changes_forgets_versions_above():
     log = FailoverLog((Version(3, 90, 5), Version(2, 40, 4), Version(1, 10, 2)))
     assert log.cut(90) == log
     assert log.cut(89).pairs() == [(2, 40), (1, 10)]
@@ -127,7 +127,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 3)), max_size=60)
 
 
 @given(STEPS)
-def test_any_sequence_of_branches_is_the_newest_part_of_the_whole_lineage(steps):
+def test_any_branches_are_the_newest_part_of_the_lineage(steps):
     log, lineage = FailoverLog.create(1), [Version(1, 0)]
     epoch = 0
     for index, (seqno, later) in enumerate(steps):

@@ -81,7 +81,7 @@ def test_the_sender_of_a_log_counts_as_one_more_copy(why, isr, given, wanted, se
     assert high_watermark(4, EPOCH, isr, given, wanted, sender) == expected, why
 
 
-def test_a_master_has_sent_a_log_only_if_no_other_epoch_is_between():
+def test_master_has_sent_log_only_if_no_other_epoch_is_between():
     assert has_sent(3, 4)
     assert not has_sent(3, 5)
     assert not has_sent(0, 4)
@@ -120,11 +120,11 @@ def test_the_effective_isr(why, confirmed, asked, expected):
 
 
 @pytest.mark.parametrize(("isr", "min_in_sync", "may"), [(3, 2, True), (2, 2, False), (2, 1, True)])
-def test_a_master_sends_at_once_only_where_enough_are_left_without_it(isr, min_in_sync, may):
+def test_master_sends_at_once_where_enough_are_left_without_it(isr, min_in_sync, may):
     assert may_send_unsynced(isr, min_in_sync) == may
 
 
-def test_a_former_master_counts_up_to_what_it_is_known_to_have_synced():
+def test_former_master_counts_up_to_what_it_is_known_to_have():
     assert sender_seqno(told_seqno=7, high_seqno=9) == 7
     assert sender_seqno(told_seqno=9, high_seqno=8) == 8  # the end was cut off since
 
@@ -261,7 +261,7 @@ def test_a_slow_member_leaves_where_the_others_can_go_on(isr, late, slow, min_in
     assert found == frozenset(leaving)
 
 
-def test_a_master_writes_records_over_a_new_connection_if_nobody_can_have_deposed_it() -> None:
+def test_master_writes_records_over_a_new_connection_if_safe() -> None:
     def may(isr: str, heard: str, min_in_sync: int = 2, copies: str = "abc") -> bool:
         return may_change_record(isr, copies, heard, min_in_sync)
 

@@ -62,7 +62,7 @@ def test_a_takeover_compares_version_and_end():
     assert not takes_over(None, LOG, 1000)
 
 
-def test_a_branch_is_done_when_the_whole_in_sync_set_has_rolled_back():
+def test_branch_is_done_when_whole_in_sync_set_has_rolled_back():
     assert is_branch_done(BRANCHING, {"a": 2, "b": 2, "c": 2})
     assert not is_branch_done(BRANCHING, {"a": 2, "b": 2, "c": 1})
     assert not is_branch_done(BRANCHING, {"a": 2, "b": 2})

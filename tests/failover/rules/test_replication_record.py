@@ -40,7 +40,7 @@ def test_a_new_partition_is_led_by_its_most_preferred_copy():
     assert ABC.counted_copies == 3
 
 
-def test_a_copy_that_is_being_filled_counts_for_nothing_until_it_is_in_sync():
+def test_a_copy_being_filled_counts_for_nothing_until_in_sync():
     record = add_copy(create("ab"), "c")
     assert (record.copies, record.filling) == (("a", "b", "c"), {"c"})
     assert (record.counted_copies, record.isr) == (2, {"a", "b"})
@@ -69,7 +69,7 @@ def test_who_restarts_is_elected_again_under_a_new_epoch():
     )
 
 
-def test_an_unclean_election_leaves_one_in_sync_and_says_since_when():
+def test_unclean_election_leaves_one_in_sync_and_says_since_when():
     record = unclean_elect(shrink(ABC, "c"), "c")
     assert (record.master, record.isr, record.epoch) == ("c", {"c"}, 2)
     assert record.unclean_epoch == 2
@@ -88,7 +88,7 @@ def test_changes_of_the_in_sync_set_keep_the_epoch():
     assert expand(smaller, "b").isr == {"a", "b"}
 
 
-def test_a_handover_goes_to_the_wanted_master_and_says_where_the_old_one_ended():
+def test_handover_names_the_wanted_master_and_the_old_ones_end():
     record = hand_over(want(ABC, "b"), HandedOver(7, 1000))
     assert (record.master, record.epoch, record.wanted_master) == ("b", 2, None)
     assert record.handover == (7, 1000)
@@ -103,14 +103,14 @@ def test_to_want_the_master_is_to_want_nobody_else():
     assert elect(want(ABC, "b"), "c").wanted_master == "b"
 
 
-def test_a_branch_is_a_new_epoch_that_an_election_keeps_until_it_is_finished():
+def test_branch_is_new_epoch_that_election_keeps_until_finished():
     started = start_branch(ABC, BranchUnderWay(8, 500))
     assert (started.epoch, started.master, started.branch) == (2, "a", (8, 500))
     assert elect(started, "b").branch == (8, 500)
     assert finish_branch(elect(started, "b")).branch is None
 
 
-def test_a_restarted_process_is_no_master_before_the_record_says_so_again():
+def test_restarted_process_is_no_master_before_record_says_so():
     assert is_master(ABC, "a", first_seen_epoch=0)
     assert not is_master(ABC, "a", first_seen_epoch=1)
     assert is_master(elect(ABC, "a"), "a", first_seen_epoch=1)

@@ -58,7 +58,7 @@ def test_the_documents_failover_example():
     assert back_to(Question(1050, W, 1050, 1050), promoted, 1200) == 900
 
 
-def test_the_start_of_everything_is_never_rolled_back_unless_strict():
+def test_start_of_everything_is_never_rolled_back_unless_strict():
     assert back_to(Question(0, 0, 0, 0), ONE, 3) is None
     assert back_to(Question(0, X, 0, 9), ONE, 3, purge_seqno=2) is None
     assert back_to(Question(0, 0, 0, 0, strict=True), ONE, 3) is None
@@ -96,7 +96,7 @@ def test_a_snapshot_ends_beyond_the_branch():
     assert back_to(Question(800, W, 800, 950), log, 1000) is None
 
 
-def test_the_snapshot_start_is_what_the_client_holds_everything_up_to():
+def test_snapshot_start_is_what_client_holds_everything_up_to():
     # Seqnos 2:a 3:b 4:a, de-duplicated to 3, 4 and cut after 3. A branch follows at 2. Whoever
     # names the end before (1) gets a@2 again; whoever names the marker's start (2) is let
     # through at 2, which it does not hold.
@@ -131,7 +131,7 @@ def test_the_newest_version_of_a_list_has_no_end():
     assert back_to(asked, ONE, 1000) is None
 
 
-def test_a_list_in_a_wrong_order_never_reaches_beyond_what_it_says():
+def test_list_in_wrong_order_never_reaches_beyond_what_it_says():
     server = FailoverLog((Version(W, 0),))
     asked = Question(80, Y, 80, 80, versions=((Y, 10), (X, 50), (W, 0)))
     assert back_to(asked, server, 100) == 10

@@ -64,7 +64,7 @@ def test_which_frames_are_refused(frame, status):
         assert (None if refused is None else refused.status) == expected
 
 
-def test_a_refused_write_may_be_sent_again_and_an_applied_one_may_not():
+def test_refused_write_may_be_sent_again_and_applied_one_may_not():
     """ETMPFAIL says that nothing was done. What was applied gets another status."""
     statuses = {status for row in REFUSALS for status in (row.with_frame, row.without_frame)}
     assert AMBIGUOUS == Status.SYNC_WRITE_AMBIGUOUS
