@@ -38,7 +38,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from clients.testing import DcpServer
 from dcp.server.access.users import USERS_FILE, Users
-from dcp.server.admin.console_files import console_files
+from dcp.server.admin.routes.console_files import console_files
 from dcp.server.config.settings import Settings
 from dcp.server.node import Node
 from dcp.server.observe.event_log import EventLog

@@ -35,7 +35,7 @@ from typing import Final
 
 from benchmarks import workload
 from dcp.server.main import GC_THRESHOLDS
-from dcp.session.auth import AuthStep
+from dcp.session.access.auth import AuthStep
 from dcp.session.node_facts import Limits
 from dcp.session.session import Session
 from dcp.session.state import SessionState
@@ -47,11 +47,11 @@ from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_r
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.engine.engine import Engine
-from vbucket.engine.startup import new_partitions
+from vbucket.engine.recovery.startup import new_partitions
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.writer import LogWriter
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
-from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord
 from vbucket.store.store import Store
 from vbucket.upkeep.compaction import Compactor, Floors

@@ -34,9 +34,9 @@ from benchmarks import workload
 from benchmarks.cpu import NOW_NS, CoreNode, OpenDoor
 from dcp.core.groups import GroupCycle, WriteGroup
 from dcp.server.main import GC_THRESHOLDS
-from dcp.session.held_answers import HeldAnswers
+from dcp.session.access.rights import FULL_RIGHTS, Role
+from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.node_facts import Limits
-from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.session.session import Session
 from dcp.session.state import SessionState
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect

@@ -4,7 +4,7 @@ r"""LMDB files of clients, each used by one process. Only this module of `client
 
 A file with another format or a newer version is refused. A file with an older version gets the new
 version, so that older programs refuse it. The server's LMDB is separate
-(vbucket.store.environment_lmdb), and clients do not access it.
+(vbucket.store.lmdb.environment_lmdb), and clients do not access it.
 """
 
 from __future__ import annotations

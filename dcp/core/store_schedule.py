@@ -22,7 +22,7 @@ a turn of a more urgent kind is owed a part of that time (RATIO). Once a slice i
 first, until it has had that time. So while it waits it gets at least RATIO / (1 + RATIO) of all
 time, but for one turn of the other kinds.
 
-Who calls it: dcp.server.storage.store_queue.
+Who calls it: dcp.server.storage.process.store_queue.
 
 Invariants
 - one turn at a time, and at most one waiting job of each kind;

@@ -369,7 +369,7 @@ def _start_failures() -> tuple[type[Exception], ...]:
 
 
 def _run_failures() -> tuple[type[Exception], ...]:
-    from dcp.server.storage.store_process import StoreProcessDiedError
+    from dcp.server.storage.process.store_process import StoreProcessDiedError
     from vbucket.log.device import LogWriteError, SyncFailedError
     from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
 
@@ -387,7 +387,7 @@ def _run_failures() -> tuple[type[Exception], ...]:
 
 def _start_error(error: Exception, settings: Settings) -> StartError:
     from dcp.server.access.first_admin import FirstAdminError
-    from dcp.server.cluster.enrolment import StoreAwayError
+    from dcp.server.cluster.joining.enrolment import StoreAwayError
     from dcp.server.net.fixed_port import PortTakenError
     from dcp.server.storage.folder import FolderError
     from vbucket.log.device import UnknownFormatError

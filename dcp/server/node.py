@@ -66,31 +66,30 @@ from dcp.server.storage.expiry_schedule import expire_when_due
 from dcp.server.storage.failover_logs import FailoverLogs
 from dcp.server.storage.folder import CLUSTER_FILE
 from dcp.server.storage.health import Health
-from dcp.server.storage.loading import Loading
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.opening import Storage
-from dcp.server.storage.store_process import StoreProcess
-from dcp.server.storage.store_queue import StoreQueue
-from dcp.server.storage.store_supervisor import StoreSupervisor
+from dcp.server.storage.process.loading import Loading
+from dcp.server.storage.process.store_process import StoreProcess
+from dcp.server.storage.process.store_queue import StoreQueue
+from dcp.server.storage.process.store_supervisor import StoreSupervisor
 from dcp.server.storage.waiters import CommitWaiters
 from dcp.session.faults import FaultTable
-from dcp.session.prefix_counts import PrefixCounts
-from dcp.session.range_scans import RangeScans
+from dcp.session.kv.prefix_counts import PrefixCounts
+from dcp.session.kv.range_scans import RangeScans
 from dcp.stream.hub import StreamHub
+from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import Engine
-from vbucket.engine.expiry import Pager
 from vbucket.engine.read_view import Views
 from vbucket.log.device import LogWriteError, SyncFailedError
-from vbucket.store.quarantine import kept_segments
-from vbucket.store.records import STORE_FORMAT_VERSION
+from vbucket.store.records import STORE_FORMAT_VERSION, kept_segments
 
 if TYPE_CHECKING:
     from dcp.server.admin.probes_at_start import ProbesAtStart
-    from dcp.server.cluster.becoming_member import NewMember
     from dcp.server.cluster.cluster_file import ClusterFile
-    from dcp.server.cluster.cluster_operations import ClusterOperations
-    from dcp.server.cluster.enrolment import EnrolmentGate
+    from dcp.server.cluster.joining.becoming_member import NewMember
+    from dcp.server.cluster.joining.enrolment import EnrolmentGate
     from dcp.server.cluster.meta_access import MetaAccess
+    from dcp.server.cluster.operators.cluster_operations import ClusterOperations
     from dcp.server.cluster.replicated_node import ReplicatedNode
 
 STOP_S: Final = 8.0
@@ -241,7 +240,7 @@ class Node:
         if replicated is None:
             self._config.publish(self.ports)
             return
-        from dcp.server.cluster.becoming_member import own_record
+        from dcp.server.cluster.joining.becoming_member import own_record
 
         replicated.show_first_map(own_record(replicated, self._settings, self.ports))
         replicated.start(self.health.read_only_why)
@@ -252,7 +251,7 @@ class Node:
         """
         if not self._is_of_cluster():
             return
-        from dcp.server.cluster.becoming_member import entered
+        from dcp.server.cluster.joining.becoming_member import entered
 
         self._identity, self._meta = await entered(self._newcomer(), self._open_meta)
         if (failed := self._meta.failed) is not None:
@@ -263,7 +262,7 @@ class Node:
             self._fail(RuntimeError(failed.result()))
 
     def _newcomer(self) -> NewMember:
-        from dcp.server.cluster.becoming_member import NewMember
+        from dcp.server.cluster.joining.becoming_member import NewMember
 
         storage = self._storage
         return NewMember(
@@ -272,10 +271,10 @@ class Node:
         )  # fmt: skip
 
     def _cluster_operations(self) -> ClusterOperations:
-        from dcp.server.cluster.cluster_operations import ClusterOperations
+        from dcp.server.cluster.operators.cluster_operations import ClusterOperations
 
         if self._enrolment_gate is None:
-            from dcp.server.cluster.enrolment import EnrolmentGate
+            from dcp.server.cluster.joining.enrolment import EnrolmentGate
 
             self._enrolment_gate = EnrolmentGate(
                 self.engine, self.health, self._users, self._commits
@@ -400,8 +399,8 @@ class Node:
         self, identity: ClusterFile, access: MetaAccess, after_commit: AfterCommit
     ) -> ReplicatedNode:
         """Create the replication of a cluster's node."""
-        from dcp.server.cluster.becoming_member import replicated_node
-        from dcp.server.cluster.link_try import LinkTries
+        from dcp.server.cluster.joining.becoming_member import replicated_node
+        from dcp.server.cluster.joining.link_try import LinkTries
         from dcp.server.cluster.replicated_node import LEAVE_MAX_S, ServerParts
 
         self.leave_s = LEAVE_MAX_S

@@ -16,7 +16,7 @@ another one.
 **Costs** of requests that do not read or write one document: their bodies, and their work. Such a
 request has a small body, and a batch of them lets other connections go on in between. What a
 document's command costs is bounded by the document (`SessionState.spend_changes`,
-`dcp.session.long_requests`).
+`dcp.session.answers.long_requests`).
 """
 
 from __future__ import annotations

@@ -26,15 +26,20 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Final
 
-from dcp.session.auth import AuthStep
+from dcp.session.access.auth import AuthStep
+from dcp.session.access.rights import NEEDS, Role
+from dcp.session.answers.long_steps import REMOVED, end_long, go_on
 from dcp.session.collections import CollectionCommands
-from dcp.session.counted_handlers import CountedHandlers
-from dcp.session.document_reads import DocumentReadCommands
-from dcp.session.document_runs import DocumentRuns, Run
-from dcp.session.documents import DocumentCommands
-from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
-from dcp.session.long_steps import REMOVED, end_long, go_on
+from dcp.session.kv.counted_handlers import CountedHandlers
+from dcp.session.kv.documents import DocumentCommands
+from dcp.session.kv.documents import Handler as DocumentHandler
+from dcp.session.kv.reads import DocumentReadCommands
+from dcp.session.kv.runs import DocumentRuns, Run
+from dcp.session.kv.scans import ScanCommands
+from dcp.session.kv.updates import UpdateCommands
+from dcp.session.kv.values import SKIPPED_BYTES_MAX, remove_old, too_big
+from dcp.session.kv.with_meta import PutFramesCommand, WithMetaCommands
 from dcp.session.replication_port import ACK_BYTES, ACK_HEAD
 from dcp.session.request_frames import (
     COMMAND_BYTES_MAX,
@@ -44,16 +49,11 @@ from dcp.session.request_frames import (
     RequestFrames,
     parse_frames,
 )
-from dcp.session.rights import NEEDS, Role
-from dcp.session.scans import ScanCommands
 from dcp.session.session_commands import ConnectionCommands
 from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
 from dcp.session.subdoc.subdoc_commands import CHANGES, SubdocCommands
-from dcp.session.updates import UpdateCommands
 from dcp.session.upkeep_commands import UpkeepCommands
-from dcp.session.values import SKIPPED_BYTES_MAX, remove_old, too_big
-from dcp.session.with_meta import PutFramesCommand, WithMetaCommands
 from dcp.wire.frame import (
     FLEX_HEADER,
     HEADER,

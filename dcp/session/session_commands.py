@@ -7,10 +7,10 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final
 
-from dcp.session.auth import AuthStep, LoginQuestion
+from dcp.session.access.auth import AuthStep, LoginQuestion
+from dcp.session.access.rights import FULL_RIGHTS, Role
 from dcp.session.node_facts import CONFIG_VERSION
 from dcp.session.request_frames import refuse_stray
-from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.session.state import SessionState
 from dcp.wire.feature import GRANTED, GRANTED_IN_CLUSTERS, MAP_PUSHES, Feature
 from dcp.wire.frame import Frame

@@ -6,15 +6,15 @@ import json
 from collections.abc import Callable
 from typing import Final
 
-from dcp.session.answer_marks import NO_PARTITION, Mark, Wait, is_change
-from dcp.session.auth import Authenticator, LoginQuestion
+from dcp.session.access.auth import Authenticator, LoginQuestion
+from dcp.session.access.rights import FULL_RIGHTS, Rights, split_key
+from dcp.session.answers.long_requests import LongQueue, LongRequest
+from dcp.session.answers.marks import NO_PARTITION, Mark, Wait, is_change
 from dcp.session.faults import FaultTable
-from dcp.session.long_requests import LongQueue, LongRequest
+from dcp.session.kv.prefix_counts import PrefixCounts
+from dcp.session.kv.range_scans import RangeScans
 from dcp.session.node_facts import Limits, MapNews, NodeFacts
-from dcp.session.prefix_counts import PrefixCounts
-from dcp.session.range_scans import RangeScans
 from dcp.session.replication_port import ArrivalWait, ReplicaSender, ReplicationPort, StreamSender
-from dcp.session.rights import FULL_RIGHTS, Rights, split_key
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame, pack_request, pack_response
@@ -27,10 +27,10 @@ from dcp.wire.status import (
     WrongVbucketError,
 )
 from failover.rules.write_answer import Durability
+from vbucket.engine.documents.read_modify_write import Flush
 from vbucket.engine.engine import Engine
-from vbucket.engine.loads import LoadTicket
+from vbucket.engine.loading.loads import LoadTicket
 from vbucket.engine.partition import Partition, VbState
-from vbucket.engine.read_modify_write import Flush
 from vbucket.model.manifest import decode_leb128
 from vbucket.store.environment import StoreDamagedError
 
@@ -231,13 +231,13 @@ class SessionState:
     def _begin_answers(self, has_replicas: bool, acknowledges_as_master: bool) -> None:
         """Begin with no answers, and nothing that they wait for."""
         self.answers: list[bytes] = []
-        """Responses in order. `dcp.session.held_answers` says when they may leave: it has the rules
-        of the next three."""
+        """Responses in order. `dcp.session.answers.held_answers` says when they may leave: it has
+        the rules of the next three."""
         self.loads: list[tuple[int, LoadTicket]] = []  # places of answers, and what these await
         self.wait_group, self.first_change = 0, -1
         self.awaited: dict[int, int] = {}
         self.marks: list[Mark] | None = [] if has_replicas else None
-        """What each single answer waits for; None on a node alone (`dcp.session.answer_marks`)."""
+        """What each single answer waits for; None on a node alone (`dcp.session.answers.marks`)."""
         self.observed: list[Wait] = []
         """What the request under way has shown, if there are marks."""
         self.durability: Durability | None = None

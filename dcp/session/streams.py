@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from dcp.session.access.rights import MESSAGES_TO_CONSUMERS, Role
 from dcp.session.controls import CONTROLS, StreamValue, parse_stream_value
 from dcp.session.replication_port import ReplicaSender, ReplicationError
 from dcp.session.request_frames import refuse_stray
-from dcp.session.rights import MESSAGES_TO_CONSUMERS, Role
 from dcp.session.state import SessionState
 from dcp.stream.codec import Known, frame_codec, plain_frames
 from dcp.stream.filter import StreamFilter, filter_of, unfiltered

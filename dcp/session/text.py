@@ -1,7 +1,7 @@
 """One client connection that speaks the classic memcached text protocol. Sans-IO.
 
 The shell drives it like a binary `Session`: `receive` takes bytes, and the answers in
-`state.answers` go through `dcp.session.held_answers`. A connection speaks text if its
+`state.answers` go through `dcp.session.answers.held_answers`. A connection speaks text if its
 first byte is a letter or an empty line (`begins_text`), and does not change that.
 
 These clients do not know partitions, so keys are hashed here. In a cluster, a key of another node
@@ -26,15 +26,15 @@ import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from dcp.session.answer_marks import TEXT_COMMAND, Mark
-from dcp.session.documents import absolute_expiry
+from dcp.session.answers.marks import TEXT_COMMAND, Mark
+from dcp.session.kv.documents import absolute_expiry
+from dcp.session.kv.values import remove_old
 from dcp.session.session_commands import REPORTED_VERSION
 from dcp.session.state import CONTEXT_CHARS_MAX, SessionState
-from dcp.session.values import remove_old
 from dcp.wire.frame import MAX_KEY_BYTES
 from dcp.wire.status import RefusedError, Status
+from vbucket.engine.documents.read_modify_write import Flush, count, extend, touch
 from vbucket.engine.engine import ADD, REPLACE, SET, Outcome, StoredDocument
-from vbucket.engine.read_modify_write import Flush, count, extend, touch
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vbucket_of
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.plain_value import plain

@@ -53,7 +53,7 @@ from failover.coordinator.effects import (
 )
 from failover.coordinator.membership import Membership
 from failover.coordinator.partition_choices import CoordinatorSettings, PartitionChoices
-from failover.coordinator.plan import PlanKeeper
+from failover.coordinator.plans.plan import PlanKeeper
 from failover.coordinator.record_writer import (
     COMPARES_MAX,
     Guard,

@@ -16,7 +16,7 @@ each partition ends. Then for each partition
 The record of the cluster is written last, with a higher life of the map. Until then nodes whose
 store was emptied wait. Whoever is killed halfway is asked again: what is written counts as seen.
 
-Who calls it: `dcp.server.cluster.meta_desk`.
+Who calls it: `dcp.server.cluster.operators.meta_desk`.
 """
 
 from __future__ import annotations

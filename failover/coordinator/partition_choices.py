@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from failover.coordinator.plan_steps import plan_changes
+from failover.coordinator.plans.plan_steps import plan_changes
 from failover.coordinator.record_writer import RecordChange
 from failover.coordinator.records import MASTERS_RETURN_S, KeyKind, StoredPartition
 from failover.coordinator.view import ClusterView, Stored

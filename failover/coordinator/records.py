@@ -26,6 +26,9 @@ RecordUnreadableError, and the caller leaves what the record is about as it is.
 A partition's record is {"format", "operation", "partition"}: the operation id of the write that
 made it, and `ReplicationRecord.to_document`. A writer whose transaction got no answer reads the
 operation id back.
+
+A store can be the wrong one: a URL of another installation, or one that was made anew. So a node
+asks at its start whose records are there (`owner_read`, `owner_trouble`).
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from failover.metadata.metastore import KeyValue
+from failover.metadata.metastore import KeyValue, Range, Txn, TxnResult
 from failover.rules.replication_record import Rank, ReplicationRecord
 from vbucket.model.manifest import Manifest
 
@@ -437,3 +440,35 @@ def unreadable(item: KeyValue, why: str) -> RecordUnreadableError:
         f"key {item.key.decode('utf-8', 'replace')}, revision {item.mod_revision}: {why}. Nothing"
         " is changed by it; restore the record, or run a version of dcpd that can read it"
     )
+
+
+def owner_read(base: bytes, cluster: str) -> Txn:
+    """Return the transaction whose result `owner_trouble` judges."""
+    return Txn(
+        then=(
+            Range(_root(base, cluster), is_prefix=True, limit=1),
+            Range(base, is_prefix=True, limit=1),
+        )
+    )
+
+
+def owner_trouble(result: TxnResult, base: bytes, cluster: str) -> str:
+    """Say in one line that the store is not this cluster's; empty if it is."""
+    ours, any_cluster = result.ranges
+    if ours.items:
+        return ""
+    place = f"the metadata store has no records of cluster {cluster} below {_text(base)}"
+    advice = "Correct the address of the store, or join that cluster with an empty data folder"
+    if not any_cluster.items:
+        return f"{place}, and none of any other: it is another store, or was emptied. {advice}"
+    other = any_cluster.items[0].key.removeprefix(base).partition(b"/")[0]
+    return f"{place}, but of cluster {_text(other)}: it is the store of another cluster. {advice}"
+
+
+def _root(base: bytes, cluster: str) -> bytes:
+    assert base.endswith(b"/")
+    return base + cluster.encode() + b"/"
+
+
+def _text(key: bytes) -> str:
+    return key.decode("utf-8", "replace")

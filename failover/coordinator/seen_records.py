@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
+from failover.coordinator.plans.request_answers import name_of
 from failover.coordinator.records import (
     ClusterKeys,
     KeyKind,
@@ -36,7 +37,6 @@ from failover.coordinator.records import (
     StoredPartition,
     decode_partition,
 )
-from failover.coordinator.request_answers import name_of
 from failover.coordinator.view import ClusterView, Stored
 from failover.metadata.metastore import KeyValue
 from failover.rules.election import SuspectReport, knows_newer, must_speak

@@ -59,10 +59,9 @@ from failover.rules.replication_record import (
     start_branch,
 )
 from failover.rules.rollback import Question, decide
-from vbucket.engine.branch import BranchRefusedError, check_undo
 from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import begin_version, set_leader_epoch
-from vbucket.engine.partition import Hold, Partition, VbState
+from vbucket.engine.partition import BranchRefusedError, Hold, Partition, VbState, check_undo
 from vbucket.log.commit_group import CommitGroup
 from vbucket.store.environment import StoreDamagedError
 

@@ -50,8 +50,7 @@ from failover.rules.isr import (
 )
 from failover.rules.replication_record import BranchUnderWay, ReplicationRecord, expand, shrink
 from failover.rules.write_answer import Durability, WriteState
-from vbucket.engine.branch import BranchRefusedError, check_undo
-from vbucket.engine.partition import Partition
+from vbucket.engine.partition import BranchRefusedError, Partition, check_undo
 
 _IN_NO_STORE: Final = 1 << 63
 """Above every revision."""

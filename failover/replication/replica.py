@@ -45,7 +45,6 @@ from failover.replication.receipt import DISCARD_BYTES_MAX, CutOff
 from failover.rules.isr import Sender, has_sent, sender_seqno
 from failover.rules.promotion import kept_elsewhere_seqno, may_have_been_answered
 from failover.rules.replication_record import ReplicationRecord
-from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.engine import Engine
 from vbucket.engine.leadership import (
     FloorsRefusedError,
@@ -55,7 +54,7 @@ from vbucket.engine.leadership import (
     begin_snapshot,
     end_snapshot,
 )
-from vbucket.engine.partition import Partition
+from vbucket.engine.partition import BranchRefusedError, Partition
 from vbucket.engine.replicated import ReplicatedChange, ReplicatedChanges
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT

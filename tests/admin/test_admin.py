@@ -11,7 +11,7 @@ import pytest
 from dcp.server.access.users import USERS_FILE
 from dcp.server.admin import AdminServer
 from dcp.server.admin.answers import BODY_BYTES_MAX
-from dcp.server.admin.couchbase_routes import BLOCK_END
+from dcp.server.admin.routes.couchbase_routes import BLOCK_END
 from dcp.server.operate.operations import StreamChoice
 from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode

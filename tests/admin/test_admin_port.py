@@ -16,7 +16,7 @@ import pytest
 
 from dcp.server.admin import AdminServer
 from dcp.server.admin.answers import BODY_BYTES_MAX
-from dcp.server.admin.couchbase_routes import BLOCK_END
+from dcp.server.admin.routes.couchbase_routes import BLOCK_END
 from dcp.server.net.crowd import Crowd, Phase, PortLimits
 from support.admin_node import SmallNode
 from support.credentials import TestCa

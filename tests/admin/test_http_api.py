@@ -17,9 +17,9 @@ from openapi_spec_validator import validate
 from clients.kv.sync_client import SyncKv
 from dcp.server.admin.api_page import TAGS, described, markdown
 from dcp.server.admin.application import admin_app
-from dcp.server.admin.console_routes import SHOWS
 from dcp.server.admin.openapi import EVENT_DATA, PATH_FIELDS
 from dcp.server.admin.origin import HostRule
+from dcp.server.admin.routes.console_routes import SHOWS
 from dcp.server.net.crowd import Crowd
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status

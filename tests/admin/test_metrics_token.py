@@ -12,7 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as prometheus
 
 from dcp.server.access.metrics_token import MetricsToken, TokenError
-from dcp.server.admin.probe_routes import prefers_openmetrics
+from dcp.server.admin.routes.probe_routes import prefers_openmetrics
 from dcp.server.report.metrics import METRICS
 from support.raw_http import login
 from support.server import DcpdProcess

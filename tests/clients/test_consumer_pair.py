@@ -18,7 +18,7 @@ from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode
-from vbucket.engine.branch import BranchRefusedError
+from vbucket.engine.partition import BranchRefusedError
 from vbucket.model.ids import NUM_VBUCKETS
 
 VB_IDS = (3, 17)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clients.errors import DcpdError
-from dcp.server.cluster.enrolment import EnrolmentError, join_cluster
+from dcp.server.cluster.joining.enrolment import EnrolmentError, join_cluster
 from dcp.server.cluster.receipt_files import (
     DISCARD_FOLDER,
     FORMER_DISCARD_FOLDER,

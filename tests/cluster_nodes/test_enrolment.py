@@ -8,9 +8,14 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from dcp.server.cluster import enrolment
 from dcp.server.cluster.cluster_file import ClusterToken, ClusterTokenError
-from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_cluster, join_cluster
+from dcp.server.cluster.joining import enrolment
+from dcp.server.cluster.joining.enrolment import (
+    EnrolmentError,
+    NewCluster,
+    found_cluster,
+    join_cluster,
+)
 from failover.coordinator.records import ClusterKeys, MemberRecord
 from failover.metadata.metastore import (
     OutcomeUnknown,

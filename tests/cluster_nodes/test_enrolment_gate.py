@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from dcp.server.access.users_file import UsersHeldError
-from dcp.server.cluster import becoming_member, enrolment
 from dcp.server.cluster.cluster_file import ClusterFile, ClusterToken, proof_of
-from dcp.server.cluster.enrolment import REFUSAL, EnrolmentError, NewCluster, found_cluster
+from dcp.server.cluster.joining import becoming_member, enrolment
+from dcp.server.cluster.joining.enrolment import REFUSAL, EnrolmentError, NewCluster, found_cluster
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.node import Node
 from dcp.server.operate.cluster_reports import InitAnswer, InitRequest, JoinAnswer, JoinRequest
@@ -29,7 +29,7 @@ from failover.metadata.metastore import StoreRequest, StoreResult
 from failover.metadata.revision_store import RevisionStore
 from support.memory_node import MemoryNode
 from support.node_here import Client, node_here
-from vbucket.engine.loads import LoadTicket
+from vbucket.engine.loading.loads import LoadTicket
 
 TOKEN = ClusterToken(cluster="ab" * 16, meta="embedded://127.0.0.1:20001", secret="s" * 43)
 MEMBER = MemberRecord(member="m1", address="127.0.0.1:1", name="first")

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from dcp.server.cluster.enrolment import (
+from dcp.server.cluster.joining.enrolment import (
     TRANSITIONS,
     WHY_NOT,
     Enrolment,

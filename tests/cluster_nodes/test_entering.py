@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcp.server.cluster import becoming_member
-from dcp.server.cluster.becoming_member import NewMember, entered
 from dcp.server.cluster.cluster_file import ClusterFile, ClusterToken, read_cluster_file
+from dcp.server.cluster.joining import becoming_member
+from dcp.server.cluster.joining.becoming_member import NewMember, entered
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.node import Node
 from dcp.server.storage.folder import FolderError

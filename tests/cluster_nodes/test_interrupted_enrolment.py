@@ -17,8 +17,6 @@ from pathlib import Path
 import pytest
 
 from clients.testing import DcpServer
-from dcp.server.cluster import becoming_member
-from dcp.server.cluster.becoming_member import NewMember, join_by_token
 from dcp.server.cluster.cluster_file import (
     ClusterFile,
     ClusterToken,
@@ -26,9 +24,16 @@ from dcp.server.cluster.cluster_file import (
     read_cluster_file,
     write_cluster_file,
 )
-from dcp.server.cluster.enrolment import EnrolmentError, NewCluster, found_cluster, join_cluster
+from dcp.server.cluster.joining import becoming_member
+from dcp.server.cluster.joining.becoming_member import NewMember, join_by_token
+from dcp.server.cluster.joining.enrolment import (
+    EnrolmentError,
+    NewCluster,
+    found_cluster,
+    join_cluster,
+)
+from dcp.server.cluster.joining.process_facts import PROTOCOL
 from dcp.server.cluster.meta_access import MetaAccess
-from dcp.server.cluster.process_facts import PROTOCOL
 from dcp.server.storage.folder import CLUSTER_FILE
 from failover.coordinator.records import (
     AliveRecord,

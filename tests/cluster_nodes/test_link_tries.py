@@ -14,14 +14,14 @@ import pytest
 from test_tls_links import tls_settings
 
 from dcp.server.access.link_tls import DIAL_BACK
-from dcp.server.cluster import becoming_member, link_try
-from dcp.server.cluster.becoming_member import check_join_by_token, join_by_token
 from dcp.server.cluster.cluster_file import ClusterToken, read_cluster_file
-from dcp.server.cluster.enrolment import EnrolmentError
-from dcp.server.cluster.link_try import LinkRequest
+from dcp.server.cluster.joining import becoming_member, link_try
+from dcp.server.cluster.joining.becoming_member import check_join_by_token, join_by_token
+from dcp.server.cluster.joining.enrolment import EnrolmentError
+from dcp.server.cluster.joining.link_try import LinkRequest
+from dcp.server.cluster.joining.newcomer_door import BYTES_MAX, open_door
+from dcp.server.cluster.joining.process_facts import PROTOCOL
 from dcp.server.cluster.meta_access import MetaAccess
-from dcp.server.cluster.newcomer_door import BYTES_MAX, open_door
-from dcp.server.cluster.process_facts import PROTOCOL
 from dcp.server.net.cluster_config import Ports
 from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns

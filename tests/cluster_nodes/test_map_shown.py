@@ -13,9 +13,9 @@ import pytest
 
 from dcp.server.access.users_file import replace_file
 from dcp.server.cluster import node_map
-from dcp.server.cluster.becoming_member import NewMember, init_cluster
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, read_cluster_file
-from dcp.server.cluster.enrolment import NewCluster, join_cluster, withdraw
+from dcp.server.cluster.joining.becoming_member import NewMember, init_cluster
+from dcp.server.cluster.joining.enrolment import NewCluster, join_cluster, withdraw
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.node_map import HEARD_NS, MAP_FILE, RETRY_NS, MapShown, RaisedLife, ToldMap
 from dcp.server.net.cluster_config import ClusterConfig
@@ -388,7 +388,7 @@ async def test_a_new_cluster_has_a_higher_life_than_any_before(tmp_path: Path) -
             return access
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dcp.server.cluster.becoming_member._opened", opened)
+            patch.setattr("dcp.server.cluster.joining.becoming_member._opened", opened)
             await init_cluster(
                 newcomer, NewCluster(1, None), meta="etcd://127.0.0.1:1",
                 unix_s=lambda: 1_800_000_000.5,

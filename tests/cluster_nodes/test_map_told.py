@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from dcp.server.admin import couchbase_routes
-from dcp.server.admin.couchbase_routes import BLOCK_END
+from dcp.server.admin.routes import couchbase_routes
+from dcp.server.admin.routes.couchbase_routes import BLOCK_END
 from dcp.server.cluster import node_map
 from dcp.server.cluster.node_map import MAP_S
 from dcp.server.node import Node

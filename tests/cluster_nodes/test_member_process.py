@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dcp.server.cluster import replicated_node
-from dcp.server.cluster.enrolment import ask
+from dcp.server.cluster.joining.enrolment import ask
 from dcp.server.observe.membership_over import MembershipOverError
 from failover.coordinator.records import AliveRecord, ClusterKeys, KeyKind, encode_record
 from failover.metadata.metastore import Put, Txn, TxnResult

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from clients.kv.client import KvClient
-from dcp.server.cluster.enrolment import ask
+from dcp.server.cluster.joining.enrolment import ask
 from dcp.server.node import Node
 from dcp.server.observe.membership_over import MembershipOverError
-from failover.coordinator.request_answers import Answer, Prepared, Stamp
-from failover.coordinator.requests import drain, rebalance, remove, set_cluster
+from failover.coordinator.plans.request_answers import Answer, Prepared, Stamp
+from failover.coordinator.plans.requests import drain, rebalance, remove, set_cluster
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import TxnResult
 from support.cluster_here import ClusterHere

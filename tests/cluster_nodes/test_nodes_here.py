@@ -22,7 +22,7 @@ from dcp.server.access.users import CLUSTER_USER
 from dcp.server.access.users_file import UsersFileError
 from dcp.server.cluster import replicated_node
 from dcp.server.cluster.cluster_file import read_cluster_file, write_cluster_file
-from dcp.server.cluster.enrolment import EnrolmentError, ask
+from dcp.server.cluster.joining.enrolment import EnrolmentError, ask
 from dcp.server.cluster.member_link import MemberLink
 from dcp.server.node import Node
 from dcp.server.observe.membership_over import MembershipOverError

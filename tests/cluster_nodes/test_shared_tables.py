@@ -13,7 +13,7 @@ import pytest_asyncio
 from dcp.server.access.users import LEAST_RIGHTS, Users
 from dcp.server.access.users_file import UsersFileError
 from dcp.server.operate.collection_changes import Collections, CollectionsRefusedError
-from dcp.session.rights import Role
+from dcp.session.access.rights import Role
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status

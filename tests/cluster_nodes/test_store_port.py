@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from clients.testing import DcpServer
-from dcp.server.cluster.becoming_member import init_cluster
 from dcp.server.cluster.cluster_file import read_cluster_file
-from dcp.server.cluster.enrolment import EnrolmentError, NewCluster
+from dcp.server.cluster.joining.becoming_member import init_cluster
+from dcp.server.cluster.joining.enrolment import EnrolmentError, NewCluster
 from dcp.server.cluster.meta_access import MetaUrlError, place_of
 from dcp.server.main import ExitCode
 from dcp.server.net import fixed_port

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 import pytest
 
 from clients.testing import DcpServer
-from dcp.session.updates import META_EXTRAS
+from dcp.session.kv.updates import META_EXTRAS
 from dcp.wire.feature import Feature
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status

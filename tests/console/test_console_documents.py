@@ -17,8 +17,8 @@ from dcp.server.admin.bodies import PutDocument
 from dcp.server.node import Node
 from dcp.server.operate import document_desk
 from dcp.server.operate.document_desk import StoredVersion
-from dcp.session.documents import RELATIVE_EXPIRY_MAX_S
-from dcp.session.rights import FULL_RIGHTS, Rights, Role, Scope
+from dcp.session.access.rights import FULL_RIGHTS, Rights, Role, Scope
+from dcp.session.kv.documents import RELATIVE_EXPIRY_MAX_S
 from dcp.wire.xattrs import DATATYPE_XATTR, pack_xattrs
 from support.node_here import node_here
 from support.raw_http import ask, login

@@ -16,11 +16,11 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-from dcp.server.admin.console_files import FOLDER, POLICY
+from dcp.server.admin.routes.console_files import FOLDER, POLICY
 from dcp.server.node import Node
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.sample_ring import SAMPLES_KEPT
-from dcp.session.rights import EVERYTHING, Rights, Role, Scope
+from dcp.session.access.rights import EVERYTHING, Rights, Role, Scope
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode

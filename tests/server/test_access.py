@@ -13,7 +13,7 @@ import pytest
 
 from clients.cli.dcpctl import run
 from dcp.server.access.users import USERS_FILE, Users
-from dcp.session.rights import Role
+from dcp.session.access.rights import Role
 from dcp.wire.frame import HEADER
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode

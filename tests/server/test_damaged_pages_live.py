@@ -18,7 +18,7 @@ import pytest
 
 from dcp.server.main import ExitCode
 from dcp.server.storage.folder import open_folder
-from dcp.server.storage.store_process import StoreProcess
+from dcp.server.storage.process.store_process import StoreProcess
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.message import (
     OPEN_EXTRAS,

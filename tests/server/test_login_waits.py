@@ -15,7 +15,7 @@ import pytest
 from dcp.server.access import users as users_module
 from dcp.server.access.password_checks import THREADS
 from dcp.server.node import Node
-from dcp.session.scram import ScramKeys
+from dcp.session.access.scram import ScramKeys
 from dcp.session.session import Session
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request

@@ -26,7 +26,7 @@ from dcp.server.access.logins import (
 )
 from dcp.server.access.users import CLUSTER_USER, USERS_FILE, Users, node_user
 from dcp.server.observe.event_log import EventLog
-from dcp.session.rights import FULL_RIGHTS, Rights, Role
+from dcp.session.access.rights import FULL_RIGHTS, Rights, Role
 from dcp.wire.status import Status
 
 HERE = Peer("127.0.0.1", "127.0.0.1:5", "admin")

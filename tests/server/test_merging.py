@@ -18,13 +18,14 @@ from dcp.core.store_schedule import (
 )
 from dcp.server.config.settings import Settings
 from dcp.server.observe.meter import Meter
-from dcp.server.storage import merging, store_queue
+from dcp.server.storage import merging
 from dcp.server.storage.backpressure import Backpressure, Pressure
 from dcp.server.storage.compaction_schedule import Compaction, CompactionError
 from dcp.server.storage.merging import CHECK_S, MergeTroubleError, Merging
-from dcp.server.storage.store_process import StoreProcessDiedError
-from dcp.server.storage.store_queue import StoreQueue
-from dcp.server.storage.store_supervisor import StoreSupervisor
+from dcp.server.storage.process import store_queue
+from dcp.server.storage.process.store_process import StoreProcessDiedError
+from dcp.server.storage.process.store_queue import StoreQueue
+from dcp.server.storage.process.store_supervisor import StoreSupervisor
 from support.memory_node import MemoryNode
 from support.node_here import until
 from vbucket.engine.engine import SET

@@ -21,7 +21,7 @@ from dcp.server.config.settings import Settings
 from dcp.server.node import Node
 from dcp.server.observe.event_log import EventLog
 from support.server import DcpdProcess
-from vbucket.engine import startup as recovery
+from vbucket.engine.recovery import startup as recovery
 from vbucket.log.device_files import FileLogDevice
 from vbucket.log.record import written_bytes
 from vbucket.log.segment_files import MARK_NAME

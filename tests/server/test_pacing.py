@@ -15,7 +15,7 @@ from dcp.core.store_schedule import PACED_FROM, PAUSE_MAX_S, Pacing, left_of_mer
 from dcp.server.node import Node
 from dcp.server.observe.meter import Histogram
 from dcp.server.storage.committer import Committer
-from dcp.server.storage.store_process import StoreProcess
+from dcp.server.storage.process.store_process import StoreProcess
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status

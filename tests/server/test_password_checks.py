@@ -13,7 +13,7 @@ import pytest
 from dcp.server.access import password_checks
 from dcp.server.access.password_checks import NICENESS, NICENESS_MAX, THREADS, PasswordChecks
 from dcp.server.access.users import PasswordCheck
-from dcp.session.scram import ScramKeys
+from dcp.session.access.scram import ScramKeys
 
 WAIT_S = 20.0
 NO_KEYS = ScramKeys(b"", 1, b"", b"")

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from dcp.server.storage import store_process
 from dcp.server.storage.folder import DataFolder, FolderInUseError, open_folder
-from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError, StoreWork
+from dcp.server.storage.process import store_process
+from dcp.server.storage.process.store_process import StoreProcess, StoreProcessDiedError, StoreWork
 from vbucket.log.device_files import FileLogDevice
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.record import LogDamagedError, pack_group
@@ -23,8 +23,8 @@ from vbucket.log.segment_files import segment_path
 from vbucket.log.writer import LogWriter
 from vbucket.model.entry import pack_mutation
 from vbucket.store.environment import StoreFailedError
-from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord, PartitionRecord
 from vbucket.store.store import Store
 from vbucket.upkeep.compaction import Floors, SliceReport
@@ -286,7 +286,7 @@ async def test_it_holds_the_folder_while_it_lives(server: Server, process: Store
 async def test_it_runs_under_uvloop_too(server: Server) -> None:
     script = (
         "import asyncio, sys, pathlib, uvloop\n"
-        "from dcp.server.storage.store_process import StoreProcess\n"
+        "from dcp.server.storage.process.store_process import StoreProcess\n"
         "async def main():\n"
         "    path, lock_fd, segment = sys.argv[1:]\n"
         "    process = await StoreProcess.start(pathlib.Path(path), int(lock_fd))\n"
@@ -309,7 +309,7 @@ async def test_it_dies_with_its_server(tmp_path: Path) -> None:
     script = (
         "import asyncio, sys, pathlib\n"
         "from dcp.server.storage.folder import open_folder\n"
-        "from dcp.server.storage.store_process import StoreProcess\n"
+        "from dcp.server.storage.process.store_process import StoreProcess\n"
         "async def main():\n"
         "    folder = open_folder(pathlib.Path(sys.argv[1]))\n"
         "    folder.store_path.mkdir()\n"
@@ -438,7 +438,7 @@ def test_a_plan_ends_with_its_slice_and_says_how_far_it_got(
 def test_it_starts_without_imports_that_take_long() -> None:
     """asyncio and msgspec would take longer than the rest of the start."""
     code = (
-        "import sys, dcp.server.storage.store_process\n"
+        "import sys, dcp.server.storage.process.store_process\n"
         "print(*sorted({'asyncio', 'msgspec', 'inspect'} & sys.modules.keys()))"
     )
     done = subprocess.run(

@@ -12,9 +12,8 @@ from typing import Any
 import cbor2
 import pytest
 
-from dcp.server.storage import store_process as module
-from dcp.server.storage.rests import Rests
-from dcp.server.storage.store_messages import (
+from dcp.server.storage.process import store_process as module
+from dcp.server.storage.process.store_messages import (
     FORGET,
     HEAD,
     HURRY,
@@ -24,8 +23,9 @@ from dcp.server.storage.store_messages import (
     pack_reply,
     pack_request,
 )
-from dcp.server.storage.store_process import StoreProcess
-from vbucket.engine.store_load import LoadReport, LoadRequest, Packet
+from dcp.server.storage.process.store_process import StoreProcess
+from dcp.server.storage.rests import Rests
+from vbucket.engine.loading.store_load import LoadReport, LoadRequest, Packet
 from vbucket.store.environment import StoreDamagedError
 from vbucket.upkeep.compaction import Floors, SliceReport
 from vbucket.upkeep.merge import MergeReport

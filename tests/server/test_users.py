@@ -18,9 +18,9 @@ from dcp.server.access.users import (
     read_plain,
 )
 from dcp.server.access.users_file import UsersFileError
-from dcp.session import scram as scram_module
-from dcp.session.auth import AuthStep
-from dcp.session.rights import EVERYTHING, FULL_RIGHTS, Rights, Role, Scope
+from dcp.session.access import scram as scram_module
+from dcp.session.access.auth import AuthStep
+from dcp.session.access.rights import EVERYTHING, FULL_RIGHTS, Rights, Role, Scope
 from dcp.wire.status import Status
 
 RFC_NAMES = {

@@ -22,7 +22,7 @@ from support.server import DcpdProcess
 from vbucket.check.finding import Finding, Kind
 from vbucket.log.segment_files import segment_path, segments_in
 from vbucket.model.ids import vbucket_of
-from vbucket.store.page_sums import SUMS_FILE_NAME
+from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
 
 KEYS = 400
 VALUE = b"x" * 4000

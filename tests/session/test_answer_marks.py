@@ -7,8 +7,8 @@ from struct import Struct
 
 import pytest
 
-from dcp.session.answer_marks import MARK_BYTES
-from dcp.session.held_answers import COMMIT_TIMEOUT_NS
+from dcp.session.answers.held_answers import COMMIT_TIMEOUT_NS
+from dcp.session.answers.marks import MARK_BYTES
 from dcp.session.node_facts import Limits
 from dcp.wire.frame import pack_request
 from dcp.wire.message import OPEN_EXTRAS, StreamRequest, pack_stream_request
@@ -25,8 +25,8 @@ from support.replicated import (
     replicate,
     set_,
 )
+from vbucket.engine.documents.read_modify_write import FLUSH_SLICE_KEYS
 from vbucket.engine.partition import VbState
-from vbucket.engine.read_modify_write import FLUSH_SLICE_KEYS
 from vbucket.model.ids import SEQNO_MAX, vbucket_of
 
 STUCK, FREE, OTHER = 7, 8, 9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.session.held_answers import HeldAnswers
+from dcp.session.answers.held_answers import HeldAnswers
 from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from support.memory_node import MemoryNode, Peer

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from dcp.session.long_requests import (
+from dcp.session.answers.long_requests import (
     QUEUED_MAX,
     QUEUED_PER_USER_MAX,
     SILENT_NS,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scramp import ScramClient
 
-from dcp.session.scram import (
+from dcp.session.access.scram import (
     HASH_NAMES,
     MESSAGE_BYTES_MAX,
     MalformedMessageError,

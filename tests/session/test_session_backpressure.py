@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dcp.session.rights import NEEDS, Role
+from dcp.session.access.rights import NEEDS, Role
 from dcp.session.text import TextSession
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.session.with_meta import META_EXTRAS
+from dcp.session.kv.with_meta import META_EXTRAS
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.message import MUTATION_TOKEN

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dcp.session.rights import EVERYTHING, Rights, Role, Scope
+from dcp.session.access.rights import EVERYTHING, Rights, Role, Scope
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame
 from dcp.wire.message import U32, VB_SEQNO

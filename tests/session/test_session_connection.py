@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dcp.session.auth import AuthStep
+from dcp.session.access.auth import AuthStep
 from dcp.wire.feature import GRANTED, Feature
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.message import (

@@ -11,8 +11,8 @@ from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
 from support.memory_node import FEW_PARTITIONS, MemoryNode, Peer
-from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.engine import SET
+from vbucket.engine.partition import BranchRefusedError
 from vbucket.model.ids import vbucket_of
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE

@@ -21,7 +21,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.credentials import OpenDoor
 from support.memory_node import START_NS, MemoryNode, Peer
-from vbucket.engine.limited_expiry import limit_expiries
+from vbucket.engine.loading.bulk import limit_expiries
 from vbucket.model.ids import vbucket_of
 
 VB, KEY = 5, b"\0k"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.session.rights import MESSAGES_TO_CONSUMERS
+from dcp.session.access.rights import MESSAGES_TO_CONSUMERS
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.message import pack_buffer_ack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.session import document_reads
+from dcp.session.kv import reads as document_reads
 from dcp.wire.feature import Feature
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status

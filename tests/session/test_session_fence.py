@@ -8,7 +8,7 @@ from struct import Struct
 
 import pytest
 
-from dcp.session.scans import CONTINUE_EXTRAS
+from dcp.session.kv.scans import CONTINUE_EXTRAS
 from dcp.session.text import TextSession
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request

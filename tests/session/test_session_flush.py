@@ -11,7 +11,7 @@ from dcp.wire.message import OpenFlag, parse_deletion
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
-from vbucket.engine.read_modify_write import Flush
+from vbucket.engine.documents.read_modify_write import Flush
 
 VB = 5
 KEY = b"k"

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp.session.access.rights import EVERYTHING, MESSAGES_TO_CONSUMERS, Rights, Role
+from dcp.session.kv.values import SKIPPED_BYTES_MAX
 from dcp.session.node_facts import BODY_BYTES_MAX_BEFORE_LOGIN, Limits
-from dcp.session.rights import EVERYTHING, MESSAGES_TO_CONSUMERS, Rights, Role
 from dcp.session.session import BODY_EXTRA_BYTES
 from dcp.session.state import ANSWER_BYTES_MAX
-from dcp.session.values import SKIPPED_BYTES_MAX
 from dcp.wire.feature import Feature
 from dcp.wire.frame import FLEX_HEADER, HEADER, pack_request, pack_response
 from dcp.wire.message import StreamRequest, pack_buffer_ack, pack_open, pack_stream_request

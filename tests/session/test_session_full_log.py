@@ -13,7 +13,7 @@ from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
-from vbucket.engine import read_modify_write as updates
+from vbucket.engine.documents import read_modify_write as updates
 from vbucket.engine.partition import Hold
 
 VB = 7

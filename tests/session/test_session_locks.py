@@ -6,16 +6,16 @@ import struct
 
 import pytest
 
+from dcp.session.kv.with_meta import META_EXTRAS
 from dcp.session.text import TextSession
-from dcp.session.with_meta import META_EXTRAS
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer, node_for
-from vbucket.engine import locks
+from vbucket.engine.documents import locks
+from vbucket.engine.documents.locks import LOCKED_CAS
 from vbucket.engine.lifecycle import set_state
-from vbucket.engine.locks import LOCKED_CAS
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import vbucket_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.session.auth import AuthStep
+from dcp.session.access.auth import AuthStep
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode

@@ -6,10 +6,10 @@ import struct
 
 import pytest
 
-from dcp.session import prefix_counts
+from dcp.session.access.rights import EVERYTHING, Rights, Role
+from dcp.session.kv import prefix_counts
+from dcp.session.kv.prefix_counts import PrefixCounts
 from dcp.session.node_facts import Limits
-from dcp.session.prefix_counts import PrefixCounts
-from dcp.session.rights import EVERYTHING, Rights, Role
 from dcp.session.text import TextSession
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_request

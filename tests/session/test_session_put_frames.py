@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.session.auth import AuthStep
+from dcp.session.access.auth import AuthStep
+from dcp.session.access.rights import EVERYTHING, Rights, Role, Scope
 from dcp.session.node_facts import Limits
-from dcp.session.rights import EVERYTHING, Rights, Role, Scope
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
 from dcp.wire.message import (
@@ -32,7 +32,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from dcp.wire.xattrs import DATATYPE_XATTR, pack_xattrs
 from support.memory_node import START_NS, MemoryNode
-from vbucket.engine.bulk import REV_SEQNO_MAX
+from vbucket.engine.loading.bulk import REV_SEQNO_MAX
 from vbucket.engine.partition import VbState
 from vbucket.model.entry import DATATYPE_AT, head_of, key_of, seqno_of
 from vbucket.model.entry import value_of as stored_value

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.session.auth import AuthStep
-from dcp.session.rights import (
+from dcp.session.access.auth import AuthStep
+from dcp.session.access.rights import (
     DEFAULT_COLLECTION,
     EVERYTHING,
     FULL_RIGHTS,

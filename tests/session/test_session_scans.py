@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from cramjam import snappy
 
-from dcp.session.rights import EVERYTHING, Rights, Role, Scope
-from dcp.session.scans import BOUND_BYTES_MAX, CONTINUE_EXTRAS, DOCUMENT_META
+from dcp.session.access.rights import EVERYTHING, Rights, Role, Scope
+from dcp.session.kv.scans import BOUND_BYTES_MAX, CONTINUE_EXTRAS, DOCUMENT_META
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame
 from dcp.wire.opcode import Opcode

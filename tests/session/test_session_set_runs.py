@@ -29,7 +29,7 @@ from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.engine.versions import Meta
 from vbucket.native import new_staged, set_run
 from vbucket.store.environment import StoreDamagedError
-from vbucket.store.page_sums import ENTRIES_AT, SUMS_FILE_NAME
+from vbucket.store.lmdb.page_sums import ENTRIES_AT, SUMS_FILE_NAME
 from vbucket.store.records import BY_KEY_TABLE
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from cramjam import snappy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp.session.kv.with_meta import META_EXTRAS
 from dcp.session.node_facts import Limits
 from dcp.session.text import TextSession
-from dcp.session.with_meta import META_EXTRAS
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
-from vbucket.engine.json_value import is_json_text
+from vbucket.engine.documents.json_value import is_json_text
 from vbucket.model import datatype as datatypes
 from vbucket.model.entry import DATATYPE_AT
 from vbucket.model.ids import vbucket_of

@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
+from dcp.session.access.rights import Rights, Role, Scope
 from dcp.session.node_facts import Limits
-from dcp.session.rights import Rights, Role, Scope
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER, pack_request
 from dcp.wire.message import MUTATION_TOKEN

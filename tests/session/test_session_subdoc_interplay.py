@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from cramjam import snappy
 
+from dcp.session.access.rights import NEEDS, Role
+from dcp.session.kv.with_meta import META_EXTRAS
 from dcp.session.node_facts import Limits
 from dcp.session.request_frames import DURABLE
-from dcp.session.rights import NEEDS, Role
-from dcp.session.with_meta import META_EXTRAS
 from dcp.wire.feature import Feature
 from dcp.wire.frame import FLEX_HEADER, Frame, pack_request
 from dcp.wire.opcode import Opcode
@@ -29,7 +29,7 @@ from support.subdoc_client import (
     results,
     single,
 )
-from vbucket.engine.locks import LOCKED_CAS
+from vbucket.engine.documents.locks import LOCKED_CAS
 from vbucket.engine.partition import VbState
 from vbucket.model.entry import DATATYPE_AT, value_of
 from vbucket.store.plain_value import plain_value

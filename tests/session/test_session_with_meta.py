@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.session.auth import AuthStep
-from dcp.session.rights import EVERYTHING, Rights, Role
-from dcp.session.with_meta import REV_SEQNO_MAX
+from dcp.session.access.auth import AuthStep
+from dcp.session.access.rights import EVERYTHING, Rights, Role
+from dcp.session.kv.with_meta import REV_SEQNO_MAX
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.message import CAS_SPECIAL, FIT_META

@@ -9,7 +9,7 @@ from typing import Any
 import google_crc32c
 import pytest
 
-from dcp.session.rights import Rights, Role, Scope
+from dcp.session.access.rights import Rights, Role, Scope
 from dcp.wire.feature import Feature
 from dcp.wire.frame import MAX_VALUE_BYTES, pack_request
 from dcp.wire.opcode import Opcode

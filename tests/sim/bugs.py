@@ -6,7 +6,7 @@ Each is a SingleNode that does one thing in a wrong way.
 from __future__ import annotations
 
 from dcp.core.groups import WriteGroup
-from dcp.session.held_answers import HeldAnswers, HeldBatch
+from dcp.session.answers.held_answers import HeldAnswers, HeldBatch
 from dcp.stream.snapshots import Message
 from dcp.wire.opcode import Opcode
 from sim.network import Side

@@ -12,13 +12,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
 from dcp.core.groups import Job, WriteGroup
-from dcp.session import answer_marks
-from dcp.session.held_answers import HeldAnswers
+from dcp.session.answers import marks as answer_marks
+from dcp.session.answers.held_answers import HeldAnswers
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import StreamRequest
 from dcp.wire.status import Status
-from failover.coordinator import plan_steps
-from failover.coordinator.placement import Chain
+from failover.coordinator.plans import plan_steps
+from failover.coordinator.plans.placement import Chain
 from failover.coordinator.record_writer import OutcomeKind, RecordWriter, WriterEffect
 from failover.coordinator.records import StoredPartition
 from failover.coordinator.seen_records import SeenRecords

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dcp.core.groups import Job, Published, WriteGroup
 from dcp.server.cluster.node_map import RaisedLife
 from dcp.server.cluster.shared_records import SharedManifest
-from dcp.session.held_answers import HeldAnswers
+from dcp.session.answers.held_answers import HeldAnswers
 from dcp.stream.producer import Producer
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect, StoreDriver
 from failover.coordinator.effects import ViewChanged
@@ -22,8 +22,8 @@ from failover.coordinator.meta_restore import NodeTestimony, records_of
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.record_writer import WriteOutcome
 from failover.coordinator.seen_records import SeenPiece, SeenRecords
+from failover.coordinator.view import bucket_map
 from failover.metadata.metastore import MetaStore
-from failover.replication.cluster_map import bucket_map
 from failover.replication.effects import Dial, PartitionsArrived, ReplicationEffect, StepDue
 from failover.replication.link import LinkState, ReplicaLink
 from failover.replication.mastership import ReplicationSettings, Service

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 from zlib import crc32
 
 from dcp.core.groups import GroupCycle, Job, Published, WriteGroup
-from dcp.session.held_answers import HeldAnswers
-from dcp.session.range_scans import RangeScans
+from dcp.session.answers.held_answers import HeldAnswers
+from dcp.session.kv.range_scans import RangeScans
 from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
 from sim.clock import Clock
@@ -32,11 +32,10 @@ from sim.upkeep import Upkeep
 from sim.world import MS, Host
 from support.credentials import OpenDoor
 from vbucket.check.store_check import StoreCheck
-from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.engine import Engine
-from vbucket.engine.partition import Hold, Partition
+from vbucket.engine.partition import BranchRefusedError, Hold, Partition
 from vbucket.engine.read_view import Views
-from vbucket.engine.startup import Startup, recover_node
+from vbucket.engine.recovery.startup import Startup, recover_node
 from vbucket.log.device import LogFullError, LogWriteError, SyncFailedError
 from vbucket.log.device_files import FileLogDevice
 from vbucket.log.record import LogDamagedError

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from failover.coordinator.plan_steps import progress_of
-from failover.coordinator.records import PlanKind
-from failover.coordinator.request_answers import Answer, Prepared, Stamp, refused_unreadable
-from failover.coordinator.requests import (
+from failover.coordinator.plans.plan_steps import progress_of
+from failover.coordinator.plans.request_answers import Answer, Prepared, Stamp, refused_unreadable
+from failover.coordinator.plans.requests import (
     cancel,
     drain,
     failover,
@@ -22,6 +21,7 @@ from failover.coordinator.requests import (
     set_cluster,
     undrain,
 )
+from failover.coordinator.records import PlanKind
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import TxnResult
 from failover.metadata.revision_store import RevisionStore

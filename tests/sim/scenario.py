@@ -11,14 +11,14 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
+from failover.coordinator.plans.request_answers import Prepared, Stamp
+from failover.coordinator.plans.requests import failover
 from failover.coordinator.records import (
     KeyKind,
     StoredPartition,
     decode_partition,
     encode_partition,
 )
-from failover.coordinator.request_answers import Prepared, Stamp
-from failover.coordinator.requests import failover
 from failover.metadata.metastore import KeyValue, Put, Range, RangeResult, Txn, TxnResult
 from failover.rules.replication_record import ReplicationRecord, want
 from sim.cluster import Setting

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from dcp.session.auth import Authenticator
-from dcp.session.held_answers import HeldAnswers
+from dcp.session.access.auth import Authenticator
+from dcp.session.access.rights import FULL_RIGHTS, Role
+from dcp.session.answers.held_answers import HeldAnswers
+from dcp.session.kv.range_scans import RangeScans
 from dcp.session.node_facts import Limits, NodeFacts
-from dcp.session.range_scans import RangeScans
 from dcp.session.replication_port import NEWS_WAIT_NS, ReplicationPort
-from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.session.session import Session
 from dcp.session.state import SessionState
 from dcp.stream.hub import StreamHub

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dcp.server.net.connection import PUMP_BYTES
-from dcp.session.held_answers import HeldAnswers, HeldBatch
+from dcp.session.answers.held_answers import HeldAnswers, HeldBatch
 from failover.replication.mastership import SECTION_BYTES
 from sim import demo
 from sim.demo import Demo, DemoNode, Script, Summary

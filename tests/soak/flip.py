@@ -35,7 +35,7 @@ from vbucket.log.segment_files import read_mark_slots, read_segment, segments_in
 from vbucket.log.writer import LogWriter
 from vbucket.model.entry import pack_mutation
 from vbucket.store.environment import StoreDamagedError, StoreFailedError
-from vbucket.store.environment_lmdb import LmdbEnv, LmdbPageReader
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord, PartitionRecord
 from vbucket.store.store import Store
 from vbucket.upkeep.merge import merge

@@ -98,7 +98,7 @@ def _serve(arguments: list[str], output: Connection, log_path: Path, slice_pages
         os.dup2(log.fileno(), 2)
     sys.argv = ["dcpd", *arguments]
     from dcp.server.main import main
-    from dcp.server.storage.store_process import StoreProcess
+    from dcp.server.storage.process.store_process import StoreProcess
 
     StoreProcess.slice_pages = slice_pages
     main()

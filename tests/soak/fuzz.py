@@ -22,8 +22,8 @@ from typing import Final, NamedTuple
 
 from cramjam import snappy
 
+from dcp.session.access.rights import Rights, Role, Scope
 from dcp.session.node_facts import Limits
-from dcp.session.rights import Rights, Role, Scope
 from dcp.session.session import BODY_EXTRA_BYTES
 from dcp.session.state import ANSWER_BYTES_MAX
 from dcp.session.text import TextSession

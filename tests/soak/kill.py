@@ -46,7 +46,7 @@ from tests.soak.fork_server import ForkedServer
 from tests.soak.kill_writer import WAIT_S, KillLoopError, PartitionTruth, Writer
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.environment import StoreFailedError
-from vbucket.store.environment_lmdb import LmdbPageReader
+from vbucket.store.lmdb.environment_lmdb import LmdbPageReader
 from vbucket.store.records import TABLES
 from vbucket.store.store import StoreView
 from vbucket.upkeep.merge import SLICE_PAGES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.session.rights import EVERYTHING, Rights, Role
+from dcp.session.access.rights import EVERYTHING, Rights, Role
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import (

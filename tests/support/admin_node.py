@@ -14,8 +14,8 @@ from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.operate.collection_changes import CollectionsRefusedError
 from dcp.session.faults import FaultError
-from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.lifecycle import PurgeRefusedError
+from vbucket.engine.partition import BranchRefusedError
 from vbucket.store.environment import StoreDamagedError
 
 GUEST = "guest:guest"

@@ -18,7 +18,7 @@ from clients.address import ServerAddress
 from clients.kv.client import KvClient
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.cluster.cluster_file import ClusterFile, write_cluster_file
-from dcp.server.cluster.enrolment import NewCluster, found_cluster, join_cluster
+from dcp.server.cluster.joining.enrolment import NewCluster, found_cluster, join_cluster
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.config.settings import Settings
 from dcp.server.net.fixed_port import free_port

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dcp.core.groups import Job, Published
-from dcp.session.rights import FULL_RIGHTS, Role
+from dcp.session.access.rights import FULL_RIGHTS, Role
 from dcp.wire.frame import FrameDecoder
 from dcp.wire.opcode import Opcode
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dcp.core.groups import Job, WriteGroup
-from dcp.session.rights import EVERYTHING, Rights, Role
+from dcp.session.access.rights import EVERYTHING, Rights, Role
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect
 from failover.coordinator.effects import Answered, Submit, ViewChanged
 from failover.coordinator.partition_choices import CoordinatorSettings

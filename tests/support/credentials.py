@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import trustme
 
-from dcp.session.auth import AuthStep
+from dcp.session.access.auth import AuthStep
 from dcp.wire.status import Status
 
 _FOLDER = TemporaryDirectory(prefix="dcpd-passwords-")

@@ -11,7 +11,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from failover.metadata.embedded_server import EmbeddedServer
+from failover.metadata.embedded.server import EmbeddedServer
 from support.embedded_store import SECRET
 
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from failover.metadata.embedded_client import EmbeddedClient
-from failover.metadata.embedded_server import EmbeddedServer
+from failover.metadata.embedded.client import EmbeddedClient
+from failover.metadata.embedded.server import EmbeddedServer
 
 
 class StoreProxy:

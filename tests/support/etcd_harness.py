@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import contextmanager
 
-from failover.metadata.etcd_client import EtcdClient
-from failover.metadata.etcd_settings import EtcdSettings
+from failover.metadata.etcd.client import EtcdClient
+from failover.metadata.etcd.settings import EtcdSettings
 from failover.metadata.metastore import OutcomeUnknown, Put, StoreUnavailable, Txn, TxnResult
 from support.embedded_store import UNKNOWN_DEADLINE_S, LoopHarness
 from support.etcd_members import EtcdMembers

@@ -5,13 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 
-from dcp.session.held_answers import HeldAnswers
+from dcp.session.answers.held_answers import HeldAnswers
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER_BYTES, Frame, FrameDecoder, pack_request
 from dcp.wire.message import FIT_META, PUT_FRAMES_REQUEST
 from dcp.wire.opcode import Opcode
 from support.memory_node import MemoryNode, Peer
-from vbucket.engine.store_load import LoadReport, LoadRequest, load
+from vbucket.engine.loading.store_load import LoadReport, LoadRequest, load
 
 FEATURES = (
     Feature.COLLECTIONS, Feature.JSON, Feature.XERROR, Feature.XATTR, Feature.X_PUT_FRAMES,

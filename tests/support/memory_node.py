@@ -19,8 +19,8 @@ import pytest
 from dcp.core.floors import FloorCycle
 from dcp.core.groups import GroupCycle, Job, LogTask, Published, WriteGroup
 from dcp.core.store_schedule import MergeCycle
+from dcp.session.kv.range_scans import RangeScans
 from dcp.session.node_facts import Limits
-from dcp.session.range_scans import RangeScans
 from dcp.session.session import Session
 from dcp.session.state import SessionState
 from dcp.stream.hub import StreamHub
@@ -31,7 +31,7 @@ from dcp.wire.opcode import Opcode
 from support.credentials import OpenDoor
 from vbucket.engine.engine import Engine
 from vbucket.engine.read_view import Views
-from vbucket.engine.startup import new_partitions, replay_log
+from vbucket.engine.recovery.startup import new_partitions, replay_log
 from vbucket.log.commit_group import CommitGroup
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.end_mark import LogEnd
@@ -40,10 +40,9 @@ from vbucket.log.writer import LogWriter
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
 from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import KvEnv
-from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.environment_memory import MemoryEnv
-from vbucket.store.quarantine import kept_segments
-from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv
+from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord, kept_segments
 from vbucket.store.store import Store
 from vbucket.upkeep.compaction import STEP_BYTES, Compactor, Floors
 from vbucket.upkeep.merge import MergeReport, merge

@@ -15,7 +15,7 @@ from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.config.settings import Settings
 from dcp.server.node import ROOM_RETRY_S, Node
 from dcp.server.observe.event_log import EventLog
-from dcp.session.rights import FULL_RIGHTS
+from dcp.session.access.rights import FULL_RIGHTS
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 

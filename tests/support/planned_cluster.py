@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from failover.coordinator.partition_choices import CoordinatorSettings
-from failover.coordinator.plan_steps import progress_of
+from failover.coordinator.plans.plan_steps import progress_of
+from failover.coordinator.plans.request_answers import (
+    Answer,
+    Prepared,
+    Stamp,
+)
 from failover.coordinator.records import (
     ClusterRecord,
     KeyKind,
     MemberRecord,
     decode_partition,
     encode_record,
-)
-from failover.coordinator.request_answers import (
-    Answer,
-    Prepared,
-    Stamp,
 )
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import TxnResult

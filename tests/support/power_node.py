@@ -23,7 +23,7 @@ from failover.rules.history import Version
 from support.forgetful_disk import ForgetfulDisk, ForgetfulEnv, Power
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.leadership import set_leader_epoch
-from vbucket.engine.startup import recover_node
+from vbucket.engine.recovery.startup import recover_node
 from vbucket.log.device import LogWriteError, SyncFailedError
 from vbucket.log.device_files import FileLogDevice
 from vbucket.model.ids import vb_uuid_from_random

@@ -7,7 +7,7 @@ cut and a process can die between any two messages.
 from __future__ import annotations
 
 from dcp.core.groups import WriteGroup
-from dcp.session.rights import FULL_RIGHTS, Role
+from dcp.session.access.rights import FULL_RIGHTS, Role
 from dcp.session.session import Session
 from dcp.session.state import SessionState
 from failover.coordinator.cluster_session import ClusterSession

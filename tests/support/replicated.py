@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dcp.session.held_answers import COMMIT_TIMEOUT_NS, HeldAnswers
+from dcp.session.answers.held_answers import COMMIT_TIMEOUT_NS, HeldAnswers
 from dcp.session.node_facts import Limits
 from dcp.session.session import Session
 from dcp.session.text import TextSession

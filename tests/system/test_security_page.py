@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from dcp.server.config.sources import OPTIONS, default_text
-from dcp.session.rights import Role
+from dcp.session.access.rights import Role
 from support.etcd_members import free_ports
 
 ROOT = Path(__file__).parents[2]

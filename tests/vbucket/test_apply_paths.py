@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.message import U32
 from support.memory_node import START_NS, MemoryNode
-from vbucket.engine.bulk import Frames
 from vbucket.engine.engine import SET
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION
+from vbucket.engine.loading.bulk import Frames
 from vbucket.engine.replicated import ReplicatedChanges
 from vbucket.model.entry import PREFIX_BYTES
 

@@ -22,8 +22,8 @@ from vbucket.engine.leadership import adopt_failover_log
 from vbucket.model.entry import pack_control
 from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFullError
-from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import BY_SEQNO_TABLE, TABLES
 from vbucket.upkeep.compaction import Compactor
 

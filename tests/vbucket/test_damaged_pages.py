@@ -26,10 +26,10 @@ from vbucket.store.environment import (
     StoreDamagedError,
     WriteLostError,
 )
-from vbucket.store.environment_lmdb import LmdbEnv, LmdbPageReader
 from vbucket.store.environment_memory import MemoryEnv
-from vbucket.store.lmdb_file import check_file
-from vbucket.store.page_sums import SUMS_FILE_NAME
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
+from vbucket.store.lmdb.lmdb_file import check_file
+from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
 
 TABLES = ("by_key", "by_seqno")
 VBS = range(40)

@@ -11,8 +11,8 @@ import pytest
 
 from support.lmdb_layout import layout_of, overwrite
 from support.memory_node import LmdbNode
+from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import SET, StoredDocument
-from vbucket.engine.expiry import Pager
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.records import BY_KEY_TABLE
 from vbucket.store.store import StoreView

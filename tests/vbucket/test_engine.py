@@ -12,8 +12,8 @@ import pytest
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode
-from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.engine import SET, Engine, StoredDocument
+from vbucket.engine.partition import BranchRefusedError
 from vbucket.log.record import scan_segment, split_entries
 from vbucket.store.environment import StoreDamagedError
 

@@ -25,11 +25,11 @@ from dcp.wire.message import parse_deletion, parse_mutation
 from dcp.wire.opcode import Opcode
 from failover.rules.history import Version
 from support.memory_node import LmdbNode, MemoryNode
-from vbucket.engine.branch import BranchRefusedError, FloorError
+from vbucket.engine.documents.item_cache import ITEM_OVERHEAD_BYTES
 from vbucket.engine.engine import SET, StoredDocument
-from vbucket.engine.item_cache import ITEM_OVERHEAD_BYTES
 from vbucket.engine.leadership import adopt_failover_log, set_leader_epoch
 from vbucket.engine.lifecycle import PurgeRefusedError, purge
+from vbucket.engine.partition import BranchRefusedError, FloorError
 from vbucket.model.entry import PREFIX_BYTES, head_of, is_deleted
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import SYSTEM_COLLECTION, SYSTEM_KEY

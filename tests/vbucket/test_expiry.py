@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from support.memory_node import START_NS, MemoryNode
+from vbucket.engine.documents.expiry import Pager
+from vbucket.engine.documents.read_modify_write import touch
 from vbucket.engine.engine import SET, Engine
-from vbucket.engine.expiry import Pager
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.lifecycle import put_state
 from vbucket.engine.partition import VbState
-from vbucket.engine.read_modify_write import touch
 from vbucket.store.due import DueDocuments, due_item, read_due
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import (

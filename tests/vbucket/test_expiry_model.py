@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from support.memory_node import MemoryNode
+from vbucket.engine.documents.expiry import Pager
+from vbucket.engine.documents.read_modify_write import touch
 from vbucket.engine.engine import SET
-from vbucket.engine.expiry import Pager
 from vbucket.engine.lifecycle import put_state
 from vbucket.engine.partition import VbState
-from vbucket.engine.read_modify_write import touch
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.due import read_due
-from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.key_record import checked_meta
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import BY_KEY_TABLE, EXPIRY_TABLE, TABLES
 from vbucket.store.store import Store
 

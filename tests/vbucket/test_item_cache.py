@@ -7,8 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from support.memory_node import MemoryNode
+from vbucket.engine.documents.item_cache import (
+    GENERATION_BYTES_MAX,
+    ITEM_OVERHEAD_BYTES,
+    SKIPPED_MERGES,
+)
 from vbucket.engine.engine import ADD, REPLACE, SET, StoredDocument
-from vbucket.engine.item_cache import GENERATION_BYTES_MAX, ITEM_OVERHEAD_BYTES, SKIPPED_MERGES
 from vbucket.engine.keyspace import MUTATION
 from vbucket.store.records import BY_KEY_TABLE
 from vbucket.store.store import StoredMeta

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dcp.wire.xattrs import pack_xattrs
-from vbucket.engine.json_value import (
+from vbucket.engine.documents.json_value import (
     JSON_LEVELS_MAX,
     datatype_of,
     is_json,

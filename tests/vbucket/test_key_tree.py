@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from support.lmdb_layout import PAGE_BYTES, layout_of
 from vbucket.native import key_tree, new_staged
-from vbucket.store.environment_lmdb import LmdbEnv
-from vbucket.store.lmdb_file import PageFile
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv
+from vbucket.store.lmdb.lmdb_file import PageFile
 
 pytestmark = pytest.mark.skipif(
     new_staged() is None, reason="the loops in C are not built (scripts/compile)"

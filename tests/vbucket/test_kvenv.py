@@ -28,8 +28,8 @@ from vbucket.store.environment import (
     StoreFullError,
     with_room,
 )
-from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 
 TABLES = ("fruit", "other")
 
@@ -254,7 +254,7 @@ def test_killed_readers_pages_are_free_once_another_opens(tmp_path: Path) -> Non
     fill(env, b"a")
     script = (
         "import os, signal, sys, pathlib\n"
-        "from vbucket.store.environment_lmdb import LmdbEnv\n"
+        "from vbucket.store.lmdb.environment_lmdb import LmdbEnv\n"
         "env = LmdbEnv(pathlib.Path(sys.argv[1]), sys.argv[2].split())\n"
         "if sys.argv[3] == 'read':\n"
         "    snapshot = env.snapshot()\n"
@@ -330,7 +330,7 @@ def test_reader_adopts_map_that_another_process_made_larger(tmp_path: Path) -> N
         "import sys\n"
         "from pathlib import Path\n"
         "from vbucket.store.environment import with_room\n"
-        "from vbucket.store.environment_lmdb import LmdbEnv\n"
+        "from vbucket.store.lmdb.environment_lmdb import LmdbEnv\n"
         "env = LmdbEnv(Path(sys.argv[1]), sys.argv[2].split(), map_size_bytes=1 << 20)\n"
         "def work():\n"
         "    with env.write() as write:\n"

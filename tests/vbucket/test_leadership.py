@@ -10,7 +10,6 @@ from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
 from failover.rules.history import EPOCH_MAX, FailoverLog, Version
 from support.memory_node import MemoryNode
-from vbucket.engine.branch import BranchRefusedError, FloorError
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.leadership import (
     FloorsRefusedError,
@@ -21,7 +20,7 @@ from vbucket.engine.leadership import (
     set_leader_epoch,
 )
 from vbucket.engine.lifecycle import set_state
-from vbucket.engine.partition import Partition, VbState
+from vbucket.engine.partition import BranchRefusedError, FloorError, Partition, VbState
 from vbucket.log.record import scan_segment
 from vbucket.model.entry import head_of
 from vbucket.store.environment import StoreDamagedError

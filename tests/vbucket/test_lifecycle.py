@@ -12,10 +12,9 @@ from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
-from vbucket.engine.branch import BranchRefusedError, FloorError
 from vbucket.engine.engine import SET, Engine
 from vbucket.engine.lifecycle import PurgeRefusedError, failover, purge, set_state
-from vbucket.engine.partition import Partition, VbState
+from vbucket.engine.partition import BranchRefusedError, FloorError, Partition, VbState
 from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE

@@ -27,11 +27,10 @@ from dcp.wire.xattrs import pack_xattrs
 from support.loading_node import LoadingNode, OrdinaryNode, RestoringPeer
 from support.memory_node import START_NS, LmdbNode
 from vbucket.engine import lifecycle
-from vbucket.engine.branch import BranchRefusedError
+from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import SET
-from vbucket.engine.expiry import Pager
-from vbucket.engine.partition import Hold
-from vbucket.engine.store_load import LoadRequest, Packet
+from vbucket.engine.loading.store_load import LoadRequest, Packet
+from vbucket.engine.partition import BranchRefusedError, Hold
 from vbucket.model.entry import PREFIX_BYTES, key_of
 from vbucket.store.environment import StoreDamagedError, StoreFullError
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE

@@ -20,8 +20,8 @@ from vbucket.log.device import SEGMENT_HEADER_BYTES, pack_segment_header
 from vbucket.log.record import LogDamagedError, pack_group
 from vbucket.model.entry import pack_control
 from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFullError
-from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,

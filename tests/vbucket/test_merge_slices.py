@@ -13,7 +13,7 @@ from keyspace_model import ModelPartition, SegmentWriter, create_store
 from support.memory_node import MemoryNode
 from vbucket.check.store_check import StoreCheck
 from vbucket.engine.engine import SET, StoredDocument
-from vbucket.engine.startup import KeepCopies, Startup, recover_node
+from vbucket.engine.recovery.startup import KeepCopies, Startup, recover_node
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.model.ids import vb_uuid_from_random
 from vbucket.model.manifest import encode_leb128

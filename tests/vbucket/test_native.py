@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
 from support.memory_node import MemoryNode
+from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import SET
-from vbucket.engine.expiry import Pager
 from vbucket.engine.mending import Mending
 from vbucket.model.entry import pack_control, pack_mutation
 from vbucket.native import compaction_loops, new_staged

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.lmdb_layout import PAGE_BYTES, layout_of
-from vbucket.store import lmdb_pages, sums_writer
 from vbucket.store.environment import StoreDamagedError, WriteLostError
-from vbucket.store.environment_lmdb import LmdbEnv, LmdbPageReader
-from vbucket.store.lmdb_file import PageFile
-from vbucket.store.page_sums import ENTRIES_AT, SUMS_FILE_NAME
-from vbucket.store.sums_writer import SumsWriter
+from vbucket.store.lmdb import lmdb_pages, sums_writer
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
+from vbucket.store.lmdb.lmdb_file import PageFile
+from vbucket.store.lmdb.page_sums import ENTRIES_AT, SUMS_FILE_NAME
+from vbucket.store.lmdb.sums_writer import SumsWriter
 
 TABLES = ("by_key", "by_seqno")
 KEYS = st.integers(0, 400).map(lambda number: b"%05d" % number * 12)

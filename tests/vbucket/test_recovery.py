@@ -8,7 +8,7 @@ import pytest
 
 from support.memory_node import START_NS
 from vbucket.engine.engine import SET, StoredDocument
-from vbucket.engine.startup import KeepCopies, Startup, recover_node
+from vbucket.engine.recovery.startup import KeepCopies, Startup, recover_node
 from vbucket.log.device import LogFullError, SyncFailedError
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.model.ids import NUM_VBUCKETS, vb_uuid_from_random

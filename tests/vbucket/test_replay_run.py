@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.memory_node import LmdbNode
-from vbucket.engine import replay
 from vbucket.engine.engine import SET
+from vbucket.engine.recovery import replay
 from vbucket.log.record import LogDamagedError, entry_at
 from vbucket.model.entry import pack_deletion, pack_mutation
 from vbucket.model.manifest import manifest_from_json

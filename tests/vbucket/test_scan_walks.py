@@ -6,8 +6,7 @@ import pytest
 
 from support.memory_node import START_NS, MemoryNode
 from vbucket.engine.engine import SET
-from vbucket.store.block import BODY_BYTES_TARGET
-from vbucket.store.opened_blocks import WALK_BLOCKS_MAX, WALKS_MAX
+from vbucket.store.block import BODY_BYTES_TARGET, WALK_BLOCKS_MAX, WALKS_MAX
 from vbucket.store.store import Store, StoreView
 
 VALUE = bytes(BODY_BYTES_TARGET // 2 + 1)

@@ -12,10 +12,9 @@ from vbucket.log.device import UnknownFormatError
 from vbucket.log.end_mark import LogEnd
 from vbucket.store.block import BlockDamagedError
 from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFailedError
-from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.key_record import RecordDamagedError
-from vbucket.store.quarantine import Quarantined
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
@@ -27,6 +26,7 @@ from vbucket.store.records import (
     CleanEnd,
     NodeRecord,
     PartitionRecord,
+    Quarantined,
 )
 from vbucket.store.store import Store
 from vbucket.upkeep.merge import merge

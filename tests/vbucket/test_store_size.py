@@ -6,12 +6,12 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from vbucket.engine.startup import new_partitions
+from vbucket.engine.recovery.startup import new_partitions
 from vbucket.log.device import pack_segment_header
 from vbucket.log.record import pack_group
 from vbucket.model.entry import pack_control, pack_mutation
 from vbucket.model.ids import vb_uuid_from_random
-from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import BY_SEQNO_TABLE, STORE_FORMAT_VERSION, TABLES, NodeRecord
 from vbucket.store.store import Store, StoreView
 from vbucket.upkeep.compaction import Compactor, Floors

@@ -17,9 +17,9 @@ from vbucket.check.store_check import StoreCheck
 from vbucket.engine.leadership import set_leader_epoch
 from vbucket.model.entry import pack_control
 from vbucket.store.block import build_blocks
-from vbucket.store.environment_lmdb import LmdbEnv, LmdbPageReader
 from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.key_record import by_key_item
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv, LmdbPageReader
 from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,

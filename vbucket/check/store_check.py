@@ -27,7 +27,6 @@ from vbucket.model.ids import SEQNO_MAX
 from vbucket.model.manifest import INITIAL_MANIFEST, Manifest
 from vbucket.store.due import read_due
 from vbucket.store.environment import KvReader, StoreDamagedError
-from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
@@ -38,6 +37,7 @@ from vbucket.store.records import (
     NodeRecord,
     PartitionRecord,
     PartMerged,
+    kept_segments,
 )
 from vbucket.store.store import StoreView
 

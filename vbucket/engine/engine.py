@@ -21,13 +21,13 @@ from typing import Final, NamedTuple
 
 from dcp.wire.status import Status
 from dcp.wire.xattrs import DATATYPE_XATTR, body_at
-from vbucket.engine.bulk import REV_SEQNO_MAX, Frames
-from vbucket.engine.conflicts import are_new, winners
-from vbucket.engine.json_value import datatype_of
-from vbucket.engine.kept_xattrs import KeptXattrs, with_xattrs
+from vbucket.engine.documents.json_value import datatype_of
+from vbucket.engine.documents.kept_xattrs import KeptXattrs, with_xattrs
+from vbucket.engine.documents.locks import Locks
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
-from vbucket.engine.loads import Loads
-from vbucket.engine.locks import Locks
+from vbucket.engine.loading.bulk import REV_SEQNO_MAX, Frames
+from vbucket.engine.loading.conflicts import are_new, winners
+from vbucket.engine.loading.loads import Loads
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.model.entry import (
     DELETION_ENTRY,

@@ -27,10 +27,9 @@ from typing import Final
 
 from dcp.wire.opcode import Opcode
 from failover.rules.history import FailoverLog
-from vbucket.engine.branch import Branch, check_undo
 from vbucket.engine.commits import Commits
-from vbucket.engine.item_cache import ItemCache
-from vbucket.engine.partition import ABSENT, Hold, Partition, VbState, restored
+from vbucket.engine.documents.item_cache import ItemCache
+from vbucket.engine.partition import ABSENT, Branch, Hold, Partition, VbState, check_undo, restored
 from vbucket.engine.versions import Versions
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.collection_counts import CollectionCounts
@@ -130,7 +129,7 @@ class Keyspace:
         self.holds_groups = False
         """Whether no group is taken: a test holds commits."""
         self.loading: set[int] = set()
-        """Partitions that get documents straight into the store now (`vbucket.engine.loads`)."""
+        """Partitions that get documents straight into the store now (`loading.loads`)."""
         self.quarantined: dict[int, str] = {}
         """Partitions whose stored data is damaged -> why; merges leave them out."""
         for vb_id, item in store.quarantine().items():

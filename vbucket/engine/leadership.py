@@ -20,8 +20,8 @@ and is refused with StaleEpochError. In all errors nothing was changed.
 from __future__ import annotations
 
 from failover.rules.history import EPOCH_MAX, FailoverLog
-from vbucket.engine.branch import Branch, check_undo
 from vbucket.engine.engine import Engine
+from vbucket.engine.partition import Branch, check_undo
 from vbucket.model.control import SnapshotWindow
 from vbucket.model.manifest import is_ahead
 

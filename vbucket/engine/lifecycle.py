@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from vbucket.engine.branch import Branch, BranchRefusedError
 from vbucket.engine.engine import Engine
-from vbucket.engine.partition import Partition, VbState
+from vbucket.engine.partition import Branch, BranchRefusedError, Partition, VbState
 
 
 class PurgeRefusedError(Exception):

@@ -22,9 +22,9 @@ from typing import Final
 
 from dcp.wire.status import Status
 from vbucket.engine.engine import FLAGS_AT, Engine
-from vbucket.engine.key_walk import KeyWalk
 from vbucket.engine.keyspace import DELETION, MUTATION
 from vbucket.engine.partition import VbState
+from vbucket.engine.read_view import KeyWalk
 from vbucket.model.entry import MUTATION_KEY_AT, value_of
 from vbucket.model.ids import CAS_AHEAD_NS
 from vbucket.store.key_record import StoredMeta

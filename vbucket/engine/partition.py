@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from enum import Enum, IntEnum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 from sortedcontainers import SortedList
 
@@ -74,7 +74,7 @@ class Hold(Enum):
     ENROLLING = auto()
     """The node is becoming a member of a cluster."""
     LOADING = auto()
-    """Documents of a restore go straight into the store (`vbucket.engine.loads`)."""
+    """Documents of a restore go straight into the store (`vbucket.engine.loading.loads`)."""
 
 
 class Layer:
@@ -212,7 +212,7 @@ class Partition:
         """`active.entries.append`, likewise."""
         self.frozen: Layer | None = None
         self.recent: dict[bytes, bytes] = {}
-        """Cached entries of the store. Only `vbucket.engine.item_cache` changes the cache
+        """Cached entries of the store. Only `vbucket.engine.documents.item_cache` changes the cache
         attributes."""
         self.older: dict[bytes, bytes] = {}
         self.recent_bytes = 0
@@ -361,3 +361,40 @@ def restored(vb_id: int, record: PartitionRecord) -> Partition:
     part.item_count = record.item_count
     part.tally = CollectionCounts(record.tally)
     return part
+
+
+class BranchRefusedError(Exception):
+    """A history branch cannot begin there; the text says why."""
+
+
+class FloorError(BranchRefusedError):
+    """The branch point is below the history floor. A branch at 0 is still possible."""
+
+
+class Branch(NamedTuple):
+    """A new partition version that an operator asked for.
+
+    `undone_keys` counts the keys whose newest version changed. For a branch at 0 it counts the
+    documents that were there: finding all keys would take longer than undoing them.
+    """
+
+    vb_id: int
+    failover: FailoverLog
+    seqno: int
+    undone_seqnos: int
+    undone_keys: int
+
+
+def check_undo(part: Partition, at_seqno: int) -> None:
+    """Raise BranchRefusedError if a partition cannot go back to a seqno."""
+    vb_id = part.vb_id
+    if at_seqno > part.high_seqno:
+        raise BranchRefusedError(
+            f"vb {vb_id} ends at seqno {part.high_seqno}; a branch cannot begin at {at_seqno}"
+        )
+    if 0 < at_seqno < part.history_floor:
+        raise FloorError(
+            f"vb {vb_id} cannot go back to {at_seqno}: its history floor is "
+            f"{part.history_floor}, and older versions may have been removed by compaction. It can "
+            f"go back to {part.history_floor} and above, or to 0"
+        )

@@ -23,10 +23,10 @@ from typing import Final
 
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
-from vbucket.engine.deferred_lookups import DeferredLookups
 from vbucket.engine.engine import Engine
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.partition import Partition
+from vbucket.engine.recovery.deferred_lookups import DeferredLookups
 from vbucket.model.entry import (
     META,
     OPCODE_AT,

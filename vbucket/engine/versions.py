@@ -12,7 +12,7 @@ from typing import Final
 
 from dcp.wire.opcode import Opcode
 from dcp.wire.xattrs import DATATYPE_XATTR, body_of
-from vbucket.engine.item_cache import ItemCache
+from vbucket.engine.documents.item_cache import ItemCache
 from vbucket.engine.partition import Partition
 from vbucket.model.entry import (
     DATATYPE_AT,

@@ -1,7 +1,7 @@
 """Reads the log at a start: every unmerged group, and then the log's end. Pure.
 
-Who calls it: `vbucket.engine.startup`; `vbucket.check.log_check` applies the same checks of the
-log's end.
+Who calls it: `vbucket.engine.recovery.startup`; `vbucket.check.log_check` applies the same checks
+of the log's end.
 
 How far the log must reach is known from three places:
 - the store's record of what was merged (`merged_end`): the first group continues it;

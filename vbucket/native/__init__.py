@@ -99,7 +99,7 @@ def change_loops() -> ChangeLoops | None:
 
 
 class JsonLoops(NamedTuple):
-    """What looks at values for JSON; `vbucket.engine.json_value` explains it."""
+    """What looks at values for JSON; `vbucket.engine.documents.json_value` explains it."""
 
     is_json: Callable[[bytes | memoryview], bool]
     mark_json: Callable[[bytes, int], bytes]

@@ -1,5 +1,5 @@
-/* See get_run.h. vbucket/native/loops.pyi has the interface. dcp/session/document_runs.py calls it;
-   dcp/session/documents.py and vbucket/engine/versions.py have the rules.
+/* See get_run.h. vbucket/native/loops.pyi has the interface. dcp/session/kv/runs.py calls it;
+   dcp/session/kv/documents.py and vbucket/engine/versions.py have the rules.
 
    Invariants
    - no byte outside of [position, end) of the received bytes is read;

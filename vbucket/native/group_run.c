@@ -37,7 +37,7 @@ static const char *const names[ATTRIBUTES] = {
 typedef struct {
     PyObject_HEAD
     PyObject *partitions; /* a list */
-    PyObject *presumed;   /* a dictionary: partition -> keys (vbucket.engine.deferred_lookups) */
+    PyObject *presumed;   /* a dictionary: partition -> keys (recovery.deferred_lookups) */
     PyObject *link, *apply_other;
     PyTypeObject *partition, *layer; /* their classes */
     Attribute of[ATTRIBUTES];

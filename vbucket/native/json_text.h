@@ -15,7 +15,7 @@ int json_is_sound(const uint8_t *text, size_t bytes);
 /* The same for an object with the buffer interface. */
 PyObject *py_is_json(PyObject *module, PyObject *text);
 
-/* A packet of frames (vbucket.engine.bulk) whose mutations have the JSON bit by their values. */
+/* A packet of frames (engine.loading.bulk) whose mutations have the JSON bit by their values. */
 PyObject *py_mark_json(PyObject *module, PyObject *args);
 
 #endif

@@ -29,7 +29,7 @@
 #define PAGE_BYTES_MIN 256
 #define PAGE_BYTES_MAX 0x8000
 #define CACHE_LINE_BYTES 64
-#define SUMS_HEADER_BYTES 16 /* vbucket/store/page_sums.py: the transaction, then the checksums */
+#define SUMS_HEADER_BYTES 16 /* store/lmdb/page_sums.py: the transaction, then checksums */
 #define SUMS_TRANSACTION_AT 8
 #define FULL_KEY_BYTES_MAX 511 /* LMDB's limit */
 

@@ -1,4 +1,4 @@
-/* The type `KeyTree`: looks up keys in a table of LMDB's file (vbucket/store/lmdb_pages.py). */
+/* The type `KeyTree`: looks up keys in a table of LMDB's file (store/lmdb/lmdb_pages.py). */
 
 #ifndef DCPD_KEY_TREE_H
 #define DCPD_KEY_TREE_H
@@ -21,7 +21,7 @@ typedef struct {
     uint64_t last_page, root;
     size_t page_bytes;
     unsigned int depth;
-    Py_buffer sums;       /* vbucket/store/page_sums.py; `buf` is NULL if there are none */
+    Py_buffer sums;       /* vbucket/store/lmdb/page_sums.py; `buf` is NULL if there are none */
     uint64_t transaction; /* of the state */
     uint8_t *compared;    /* a bit for each page: it was compared with its checksum */
 } KeyTree;

@@ -22,18 +22,18 @@ def page_crcs(
     """Return the CRC-32C of the first bytes of some pages, as far as they are in the file."""
 
 def is_json(text: bytes | memoryview, /) -> bool:
-    """Return whether a text is JSON (`vbucket.engine.json_value`)."""
+    """Return whether a text is JSON (`vbucket.engine.documents.json_value`)."""
 
 def mark_json(packet: bytes, count: int, /) -> bytes:
-    """Return a packet of `count` frames (`vbucket.engine.bulk`) with the JSON bit of each mutation
-    set by its value. What is malformed stays as it is.
+    """Return a packet of `count` frames (`vbucket.engine.loading.bulk`) with the JSON bit of each
+    mutation set by its value. What is malformed stays as it is.
     """
 
 def entries_of(
     packet: bytes, count: int, vb_id: int, first_seqno: int, epoch: int, cas_max: int, /
 ) -> bytes | None:
-    """Return the frames of a packet (`vbucket.engine.bulk`) as entries of new keys, joined, with
-    consecutive seqnos. None: Python should do it, or say what is wrong.
+    """Return the frames of a packet (`vbucket.engine.loading.bulk`) as entries of new keys, joined,
+    with consecutive seqnos. None: Python should do it, or say what is wrong.
     """
 
 def split_frames(
@@ -229,7 +229,7 @@ class KeyTree:
         transaction: int = 0,
         /,
     ) -> None:
-        """With `sums` (vbucket.store.page_sums) each page of the state of this transaction is
+        """With `sums` (vbucket.store.lmdb.page_sums) each page of the state of this transaction is
         compared with its checksum once. Raises ValueError if this is no tree.
         """
 

@@ -1,8 +1,8 @@
-/* See packets.h. Who calls it: vbucket/engine/store_load.py and clients/backup.
+/* See packets.h. Who calls it: vbucket/engine/loading/store_load.py and clients/backup.
    vbucket/native/loops.pyi has the interface.
 
    Nothing is believed of the frames: every byte that is read lies within the packet, and every
-   field is checked as `vbucket.engine.bulk.Frames` checks it. A packet with anything but sound
+   field is checked as `engine.loading.bulk.Frames` checks it. A packet with anything but sound
    mutations without XATTRs is left to Python, which takes it, or says what is wrong. */
 
 #include "packets.h"

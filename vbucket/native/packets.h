@@ -1,4 +1,4 @@
-/* Frames that come from elsewhere (vbucket/engine/bulk.py), and those of archives
+/* Frames that come from elsewhere (vbucket/engine/loading/bulk.py), and those of archives
    (clients/backup/strip.py). */
 
 #ifndef DCPD_PACKETS_H

@@ -1,4 +1,4 @@
-/* Documents that only the store knows: see vbucket/engine/deferred_lookups.py. */
+/* Documents that only the store knows: see vbucket/engine/recovery/deferred_lookups.py. */
 
 #ifndef DCPD_PRESUMED_H
 #define DCPD_PRESUMED_H

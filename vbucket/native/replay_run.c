@@ -1,4 +1,4 @@
-/* See replay_run.h. vbucket/native/loops.pyi has the interface. vbucket/engine/replay.py calls it,
+/* See replay_run.h. vbucket/native/loops.pyi has the interface. engine/recovery/replay.py calls it,
    and has its twin in Python.
 
    Invariants

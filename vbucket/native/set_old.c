@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-#define ITEM_OVERHEAD_BYTES 140 /* vbucket/engine/item_cache.py */
+#define ITEM_OVERHEAD_BYTES 140 /* vbucket/engine/documents/item_cache.py */
 
 static int refused(const SetRun *self)
 {

@@ -1,4 +1,4 @@
-/* See set_run.h. vbucket/native/loops.pyi has the interface. dcp/session/document_runs.py calls it;
+/* See set_run.h. vbucket/native/loops.pyi has the interface. dcp/session/kv/runs.py calls it;
    that and vbucket/engine/engine.py have the rules, and its twin in Python.
 
    Invariants

@@ -18,6 +18,12 @@ Invariants
 - every flipped bit is noticed: opening a block checks header and columns, reading a single frame
   its own checksum, a scan that of the body. `find_frame` does not open the block: it checks the
   frame's checksum, seqno, key and CAS.
+
+**Opened blocks.** A snapshot of a stream first reads all of its blocks to find the superseded
+versions, and then sends them in several turns. `OpenedBlocks` keeps the blocks opened first for
+these turns: at most WALKS_MAX walks of at most WALK_BLOCKS_MAX blocks, the oldest dropped first. A
+walk holds all blocks that reach into its range, in order and without gaps. The store clears it when
+it moves to another state.
 """
 
 from __future__ import annotations
@@ -25,11 +31,11 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, compress, groupby, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, compress, groupby, islice, pairwise, takewhile
 from operator import ge, itemgetter, sub
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple
 
 import google_crc32c
 
@@ -73,6 +79,9 @@ _FRAME_HEAD: Final = Struct(">xxHBxHI4xQQ")
 _FRAME_HEAD_BYTES: Final = _FRAME_HEAD.size
 _frame_head: Final = _FRAME_HEAD.unpack_from
 _crc32c = google_crc32c.value
+WALK_BLOCKS_MAX: Final = 32
+WALKS_MAX: Final = 16
+"""As many as the running backlogs of a connection. A block takes some KiB for its columns."""
 
 
 class BlockDamagedError(StoreDamagedError):
@@ -449,3 +458,47 @@ def _packed(typecode: str, values: Iterable[int]) -> bytes:
 
 assert array("I").itemsize == 4, "columns of 4 bytes are arrays of type I"
 assert array("Q").itemsize == 8, "columns of 8 bytes are arrays of type Q"
+
+
+class _OpenedBlock(NamedTuple):
+    start_seqno: int
+    end_seqno: int
+    blocks: list[Block]
+
+
+class OpenedBlocks:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._walks: dict[int, _OpenedBlock] = {}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._walks.clear()
+
+    def keep(
+        self, vb_id: int, start_seqno: int, end_seqno: int, blocks: Iterator[Block]
+    ) -> Iterable[Block]:
+        """Return the blocks that `blocks` yields for [start, end]; keep them unless they are too
+        many.
+        """
+        kept = list(islice(blocks, WALK_BLOCKS_MAX + 1))
+        if len(kept) > WALK_BLOCKS_MAX:
+            return chain(kept, blocks)
+        self._walks.pop(vb_id, None)
+        if len(self._walks) >= WALKS_MAX:
+            del self._walks[next(iter(self._walks))]
+        self._walks[vb_id] = _OpenedBlock(start_seqno, end_seqno, kept)
+        return kept
+
+    def blocks(self, vb_id: int, start_seqno: int, end_seqno: int) -> Iterator[Block] | None:
+        """Return the blocks that reach into [start, end], None if they are not kept."""
+        walk = self._walks.get(vb_id)
+        if walk is None or start_seqno < walk.start_seqno or end_seqno > walk.end_seqno:
+            return None
+        at = bisect_left(walk.blocks, start_seqno, key=_last_seqno)
+        return takewhile(lambda block: block.first_seqno <= end_seqno, walk.blocks[at:])
+
+
+def _last_seqno(block: Block) -> int:
+    return block.last_seqno

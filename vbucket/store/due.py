@@ -3,7 +3,7 @@
     expiry table   due u32, vb u16, key -> CRC-32C of these
 
 Who calls it: the engine adds documents with an expiry to `DueDocuments`; the merge writes the
-table; the pager (`vbucket.engine.expiry`) takes from both.
+table; the pager (`vbucket.engine.documents.expiry`) takes from both.
 
 Invariants
 - every unmerged version with an expiry is in a layer here, or was handed to the pager; a document
@@ -13,6 +13,10 @@ Invariants
 
 A layer has one list of entries per due second. A document without an expiry costs nothing. One with
 an expiry costs 8 bytes and its share of a list.
+
+**The table** has exactly one row for each document with an expiry. The merge and compaction collect
+the rows of all partitions (`ExpiryRows`) for every by_key record that they replace or remove, and
+write them sorted at the end, because the table is ordered by time.
 """
 
 from __future__ import annotations
@@ -23,7 +27,10 @@ from typing import Final, NamedTuple
 
 import google_crc32c
 
-from vbucket.store.environment import StoreDamagedError
+from dcp.wire.opcode import Opcode
+from vbucket.store.environment import KvWrite, StoreDamagedError
+from vbucket.store.key_record import StoredMeta
+from vbucket.store.records import EXPIRY_TABLE
 
 EXPIRY_AT: Final = 56
 """Position of the expiry in a mutation's entry: Unix seconds, 0 for never."""
@@ -32,6 +39,7 @@ NO_EXPIRY: Final = bytes(4)
 _HEAD: Final = Struct(">IH")
 _LATEST: Final = 2**32 - 1
 _crc32c = google_crc32c.value
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
 
 
 class Due(NamedTuple):
@@ -142,3 +150,44 @@ class DueDocuments:
         """Free a slice of the merged entries; freeing all at once would take too long."""
         keep = len(self._dropping) * (slices_left - 1) // slices_left
         del self._dropping[keep:]
+
+
+class ExpiryRows:
+    """The rows that one transaction adds and removes."""
+
+    def __init__(self) -> None:
+        self._old: set[bytes] = set()
+        self._new: dict[bytes, bytes] = {}
+
+    def replace(self, vb_key: bytes, old: StoredMeta | None, expiry: int) -> None:
+        """Note that the by_key record of `vb_key` changes from `old` to a document with `expiry`;
+        0: without an expiry, or no document.
+        """
+        self.change(vb_key, expiry_of(old), expiry)
+
+    def change(self, vb_key: bytes, old_expiry: int, expiry: int) -> None:
+        """Note that the expiry of `vb_key` changes; 0: without an expiry, or no document."""
+        if old_expiry == expiry:
+            return
+        if old_expiry:
+            self._old.add(due_item(old_expiry, vb_key)[0])
+        if expiry:
+            row, value = due_item(expiry, vb_key)
+            self._new[row] = value
+
+    def write(self, write: KvWrite) -> None:
+        """Write the collected rows."""
+        for row in sorted(self._old - self._new.keys()):
+            write.delete(EXPIRY_TABLE, row)
+        write.put_sorted(EXPIRY_TABLE, sorted(self._new.items()))
+        self._old.clear()
+        self._new.clear()
+
+    def __len__(self) -> int:
+        """Return how many rows will be added."""
+        return len(self._new)
+
+
+def expiry_of(meta: StoredMeta | None) -> int:
+    """Return when a document expires, 0 for never or no document."""
+    return meta.expiry if meta is not None and meta.opcode == _MUTATION else 0

@@ -3,7 +3,7 @@
     meta      b"node"             NodeRecord                                   (CBOR)
               b"manifest"         vbucket.model.manifest.Manifest.to_document        (CBOR)
               b"clean-end"        CleanEnd, from a clean stop to the next start (CBOR)
-              b"quarantine"       vbucket.store.quarantine.to_document               (CBOR)
+              b"quarantine"       vbucket.store.records.to_document               (CBOR)
     failover  vb                  [[vb_uuid, seqno, epoch], ...] newest first  (CBOR)
     state     vb                  the rest of PartitionRecord                  (CBOR)
 
@@ -11,21 +11,23 @@ Who calls it: `vbucket.store.store`, which adds keys and versions; the merge and
 records.
 
 Invariant: every record has a CRC-32C over table, key and document, checked on every read.
+
+A record is stored as a CRC-32C of table, key and what follows, and then the record as CBOR.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any, Final, NamedTuple
+
+import cbor2
+import google_crc32c
 
 from vbucket.log.device import UnknownFormatError
 from vbucket.log.end_mark import LogEnd
 from vbucket.model.manifest import INITIAL_MANIFEST, Manifest
-from vbucket.store import quarantine
-from vbucket.store.document import check_document, pack_document, read_document
-from vbucket.store.environment import KvReader, KvWrite, StoreFailedError
+from vbucket.store.environment import Buffer, KvReader, KvWrite, StoreFailedError, place_of
 from vbucket.store.key_record import RecordDamagedError
-from vbucket.store.quarantine import Quarantine, Quarantined
 
 STORE_FORMAT_VERSION: Final = 5
 """Format 4 has no `PartMerged`; a merge makes it 5. Formats 1 to 3 were in no release."""
@@ -45,6 +47,8 @@ _NODE_KEY: Final = b"node"
 _MANIFEST_KEY: Final = b"manifest"
 _CLEAN_END_KEY: Final = b"clean-end"
 _QUARANTINE_KEY: Final = b"quarantine"
+_CRC_BYTES: Final = 4
+_crc32c = google_crc32c.value
 
 
 class Mended(NamedTuple):
@@ -59,6 +63,29 @@ class Mended(NamedTuple):
     def cut(self, seqno: int) -> Mended:
         """Return what holds after a rollback to `seqno`."""
         return self._replace(seqno=min(self.seqno, seqno))
+
+
+class Quarantined(NamedTuple):
+    """A quarantined partition: its stored data is damaged, so merges leave it out.
+
+    The partition's entries stay in memory, and in log segments that are kept for it. Writes to it
+    are refused. Reads and streams of undamaged data go on. A branch at 0 ends the quarantine,
+    because then a merge does not need the damaged data. The merge writes the quarantine in the
+    transaction that leaves a partition out; a start reads it, and replays what the store lacks.
+
+    Invariant: the store has the partition as it was before `first_segment`. The log keeps the
+    segments `first_segment` to `last_segment` with all later changes.
+    """
+
+    first_segment: int
+    last_segment: int
+    max_cas: int
+    """The highest CAS of the entries that are not merged."""
+    why: str
+
+
+Quarantine = Mapping[int, Quarantined]
+"""By partition."""
 
 
 class PartitionRecord(NamedTuple):
@@ -170,7 +197,8 @@ class RecordView:
 
     def quarantine(self) -> dict[int, Quarantined]:
         """Return the quarantined partitions."""
-        return quarantine.from_document(self._document(META_TABLE, _QUARANTINE_KEY))
+        document = self._document(META_TABLE, _QUARANTINE_KEY) or {}
+        return {vb_id: Quarantined(*item) for vb_id, item in document.items()}
 
     def partition(self, vb_id: int) -> PartitionRecord | None:
         """Return a partition's record, None if it was never created."""
@@ -235,7 +263,9 @@ def put_clean_end(write: KvWrite, clean_end: CleanEnd | None) -> None:
 def put_quarantine(write: KvWrite, items: Quarantine) -> None:
     """Write the quarantine."""
     if items:
-        _put_document(write, META_TABLE, _QUARANTINE_KEY, quarantine.to_document(items))
+        _put_document(
+            write, META_TABLE, _QUARANTINE_KEY, {vb_id: list(item) for vb_id, item in items.items()}
+        )
     else:
         write.delete(META_TABLE, _QUARANTINE_KEY)
 
@@ -262,3 +292,42 @@ def put_failover(write: KvWrite, vb_id: int, log: list[list[int]]) -> None:
 
 def _put_document(write: KvWrite, table: str, key: bytes, document: Any) -> None:
     write.put(table, key, pack_document(table, key, document))
+
+
+def pack_document(table: str, key: bytes, document: Any) -> bytes:
+    """Return the value for a document."""
+    body = cbor2.dumps(document)
+    return _crc(table, key, body) + body
+
+
+def read_document(table: str, key: bytes, value: Buffer) -> Any:
+    """Decode the document in a value. Raises RecordDamagedError."""
+    check_document(table, key, value)
+    return cbor2.loads(bytes(value[_CRC_BYTES:]))
+
+
+def check_document(table: str, key: bytes, value: Buffer) -> None:
+    """Raise RecordDamagedError if a value does not match its checksum."""
+    if bytes(value[:_CRC_BYTES]) != _crc(table, key, bytes(value[_CRC_BYTES:])):
+        raise RecordDamagedError(
+            f"{place_of(table, key)}: the checksum does not match; check the disk and restore a "
+            "backup"
+        )
+
+
+def _crc(table: str, key: bytes, body: bytes) -> bytes:
+    crc: int = _crc32c(table.encode() + key + body)
+    return crc.to_bytes(_CRC_BYTES, "big")
+
+
+def kept_segments(quarantine: Quarantine) -> set[int]:
+    """Return the segments that the log must keep."""
+    kept: set[int] = set()
+    for item in quarantine.values():
+        kept.update(range(item.first_segment, item.last_segment + 1))
+    return kept
+
+
+def is_kept_for(item: Quarantined | None, segment: int) -> bool:
+    """Whether a segment has unmerged entries of a quarantined partition."""
+    return item is not None and item.first_segment <= segment <= item.last_segment

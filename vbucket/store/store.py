@@ -35,6 +35,7 @@ from vbucket.store.block import (
     WITHOUT_XATTRS,
     Block,
     BlockDamagedError,
+    OpenedBlocks,
     block_key,
     find_frame,
 )
@@ -47,8 +48,6 @@ from vbucket.store.key_record import (
     checked_fields,
     checked_meta,
 )
-from vbucket.store.opened_blocks import OpenedBlocks
-from vbucket.store.quarantine import Quarantine
 from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
@@ -57,6 +56,7 @@ from vbucket.store.records import (
     NodeRecord,
     PartitionRecord,
     PartMerged,
+    Quarantine,
     RecordView,
     put_clean_end,
     put_failover,

@@ -52,8 +52,8 @@ from vbucket.model.manifest import (
 )
 from vbucket.native import CompactionLoops, compaction_loops
 from vbucket.store.block import BODY_BYTES_TARGET, Block, block_key, follow_seqno, repack_blocks
+from vbucket.store.due import ExpiryRows
 from vbucket.store.environment import KvEnv, KvWrite, StoreDamagedError, WriteLostError
-from vbucket.store.expiry_index import ExpiryRows
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord, put_partition
 from vbucket.store.store import StoreView, missing_blocks
 

@@ -14,7 +14,7 @@ Invariants
   one. The manifest of collections comes with the first slice;
 - the last slice also moves `merged_segment`; a segment at or below it is skipped. Retries are
   idempotent and return an equivalent report;
-- a partition whose stored data is damaged is left out as a whole (`vbucket.store.quarantine`); all
+- a partition whose stored data is damaged is left out as a whole (`vbucket.store.records`); all
   others are merged. A branch at 0 ends that. The stored quarantine has what the slices so far left
   out;
 - the staged entries of a partition ascend by seqno and lie above what the store keeps.
@@ -35,14 +35,14 @@ from vbucket.log.record import (
     scan_segment,
 )
 from vbucket.store.block import BODY_BYTES_TARGET
+from vbucket.store.due import ExpiryRows
 from vbucket.store.environment import KvEnv, KvWrite
-from vbucket.store.expiry_index import ExpiryRows
-from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import (
     STORE_FORMAT_VERSION,
     NodeRecord,
     PartitionRecord,
     PartMerged,
+    kept_segments,
     put_manifest,
     put_node,
     put_quarantine,

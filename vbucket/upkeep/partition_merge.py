@@ -23,8 +23,8 @@ from vbucket.model.collection_counts import CollectionCounts
 from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_of, prev_seqno_of, seqno_of
 from vbucket.model.manifest import Manifest, collection_of
 from vbucket.store.block import Block, block_key, build_blocks
+from vbucket.store.due import ExpiryRows
 from vbucket.store.environment import KvWrite, StoreDamagedError
-from vbucket.store.expiry_index import ExpiryRows
 from vbucket.store.key_record import (
     BY_KEY_RECORD,
     NO_EXPIRY,

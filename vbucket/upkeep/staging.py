@@ -22,8 +22,7 @@ from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, PREFIX_BYTES, control_do
 from vbucket.model.manifest import Manifest
 from vbucket.native import new_staged
 from vbucket.store.environment import StoreDamagedError
-from vbucket.store.quarantine import Quarantined
-from vbucket.store.records import NodeRecord
+from vbucket.store.records import NodeRecord, Quarantined
 from vbucket.store.store import StoreView
 from vbucket.upkeep.stage import Stage, cas_of
 

@@ -20,8 +20,8 @@ from dcp.server.access.users import Users
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import is_loopback
 from dcp.server.observe.event_log import EventLog
+from dcp.session.access.rights import Role
 from dcp.session.node_facts import Limits
-from dcp.session.rights import Role
 from dcp.session.session import Session
 from dcp.session.text import TextSession
 from dcp.wire.opcode import Opcode

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp.server.access.users import UserError, Users
-from dcp.session.rights import FULL_RIGHTS
+from dcp.session.access.rights import FULL_RIGHTS
 
 FIRST_ADMIN: Final = "admin"
 PASSWORD_BYTES_MAX: Final = 4096

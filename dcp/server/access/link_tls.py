@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 from dcp.server.access.certificates import Stamp, TlsError, reason_of, stamp_of
 from dcp.server.access.users import CLUSTER_USER
 from dcp.server.config.settings import Settings
-from dcp.session.auth import AuthStep
+from dcp.session.access.auth import AuthStep
 from dcp.wire.status import Status
 
 OFF: Final = "off"
@@ -33,7 +33,7 @@ MUTUAL: Final = "mutual"
 EXTERNAL: Final = "EXTERNAL"
 DIAL_BACK: Final = "X-DIAL-BACK"
 """Not a login, but asked for like one: try a link to a node that wants to become a member
-(dcp.server.cluster.link_try)."""
+(dcp.server.cluster.joining.link_try)."""
 WRONG_SECRET: Final = "the secret is not that of this cluster"  # noqa: S105 - a reason
 _NO_PASSWORD: Final = ""
 _EXPIRED: Final = 10

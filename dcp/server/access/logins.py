@@ -33,8 +33,8 @@ from dcp.server.access.users import (
     read_plain,
 )
 from dcp.server.config.sources import is_loopback
-from dcp.session.auth import AuthStep
-from dcp.session.rights import Rights
+from dcp.session.access.auth import AuthStep
+from dcp.session.access.rights import Rights
 from dcp.wire.status import Status
 
 WINDOW_S: Final = 60.0

@@ -3,7 +3,7 @@
 Called by logins (dcp.server.access.logins), by the admin API and at start-up (protected mode).
 
 Invariants
-- a password is never stored and never logged, only SCRAM keys (dcp.session.scram);
+- a password is never stored and never logged, only SCRAM keys (dcp.session.access.scram);
 - an unknown user gets the same exchange as a known one, with keys that no password matches and a
   constant salt. So neither answers nor their timing show who exists;
 - the file (dcp.server.access.users_file) is replaced as a whole. A damaged file, or one of another
@@ -39,9 +39,9 @@ from dcp.server.access.users_file import (
     write_users,
 )
 from dcp.server.observe.event_log import LOGGER_NAME
-from dcp.session.auth import AuthStep
-from dcp.session.rights import EVERYTHING, FULL_RIGHTS, Rights, Role, Scope
-from dcp.session.scram import (
+from dcp.session.access.auth import AuthStep
+from dcp.session.access.rights import EVERYTHING, FULL_RIGHTS, Rights, Role, Scope
+from dcp.session.access.scram import (
     HASH_NAMES,
     MESSAGE_BYTES_MAX,
     MalformedMessageError,

@@ -25,8 +25,8 @@ from typing import Any, Final, NamedTuple
 
 import google_crc32c
 
-from dcp.session.rights import Rights, Role, Scope
-from dcp.session.scram import HASH_NAMES, ScramKeys
+from dcp.session.access.rights import Rights, Role, Scope
+from dcp.session.access.scram import HASH_NAMES, ScramKeys
 
 USERS_FORMAT_VERSION: Final = 3
 _CHECKSUM: Final = "crc32c"

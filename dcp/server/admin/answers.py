@@ -11,9 +11,12 @@ from urllib.parse import parse_qs, quote
 import msgspec
 
 from dcp.server.admin.bodies import CouchbaseProblem, ErrorDetails, Problem
+from dcp.session.access.rights import Role
 from dcp.session.controls import is_decimal
-from dcp.session.rights import Role
 from vbucket.model.ids import NUM_VBUCKETS
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -279,3 +282,13 @@ _HEADERS: Final = {
     HTTPStatus.SERVICE_UNAVAILABLE: {"retry-after": "1"},
 }
 """Headers that HTTP requires in addition to the document."""
+
+
+def denied(request: Request, why: str) -> AdminError:
+    """Return the refusal."""
+    return AdminError(
+        HTTPStatus.FORBIDDEN,
+        f"user {request.state.user!r} may not do this",
+        why=why,
+        try_this="ask an admin: dcpctl user show NAME lists the roles, dcpctl user grant adds one",
+    )

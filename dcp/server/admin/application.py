@@ -14,17 +14,6 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 from dcp.server.access.logins import Peer
-from dcp.server.admin import cluster_routes as clusters
-from dcp.server.admin import console_files, console_routes, document_routes
-from dcp.server.admin import couchbase_routes as field
-from dcp.server.admin import description_routes as description
-from dcp.server.admin import dump_routes as dump
-from dcp.server.admin import fault_routes as faults
-from dcp.server.admin import partition_routes as partitions
-from dcp.server.admin import probe_routes as probes
-from dcp.server.admin import store_routes as storage
-from dcp.server.admin import stream_routes as streams
-from dcp.server.admin import user_routes as users
 from dcp.server.admin.answers import (
     SAFE_HEADERS,
     AdminError,
@@ -35,11 +24,21 @@ from dcp.server.admin.answers import (
     receive_body,
 )
 from dcp.server.admin.node_view import AdminParts
-from dcp.server.admin.openapi import role_of
+from dcp.server.admin.openapi import description_routes, role_of
 from dcp.server.admin.origin import HostRule, Refusal, page_refusal
-from dcp.server.admin.test_mode import guarded
+from dcp.server.admin.routes import cluster_routes as clusters
+from dcp.server.admin.routes import console_files, console_routes, document_routes
+from dcp.server.admin.routes import couchbase_routes as field
+from dcp.server.admin.routes import dump_routes as dump
+from dcp.server.admin.routes import fault_routes as faults
+from dcp.server.admin.routes import partition_routes as partitions
+from dcp.server.admin.routes import probe_routes as probes
+from dcp.server.admin.routes import store_routes as storage
+from dcp.server.admin.routes import stream_routes as streams
+from dcp.server.admin.routes import user_routes as users
+from dcp.server.admin.routes.fault_routes import guarded
 from dcp.server.net.crowd import Crowd, Places, TooManyError
-from dcp.session.rights import Rights, Role
+from dcp.session.access.rights import Rights, Role
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -71,7 +70,7 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
         *console_routes.routes(parts.console, parts.users),
         *document_routes.routes(parts.console.documents),
     ]
-    return [*described, *description.routes(described)]
+    return [*described, *description_routes(described)]
 
 
 def admin_app(parts: AdminParts, crowd: Crowd, rule: HostRule) -> Starlette:

@@ -23,8 +23,8 @@ from dcp.server.operate.reports import (
     VbId,
 )
 from dcp.server.report.console_view import ConsumerList, Head, MapColours, Overview
-from dcp.session.documents import RELATIVE_EXPIRY_MAX_S
-from dcp.session.rights import Role
+from dcp.session.access.rights import Role
+from dcp.session.kv.documents import RELATIVE_EXPIRY_MAX_S
 from dcp.wire.message import EndReason
 from vbucket.engine.partition import VbState
 

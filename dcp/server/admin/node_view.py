@@ -20,7 +20,7 @@ from dcp.server.report.sampler import Sampler
 from dcp.server.storage.health import Health
 
 if TYPE_CHECKING:
-    from dcp.server.cluster.cluster_operations import ClusterOperations
+    from dcp.server.cluster.operators.cluster_operations import ClusterOperations
 
 
 class CollectionsView(Protocol):

@@ -26,8 +26,7 @@ from dcp.server.access.users_file import (
     check_newest,
     parse_file,
 )
-from dcp.server.cluster.cluster_file import read_cluster_file
-from dcp.server.cluster.cluster_refusal import ClusterRefusedError
+from dcp.server.cluster.cluster_file import ClusterRefusedError, read_cluster_file
 from dcp.server.cluster.meta_access import STORE_FOLDER, check_access
 from dcp.server.cluster.node_map import MAP_FILE, read_told_map
 from dcp.server.cluster.receipt_files import (
@@ -48,8 +47,8 @@ from dcp.server.storage.folder import (
 from failover.replication.receipt import DiscardDamagedError, unpack_cut_off
 from vbucket.check.finding import Finding, Kind
 from vbucket.log.segment_files import MARK_NAME, SEGMENT_NAME
-from vbucket.store.lmdb_file import DATA_FILE_NAME
-from vbucket.store.page_sums import SUMS_FILE_NAME
+from vbucket.store.lmdb.lmdb_file import DATA_FILE_NAME
+from vbucket.store.lmdb.page_sums import SUMS_FILE_NAME
 
 _DAMAGE: Final = (
     ClusterRefusedError,

@@ -47,7 +47,7 @@ from vbucket.log.record import LogDamagedError
 from vbucket.log.segment_files import read_mark_slots, read_segment, segments_in
 from vbucket.model.ids import CAS_AHEAD_NS, CAS_DRIFT_NS, NUM_VBUCKETS
 from vbucket.store.environment import StoreDamagedError, StoreFailedError
-from vbucket.store.environment_lmdb import LmdbPageReader
+from vbucket.store.lmdb.environment_lmdb import LmdbPageReader
 from vbucket.store.records import TABLES
 
 PROGRESS_EVERY_S: Final = 1.0

@@ -11,13 +11,13 @@ import hashlib
 import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
+from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from dcp.server.access.users_file import NEWEST_SUFFIX, replace_file
-from dcp.server.cluster.cluster_refusal import ClusterRefusedError
 from dcp.server.storage.folder import CLUSTER_FILE, FolderError
 
 FORMAT: Final = 1
@@ -65,6 +65,20 @@ def proof_of(cluster: str, secret: str) -> str:
     guess it from that.
     """
     return hashlib.sha256(f"{cluster} {secret}".encode()).hexdigest()
+
+
+class ClusterRefusedError(Exception):
+    """A command is refused, and changes nothing. `str(error)` is one line with both parts."""
+
+    def __init__(
+        self, why: str, try_this: str = "", *, status: HTTPStatus = HTTPStatus.CONFLICT
+    ) -> None:
+        """`why` is a clause without a full stop, `try_this` a sentence without one."""
+        super().__init__(f"{why}. {try_this}" if try_this else why)
+        self.why = why
+        self.try_this = try_this
+        self.status = status
+        """The status of the HTTP answer."""
 
 
 class ClusterTokenError(ClusterRefusedError):

@@ -1,7 +1,7 @@
 """Opens the metadata store that a cluster's URL names.
 
     embedded://127.0.0.1:PORT        one node owns the store, in its data folder; the others connect
-    etcd://HOST:PORT,HOST:PORT...    etcd; `failover.metadata.etcd_settings` has all of the URL
+    etcd://HOST:PORT,HOST:PORT...    etcd; `failover.metadata.etcd.settings` has all of the URL
 
 The owner of an embedded store serves it in its own process, and connects to it like the others.
 """
@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
-from dcp.server.cluster.cluster_refusal import ClusterRefusedError
+from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile, ClusterRefusedError
 from dcp.server.net.fixed_port import PORT_MAX, PORT_MIN, TRIES, free_port
 from dcp.server.observe.event_log import EventLog
-from failover.metadata.embedded_client import EmbeddedClient
-from failover.metadata.embedded_server import (
+from failover.metadata.embedded.client import EmbeddedClient
+from failover.metadata.embedded.server import (
     EmbeddedServer,
     EmbeddedStoreError,
     StorePortTakenError,
 )
-from failover.metadata.embedded_wire import check_secret
-from failover.metadata.etcd_settings import ETCD_SCHEME, EtcdSettings, settings_of_url
+from failover.metadata.embedded.wire import check_secret
+from failover.metadata.etcd.settings import ETCD_SCHEME, EtcdSettings, settings_of_url
 from failover.metadata.metastore import MetaStore
 
 EMBEDDED: Final = "embedded"
@@ -183,7 +182,7 @@ def _etcd_client(url: str, log: EventLog) -> StoreClient:
             "Correct the file's name in the URL of the metadata store, or its permissions",
         ) from error
     try:
-        from failover.metadata.etcd_client import EtcdClient
+        from failover.metadata.etcd.client import EtcdClient
     except ImportError as error:
         raise MetaAccessError(
             f"etcd needs a package that is not installed ({error.name})",

@@ -43,9 +43,8 @@ from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
 from failover.coordinator.map_life import NEVER_TOLD, MapLife, MapVersion
 from failover.coordinator.records import MemberRecord
-from failover.coordinator.view import ClusterView
+from failover.coordinator.view import ClusterView, bucket_map
 from failover.metadata.metastore import MetaStore, StoreResult
-from failover.replication.cluster_map import bucket_map
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.partition_map import MapNode
 

@@ -30,13 +30,13 @@ from dcp.core.groups import GroupCycle, Published
 from dcp.server.access.link_tls import LinkTls, LinkTrouble
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
-from dcp.server.cluster.enrolment import Enrolment, EnrolmentError, Happening, Standing, ask
+from dcp.server.cluster.joining.enrolment import Enrolment, EnrolmentError, Happening, Standing, ask
+from dcp.server.cluster.joining.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.member_link import MemberLink, OwnLinks
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.node_map import MapPace, MapShown, RaisedLife, ToldMap, tls_address_of
 from dcp.server.cluster.own_records import OwnClock, OwnRecord
 from dcp.server.cluster.paced_work import paced_work
-from dcp.server.cluster.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.receipt_files import ElectionLog, keep_cut_off, keep_election
 from dcp.server.cluster.seen_file import SeenFile
 from dcp.server.cluster.shared_records import ManifestNotChangedError, SharedManifest, SharedUsers
@@ -48,7 +48,7 @@ from dcp.server.observe.membership_over import MembershipOverError, NodeRemovedE
 from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import CollectionsRefusedError
 from dcp.server.storage.health import Health, OlderStore
-from dcp.session.held_answers import HeldAnswers
+from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect, StoreDriver
@@ -58,10 +58,9 @@ from failover.coordinator.map_life import MapLife
 from failover.coordinator.membership import MembershipState
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.record_writer import WriteOutcome
-from failover.coordinator.records import KeyKind, MemberRecord
+from failover.coordinator.records import KeyKind, MemberRecord, owner_read, owner_trouble
 from failover.coordinator.seen_records import older_records
 from failover.metadata.metastore import Range, RangeResult, TxnResult
-from failover.metadata.prefix_owner import owner_read, owner_trouble
 from failover.replication.effects import (
     BranchEnded,
     Dial,

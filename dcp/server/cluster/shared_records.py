@@ -30,7 +30,7 @@ from typing import Final
 
 from dcp.server.access.users import Users
 from dcp.server.access.users_file import UsersFileError
-from dcp.server.cluster.enrolment import AGAIN_S, ANSWER_S, EnrolmentError, ask
+from dcp.server.cluster.joining.enrolment import AGAIN_S, ANSWER_S, EnrolmentError, ask
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks

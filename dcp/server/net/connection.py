@@ -31,8 +31,8 @@ from dcp.server.observe.slow_operations import (
     command_of,
 )
 from dcp.server.storage.committer import Committer
-from dcp.session.auth import AuthStep
-from dcp.session.held_answers import HeldAnswers
+from dcp.session.access.auth import AuthStep
+from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.replication_port import NEWS_WAIT_NS
 from dcp.session.session import Session
 from dcp.session.text import TextSession, begins_text

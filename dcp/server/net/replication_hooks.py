@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dcp.session.held_answers import HeldAnswers
+from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
 
 

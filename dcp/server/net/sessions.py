@@ -16,11 +16,11 @@ from dcp.server.net.replication_hooks import ReplicationHooks
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
+from dcp.session.answers.long_requests import LongQueue
 from dcp.session.faults import FaultTable
-from dcp.session.long_requests import LongQueue
+from dcp.session.kv.prefix_counts import PrefixCounts
+from dcp.session.kv.range_scans import RangeScans
 from dcp.session.node_facts import NodeFacts
-from dcp.session.prefix_counts import PrefixCounts
-from dcp.session.range_scans import RangeScans
 from dcp.session.state import SessionState
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine

@@ -30,8 +30,8 @@ from msgspec import Meta
 from dcp.server.operate.reports import Cas, Count, Encoding, Seqno, UnixTime, VbId
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.waiters import CommitWaiters
+from dcp.session.access.rights import Rights
 from dcp.session.faults import FaultTable
-from dcp.session.rights import Rights
 from dcp.session.session import Session
 from dcp.session.state import SessionState
 from dcp.wire.feature import Feature

@@ -44,10 +44,9 @@ from dcp.wire.status import Status
 from failover.rules.explain import explain
 from failover.rules.rollback import Question
 from vbucket.engine import lifecycle
-from vbucket.engine.branch import Branch, FloorError
 from vbucket.engine.engine import Engine
 from vbucket.engine.mending import Mending
-from vbucket.engine.partition import VbState
+from vbucket.engine.partition import Branch, FloorError, VbState
 
 MERGE_WAIT_S: Final = 1.0
 """How long to wait for a merge before the memtable is checked again."""

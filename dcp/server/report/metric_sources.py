@@ -13,8 +13,8 @@ from dcp.server.storage.health import Health
 from dcp.server.storage.merging import Merging
 from dcp.session.faults import FaultTable
 from dcp.stream.hub import StreamHub
+from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import Engine
-from vbucket.engine.expiry import Pager
 from vbucket.engine.read_view import Views
 
 

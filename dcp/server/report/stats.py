@@ -20,7 +20,7 @@ from dcp.server.operate.reports import StatusReport
 from dcp.server.storage.health import Health
 from dcp.server.storage.merging import Merging
 from dcp.session.controls import is_decimal
-from dcp.session.prefix_counts import DELIMITER, PrefixCounts
+from dcp.session.kv.prefix_counts import DELIMITER, PrefixCounts
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer

@@ -30,8 +30,8 @@ from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.health import Health
 from dcp.server.storage.merging import MergeTroubleError, Merging
-from dcp.server.storage.store_process import StoreProcess
-from dcp.server.storage.store_queue import FAILURES, Ask, StoreQueue
+from dcp.server.storage.process.store_process import StoreProcess
+from dcp.server.storage.process.store_queue import FAILURES, Ask, StoreQueue
 from dcp.server.storage.waiters import CommitWaiters
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.hub import StreamHub

@@ -13,8 +13,8 @@ from typing import Final
 
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.storage.waiters import CommitWaiters
+from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import Engine
-from vbucket.engine.expiry import Pager
 
 REST_S: Final = 0.002
 """Least time for others between two slices: about as long as a slice takes."""

@@ -7,7 +7,7 @@
       map.json      of the same (dcp.server.cluster.node_map)
       seen.json     of the same (dcp.server.cluster.seen_file)
       log/          segments (vbucket.log.device_files)
-      store/        LMDB (vbucket.store.environment_lmdb)
+      store/        LMDB (vbucket.store.lmdb.environment_lmdb)
 
 Who calls it: the server, before anything else touches the folder; `dcpctl` for error texts. The
 marker is written before the lock, so a crash at any point leaves a folder that we recognise.

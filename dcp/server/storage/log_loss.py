@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp.server.storage.folder import log_path
-from vbucket.engine.startup import LogLoss
+from vbucket.engine.recovery.startup import LogLoss
 from vbucket.log.disk_folder import sync_folder
 from vbucket.log.segment_files import MARK_NAME, segment_name
 

@@ -4,8 +4,8 @@
     frozen layer, in slices -> the segments are deleted, except those that a quarantine keeps
 
 The node calls `merge` once per rotation of the log. A merge is retried until it succeeds
-(dcp.server.storage.store_queue). Meanwhile the log has everything, reads and streams continue, and
-`trouble` says why the merge waits.
+(dcp.server.storage.process.store_queue). Meanwhile the log has everything, reads and streams
+continue, and `trouble` says why the merge waits.
 
 While nobody waits for it, a merge rests in between (`dcp.core.store_schedule`). It hurries from the
 moment when the next memtable is half full, a caller of `merge_now` waits, or urgent work waits for
@@ -26,8 +26,8 @@ from typing import Final
 from dcp.core.store_schedule import MergeCycle, MergeDuty, Pacing, Work, left_of_merge_s
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
-from dcp.server.storage.store_process import StoreProcess
-from dcp.server.storage.store_queue import StoreQueue
+from dcp.server.storage.process.store_process import StoreProcess
+from dcp.server.storage.process.store_queue import StoreQueue
 from vbucket.engine.engine import Engine
 from vbucket.log.device import LogDevice
 from vbucket.upkeep.merge import MergeReport

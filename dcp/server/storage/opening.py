@@ -21,13 +21,13 @@ from dcp.server.observe.event_log import EventLog
 from dcp.server.storage.folder import open_folder
 from dcp.server.storage.log_loss import keep_copies, lost_words, write_receipt
 from dcp.server.storage.memory_share import item_cache_size
-from vbucket.engine.startup import recover_node
+from vbucket.engine.recovery.startup import recover_node
 from vbucket.log.device import LogFullError
 from vbucket.log.device_files import FileLogDevice
 from vbucket.log.disk_folder import sync_folder
 from vbucket.model.ids import NUM_VBUCKETS, vb_uuid_from_random
 from vbucket.store.environment import StoreFailedError, StoreFullError
-from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.lmdb.environment_lmdb import LmdbEnv
 from vbucket.store.records import TABLES, CleanEnd, NodeRecord
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Storage:
 
         `accepts_log_loss`: if the log is damaged, copies of its segments are kept, everything after
         the damage is given up, and `loss` says what that was. Raises FolderError, and what
-        vbucket.engine.startup.recover_node raises.
+        vbucket.engine.recovery.startup.recover_node raises.
         """
         self.cache_size = item_cache_size(settings.item_cache_bytes)
         with contextlib.ExitStack() as opened:

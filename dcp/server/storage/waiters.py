@@ -1,7 +1,7 @@
 """Lets tasks wait for a commit: the admin interface, the pager and compaction use it.
 
 Connections do not wait here. They release their answers together, many with one group
-(dcp.session.held_answers).
+(dcp.session.answers.held_answers).
 
 Invariants
 - a cancelled waiter does not block others, and nothing is kept of it;

@@ -14,8 +14,8 @@ from functools import lru_cache
 from struct import Struct
 from typing import Final
 
-from dcp.session.document_runs import SET_RESPONSE
-from dcp.session.documents import DATATYPE_JSON
+from dcp.session.kv.documents import DATATYPE_JSON
+from dcp.session.kv.runs import SET_RESPONSE
 from dcp.session.state import ANSWER_BYTES_MAX, SessionState
 from dcp.session.subdoc.json_path import Key, SubdocError, parse_path
 from dcp.session.subdoc.json_scan import STEP_BYTES

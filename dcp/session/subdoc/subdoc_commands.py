@@ -12,7 +12,7 @@ A deletion can have XATTRs. Document flags let requests read and change it, crea
 document of it again; the status SUCCESS_DELETED tells that it is one.
 
 Rules: kv_engine's. Look-ups need the role read, changes read and write; system XATTRs more
-(dcp.session.rights). XATTRs need the feature XATTR (HELLO 0x06).
+(dcp.session.access.rights). XATTRs need the feature XATTR (HELLO 0x06).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from __future__ import annotations
 from struct import Struct
 from typing import Final, NamedTuple
 
-from dcp.session.document_runs import DocumentRuns
-from dcp.session.documents import DocumentCommands, Handler
-from dcp.session.long_requests import Steps
-from dcp.session.long_steps import begin_steps
+from dcp.session.answers.long_requests import Steps
+from dcp.session.answers.long_steps import begin_steps
+from dcp.session.kv.documents import DocumentCommands, Handler
+from dcp.session.kv.runs import DocumentRuns
 from dcp.session.state import SessionState
 from dcp.session.subdoc.document_change import DocumentChange, parts_of, run_through
 from dcp.session.subdoc.draft import Context, Draft, Results

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from failover.coordinator.records import (
-    PlanKind,
-)
-from failover.coordinator.request_answers import (
+from failover.coordinator.plans.request_answers import (
     Answer,
     Prepared,
 )
-from failover.coordinator.requests import (
+from failover.coordinator.plans.requests import (
     cancel,
     drain,
     failover,
@@ -20,6 +17,9 @@ from failover.coordinator.requests import (
     remove,
     set_cluster,
     undrain,
+)
+from failover.coordinator.records import (
+    PlanKind,
 )
 from support.planned_cluster import PARTITIONS, Cluster, even
 

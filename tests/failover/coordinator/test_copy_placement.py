@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from failover.coordinator import placement
-from failover.coordinator.placement import (
+from failover.coordinator.plans import placement
+from failover.coordinator.plans.placement import (
     FlowNetwork,
     PlacementError,
     copies_per_rack,

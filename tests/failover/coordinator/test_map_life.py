@@ -7,6 +7,8 @@ import copy
 import pytest
 
 from failover.coordinator.map_life import FIRST_LIFE, NEVER_TOLD, MapLife, MapVersion, life_from
+from failover.coordinator.plans.request_answers import Prepared, Stamp
+from failover.coordinator.plans.requests import remove
 from failover.coordinator.records import (
     ClusterRecord,
     KeyKind,
@@ -16,8 +18,6 @@ from failover.coordinator.records import (
     encode_partition,
     encode_record,
 )
-from failover.coordinator.request_answers import Prepared, Stamp
-from failover.coordinator.requests import remove
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import Delete, Operation, Put, Range, RangeResult, Txn, TxnResult
 from failover.metadata.revision_store import RevisionStore

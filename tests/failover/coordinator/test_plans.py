@@ -9,15 +9,34 @@ from typing import Any
 import msgspec
 import pytest
 
-from failover.coordinator import partition_choices, plan_steps
+from failover.coordinator import partition_choices
 from failover.coordinator.partition_choices import (
     FEW_STEPS_NS,
     STEP_NS,
     CoordinatorSettings,
     PartitionChoices,
 )
-from failover.coordinator.plan import plan_record
-from failover.coordinator.plan_steps import plan_changes, progress_of
+from failover.coordinator.plans import plan_steps
+from failover.coordinator.plans.plan import plan_record
+from failover.coordinator.plans.plan_steps import plan_changes, progress_of
+from failover.coordinator.plans.request_answers import (
+    Answer,
+    Prepared,
+    RequestRefused,
+    member_counts,
+    was_written,
+    why_not_written,
+)
+from failover.coordinator.plans.requests import (
+    cancel,
+    drain,
+    failover,
+    move,
+    rebalance,
+    remove,
+    set_cluster,
+    undrain,
+)
 from failover.coordinator.record_writer import RecordChange
 from failover.coordinator.records import (
     AliveRecord,
@@ -28,24 +47,6 @@ from failover.coordinator.records import (
     StoredPartition,
     encode_partition,
     encode_record,
-)
-from failover.coordinator.request_answers import (
-    Answer,
-    Prepared,
-    RequestRefused,
-    member_counts,
-    was_written,
-    why_not_written,
-)
-from failover.coordinator.requests import (
-    cancel,
-    drain,
-    failover,
-    move,
-    rebalance,
-    remove,
-    set_cluster,
-    undrain,
 )
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import KeyValue, Put, TxnResult

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from failover.metadata.embedded_core import EmbeddedCore, ReplayError, replayed
+from failover.metadata.embedded.core import EmbeddedCore, ReplayError, replayed
 from failover.metadata.metastore import (
     Compact,
     Compare,
@@ -93,7 +93,7 @@ def test_a_snapshot_drops_history_that_is_too_long(monkeypatch):
     core = EmbeddedCore(RevisionStore(), 0, lambda: 1)
     for number in range(10):
         core.carry_out(0, Txn(then=(Put(b"k", b"%d" % number),)))
-    monkeypatch.setattr("failover.metadata.embedded_core.HISTORY_BYTES_MAX", 6)
+    monkeypatch.setattr("failover.metadata.embedded.core.HISTORY_BYTES_MAX", 6)
     store = replayed(core.snapshot(), [])
     assert [batch.revision for batch in store.batches(b"", 9)] == [9, 10, 11]
     assert store.compact_revision == 9

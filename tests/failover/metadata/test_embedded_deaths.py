@@ -12,8 +12,9 @@ from random import Random
 import pytest
 from metastore_harness import Watched, run_on
 
-from failover.metadata.embedded_client import EmbeddedClient
-from failover.metadata.embedded_server import EmbeddedServer, EmbeddedStoreError
+from failover.metadata.embedded.client import EmbeddedClient
+from failover.metadata.embedded.server import EmbeddedServer, EmbeddedStoreError
+from failover.metadata.embedded.store_file import StoreFileBrokenError
 from failover.metadata.metastore import (
     LeaseGrant,
     LeaseKeepAlive,
@@ -26,7 +27,6 @@ from failover.metadata.metastore import (
     Txn,
     TxnResult,
 )
-from failover.metadata.store_file import StoreFileBrokenError
 from support.disks import fill, small_disk
 from support.embedded_store import SECRET, EmbeddedHarness, LoopHarness
 from support.etcd_members import free_ports
@@ -198,8 +198,8 @@ def test_after_failed_sync_nothing_is_answered_and_owner_is_told(tmp_path, monke
 
 
 def test_a_long_file_is_rewritten_while_it_is_used(tmp_path, monkeypatch):
-    monkeypatch.setattr("failover.metadata.embedded_server.LOG_BYTES_MIN", 2000)
-    monkeypatch.setattr("failover.metadata.embedded_core.HISTORY_BYTES_MAX", 500)
+    monkeypatch.setattr("failover.metadata.embedded.server.LOG_BYTES_MIN", 2000)
+    monkeypatch.setattr("failover.metadata.embedded.core.HISTORY_BYTES_MAX", 500)
     harness = EmbeddedHarness(tmp_path / "metastore")
     client = harness.client()
     writers = [CountingWriter(client, b"%d" % number) for number in range(3)]

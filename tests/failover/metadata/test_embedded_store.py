@@ -10,13 +10,13 @@ import pytest
 from metastore_harness import Watched, run_on
 from metastore_suite import MetaStoreSuite
 
-from failover.metadata.embedded_client import WATCHES_MAX
-from failover.metadata.embedded_server import (
+from failover.metadata.embedded.client import WATCHES_MAX
+from failover.metadata.embedded.server import (
     STRANGERS_MAX,
     EmbeddedServer,
     EmbeddedStoreError,
 )
-from failover.metadata.embedded_wire import (
+from failover.metadata.embedded.wire import (
     LENGTH,
     LOGIN_FRAME_BYTES_MAX,
     StoreRefusal,
@@ -269,8 +269,8 @@ def test_an_answer_after_the_deadline_is_ignored(embedded):
 
 
 def test_store_that_sends_nothing_is_given_up_and_connected_anew(embedded, monkeypatch):
-    monkeypatch.setattr("failover.metadata.embedded_client.SILENCE_S", 0.2)
-    monkeypatch.setattr("failover.metadata.embedded_connection.BEAT_S", 0.05)
+    monkeypatch.setattr("failover.metadata.embedded.client.SILENCE_S", 0.2)
+    monkeypatch.setattr("failover.metadata.embedded.connection.BEAT_S", 0.05)
     proxy, port = embedded.proxy(embedded.port)
     client = embedded.client(port)
     watched = Watched(client, b"", 1)
@@ -374,7 +374,7 @@ def test_strangers_do_not_keep_others_out(embedded):
 
 
 def test_a_login_that_does_not_come_ends(embedded, monkeypatch):
-    monkeypatch.setattr("failover.metadata.embedded_connection.LOGIN_S", 0.05)
+    monkeypatch.setattr("failover.metadata.embedded.connection.LOGIN_S", 0.05)
     with connected(embedded) as stranger:
         assert b"challenge" in read_until_closed(embedded, stranger)
     embedded.wait(lambda: not embedded.server._connections)
@@ -415,7 +415,7 @@ def test_a_number_above_64_bits_is_refused(embedded):
 
 
 def test_too_many_watches_are_refused(embedded, monkeypatch):
-    monkeypatch.setattr("failover.metadata.embedded_client.LOST_S", 0.1)
+    monkeypatch.setattr("failover.metadata.embedded.client.LOST_S", 0.1)
     client = embedded.client()
     watches = [Watched(client, b"", 1) for _ in range(WATCHES_MAX + 1)]
     put(embedded, client)
@@ -425,9 +425,9 @@ def test_too_many_watches_are_refused(embedded, monkeypatch):
 
 
 def test_a_store_above_its_quota_takes_no_keys_but_deletes_them(embedded, monkeypatch):
-    monkeypatch.setattr("failover.metadata.embedded_server.STORE_BYTES_MAX", 1000)
-    monkeypatch.setattr("failover.metadata.embedded_server.LOG_BYTES_MIN", 4000)
-    monkeypatch.setattr("failover.metadata.embedded_core.HISTORY_BYTES_MAX", 0)
+    monkeypatch.setattr("failover.metadata.embedded.server.STORE_BYTES_MAX", 1000)
+    monkeypatch.setattr("failover.metadata.embedded.server.LOG_BYTES_MIN", 4000)
+    monkeypatch.setattr("failover.metadata.embedded.core.HISTORY_BYTES_MAX", 0)
     client = embedded.client()
     put(embedded, client, b"k", bytes(5000))
     embedded.wait(lambda: embedded.server._file.generation == 2)

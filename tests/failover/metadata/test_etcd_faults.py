@@ -11,7 +11,14 @@ from metastore_harness import Watched, run_on
 
 from failover.coordinator.effects import Answered, Submit, Tick
 from failover.coordinator.record_writer import OutcomeKind, RecordChange, RecordWriter, WriteOutcome
-from failover.coordinator.records import ClusterKeys, KeyKind, StoredPartition, encode_partition
+from failover.coordinator.records import (
+    ClusterKeys,
+    KeyKind,
+    StoredPartition,
+    encode_partition,
+    owner_read,
+    owner_trouble,
+)
 from failover.coordinator.view import ClusterView
 from failover.metadata.etcd_stubs import etcd_api_pb2 as pb
 from failover.metadata.metastore import (
@@ -30,7 +37,6 @@ from failover.metadata.metastore import (
     Txn,
     TxnResult,
 )
-from failover.metadata.prefix_owner import owner_read, owner_trouble
 from failover.rules.replication_record import create, elect
 from support.etcd_harness import (
     PUT,
@@ -149,8 +155,8 @@ def test_leases_and_watches_go_on_over_a_restart(tmp_path):
 
 
 def test_a_watch_without_a_sign_of_life_goes_on_elsewhere(harness, monkeypatch):
-    monkeypatch.setattr("failover.metadata.etcd_client.ETCD_SILENCE_S", 0.4)
-    monkeypatch.setattr("failover.metadata.etcd_client.PROGRESS_S", 0.1)
+    monkeypatch.setattr("failover.metadata.etcd.client.ETCD_SILENCE_S", 0.4)
+    monkeypatch.setattr("failover.metadata.etcd.client.PROGRESS_S", 0.1)
     proxy, port = harness.proxy(harness.etcd.ports[0])
     prefix = harness.new_prefix()
     client = harness.client((f"127.0.0.1:{port}", harness.etcd.endpoints[0]))

@@ -7,7 +7,7 @@ import time
 import grpc
 import pytest
 
-from failover.metadata.etcd_lease_thread import ALONE_LEASES
+from failover.metadata.etcd.lease_thread import ALONE_LEASES
 from failover.metadata.etcd_stubs import etcd_api_pb2 as pb
 from failover.metadata.metastore import (
     LeaseGrant,

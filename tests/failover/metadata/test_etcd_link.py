@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from grpc import aio
 
-from failover.metadata import etcd_link
-from failover.metadata.etcd_settings import EtcdSettings
+from failover.metadata.etcd import link as etcd_link
+from failover.metadata.etcd.settings import EtcdSettings
 
 PING_MS_MIN = 5_000
 """etcd closes connections that ping more often (its --grpc-keepalive-min-time)."""

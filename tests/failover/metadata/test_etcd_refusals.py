@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from metastore_harness import Watched, run_on
 
-from failover.metadata.etcd_client import EtcdClient
-from failover.metadata.etcd_settings import EtcdSettings
+from failover.metadata.etcd.client import EtcdClient
+from failover.metadata.etcd.settings import EtcdSettings
 from failover.metadata.metastore import (
     LeaseGrant,
     LeaseKeepAlive,
@@ -217,8 +217,8 @@ def test_an_old_version_is_told_once(harness):
 
 def test_a_node_alone_does_not_import_grpc():
     code = (
-        "import sys, dcp.server.main, dcp.server.node, failover.metadata.embedded_client,"
-        " failover.metadata.embedded_server;"
+        "import sys, dcp.server.main, dcp.server.node, failover.metadata.embedded.client,"
+        " failover.metadata.embedded.server;"
         " sys.exit('grpc' in sys.modules or 'google.protobuf' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from failover.metadata.etcd_settings import EtcdSettings, settings_of_url
-from failover.metadata.etcd_trouble import trouble_of, version_trouble, version_warning
+from failover.metadata.etcd.settings import EtcdSettings, settings_of_url
+from failover.metadata.etcd.trouble import trouble_of, version_trouble, version_warning
 
 FILES = {"ca.pem": b"CA", "c.pem": b"CERT", "k.pem": b"KEY", "pw": b"from a file\n"}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from failover.metadata.store_file import (
+from failover.metadata.embedded.store_file import (
     STORE_ID_BYTES,
     StoreFileBrokenError,
     StoreFileError,
@@ -162,7 +162,7 @@ def test_damage_behind_mark_that_whole_record_follows_is_refused(disk):
 
 
 def test_a_newer_format_is_refused_with_what_to_do(disk, monkeypatch):
-    monkeypatch.setattr("failover.metadata.store_file.FORMAT_VERSION", 2)
+    monkeypatch.setattr("failover.metadata.embedded.store_file.FORMAT_VERSION", 2)
     written(disk).close()
     monkeypatch.undo()
     with pytest.raises(StoreFileError, match="Start it with the version that wrote it"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcp.session.held_answers import HeldAnswers
+from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.session import Session
 from dcp.wire.feature import Feature
 from dcp.wire.frame import FrameDecoder, pack_request

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from failover.coordinator.records import ClusterKeys, KeyKind, StoredPartition, encode_partition
-from failover.coordinator.view import ClusterView
+from failover.coordinator.view import ClusterView, bucket_map
 from failover.metadata.metastore import KeyValue
-from failover.replication.cluster_map import bucket_map
 from failover.rules.replication_record import ReplicationRecord, create
 from vbucket.model.partition_map import NO_NODE, MapNode, PartitionMap
 

@@ -12,7 +12,7 @@ from dcp.server.access.access import Access
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
-from dcp.session.rights import EVERYTHING, FULL_RIGHTS, NEEDS, Rights, Role
+from dcp.session.access.rights import EVERYTHING, FULL_RIGHTS, NEEDS, Rights, Role
 from dcp.session.session import Session
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_request

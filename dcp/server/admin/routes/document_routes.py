@@ -1,0 +1,225 @@
+"""Documents for people (dcp.server.operate.document_desk). Programs use the key-value port.
+
+    GET    /api/v1/documents            ?key= &collection= &key_encoding= &older_than= &versions=
+                                        the versions of a key that are kept, newest first
+    GET    /api/v1/documents/keys       ?prefix= &collection= &limit= &position=
+    PUT    /api/v1/documents            see `PutDocument`
+    DELETE /api/v1/documents            see `DeleteDocument`
+
+A collection is "scope.name"; without one it is the default. A key that is no text is given as
+base64, with key_encoding=base64.
+"""
+
+from __future__ import annotations
+
+import binascii
+from base64 import b64decode
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from dcp.server.admin.answers import (
+    AdminError,
+    QueryField,
+    RouteSpec,
+    denied,
+    invalid,
+    json_answer,
+    number_in,
+    read_body,
+)
+from dcp.server.admin.bodies import DeleteDocument, PutDocument
+from dcp.server.operate.document_desk import (
+    KEYS_AT_ONCE,
+    VERSIONS_AT_ONCE,
+    Changed,
+    DocumentRefusedError,
+    Documents,
+    History,
+    KeyList,
+)
+from dcp.server.operate.reports import ENCODINGS
+from dcp.session.access.rights import Role
+from dcp.wire.status import ERROR_TABLE, Status
+from vbucket.engine.read_view import ViewRefusedError
+from vbucket.model.ids import SEQNO_MAX
+from vbucket.store.environment import StoreDamagedError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+CAS_MAX: Final = 2**64 - 1
+_COLLECTION: Final = QueryField(
+    "collection", "scope.collection; without it the default collection."
+)
+_ENCODING: Final = QueryField("key_encoding", "base64 for bytes that are no text; else utf-8.")
+
+
+def routes(documents: Documents) -> list[RouteSpec]:
+    """Return the routes."""
+    api = _Documents(documents)
+    path = "/api/v1/documents"
+    return [
+        RouteSpec(
+            "GET", path, api.history, role=Role.READ, answer=History,
+            summary="Show the versions of a key that are kept, newest first.",
+            query=(
+                QueryField("key", "The key.", is_required=True), _COLLECTION, _ENCODING,
+                QueryField("older_than", "Only versions below this seqno; 0: all.", "integer"),
+                QueryField("versions", f"At most so many, up to {VERSIONS_AT_ONCE}.", "integer"),
+            ),
+        ),
+        RouteSpec(
+            "GET", f"{path}/keys", api.keys, role=Role.READ, answer=KeyList,
+            summary="List the keys with a prefix, by partition.",
+            query=(
+                QueryField("prefix", "How the keys begin; without it all keys."),
+                _COLLECTION, _ENCODING,
+                QueryField("limit", f"At most so many, up to {KEYS_AT_ONCE}.", "integer"),
+                QueryField("position", "`next` of the answer before."),
+            ),
+        ),
+        RouteSpec(
+            "PUT", path, api.put, role=Role.WRITE, body=PutDocument, answer=Changed,
+            summary="Store a document.",
+        ),
+        RouteSpec(
+            "DELETE", path, api.remove, role=Role.WRITE, body=DeleteDocument, answer=Changed,
+            summary="Delete a document.",
+        ),
+    ]  # fmt: skip
+
+
+class _Documents:
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+
+    async def history(self, request: Request) -> Response:
+        """Answer the versions of a key."""
+        query = request.query_params
+        key = _decoded(query.get("key", ""), query.get("key_encoding"), "key")
+        try:
+            found = await self._documents.history(
+                key,
+                query.get("collection", ""),
+                request.state.rights,
+                older_than=_number(query.get("older_than", "0"), SEQNO_MAX, "older_than"),
+                versions_max=_limit(query.get("versions"), VERSIONS_AT_ONCE, "versions"),
+            )
+        except (DocumentRefusedError, StoreDamagedError) as error:
+            _refuse(request, "the document cannot be shown", error)
+        return json_answer(found)
+
+    async def keys(self, request: Request) -> Response:
+        """Answer the keys with a prefix."""
+        query = request.query_params
+        try:
+            found = await self._documents.keys(
+                _decoded(query.get("prefix", ""), query.get("key_encoding"), "prefix"),
+                query.get("collection", ""),
+                request.state.rights,
+                position=query.get("position", ""),
+                limit=_limit(query.get("limit"), KEYS_AT_ONCE, "limit"),
+            )
+        except (DocumentRefusedError, ViewRefusedError) as error:
+            _refuse(request, "the keys cannot be listed", error)
+        return json_answer(found)
+
+    async def put(self, request: Request) -> Response:
+        """Store a document."""
+        body = await read_body(request, PutDocument)
+        try:
+            changed = await self._documents.put(
+                request.state.user,
+                request.state.rights,
+                _decoded(body.key, body.key_encoding, "key"),
+                body.collection or "",
+                _decoded(body.value, body.value_encoding, "value"),
+                cas=_number(body.cas or "0", CAS_MAX, "cas"),
+                flags=body.flags or 0,
+                expiry=body.expiry or 0,
+                only_new=bool(body.only_new),
+            )
+        except DocumentRefusedError as error:
+            _refuse(request, "the document was not stored", error)
+        return json_answer(changed)
+
+    async def remove(self, request: Request) -> Response:
+        """Delete a document."""
+        body = await read_body(request, DeleteDocument)
+        try:
+            changed = await self._documents.remove(
+                request.state.user,
+                request.state.rights,
+                _decoded(body.key, body.key_encoding, "key"),
+                body.collection or "",
+                cas=_number(body.cas or "0", CAS_MAX, "cas"),
+            )
+        except DocumentRefusedError as error:
+            _refuse(request, "the document was not deleted", error)
+        return json_answer(changed)
+
+
+_ANSWERS: Final = {
+    Status.KEY_ENOENT: (HTTPStatus.NOT_FOUND, "there is no such document", "look it up again"),
+    Status.KEY_EEXISTS: (
+        HTTPStatus.CONFLICT,
+        "the document has changed, or exists already",
+        "look it up again, then repeat the change if it is still right",
+    ),
+    Status.LOCKED: (HTTPStatus.CONFLICT, "a client has locked it", "a lock lasts 30 s at most"),
+    Status.UNKNOWN_COLLECTION: (HTTPStatus.NOT_FOUND, "", "dcpctl collection list"),
+    Status.E2BIG: (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "", "see the setting value_bytes_max"),
+    Status.EBUSY: (HTTPStatus.SERVICE_UNAVAILABLE, "", "try again in a moment"),
+    Status.ETMPFAIL: (HTTPStatus.SERVICE_UNAVAILABLE, "", "try again in a moment"),
+    Status.NOT_MY_VBUCKET: (
+        HTTPStatus.CONFLICT, "the partition is not active on this node", "dcpctl vb state VB",
+    ),
+}  # fmt: skip
+"""Status -> the status of HTTP, why ("": the error says it), and what to try."""
+
+
+def _refuse(request: Request, what: str, error: Exception) -> NoReturn:
+    """Raise the refusal of a request."""
+    if isinstance(error, DocumentRefusedError):
+        if error.status == Status.EACCESS:
+            raise denied(request, str(error)) from error
+        http_status, why, try_this = _ANSWERS.get(
+            Status(error.status), (HTTPStatus.BAD_REQUEST, "", "send what is asked for")
+        )
+        why = why or str(error) or ERROR_TABLE[Status(error.status)][1]
+        raise AdminError(http_status, what, why=why, try_this=try_this) from error
+    if isinstance(error, ViewRefusedError):
+        raise AdminError(
+            HTTPStatus.SERVICE_UNAVAILABLE, what, why=str(error), try_this="try again in a moment"
+        ) from error
+    raise AdminError(
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        what,
+        why=f"the stored data is damaged: {error}",
+        try_this="stop the server and run dcpctl verify on its folder for more",
+    ) from error
+
+
+def _decoded(text: str, encoding: str | None, name: str) -> bytes:
+    """Return the bytes of a key or value; None: the encoding is utf-8."""
+    encoding = "utf-8" if encoding is None else encoding
+    if encoding not in ENCODINGS:
+        raise invalid(f"an encoding is one of {', '.join(ENCODINGS)}, not {encoding[:30]!r}")
+    if encoding == "utf-8":
+        return text.encode("utf-8", "surrogateescape")
+    try:
+        return b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise invalid(f'"{name}" is not base64: {error}') from error
+
+
+def _number(text: str, maximum: int, name: str) -> int:
+    number = number_in(text, maximum)
+    if number is None:
+        raise invalid(f'"{name}" must be a number from 0 to {maximum}, not {text[:30]!r}')
+    return number
+
+
+def _limit(text: str | None, maximum: int, name: str) -> int:
+    return maximum if text is None else max(1, _number(text, maximum, name))

@@ -1,0 +1,1 @@
+"""What operators ask of a cluster, and what they are shown."""

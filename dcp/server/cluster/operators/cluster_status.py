@@ -1,0 +1,362 @@
+"""The status of a cluster as one node sees it: a report for operators, with one problem for each
+trouble, and what to try.
+
+It is made from this node's view of the metadata store, which may be old, and from what it does as a
+master. Nothing is asked and nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, NamedTuple
+
+from dcp.server.access.link_tls import LinkTrouble
+from dcp.server.cluster.operators.cluster_changes import plan_progress
+from dcp.server.cluster.own_records import CLOCK_ADVICE
+from dcp.server.observe.elapsed import elapsed_ns
+from dcp.server.operate.cluster_reports import (
+    ClusterReport,
+    FollowerReport,
+    NodeReport,
+    ProblemReport,
+    StoreReport,
+    UnwritableReport,
+)
+from failover.coordinator.plans.request_answers import name_of
+from failover.coordinator.seen_records import (
+    META_RESTORE,
+    older_records,
+    older_text,
+    why_not_elected,
+)
+from failover.coordinator.view import ClusterView
+from failover.replication.serving import Unwritable
+from failover.rules.replication_record import ReplicationRecord
+from vbucket.model.id_ranges import id_ranges
+
+if TYPE_CHECKING:
+    from dcp.server.cluster.replicated_node import ReplicatedNode
+
+
+class _Problem(NamedTuple):
+    what: str
+    try_this: str
+
+
+class OwnTroubles(NamedTuple):
+    """What a node knows of itself, and which links there are not."""
+
+    wrong_store: str
+    """Why the store is not that of the cluster; "": it is."""
+    why_idle: str
+    """Why the node takes no part in the cluster; "": it does."""
+    links: tuple[LinkTrouble, ...]
+    clocks: tuple[str, ...]
+    """Whose wall clock is off."""
+    older_since_s: float = 0.0
+    """Unix time since which this node knows that the store is older; 0: it does not."""
+    is_store_emptied: bool = False
+    """Whether the store has no records of the cluster, although this node has seen some."""
+
+
+def problems_of(
+    view: ClusterView, nodes: list[NodeReport], store: StoreReport, own: OwnTroubles
+) -> list[ProblemReport]:
+    """Return what is wrong. The list is empty if nothing is."""
+    found = [
+        *_own_problems(own),
+        *_age_problems(view, own),
+        *_store_problems(view, nodes, store, own.wrong_store),
+        *_node_problems(nodes),
+        *_copy_problems(view, nodes),
+    ]
+    return [ProblemReport(what=what, try_=advice) for what, advice in found]
+
+
+def _own_problems(own: OwnTroubles) -> Iterator[_Problem]:
+    for trouble in own.links:
+        yield _Problem(*trouble)
+    for what in own.clocks:
+        yield _Problem(what, CLOCK_ADVICE)
+    if own.why_idle:
+        yield _Problem(
+            f"this node takes no part in the cluster, because it cannot write: {own.why_idle}",
+            "Free space on its disk; it goes on by itself then",
+        )
+
+
+def _age_problems(view: ClusterView, own: OwnTroubles) -> Iterator[_Problem]:
+    if own.is_store_emptied:
+        yield _Problem(
+            "the metadata store has lost all records of this cluster: masters that run go on, but "
+            "nobody is elected, no in-sync set changes, and nothing moves",
+            f"If it is the right store (cluster.json has its URL), `{META_RESTORE}` builds the "
+            "records anew from what the nodes have. Start all nodes before",
+        )
+    if older := older_records(view):
+        since = datetime.fromtimestamp(own.older_since_s, UTC).isoformat(timespec="seconds")
+        known = f". This node knows it since {since}" if own.older_since_s else ""
+        yield _Problem(
+            older_text(view, older) + known,
+            f"`{META_RESTORE}` builds the records anew from what the nodes have. Start all nodes "
+            "before",
+        )
+
+
+def _store_problems(
+    view: ClusterView, nodes: list[NodeReport], store: StoreReport, wrong_store: str
+) -> Iterator[_Problem]:
+    if store.trouble:
+        owner = next((node.name for node in nodes if "metastore" in node.roles), "")
+        yield _Problem(
+            f"the metadata store at {store.url} does not answer ({store.trouble}): masters go on, "
+            "but nobody is elected, no in-sync set changes, and nothing moves",
+            f"Start node {owner} again, which owns it" if owner else "Start it again",
+        )
+    if wrong_store:
+        yield _Problem(wrong_store, "Correct the URL in cluster.json, or restore the store")
+    if not view.is_loaded:
+        yield _Problem(
+            "this node has not read the metadata store yet, so it serves nothing",
+            "Wait a few seconds; if it lasts, check that the store runs",
+        )
+    if view.unreadable:
+        first = next(iter(view.unreadable.values()))
+        yield _Problem(
+            f"{len(view.unreadable)} records of the metadata store cannot be read: {first}",
+            "Use the same version of dcpd on all nodes",
+        )
+
+
+def _node_problems(nodes: list[NodeReport]) -> Iterator[_Problem]:
+    living = {node.address: node for node in nodes if node.is_alive}
+    for node in nodes:
+        successor = living.get(node.address)
+        if not node.is_alive and successor is not None:
+            yield _Problem(
+                f"node {node.name} ({node.address}) is gone: node {successor.name} runs at its "
+                f"address, with another data folder. {node.copies} copies are kept for "
+                f"{node.name}, and nobody makes them anew",
+                f"`dcpctl cluster remove {node.name}` lets {successor.name} and the other nodes "
+                f"have them. To get {node.name} back, start it with its own folder",
+            )
+        elif not node.is_alive:
+            yield _Problem(
+                f"node {node.name} ({node.address}) is down",
+                f"Start it again. If it is lost for good: `dcpctl cluster remove {node.name}`",
+            )
+    without = [node.name for node in nodes if not node.rack]
+    if without and len(without) < len(nodes):
+        yield _Problem(
+            f"racks do not count, because {', '.join(without)} names none",
+            "Give every node a rack when it joins, or none",
+        )
+
+
+def _copy_problems(view: ClusterView, nodes: list[NodeReport]) -> Iterator[_Problem]:
+    wanted = 0 if view.cluster is None else view.cluster.content.copies
+    if len(nodes) < wanted:
+        yield _Problem(
+            f"{wanted} copies are wanted, but the number of nodes is {len(nodes)}: each partition "
+            f"has at most {len(nodes)}",
+            "Add a node with `dcpctl cluster join`, or want fewer: `dcpctl cluster set --copies "
+            f"{len(nodes)}`",
+        )
+    records = [stored.content.record for stored in view.partitions.values()]
+    if orphans := sum(record.master is None for record in records):
+        yield _Problem(
+            f"{orphans} partitions have no master",
+            "Wait a few seconds; if it lasts, start the nodes that are down",
+        )
+    if behind := sum(bool(set(record.copies) - record.isr) for record in records):
+        yield _Problem(
+            f"{behind} partitions have copies that are not in sync",
+            "They catch up by themselves if their nodes run: `dcpctl cluster status` shows how far",
+        )
+
+
+class _Reason(NamedTuple):
+    """Why a partition takes no writes, and what to do."""
+
+    why: str
+    try_this: str
+
+
+COORDINATOR_ROLE = "coordinator"
+STORE_ROLE = "metastore"
+
+
+def cluster_report(replicated: ReplicatedNode) -> ClusterReport:
+    """Return the status."""
+    view = replicated.session.view
+    records = [stored.content.record for stored in view.partitions.values()]
+    leader = None if view.leader is None else view.leader.content.member
+    cluster = view.cluster.content if view.cluster is not None else None
+    sizes = Counter(len(record.isr) for record in records)
+    older_since_s = replicated.older_store.since_s
+    store = StoreReport(
+        url=replicated.access.url, trouble=replicated.access.trouble, revision=view.revision,
+        older_since_ms=int(older_since_s * 1000) or None,
+    )  # fmt: skip
+    nodes = _nodes(view)
+    blocked = _unwritable(replicated, is_store_away=bool(store.trouble))
+    return ClusterReport(
+        node=replicated.identity.name,
+        cluster=replicated.identity.cluster,
+        copies=0 if cluster is None else cluster.copies,
+        min_in_sync=None if cluster is None else cluster.min_in_sync,
+        coordinator=None if leader is None else name_of(view, leader),
+        store=store,
+        nodes=nodes,
+        without_master=sum(record.master is None for record in records),
+        served_here=replicated.served(),
+        in_sync_sizes={str(size): sizes[size] for size in sorted(sizes)},
+        followers=_followers(replicated),
+        unwritable=blocked,
+        plan=plan_progress(view),
+        problems=problems_of(view, nodes, store, _own_troubles(replicated)),
+    )
+
+
+def _own_troubles(replicated: ReplicatedNode) -> OwnTroubles:
+    return OwnTroubles(
+        replicated.wrong_store, replicated.why_idle, tuple(_link_troubles(replicated)),
+        replicated.clock_problems(),
+        older_since_s=replicated.older_store.since_s,
+        is_store_emptied=replicated.is_store_emptied,
+    )  # fmt: skip
+
+
+def _link_troubles(replicated: ReplicatedNode) -> Iterator[LinkTrouble]:
+    """Yield which nodes cannot follow which, by what all of them say."""
+    view = replicated.session.view
+    found: dict[str, Mapping[str, tuple[str, str]]] = {
+        member: stored.content.refused for member, stored in view.links.items()
+    }
+    found[replicated.member] = replicated.own_links.troubles  # newer than the view
+    for member, refused in sorted(found.items()):
+        name = name_of(view, member)
+        for other, (what, advice) in sorted(refused.items()):
+            yield LinkTrouble(
+                f"node {name} has no link to node {name_of(view, other)} and gets no changes from "
+                f"there. It says: {what}",
+                f"{advice} (this node: {name})" if "this node" in advice else advice,
+            )
+
+
+def _nodes(view: ClusterView) -> list[NodeReport]:
+    masters, copies, in_sync = Counter[str | None](), Counter[str](), Counter[str]()
+    filling = Counter[str]()
+    for stored in view.partitions.values():
+        record = stored.content.record
+        masters[record.master] += 1
+        copies.update(record.copies)
+        in_sync.update(record.isr)
+        filling.update(record.filling)
+    leader = None if view.leader is None else view.leader.content.member
+    reports = []
+    for member, found in view.members.items():
+        told, alive = found.content, view.alive.get(member)
+        roles = {COORDINATOR_ROLE: member == leader, STORE_ROLE: told.owns_store}
+        reports.append(
+            NodeReport(
+                name=name_of(view, member), member=member, address=told.address,
+                admin_port=told.admin_port, admin_tls_port=told.admin_tls_port, rack=told.rack,
+                is_alive=alive is not None,
+                is_leaving=alive is not None and alive.content.is_leaving,
+                is_drained=told.is_drained,
+                roles=[role for role, has_it in roles.items() if has_it],
+                masters=masters[member], copies=copies[member], in_sync=in_sync[member],
+                filling=filling[member],
+            )
+        )  # fmt: skip
+    return sorted(reports, key=lambda report: report.name)
+
+
+def _followers(replicated: ReplicatedNode) -> list[FollowerReport]:
+    view = replicated.session.view
+    lags = replicated.core.master.lags(elapsed_ns())
+    return [
+        FollowerReport(
+            node=name_of(view, lag.member), copies=lag.copies,
+            behind_partitions=lag.behind_partitions, behind_changes=lag.behind_changes,
+            heard_ms=None if lag.heard_ns is None else lag.heard_ns // 1_000_000,
+        )
+        for lag in lags
+    ]  # fmt: skip
+
+
+def _unwritable(replicated: ReplicatedNode, *, is_store_away: bool) -> list[UnwritableReport]:
+    """Return why partitions take no writes: those of this master, and those without a living one.
+
+    Each partition is in the report of one node: its master's, or of every node if that is down.
+    """
+    view = replicated.session.view
+    groups: dict[_Reason, list[int]] = defaultdict(list)
+    for found in replicated.core.master.serving.unwritable(elapsed_ns()):
+        groups[_words(view, found, is_store_away=is_store_away)].append(found.vb_id)
+    leads, member = replicated.core.master.masterships, replicated.member
+    for vb_id, stored in view.partitions.items():
+        record = stored.content.record
+        is_orphan = record.master is None or record.master not in view.alive
+        if is_orphan or (record.master == member and vb_id not in leads):
+            words = _orphan_words(view, vb_id, record, is_store_away=is_store_away)
+            groups[words].append(vb_id)
+    return [
+        UnwritableReport(vbs=id_ranges(vb_ids), count=len(vb_ids), why=why, try_=advice)
+        for (why, advice), vb_ids in sorted(groups.items(), key=lambda item: item[1])
+    ]
+
+
+def _words(view: ClusterView, found: Unwritable, *, is_store_away: bool) -> _Reason:
+    """Return why a partition of this master takes no writes, and what to do."""
+    if not found.missing:
+        return _Reason(found.why, _when_too_few(view, found.vb_id))
+    names = ", ".join(sorted(name_of(view, member) for member in found.missing))
+    if not is_store_away:
+        return _Reason(
+            f"{found.why}: {names}",
+            f"Wait a few seconds until {names} is out of the in-sync set. If it stays there, look "
+            "at the log of this node",
+        )
+    return _Reason(
+        f"{found.why}: {names}; it cannot leave the in-sync set while the metadata store is away",
+        f"Start the metadata store, or node {names}",
+    )
+
+
+def _when_too_few(view: ClusterView, vb_id: int) -> str:
+    """Return what to do about a partition whose master has too few copies in sync."""
+    stored = view.partitions.get(vb_id)
+    copies = () if stored is None else stored.content.record.copies
+    down = sorted(name_of(view, member) for member in copies if member not in view.alive)
+    if down:
+        return f"Start {', '.join(down)} again; what is committed can be read meanwhile"
+    return "Wait, and look at `dcpctl cluster status` again"
+
+
+def _orphan_words(
+    view: ClusterView, vb_id: int, record: ReplicationRecord, *, is_store_away: bool
+) -> _Reason:
+    """Return why a partition has no living master, and what to do."""
+    names = ", ".join(sorted(name_of(view, member) for member in record.isr))
+    who = "it has no master" if record.master is None else "its master is down"
+    if record.master in view.alive:
+        who = "its master has restarted"
+    if is_store_away:
+        return _Reason(
+            f"{who}, and nobody is elected while the metadata store is away",
+            f"Start the metadata store, or node {names}",
+        )
+    if not any(member in view.alive for member in record.isr):
+        return _Reason(
+            f"{who}, and so is every copy in sync: {names}",
+            f"Start {names} again. If that is lost for good, `dcpctl cluster failover NODE "
+            "--unclean` gives up the changes that only it had",
+        )
+    why, advice = why_not_elected(view, vb_id, record)
+    if why:
+        return _Reason(f"{who}; {why}", advice)
+    return _Reason(f"{who}; another one is elected", "Wait a few seconds")

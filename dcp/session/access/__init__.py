@@ -1,0 +1,1 @@
+"""Who logs in, and what they may do. Sans-IO."""

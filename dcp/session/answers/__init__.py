@@ -1,0 +1,1 @@
+"""Answers that wait for commits, and requests that take long. Sans-IO."""

@@ -1,0 +1,96 @@
+"""Plain GETs and SETs that come together: one loop in C for all of them, without a call for each.
+
+`runs` returns for each opcode a function that handles the requests from a position on, and returns
+where the first other one begins; `dcp.session.kv.documents` handles that one. Where the loops
+(vbucket/native) are not built, there are no runs.
+
+Rules: as in `dcp.session.kv.documents`. A run answers what the handlers would. It does not look for
+locks, and needs a client that negotiated collections, and that may read or write everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from typing import Final
+
+from dcp.session.state import ANSWER_BYTES_MAX, SessionState
+from dcp.wire.frame import HEADER_BYTES
+from dcp.wire.opcode import Opcode
+
+Run = Callable[[int, int], int]
+"""Takes the position of a request and the end of the buffer; returns the position of the first
+request that it did not handle."""
+
+SET_REQUEST: Final = Struct(">HHHHIIQII")
+"""All of a SET before its key: magic and opcode, key length, extras length and datatype, vbucket,
+body length, opaque, CAS; flags, expiry."""
+SET_RESPONSE: Final = Struct(">12sIQQQ")
+"""A header up to the opaque, opaque, CAS, and a mutation token."""
+
+
+class DocumentRuns:
+    """The runs of one session."""
+
+    def __init__(self, state: SessionState) -> None:
+        self._state = state
+        self._engine = state.engine
+        has_loops = state.engine.get_run is not None
+        self._reading_runs: dict[int, Run] = {int(Opcode.GET): self.get_run} if has_loops else {}
+        self._runs: dict[int, Run] = dict(self._reading_runs)
+        if state.engine.set_run is not None:
+            self._runs[int(Opcode.SET)] = self.store_run
+
+    def runs(self) -> dict[int, Run]:
+        """Return opcode -> a function that handles plain requests of this opcode which come
+        together. Which opcodes have one depends on what the client negotiated.
+        """
+        state = self._state
+        if not state.has_collections or self._engine.locks.held:
+            return {}  # a run does not look for locks
+        return self._runs if state.has_mutation_tokens else self._reading_runs
+
+    def add_runs(self, reading: dict[int, Run], changing: dict[int, Run]) -> None:
+        """Add runs of other opcodes; answers of changes carry mutation tokens."""
+        self._reading_runs |= reading
+        self._runs |= reading | changing
+
+    def store_run(self, position: int, end: int) -> int:
+        """Handle plain SETs: no CAS, no expiry, default collection. Return where others begin."""
+        state, engine, run = self._state, self._engine, self._engine.set_run
+        keyspace, answers = engine.keyspace, state.answers
+        if run is None:
+            return position
+        first_answer = len(answers)
+        after = run.apply(
+            state.buffer, position, end, answers, keyspace.pending, keyspace.touched,
+            keyspace.group, engine.now_ns, state.has_json, state.limits.value_bytes_max,
+        )  # fmt: skip
+        if after > position:
+            state.wait_group = keyspace.group
+            if state.marks is not None:
+                state.mark_run(Opcode.SET, first_answer)
+        return after
+
+    def get_run(self, position: int, end: int) -> int:
+        """Answer plain GETs: no extras, default collection, active partition. Return where others
+        begin; `end` is the end of the buffer.
+        """
+        state, engine, run = self._state, self._engine, self._engine.get_run
+        if run is None:
+            return position
+        after, answered, hits, misses, value_bytes = run.answer(
+            state.buffer, position, end, state.answers, state.datatypes, engine.now_s,
+            engine.commits.committed_group, ANSWER_BYTES_MAX - state.unread_bytes,
+        )  # fmt: skip
+        if answered:
+            engine.item_cache.hits += hits
+            engine.item_cache.misses += misses
+            engine.gets += answered
+            state.unread_bytes += value_bytes
+            state.is_full |= state.unread_bytes > ANSWER_BYTES_MAX
+        return after
+
+
+assert SET_REQUEST.size == HEADER_BYTES + 8
+assert SET_RESPONSE.size == HEADER_BYTES + 16

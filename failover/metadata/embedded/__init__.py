@@ -1,0 +1,1 @@
+"""The embedded metadata store: its file, its server, and its clients."""

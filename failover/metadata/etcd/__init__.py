@@ -1,0 +1,1 @@
+"""The client of etcd, and the thread that renews a lease."""

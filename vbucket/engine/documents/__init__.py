@@ -1,0 +1,1 @@
+"""What the engine does for single documents: expiry, cache, locks, changes of values. Sans-IO."""

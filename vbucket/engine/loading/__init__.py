@@ -1,0 +1,1 @@
+"""Many documents at once: packets of frames, and restores straight into the store. Sans-IO."""

@@ -1,0 +1,1 @@
+"""The database in LMDB, its file, and the checksums of its pages."""
