@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-SET_ANSWER_BYTES: Final = 40  # header 24, mutation token 16
+ANSWER_BYTES: Final = 24
+TOKEN_ANSWER_BYTES: Final = 40  # with a mutation token
 
 
 class AnswerError(Exception):
@@ -33,7 +34,9 @@ class Counter(Protocol):
 
 
 class BinaryCounter:
-    """Answers to SETs on the binary protocol: 40 bytes each, status in bytes 6 and 7."""
+    """Answers to SETs on the binary protocol, all of one size: status in bytes 6 and 7."""
+
+    answer_bytes = TOKEN_ANSWER_BYTES
 
     def __init__(self) -> None:
         self.errors = 0
@@ -51,10 +54,10 @@ class BinaryCounter:
     def feed(self, chunk: bytes) -> bool:
         buffer = self._buffer = self._buffer + chunk if self._buffer else chunk
         if self._plain:
-            statuses = buffer[6::SET_ANSWER_BYTES] + buffer[7::SET_ANSWER_BYTES]
-            magics = buffer[::SET_ANSWER_BYTES]
+            each = self.answer_bytes
+            statuses, magics = buffer[6::each] + buffer[7::each], buffer[::each]
             if statuses.count(0) == len(statuses) and magics.count(0x81) == len(magics):
-                wanted = self._left * SET_ANSWER_BYTES
+                wanted = self._left * each
                 if len(buffer) > wanted:
                     raise AnswerError(f"{len(buffer) - wanted} bytes too many")
                 return len(buffer) == wanted
@@ -79,6 +82,12 @@ class BinaryCounter:
         if not self._left and self._buffer:
             raise AnswerError(f"{len(self._buffer)} bytes too many")
         return not self._left
+
+
+class MemcachedCounter(BinaryCounter):
+    """The same for clients that said no HELLO, as memcached's: without tokens."""
+
+    answer_bytes = ANSWER_BYTES
 
 
 class RespCounter:

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from benchmarks import workload
-from benchmarks.answers import SET_ANSWER_BYTES, AnswerError
+from benchmarks.answers import TOKEN_ANSWER_BYTES, AnswerError
 from benchmarks.cluster_map import OP_GET_CLUSTER_CONFIG, masters_of
 from benchmarks.histogram import Histogram
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
@@ -121,10 +121,14 @@ class Link:
             raise AnswerError("the node closed the connection")
         self.heard_s = time.monotonic()
         buffer = self._received + chunk
-        count = len(buffer) // SET_ANSWER_BYTES
-        whole = buffer[: count * SET_ANSWER_BYTES]
-        if count and not any(whole[6::SET_ANSWER_BYTES]) and not any(whole[7::SET_ANSWER_BYTES]):
-            heads = whole[::SET_ANSWER_BYTES], whole[1::SET_ANSWER_BYTES]
+        count = len(buffer) // TOKEN_ANSWER_BYTES
+        whole = buffer[: count * TOKEN_ANSWER_BYTES]
+        if (
+            count
+            and not any(whole[6::TOKEN_ANSWER_BYTES])
+            and not any(whole[7::TOKEN_ANSWER_BYTES])
+        ):
+            heads = whole[::TOKEN_ANSWER_BYTES], whole[1::TOKEN_ANSWER_BYTES]
             if heads == (b"\x81" * count, b"\x01" * count):
                 self._received = buffer[len(whole) :]
                 return count, []

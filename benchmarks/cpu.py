@@ -6,6 +6,7 @@ It runs in one process without sockets, with the log in memory and the store in 
 processor time, so the figures hold on a busy machine. The output is one JSON document.
 
 - set_new, set_memory               a SET of a key that is new, or in memory
+- set_plain, get_plain              the same for clients without HELLO: no collections, no tokens
 - set_cached, set_merged            of a key in the store, in the item cache or not
 - get_memory, get_cached, get_merged   the same for GET
 - get_absent                        a GET of an absent key, with others in the store
@@ -29,7 +30,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -118,14 +119,15 @@ class CoreNode:
     def stats(self, _group: bytes) -> list[tuple[str, str]] | None:
         return None
 
-    def session(self, features: tuple[int, ...] = workload.FEATURES) -> Session:
+    def session(self, features: tuple[int, ...] | None = workload.FEATURES) -> Session:
+        """Begin a session; `features` None: as memcached's clients do, without a word."""
         session = Session(
             SessionState(
                 engine=self.engine, hub=self.hub, facts=self, authenticator=OpenDoor(),
                 peer_is_loopback=True, limits=Limits(),
             )
         )  # fmt: skip
-        for frame in workload.session_frames(features):
+        for frame in () if features is None else workload.session_frames(features):
             session.receive(frame, NOW_NS)
             session.ask_logins(NOW_NS)
         session.state.answers.clear()
@@ -236,8 +238,10 @@ def indexes(seed: int, keys: int, count: int) -> list[int]:
     return [rng.randrange(keys) for _ in range(count)]
 
 
-def get_batches(wanted: list[int]) -> list[bytes]:
-    frames = [workload.binary_get(workload.key_of(index)) for index in wanted]
+def get_batches(
+    wanted: list[int], make: Callable[[bytes], bytes] = workload.binary_get
+) -> list[bytes]:
+    frames = [make(workload.key_of(index)) for index in wanted]
     return [b"".join(frames[at : at + BATCH]) for at in range(0, len(frames), BATCH)]
 
 
@@ -297,6 +301,11 @@ def measure(
     gc.collect()
     gc.freeze()
     seconds["get_memory"] = drive(node, session, get_batches(indexes(1, keys, count))) / count
+    plain, wanted = node.session(None), indexes(7, keys, count)
+    plain_sets = list(workload.batches("memcached", wanted, BATCH, pool))
+    seconds["set_plain"] = drive(node, plain, plain_sets) / count
+    plain_gets = get_batches(wanted, workload.memcached_get)
+    seconds["get_plain"] = drive(node, plain, plain_gets) / count
     _, spent = backfill(node)
     seconds["backfill_memory"] = spent / keys
     entries, spent = node.merge()

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from benchmarks import etcd, nats, workload
-from benchmarks.answers import AnswerError, BinaryCounter, Counter, RespCounter
+from benchmarks.answers import AnswerError, BinaryCounter, Counter, MemcachedCounter, RespCounter
 from benchmarks.cluster_map import read_masters
 from benchmarks.histogram import Histogram
 from vbucket.model.ids import vbucket_of
@@ -39,6 +39,7 @@ SOCKET_BUFFER_BYTES: Final = 1024 * 1024
 STALL_SECONDS: Final = 30.0  # a server without an answer for this long has failed
 COUNTER: Final[dict[str, Callable[[], Counter]]] = {
     "binary": BinaryCounter,
+    "memcached": MemcachedCounter,
     "resp": RespCounter,
     "resp-bounded": RespCounter,
     "etcd": etcd.EtcdCounter,

@@ -163,6 +163,13 @@ class Dcpd(Peer):
         return body[head[4] :] if status == 0 else None
 
 
+class DcpdForMemcached(Dcpd):
+    """Our server, and clients that say no HELLO: pylibmc, libmemcached and the like."""
+
+    name = "dcpd-memcached"
+    protocol = "memcached"
+
+
 class PeerOfChosenPort(Peer):
     """A server with a port that we choose: it picks no free port, or does not print it."""
 
@@ -309,6 +316,7 @@ def folder_bytes(folder: Path) -> int:
 
 PEERS: Final[dict[str, Callable[[Path], Peer]]] = {
     "dcpd": Dcpd,
+    "dcpd-memcached": DcpdForMemcached,
     "redis": Redis,
     "redis-bounded": BoundedRedis,
     "nats": Nats,

@@ -62,6 +62,7 @@ MIB: Final = 1024 * 1024
 VERSION: Final = re.compile(r"\d+\.\d+\.\d+")
 VERSION_OF: Final = {
     "dcpd": [sys.executable, "-m", "dcp.server.main", "--version"],
+    "dcpd-memcached": [sys.executable, "-m", "dcp.server.main", "--version"],
     "redis": ["redis-server", "--version"],
     "redis-bounded": ["redis-server", "--version"],
     "nats": ["nats-server", "--version"],
@@ -71,6 +72,7 @@ DEFAULT_FORM: Final = "loops in C"
 """What `pip install` and scripts/install make where there is a C compiler."""
 HOW_SET: Final = {
     "dcpd": "durability commit",
+    "dcpd-memcached": "durability commit; clients without HELLO",
     "redis": "appendonly yes, appendfsync always, save off; SET + XADD",
     "redis-bounded": "the same; SET + XADD MAXLEN ~ 2000",
     "nats": "JetStream KV put, file storage, default sync_interval (not synced)",

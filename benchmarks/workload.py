@@ -64,6 +64,15 @@ def binary_get(key: bytes) -> bytes:
     return frame(OP_GET, vb_id=vbucket_of(key), key=b"\0" + key)
 
 
+def memcached_set(key: bytes, value: bytes) -> bytes:
+    """A SET of a client without HELLO: no collection, and no partition."""
+    return frame(OP_SET, extras=SET_EXTRAS, key=key, value=value)
+
+
+def memcached_get(key: bytes) -> bytes:
+    return frame(OP_GET, key=key)
+
+
 def resp_command(*arguments: bytes) -> bytes:
     parts = [b"*%d\r\n" % len(arguments)]
     parts += [b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]
@@ -90,6 +99,7 @@ def resp_set_bounded(key: bytes, value: bytes) -> bytes:
 
 OPERATION: Final = {
     "binary": binary_set,
+    "memcached": memcached_set,
     "resp": resp_set,
     "resp-bounded": resp_set_bounded,
     "etcd": etcd.put_request,

@@ -81,6 +81,7 @@ def a_request(kind: str, key: bytes, opaque: int) -> bytes:
     others: dict[str, tuple[int, dict[str, int | bytes]]] = {
         "getk": (Opcode.GETK, {"key": key}),
         "getq": (Opcode.GETQ, {"key": key}),
+        "getkq": (Opcode.GETKQ, {"key": key}),
         "extras": (Opcode.GET, {"key": key, "extras": b"1234"}),
         "value": (Opcode.GET, {"key": key, "value": b"x"}),
         "nothing": (Opcode.GET, {}),
@@ -101,8 +102,8 @@ REQUESTS = st.lists(
     st.tuples(
         st.sampled_from(["get"] * 14)
         | st.sampled_from(
-            ["getk", "getq", "extras", "value", "nothing", "no key", "long key", "collection",
-             "datatype", "elsewhere", "nowhere", "set", "noop"]
+            ["getk", "getq", "getkq", "extras", "value", "nothing", "no key", "long key",
+             "collection", "datatype", "elsewhere", "nowhere", "set", "noop"]
         ),
         st.sampled_from(KEYS),
     ),
@@ -234,7 +235,11 @@ def heard(peer: Peer) -> list[Any]:
 @given(
     kinds=st.lists(
         st.tuples(
-            st.sampled_from(["get"] * 20 + ["getk", "extras", "elsewhere", "set", "no key"]),
+            st.sampled_from(
+                ["get"] * 12
+                + ["getq", "getk", "getkq"] * 3
+                + ["extras", "elsewhere", "set", "no key"]
+            ),
             st.sampled_from(MORE_KEYS),
         ),
         min_size=1,
@@ -251,6 +256,58 @@ def test_the_loop_in_c_answers_as_the_handler(
     for peer in (first, second):
         peer.session.receive(data, peer.node.now_ns)
     assert heard(first) == heard(second)
+
+
+PLAIN_KEYS = [b"key %d" % number for number in range(30)]
+FORMS: list[tuple[Feature, ...] | None] = [
+    (Feature.MUTATION_SEQNO,), (Feature.XERROR, Feature.JSON, Feature.SNAPPY), None,
+]  # fmt: skip
+
+
+@with_loops
+@settings(max_examples=40)
+@given(
+    kinds=st.lists(
+        st.tuples(
+            st.sampled_from([Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ]),
+            st.sampled_from([*PLAIN_KEYS, b"gone", b"k" * 250, b"k" * 251]),
+        ),
+        min_size=1,
+        max_size=90,
+    ),
+    features=st.sampled_from(FORMS),
+)
+def test_clients_without_collections_are_answered_alike(
+    kinds: list[tuple[int, bytes]], features: tuple[Feature, ...] | None
+) -> None:
+    """Without HELLO the partition follows from the key; a miss has memcached's text."""
+    data = b"".join(
+        pack_request(opcode, vb_id=VB, key=key, opaque=n) for n, (opcode, key) in enumerate(kinds)
+    )
+    peers = []
+    for is_native in (True, False):
+        node = MemoryNode(partitions=8, item_cache_bytes=1 << 20)
+        if not is_native:
+            node.engine.get_run = None
+        peer = node.connect()
+        if features is not None:
+            peer.hello(*features)
+        for number, key in enumerate([*PLAIN_KEYS, b"gone", b"k" * 250]):
+            value = b'{"a":1}' if number % 3 else compressed(b"p" * 200)
+            assert peer.ask(Opcode.SET, vb_id=VB, key=key, value=value, extras=bytes(8)).status == 0
+            if number == 15:
+                node.merge()
+        peer.delete(VB, b"gone")
+        node.commit()
+        peers.append(peer)
+    handled = list[bytes]()
+    engine = peers[0].node.engine
+    found = engine.document_entry
+    engine.document_entry = lambda part, key: handled.append(key) or found(part, key)  # type: ignore[func-returns-value,method-assign]
+    for peer in peers:
+        peer.session.receive(data, peer.node.now_ns)
+    assert heard(peers[0]) == heard(peers[1])
+    assert handled == [], "a plain GET was left to Python"
 
 
 @with_loops
@@ -315,14 +372,14 @@ def test_entries_that_are_none_are_left_to_python() -> None:
     ):  # fmt: skip
         answers: list[bytes] = []
         kept[b"\0a"] = wrong  # type: ignore[assignment]
-        assert run.answer(*arguments, answers, 0, 0, 9, 1 << 20) == (0, 0, 0, 0, 0), wrong
+        assert run.answer(*arguments, answers, 0, 0, 9, 1 << 20, 0, b"") == (0, 0, 0, 0, 0), wrong
         assert answers == []
     kept[b"\0a"] = entry
     part.newest = []  # type: ignore[assignment]
-    assert run.answer(*arguments, [], 0, 0, 9, 1 << 20)[1] == 0
+    assert run.answer(*arguments, [], 0, 0, 9, 1 << 20, 0, b"")[1] == 0
     part.newest = kept
-    assert run.answer(*arguments, [], 0, 0, 9, 1 << 20)[1] == 1
-    assert run.answer(*arguments, [], 0, 0, 0, 1 << 20)[1] == 0, "it is not committed"
+    assert run.answer(*arguments, [], 0, 0, 9, 1 << 20, 0, b"")[1] == 1
+    assert run.answer(*arguments, [], 0, 0, 0, 1 << 20, 0, b"")[1] == 0, "it is not committed"
 
 
 @with_loops
@@ -331,7 +388,7 @@ def test_borders_outside_of_the_bytes_are_refused(begin: int, end: int) -> None:
     run = MemoryNode(partitions=1).engine.get_run
     assert run is not None
     with pytest.raises((ValueError, OverflowError)):
-        run.answer(a_request("get", KEYS[0], 1), begin, end, [], 0, 0, 9, 100)
+        run.answer(a_request("get", KEYS[0], 1), begin, end, [], 0, 0, 9, 100, 0, b"")
 
 
 @with_loops
@@ -363,7 +420,7 @@ def attempt(fail_at):
     answers, run = [], node.engine.get_run
     _testcapi.set_nomemory(fail_at, fail_at + 1)
     try:
-        run.answer(data, 0, len(data), answers, 0, 0, 9, 1 << 20)
+        run.answer(data, 0, len(data), answers, 0, 0, 9, 1 << 20, 0, b"")
     except MemoryError:
         return True
     finally:

@@ -25,6 +25,7 @@ from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.xattrs import DATATYPE_XATTR, pack_xattrs
 from support.memory_node import LmdbNode, MemoryNode, Peer
+from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.engine.versions import Meta
 from vbucket.native import new_staged, set_run
@@ -46,15 +47,24 @@ VALUES = st.integers(0, 40) | st.sampled_from((VALUE_BYTES_MAX, VALUE_BYTES_MAX 
 FEATURES = (
     Feature.COLLECTIONS, Feature.XERROR, Feature.JSON, Feature.SNAPPY, Feature.MUTATION_SEQNO,
 )  # fmt: skip
+FORMS: dict[str, tuple[Feature, ...] | None] = {
+    "all": FEATURES,
+    "no tokens": FEATURES[:-1],
+    "no collections": FEATURES[1:],
+    "tokens only": (Feature.MUTATION_SEQNO,),
+    "xerror only": (Feature.XERROR,),
+    "no hello": None,
+}
+"""What a client negotiates. Without HELLO its keys are hashed to their partitions."""
 NUMBERS = (
     "state", "is_backed_up", "high_seqno", "committed_seqno", "synced_seqno", "merged_seqno",
     "max_cas", "item_count", "last_group", "recent_bytes", "older_bytes", "vb_uuid",
 )  # fmt: skip
 KINDS = (
     *["set"] * 12,
-    "flags", "json", "snappy", "xattr", "expiry", "cas", "setq", "add", "get", "delete",
-    "collection", "no key", "empty key", "long key", "key beyond", "no extras", "few extras",
-    "nowhere", "noop",
+    "flags", "json", "snappy", "xattr", "expiry", "cas", *["setq"] * 3, "add", "get",
+    "delete", "collection", "no key", "empty key", "long key", "key beyond", "no extras",
+    "few extras", "nowhere", "noop",
 )  # fmt: skip
 COMMANDS = st.lists(
     st.tuples(
@@ -137,16 +147,23 @@ class Pair:
     """The same node and client twice; the second one's loop is Python."""
 
     def __init__(
-        self, kind: type[MemoryNode], *, item_cache_bytes: int = 0, has_marks: bool = False
+        self,
+        kind: type[MemoryNode],
+        *,
+        item_cache_bytes: int = 0,
+        has_marks: bool = False,
+        form: str = "all",
     ) -> None:
         self.nodes = [kind(partitions=PARTITIONS, item_cache_bytes=item_cache_bytes) for _ in "12"]
         assert self.nodes[0].engine.set_run is not None
         self.nodes[1].engine.set_run = None
+        self.features = FORMS[form]
         self.peers = [self._connected(node, has_marks=has_marks) for node in self.nodes]
 
     def _connected(self, node: MemoryNode, *, has_marks: bool) -> Peer:
         peer = node.connect(limits=Limits(value_bytes_max=VALUE_BYTES_MAX))
-        peer.hello(*FEATURES)
+        if self.features is not None:
+            peer.hello(*self.features)
         if has_marks:
             peer.state.marks = []
         return peer
@@ -182,9 +199,15 @@ class TwinMachine(RuleBasedStateMachine):
     pair: Pair
     kind: type[MemoryNode] = MemoryNode
 
-    @initialize(item_cache_bytes=st.sampled_from((0, 900, 1 << 20)), has_marks=st.booleans())
-    def begin(self, *, item_cache_bytes: int, has_marks: bool) -> None:
-        self.pair = Pair(self.kind, item_cache_bytes=item_cache_bytes, has_marks=has_marks)
+    @initialize(
+        item_cache_bytes=st.sampled_from((0, 900, 1 << 20)),
+        has_marks=st.booleans(),
+        form=st.sampled_from([*FORMS, "all", "all"]),
+    )
+    def begin(self, *, item_cache_bytes: int, has_marks: bool, form: str) -> None:
+        self.pair = Pair(
+            self.kind, item_cache_bytes=item_cache_bytes, has_marks=has_marks, form=form
+        )
 
     @rule(commands=COMMANDS, cut=st.integers(0, 400))
     def send(self, commands: list[tuple[str, int, bytes, int]], cut: int) -> None:
@@ -197,6 +220,8 @@ class TwinMachine(RuleBasedStateMachine):
     def put_xattrs(self, vb_id: int, key: bytes) -> None:
         """They stay when a SET follows."""
         value = pack_xattrs([(b"_sync", b"{}"), (b"mine", b"1")]) + b"body"
+        if not self.pair.peers[0].state.has_collections:
+            key = b"\0" + key[:-1]
         for node in self.pair.nodes:
             part = node.engine.partitions[vb_id]
             node.engine.put(part, key, key + value, 0, 0, DATATYPE_XATTR, keeps_xattrs=False)
@@ -311,6 +336,32 @@ def test_each_place_of_an_old_version(kind: type[MemoryNode], item_cache_bytes: 
     pair.close()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_every_client_s_plain_sets_are_taken_by_the_loop(form: str) -> None:
+    """With and without collections, tokens and HELLO, quiet ones too; the answers are the same."""
+    pair = Pair(MemoryNode, form=form)
+    handled = list[int]()
+    store = Engine.store
+    engine = pair.nodes[0].engine
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        handled.append(1)
+        return store(engine, *args, **kwargs)
+
+    engine.store = counted  # type: ignore[method-assign]
+    keys = [b"\0key %d" % number for number in range(40)]
+    requests = b"".join(plain(key, n) for n, key in enumerate(keys))
+    quiet = b"".join(a_request("setq", 1, key, 5, n) for n, key in enumerate(keys))
+    noop = a_request("noop", 0, b"", 0, 99)
+    assert len(pair.send(requests)[0]) == len(keys)
+    pair.send(quiet)
+    pair.send(requests + quiet + noop)
+    for node in pair.nodes:
+        node.merge()
+    pair.send(quiet + requests)
+    assert handled == []
+
+
 def test_old_records_are_found_in_pages() -> None:
     """Python looks up none of them."""
     pair = Pair(LmdbNode)
@@ -386,7 +437,7 @@ def attempt(cache_bytes, fail_at):
     apply, failed = engine.set_run.apply, False
     arguments = (
         data, 0, len(data), answers, keyspace.pending, keyspace.touched, keyspace.group,
-        engine.now_ns, 0, 1 << 20,
+        engine.now_ns, 0, 1 << 20, 4,
     )
     _testcapi.set_nomemory(fail_at, fail_at + 1)
     try:
@@ -486,7 +537,7 @@ def test_borders_outside_of_the_bytes_are_refused(begin: int, end: int) -> None:
     run = node.engine.set_run
     assert run is not None
     with pytest.raises((ValueError, OverflowError)):
-        run.apply(plain(KEYS[0]), begin, end, [], [], [], 1, 0, 0, 100)
+        run.apply(plain(KEYS[0]), begin, end, [], [], [], 1, 0, 0, 100, 4)
     assert node.engine.partitions[0].high_seqno == 0
 
 
@@ -507,7 +558,7 @@ def test_errors_of_the_store_that_are_not_damage_are_raised(error: type[Exceptio
     )
     assert run is not None
     request = plain(KEYS[0], vb_id=0)
-    arguments = (request, 0, len(request), [], [], [], 1, 0, 0, 100)
+    arguments = (request, 0, len(request), [], [], [], 1, 0, 0, 100, 4)
     if error is StoreDamagedError:
         assert run.apply(*arguments) == len(request), "Python has looked the key up"
     else:

@@ -3,23 +3,30 @@
 #ifndef DCPD_GET_REQUEST_H
 #define DCPD_GET_REQUEST_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
+#include "key_form.h"
 
 #define GET_DATATYPES 3          /* JSON and Snappy: what a client may know */
 
 typedef struct {
     const uint8_t *at;
-    uint32_t vb_id, key_bytes;
+    uint32_t vb_id, key_bytes; /* the key is that which is stored, with its prefix */
+    uint8_t form;
 } GetRequest;
 
-/* Reads a request. Returns 0 if it is no plain GET, or not there wholly. */
-int get_request_read(GetRequest *request, const uint8_t *at, size_t bytes);
+/* What is said of a key that does not exist. */
+typedef struct {
+    const uint8_t *at;
+    size_t bytes;
+} MissText;
+
+/* Reads a request. Returns 0 if it is no plain GET (also GETQ, GETK, GETKQ), or not there wholly. */
+int get_request_read(GetRequest *request, const uint8_t *at, size_t bytes, uint8_t form,
+                     uint32_t partitions);
 
 size_t get_request_bytes(const GetRequest *request);
 
-const uint8_t *get_request_key_at(const GetRequest *request);
+/* Writes the stored key. */
+void get_request_key_write(const GetRequest *request, uint8_t *to);
 
 /* Returns bytes, or NULL with an exception. */
 PyObject *get_request_key(const GetRequest *request);
@@ -30,10 +37,11 @@ int entry_is_shown(PyObject *entry, const GetRequest *request, uint8_t known, ui
 
 size_t entry_value_bytes(PyObject *entry, const GetRequest *request);
 
-/* Of an answer; `entry` NULL: KEY_ENOENT. */
-size_t get_answer_bytes(PyObject *entry, const GetRequest *request);
+/* Of an answer; 0: a quiet GET has none. `entry` NULL: KEY_ENOENT. */
+size_t get_answer_bytes(PyObject *entry, const GetRequest *request, const MissText *miss);
 
-/* Writes an answer; returns where the next one begins. `entry` NULL: KEY_ENOENT. */
-uint8_t *get_answer_write(uint8_t *at, PyObject *entry, const GetRequest *request, uint8_t known);
+/* Writes an answer that has bytes; returns where the next one begins. `entry` NULL: KEY_ENOENT. */
+uint8_t *get_answer_write(uint8_t *at, PyObject *entry, const GetRequest *request, uint8_t known,
+                          const MissText *miss);
 
 #endif

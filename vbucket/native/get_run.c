@@ -9,7 +9,7 @@
      damaged;
    - entries are checked before they are read: that they are a mutation of a key of this length;
    - what the store has counts only if neither layer nor the cache has the key;
-   - the list gets an item for each answer. All bytes of up to WINDOW_MAX answers are in one item,
+   - the list gets an item for each answer; a quiet GET without a document has none. All bytes of up to WINDOW_MAX answers are in one item,
      and those behind it are empty;
    - the window is small after a request that is for Python, because what was loaded for those
      behind it is lost. */
@@ -62,20 +62,23 @@ typedef struct {
 typedef struct {
     PyObject *answers;
     uint64_t committed_group, now_s;
-    uint8_t known; /* datatypes of the client */
+    MissText miss;
+    uint8_t known, form; /* datatypes of the client */
     Py_ssize_t position, room_bytes, answered, hits, misses, value_bytes;
 } Run;
 
 /* The functions below return 1, 0 with an exception, or -1 for what Python should do. */
 
 /* Reads up to `window` requests, and loads their partitions. Returns how many there are. */
-static size_t read_ahead(const GetRun *self, Asked *asked, const uint8_t *data, size_t bytes)
+static size_t read_ahead(const GetRun *self, const Run *run, Asked *asked, const uint8_t *data,
+                         size_t bytes)
 {
     size_t count = 0, lines = (size_t)self->partition->tp_basicsize / 64;
     for (size_t at = 0; count < self->window; count++) {
         GetRequest *request = &asked[count].request;
         asked[count] = (Asked){0};
-        if (!get_request_read(request, data + at, bytes - at) ||
+        if (!get_request_read(request, data + at, bytes - at, run->form,
+                              (uint32_t)PyList_GET_SIZE(self->partitions)) ||
             (Py_ssize_t)request->vb_id >= PyList_GET_SIZE(self->partitions))
             break;
         const char *part = (const char *)PyList_GET_ITEM(self->partitions, request->vb_id);
@@ -202,7 +205,7 @@ static int search_store(const GetRun *self, Asked *asked, size_t count, PyObject
         if (asked[i].place == IN_STORE) {
             const GetRequest *request = &asked[i].request;
             put_be(asked[i].full_key, request->vb_id, 2);
-            memcpy(asked[i].full_key + 2, get_request_key_at(request), request->key_bytes);
+            get_request_key_write(request, asked[i].full_key + 2);
             wanted[searched] = (Wanted){.full_key = asked[i].full_key};
             wanted[searched].key_bytes = 2 + (size_t)request->key_bytes;
             of[searched++] = i;
@@ -256,23 +259,28 @@ static int is_removed(PyObject *entry)
 /* Answers the first requests: `entry` NULL: KEY_ENOENT. Returns 0 with an exception. */
 static int answer(const GetRun *self, Run *run, const Asked *asked, size_t count)
 {
-    size_t bytes = 0;
+    size_t bytes[WINDOW_MAX], all_bytes = 0, items = 0;
     Py_ssize_t taken = 0;
     for (size_t i = 0; i < count; i++) {
-        bytes += get_answer_bytes(asked[i].entry, &asked[i].request);
+        bytes[i] = get_answer_bytes(asked[i].entry, &asked[i].request, &run->miss);
+        all_bytes += bytes[i];
+        items += bytes[i] > 0;
         taken += (Py_ssize_t)get_request_bytes(&asked[i].request);
     }
-    if (!count)
-        return 1;
-    PyObject *answers = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)bytes);
-    if (answers == NULL)
-        return 0;
-    uint8_t *at = (uint8_t *)PyBytes_AS_STRING(answers);
-    for (size_t i = 0; i < count; i++)
-        at = get_answer_write(at, asked[i].entry, &asked[i].request, run->known);
-    int is_done = !PyList_Append(run->answers, answers);
-    Py_DECREF(answers);
-    for (size_t i = 1; i < count && is_done; i++)
+    int is_done = 1;
+    if (items) {
+        PyObject *answers = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)all_bytes);
+        if (answers == NULL)
+            return 0;
+        uint8_t *at = (uint8_t *)PyBytes_AS_STRING(answers);
+        for (size_t i = 0; i < count; i++)
+            if (bytes[i])
+                at = get_answer_write(at, asked[i].entry, &asked[i].request, run->known,
+                                      &run->miss);
+        is_done = !PyList_Append(run->answers, answers);
+        Py_DECREF(answers);
+    }
+    for (size_t i = 1; i < items && is_done; i++)
         is_done = !PyList_Append(run->answers, self->empty);
     if (is_done) {
         run->position += taken;
@@ -330,7 +338,7 @@ static int find_all(GetRun *self, Run *run, Asked *asked, size_t count, size_t *
 static int answer_some(GetRun *self, Run *run, const uint8_t *data, size_t bytes)
 {
     Asked asked[WINDOW_MAX];
-    size_t count = read_ahead(self, asked, data, bytes), loaded = 0, found = 0;
+    size_t count = read_ahead(self, run, asked, data, bytes), loaded = 0, found = 0;
     int outcome = count == self->window ? 1 : -1, each = 1;
     while (loaded < count && (each = load(self, run, &asked[loaded])) == 1)
         loaded++;
@@ -357,8 +365,9 @@ static int answer_some(GetRun *self, Run *run, const uint8_t *data, size_t bytes
 
 static PyObject *get_run_answer(GetRun *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 8 || !PyBytes_CheckExact(args[0]) || !PyList_CheckExact(args[3])) {
-        PyErr_SetString(PyExc_TypeError, "a run takes bytes, positions, a list and numbers");
+    if (count != 10 || !PyBytes_CheckExact(args[0]) || !PyList_CheckExact(args[3]) ||
+        !PyBytes_CheckExact(args[9])) {
+        PyErr_SetString(PyExc_TypeError, "a run takes bytes, positions, a list, numbers, bytes");
         return NULL;
     }
     Run run = {.answers = args[3]};
@@ -368,6 +377,9 @@ static PyObject *get_run_answer(GetRun *self, PyObject *const *args, Py_ssize_t 
     run.now_s = PyLong_AsUnsignedLongLong(args[5]);
     run.committed_group = PyLong_AsUnsignedLongLong(args[6]);
     run.room_bytes = PyLong_AsSsize_t(args[7]);
+    run.form = (uint8_t)PyLong_AsUnsignedLong(args[8]);
+    run.miss = (MissText){(const uint8_t *)PyBytes_AS_STRING(args[9]),
+                          (size_t)PyBytes_GET_SIZE(args[9])};
     if (PyErr_Occurred())
         return NULL;
     if (run.position < 0 || run.position > end || end > PyBytes_GET_SIZE(args[0])) {

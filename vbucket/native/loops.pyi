@@ -153,10 +153,11 @@ class SetRun:
         cas_floor: int,
         json: int,
         value_bytes_max: int,
+        form: int,
         /,
     ) -> int:
-        """Apply the plain SETs from `position` on, and append their answers and entries. Return the
-        position of the first request that is for Python.
+        """Apply the plain SETs from `position` on, and append their answers and entries. `form` has
+        the bits of key_form.h. Return the position of the first request that is for Python.
         """
 
 class GroupRun:
@@ -206,10 +207,14 @@ class GetRun:
         now_s: int,
         committed_group: int,
         room_bytes: int,
+        form: int,
+        miss: bytes,
         /,
     ) -> tuple[int, int, int, int, int]:
         """Answer the plain GETs from `position` on, until their values have more than `room_bytes`.
         Append an item for each answer: the first one has the bytes of many, and these are empty.
+        A quiet GET without a document has no answer. `form` has the bits of key_form.h, and `miss`
+        is the text for a key that does not exist.
         Return the position of the first request that is for Python; how many were answered; how
         many of these were in the item cache, and in the store or nowhere; and the bytes of their
         values.

@@ -186,7 +186,7 @@ int search_store(const SetRun *self, Planned *planned, size_t count)
         if (planned[i].outcome == NOT_IN_MEMORY) {
             Request *request = &planned[i].request;
             put_be(planned[i].full_key, request->vb_id, 2);
-            memcpy(planned[i].full_key + 2, request->at + REQUEST_HEAD_BYTES, request->key_bytes);
+            request_key_write(request, planned[i].full_key + 2);
             searches[searched] = (Search){.key = planned[i].full_key};
             searches[searched].key_bytes = 2 + (size_t)request->key_bytes;
             of[searched++] = &planned[i];

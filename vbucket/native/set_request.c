@@ -9,27 +9,37 @@
 
 #define HEADER_BYTES 24
 #define SET 0x01
-#define ANSWER_BYTES 40 /* a header and a mutation token */
+#define SETQ 0x11
+#define TOKEN_BYTES 16
 #define ENTRY_HEAD_BYTES 67
 #define MUTATION_EXTRAS_BYTES 31
 #define REV_SEQNO_MAX (((uint64_t)1 << 48) - 1)
 
 int request_read(Request *request, const uint8_t *at, size_t bytes, uint64_t value_bytes_max,
-                 uint8_t json)
+                 uint8_t json, uint8_t form, uint32_t partitions)
 {
-    if (bytes < REQUEST_HEAD_BYTES || at[0] != 0x80 || at[1] != SET || at[4] != 8 ||
-        at[5] & ~json)
+    if (bytes < REQUEST_HEAD_BYTES || at[0] != 0x80 || at[4] != 8 || at[5] & ~json ||
+        (at[1] != SET && !(at[1] == SETQ && form & QUIET)))
         return 0;
-    uint32_t key_bytes = be16(at + 2), body_bytes = be32(at + 8);
-    if (body_bytes > bytes - HEADER_BYTES || body_bytes < 8 + key_bytes)
+    uint32_t wire_bytes = be16(at + 2), body_bytes = be32(at + 8);
+    if (body_bytes > bytes - HEADER_BYTES || body_bytes < 8 + wire_bytes)
         return 0;
-    if (key_bytes < 2 || key_bytes > KEY_BYTES_MAX || at[REQUEST_HEAD_BYTES])
+    uint32_t key_bytes = wire_bytes + (form & UNPREFIXED);
+    if (key_bytes < 2 || key_bytes > KEY_BYTES_MAX ||
+        (!(form & UNPREFIXED) && at[REQUEST_HEAD_BYTES]))
         return 0;
-    uint32_t value_bytes = body_bytes - 8 - key_bytes;
+    uint32_t value_bytes = body_bytes - 8 - wire_bytes;
     if (be64(at + 16) || be32(at + 28) || value_bytes > value_bytes_max)
         return 0;
-    *request = (Request){at, be16(at + 6), key_bytes, value_bytes};
+    uint32_t vb_id = form & HASHED ? vbucket_of(at + REQUEST_HEAD_BYTES, wire_bytes, partitions)
+                                   : be16(at + 6);
+    *request = (Request){at, vb_id, key_bytes, value_bytes, form};
     return 1;
+}
+
+int request_is_quiet(const Request *request)
+{
+    return request->at[1] == SETQ;
 }
 
 PyObject *entry_made(const Request *request, const Old *old, uint64_t epoch, uint64_t cas,
@@ -46,7 +56,7 @@ PyObject *entry_made(const Request *request, const Old *old, uint64_t epoch, uin
     at[OPCODE_AT] = MUTATION;
     put_be(at + 14, request->key_bytes, 2);
     at[16] = MUTATION_EXTRAS_BYTES;
-    const uint8_t *value = request->at + REQUEST_HEAD_BYTES + request->key_bytes;
+    const uint8_t *value = request->at + request_bytes(request) - request->value_bytes;
     at[DATATYPE_AT] = json_is_sound(value, request->value_bytes) ? DATATYPE_JSON : 0;
     put_be(at + 18, request->vb_id, 2);
     put_be(at + 20, MUTATION_EXTRAS_BYTES + body_bytes, 4);
@@ -56,23 +66,27 @@ PyObject *entry_made(const Request *request, const Old *old, uint64_t epoch, uin
     put_be(at + REV_SEQNO_AT, old->rev_seqno + (old->rev_seqno < REV_SEQNO_MAX), 8);
     memcpy(at + NUMBERS_END, request->at + HEADER_BYTES, 4); /* flags */
     memset(at + 56, 0, ENTRY_HEAD_BYTES - 56);
-    memcpy(at + ENTRY_HEAD_BYTES, request->at + REQUEST_HEAD_BYTES, body_bytes);
+    request_key_write(request, at + ENTRY_HEAD_BYTES);
+    memcpy(at + ENTRY_HEAD_BYTES + request->key_bytes, value, request->value_bytes);
     return entry;
 }
 
 PyObject *answer_made(const Request *request, uint64_t cas, uint64_t vb_uuid, uint64_t seqno)
 {
-    PyObject *answer = PyBytes_FromStringAndSize(NULL, ANSWER_BYTES);
+    uint8_t token_bytes = request->form & TOKENS ? TOKEN_BYTES : 0;
+    PyObject *answer = PyBytes_FromStringAndSize(NULL, HEADER_BYTES + token_bytes);
     if (answer == NULL)
         return NULL;
     uint8_t *at = (uint8_t *)PyBytes_AS_STRING(answer);
     memset(at, 0, 12);
     at[0] = 0x81;
     at[1] = SET;
-    at[4] = at[11] = 16;
+    at[4] = at[11] = token_bytes;
     memcpy(at + 12, request->at + 12, 4); /* opaque */
     put_be(at + 16, cas, 8);
-    put_be(at + 24, vb_uuid, 8);
-    put_be(at + 32, seqno, 8);
+    if (token_bytes) {
+        put_be(at + 24, vb_uuid, 8);
+        put_be(at + 32, seqno, 8);
+    }
     return answer;
 }

@@ -3,9 +3,7 @@
 #ifndef DCPD_SET_REQUEST_H
 #define DCPD_SET_REQUEST_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
+#include "key_form.h"
 
 #define REQUEST_HEAD_BYTES 32 /* of a SET: header, flags and expiry */
 #define KEY_BYTES_MAX 251 /* the longest key, and the id of the default collection */
@@ -18,7 +16,8 @@
 
 typedef struct {
     const uint8_t *at;
-    uint32_t vb_id, key_bytes, value_bytes;
+    uint32_t vb_id, key_bytes, value_bytes; /* the key is that which is stored, with its prefix */
+    uint8_t form;
 } Request;
 
 /* What a change needs from the version that it replaces. */
@@ -30,12 +29,22 @@ typedef struct {
 /* Reads a request. Returns 0 if it is no plain SET, or not there wholly. `json`: the
    datatypes that the client negotiated. What is stored says whether the value is JSON. */
 int request_read(Request *request, const uint8_t *at, size_t bytes, uint64_t value_bytes_max,
-                 uint8_t json);
+                 uint8_t json, uint8_t form, uint32_t partitions);
+
+/* Whether nobody waits for the answer of a request that succeeds. */
+int request_is_quiet(const Request *request);
 
 /* Where the next request begins, from the beginning of this one. */
 static inline size_t request_bytes(const Request *request)
 {
-    return REQUEST_HEAD_BYTES + (size_t)request->key_bytes + request->value_bytes;
+    return REQUEST_HEAD_BYTES + (size_t)request->key_bytes - (request->form & UNPREFIXED) +
+           request->value_bytes;
+}
+
+/* Writes the stored key. */
+static inline void request_key_write(const Request *request, uint8_t *to)
+{
+    key_write(to, request->at + REQUEST_HEAD_BYTES, request->key_bytes, request->form);
 }
 
 /* These return bytes, or NULL with an exception. */

@@ -33,12 +33,14 @@ static const char *const names[ATTRIBUTES] = {
 typedef struct {
     PyObject *answers, *pending, *touched, *group;
     uint64_t group_number, cas_floor, value_bytes_max;
-    uint8_t json;
+    uint8_t json, form;
 } Run;
 
 /* What a change sets, made before anything is changed. */
 typedef struct {
-    PyObject *append, *entry, *answer, *seqno, *cas, *item_count; /* NULL: the count stays */
+    PyObject *append, *entry, *seqno, *cas;
+    PyObject *answer;     /* NULL: there is none */
+    PyObject *item_count; /* NULL: the count stays */
     int is_touched; /* whether the group knows the partition */
 } Made;
 
@@ -47,7 +49,7 @@ static int make(SetRun *self, const Run *run, const Planned *planned, Made *made
                 uint64_t seqno)
 {
     PyObject *part = planned->part;
-    int is_new = planned->old.opcode != MUTATION;
+    int is_new = planned->old.opcode != MUTATION, is_quiet = request_is_quiet(&planned->request);
     uint64_t epoch, vb_uuid, last_group;
     if (!attribute_get_number(&self->of[LEADER_EPOCH], part, &epoch) ||
         !attribute_get_number(&self->of[VB_UUID], part, &vb_uuid) ||
@@ -58,11 +60,11 @@ static int make(SetRun *self, const Run *run, const Planned *planned, Made *made
     made->is_touched = last_group == run->group_number;
     made->append = attribute_get(&self->of[APPEND_ENTRY], part);
     made->entry = entry_made(&planned->request, &planned->old, epoch, cas, seqno);
-    made->answer = answer_made(&planned->request, cas, vb_uuid, seqno);
+    made->answer = is_quiet ? NULL : answer_made(&planned->request, cas, vb_uuid, seqno);
     made->seqno = PyLong_FromUnsignedLongLong(seqno);
     made->cas = PyLong_FromUnsignedLongLong(cas);
     made->item_count = is_new ? attribute_sum(&self->of[ITEM_COUNT], part, 1) : NULL;
-    return made->append != NULL && made->entry != NULL && made->answer != NULL &&
+    return made->append != NULL && made->entry != NULL && (is_quiet || made->answer != NULL) &&
            made->seqno != NULL && made->cas != NULL && (!is_new || made->item_count != NULL);
 }
 
@@ -89,7 +91,7 @@ static int change(SetRun *self, const Run *run, const Planned *planned, const Ma
             attribute_set(&self->of[ITEM_COUNT], part, made->item_count)) &&
            attribute_set(&self->of[MAX_CAS], part, made->cas) &&
            attribute_set(&self->of[HIGH_SEQNO], part, made->seqno) &&
-           !PyList_Append(run->answers, made->answer);
+           (made->answer == NULL || !PyList_Append(run->answers, made->answer));
 }
 
 /* Completes the plan of a request: others may have changed its partition since. */
@@ -209,10 +211,10 @@ static int load(SetRun *self, Planned *planned, size_t count)
     for (size_t i = 0; i < count; i++) {
         const Request *request = &planned[i].request;
         PyObject *part = PyList_GET_ITEM(self->partitions, request->vb_id);
-        planned[i].key = PyBytes_FromStringAndSize((const char *)request->at + REQUEST_HEAD_BYTES,
-                                                   request->key_bytes);
+        planned[i].key = PyBytes_FromStringAndSize(NULL, request->key_bytes);
         if (planned[i].key == NULL)
             return 0;
+        request_key_write(request, (uint8_t *)PyBytes_AS_STRING(planned[i].key));
         Py_hash_t hash = PyObject_Hash(planned[i].key);
         if (PyDict_CheckExact(planned[i].newest))
             lookups[looked_up++] = (Lookup){planned[i].newest, hash, NULL};
@@ -231,7 +233,8 @@ static size_t read_ahead(const SetRun *self, const Run *run, Planned *planned,
     size_t count = 0, lines = (size_t)self->partition->tp_basicsize / 64;
     for (size_t at = 0; count < self->window; count++) {
         Request *request = &planned[count].request;
-        if (!request_read(request, data + at, bytes - at, run->value_bytes_max, run->json) ||
+        if (!request_read(request, data + at, bytes - at, run->value_bytes_max, run->json,
+                          run->form, (uint32_t)PyList_GET_SIZE(self->partitions)) ||
             (Py_ssize_t)request->vb_id >= PyList_GET_SIZE(self->partitions))
             break;
         PyObject *part = PyList_GET_ITEM(self->partitions, request->vb_id);
@@ -281,17 +284,18 @@ static int apply_some(SetRun *self, const Run *run, const uint8_t *data, size_t 
 
 static PyObject *set_run_apply(SetRun *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 10 || !PyBytes_CheckExact(args[0]) || !PyList_CheckExact(args[3]) ||
+    if (count != 11 || !PyBytes_CheckExact(args[0]) || !PyList_CheckExact(args[3]) ||
         !PyList_CheckExact(args[4]) || !PyList_CheckExact(args[5])) {
         PyErr_SetString(PyExc_TypeError, "a run takes bytes, positions, three lists and numbers");
         return NULL;
     }
     Py_ssize_t position = PyLong_AsSsize_t(args[1]), end = PyLong_AsSsize_t(args[2]);
-    Run run = {args[3], args[4], args[5], args[6], 0, 0, 0, 0};
+    Run run = {args[3], args[4], args[5], args[6], 0, 0, 0, 0, 0};
     run.group_number = PyLong_AsUnsignedLongLong(args[6]);
     run.cas_floor = PyLong_AsUnsignedLongLong(args[7]);
     run.json = (uint8_t)PyLong_AsUnsignedLong(args[8]) & DATATYPE_JSON;
     run.value_bytes_max = PyLong_AsUnsignedLongLong(args[9]);
+    run.form = (uint8_t)PyLong_AsUnsignedLong(args[10]);
     if (PyErr_Occurred())
         return NULL;
     if (position < 0 || position > end || end > PyBytes_GET_SIZE(args[0])) {

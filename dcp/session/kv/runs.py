@@ -5,7 +5,7 @@ where the first other one begins; `dcp.session.kv.documents` handles that one. W
 (vbucket/native) are not built, there are no runs.
 
 Rules: as in `dcp.session.kv.documents`. A run answers what the handlers would. It does not look for
-locks, and needs a client that negotiated collections, and that may read or write everything.
+locks, and needs a client that may read or write everything.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from typing import Final
 from dcp.session.state import ANSWER_BYTES_MAX, SessionState
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
+from dcp.wire.status import MEMCACHED_TEXTS, Status
 
 Run = Callable[[int, int], int]
 """Takes the position of a request and the end of the buffer; returns the position of the first
 request that it did not handle."""
+
+_GETS: Final = (Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ)
+_SETS: Final = (Opcode.SET, Opcode.SETQ)
 
 SET_REQUEST: Final = Struct(">HHHHIIQII")
 """All of a SET before its key: magic and opcode, key length, extras length and datatype, vbucket,
@@ -29,31 +33,55 @@ SET_RESPONSE: Final = Struct(">12sIQQQ")
 """A header up to the opaque, opaque, CAS, and a mutation token."""
 
 
+UNPREFIXED: Final = 1
+HASHED: Final = 2
+TOKENS: Final = 4
+QUIET: Final = 8
+"""The form of a client's requests and answers: see vbucket/native/key_form.h."""
+_NO_RUNS: Final[dict[int, Run]] = {}
+_MISS_TEXT: Final = MEMCACHED_TEXTS[Status.KEY_ENOENT]
+"""For memcached's clients."""
+
+
 class DocumentRuns:
     """The runs of one session."""
 
     def __init__(self, state: SessionState) -> None:
         self._state = state
         self._engine = state.engine
-        has_loops = state.engine.get_run is not None
-        self._reading_runs: dict[int, Run] = {int(Opcode.GET): self.get_run} if has_loops else {}
-        self._runs: dict[int, Run] = dict(self._reading_runs)
+        self._plain_runs: dict[int, Run] = {}
+        if state.engine.get_run is not None:
+            self._plain_runs |= dict.fromkeys(map(int, _GETS), self.get_run)
         if state.engine.set_run is not None:
-            self._runs[int(Opcode.SET)] = self.store_run
+            self._plain_runs |= dict.fromkeys(map(int, _SETS), self.store_run)
+        self._reading_runs = self._all_runs = self._plain_runs
 
     def runs(self) -> dict[int, Run]:
         """Return opcode -> a function that handles plain requests of this opcode which come
         together. Which opcodes have one depends on what the client negotiated.
         """
         state = self._state
-        if not state.has_collections or self._engine.locks.held:
-            return {}  # a run does not look for locks
-        return self._runs if state.has_mutation_tokens else self._reading_runs
+        if self._engine.locks.held:
+            return _NO_RUNS  # a run does not look for locks
+        if not state.has_collections:
+            return self._plain_runs
+        return self._all_runs if state.has_mutation_tokens else self._reading_runs
 
     def add_runs(self, reading: dict[int, Run], changing: dict[int, Run]) -> None:
-        """Add runs of other opcodes; answers of changes carry mutation tokens."""
-        self._reading_runs |= reading
-        self._runs |= reading | changing
+        """Add runs of other opcodes. They take keys with their collection; answers of changes carry
+        mutation tokens.
+        """
+        self._reading_runs = self._reading_runs | reading
+        self._all_runs = self._all_runs | reading | changing
+
+    def _form(self) -> int:
+        state = self._state
+        return (
+            (0 if state.has_collections else UNPREFIXED)
+            | (HASHED if state.hashes_keys else 0)
+            | (TOKENS if state.has_mutation_tokens else 0)
+            | (QUIET if state.marks is None else 0)  # a quiet change has a mark of its own
+        )
 
     def store_run(self, position: int, end: int) -> int:
         """Handle plain SETs: no CAS, no expiry, default collection. Return where others begin."""
@@ -65,6 +93,7 @@ class DocumentRuns:
         after = run.apply(
             state.buffer, position, end, answers, keyspace.pending, keyspace.touched,
             keyspace.group, engine.now_ns, state.has_json, state.limits.value_bytes_max,
+            self._form(),
         )  # fmt: skip
         if after > position:
             state.wait_group = keyspace.group
@@ -82,6 +111,7 @@ class DocumentRuns:
         after, answered, hits, misses, value_bytes = run.answer(
             state.buffer, position, end, state.answers, state.datatypes, engine.now_s,
             engine.commits.committed_group, ANSWER_BYTES_MAX - state.unread_bytes,
+            self._form(), _MISS_TEXT if state.hashes_keys else b"",
         )  # fmt: skip
         if answered:
             engine.item_cache.hits += hits
