@@ -36,7 +36,7 @@ class MapVersion(NamedTuple):
     rev: int
 
 
-NEVER_TOLD: Final = MapVersion(0, 0)
+NEVER_SENT: Final = MapVersion(0, 0)
 
 
 def life_from(unix_s: float, *ended: int) -> int:
@@ -52,9 +52,9 @@ class MapLife:
     raises it.
     """
 
-    def __init__(self, view: ClusterView, told: MapVersion = NEVER_TOLD) -> None:
+    def __init__(self, view: ClusterView, told: MapVersion = NEVER_SENT) -> None:
         self._view = view
-        self._told = told
+        self._sent = told
         self._ended = 0
         """The life in which the store was set back; 0: it was not."""
 
@@ -63,18 +63,18 @@ class MapLife:
         view = self._view
         if not view.is_loaded:
             return MapVersion(FIRST_LIFE, FIRST_REV)
-        life = view.life or self._told.life or FIRST_LIFE
+        life = view.life or self._sent.life or FIRST_LIFE
         return MapVersion(life, max(view.map_revision, FIRST_REV))
 
     def note_told(self, version: MapVersion) -> None:
         """Clients were told a map of this version."""
-        self._told = max(self._told, version)
+        self._sent = max(self._sent, version)
 
     def look(self) -> str:
         """Look at the view; return what is to be logged if the store turns out to be set back. It
         must be called with the first view that has records: later ones may have come as far again.
         """
-        view, told = self._view, self._told
+        view, told = self._view, self._sent
         if not view.is_loaded or view.cluster is None or self.version() >= told:
             return ""
         if self._ended == told.life:
@@ -90,7 +90,7 @@ class MapLife:
         """Whether clients may be told a version: it is above all that this folder has told."""
         if not self._view.is_loaded:
             return True  # before it nothing is known, and clients that know more stay with that
-        return version.life > self._ended and version >= self._told
+        return version.life > self._ended and version >= self._sent
 
     def raising(self, unix_s: float) -> Txn | None:
         """Return what raises the life; None: it need not be raised."""

@@ -10,22 +10,22 @@ from dcp.server.cluster.joining.enrolment import (
     TRANSITIONS,
     WHY_NOT,
     Enrolment,
-    Happening,
-    Standing,
+    EnrolmentEvent,
+    EnrolmentState,
 )
 
-FINAL = {Standing.LEAVING, Standing.REPLACED}
-BEGINNINGS = (Standing.ALONE, Standing.MEMBER)
+FINAL = {EnrolmentState.LEAVING, EnrolmentState.REPLACED}
+BEGINNINGS = (EnrolmentState.ALONE, EnrolmentState.MEMBER)
 
 
-def walks(length: int) -> list[tuple[Standing, ...]]:
+def walks(length: int) -> list[tuple[EnrolmentState, ...]]:
     """Return each way through the table."""
-    found: list[tuple[Standing, ...]] = [(standing,) for standing in BEGINNINGS]
+    found: list[tuple[EnrolmentState, ...]] = [(state,) for state in BEGINNINGS]
     for _ in range(length):
         found += [
             (*walk, after)
             for walk in found
-            for what in Happening
+            for what in EnrolmentEvent
             if (after := TRANSITIONS.get((walk[-1], what))) is not None
         ]
         found = list(dict.fromkeys(found))
@@ -33,36 +33,38 @@ def walks(length: int) -> list[tuple[Standing, ...]]:
 
 
 def test_every_state_is_reached_and_has_a_way_to_its_end() -> None:
-    assert {walk[-1] for walk in walks(4)} == set(Standing)
-    for standing in Standing:
-        assert TRANSITIONS[standing, Happening.STOPPED] in FINAL
+    assert {walk[-1] for walk in walks(4)} == set(EnrolmentState)
+    for state in EnrolmentState:
+        assert TRANSITIONS[state, EnrolmentEvent.STOPPED] in FINAL
 
 
 def test_who_has_the_file_never_takes_changes_alone_again() -> None:
     for walk in walks(5):
-        if Standing.JOINED in walk or walk[0] is Standing.MEMBER:
-            after = walk[walk.index(Standing.JOINED) if Standing.JOINED in walk else 0 :]
-            assert Standing.ALONE not in after
+        if EnrolmentState.JOINED in walk or walk[0] is EnrolmentState.MEMBER:
+            after = walk[
+                walk.index(EnrolmentState.JOINED) if EnrolmentState.JOINED in walk else 0 :
+            ]
+            assert EnrolmentState.ALONE not in after
         for earlier, later in itertools.pairwise(walk):
             assert earlier not in FINAL or later is earlier
 
 
-@pytest.mark.parametrize("standing", Standing)
-def test_only_a_node_alone_begins_to_become_a_member(standing: Standing) -> None:
-    enrolment = Enrolment(standing)
-    assert enrolment.takes_changes_alone is (standing is Standing.ALONE)
-    if standing is Standing.ALONE:
-        enrolment.happened(Happening.BEGUN)
+@pytest.mark.parametrize("state", EnrolmentState)
+def test_only_a_node_alone_begins_to_become_a_member(state: EnrolmentState) -> None:
+    enrolment = Enrolment(state)
+    assert enrolment.takes_changes_alone is (state is EnrolmentState.ALONE)
+    if state is EnrolmentState.ALONE:
+        enrolment.handle(EnrolmentEvent.BEGUN)
         return
-    with pytest.raises(AssertionError, match=f"{standing.name}: BEGUN"):
-        enrolment.happened(Happening.BEGUN)
-    assert standing in {*WHY_NOT, Standing.MEMBER, Standing.REPLACED}
+    with pytest.raises(AssertionError, match=f"{state.name}: BEGUN"):
+        enrolment.handle(EnrolmentEvent.BEGUN)
+    assert state in {*WHY_NOT, EnrolmentState.MEMBER, EnrolmentState.REPLACED}
 
 
 def test_a_stop_during_the_command_is_no_restart() -> None:
     enrolment = Enrolment()
-    enrolment.happened(Happening.BEGUN)
-    enrolment.happened(Happening.STOPPED)
-    enrolment.happened(Happening.FILED)
+    enrolment.handle(EnrolmentEvent.BEGUN)
+    enrolment.handle(EnrolmentEvent.STOPPED)
+    enrolment.handle(EnrolmentEvent.FILED)
     assert not enrolment.restarts
     assert not enrolment.takes_changes_alone

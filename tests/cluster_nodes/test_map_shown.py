@@ -17,13 +17,13 @@ from dcp.server.cluster.cluster_file import KEYS_PREFIX, read_cluster_file
 from dcp.server.cluster.joining.becoming_member import NewMember, init_cluster
 from dcp.server.cluster.joining.enrolment import NewCluster, join_cluster, withdraw
 from dcp.server.cluster.meta_access import MetaAccess
-from dcp.server.cluster.node_map import HEARD_NS, MAP_FILE, RETRY_NS, MapShown, RaisedLife, ToldMap
+from dcp.server.cluster.node_map import HEARD_NS, MAP_FILE, RETRY_NS, MapShown, RaisedLife, SentMap
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.node import Node
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
-from failover.coordinator.map_life import NEVER_TOLD, MapLife, MapVersion
+from failover.coordinator.map_life import NEVER_SENT, MapLife, MapVersion
 from failover.coordinator.records import (
     ClusterKeys,
     ClusterRecord,
@@ -65,7 +65,7 @@ def partition_item(record: ReplicationRecord, revision: int) -> KeyValue:
 class Shown:
     """A node's view, and the map that it tells."""
 
-    def __init__(self, told: MapVersion = NEVER_TOLD, life: int = 7) -> None:
+    def __init__(self, told: MapVersion = NEVER_SENT, life: int = 7) -> None:
         self.view = ClusterView(KEYS)
         self.config = ClusterConfig("127.0.0.1", "a", "default")
         self.life = MapLife(self.view, told)
@@ -151,28 +151,28 @@ def fail(error: Exception) -> None:
 LOG = EventLog(logging.getLogger("test.told"))
 
 
-def told_map(folder: Path, cluster: str = "c1", keep_s: float = 0.0) -> ToldMap:
-    return ToldMap(folder, cluster, Tasks(fail), LOG, keep_s)
+def sent_map(folder: Path, cluster: str = "c1", keep_s: float = 0.0) -> SentMap:
+    return SentMap(folder, cluster, Tasks(fail), LOG, keep_s)
 
 
 async def test_the_folder_has_the_newest_version_that_was_told(tmp_path: Path) -> None:
-    told = told_map(tmp_path)
-    assert told.version == NEVER_TOLD
+    told = sent_map(tmp_path)
+    assert told.version == NEVER_SENT
     for rev in range(1, 30):
         told.note(MapVersion(7, rev))
     told.note(TOLD)
     told.note(MapVersion(7, 2))
-    await until_so(lambda: told_map(tmp_path).version == TOLD)
-    assert told_map(tmp_path, "c2").version == NEVER_TOLD, "the folder is another cluster's now"
+    await until_so(lambda: sent_map(tmp_path).version == TOLD)
+    assert sent_map(tmp_path, "c2").version == NEVER_SENT, "the folder is another cluster's now"
 
 
 async def test_the_end_of_the_process_writes_what_is_not_written_yet(tmp_path: Path) -> None:
-    told = told_map(tmp_path, keep_s=3600.0)
+    told = sent_map(tmp_path, keep_s=3600.0)
     told.note(MapVersion(7, 1))
     await until_so(lambda: told._kept == (7, 1))
     told.note(TOLD)
     told.finish()
-    assert told_map(tmp_path).version == TOLD
+    assert sent_map(tmp_path).version == TOLD
     await told._tasks.stop()
 
 
@@ -188,15 +188,15 @@ async def test_end_of_process_waits_for_write_that_is_under_way(
         replace_file(path, data)
 
     monkeypatch.setattr(node_map, "replace_file", slowly)
-    told = told_map(tmp_path, keep_s=0.0)
+    told = sent_map(tmp_path, keep_s=0.0)
     told.note(MapVersion(7, 1))
     await until_so(begun.is_set)
     told.note(TOLD)
     threading.Timer(0.05, may_end.set).start()
     told.finish()
-    assert told_map(tmp_path).version == TOLD
+    assert sent_map(tmp_path).version == TOLD
     assert told._write(MapVersion(7, 2)) == ""
-    assert told_map(tmp_path).version == TOLD
+    assert sent_map(tmp_path).version == TOLD
     await told._tasks.stop()
 
 
@@ -204,19 +204,19 @@ async def test_a_file_that_cannot_be_read_counts_as_none_and_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / MAP_FILE).write_bytes(b'{"format":1,"clus')
-    assert told_map(tmp_path).version == NEVER_TOLD
+    assert sent_map(tmp_path).version == NEVER_SENT
     assert "map.json cannot be read" in caplog.text
 
 
 async def test_file_that_cant_be_written_is_told_once_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = told_map(tmp_path)
+    told = sent_map(tmp_path)
     (tmp_path / MAP_FILE).mkdir()
     told.note(TOLD)
     await until_so(lambda: "map.json cannot be written" in caplog.text)
     (tmp_path / MAP_FILE).rmdir()
-    await until_so(lambda: told_map(tmp_path).version == TOLD)
+    await until_so(lambda: sent_map(tmp_path).version == TOLD)
     assert caplog.text.count("cannot be written") == 1
 
 

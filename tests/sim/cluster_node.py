@@ -17,7 +17,7 @@ from dcp.session.answers.held_answers import HeldAnswers
 from dcp.stream.producer import Producer
 from failover.coordinator.cluster_session import ClusterSession, SessionEffect, StoreDriver
 from failover.coordinator.effects import ViewChanged
-from failover.coordinator.map_life import NEVER_TOLD, MapLife, MapVersion
+from failover.coordinator.map_life import NEVER_SENT, MapLife, MapVersion
 from failover.coordinator.meta_restore import NodeTestimony, records_of
 from failover.coordinator.partition_choices import CoordinatorSettings
 from failover.coordinator.record_writer import WriteOutcome
@@ -61,7 +61,7 @@ class ClusterFacades(Facades):
 
     def __init__(self, node: ClusterNode) -> None:
         self._node = node
-        self._config = NEVER_TOLD, b""
+        self._config = NEVER_SENT, b""
         """The map that was told last, and its version: all refusals of a batch tell the same."""
 
     def bucket_config(self) -> bytes:
@@ -142,7 +142,7 @@ class ClusterNode(SingleNode):
             ROOT, self.member, machine.host.incarnation,
             CoordinatorSettings(elects_uncleanly=plan.unclean),
         )  # fmt: skip
-        self.life = MapLife(self.session.view, machine.told_map)
+        self.life = MapLife(self.session.view, machine.sent_map)
         self._raised_life = RaisedLife(self.life, store, lambda: self.clock.wall_ns() / SECOND)
         self.seen = SeenRecords(self.session.view.keys, machine.seen, is_kept_in_file=True)
         self._is_keeping = False
@@ -225,12 +225,12 @@ class ClusterNode(SingleNode):
     def told(self, version: MapVersion) -> None:
         """Clients are told a map of this version."""
         self.life.note_told(version)
-        self._machine.told_map = max(self._machine.told_map, version)
+        self._machine.sent_map = max(self._machine.sent_map, version)
 
     def testimony(self, operation: str) -> NodeTestimony:
         """Return what this node has, for a restoration of the records."""
         return NodeTestimony(
-            member=self.member, operation=operation, life=self._machine.told_map.life,
+            member=self.member, operation=operation, life=self._machine.sent_map.life,
             records=records_of(self.seen.content().records), ends=self.core.held_logs(),
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from failover.coordinator.map_life import NEVER_TOLD
+from failover.coordinator.map_life import NEVER_SENT
 from failover.coordinator.seen_records import SeenContent
 from sim.clock import Clock
 from sim.network import Network
@@ -64,7 +64,7 @@ class Machine:
         self.env = ForgetfulEnv(Power(), TABLES)
         self.seen: SeenContent | None = None
         """The folder's file seen.json; it is replaced as a whole, and synced."""
-        self.told_map = NEVER_TOLD
+        self.sent_map = NEVER_SENT
         """The same of map.json."""
 
     def open_device(self, device_type: type[FileLogDevice] = FileLogDevice) -> FileLogDevice:

@@ -16,7 +16,7 @@ import ssl
 from pathlib import Path
 from typing import Final, NamedTuple
 
-Stamp = tuple[int, int, int]
+from dcp.server.access.users_file import Stamp, stamp_of
 
 _NO_PASSWORD: Final = ""
 
@@ -106,12 +106,3 @@ def reason_of(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
         return (error.reason or str(error)).replace("_", " ").lower()
     return error.strerror or str(error)
-
-
-def stamp_of(path: Path) -> Stamp | None:
-    """Return what changes with a file; None: it cannot be read."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino

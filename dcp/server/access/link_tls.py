@@ -21,8 +21,9 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from dcp.server.access.certificates import Stamp, TlsError, reason_of, stamp_of
+from dcp.server.access.certificates import TlsError, reason_of
 from dcp.server.access.users import CLUSTER_USER
+from dcp.server.access.users_file import Stamp, stamp_of
 from dcp.server.config.settings import Settings
 from dcp.session.access.auth import AuthStep
 from dcp.wire.status import Status

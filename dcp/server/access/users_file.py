@@ -28,6 +28,8 @@ import google_crc32c
 from dcp.session.access.rights import Rights, Role, Scope
 from dcp.session.access.scram import HASH_NAMES, ScramKeys
 
+Stamp = tuple[int, int, int]
+"""What changes when a file is replaced or written: time, size and inode."""
 USERS_FORMAT_VERSION: Final = 3
 _CHECKSUM: Final = "crc32c"
 NEW_SUFFIX: Final = ".new"
@@ -107,7 +109,7 @@ def parse_scope(document: Mapping[str, Any]) -> Scope:
     return Scope(prefix.encode(), collection or None)
 
 
-def stamp_of(path: Path) -> tuple[int, int, int] | None:
+def stamp_of(path: Path) -> Stamp | None:
     """Return a value that changes when a file is replaced or written, None if there is no file."""
     try:
         found = path.stat()

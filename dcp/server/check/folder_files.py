@@ -28,7 +28,7 @@ from dcp.server.access.users_file import (
 )
 from dcp.server.cluster.cluster_file import ClusterRefusedError, read_cluster_file
 from dcp.server.cluster.meta_access import STORE_FOLDER, check_access
-from dcp.server.cluster.node_map import MAP_FILE, read_told_map
+from dcp.server.cluster.node_map import MAP_FILE, read_sent_map
 from dcp.server.cluster.receipt_files import (
     DISCARD_FOLDER,
     ELECTION_SUFFIX,
@@ -128,7 +128,7 @@ def _read_cluster(data_path: Path) -> None:
 
 
 def _read_map(data_path: Path) -> None:
-    told = read_told_map(data_path)
+    told = read_sent_map(data_path)
     try:
         member = read_cluster_file(data_path)
     except FolderError:

@@ -41,7 +41,7 @@ from dcp.server.access.users_file import replace_file
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.tasks import Tasks
-from failover.coordinator.map_life import NEVER_TOLD, MapLife, MapVersion
+from failover.coordinator.map_life import NEVER_SENT, MapLife, MapVersion
 from failover.coordinator.records import MemberRecord
 from failover.coordinator.view import ClusterView, bucket_map
 from failover.metadata.metastore import MetaStore, StoreResult
@@ -65,7 +65,7 @@ class MapShown:
         self._config = config
         self._cluster = cluster
         self._own = own
-        self.version = NEVER_TOLD
+        self.version = NEVER_SENT
         """What clients were told last."""
         self._masters: dict[int, str | None] = {}
         self._members: dict[str, MemberRecord] = {}
@@ -250,7 +250,7 @@ class MapContent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rev: int
 
 
-def read_told_map(data_dir: Path) -> MapContent | None:
+def read_sent_map(data_dir: Path) -> MapContent | None:
     """Return what the file of a folder says; None: there is none. Raises OSError,
     msgspec.DecodeError.
     """
@@ -260,7 +260,7 @@ def read_told_map(data_dir: Path) -> MapContent | None:
         return None
 
 
-class ToldMap:
+class SentMap:
     """See the module. Lives on one event loop."""
 
     def __init__(
@@ -286,12 +286,12 @@ class ToldMap:
 
     def _read(self) -> MapVersion:
         try:
-            content = read_told_map(self._path.parent)
+            content = read_sent_map(self._path.parent)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             self._log.warning(f"{self._path} cannot be read. {_ADVICE}", reason=str(error))
-            return NEVER_TOLD
+            return NEVER_SENT
         if content is None or content.format != FORMAT or content.cluster != self._cluster:
-            return NEVER_TOLD
+            return NEVER_SENT
         return MapVersion(content.life, content.rev)
 
     def note(self, version: MapVersion) -> None:

@@ -30,11 +30,17 @@ from dcp.core.groups import GroupCycle, Published
 from dcp.server.access.link_tls import LinkTls, LinkTrouble
 from dcp.server.access.users import Users
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile
-from dcp.server.cluster.joining.enrolment import Enrolment, EnrolmentError, Happening, Standing, ask
+from dcp.server.cluster.joining.enrolment import (
+    Enrolment,
+    EnrolmentError,
+    EnrolmentEvent,
+    EnrolmentState,
+    ask,
+)
 from dcp.server.cluster.joining.process_facts import VERSION_ADVICE, facts_of, unfit_by
 from dcp.server.cluster.member_link import MemberLink, OwnLinks
 from dcp.server.cluster.meta_access import MetaAccess
-from dcp.server.cluster.node_map import MapPace, MapShown, RaisedLife, ToldMap, tls_address_of
+from dcp.server.cluster.node_map import MapPace, MapShown, RaisedLife, SentMap, tls_address_of
 from dcp.server.cluster.own_records import OwnClock, OwnRecord
 from dcp.server.cluster.paced_work import paced_work
 from dcp.server.cluster.receipt_files import ElectionLog, keep_cut_off, keep_election
@@ -158,7 +164,7 @@ class ReplicatedNode:
         """`member` is the id of the data folder. Nothing is served until `start`."""
         self.acknowledges_as_master = choices.acknowledges_as_master
         self.identity = identity
-        self.enrolment = Enrolment(Standing.MEMBER)
+        self.enrolment = Enrolment(EnrolmentState.MEMBER)
         self.member = member
         self._parts = parts
         self._choices = choices
@@ -188,8 +194,8 @@ class ReplicatedNode:
         self.access = access
         self._own: OwnRecord
         self._map: MapShown
-        self.told = self._told = ToldMap(parts.data_dir, identity.cluster, parts.tasks, parts.log)
-        self._life = MapLife(session.view, self._told.version)
+        self.sent_map = SentMap(parts.data_dir, identity.cluster, parts.tasks, parts.log)
+        self._life = MapLife(session.view, self.sent_map.version)
         self._raising = RaisedLife(self._life, access.meta)
         self.manifest = SharedManifest(session.view, parts.engine, access, self.core.resolve_counts)
         self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
@@ -393,14 +399,14 @@ class ReplicatedNode:
 
     def stop(self) -> None:
         """Take no further part: end links, watches and timers."""
-        self.enrolment.happened(Happening.STOPPED)
+        self.enrolment.handle(EnrolmentEvent.STOPPED)
         self._is_stopped = True
         self._driver.close()
         if self._next_tick is not None:
             self._next_tick.cancel()
         self._steps.cancel()
         self._map_pace.cancel()
-        self._told.finish()
+        self.sent_map.finish()
         self.seen.finish()
         for each in self._links:
             each.link.closed()
@@ -423,8 +429,8 @@ class ReplicatedNode:
         """
         membership = self.session.membership
         if membership.state in {MembershipState.REPLACED, MembershipState.REFUSED}:
-            if self.enrolment.standing is Standing.MEMBER:
-                self.enrolment.happened(Happening.REPLACED)
+            if self.enrolment.state is EnrolmentState.MEMBER:
+                self.enrolment.handle(EnrolmentEvent.REPLACED)
             raise MembershipOverError(membership.why_over)
         view = self.session.view
         key = view.keys.of_member(KeyKind.MEMBER, self.member)
@@ -587,7 +593,7 @@ class ReplicatedNode:
 
     def _show_map(self) -> None:
         if self._map.update():
-            self._told.note(self._map.version)
+            self.sent_map.note(self._map.version)
             self._map_pace.told()
             self._parts.connections.tell_map()
         self._elections.tell(self._log)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from failover.coordinator.map_life import FIRST_LIFE, NEVER_TOLD, MapLife, MapVersion, life_from
+from failover.coordinator.map_life import FIRST_LIFE, NEVER_SENT, MapLife, MapVersion, life_from
 from failover.coordinator.plans.request_answers import Prepared, Stamp
 from failover.coordinator.plans.requests import remove
 from failover.coordinator.records import (
@@ -203,4 +203,4 @@ def test_cluster_record_that_cant_be_read_leaves_life_as_it_was() -> None:
     assert life.raising(NOW_S) is None
     assert life.version() == (7, told.rev + 1)
     assert life.may_tell(life.version())
-    assert MapLife(store.view(), NEVER_TOLD).version().life == FIRST_LIFE
+    assert MapLife(store.view(), NEVER_SENT).version().life == FIRST_LIFE

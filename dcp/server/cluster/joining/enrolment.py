@@ -439,7 +439,7 @@ def _taken(key: bytes) -> EnrolmentError:
     )
 
 
-class Standing(Enum):
+class EnrolmentState(Enum):
     """See the module."""
 
     ALONE = auto()
@@ -450,7 +450,7 @@ class Standing(Enum):
     LEAVING = auto()
 
 
-class Happening(Enum):
+class EnrolmentEvent(Enum):
     """What happens to a node."""
 
     BEGUN = auto()
@@ -465,57 +465,57 @@ class Happening(Enum):
     """The node stops: by a signal, or to start again."""
 
 
-TRANSITIONS: Final[dict[tuple[Standing, Happening], Standing]] = {
-    (Standing.ALONE, Happening.BEGUN): Standing.BECOMING,
-    (Standing.ALONE, Happening.STOPPED): Standing.LEAVING,
-    (Standing.BECOMING, Happening.FAILED): Standing.ALONE,
-    (Standing.BECOMING, Happening.FILED): Standing.JOINED,
-    (Standing.BECOMING, Happening.STOPPED): Standing.LEAVING,
-    (Standing.JOINED, Happening.STOPPED): Standing.LEAVING,
-    (Standing.MEMBER, Happening.REPLACED): Standing.REPLACED,
-    (Standing.MEMBER, Happening.STOPPED): Standing.LEAVING,
-    (Standing.REPLACED, Happening.STOPPED): Standing.REPLACED,
+TRANSITIONS: Final[dict[tuple[EnrolmentState, EnrolmentEvent], EnrolmentState]] = {
+    (EnrolmentState.ALONE, EnrolmentEvent.BEGUN): EnrolmentState.BECOMING,
+    (EnrolmentState.ALONE, EnrolmentEvent.STOPPED): EnrolmentState.LEAVING,
+    (EnrolmentState.BECOMING, EnrolmentEvent.FAILED): EnrolmentState.ALONE,
+    (EnrolmentState.BECOMING, EnrolmentEvent.FILED): EnrolmentState.JOINED,
+    (EnrolmentState.BECOMING, EnrolmentEvent.STOPPED): EnrolmentState.LEAVING,
+    (EnrolmentState.JOINED, EnrolmentEvent.STOPPED): EnrolmentState.LEAVING,
+    (EnrolmentState.MEMBER, EnrolmentEvent.REPLACED): EnrolmentState.REPLACED,
+    (EnrolmentState.MEMBER, EnrolmentEvent.STOPPED): EnrolmentState.LEAVING,
+    (EnrolmentState.REPLACED, EnrolmentEvent.STOPPED): EnrolmentState.REPLACED,
     # A command that was under way when the node began to stop.
-    (Standing.LEAVING, Happening.FAILED): Standing.LEAVING,
-    (Standing.LEAVING, Happening.FILED): Standing.LEAVING,
-    (Standing.LEAVING, Happening.STOPPED): Standing.LEAVING,
+    (EnrolmentState.LEAVING, EnrolmentEvent.FAILED): EnrolmentState.LEAVING,
+    (EnrolmentState.LEAVING, EnrolmentEvent.FILED): EnrolmentState.LEAVING,
+    (EnrolmentState.LEAVING, EnrolmentEvent.STOPPED): EnrolmentState.LEAVING,
 }
 
-WHY_NOT: Final[dict[Standing, tuple[str, str]]] = {
-    Standing.BECOMING: (
+WHY_NOT: Final[dict[EnrolmentState, tuple[str, str]]] = {
+    EnrolmentState.BECOMING: (
         "this node is becoming a member already, by another command",
         "Wait for that one, and then look at `dcpctl cluster status`",
     ),
-    Standing.JOINED: (
+    EnrolmentState.JOINED: (
         "this node has just become a member, and restarts",
         "Look at `dcpctl cluster status`",
     ),
-    Standing.LEAVING: ("this node stops", "Start it again, then try again"),
+    EnrolmentState.LEAVING: ("this node stops", "Start it again, then try again"),
 }
 """Why a node cannot begin to become a member, and what to try."""
 
 
 class Enrolment:
-    """The standing of one node; see the module."""
+    """The state of one node; see the module."""
 
-    def __init__(self, standing: Standing = Standing.ALONE) -> None:
-        self.standing = standing
+    def __init__(self, state: EnrolmentState = EnrolmentState.ALONE) -> None:
+        self.state = state
 
-    def happened(self, what: Happening) -> None:
+    def handle(self, what: EnrolmentEvent) -> None:
         """Take note of what happened."""
-        after = TRANSITIONS.get((self.standing, what))
-        assert after is not None, f"a node that is {self.standing.name}: {what.name}"
-        self.standing = after
+        after = TRANSITIONS.get((self.state, what))
+        assert after is not None, f"a node that is {self.state.name}: {what.name}"
+        self.state = after
 
     @property
     def takes_changes_alone(self) -> bool:
         """Whether the node takes changes without a cluster."""
-        return self.standing is Standing.ALONE
+        return self.state is EnrolmentState.ALONE
 
     @property
     def restarts(self) -> bool:
         """Whether the node has to start again in its process."""
-        return self.standing is Standing.JOINED
+        return self.state is EnrolmentState.JOINED
 
 
 SETTLE_S: Final = 5.0
@@ -542,13 +542,13 @@ class EnrolmentGate:
         """Refuse changes, and return when those before are in the log. Raises EnrolmentError."""
         enrolment = self.enrolment
         if not enrolment.takes_changes_alone:
-            raise EnrolmentError(*WHY_NOT[enrolment.standing])
+            raise EnrolmentError(*WHY_NOT[enrolment.state])
         if self._engine.loads.has_work:  # none begins from the next line on
             raise EnrolmentError(
                 "documents of a restore are being loaded into this node",
                 "Let the restore end, or stop it, then try again",
             )
-        enrolment.happened(Happening.BEGUN)
+        enrolment.handle(EnrolmentEvent.BEGUN)
         try:
             self._health.enrolling(REFUSAL)
             self._users.refuse_changes(REFUSAL)
@@ -567,11 +567,11 @@ class EnrolmentGate:
         if error is not None:
             self._failed()
         else:
-            self.enrolment.happened(Happening.FILED)
+            self.enrolment.handle(EnrolmentEvent.FILED)
 
     def stopped(self) -> None:
         """The node stops: whatever a command under way does, it is not started again."""
-        self.enrolment.happened(Happening.STOPPED)
+        self.enrolment.handle(EnrolmentEvent.STOPPED)
 
     async def _settle(self) -> None:
         keyspace = self._engine.keyspace
@@ -587,7 +587,7 @@ class EnrolmentGate:
             ) from None
 
     def _failed(self) -> None:
-        self.enrolment.happened(Happening.FAILED)
+        self.enrolment.handle(EnrolmentEvent.FAILED)
         if self.enrolment.takes_changes_alone:
             self._users.refuse_changes("")
             self._health.enrolling("")

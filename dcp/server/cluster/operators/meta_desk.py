@@ -89,7 +89,7 @@ class MetaDesk:
         told = NodeTestimony(
             member=replicated.member,
             operation=operation,
-            life=replicated.told.version.life,
+            life=replicated.sent_map.version.life,
             records=records_of(replicated.seen.records.content().records),
             ends=replicated.core.held_logs(),
         )
