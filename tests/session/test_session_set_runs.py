@@ -62,9 +62,9 @@ NUMBERS = (
 )  # fmt: skip
 KINDS = (
     *["set"] * 12,
-    "flags", "json", "snappy", "xattr", "expiry", "cas", *["setq"] * 3, "add", "get",
-    "delete", "collection", "no key", "empty key", "long key", "key beyond", "no extras",
-    "few extras", "nowhere", "noop",
+    "flags", "json", "snappy", "xattr", *["expiry"] * 3, "30 days", "over 30 days", "late",
+    *["setq"] * 3, "add", "get", "cas", "delete", "collection", "no key", "empty key",
+    "long key", "key beyond", "no extras", "few extras", "nowhere", "noop",
 )  # fmt: skip
 COMMANDS = st.lists(
     st.tuples(
@@ -85,6 +85,9 @@ def a_request(kind: str, vb_id: int, key: bytes, value_bytes: int, opaque: int) 
         "snappy": (Opcode.SET, {"datatype": 2, "value": b"\x02\x04ab"}),
         "xattr": (Opcode.SET, {"datatype": 4}),
         "expiry": (Opcode.SET, {"extras": bytes(7) + b"\x09"}),
+        "30 days": (Opcode.SET, {"extras": bytes(4) + (30 * 86_400).to_bytes(4, "big")}),
+        "over 30 days": (Opcode.SET, {"extras": bytes(4) + (30 * 86_400 + 1).to_bytes(4, "big")}),
+        "late": (Opcode.SETQ, {"extras": b"\0\0\0\1" + b"\xff" * 4}),
         "cas": (Opcode.SET, {"cas": 77}),
         "setq": (Opcode.SETQ, {}),
         "add": (Opcode.ADD, {}),
@@ -119,6 +122,7 @@ def facts(node: MemoryNode) -> list[Any]:
         for part in node.engine.partitions
     ]
     cache = engine.item_cache
+    found += [(layer._buckets, layer._seconds, layer.held) for layer in engine.due.layers()]
     found.append((cache.hits, cache.misses, cache.taken, cache.held_bytes))
     found.append((keyspace.pending, [part.vb_id for part in keyspace.touched], keyspace.group))
     found.append((keyspace.active_bytes, keyspace.frozen_bytes, keyspace.broken_invariant()))
@@ -359,6 +363,7 @@ def test_every_client_s_plain_sets_are_taken_by_the_loop(form: str) -> None:
     for node in pair.nodes:
         node.merge()
     pair.send(quiet + requests)
+    pair.send(b"".join(a_request("expiry", 1, key, 5, n) for n, key in enumerate(keys)))
     assert handled == []
 
 
@@ -403,7 +408,7 @@ def test_a_run_takes_all_that_it_may() -> None:
     assert engine.set_run is not None
     engine.set_run = cast("SetRun", Recorded(engine.set_run))
     sets = b"".join(plain(key) for key in KEYS * 20)
-    other = a_request("expiry", 1, KEYS[0], 3, 0)
+    other = a_request("cas", 1, KEYS[0], 3, 0)
     pair.send(sets + other + sets)
     again = len(sets) + len(other)
     assert taken == [
@@ -437,7 +442,7 @@ def attempt(cache_bytes, fail_at):
     apply, failed = engine.set_run.apply, False
     arguments = (
         data, 0, len(data), answers, keyspace.pending, keyspace.touched, keyspace.group,
-        engine.now_ns, 0, 1 << 20, 4,
+        engine.now_ns, 0, 1 << 20, 4, 0, [],
     )
     _testcapi.set_nomemory(fail_at, fail_at + 1)
     try:
@@ -537,7 +542,7 @@ def test_borders_outside_of_the_bytes_are_refused(begin: int, end: int) -> None:
     run = node.engine.set_run
     assert run is not None
     with pytest.raises((ValueError, OverflowError)):
-        run.apply(plain(KEYS[0]), begin, end, [], [], [], 1, 0, 0, 100, 4)
+        run.apply(plain(KEYS[0]), begin, end, [], [], [], 1, 0, 0, 100, 4, 0, [])
     assert node.engine.partitions[0].high_seqno == 0
 
 
@@ -558,7 +563,7 @@ def test_errors_of_the_store_that_are_not_damage_are_raised(error: type[Exceptio
     )
     assert run is not None
     request = plain(KEYS[0], vb_id=0)
-    arguments = (request, 0, len(request), [], [], [], 1, 0, 0, 100, 4)
+    arguments = (request, 0, len(request), [], [], [], 1, 0, 0, 100, 4, 0, [])
     if error is StoreDamagedError:
         assert run.apply(*arguments) == len(request), "Python has looked the key up"
     else:

@@ -154,10 +154,13 @@ class SetRun:
         json: int,
         value_bytes_max: int,
         form: int,
+        now_s: int,
+        expiring: list[bytes],
         /,
     ) -> int:
-        """Apply the plain SETs from `position` on, and append their answers and entries. `form` has
-        the bits of key_form.h. Return the position of the first request that is for Python.
+        """Apply the plain SETs from `position` on, and append their answers and entries, and to
+        `expiring` the entries that expire. `form` has the bits of key_form.h. Return the position
+        of the first request that is for Python.
         """
 
 class GroupRun:

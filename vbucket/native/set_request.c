@@ -11,14 +11,16 @@
 #define SET 0x01
 #define SETQ 0x11
 #define TOKEN_BYTES 16
+#define RELATIVE_EXPIRY_MAX_S (30 * 24 * 3600) /* dcp/session/kv/documents.py */
+#define EXPIRY_AT 56
 #define ENTRY_HEAD_BYTES 67
 #define MUTATION_EXTRAS_BYTES 31
 #define REV_SEQNO_MAX (((uint64_t)1 << 48) - 1)
 
-int request_read(Request *request, const uint8_t *at, size_t bytes, uint64_t value_bytes_max,
-                 uint8_t json, uint8_t form, uint32_t partitions)
+int request_read(Request *request, const Reader *reader, const uint8_t *at, size_t bytes)
 {
-    if (bytes < REQUEST_HEAD_BYTES || at[0] != 0x80 || at[4] != 8 || at[5] & ~json ||
+    uint8_t form = reader->form;
+    if (bytes < REQUEST_HEAD_BYTES || at[0] != 0x80 || at[4] != 8 || at[5] & ~reader->json ||
         (at[1] != SET && !(at[1] == SETQ && form & QUIET)))
         return 0;
     uint32_t wire_bytes = be16(at + 2), body_bytes = be32(at + 8);
@@ -29,11 +31,15 @@ int request_read(Request *request, const uint8_t *at, size_t bytes, uint64_t val
         (!(form & UNPREFIXED) && at[REQUEST_HEAD_BYTES]))
         return 0;
     uint32_t value_bytes = body_bytes - 8 - wire_bytes;
-    if (be64(at + 16) || be32(at + 28) || value_bytes > value_bytes_max)
+    if (be64(at + 16) || value_bytes > reader->value_bytes_max)
         return 0;
-    uint32_t vb_id = form & HASHED ? vbucket_of(at + REQUEST_HEAD_BYTES, wire_bytes, partitions)
-                                   : be16(at + 6);
-    *request = (Request){at, vb_id, key_bytes, value_bytes, form};
+    uint32_t vb_id = form & HASHED
+                         ? vbucket_of(at + REQUEST_HEAD_BYTES, wire_bytes, reader->partitions)
+                         : be16(at + 6);
+    uint32_t expiry = be32(at + 28);
+    if (expiry && expiry <= RELATIVE_EXPIRY_MAX_S)
+        expiry += reader->now_s;
+    *request = (Request){at, vb_id, key_bytes, value_bytes, expiry, form};
     return 1;
 }
 
@@ -65,7 +71,8 @@ PyObject *entry_made(const Request *request, const Old *old, uint64_t epoch, uin
     put_be(at + SEQNO_AT, seqno, 8);
     put_be(at + REV_SEQNO_AT, old->rev_seqno + (old->rev_seqno < REV_SEQNO_MAX), 8);
     memcpy(at + NUMBERS_END, request->at + HEADER_BYTES, 4); /* flags */
-    memset(at + 56, 0, ENTRY_HEAD_BYTES - 56);
+    put_be(at + EXPIRY_AT, request->expiry, 4);
+    memset(at + EXPIRY_AT + 4, 0, ENTRY_HEAD_BYTES - EXPIRY_AT - 4);
     request_key_write(request, at + ENTRY_HEAD_BYTES);
     memcpy(at + ENTRY_HEAD_BYTES + request->key_bytes, value, request->value_bytes);
     return entry;

@@ -17,8 +17,16 @@
 typedef struct {
     const uint8_t *at;
     uint32_t vb_id, key_bytes, value_bytes; /* the key is that which is stored, with its prefix */
+    uint32_t expiry;                        /* Unix seconds; 0: never */
     uint8_t form;
 } Request;
+
+/* What all requests of a client share. `json`: the datatypes that it negotiated. */
+typedef struct {
+    uint64_t value_bytes_max;
+    uint32_t partitions, now_s;
+    uint8_t json, form;
+} Reader;
 
 /* What a change needs from the version that it replaces. */
 typedef struct {
@@ -26,10 +34,9 @@ typedef struct {
     uint8_t opcode, datatype;
 } Old;
 
-/* Reads a request. Returns 0 if it is no plain SET, or not there wholly. `json`: the
-   datatypes that the client negotiated. What is stored says whether the value is JSON. */
-int request_read(Request *request, const uint8_t *at, size_t bytes, uint64_t value_bytes_max,
-                 uint8_t json, uint8_t form, uint32_t partitions);
+/* Reads a request. Returns 0 if it is no plain SET, or not there wholly. What is stored says
+   whether the value is JSON. */
+int request_read(Request *request, const Reader *reader, const uint8_t *at, size_t bytes);
 
 /* Whether nobody waits for the answer of a request that succeeds. */
 int request_is_quiet(const Request *request);

@@ -31,9 +31,9 @@ static const char *const names[ATTRIBUTES] = {
 
 /* What all requests of a run share. */
 typedef struct {
-    PyObject *answers, *pending, *touched, *group;
-    uint64_t group_number, cas_floor, value_bytes_max;
-    uint8_t json, form;
+    PyObject *answers, *pending, *touched, *expiring, *group;
+    uint64_t group_number, cas_floor;
+    Reader reader;
 } Run;
 
 /* What a change sets, made before anything is changed. */
@@ -76,11 +76,13 @@ static void release(Made *made)
         Py_XDECREF(all[i]);
 }
 
-/* Carries out a change. A partition that is touched without a change does no harm. */
+/* Carries out a change. A partition that is touched without a change, or an entry that expires and
+   is not stored, does no harm. */
 static int change(SetRun *self, const Run *run, const Planned *planned, const Made *made)
 {
     PyObject *part = planned->part, *done;
     if ((!made->is_touched && PyList_Append(run->touched, part)) ||
+        (planned->request.expiry && PyList_Append(run->expiring, made->entry)) ||
         PyList_Append(run->pending, made->entry) ||
         (done = PyObject_CallOneArg(made->append, made->entry)) == NULL)
         return 0;
@@ -233,8 +235,7 @@ static size_t read_ahead(const SetRun *self, const Run *run, Planned *planned,
     size_t count = 0, lines = (size_t)self->partition->tp_basicsize / 64;
     for (size_t at = 0; count < self->window; count++) {
         Request *request = &planned[count].request;
-        if (!request_read(request, data + at, bytes - at, run->value_bytes_max, run->json,
-                          run->form, (uint32_t)PyList_GET_SIZE(self->partitions)) ||
+        if (!request_read(request, &run->reader, data + at, bytes - at) ||
             (Py_ssize_t)request->vb_id >= PyList_GET_SIZE(self->partitions))
             break;
         PyObject *part = PyList_GET_ITEM(self->partitions, request->vb_id);
@@ -284,18 +285,22 @@ static int apply_some(SetRun *self, const Run *run, const uint8_t *data, size_t 
 
 static PyObject *set_run_apply(SetRun *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 11 || !PyBytes_CheckExact(args[0]) || !PyList_CheckExact(args[3]) ||
-        !PyList_CheckExact(args[4]) || !PyList_CheckExact(args[5])) {
-        PyErr_SetString(PyExc_TypeError, "a run takes bytes, positions, three lists and numbers");
+    if (count != 13 || !PyBytes_CheckExact(args[0]) || !PyList_CheckExact(args[3]) ||
+        !PyList_CheckExact(args[4]) || !PyList_CheckExact(args[5]) ||
+        !PyList_CheckExact(args[12])) {
+        PyErr_SetString(PyExc_TypeError, "a run takes bytes, positions, lists and numbers");
         return NULL;
     }
     Py_ssize_t position = PyLong_AsSsize_t(args[1]), end = PyLong_AsSsize_t(args[2]);
-    Run run = {args[3], args[4], args[5], args[6], 0, 0, 0, 0, 0};
+    Run run = {.answers = args[3], .pending = args[4], .touched = args[5], .group = args[6],
+               .expiring = args[12]};
     run.group_number = PyLong_AsUnsignedLongLong(args[6]);
     run.cas_floor = PyLong_AsUnsignedLongLong(args[7]);
-    run.json = (uint8_t)PyLong_AsUnsignedLong(args[8]) & DATATYPE_JSON;
-    run.value_bytes_max = PyLong_AsUnsignedLongLong(args[9]);
-    run.form = (uint8_t)PyLong_AsUnsignedLong(args[10]);
+    run.reader.json = (uint8_t)PyLong_AsUnsignedLong(args[8]) & DATATYPE_JSON;
+    run.reader.value_bytes_max = PyLong_AsUnsignedLongLong(args[9]);
+    run.reader.form = (uint8_t)PyLong_AsUnsignedLong(args[10]);
+    run.reader.now_s = (uint32_t)PyLong_AsUnsignedLong(args[11]);
+    run.reader.partitions = (uint32_t)PyList_GET_SIZE(self->partitions);
     if (PyErr_Occurred())
         return NULL;
     if (position < 0 || position > end || end > PyBytes_GET_SIZE(args[0])) {

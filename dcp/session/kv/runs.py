@@ -84,17 +84,22 @@ class DocumentRuns:
         )
 
     def store_run(self, position: int, end: int) -> int:
-        """Handle plain SETs: no CAS, no expiry, default collection. Return where others begin."""
+        """Handle plain SETs: no CAS, default collection. Return where others begin."""
         state, engine, run = self._state, self._engine, self._engine.set_run
         keyspace, answers = engine.keyspace, state.answers
         if run is None:
             return position
         first_answer = len(answers)
-        after = run.apply(
-            state.buffer, position, end, answers, keyspace.pending, keyspace.touched,
-            keyspace.group, engine.now_ns, state.has_json, state.limits.value_bytes_max,
-            self._form(),
-        )  # fmt: skip
+        expiring: list[bytes] = []
+        try:
+            after = run.apply(
+                state.buffer, position, end, answers, keyspace.pending, keyspace.touched,
+                keyspace.group, engine.now_ns, state.has_json, state.limits.value_bytes_max,
+                self._form(), engine.now_s, expiring,
+            )  # fmt: skip
+        finally:  # some may be stored when memory runs out
+            for entry in expiring:
+                engine.due.add(entry)
         if after > position:
             state.wait_group = keyspace.group
             if state.marks is not None:
