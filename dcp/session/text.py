@@ -23,19 +23,23 @@ do not read.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from dcp.session.answers.marks import TEXT_COMMAND, Mark
 from dcp.session.kv.documents import absolute_expiry
+from dcp.session.kv.runs import DocumentRuns
 from dcp.session.kv.values import remove_old
 from dcp.session.session_commands import REPORTED_VERSION
 from dcp.session.state import CONTEXT_CHARS_MAX, SessionState
-from dcp.wire.frame import MAX_KEY_BYTES
+from dcp.wire.frame import HEADER_BYTES, MAX_KEY_BYTES, pack_request
+from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status
 from vbucket.engine.documents.read_modify_write import Flush, count, extend, touch
 from vbucket.engine.engine import ADD, REPLACE, SET, Outcome, StoredDocument
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vbucket_of
+from vbucket.native import text_loops
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.plain_value import plain
 
@@ -63,6 +67,13 @@ _MODES: Final = {
     b"append": _APPEND,
     b"prepend": _PREPEND,
 }
+
+_GET_HEADS: Final = [
+    pack_request(Opcode.GETKQ, key=bytes(key_bytes))[:HEADER_BYTES]
+    for key_bytes in range(MAX_KEY_BYTES + 1)
+]
+"""The header of a quiet GET, by the length of its key."""
+_LOOPS: Final = text_loops()
 
 _ERROR: Final = b"ERROR\r\n"
 _BAD_FORMAT: Final = b"CLIENT_ERROR bad command line format\r\n"
@@ -126,6 +137,8 @@ class TextSession:
     def __init__(self, state: SessionState) -> None:
         self.state = state
         self._engine = state.engine
+        self._runs = DocumentRuns(state)
+        self._takers = {b"set ": self._take_sets, b"get ": self._take_gets}
         self._buffer = bytearray()
         self._store: _Store | None = None
         self._read: _Read | None = None
@@ -251,6 +264,11 @@ class TextSession:
             return self._take_block(self._store, position)
         if self._long_get is not None:
             return self._take_keys(self._long_get, position)
+        take = self._takers.get(bytes(buffer[position : position + 4]))
+        if take is not None:
+            after = take(position)
+            if after > position or self.state.is_full:
+                return after
         newline = buffer.find(b"\n", position, position + LINE_BYTES_MAX)
         if newline < 0:
             long_get = _LONG_GET.match(buffer, position, position + _LONG_GET_BYTES)
@@ -287,6 +305,36 @@ class TextSession:
             self.state.send(answer)
 
     # -- stores --------------------------------------------------------------------------------
+
+    def _take_sets(self, position: int) -> int:
+        """Store the plain `set`s at `position` together, in the loop of SETs; return where others
+        begin. Beside replicas each answer has a mark of its own, so there are no runs.
+        """
+        state = self.state
+        if _LOOPS is None or state.marks is not None or not self._has_runs():
+            return position
+        packet, text_ends, packet_ends = _LOOPS.sets(
+            self._buffer, position, state.limits.value_bytes_max
+        )
+        if not packet or self._must_wait():
+            return position
+        first_answer = len(state.answers)
+        state.buffer = packet
+        taken = bisect_right(packet_ends, self._runs.store_run(0, len(packet)))
+        state.buffer = b""
+        stored = len(state.answers) - first_answer
+        if stored:
+            state.answers[first_answer:] = [_STORED * stored]
+        self._has_begun |= taken > 0
+        return text_ends[taken - 1] if taken else position
+
+    def _has_runs(self) -> bool:
+        """Whether plain commands go through the loops, which know no prefixes and no locks."""
+        engine = self._engine
+        return not (
+            _LOOPS is None or engine.set_run is None or engine.get_run is None
+            or engine.locks.held or self.state.prefixes.is_on
+        )  # fmt: skip
 
     def _begin_store(self, name: bytes, arguments: list[bytes]) -> bytes:
         """Take the line of a store; its data block comes next."""
@@ -358,6 +406,27 @@ class TextSession:
             return _ERROR
         return self._begin_reading(arguments, shows_cas=name == b"gets", expiry=None)
 
+    def _take_gets(self, position: int) -> int:
+        """Answer the lines of `get` with one key at `position` together; return where others
+        begin.
+        """
+        if _LOOPS is None or not self._has_runs():
+            return position
+        state = self.state
+        packet, text_ends, packet_ends = _LOOPS.gets(self._buffer, position)
+        if not packet:
+            return position
+        answers, first_answer = state.answers, len(state.answers)
+        state.buffer = packet
+        taken = bisect_right(packet_ends, self._runs.get_run(0, len(packet)))
+        state.buffer = b""
+        if not taken:
+            return position
+        found = b"".join(answers[first_answer:])
+        answers[first_answer:] = [_LOOPS.values(found, False, True)]
+        self._has_begun = True
+        return text_ends[taken - 1]
+
     def _get_and_touch(self, name: bytes, arguments: list[bytes]) -> bytes:
         if len(arguments) < 2:
             return _ERROR
@@ -400,28 +469,60 @@ class TextSession:
 
     def _go_on_reading(self, read: _Read) -> None:
         """Answer the keys that are left, until the session is full."""
-        state = self.state
+        state, at, packet = self.state, 0, b""
+        if read.expiry is None and self._has_runs():
+            packet = b"".join(
+                part for key in reversed(read.keys) for part in (_GET_HEADS[len(key)], key)
+            )
         while read.keys and not state.is_full:
-            key = read.keys.pop()
-            found = self._look_up(key, read.expiry)
-            if isinstance(found, int):
-                if found == Status.KEY_ENOENT:
+            if packet:
+                after = self._answer_run(read, packet, at)
+                if after > at:
+                    at = after
                     continue
-                self._end_reading(read)
-                if found == Status.NOT_MY_VBUCKET:
-                    state.send(self._elsewhere(self._locate(key)[0]))
-                else:
-                    state.send(_COMMON_ANSWERS.get(found, _NOT_NOW))
+                at += HEADER_BYTES + len(read.keys[-1])
+            if not self._answer_key(read):
                 return
-            flags = int.from_bytes(found.flags, "big")
-            head = b"VALUE %b %d %d" % (key, flags, len(found.value))
-            if read.shows_cas:
-                head += b" %d" % found.cas
-            state.send(b"%b\r\n%b\r\n" % (head, found.value))
         if not read.keys:
             self._read = None
             if read.is_last:
                 state.send(b"END\r\n")
+
+    def _answer_run(self, read: _Read, packet: bytes, at: int) -> int:
+        """Answer the next keys in the loop of GETs; return where others begin in the packet."""
+        assert _LOOPS is not None
+        state = self.state
+        answers, first_answer = state.answers, len(state.answers)
+        state.buffer = packet
+        after = self._runs.get_run(at, len(packet))
+        state.buffer = b""
+        while at < after:
+            at += HEADER_BYTES + len(read.keys.pop())
+        if len(answers) > first_answer:
+            found = b"".join(answers[first_answer:])
+            answers[first_answer:] = [_LOOPS.values(found, read.shows_cas, False)]
+        return after
+
+    def _answer_key(self, read: _Read) -> bool:
+        """Answer the next key; return whether the get goes on."""
+        state = self.state
+        key = read.keys.pop()
+        found = self._look_up(key, read.expiry)
+        if isinstance(found, int):
+            if found == Status.KEY_ENOENT:
+                return True
+            self._end_reading(read)
+            if found == Status.NOT_MY_VBUCKET:
+                state.send(self._elsewhere(self._locate(key)[0]))
+            else:
+                state.send(_COMMON_ANSWERS.get(found, _NOT_NOW))
+            return False
+        flags = int.from_bytes(found.flags, "big")
+        head = b"VALUE %b %d %d" % (key, flags, len(found.value))
+        if read.shows_cas:
+            head += b" %d" % found.cas
+        state.send(b"%b\r\n%b\r\n" % (head, found.value))
+        return True
 
     def _look_up(self, wire_key: bytes, expiry: int | None) -> StoredDocument | int:
         vb_id, key = self._locate(wire_key)

@@ -130,6 +130,23 @@ def frame_loops() -> FrameLoops | None:
     return FrameLoops(cut_frames, join_frames)
 
 
+class TextLoops(NamedTuple):
+    """What sessions of memcached's text protocol take from the loops."""
+
+    sets: Callable[[bytes | bytearray, int, int], tuple[bytes, list[int], list[int]]]
+    gets: Callable[[bytes | bytearray, int], tuple[bytes, list[int], list[int]]]
+    values: Callable[[bytes, bool, bool], bytes]
+
+
+def text_loops() -> TextLoops | None:
+    """Return the loops of the text protocol, None if they are not built."""
+    try:
+        from vbucket.native.loops import text_gets, text_sets, text_values
+    except ModuleNotFoundError:
+        return None
+    return TextLoops(text_sets, text_gets, text_values)
+
+
 def new_staged() -> Staged | None:
     """Return a place for the entries of a merge, None if the loops are not built."""
     try:

@@ -19,6 +19,7 @@
 #include "replay_run.h"
 #include "set_run.h"
 #include "staging.h"
+#include "text_run.h"
 
 static PyObject *checksum(PyObject *args, uint32_t (*way)(uint32_t, const uint8_t *, size_t))
 {
@@ -59,6 +60,9 @@ static PyMethodDef functions[] = {
     {"mutation_values", loops_mutation_values, METH_VARARGS, NULL},
     {"mutation_numbers", loops_mutation_numbers, METH_VARARGS, NULL},
     {"split_frames", loops_split_frames, METH_VARARGS, NULL},
+    {"text_sets", loops_text_sets, METH_VARARGS, NULL},
+    {"text_gets", loops_text_gets, METH_VARARGS, NULL},
+    {"text_values", loops_text_values, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

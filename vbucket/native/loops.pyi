@@ -106,6 +106,21 @@ def mutation_numbers(data: bytes, at: int, count: int, offset: int, width: int, 
 Row = tuple[int, bytes, bytes, int, int, int, int, int, int]
 """Partition, key, value, seqno, rev_seqno, CAS, flags, expiry, datatype."""
 
+def text_sets(
+    text: bytes | bytearray, position: int, value_bytes_max: int, /
+) -> tuple[bytes, list[int], list[int]]:
+    """Return the plain `set`s of memcached's text protocol that are at a position as SETs and, with
+    `noreply`, SETQs of the binary one; and where each of them ends in the text, and in the packet.
+    """
+
+def text_gets(text: bytes | bytearray, position: int, /) -> tuple[bytes, list[int], list[int]]:
+    """Return the lines of `get` with one key as GETKs, as `text_sets` does."""
+
+def text_values(answers: bytes, shows_cas: bool, are_lines: bool, /) -> bytes:
+    """Return the answers of GETKs as VALUE lines and blocks, with the CAS for `gets`. `are_lines`:
+    each answer ends with END, and may be a miss. Raises ValueError for other answers.
+    """
+
 class Superseded:
     """The seqnos of superseded versions that were not met yet."""
 
