@@ -19,7 +19,7 @@ typedef struct {
     size_t bytes;
 } MissText;
 
-/* Reads a request. Returns 0 if it is no plain GET (also GETQ, GETK, GETKQ), or not there wholly. */
+/* Reads a request. Returns 0 if it is no plain GET, GETQ, GETK or GETKQ, or not there wholly. */
 int get_request_read(GetRequest *request, const uint8_t *at, size_t bytes, uint8_t form,
                      uint32_t partitions);
 

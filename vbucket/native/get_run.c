@@ -9,8 +9,8 @@
      damaged;
    - entries are checked before they are read: that they are a mutation of a key of this length;
    - what the store has counts only if neither layer nor the cache has the key;
-   - the list gets an item for each answer; a quiet GET without a document has none. All bytes of up to WINDOW_MAX answers are in one item,
-     and those behind it are empty;
+   - the list gets an item for each answer; a quiet GET without a document has none. All bytes of
+     up to WINDOW_MAX answers are in one item, and those behind it are empty;
    - the window is small after a request that is for Python, because what was loaded for those
      behind it is lost. */
 
