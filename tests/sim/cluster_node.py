@@ -31,6 +31,7 @@ from failover.replication.node import ReplicationCore
 from failover.replication.receipt import CutOff, ElectionLoss
 from failover.rules.replication_record import ReplicationRecord
 from sim.facts import CutOffFact, Facts, History, LostFact, Mastership
+from sim.moments import NodeWatch
 from sim.network import Side
 from sim.node import Facades, SingleNode
 from sim.plan import Plan
@@ -114,8 +115,9 @@ class LinkHandler:
     def on_bytes(self, data: bytes) -> None:
         self._node.link_bytes(self, data)
 
-    def on_closed(self, _why: str) -> None:
+    def on_closed(self, why: str) -> None:
         self.side = None
+        self._node.watch.cut_off(self.link.followed(), f"loses its master's connection ({why})")
         self.link.closed()
 
     def on_writable(self) -> None:
@@ -163,6 +165,7 @@ class ClusterNode(SingleNode):
         )
         self.replication = self.core.master
         self._handlers: list[LinkHandler] = []
+        self.watch = NodeWatch(self._tell, self.engine.partitions)
         self._told: dict[int, int] = {}
         """Partition -> the epoch in which this node was last seen to serve it."""
         self.host.after(CLUSTER_TICK_NS, self._cluster_tick)
@@ -205,6 +208,7 @@ class ClusterNode(SingleNode):
 
     def ended(self) -> None:
         """See SimNode."""
+        self.watch.cut_off(range(self._plan.partitions), "ends")
         self.driver.close()
         super().ended()
 
@@ -352,8 +356,17 @@ class ClusterNode(SingleNode):
             self._carry_out_core()
         self.host.after(CLUSTER_TICK_NS, self._cluster_tick)
 
+    def _tell(self, kind: str, text: str, vb_id: int) -> None:
+        self._world.tell(kind, self.name, text, vb_id if vb_id >= 0 else None)
+
     def _note_masterships(self) -> None:
         """Record what this node serves now."""
+        self.watch.look()
+        self.watch.windows(
+            member
+            for member, feed in self.core.master.feeds.items()
+            if feed._inflight_bytes >= feed.window_bytes
+        )
         for part in self.engine.partitions:
             if (window := part.incomplete_snapshot) is not None:
                 self._record.snapshots.add((self.name, part.vb_id, window.end))

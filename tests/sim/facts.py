@@ -52,7 +52,7 @@ class Operation:
 
     __slots__ = (
         "argument", "cas", "cas_asked", "client", "ended_ns", "initial", "invoked_ns", "key",
-        "kind", "level", "name", "outcome", "seqno", "value", "vb_id", "vb_uuid", "why",
+        "kind", "level", "name", "outcome", "seqno", "tries", "value", "vb_id", "vb_uuid", "why",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +94,8 @@ class Operation:
         self.vb_uuid = self.seqno = 0
         """The mutation token of the answer."""
         self.why = ""
+        self.tries: list[str] = []
+        """Answers after which it was sent again, for stories."""
 
     def __str__(self) -> str:
         text = f"{self.name} {self.kind.name} {self.key!r}"

@@ -24,6 +24,21 @@ from sim.plan import Plan
 from sim.world import MS, SECOND, World
 
 Mend = Callable[[], None]
+
+
+class FaultTold:
+    """A fault as a story tells it. `ended_ns` is None until it is mended."""
+
+    __slots__ = ("began_ns", "ended_ns", "name", "number", "victims")
+
+    def __init__(self, number: int, name: str, victims: str, began_ns: int) -> None:
+        self.number = number
+        self.name = name
+        self.victims = victims
+        self.began_ns = began_ns
+        self.ended_ns: int | None = None
+
+
 SHARES = (0.0, 0.3, 0.7, 1.0)
 """How much of what was not synced survives a power cut."""
 RESTART_MAX_NS = 400 * MS
@@ -116,6 +131,12 @@ class Faults:
         self._open: dict[int, Mend] = {}
         """What is to be mended, by number."""
         self._number = 0
+        self.told: list[FaultTold] = []
+        self._chosen: list[str] = []
+        """Whom the fault that begins has chosen."""
+        self._state_before: dict[str, tuple[object, ...]] = {}
+        self._is_happening = False
+        """Whether a fault of `happen` begins: then what it changes is known."""
         self.is_over = False
 
     def begin(self) -> None:
@@ -149,18 +170,21 @@ class Faults:
     def happen(self, name: str, last_ns: int = 0) -> None:
         """Let one fault happen now, for a time (0: it is drawn)."""
         self.world.note(f"fault {name}")
+        self._chosen, self._state_before, self._is_happening = [], self._state(), True
         mend = FAULTS[name](self)
         if mend is not None:
             between_ns = 1, HARM_MAX_NS
             if name in LONG_HARMS:
                 between_ns = LONG_HARMS_NS[self.world.below(len(LONG_HARMS_NS))]
             self.began(name, mend, last_ns or self.world.between(*between_ns))
+        self._is_happening = False
 
     def began(self, name: str, mend: Mend, last_ns: int) -> Mend:
         """Note a fault, which is mended after a while. Return what mends it earlier."""
         self.counts[name] = self.counts.get(name, 0) + 1
         self._number += 1
         self._open[self._number] = mend
+        self.told.append(FaultTold(self._number, name, self._victims(), self.world.now_ns))
         self.world.after(last_ns, self._mend, self._number)
         return partial(self._mend, self._number)
 
@@ -180,23 +204,49 @@ class Faults:
     def _mend(self, number: int) -> None:
         mend = self._open.pop(number, None)
         if mend is not None:
+            self.told[number - 1].ended_ns = self.world.now_ns
             mend()
+            self._state_before = self._state()
+
+    # -- what a story tells ------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, tuple[object, ...]]:
+        """Return what faults change: of processes, and of the ways between them."""
+        network = self.stage.network
+        hosts = {name: (host.is_up, host.is_paused) for name, host in network.hosts.items()}
+        return hosts | network.state()
+
+    def _victims(self) -> str:
+        """Return whom the fault has changed since it began, or has chosen."""
+        after, before = self._state(), self._state_before
+        network = self.stage.network
+        changed = [
+            name
+            for name in after
+            if after[name] != before.get(name, network.untouched)
+            and (self._is_happening or name not in network.hosts)
+        ]
+        self._state_before = after
+        return ", ".join(changed) or " and ".join(self._chosen if self._is_happening else ())
 
     # -- choosing ----------------------------------------------------------------------------------
 
     def running(self) -> Machine | None:
         """Return a machine whose process runs; None: there is none."""
-        if self._victim is not None:
-            return self._victim
         running = [machine for machine in self.stage.machines if machine.node is not None]
-        return running[self.world.below(len(running))] if running else None
+        found = self._victim
+        if found is None and running:
+            found = running[self.world.below(len(running))]
+        self._chosen = [] if found is None else [found.name]
+        return found
 
     def two_hosts(self) -> tuple[str, str]:
         """Return two hosts that talk to each other: a machine and somebody else."""
         names = list(self.stage.network.hosts)
         machine = self.stage.machines[self.world.below(len(self.stage.machines))].name
         names.remove(machine)
-        return machine, names[self.world.below(len(names))]
+        self._chosen = [machine, names[self.world.below(len(names))]]
+        return self._chosen[0], self._chosen[1]
 
     def starter(self, machines: list[Machine]) -> Mend:
         """Return what starts machines again."""

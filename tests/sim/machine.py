@@ -83,9 +83,11 @@ class Machine:
             self.network.machine_is_back(self.host)
         try:
             self.node = self._boot(self)
+            self.world.tell("start", self.name, "its process starts")
         except StartRefusedError as error:
             self.refusals.append(f"{self.name} refuses to start: {error}")
             self.world.note(self.refusals[-1])
+            self.world.tell("start refused", self.name, f"refuses to start: {error}")
             self._end(has_power=True)
         except StartFailedError as error:
             self.world.note(f"{self.name} could not start: {error}")
@@ -116,6 +118,7 @@ class Machine:
         """The folder is gone; the next start begins with empty disks."""
         assert self.node is None, "the process is down while its folder is replaced"
         self._new_disks()
+        self.world.tell("lost folder", self.name, "its folder is gone: it begins with empty disks")
 
     def pause(self) -> None:
         """Stop the process for a while."""
@@ -128,6 +131,8 @@ class Machine:
     def _end(self, *, has_power: bool) -> None:
         if self.node is not None:
             self.node.ended()
+            text = "its process ends" if has_power else "loses power"
+            self.world.tell("end", self.name, text)
         self.node = None
         self.host.die()
         self.host.has_power = has_power

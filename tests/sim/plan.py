@@ -7,6 +7,7 @@ that nothing hides, and others have many at once.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from sim.facts import Kind
@@ -68,6 +69,8 @@ WEIGHTS: dict[Kind, float] = {
 }  # fmt: skip
 
 
+_FIXED = frozenset({"nodes", "kinds", "kind_weights", "waits_for_masters", "unclean"})
+"""Fields that `changed` leaves alone: other options say the first, and these belong together."""
 CLUSTER_GRACE_MS = 4500
 """With an in-sync set of two, an election waits until a dead node's lease (3 s) is over."""
 
@@ -188,6 +191,27 @@ def about_elections(
         window_bytes=draw.choice((500, 64 << 10)),
         section_bytes=1 if is_of_three else draw.choice((1, 1, 4 << 10)),
     )
+
+
+def changed(plan: Plan, changes: Iterable[tuple[str, str]]) -> Plan:
+    """Return a plan in which fields have other values, as a command line gives them: a number, a
+    word, or words with commas. Raises ValueError that says what is wrong.
+    """
+    for name, value in changes:
+        before = plan._asdict().get(name)
+        try:
+            if name == "keys":
+                after: object = plan.keys[: int(value)]
+            elif before is None or name in _FIXED:
+                raise ValueError(f"a plan has no {name} that can be set")
+            elif isinstance(before, tuple):
+                after = tuple(word for word in value.split(",") if word)
+            else:
+                after = type(before)(value)
+        except ValueError as error:
+            raise ValueError(f"--set {name}={value}: {error}") from None
+        plan = plan._replace(**{name: after})
+    return plan
 
 
 def _acts(draw: random.Random, nodes: int) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from sim.faults import Controls, Mend
 from sim.in_sync import InSyncWatch
 from sim.kv_client import Caller
 from sim.machine import Machine
+from sim.moments import STORE, of_record
 from sim.move_watch import MoveWatch
 from sim.node import StartFailedError, StartRefusedError
 from sim.operator import Operator
@@ -39,6 +40,7 @@ from sim.restorer import Nodes, Restorer
 from sim.routed_caller import RoutedCaller
 from sim.routing import Routing
 from sim.store_client import StoreClient
+from sim.unserved import why_unserved
 from sim.world import Host, World
 from support.metastore_faults import Absence
 from vbucket.log.device import LogWriteError, SyncFailedError
@@ -274,6 +276,10 @@ class ReplicatedNodes:
             if isinstance(node, ClusterNode) and node.member == member
         ])  # fmt: skip
 
+    def why_unserved(self, vb_id: int) -> str:
+        """See Cluster."""
+        return why_unserved(vb_id, self.record(vb_id), self._machines)
+
     def _views(self) -> list[ClusterView]:
         return [
             machine.node.session.view
@@ -297,8 +303,16 @@ class ReplicatedNodes:
     def _changed(
         self, vb_id: int, before: ReplicationRecord | None, record: ReplicationRecord
     ) -> None:
+        self._world.tell(*self._told_of(before, record), vb_id)
         if self._moves is not None:
             self._moves.changed(vb_id, before, record)
+
+    @staticmethod
+    def _told_of(
+        before: ReplicationRecord | None, record: ReplicationRecord
+    ) -> tuple[str, str, str]:
+        kind, text = of_record(before, record)
+        return kind, STORE, text
 
     # -- Controls ----------------------------------------------------------------------------------
 
@@ -410,6 +424,8 @@ class ReplicatedNodes:
             if self._went_back < GOES_BACK_MAX and not self._dead:
                 self._went_back += 1
                 self._world.note(f"the store goes back to revision {image.revision}")
+                text = f"goes back to its copy of revision {image.revision}"
+                self._world.tell("store goes back", STORE, text)
                 self._replace_store(image)
 
         return put_back

@@ -24,7 +24,7 @@ from sim.kv_client import Done
 from sim.kv_link import KvLink, Request
 from sim.network import Network
 from sim.workload import UNANSWERED, pack, read_answer
-from sim.world import SECOND, Host
+from sim.world import MS, SECOND, Host
 
 KV_PORT = 11210
 _RETRIED = frozenset(
@@ -121,6 +121,10 @@ class RoutedCaller:
             return pack(operation, opaque, has_durability=has_durability)
 
         def on_reply(_request: Request, frame: Frame | None, why: str) -> None:
+            if frame is None or frame.status in _RETRIED:
+                answer = f"no answer ({why})" if frame is None else Status(frame.status).name
+                at_ms = self._world.now_ns / MS
+                operation.tries.append(f"at {at_ms:.3f} ms, {node}: {answer}")
             if frame is None:
                 lost = ConnectionLostError if send.sent else ConnectError
                 send.outcomes[0] = lost(f"{node}: {why}")

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sim.acts import Acts
-from sim.checkers import histories, linearizable, liveness, membership, receipts, streams
+from sim.checkers import histories, receipts
+from sim.checks import DURING, PROBLEM, Violation, at_the_end, linear, named
 from sim.cluster import MakeCluster, Setting, SingleNodes
 from sim.cluster_bugs import planted
 from sim.consumer import SimConsumer
@@ -24,8 +25,9 @@ from sim.faults import Faults
 from sim.kv_client import KvClient
 from sim.machine import Machine
 from sim.network import Network
-from sim.plan import Plan, about_elections, drawn
+from sim.plan import Plan, about_elections, changed, drawn
 from sim.quarantine import kept
+from sim.reached import reached
 from sim.replicated import ReplicatedNodes
 from sim.world import MS, SECOND, Trace, World
 
@@ -46,6 +48,10 @@ class Options(NamedTuple):
     """A fault of the product that is put in on purpose (`sim.bugs`)."""
     act: str = ""
     """The one act that every plan has; "": as the seed says."""
+    changes: tuple[tuple[str, str], ...] = ()
+    """Fields of the plan that have other values than the seed says (`sim.plan.changed`)."""
+    draw: int = 0
+    """Another number makes another run of the same plan."""
 
 
 DEFAULTS = Options()
@@ -64,6 +70,10 @@ class Report(NamedTuple):
     faults: dict[str, int]
     digest: str
     """Hash of the trace; "" without one."""
+    checks: tuple[str, ...] = ()
+    """The check that each violation fails."""
+    reached: dict[str, int] = {}  # noqa: RUF012 - nobody changes it
+    """How often what the plan is after has happened (`sim.reached`)."""
 
 
 class Simulation:
@@ -91,6 +101,9 @@ class Simulation:
             )  # fmt: skip
         if not options.has_faults:
             self.plan = self.plan._replace(faults=(), acts=())
+        self.plan = changed(self.plan, options.changes)
+        if options.draw:
+            self.world.draw.seed(f"{seed} {options.draw}")
         self.facts = Facts()
         plan, world = self.plan, self.world
         world.note(f"seed {seed} {plan}")
@@ -182,7 +195,7 @@ class Simulation:
         while not is_done():
             if world.now_ns >= deadline_ns:
                 seconds = self.plan.rest_ns / SECOND
-                why = self._cluster.why_unsettled()
+                why = self._why_unserved() or self._cluster.why_unsettled()
                 self.facts.problems.append(
                     f"{problem}, {seconds:g} s after the faults and the load"
                     + f" ({why})" * bool(why)
@@ -199,6 +212,15 @@ class Simulation:
                 machine.node is not None and machine.node.serves(vb_id) for machine in self.machines
             )
             for vb_id in range(self.plan.partitions)
+        )
+
+    def _why_unserved(self) -> str:
+        """Say of each partition that nobody serves on whom it waits, and why."""
+        running = [machine.node for machine in self.machines if machine.node is not None]
+        return "; ".join(
+            self._cluster.why_unserved(vb_id)
+            for vb_id in range(self.plan.partitions)
+            if not any(node.serves(vb_id) for node in running)
         )
 
     def _are_clients_idle(self) -> bool:
@@ -232,37 +254,31 @@ class Simulation:
     # -- checks ------------------------------------------------------------------------------------
 
     def _check(self) -> Report:
-        facts, world = self.facts, self.world
+        facts = self.facts
         self._look_at_nodes()
-        problems = list(facts.problems)
-        if not problems:
+        found, unsure = named(PROBLEM, facts.problems), 0
+        if not found:
             if self.plan.acknowledge == "master":
                 facts.failovers = histories.failovers(facts.masterships, facts.final)
-            cuts = [*facts.excuses, *facts.failovers]
-            found, unsure = linearizable.check(facts.operations, cuts)
-            problems += found
-            problems += histories.lost_writes(
-                facts.operations, facts.final, facts.excuses, facts.failovers
-            )
-            problems += self._check_receipts()
-            problems += histories.diverged(facts.histories)
-            problems += histories.masters(facts.masterships)
-            problems += histories.rollbacks(facts.rolled_back, facts.excuses)
-            problems += membership.lacking(facts.lacking)
-            problems += membership.overlaps(facts.overlaps, facts.excuses)
-            problems += membership.kept(facts.kept)
-            problems += membership.new_versions(facts.masterships, facts.handed)
-            problems += streams.uncommitted(facts.streamed, facts.committed)
-            if facts.master_map is not None:
-                problems += streams.maps(facts.master_map, facts.consumer_maps)
-            problems += liveness.late(facts.operations, facts.works_ns)
-        else:
-            unsure = 0
-        for problem in problems:
-            world.note(f"violation {problem}")
+            texts, unsure = linear(facts, facts.operations)
+            found += named("linearizable", texts)
+            found += named("receipts", self._check_receipts())
+            for check, texts_of in DURING.items():
+                found += named(check, texts_of(facts))
+            found += at_the_end(facts)
+        return self.report(found, unsure)
+
+    def report(self, found: Sequence[Violation], unsure: int = 0) -> Report:
+        """Return what came of the run so far."""
+        world = self.world
+        for violation in found:
+            world.note(f"violation {violation.text}")
         return Report(
-            self.seed, problems, world.events, len(facts.operations), unsure, world.now_ns,
-            self.faults.counts, "" if world.trace is None else world.trace.digest,
+            self.seed, [violation.text for violation in found], world.events,
+            len(self.facts.operations), unsure, world.now_ns, self.faults.counts,
+            "" if world.trace is None else world.trace.digest,
+            tuple(violation.check for violation in found),
+            reached(self.facts, world.moments, self.faults.told),
         )  # fmt: skip
 
     def _check_receipts(self) -> list[str]:
@@ -306,4 +322,9 @@ def replay_command(seed: int, options: Options) -> str:
         words = [*words, f"--act {options.act}"]
     if options.seconds is not None:
         words = [*words, f"--seconds {options.seconds:g}"]
+    if not options.has_faults:
+        words = [*words, "--no-faults"]
+    if options.draw:
+        words = [*words, f"--draw {options.draw}"]
+    words = [*words, *(f"--set {name}={value}" for name, value in options.changes)]
     return " ".join(words)
