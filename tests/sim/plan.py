@@ -47,15 +47,17 @@ RARE = ("blink", "behind", "came_back", "forgotten", "unanswered", "gone_back")
 """Acts for what random faults hardly ever bring about: most plans have one of them."""
 MOVE_ACTS = ("moving", "moving_away")
 """Acts that take operators."""
-ASKED_ACTS = ("collections", "starved", "all_starved")
+LONG_ACTS = ("snapshot_dies", "last_in_sync")
+"""Asked acts that take long: a lease has to end, or a master to compact."""
+ASKED_ACTS = ("collections", "starved", "all_starved", *LONG_ACTS)
 """Acts that only `--act` brings, so that recorded seeds stay what they are."""
 FAILOVER_ACTS = ("full_master",)
 """Acts that take an operator who fails a master over."""
-FAILOVER_NS = 3 * SECOND
-"""What such an act takes, beside the time that the others get."""
+FAILOVER_NS, LONG_NS = 3 * SECOND, 6 * SECOND
+"""What such acts, and long ones, take beside the time that the others get."""
 OF_PATIENCE = frozenset({"unanswered"})
 """Acts that show nothing to clients who give up before the next election."""
-OF_THREE = frozenset({"blink", "behind", "came_back", "unanswered", "gone_back"})
+OF_THREE = frozenset({"blink", "behind", "came_back", "unanswered", "gone_back", *LONG_ACTS})
 """Acts that take three copies of a partition."""
 ACT_FAULTS = (
     "cut_off", "slow_from", "one_store_deaf", "one_store_forgets_write", "store_late", "starve",
@@ -168,6 +170,7 @@ def about_elections(
     if is_patient:
         kinds = COUNTING
     longer_ns = 0 if set(FAILOVER_ACTS).isdisjoint(acts) else FAILOVER_NS
+    longer_ns += 0 if set(LONG_ACTS).isdisjoint(acts) else LONG_NS
     is_of_three = not OF_THREE.isdisjoint(acts)
     if is_of_three:
         copies = 3

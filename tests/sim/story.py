@@ -38,14 +38,19 @@ CHANGES_SHOWN: Final = 8
 _KEY: Final = re.compile(r"""(b'(?:[^'\\]|\\.)*'|b"(?:[^"\\]|\\.)*")""")
 _SCENE: Final = {
     "cut": "nothing passes in one direction", "narrow": "little passes in one direction",
-    "store_copied": "the metadata store is copied", "fail_over": "an operator fails a node over",
-    "store_away": "the metadata store does not answer anybody",
-    "store_slow": "the metadata store is slow", "store_late": "its news comes late",
-    "store_forgets": "its answers are lost", "store_compacts": "it compacts its history",
-    "one_store_away": "the metadata store does not answer one node",
+    "store_copied": "the metadata store is copied", "store_away": "the metadata store is away",
+    "store_slow": "the metadata store is slow",
+    "store_late": "news of the metadata store comes late",
+    "store_forgets": "answers of the metadata store are lost",
+    "store_compacts": "the metadata store compacts its history",
+    "one_store_away": "the metadata store is away for one node",
     "one_store_deaf": "one node hears nothing new of the metadata store",
-    "one_store_forgets": "its answers to one node are lost",
-    "one_store_forgets_write": "its answer to the next write of one node is lost",
+    "one_store_forgets": "answers of the metadata store to one node are lost",
+    "one_store_forgets_write": "the store's answer to the next write of one node is lost",
+    "rebalance": "an operator asks for a rebalance", "move": "an operator moves a copy",
+    "drain": "an operator drains a node, or takes that back",
+    "set_copies": "an operator asks for another number of copies",
+    "cancel": "an operator cancels the plan", "fail_over": "an operator fails a node over",
 }  # fmt: skip
 """What faults do whose function has no sentence of its own."""
 
@@ -190,6 +195,16 @@ def about(text: str) -> About:
     )  # fmt: skip
 
 
+def what_it_does(fault: str) -> str:
+    """Return what a kind of fault does, in words."""
+    if fault in _SCENE:
+        return _SCENE[fault]
+    text = FAULTS[fault].__doc__
+    assert text is not None, f"{fault} does not say what it does"
+    first = text.strip().splitlines()[0].rstrip(".")
+    return first[:1].lower() + first[1:]
+
+
 class Story:
     """The page. Each method yields the lines of one part."""
 
@@ -238,12 +253,14 @@ class Story:
         plan = self._simulation.plan
         yield ""
         yield "Who is who"
-        machines = ", ".join(machine.name for machine in self._simulation.machines)
+        stage = self._simulation
+        of_all = [stage.machines, stage.clients, stage.consumers]
+        nodes, clients, consumers = (", ".join(each.name for each in some) for some in of_all)
         copies = f", each with copies on {plan.copies} of them" if plan.nodes > 1 else ""
         yield from _wrapped(
-            f"nodes {machines}; partitions vb 0 to {plan.partitions - 1}{copies}; clients"
-            f" c1 to c{plan.clients}, consumers w1 to w{plan.consumers}."
-            + f" A write needs {plan.min_in_sync} copies in sync, and is answered when"
+            f"nodes: {nodes}; partitions: vb 0 to {plan.partitions - 1}{copies}; clients:"
+            f" {clients}; consumers: {consumers}."
+            + f" A write needs min_in_sync={plan.min_in_sync}, and is answered when"
             f" {_ANSWERED[plan.acknowledge]}." * (plan.nodes > 1),
             "  ",
         )
@@ -258,10 +275,9 @@ class Story:
 
     def _fault(self, fault: FaultTold) -> str:
         ended = "lasts" if fault.ended_ns is None else _ms(fault.ended_ns)
-        what = (FAULTS[fault.name].__doc__ if fault.name in FAULTS else "") or ""
-        what = _SCENE.get(fault.name) or what.strip().splitlines()[0].rstrip(".")
         whom = f" {fault.victims}:" if fault.victims else ""
-        return f"  {_ms(fault.began_ns):>10} to {ended:>10}  {fault.name}:{whom} {_lower(what)}"
+        what = what_it_does(fault.name)
+        return f"  {_ms(fault.began_ns):>10} to {ended:>10}  {fault.name}:{whom} {what}"
 
     def _moments(self) -> Iterator[str]:
         vb_id = self._about.vb_id
@@ -298,7 +314,7 @@ class Story:
         yield ""
         yield f"How far each node had come in vb {vb_id}: changes that it has / on disk / committed"
         machines = [machine.name for machine in self._simulation.machines]
-        yield f"  {'ms':>10}" + "".join(f"  {name:22}" for name in machines)
+        yield f"  {'ms':>10}{''.join(f'  {name:22}' for name in machines)}".rstrip()
         rows: list[tuple[int, dict[str, Step]]] = []
         for step in steps:
             if not rows or rows[-1][0] != step.at_ns:
@@ -400,10 +416,6 @@ def _one(member: str | None) -> str:
 
 def _ms(at_ns: int) -> str:
     return f"{at_ns / MS:.3f}"
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 def _wrapped(text: str, first: str) -> list[str]:

@@ -139,7 +139,7 @@ class TestCommand:
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         seed = first_failing("forgets_answers", "was not answered")
-        words = ["--seeds", f"{seed}..{seed + 5}", "--bug", "forgets_answers"]
+        words = ["--seeds", f"{seed}..{seed + 5}", "--bug", "forgets_answers", "--no-shrink"]
         assert main(words) == 1
         out = capsys.readouterr().out
         command = f"python -m tests.sim --seed {seed} --bug forgets_answers --trace"
