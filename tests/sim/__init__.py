@@ -15,6 +15,7 @@ network, the clocks and the disks are simulated, and they fail in every way that
     plan       what a seed decides: sizes, workload, kinds of faults
     faults     the kinds of faults, and when they happen
     acts       sequences of faults about elections
+    broken     what stays broken for good, and what the rest must do
     cluster_faults  faults of clusters
     cluster_bugs    faults of replication that can be put in on purpose
     store_client    a node's client of the metadata store

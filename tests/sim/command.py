@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
+from sim.broken import KINDS, NODES_MIN
 from sim.bugs import BUGS
 from sim.cluster_bugs import CLUSTER_BUGS, MOVE_BUGS
 from sim.plan import ACTS, ASKED_ACTS, FAILOVER_ACTS, MOVE_ACTS, MOVE_NODES, Plan
@@ -79,6 +80,8 @@ def main(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     if arguments.nodes == 1 and (arguments.act or arguments.bug == ALL_BUGS):
         parser.error("--act and --bug all are about replication; add --nodes 3")
+    if arguments.forever and arguments.nodes != NODES_MIN:
+        parser.error("--forever is about three nodes; add --nodes 3")
     options = Options(
         nodes=arguments.nodes,
         has_faults=not arguments.no_faults,
@@ -87,6 +90,7 @@ def main(words: Sequence[str]) -> int:
         act=arguments.act,
         changes=tuple(sorted(arguments.set)),
         draw=arguments.draw,
+        forever=arguments.forever,
     )
     collect_less()
     if arguments.bug == ALL_BUGS:
@@ -212,6 +216,9 @@ def _parser() -> argparse.ArgumentParser:
         "--set", type=_changed, action="append", default=[], metavar="FIELD=VALUE",
         help="let a field of the plan (tests/sim/plan.py) have another value than the seed says",
     )  # fmt: skip
+    parser.add_argument(
+        "--forever", default="", choices=KINDS, help="leave something broken for good"
+    )
     parser.add_argument("--draw", type=int, default=0, help="another run of the same plan")
     parser.add_argument("--no-faults", action="store_true", help="let nothing go wrong")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
     LOAD with faults (plan.load_ns)
     GRACE: everything is mended, and no load (plan.grace_ns)
+    with something broken for good (sim.broken): load, and time for the rest to serve again
     CALM: load without faults (plan.calm_ns); every operation is answered
     REST: every key is read, and consumers catch up (within plan.rest_ns)
     CHECKS
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sim.acts import Acts
+from sim.broken import CUTS, UNDER_LOAD_NS, WITHIN_NS, allowing, break_for_good
 from sim.checkers import histories, receipts
 from sim.checks import DURING, PROBLEM, Violation, at_the_end, linear, named
 from sim.cluster import MakeCluster, Setting, SingleNodes
@@ -50,6 +52,8 @@ class Options(NamedTuple):
     """The one act that every plan has; "": as the seed says."""
     changes: tuple[tuple[str, str], ...] = ()
     """Fields of the plan that have other values than the seed says (`sim.plan.changed`)."""
+    forever: str = ""
+    """What stays broken when the faults are over: one of `sim.broken.KINDS`, or nothing."""
     draw: int = 0
     """Another number makes another run of the same plan."""
 
@@ -101,6 +105,9 @@ class Simulation:
             )  # fmt: skip
         if not options.has_faults:
             self.plan = self.plan._replace(faults=(), acts=())
+        self._forever = options.forever
+        if options.forever:
+            self.plan = allowing(self.plan)
         self.plan = changed(self.plan, options.changes)
         if options.draw:
             self.world.draw.seed(f"{seed} {options.draw}")
@@ -126,6 +133,10 @@ class Simulation:
             for number in range(1, plan.consumers + 1)
         ]
         self.faults = Faults(self)
+        self._dead: Machine | None = None
+        """The node that never comes back."""
+        self._stuck: set[str] = set()
+        """Consumers that stand still because a link is cut for good."""
 
     def _client(self, name: str) -> KvClient:
         return KvClient(self.network, name, self.plan, self._cluster.caller)
@@ -157,7 +168,7 @@ class Simulation:
 
     def _start_machines(self) -> None:
         for machine in self.machines:
-            if machine.node is None:
+            if machine.node is None and machine is not self._dead:
                 machine.start()
             self.facts.problems += machine.refusals
             machine.refusals.clear()
@@ -175,6 +186,8 @@ class Simulation:
             client.caller.timeout_ns = CALM_TIMEOUT_NS
         world.run_until(world.now_ns + self.plan.grace_ns)
         self._wait(self._are_clients_idle, "clients still wait for answers")
+        if self._forever and not facts.problems:
+            self._break_for_good()
         facts.works_ns = world.now_ns
         for client in self.clients:
             client.begin()
@@ -187,7 +200,30 @@ class Simulation:
         self._wait(lambda: self.reader.is_idle, "a key cannot be read")
         self._wait(self._are_nodes_quiet, "changes are not committed")
         self._wait(lambda: not self._cluster.why_unsettled(), "moves do not end")
-        self._wait(self._have_consumers_caught_up, "consumers do not catch up")
+        if self._forever not in CUTS:
+            self._wait(self._have_consumers_caught_up, "consumers do not catch up")
+            return
+        # A consumer that asks a replica which hears no master is told to try again, for ever.
+        world.run_until(world.now_ns + WITHIN_NS)
+        behind = self._why_behind()
+        self._stuck = {each.name for each in self.consumers if f"{each.name} has" in behind}
+
+    def _break_for_good(self) -> None:
+        """Break something under load, and give the rest its time."""
+        world = self.world
+        self.reader.read_all()  # it learns where the nodes are
+        self._wait(lambda: self.reader.is_idle, "a key cannot be read")
+        for client in self.clients:
+            client.begin()
+        world.run_until(world.now_ns + UNDER_LOAD_NS)
+        self._dead = break_for_good(self, self._forever)
+        world.run_until(world.now_ns + WITHIN_NS)
+        for client in self.clients:
+            client.stop()
+            client.caller.timeout_ns = CALM_TIMEOUT_NS
+        self._wait(self._are_clients_idle, "clients still wait for answers")
+        self.reader.read_all()  # it may learn by a timeout that a node is dead
+        self._wait(lambda: self.reader.is_idle, "a key cannot be read")
 
     def _wait(self, is_done: Callable[[], bool], problem: str) -> None:
         world = self.world
@@ -195,7 +231,7 @@ class Simulation:
         while not is_done():
             if world.now_ns >= deadline_ns:
                 seconds = self.plan.rest_ns / SECOND
-                why = self._why_unserved() or self._cluster.why_unsettled()
+                why = self._why_unserved() or self._cluster.why_unsettled() or self._why_behind()
                 self.facts.problems.append(
                     f"{problem}, {seconds:g} s after the faults and the load"
                     + f" ({why})" * bool(why)
@@ -227,6 +263,13 @@ class Simulation:
         return all(client.is_idle for client in self.clients)
 
     def _are_nodes_quiet(self) -> bool:
+        if self._forever:  # a replica that its master does not reach stays as it is
+            served = [(self._master_of(vb_id), vb_id) for vb_id in range(self.plan.partitions)]
+            return all(
+                machine.node is not None
+                and machine.node.committed_seqno(vb_id) == machine.node.high_seqno(vb_id)
+                for machine, vb_id in served
+            )
         return all(
             machine.node is not None and machine.node.is_quiet() for machine in self.machines
         )
@@ -234,14 +277,21 @@ class Simulation:
     def _have_consumers_caught_up(self) -> bool:
         if not self._are_all_served():
             return False  # a handover is under way
+        return not self._why_behind()
+
+    def _why_behind(self) -> str:
+        """Say which consumers lack what in partitions that are served."""
+        behind = []
         for vb_id in range(self.plan.partitions):
             node = self._master_of(vb_id).node
-            if node is None:
-                return False
-            end = node.high_seqno(vb_id)
-            if any(consumer.seqno(vb_id) != end for consumer in self.consumers):
-                return False
-        return True
+            end = 0 if node is None else node.high_seqno(vb_id)
+            behind += [
+                f"{consumer.name} has vb {vb_id} up to seqno {consumer.seqno(vb_id)} of {end}, and"
+                f" is connected to {', '.join(consumer.links) or 'nobody'}"
+                for consumer in self.consumers
+                if consumer.seqno(vb_id) != end
+            ]
+        return "; ".join(behind)
 
     def _master_of(self, vb_id: int) -> Machine:
         serving = (
@@ -303,7 +353,9 @@ class Simulation:
         masters = {vb_id: self._master_of(vb_id).name for vb_id in range(self.plan.partitions)}
         facts.final = [item for item in facts.histories if masters[item.vb_id] == item.node]
         facts.master_map = Map("the master", documents)
-        facts.consumer_maps = [consumer.map() for consumer in self.consumers]
+        facts.consumer_maps = [
+            consumer.map() for consumer in self.consumers if consumer.name not in self._stuck
+        ]
 
 
 def run_seed(seed: int, options: Options = DEFAULTS, trace: Trace | None = None) -> Report:
@@ -324,6 +376,8 @@ def replay_command(seed: int, options: Options) -> str:
         words = [*words, f"--seconds {options.seconds:g}"]
     if not options.has_faults:
         words = [*words, "--no-faults"]
+    if options.forever:
+        words = [*words, f"--forever {options.forever}"]
     if options.draw:
         words = [*words, f"--draw {options.draw}"]
     words = [*words, *(f"--set {name}={value}" for name, value in options.changes)]

@@ -35,6 +35,8 @@ STEPS_SHOWN: Final = 24
 OPERATIONS_SHOWN: Final = 16
 CHANGES_SHOWN: Final = 8
 """Lines of each part: the last ones before the violation are shown."""
+UNTOLD: Final = frozenset({"window full"})
+"""Kinds of moments that are only counted: there are many, and they say little."""
 _KEY: Final = re.compile(r"""(b'(?:[^'\\]|\\.)*'|b"(?:[^"\\]|\\.)*")""")
 _SCENE: Final = {
     "cut": "nothing passes in one direction", "narrow": "little passes in one direction",
@@ -284,13 +286,25 @@ class Story:
         moments = [
             each
             for each in self._simulation.world.moments
-            if vb_id is None or each.vb_id in {None, vb_id}
+            if each.kind not in UNTOLD and (vb_id is None or each.vb_id in {None, vb_id})
         ] + self._of_consumers(vb_id)
         moments.sort(key=lambda each: each.at_ns)
         yield ""
         of = "" if vb_id is None else f" to vb {vb_id} and to the nodes"
         yield f"What happened{of} (ms, who, what)"
-        yield from _shown(moments, MOMENTS_SHOWN, _moment)
+        yield from _shown(moments, MOMENTS_SHOWN, self._moment)
+
+    def _moment(self, each: Moment) -> str:
+        text = f"  {_ms(each.at_ns):>10}  {each.who:8} {each.kind}: {each.text}"
+        if each.kind != "in-sync set grows":
+            return text
+        last = {
+            step.node: step.synced_seqno
+            for step in self._steps
+            if step.vb_id == each.vb_id and step.at_ns <= each.at_ns
+        }
+        said = ", ".join(f"{name} {seqno}" for name, seqno in sorted(last.items()))
+        return f"{text} (on disk then: {said})"
 
     def _of_consumers(self, vb_id: int | None) -> list[Moment]:
         facts = self._simulation.facts
@@ -440,10 +454,6 @@ def _hanging(line: str) -> list[str]:
     ) or [line]  # fmt: skip
 
 
-def _moment(each: Moment) -> str:
-    return f"  {_ms(each.at_ns):>10}  {each.who:8} {each.kind}: {each.text}"
-
-
 def _step(step: Step | None) -> str:
     if step is None:
         return ""
@@ -542,8 +552,12 @@ def _of_cluster(node: ClusterNode, vb_id: int) -> Iterator[str]:
         )
     until_ns = mastership.confirmed_until_ns(asked)
     service = mastership.service(now_ns, until_ns)
-    fence = core.master.why_fenced(vb_id) if service is None else ""
-    yield f"so it {_SERVICE.get(service.name if service else '', f'may not: {fence}')}"
+    if service is not None:
+        yield f"so it {_SERVICE[service.name]}"
+        return
+    fence, missing = core.master.serving.fence_of(mastership, now_ns)
+    who = f" ({names(missing)})" if missing else ""
+    yield f"so by the rules IT MUST NOT ANSWER: {fence}{who}"
 
 
 def _ago(passed_ns: int) -> str:
