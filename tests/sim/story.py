@@ -268,6 +268,7 @@ class Story:
         )
         if plan.nodes > 1:
             yield from _wrapped(_WORDS, "  ")
+            yield from _wrapped(_DUTIES, "  ")
 
     def _faults(self) -> Iterator[str]:
         told = self._simulation.faults.told
@@ -422,6 +423,14 @@ _WORDS: Final = (
     " An epoch is the reign of one master. A version is one line of history: it has an id, and"
     " changes in it are numbered by seqno."
 )
+_DUTIES: Final = (
+    "An election begins a new version; a handover goes on in the one before. A copy joins the"
+    " in-sync set when it has on disk what its master had when the epoch began, and all that is"
+    " committed. While a change of the set has no answer of the metadata store, all of the old and"
+    " the new set count. A master answers"
+    f" as long as every copy in sync has confirmed it within {CONFIRMATION_NS / SECOND:g} s; the"
+    " next one waits until that is over."
+)
 
 
 def _one(member: str | None) -> str:
@@ -485,9 +494,9 @@ def _node(machine: Machine, vb_id: int | None, partitions: int) -> Iterator[str]
     yield f"  {machine.name}: runs{stopped}{full}, life {machine.host.incarnation}"
     if vb_id is None:
         for each in range(partitions):
-            yield f"      vb {each}: {_state(node.engine.partitions[each])}"
+            yield from _wrapped(f"vb {each}: {_state(node.engine.partitions[each])}", " " * 6)
         return
-    yield f"      vb {vb_id}: {_state(node.engine.partitions[vb_id])}"
+    yield from _wrapped(f"vb {vb_id}: {_state(node.engine.partitions[vb_id])}", " " * 6)
     part = node.engine.partitions[vb_id]
     versions = ", ".join(f"{uuid:x} from {start}" for uuid, start in part.failover.pairs()[:4])
     yield f"      versions, newest first: {versions}"

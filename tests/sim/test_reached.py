@@ -50,7 +50,7 @@ def test_a_handover_counts_with_writes_under_way() -> None:
         assert reached(facts, moments, []).get(name, 0) == count
 
 
-def test_a_purge_counts_with_a_consumer_behind_and_a_rollback_by_its_cause() -> None:
+def test_a_purge_counts_with_a_consumer_behind() -> None:
     facts = Facts()
     facts.excuse(10, 0, 7, "purge")
     facts.streamed.append(Streamed(9, "w1", 0, 1, 7))
@@ -65,7 +65,7 @@ def test_a_purge_counts_with_a_consumer_behind_and_a_rollback_by_its_cause() -> 
     assert "rollbacks of a consumer after a purge" not in reached(facts, [], [])
 
 
-def test_refusals_and_writes_without_an_answer_are_told_apart() -> None:
+def test_refusals_and_unknown_outcomes_are_told_apart() -> None:
     facts = Facts()
     for number, (kind, outcome) in enumerate(
         ((Kind.SET, Outcome.REFUSED), (Kind.SET, Outcome.AMBIGUOUS), (Kind.SET, Outcome.OK))

@@ -188,7 +188,7 @@ class TestShrinking:
         assert main(words.split()) == 1
         out = capsys.readouterr().out
         assert "STORY OF SEED 0" in out
-        assert "clients c1 to c1" in out
+        assert "clients: c1; consumers" in out
         assert "made smaller" not in out, "it is small"
 
     def test_fields_that_cannot_be_set_are_named(self) -> None:
