@@ -11,11 +11,21 @@ The result depends on the seed and the options only.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sim.acts import Acts
-from sim.checkers import histories, linearizable, liveness, membership, receipts, streams
+from sim.checkers import (
+    expiries,
+    histories,
+    linearizable,
+    liveness,
+    membership,
+    receipts,
+    replica_reads,
+    streams,
+)
 from sim.cluster import MakeCluster, Setting, SingleNodes
 from sim.cluster_bugs import planted
 from sim.consumer import SimConsumer
@@ -24,7 +34,7 @@ from sim.faults import Faults
 from sim.kv_client import KvClient
 from sim.machine import Machine
 from sim.network import Network
-from sim.plan import Plan, about_elections, drawn
+from sim.plan import Plan, about_elections, drawn, widened
 from sim.quarantine import kept
 from sim.replicated import ReplicatedNodes
 from sim.world import MS, SECOND, Trace, World
@@ -89,6 +99,8 @@ class Simulation:
                 self.plan, self.world.draw, nodes=options.nodes, seconds=options.seconds,
                 act=options.act,
             )  # fmt: skip
+        if plan is None:
+            self.plan = widened(self.plan, random.Random(f"{seed} wide"))
         if not options.has_faults:
             self.plan = self.plan._replace(faults=(), acts=())
         self.facts = Facts()
@@ -107,15 +119,19 @@ class Simulation:
             for number in range(1, options.nodes + 1)
         ]  # fmt: skip
         self.clients = [self._client(f"c{number}") for number in range(1, plan.clients + 1)]
-        self.reader = self._client("reader")
-        self.consumers = [
-            SimConsumer(self.network, f"w{number}", plan, self.facts, self._cluster.routing())
-            for number in range(1, plan.consumers + 1)
+        self.clients += [
+            self._client(f"d{number}", is_wide=True) for number in range(1, plan.wide_clients + 1)
         ]
+        self.reader = self._client("reader")
+        self.consumers = [self._consumer(f"w{number}") for number in range(1, plan.consumers + 1)]
         self.faults = Faults(self)
 
-    def _client(self, name: str) -> KvClient:
-        return KvClient(self.network, name, self.plan, self._cluster.caller)
+    def _client(self, name: str, *, is_wide: bool = False) -> KvClient:
+        caller = self._cluster.caller
+        return KvClient(self.network, name, self.plan, caller, self.facts, is_wide=is_wide)
+
+    def _consumer(self, name: str) -> SimConsumer:
+        return SimConsumer(self.network, name, self.plan, self.facts, self._cluster.routing())
 
     def run(self) -> Report:
         """Run to the end, and check."""
@@ -165,6 +181,9 @@ class Simulation:
         facts.works_ns = world.now_ns
         for client in self.clients:
             client.begin()
+        for number in range(1, self.plan.late_consumers + 1):
+            self.consumers.append(self._consumer(f"late{number}"))
+            self.consumers[-1].begin()
         world.run_until(world.now_ns + self.plan.calm_ns)
         for client in self.clients:
             client.stop()
@@ -239,7 +258,14 @@ class Simulation:
             if self.plan.acknowledge == "master":
                 facts.failovers = histories.failovers(facts.masterships, facts.final)
             cuts = [*facts.excuses, *facts.failovers]
-            found, unsure = linearizable.check(facts.operations, cuts)
+            expiring = expiries.Expiries(self.plan)
+            found, unsure = linearizable.check(
+                [*facts.operations, *expiring.events(facts.operations)], cuts
+            )
+            problems += expiring.overdue(facts.operations)
+            problems += replica_reads.uncommitted(
+                facts.replica_reads, facts.histories, facts.committed
+            )
             problems += found
             problems += histories.lost_writes(
                 facts.operations, facts.final, facts.excuses, facts.failovers
@@ -248,6 +274,9 @@ class Simulation:
             problems += histories.diverged(facts.histories)
             problems += histories.masters(facts.masterships)
             problems += histories.rollbacks(facts.rolled_back, facts.excuses)
+            problems += histories.not_rolled_back(
+                facts.streamed, facts.rolled_back, facts.begun, facts.final
+            )
             problems += membership.lacking(facts.lacking)
             problems += membership.overlaps(facts.overlaps, facts.excuses)
             problems += membership.kept(facts.kept)

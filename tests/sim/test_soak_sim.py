@@ -41,8 +41,8 @@ def test_a_failing_cluster_is_named_with_its_nodes(
 def test_a_failing_seed_is_named_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert simulate.soak(2, tmp_path / "state.json", Options(bug="forgets_answers")) == 1
+    assert simulate.soak(2, tmp_path / "state.json", Options(bug="streams_other_values")) == 1
     out = capsys.readouterr().out
-    assert "replay it with: python -m tests.sim --seed 0 --bug forgets_answers --trace" in out
+    assert "replay it with: python -m tests.sim --seed 0 --bug streams_other_values --trace" in out
     assert "2 seeds with" in out
     assert "2 failed [0, 1]" in out
