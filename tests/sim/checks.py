@@ -6,11 +6,20 @@ others need to know how the run ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from sim.checkers import histories, linearizable, liveness, membership, streams
+from sim.checkers import (
+    expiries,
+    histories,
+    linearizable,
+    liveness,
+    membership,
+    replica_reads,
+    streams,
+)
 from sim.facts import Facts, Operation
+from sim.plan import Plan
 
 
 class Violation(NamedTuple):
@@ -41,6 +50,9 @@ RULES: Final = {
     "linearizable": "One order of all operations on a key explains every answer, and an operation"
     " takes effect between its request and its answer.",
     "answered writes": "A write that was answered is in the final history of its partition.",
+    "expiry": "A document that has expired does not come back.",
+    "replica reads": "What a replica answers was committed.",
+    "rollbacks due": "A consumer that has what is not in history any more is sent back.",
     "receipts": "What an unclean election loses is in a receipt and in a discard file.",
     "same documents": "At rest, every consumer has the documents of the masters.",
     "liveness": "Once the faults are over, every operation gets a real answer.",
@@ -62,14 +74,24 @@ DURING: Final[dict[str, Callable[[Facts], list[str]]]] = {
 }
 
 
-def linear(facts: Facts, operations: Iterable[Operation]) -> tuple[list[str], int]:
-    """Check operations, given what may have cut history back."""
-    return linearizable.check(operations, [*facts.excuses, *facts.failovers])
+def linear(facts: Facts, plan: Plan, operations: Sequence[Operation]) -> tuple[list[str], int]:
+    """Check operations, given what may have cut history back, and what has expired."""
+    expired = expiries.Expiries(plan).events(operations)
+    return linearizable.check([*operations, *expired], [*facts.excuses, *facts.failovers])
 
 
-def at_the_end(facts: Facts) -> list[Violation]:
+def at_the_end(facts: Facts, plan: Plan) -> list[Violation]:
     """Return what is only known when a run is over; see `receipts` for the rest."""
-    found = named(
+    found = named("expiry", expiries.Expiries(plan).overdue(facts.operations))
+    found += named(
+        "replica reads",
+        replica_reads.uncommitted(facts.replica_reads, facts.histories, facts.committed),
+    )
+    found += named(
+        "rollbacks due",
+        histories.not_rolled_back(facts.streamed, facts.rolled_back, facts.begun, facts.final),
+    )
+    found += named(
         "answered writes",
         histories.lost_writes(facts.operations, facts.final, facts.excuses, facts.failovers),
     )

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 CLUSTER_TICK_NS = 50 * MS
 SEEN_REST_NS = 50 * MS
 """Time between two writes of what the folder has seen (`dcp.server.cluster.seen_file`)."""
-COMMIT_TIMEOUT_NS = 2_000 * MS
 
 
 NoteRecord = Callable[[int, ReplicationRecord], None]
@@ -151,6 +150,8 @@ class ClusterNode(SingleNode):
         self.driver = StoreDriver(self.session, store, self.clock.monotonic_ns, self._take)
         settings = ReplicationSettings(
             min_in_sync=plan.min_in_sync,
+            replica_lag_max_ns=plan.lag_ns,
+            unheard_ns=plan.unheard_ns,
             acknowledges_as_master=plan.acknowledge == "master",
             window_bytes=plan.window_bytes,
             section_bytes=plan.section_bytes,
@@ -178,7 +179,7 @@ class ClusterNode(SingleNode):
     def held(self) -> HeldAnswers:
         """See Served."""
         return HeldAnswers(
-            self.engine, commit_timeout_ns=COMMIT_TIMEOUT_NS,
+            self.engine, commit_timeout_ns=self._plan.commit_timeout_ns,
             acknowledges_as_master=self._plan.acknowledge == "master",
         )  # fmt: skip
 
@@ -437,14 +438,6 @@ class ClusterNode(SingleNode):
             if isinstance(connection.state.sender, Producer)
             for stream in connection.state.sender.streams()
         ]
-
-    def documents(self) -> dict[bytes, bytes]:
-        """See SimNode."""
-        return {
-            key: value
-            for key, value in super().documents().items()
-            if self.serves(self._plan.vb_of(key))
-        }
 
     def damages(self) -> list[str]:
         """See SimNode."""

@@ -47,6 +47,9 @@ HARM_MAX_NS = 800 * MS
 LONG_HARMS = frozenset({"isolate", "lonely_consumer", "store_goes_back"})
 LONG_HARMS_NS = ((500 * MS, 1000 * MS), (1500 * MS, 3000 * MS))
 """How long these last: about as long as an election takes, or longer."""
+STALL_NS = 1500 * MS
+POINTS_MAX = 12
+"""A process ends at one of its next writes, syncs, renames or commits, at most so many ahead."""
 BRANCHES_MAX = 3
 """Branches of a run, so that some history is left to check."""
 LEFT_BEHIND_LOOK_NS = 200 * MS
@@ -155,6 +158,7 @@ class Faults:
         self.stage.network.refused_share = 0.0
         for machine in self.stage.machines:
             machine.disk.syncs_to_fail = 0
+            machine.end_inside(0, None)
 
     def _pause(self) -> None:
         pause_ns = int(self.stage.plan.fault_every_ns * self.world.draw.expovariate(1))
@@ -389,6 +393,71 @@ def branch(faults: Faults) -> Mend | None:
     return _nothing
 
 
+def collections(faults: Faults) -> Mend | None:
+    """A collection is created, or dropped with its documents. Its name may come back."""
+    controls = faults.stage.controls
+    if controls is not None:
+        controls.change_collections()
+        return _nothing
+    machine = faults.running()
+    if machine is None or machine.host.is_paused:
+        return None
+    assert machine.node is not None
+    machine.node.change_collections()
+    return _nothing
+
+
+def disk_stalls(faults: Faults) -> Mend | None:
+    """A disk stands still: a sync takes as long as the fault lasts."""
+    machine = faults.running()
+    if machine is None:
+        return None
+    machine.slow_sync_ns = STALL_NS
+
+    def mend() -> None:
+        machine.slow_sync_ns = 0
+
+    return mend
+
+
+def bit_rot(faults: Faults) -> Mend | None:
+    """A sector of a sealed segment of the log is not what was written. The process restarts: it
+    names that, or does not need the sector. If it names it, the folder is given up, or the disk is
+    mended.
+    """
+    machine, world = faults.running(), faults.world
+    if machine is None or machine.host.is_paused:
+        return None
+    segments = sorted(name for name in machine.disk.names() if name.endswith(".log"))[:-1]
+    if not segments:
+        return None
+    machine.kill()
+    mend_disk = machine.disk.rot(segments[world.below(len(segments))], world.draw)
+    machine.start()
+    if machine.refusals:
+        machine.refusals.clear()
+        controls = faults.stage.controls
+        if controls is not None and controls.may_lose_folder(machine.name):
+            machine.lose_folder()
+        else:
+            mend_disk()
+    else:
+        mend_disk()
+    return faults.starter([machine])
+
+
+def _inside(*, has_power: bool) -> Fault:
+    def fault(faults: Faults) -> Mend | None:
+        machine = faults.running()
+        if machine is None:
+            return None
+        share = None if has_power else SHARES[faults.world.below(len(SHARES))]
+        machine.end_inside(1 + faults.world.below(POINTS_MAX), share)
+        return faults.starter([machine])
+
+    return fault
+
+
 def _nothing() -> None:
     """There is nothing to mend."""
 
@@ -499,6 +568,8 @@ FAULTS: dict[str, Fault] = {
     "left_behind": left_behind, "clock_jump": clock_jump, "branch": branch,
     "break_connection": break_connection, "cut_one_way": cut_one_way, "partition": partition,
     "slow_link": slow_link, "long_delays": long_delays, "refuse_connects": refuse_connects,
+    "collections": collections, "bit_rot": bit_rot, "disk_stalls": disk_stalls,
+    "crash_inside": _inside(has_power=True), "power_cut_inside": _inside(has_power=False),
     "consumer_crash": consumer_crash, "consumer_pause": consumer_pause,
     **cluster_faults.FAULTS,
 }  # fmt: skip

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from sim.facts import Kind
 from sim.world import MS, SECOND
 from vbucket.model.ids import vbucket_of
+from vbucket.model.manifest import encode_leb128
 
 NODE_FAULTS = (
     "kill", "stop", "power_cut", "power_cut_all", "pause", "disk_full", "sync_fails", "clock_jump",
@@ -21,6 +22,8 @@ NODE_FAULTS = (
 NETWORK_FAULTS = (
     "break_connection", "cut_one_way", "partition", "slow_link", "long_delays", "refuse_connects",
 )  # fmt: skip
+WIDE_FAULTS = ("disk_stalls", "crash_inside", "power_cut_inside", "bit_rot")
+"""Faults that one seed in two may have in addition (`widened`)."""
 CONSUMER_FAULTS = ("consumer_crash", "consumer_pause")
 CLUSTER_FAULTS = (
     "lost_folder", "handover", "left_behind", "unclean_election", "store_away", "store_slow",
@@ -135,6 +138,19 @@ class Plan(NamedTuple):
     """Messages of streams and to replicas that a connection sends in one turn."""
     save_every_ns: int
     """How often consumers save a checkpoint."""
+    wide_clients: int = 0
+    """Clients that do what `sim.wide_workload` draws."""
+    wide_keys: tuple[bytes, ...] = ()
+    """Their keys in the default collection."""
+    collection_keys: tuple[bytes, ...] = ()
+    """Their keys in each other collection."""
+    late_consumers: int = 0
+    """Consumers that begin at 0 when load and faults are over."""
+    lag_ns: int = 1000 * MS
+    """`replica_lag_max`."""
+    unheard_ns: int = 600 * MS
+    """After so long without news of a master's node, it is reported."""
+    commit_timeout_ns: int = 2000 * MS
 
     def vb_of(self, key: bytes) -> int:
         """Return the partition of a key."""
@@ -144,6 +160,15 @@ class Plan(NamedTuple):
         """Return the keys of a partition."""
         return [key for key in self.keys if vbucket_of(key, self.partitions) == vb_id]
 
+    def stored_keys_of(self, vb_id: int, collections: Iterable[int]) -> list[bytes]:
+        """Return the keys that a partition may hold, as they are stored."""
+        return [
+            encode_leb128(collection) + key
+            for collection in (0, *collections)
+            for key in (self.collection_keys if collection else (*self.keys, *self.wide_keys))
+            if vbucket_of(key, self.partitions) == vb_id
+        ]
+
 
 def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) -> Plan:
     """Draw the plan of a seed. Most clusters have a plan that is about elections."""
@@ -151,6 +176,32 @@ def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) 
     if nodes == 1 or draw.random() < 0.3:
         return plan
     return about_elections(plan, draw, nodes=nodes, seconds=seconds)
+
+
+def widened(plan: Plan, draw: random.Random) -> Plan:
+    """Return the plan with more of the product, of the settings and of the world. One seed in two
+    stays as it is. `draw` is a source of its own: what it gives changes nothing else.
+    """
+    if draw.random() < 0.5:
+        return plan
+    keys = tuple(b"%b%d" % (use, number) for use in (b"t", b"t", b"j", b"m") for number in range(3))
+    has_collections = draw.random() < 0.6
+    faults = [name for name in WIDE_FAULTS if draw.random() < 0.4]
+    if has_collections:
+        faults.append("collections")
+    if plan.acts and draw.random() < 0.7:
+        faults = [name for name in faults if name == "collections"]  # others spoil most acts
+    return plan._replace(
+        wide_clients=draw.choice((1, 2)),
+        wide_keys=tuple(dict.fromkeys(keys)),
+        collection_keys=tuple(b"x%d" % number for number in range(4)) if has_collections else (),
+        late_consumers=draw.choice((0, 1)),
+        faults=(*plan.faults, *faults),
+        load_ns=max(plan.load_ns, 2000 * MS) if plan.nodes == 1 else plan.load_ns,
+        lag_ns=draw.choice((700, 1000, 1000, 1600)) * MS,
+        unheard_ns=draw.choice((450, 600, 600, 900)) * MS,
+        commit_timeout_ns=draw.choice((1000, 2000, 2000, 4000)) * MS,
+    )
 
 
 def about_elections(

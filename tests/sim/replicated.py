@@ -30,6 +30,7 @@ from sim.faults import Controls, Mend
 from sim.in_sync import InSyncWatch
 from sim.kv_client import Caller
 from sim.machine import Machine
+from sim.manifests import changed, ids
 from sim.moments import STORE, of_record
 from sim.move_watch import MoveWatch
 from sim.node import StartFailedError, StartRefusedError
@@ -43,9 +44,9 @@ from sim.store_client import StoreClient
 from sim.unserved import why_unserved
 from sim.world import Host, World
 from support.metastore_faults import Absence
-from vbucket.log.device import LogWriteError, SyncFailedError
+from vbucket.log.device import LogWriteError, SyncFailedError, UnknownFormatError
 from vbucket.log.record import LogDamagedError
-from vbucket.model.manifest import DEFAULT_NAME, INITIAL_MANIFEST
+from vbucket.model.manifest import INITIAL_MANIFEST
 from vbucket.store.environment import StoreDamagedError
 
 KEYS = ClusterKeys(ROOT)
@@ -179,7 +180,7 @@ class ReplicatedNodes:
         try:
             make_node = node_type(setting.bug) or self.node_type
             node = make_node(machine, setting.plan, setting.facts, client, self._note_record)
-        except (LogDamagedError, StoreDamagedError) as error:
+        except (LogDamagedError, UnknownFormatError, StoreDamagedError) as error:
             raise StartRefusedError(str(error)) from error
         except (LogWriteError, SyncFailedError) as error:
             raise StartFailedError(str(error)) from error
@@ -350,11 +351,8 @@ class ReplicatedNodes:
         manifest = INITIAL_MANIFEST
         for item in found.items:
             manifest = decode_record(item, ManifestRecord).manifest()
-        names = [each.name for key, each in manifest.collections.items() if key]
-        if names and self._world.chance(0.4):
-            manifest = manifest.drop_collection(DEFAULT_NAME, names[0])
-        else:
-            manifest = manifest.create_collection(DEFAULT_NAME, f"c{manifest.uid}")
+        manifest = changed(self._world, manifest)
+        self._setting.facts.collections = ids(manifest)
         put = Put(KEYS.manifest, encode_record(ManifestRecord.of(manifest)))
         self.store.apply(self._world.now_ns, Txn((), (put,)))
         self._world.note(f"collections {manifest.uid}")

@@ -12,6 +12,7 @@ The result depends on the seed and the options only.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from sim.faults import Faults
 from sim.kv_client import KvClient
 from sim.machine import Machine
 from sim.network import Network
-from sim.plan import Plan, about_elections, changed, drawn
+from sim.plan import Plan, about_elections, changed, drawn, widened
 from sim.quarantine import kept
 from sim.reached import reached
 from sim.replicated import ReplicatedNodes
@@ -103,6 +104,8 @@ class Simulation:
                 self.plan, self.world.draw, nodes=options.nodes, seconds=options.seconds,
                 act=options.act,
             )  # fmt: skip
+        if plan is None:
+            self.plan = widened(self.plan, random.Random(f"{seed} wide"))
         if not options.has_faults:
             self.plan = self.plan._replace(faults=(), acts=())
         self._forever = options.forever
@@ -127,19 +130,23 @@ class Simulation:
             for number in range(1, options.nodes + 1)
         ]  # fmt: skip
         self.clients = [self._client(f"c{number}") for number in range(1, plan.clients + 1)]
-        self.reader = self._client("reader")
-        self.consumers = [
-            SimConsumer(self.network, f"w{number}", plan, self.facts, self._cluster.routing())
-            for number in range(1, plan.consumers + 1)
+        self.clients += [
+            self._client(f"d{number}", is_wide=True) for number in range(1, plan.wide_clients + 1)
         ]
+        self.reader = self._client("reader")
+        self.consumers = [self._consumer(f"w{number}") for number in range(1, plan.consumers + 1)]
         self.faults = Faults(self)
         self._dead: Machine | None = None
         """The node that never comes back."""
         self._stuck: set[str] = set()
         """Consumers that stand still because a link is cut for good."""
 
-    def _client(self, name: str) -> KvClient:
-        return KvClient(self.network, name, self.plan, self._cluster.caller)
+    def _client(self, name: str, *, is_wide: bool = False) -> KvClient:
+        caller = self._cluster.caller
+        return KvClient(self.network, name, self.plan, caller, self.facts, is_wide=is_wide)
+
+    def _consumer(self, name: str) -> SimConsumer:
+        return SimConsumer(self.network, name, self.plan, self.facts, self._cluster.routing())
 
     def run(self) -> Report:
         """Run to the end, and check."""
@@ -191,6 +198,9 @@ class Simulation:
         facts.works_ns = world.now_ns
         for client in self.clients:
             client.begin()
+        for number in range(1, self.plan.late_consumers + 1):
+            self.consumers.append(self._consumer(f"late{number}"))
+            self.consumers[-1].begin()
         world.run_until(world.now_ns + self.plan.calm_ns)
         for client in self.clients:
             client.stop()
@@ -310,12 +320,12 @@ class Simulation:
         if not found:
             if self.plan.acknowledge == "master":
                 facts.failovers = histories.failovers(facts.masterships, facts.final)
-            texts, unsure = linear(facts, facts.operations)
+            texts, unsure = linear(facts, self.plan, facts.operations)
             found += named("linearizable", texts)
             found += named("receipts", self._check_receipts())
             for check, texts_of in DURING.items():
                 found += named(check, texts_of(facts))
-            found += at_the_end(facts)
+            found += at_the_end(facts, self.plan)
         return self.report(found, unsure)
 
     def report(self, found: Sequence[Violation], unsure: int = 0) -> Report:

@@ -49,6 +49,8 @@ _SCENE: Final = {
     "one_store_deaf": "one node hears nothing new of the metadata store",
     "one_store_forgets": "answers of the metadata store to one node are lost",
     "one_store_forgets_write": "the store's answer to the next write of one node is lost",
+    "crash_inside": "a process is killed within an event, at a write or sync",
+    "power_cut_inside": "a machine loses power within an event, at a write or sync",
     "rebalance": "an operator asks for a rebalance", "move": "an operator moves a copy",
     "drain": "an operator drains a node, or takes that back",
     "set_copies": "an operator asks for another number of copies",
@@ -126,7 +128,7 @@ class Observer:
         ]
         if not found and self._key is not None and "linearizable" in self._checks:
             of_key = [each for each in facts.operations if each.key == self._key]
-            found = named("linearizable", linear(facts, of_key)[0])
+            found = named("linearizable", linear(facts, self._simulation.plan, of_key)[0])
         if found:
             raise FirstViolation(found)
 
@@ -203,7 +205,7 @@ def what_it_does(fault: str) -> str:
         return _SCENE[fault]
     text = FAULTS[fault].__doc__
     assert text is not None, f"{fault} does not say what it does"
-    first = text.strip().splitlines()[0].rstrip(".")
+    first = re.sub(r"\s+", " ", text).strip().partition(". ")[0].rstrip(".")
     return first[:1].lower() + first[1:]
 
 

@@ -49,11 +49,11 @@ def test_a_failing_cluster_is_named_with_its_nodes(
 def test_a_failing_seed_is_named_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert simulate.soak(2, tmp_path / "state.json", Options(bug="forgets_answers")) == 1
+    assert simulate.soak(2, tmp_path / "state.json", Options(bug="streams_other_values")) == 1
     out = capsys.readouterr().out
-    assert "replay it with: python -m tests.sim --seed 0 --bug forgets_answers" in out
+    assert "replay it with: python -m tests.sim --seed 0 --bug streams_other_values" in out
     assert "2 seeds with" in out
     assert "2 failed [0, 1]" in out
     (first, _) = json.loads((tmp_path / "state.json").read_text())["found"]
-    assert first["command"] == "python -m tests.sim --seed 0 --bug forgets_answers"
+    assert first["command"] == "python -m tests.sim --seed 0 --bug streams_other_values"
     assert f"{first['check']:16}  {first['command']}" in out, "the table"

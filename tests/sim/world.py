@@ -30,6 +30,13 @@ MS = 1_000_000
 SECOND = 1000 * MS
 
 
+class EventEndedError(BaseException):
+    """An event ends here, in its midst: who it belongs to is no more."""
+
+    def happen(self) -> None:
+        """Do what that means for everybody else."""
+
+
 class Timer:
     """An event that will run, unless it is cancelled."""
 
@@ -147,7 +154,10 @@ class World:
         self.events += 1
         if self.trace is not None:
             self.trace.event(self.now_ns, action, timer.args)
-        action(*timer.args)
+        try:
+            action(*timer.args)
+        except EventEndedError as ended:
+            ended.happen()
         if self.observer is not None:
             self.observer()
 
