@@ -42,7 +42,8 @@ CONTENTS: Final = {
         "dcpctl", "settings", "commands", "metrics", "http-api", "errors", "python-api",
     ),
     "Engineering notes": (
-        "architecture", "traces", "replication", "performance", "decisions", "mutations",
+        "architecture", "traces", "replication", "simulator", "performance", "decisions",
+        "mutations",
     ),
 }  # fmt: skip
 """Section of the sidebar -> its pages. A page that is in no section is an error of the build."""

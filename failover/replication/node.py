@@ -479,10 +479,11 @@ class ReplicationCore:
         mastership = self.master.masterships.get(vb_id)
         if mastership is None:
             return True
-        asked_ns = self.master.serving.confirmations(mastership)
+        copies = mastership.record.copies  # one that is not in sync is no other master's, too
+        asked_ns = self.master.serving.confirmations(mastership, copies)
         heard = {member for member, at_ns in asked_ns.items() if at_ns >= self._unproven_ns}
         return may_change_record(
-            mastership.isr, mastership.record.copies, {*heard, self._member}, mastership.min_in_sync
+            mastership.isr, copies, {*heard, self._member}, mastership.min_in_sync
         )
 
     def _note_serving(self) -> None:

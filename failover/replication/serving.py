@@ -23,7 +23,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from dcp.stream.hub import StreamHub
@@ -221,13 +221,15 @@ class Serving:
         left, self._left = self._left, set()
         return left
 
-    def confirmations(self, mastership: Mastership) -> dict[str, int]:
-        """Return member -> when it was asked the question that it confirmed last, of those that are
-        in sync.
+    def confirmations(
+        self, mastership: Mastership, members: Iterable[str] | None = None
+    ) -> dict[str, int]:
+        """Return member -> when it was asked the question that it confirmed last, of `members`;
+        None: of those that are in sync.
         """
         vb_id, feeds = mastership.part.vb_id, self._feeds
         asked: dict[str, int] = {}
-        for member in mastership.isr:
+        for member in mastership.isr if members is None else members:
             if (feed := feeds.get(member)) is not None:
                 asked_ns = feed.confirmed_ns(vb_id)
                 if asked_ns is not None:

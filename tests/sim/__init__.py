@@ -15,6 +15,7 @@ network, the clocks and the disks are simulated, and they fail in every way that
     plan       what a seed decides: sizes, workload, kinds of faults
     faults     the kinds of faults, and when they happen
     acts       sequences of faults about elections
+    broken     what stays broken for good, and what the rest must do
     cluster_faults  faults of clusters
     cluster_bugs    faults of replication that can be put in on purpose
     store_client    a node's client of the metadata store
@@ -26,7 +27,15 @@ network, the clocks and the disks are simulated, and they fail in every way that
     consumer   consumers with checkpoints
     facts      what happened, as data
     checkers   rules over these facts
+    checks     all of them by name, and their rules in words
+    moments    what happened, as a story tells it
     run        one seed from beginning to end
+    reached    what seeds have reached, counted
+    story      a failing seed, for people
+    unserved   why nobody serves a partition
+    decoded    a trace's messages, for people
+    shrink     makes a failing seed smaller
+    seed_range many seeds, on several processors
     command    the command line
     demo       a story of deaths while many documents are loaded (scripts/sim-demo)
 """

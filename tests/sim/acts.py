@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from failover.replication.handover import HANDING_NS_MAX
+from sim import rare_acts
 from sim.faults import BRANCHES_MAX, Controls, Faults, Mend
 from sim.machine import Machine
 from sim.world import MS, SECOND
@@ -421,7 +422,7 @@ ACTS: Final[dict[str, Callable[[Scene], None]]] = {
     "gone_back": gone_back,
     "moving": moving, "moving_away": moving_away, "collections": collections,
     "starved": starved, "all_starved": all_starved,
-    "full_master": full_master,
+    "full_master": full_master, **rare_acts.ACTS,
 }  # fmt: skip
 
 

@@ -62,6 +62,9 @@ class Cluster(Protocol):
     def why_unsettled(self) -> str:
         """Return what is still to happen without load and faults; "" if nothing is."""
 
+    def why_unserved(self, vb_id: int) -> str:
+        """Return why nobody serves a partition: on whom it waits, and for what."""
+
 
 MakeCluster = Callable[[Setting], Cluster]
 
@@ -96,3 +99,7 @@ class SingleNodes:
     def why_unsettled(self) -> str:
         """See Cluster."""
         return ""
+
+    def why_unserved(self, vb_id: int) -> str:
+        """See Cluster."""
+        return f"vb {vb_id}: its only node does not run, or has not begun"

@@ -8,8 +8,8 @@ modules have imported them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Final, NamedTuple
+from contextlib import contextmanager
+from typing import Any, Final
 
 from dcp.core.groups import Job, WriteGroup
 from dcp.session.answers import marks as answer_marks
@@ -39,30 +39,13 @@ from failover.rules.replication_record import ReplicationRecord, add_copy, drop_
 from sim.cluster_node import ClusterNode
 from sim.machine import Machine
 from sim.network import Side
+from sim.planting import ClusterBug, Replaced, all_replaced
 from sim.serving import ServedConnection
+from sim.wide_bugs import WIDE_BUGS
 from vbucket.engine.keyspace import Keyspace
 from vbucket.engine.partition import VbState
 from vbucket.engine.replicated import ReplicatedChange
 from vbucket.model.manifest import Manifest, events_between
-
-
-class Replaced(NamedTuple):
-    """A name of a module or class, and what stands there during a run."""
-
-    owner: Any
-    name: str
-    new: Any
-
-
-class ClusterBug(NamedTuple):
-    """See the module."""
-
-    what: str
-    replaced: tuple[Replaced, ...] = ()
-    node: type[ClusterNode] | None = None
-    act: str = ""
-    """The act that it takes; "": what seeds have."""
-
 
 # -- the high watermark ----------------------------------------------------------------------------
 
@@ -280,7 +263,7 @@ def _depose_elsewhere(held: HeldAnswers, vb_ids: Iterable[int]) -> None:
     for batch in held.batches:
         if batch.marked is not None:
             batch.marked._error_body = lambda _text, _status: b""
-    with _all_replaced((Replaced(answer_marks, "AMBIGUOUS", Status.NOT_MY_VBUCKET),)):
+    with all_replaced((Replaced(answer_marks, "AMBIGUOUS", Status.NOT_MY_VBUCKET),)):
         _depose(held, vb_ids)
 
 
@@ -452,21 +435,12 @@ MOVE_BUGS: Final = frozenset({"drops-early", "added-is-full", "not-emptied", "ol
 @contextmanager
 def planted(bug: str) -> Iterator[None]:
     """Put a bug in as long as the context lasts; "" and bugs of single nodes: nothing."""
-    found = CLUSTER_BUGS.get(bug)
-    with _all_replaced(found.replaced if found is not None else ()):
+    found = (CLUSTER_BUGS | WIDE_BUGS).get(bug)
+    with all_replaced(found.replaced if found is not None else ()):
         yield
 
 
 def node_type(bug: str) -> type[ClusterNode] | None:
     """Return the type of nodes that a run with a bug has; None: the bug needs no other type."""
-    found = CLUSTER_BUGS.get(bug)
+    found = (CLUSTER_BUGS | WIDE_BUGS).get(bug)
     return None if found is None else found.node
-
-
-@contextmanager
-def _all_replaced(items: Iterable[Replaced]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for owner, name, new in items:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, new)
-        yield

@@ -31,6 +31,7 @@ from failover.replication.node import ReplicationCore
 from failover.replication.receipt import CutOff, ElectionLoss
 from failover.rules.replication_record import ReplicationRecord
 from sim.facts import CutOffFact, Facts, History, LostFact, Mastership
+from sim.moments import NodeWatch
 from sim.network import Side
 from sim.node import Facades, SingleNode
 from sim.plan import Plan
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 CLUSTER_TICK_NS = 50 * MS
 SEEN_REST_NS = 50 * MS
 """Time between two writes of what the folder has seen (`dcp.server.cluster.seen_file`)."""
-COMMIT_TIMEOUT_NS = 2_000 * MS
 
 
 NoteRecord = Callable[[int, ReplicationRecord], None]
@@ -114,8 +114,9 @@ class LinkHandler:
     def on_bytes(self, data: bytes) -> None:
         self._node.link_bytes(self, data)
 
-    def on_closed(self, _why: str) -> None:
+    def on_closed(self, why: str) -> None:
         self.side = None
+        self._node.watch.cut_off(self.link.followed(), f"loses its master's connection ({why})")
         self.link.closed()
 
     def on_writable(self) -> None:
@@ -149,6 +150,8 @@ class ClusterNode(SingleNode):
         self.driver = StoreDriver(self.session, store, self.clock.monotonic_ns, self._take)
         settings = ReplicationSettings(
             min_in_sync=plan.min_in_sync,
+            replica_lag_max_ns=plan.lag_ns,
+            unheard_ns=plan.unheard_ns,
             acknowledges_as_master=plan.acknowledge == "master",
             window_bytes=plan.window_bytes,
             section_bytes=plan.section_bytes,
@@ -163,6 +166,7 @@ class ClusterNode(SingleNode):
         )
         self.replication = self.core.master
         self._handlers: list[LinkHandler] = []
+        self.watch = NodeWatch(self._tell, self.engine.partitions)
         self._told: dict[int, int] = {}
         """Partition -> the epoch in which this node was last seen to serve it."""
         self.host.after(CLUSTER_TICK_NS, self._cluster_tick)
@@ -175,7 +179,7 @@ class ClusterNode(SingleNode):
     def held(self) -> HeldAnswers:
         """See Served."""
         return HeldAnswers(
-            self.engine, commit_timeout_ns=COMMIT_TIMEOUT_NS,
+            self.engine, commit_timeout_ns=self._plan.commit_timeout_ns,
             acknowledges_as_master=self._plan.acknowledge == "master",
         )  # fmt: skip
 
@@ -205,6 +209,7 @@ class ClusterNode(SingleNode):
 
     def ended(self) -> None:
         """See SimNode."""
+        self.watch.cut_off(range(self._plan.partitions), "ends")
         self.driver.close()
         super().ended()
 
@@ -352,8 +357,17 @@ class ClusterNode(SingleNode):
             self._carry_out_core()
         self.host.after(CLUSTER_TICK_NS, self._cluster_tick)
 
+    def _tell(self, kind: str, text: str, vb_id: int) -> None:
+        self._world.tell(kind, self.name, text, vb_id if vb_id >= 0 else None)
+
     def _note_masterships(self) -> None:
         """Record what this node serves now."""
+        self.watch.look()
+        self.watch.windows(
+            member
+            for member, feed in self.core.master.feeds.items()
+            if feed._inflight_bytes >= feed.window_bytes
+        )
         for part in self.engine.partitions:
             if (window := part.incomplete_snapshot) is not None:
                 self._record.snapshots.add((self.name, part.vb_id, window.end))
@@ -424,14 +438,6 @@ class ClusterNode(SingleNode):
             if isinstance(connection.state.sender, Producer)
             for stream in connection.state.sender.streams()
         ]
-
-    def documents(self) -> dict[bytes, bytes]:
-        """See SimNode."""
-        return {
-            key: value
-            for key, value in super().documents().items()
-            if self.serves(self._plan.vb_of(key))
-        }
 
     def damages(self) -> list[str]:
         """See SimNode."""

@@ -1,13 +1,17 @@
 """The command line of the simulator.
 
     python -m tests.sim --seed 7              one seed
-    python -m tests.sim --seed 7 --trace      the same, one line per event
-    python -m tests.sim --seeds 0..1500       many seeds; stops at the first that fails
+    python -m tests.sim --seed 7 --trace      the same, one line per event, messages decoded
+    python -m tests.sim --seeds 0..1500 -j 2  many seeds on two processors; stops at the first that
+                                              fails
     python -m tests.sim --minutes 3           seeds from 0 (or from A of --seeds A..B) for some time
     python -m tests.sim --until-fail          until one fails
-    python -m tests.sim --nodes 3 --bug all --seeds 0..500
-                                              for each bug of replication, the first seed that shows
-                                              it; with --keep-on, how many of the seeds do
+    python -m tests.sim --bug all --seeds 400
+                                              for each planted bug, the first seed that shows it,
+                                              and how; with --keep-on, how many of the seeds do
+
+What fails is told as a story (`sim.story`), and made smaller (`sim.shrink`); the command at the end
+repeats the small one. Many seeds end with a table of what they have reached (`sim.reached`).
 
 Exit code 0: nothing was found. 1: a violation, or a crash of the simulated code. 2: bad arguments.
 With `--bug all`, 0: each bug was found.
@@ -18,19 +22,25 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 
+from sim.broken import KINDS, NODES_MIN
 from sim.bugs import BUGS
 from sim.cluster_bugs import CLUSTER_BUGS, MOVE_BUGS
-from sim.plan import ACTS, ASKED_ACTS, FAILOVER_ACTS, MOVE_ACTS, MOVE_NODES
-from sim.run import Options, Report, replay_command, run_seed
-from sim.world import SECOND, Trace
+from sim.plan import ACTS, ASKED_ACTS, FAILOVER_ACTS, MOVE_ACTS, MOVE_NODES, Plan
+from sim.reached import table
+from sim.run import Options, Report, replay_command
+from sim.seed_range import attempt, collect_less, reports
+from sim.shrink import shrink, told
+from sim.story import tell
+from sim.wide_bugs import WIDE_BUGS
+from sim.world import SECOND
 
 VIOLATIONS_SHOWN = 10
 ALL_BUGS = "all"
-FOUND_WITHIN = (0, 499)
+FOUND_WITHIN = (0, 399)
 """Within these seeds each bug has to be found."""
 
 
@@ -41,6 +51,7 @@ class Totals:
         self.seeds = self.failed = self.events = self.operations = self.unsure = 0
         self.virtual_ns = 0
         self.faults: Counter[str] = Counter()
+        self.reached: Counter[str] = Counter()
         self._began = time.monotonic()
 
     def add(self, report: Report) -> None:
@@ -52,6 +63,7 @@ class Totals:
         self.unsure += report.unsure
         self.virtual_ns += report.virtual_ns
         self.faults.update(report.faults)
+        self.reached.update(report.reached)
 
     def __str__(self) -> str:
         passed_s = max(time.monotonic() - self._began, 1e-9)
@@ -67,31 +79,44 @@ def main(words: Sequence[str]) -> int:
     """Run what the arguments say; return the exit code."""
     parser = _parser()
     arguments = parser.parse_args(words)
-    if arguments.nodes == 1 and (arguments.act or arguments.bug == ALL_BUGS):
-        parser.error("--act and --bug all are about replication; add --nodes 3")
+    if arguments.nodes == 1 and arguments.act:
+        parser.error("--act is about replication; add --nodes 3")
+    if arguments.forever and arguments.nodes != NODES_MIN:
+        parser.error("--forever is about three nodes; add --nodes 3")
     options = Options(
         nodes=arguments.nodes,
         has_faults=not arguments.no_faults,
         seconds=arguments.seconds,
         bug=arguments.bug,
         act=arguments.act,
+        changes=tuple(sorted(arguments.set)),
+        draw=arguments.draw,
+        forever=arguments.forever,
     )
+    collect_less()
     if arguments.bug == ALL_BUGS:
-        return find_bugs(options, arguments.seeds or FOUND_WITHIN, keep_on=arguments.keep_on)
-    totals = Totals()
+        return find_bugs(
+            options, arguments.seeds or FOUND_WITHIN, arguments.j, keep_on=arguments.keep_on
+        )
     many = arguments.seeds is not None or arguments.minutes or arguments.until_fail
     if not many:
+        totals = Totals()
         report = attempt(arguments.seed, options, trace=arguments.trace)
         totals.add(report)
-        _tell(report, options)
+        _tell(report, options, shrinks=not arguments.no_shrink and not arguments.trace)
         print(totals)
         return int(bool(report.violations))
+    return _run_many(arguments, options)
+
+
+def _run_many(arguments: argparse.Namespace, options: Options) -> int:
+    totals = Totals()
     deadline = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
-    for seed in _seeds(arguments):
-        report = attempt(seed, options, trace=arguments.trace)
+    for _, report in reports(_seeds(arguments), lambda _seed: options, arguments.j):
         totals.add(report)
         if report.violations:
-            _tell(report, options)
+            shrinks = not arguments.no_shrink and not arguments.keep_on
+            _tell(report, options, shrinks=shrinks, is_story=not arguments.keep_on)
             if not arguments.keep_on:
                 break
         if totals.seeds % 100 == 0 and sys.stderr.isatty():
@@ -101,19 +126,19 @@ def main(words: Sequence[str]) -> int:
     print(totals)
     faults = ", ".join(f"{name} {count}" for name, count in sorted(totals.faults.items()))
     print(f"faults: {faults or 'none'}")
+    if options.nodes > 1:
+        print(table(totals.reached))
     return int(totals.failed > 0)
 
 
-def find_bugs(options: Options, seeds: tuple[int, int], *, keep_on: bool) -> int:
-    """Print for each bug of replication which seeds show it; return the exit code."""
+def find_bugs(options: Options, seeds: tuple[int, int], jobs: int, *, keep_on: bool) -> int:
+    """Print a table: bug, the seed that found it, how it is told. Return the exit code."""
     first, last = seeds
     missed = 0
-    for bug in CLUSTER_BUGS:
-        if bug in MOVE_BUGS:
-            options = options._replace(nodes=max(options.nodes, MOVE_NODES))
+    for bug, (nodes, act) in planted_bugs().items():
+        one = options._replace(bug=bug, act=act, nodes=max(options.nodes, nodes))
         found: list[Report] = []
-        for seed in range(first, last + 1):
-            report = attempt(seed, options._replace(bug=bug, act=CLUSTER_BUGS[bug].act))
+        for _, report in reports(range(first, last + 1), _always(one), jobs):
             if report.violations:
                 found.append(report)
                 if not keep_on:
@@ -121,47 +146,67 @@ def find_bugs(options: Options, seeds: tuple[int, int], *, keep_on: bool) -> int
         missed += not found
         share = f", {len(found)} of {last + 1 - first} seeds" if keep_on else ""
         if found:
-            print(f"{bug}: seed {found[0].seed}{share}: {found[0].violations[0]}", flush=True)
+            told = found[0].violations[0].strip().splitlines()[-1]
+            print(f"{bug:22} seed {found[0].seed:4}{share}  {told}", flush=True)
         else:
-            print(f"{bug}: no seed from {first} to {last}", flush=True)
+            print(f"{bug:22} no seed from {first} to {last}", flush=True)
     return int(missed > 0)
 
 
-def attempt(seed: int, options: Options, *, trace: bool = False) -> Report:
-    """Run a seed; an exception of the simulated code is a violation like any other."""
-    lines = Trace(print) if trace else None
-    try:
-        return run_seed(seed, options, lines)
-    except Exception:  # noqa: BLE001 - whatever it is, the seed is told
-        return Report(seed, [traceback.format_exc()], 0, 0, 0, 0, {}, "")
+def _always(options: Options) -> Callable[[int], Options]:
+    return lambda _seed: options
 
 
-def _tell(report: Report, options: Options) -> None:
+def planted_bugs() -> dict[str, tuple[int, str]]:
+    """Return bug -> the nodes and the act that it takes."""
+    found = dict.fromkeys(BUGS, (1, ""))
+    for bug, each in (CLUSTER_BUGS | WIDE_BUGS).items():
+        found[bug] = MOVE_NODES if bug in MOVE_BUGS else each.nodes, each.act
+    return found
+
+
+def _tell(
+    report: Report, options: Options, *, shrinks: bool = False, is_story: bool = True
+) -> None:
+    """Print what failed, its story, and the command that repeats it in small."""
     for violation in report.violations[:VIOLATIONS_SHOWN]:
         print(f"seed {report.seed}: {violation}", flush=True)
     more = len(report.violations) - VIOLATIONS_SHOWN
     if more > 0:
         print(f"seed {report.seed}: and {more} more")
-    if report.violations:
-        print(f"replay it with: {replay_command(report.seed, options)} --trace", flush=True)
     if report.digest:
         print(f"trace {report.digest}")
+    elif report.violations and is_story:
+        print(f"\n{tell(report, options)}\n", flush=True)
+    if report.violations:
+        print(f"replay it with: {replay_command(report.seed, options)} --trace", flush=True)
+    if report.violations and shrinks and not options.changes:
+        small = shrink(report.seed, options, report.checks[0])
+        print(told(report.seed, options, small), flush=True)
 
 
 def _seeds(arguments: argparse.Namespace) -> Iterator[int]:
     first, last = arguments.seeds or (arguments.seed, None)
     if arguments.minutes or arguments.until_fail:
         last = None
-    seed = first
-    while last is None or seed <= last:
-        yield seed
-        seed += 1
+    yield from count(first) if last is None else range(first, last + 1)
+
+
+def _changed(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or name not in Plan._fields:
+        raise argparse.ArgumentTypeError(f"{text!r} is no field of a plan; write clients=1")
+    return name, value
 
 
 def _range(text: str) -> tuple[int, int]:
     first, dots, last = text.partition("..")
+    if text.isdigit() and int(text):
+        return 0, int(text) - 1
     if not dots or not first.isdigit() or not last.isdigit() or int(first) > int(last):
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of seeds; write for example 0..99")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no range of seeds; write for example 0..99 or 100"
+        )
     return int(first), int(last)
 
 
@@ -177,11 +222,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", action="store_true", help="print one line for each event")
     parser.add_argument("--seconds", type=float, help="virtual seconds of load")
     parser.add_argument("--nodes", type=int, default=1, choices=range(1, 6))
+    parser.add_argument("-j", type=int, default=1, metavar="N", help="run N seeds at once")
+    parser.add_argument("--no-shrink", action="store_true", help="do not make smaller what fails")
+    parser.add_argument(
+        "--set", type=_changed, action="append", default=[], metavar="FIELD=VALUE",
+        help="let a field of the plan (tests/sim/plan.py) have another value than the seed says",
+    )  # fmt: skip
+    parser.add_argument(
+        "--forever", default="", choices=KINDS, help="leave something broken for good"
+    )
+    parser.add_argument("--draw", type=int, default=0, help="another run of the same plan")
     parser.add_argument("--no-faults", action="store_true", help="let nothing go wrong")
     parser.add_argument(
         "--bug",
         default="",
-        choices=[*sorted(BUGS | CLUSTER_BUGS), ALL_BUGS],
+        choices=[*sorted({*BUGS, *CLUSTER_BUGS, *WIDE_BUGS}), ALL_BUGS],
         help="put in a known bug",
     )
     parser.add_argument(

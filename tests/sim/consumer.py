@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from clients.checkpoint.checkpoint import decode_checkpoint, encode_checkpoint
 from clients.consumer.core import Batch, ConsumerCore
+from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.options import ConsumerOptions
 from clients.consumer.partition_stream import PartitionStreamState, Wanted
 from clients.errors import StreamViolationError
@@ -28,6 +29,7 @@ from clients.event import (
     SeqnoAdvanced,
     StreamFailed,
     StreamOpened,
+    SystemEvent,
 )
 from clients.link.handshake import PUSH_FEATURES, Handshake
 from clients.mirror.mirror_state import MemoryStore, take
@@ -35,11 +37,12 @@ from clients.position import Position
 from clients.validator import StreamValidator
 from dcp.wire.frame import ProtocolError
 from sim.dialing import Dial
-from sim.facts import Facts, Map, RolledBack, Streamed
+from sim.facts import Begun, Facts, Map, RolledBack, Streamed
 from sim.network import Network, Side
 from sim.plan import Plan
 from sim.routing import Routing
 from sim.world import MS, SECOND, Host
+from vbucket.model.manifest import SystemEventKind, encode_leb128
 
 NOOP_INTERVAL_S: Final = 0.2
 SILENCE_NS: Final = 2 * int(NOOP_INTERVAL_S * SECOND)
@@ -108,6 +111,7 @@ class ConsumerLink:
             consumer.name.encode(),
             ConsumerOptions(buffer_bytes=consumer.buffer_bytes, noop_interval_s=NOOP_INTERVAL_S),
             has_collections=handshake.has_collections,
+            collections=() if consumer.plan.collection_keys else DEFAULT_ONLY,
             node=self.node,
         )
         for vb_id, position in self._wanted.items():
@@ -205,6 +209,7 @@ class SimConsumer:
     def begin(self) -> None:
         """Start, at first or after a crash, from what was saved."""
         raw, documents, journals = self._saved
+        self.facts.begun.append(Begun(self.network.world.now_ns, self.name))
         self.positions = dict(decode_checkpoint(raw))
         self._store = MemoryStore()
         self._store._documents = {vb_id: dict(held) for vb_id, held in documents.items()}
@@ -260,7 +265,8 @@ class SimConsumer:
                 self._note(event, newest)
         except StreamViolationError as error:
             facts.problems.append(f"{self.name}: {error}")
-        take(self._store, batch.events, {}, journal_max=1 << 30)
+        for event in batch.events:
+            take(self._store, self._of_collections(event), {}, journal_max=1 << 30)
         self.positions.update(batch.positions)
         for vb_id, seqno in newest.items():
             self._received(vb_id, seqno)
@@ -269,7 +275,7 @@ class SimConsumer:
         """Record what an event tells; `newest` has the last change of each partition."""
         vb_id = event.vb_id
         match event:
-            case Mutation() | Deletion() | SeqnoAdvanced():
+            case Mutation() | Deletion() | SeqnoAdvanced() | SystemEvent():
                 newest[vb_id] = event.seqno
             case StreamOpened():
                 if vb_id in newest:
@@ -284,6 +290,21 @@ class SimConsumer:
                 )
             case StreamFailed():
                 self.facts.problems.append(f"{self.name}: vb {vb_id}: {event}")
+
+    def _of_collections(self, event: Event) -> list[Event]:
+        """Return an event with keys as they are stored, and a drop as deletions: the map holds the
+        documents of all collections.
+        """
+        if isinstance(event, Mutation | Deletion) and event.collection_id:
+            event.key = encode_leb128(event.collection_id) + event.key
+        elif isinstance(event, SystemEvent) and event.kind == SystemEventKind.DROP_COLLECTION:
+            prefix = encode_leb128(event.collection_id)
+            return [
+                Deletion(event.vb_id, key, event.seqno, 0, 0)
+                for key in self._store.keys(event.vb_id)
+                if key.startswith(prefix)
+            ]
+        return [event]
 
     def _received(self, vb_id: int, seqno: int) -> None:
         now_ns, uuid = self.network.world.now_ns, self._versions[vb_id]

@@ -22,13 +22,22 @@ class Kind(Enum):
     DELETE = auto()
     INCREMENT = auto()
     APPEND = auto()
+    TOUCH = auto()
+    GET_AND_TOUCH = auto()
+    PUSH = auto()
+    """SUBDOC_ARRAY_PUSH_LAST into a document that is a list; it makes one where there is none."""
+    SET_WITH_META = auto()
+    GET_REPLICA = auto()
+    EXPIRE = auto()
+    """No client asks for it: it is what an expiry may do, for the checkers."""
 
 
 class Outcome(Enum):
     """What a client knows about its operation.
 
     OK, ABSENT, EXISTS, NOT_STORED and NOT_A_NUMBER are answers of the document. REFUSED: nothing
-    was done. AMBIGUOUS: it may have happened, or may happen later. UNKNOWN: a read without answer.
+    was done. NO_COLLECTION: the same, and the collection does not exist. AMBIGUOUS: it may have
+    happened, or may happen later. UNKNOWN: a read without answer.
     """
 
     OK = auto()
@@ -37,6 +46,7 @@ class Outcome(Enum):
     NOT_STORED = auto()
     NOT_A_NUMBER = auto()
     REFUSED = auto()
+    NO_COLLECTION = auto()
     AMBIGUOUS = auto()
     UNKNOWN = auto()
 
@@ -45,14 +55,16 @@ DEFINITE = frozenset(
     {Outcome.OK, Outcome.ABSENT, Outcome.EXISTS, Outcome.NOT_STORED, Outcome.NOT_A_NUMBER}
 )
 """Outcomes that tell something about the document."""
+NOTHING_DONE = frozenset({Outcome.REFUSED, Outcome.NO_COLLECTION})
 
 
 class Operation:
     """One operation of a client. `ended_ns` is None while it is under way."""
 
     __slots__ = (
-        "argument", "cas", "cas_asked", "client", "ended_ns", "initial", "invoked_ns", "key",
-        "kind", "level", "name", "outcome", "seqno", "value", "vb_id", "vb_uuid", "why",
+        "argument", "cas", "cas_asked", "client", "collection", "ended_ns", "expiry_s", "initial",
+        "invoked_ns", "key", "kind", "level", "name", "outcome", "rev_seqno", "seqno", "tries",
+        "value", "vb_id", "vb_uuid", "why",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +79,8 @@ class Operation:
         cas_asked: int = 0,
         initial: int | None = None,
         level: int = 0,
+        collection: int = 0,
+        expiry_s: int = 0,
         invoked_ns: int = 0,
         ended_ns: int | None = None,
         outcome: Outcome | None = None,
@@ -85,6 +99,11 @@ class Operation:
         """Of INCREMENT: the number that it stores where there is none."""
         self.level = level
         """Level of the durability frame; 0: without one."""
+        self.collection = collection
+        self.expiry_s = expiry_s
+        """Seconds from the request on, 0: never."""
+        self.rev_seqno = 0
+        """Of SET_WITH_META: the revision that it asks for."""
         self.invoked_ns = invoked_ns
         self.ended_ns = ended_ns
         self.outcome = outcome
@@ -94,9 +113,15 @@ class Operation:
         self.vb_uuid = self.seqno = 0
         """The mutation token of the answer."""
         self.why = ""
+        self.tries: list[str] = []
+        """Answers after which it was sent again, for stories."""
 
     def __str__(self) -> str:
         text = f"{self.name} {self.kind.name} {self.key!r}"
+        if self.collection:
+            text += f" of collection {self.collection:x}"
+        if self.expiry_s:
+            text += f" for {self.expiry_s} s"
         if self.argument:
             text += f" {self.argument[:60]!r}"
         if self.cas_asked:
@@ -133,6 +158,13 @@ class Streamed(NamedTuple):
     vb_id: int
     vb_uuid: int
     seqno: int
+
+
+class Begun(NamedTuple):
+    """A consumer began, at first or after a crash: it knows what it had saved, or nothing."""
+
+    at_ns: int
+    consumer: str
 
 
 class RolledBack(NamedTuple):
@@ -276,6 +308,11 @@ class Facts:
         self.committed: list[Committed] = []
         self.streamed: list[Streamed] = []
         self.rolled_back: list[RolledBack] = []
+        self.begun: list[Begun] = []
+        self.replica_reads: list[Operation] = []
+        """Answered by GET_REPLICA. They are no operations of a register: they may be old."""
+        self.collections: dict[str, int] = {}
+        """The newest id of each name that exists."""
         self.excuses: list[Excuse] = []
         self.masterships: list[Mastership] = []
         self.failovers: list[Excuse] = []

@@ -24,6 +24,21 @@ from sim.plan import Plan
 from sim.world import MS, SECOND, World
 
 Mend = Callable[[], None]
+
+
+class FaultTold:
+    """A fault as a story tells it. `ended_ns` is None until it is mended."""
+
+    __slots__ = ("began_ns", "ended_ns", "name", "number", "victims")
+
+    def __init__(self, number: int, name: str, victims: str, began_ns: int) -> None:
+        self.number = number
+        self.name = name
+        self.victims = victims
+        self.began_ns = began_ns
+        self.ended_ns: int | None = None
+
+
 SHARES = (0.0, 0.3, 0.7, 1.0)
 """How much of what was not synced survives a power cut."""
 RESTART_MAX_NS = 400 * MS
@@ -32,6 +47,9 @@ HARM_MAX_NS = 800 * MS
 LONG_HARMS = frozenset({"isolate", "lonely_consumer", "store_goes_back"})
 LONG_HARMS_NS = ((500 * MS, 1000 * MS), (1500 * MS, 3000 * MS))
 """How long these last: about as long as an election takes, or longer."""
+STALL_NS = 1500 * MS
+POINTS_MAX = 12
+"""A process ends at one of its next writes, syncs, renames or commits, at most so many ahead."""
 BRANCHES_MAX = 3
 """Branches of a run, so that some history is left to check."""
 LEFT_BEHIND_LOOK_NS = 200 * MS
@@ -116,6 +134,12 @@ class Faults:
         self._open: dict[int, Mend] = {}
         """What is to be mended, by number."""
         self._number = 0
+        self.told: list[FaultTold] = []
+        self._chosen: list[str] = []
+        """Whom the fault that begins has chosen."""
+        self._state_before: dict[str, tuple[object, ...]] = {}
+        self._is_happening = False
+        """Whether a fault of `happen` begins: then what it changes is known."""
         self.is_over = False
 
     def begin(self) -> None:
@@ -134,6 +158,7 @@ class Faults:
         self.stage.network.refused_share = 0.0
         for machine in self.stage.machines:
             machine.disk.syncs_to_fail = 0
+            machine.end_inside(0, None)
 
     def _pause(self) -> None:
         pause_ns = int(self.stage.plan.fault_every_ns * self.world.draw.expovariate(1))
@@ -149,18 +174,21 @@ class Faults:
     def happen(self, name: str, last_ns: int = 0) -> None:
         """Let one fault happen now, for a time (0: it is drawn)."""
         self.world.note(f"fault {name}")
+        self._chosen, self._state_before, self._is_happening = [], self._state(), True
         mend = FAULTS[name](self)
         if mend is not None:
             between_ns = 1, HARM_MAX_NS
             if name in LONG_HARMS:
                 between_ns = LONG_HARMS_NS[self.world.below(len(LONG_HARMS_NS))]
             self.began(name, mend, last_ns or self.world.between(*between_ns))
+        self._is_happening = False
 
     def began(self, name: str, mend: Mend, last_ns: int) -> Mend:
         """Note a fault, which is mended after a while. Return what mends it earlier."""
         self.counts[name] = self.counts.get(name, 0) + 1
         self._number += 1
         self._open[self._number] = mend
+        self.told.append(FaultTold(self._number, name, self._victims(), self.world.now_ns))
         self.world.after(last_ns, self._mend, self._number)
         return partial(self._mend, self._number)
 
@@ -180,23 +208,49 @@ class Faults:
     def _mend(self, number: int) -> None:
         mend = self._open.pop(number, None)
         if mend is not None:
+            self.told[number - 1].ended_ns = self.world.now_ns
             mend()
+            self._state_before = self._state()
+
+    # -- what a story tells ------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, tuple[object, ...]]:
+        """Return what faults change: of processes, and of the ways between them."""
+        network = self.stage.network
+        hosts = {name: (host.is_up, host.is_paused) for name, host in network.hosts.items()}
+        return hosts | network.state()
+
+    def _victims(self) -> str:
+        """Return whom the fault has changed since it began, or has chosen."""
+        after, before = self._state(), self._state_before
+        network = self.stage.network
+        changed = [
+            name
+            for name in after
+            if after[name] != before.get(name, network.untouched)
+            and (self._is_happening or name not in network.hosts)
+        ]
+        self._state_before = after
+        return ", ".join(changed) or " and ".join(self._chosen if self._is_happening else ())
 
     # -- choosing ----------------------------------------------------------------------------------
 
     def running(self) -> Machine | None:
         """Return a machine whose process runs; None: there is none."""
-        if self._victim is not None:
-            return self._victim
         running = [machine for machine in self.stage.machines if machine.node is not None]
-        return running[self.world.below(len(running))] if running else None
+        found = self._victim
+        if found is None and running:
+            found = running[self.world.below(len(running))]
+        self._chosen = [] if found is None else [found.name]
+        return found
 
     def two_hosts(self) -> tuple[str, str]:
         """Return two hosts that talk to each other: a machine and somebody else."""
         names = list(self.stage.network.hosts)
         machine = self.stage.machines[self.world.below(len(self.stage.machines))].name
         names.remove(machine)
-        return machine, names[self.world.below(len(names))]
+        self._chosen = [machine, names[self.world.below(len(names))]]
+        return self._chosen[0], self._chosen[1]
 
     def starter(self, machines: list[Machine]) -> Mend:
         """Return what starts machines again."""
@@ -339,6 +393,71 @@ def branch(faults: Faults) -> Mend | None:
     return _nothing
 
 
+def collections(faults: Faults) -> Mend | None:
+    """A collection is created, or dropped with its documents. Its name may come back."""
+    controls = faults.stage.controls
+    if controls is not None:
+        controls.change_collections()
+        return _nothing
+    machine = faults.running()
+    if machine is None or machine.host.is_paused:
+        return None
+    assert machine.node is not None
+    machine.node.change_collections()
+    return _nothing
+
+
+def disk_stalls(faults: Faults) -> Mend | None:
+    """A disk stands still: a sync takes as long as the fault lasts."""
+    machine = faults.running()
+    if machine is None:
+        return None
+    machine.slow_sync_ns = STALL_NS
+
+    def mend() -> None:
+        machine.slow_sync_ns = 0
+
+    return mend
+
+
+def bit_rot(faults: Faults) -> Mend | None:
+    """A sector of a sealed segment of the log is not what was written. The process restarts: it
+    names that, or does not need the sector. If it names it, the folder is given up, or the disk is
+    mended.
+    """
+    machine, world = faults.running(), faults.world
+    if machine is None or machine.host.is_paused:
+        return None
+    segments = sorted(name for name in machine.disk.names() if name.endswith(".log"))[:-1]
+    if not segments:
+        return None
+    machine.kill()
+    mend_disk = machine.disk.rot(segments[world.below(len(segments))], world.draw)
+    machine.start()
+    if machine.refusals:
+        machine.refusals.clear()
+        controls = faults.stage.controls
+        if controls is not None and controls.may_lose_folder(machine.name):
+            machine.lose_folder()
+        else:
+            mend_disk()
+    else:
+        mend_disk()
+    return faults.starter([machine])
+
+
+def _inside(*, has_power: bool) -> Fault:
+    def fault(faults: Faults) -> Mend | None:
+        machine = faults.running()
+        if machine is None:
+            return None
+        share = None if has_power else SHARES[faults.world.below(len(SHARES))]
+        machine.end_inside(1 + faults.world.below(POINTS_MAX), share)
+        return faults.starter([machine])
+
+    return fault
+
+
 def _nothing() -> None:
     """There is nothing to mend."""
 
@@ -449,6 +568,8 @@ FAULTS: dict[str, Fault] = {
     "left_behind": left_behind, "clock_jump": clock_jump, "branch": branch,
     "break_connection": break_connection, "cut_one_way": cut_one_way, "partition": partition,
     "slow_link": slow_link, "long_delays": long_delays, "refuse_connects": refuse_connects,
+    "collections": collections, "bit_rot": bit_rot, "disk_stalls": disk_stalls,
+    "crash_inside": _inside(has_power=True), "power_cut_inside": _inside(has_power=False),
     "consumer_crash": consumer_crash, "consumer_pause": consumer_pause,
     **cluster_faults.FAULTS,
 }  # fmt: skip

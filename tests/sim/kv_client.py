@@ -19,7 +19,8 @@ from sim.kv_link import KvLink, Request
 from sim.network import Network
 from sim.plan import Plan
 from sim.routing import Routing
-from sim.workload import UNANSWERED, Workload, pack, read_answer
+from sim.wide_workload import WideWorkload
+from sim.workload import Workload, pack, read_answer, unanswered
 from sim.world import MS, Host
 
 REFUSED_PAUSE_NS: Final = 20 * MS
@@ -72,7 +73,7 @@ class DirectCaller:
             if frame is not None and operation.outcome is None:
                 self._answered(operation, node, frame)
             else:
-                operation.outcome = UNANSWERED[operation.kind is Kind.GET]
+                operation.outcome = unanswered(operation)
                 operation.why = why
             operation.ended_ns = self._network.world.now_ns
             done(operation)
@@ -94,7 +95,7 @@ class DirectCaller:
             self._facts.problems.append(
                 f"{operation}: answered 0x{frame.status:02x} {frame.value[:200]!r}"
             )
-            outcome = UNANSWERED[operation.kind is Kind.GET]
+            outcome = unanswered(operation)
         if outcome is Outcome.REFUSED:
             self._routing.refused(operation.vb_id, node, frame.status, frame.value)
         operation.outcome = outcome
@@ -104,17 +105,30 @@ class KvClient:
     """See the module."""
 
     def __init__(
-        self, network: Network, name: str, plan: Plan, make_caller: Callable[[Host], Caller]
+        self,
+        network: Network,
+        name: str,
+        plan: Plan,
+        make_caller: Callable[[Host], Caller],
+        facts: Facts,
+        *,
+        is_wide: bool = False,
     ) -> None:
+        """`is_wide`: it does what `sim.wide_workload` draws."""
         self.name = name
+        self._facts = facts
         self.host = Host(network.world, name)
         network.add(self.host)
         self.caller = make_caller(self.host)
-        self.unread: list[bytes] = []
-        """Keys that `read_all` has still to read."""
+        self.unread: list[tuple[int, bytes]] = []
+        """Collections and keys that `read_all` has still to read."""
         self._plan = plan
         self._world = network.world
-        self._workload = Workload(network.world, plan, name)
+        self._workload = (
+            WideWorkload(network.world, plan, name, facts)
+            if is_wide
+            else Workload(network.world, plan, name)
+        )
         self._is_stopped = False
         self._busy = 0
 
@@ -136,9 +150,20 @@ class KvClient:
     def read_all(self) -> None:
         """Read every key once, for the checkers; each read is repeated until it is answered."""
         self._is_stopped = True
-        self.unread = list(self._plan.keys)
-        for key in self._plan.keys:
-            self._perform(self._workload.operation(Kind.GET, key))
+        self.unread = self.places()
+        for collection, key in tuple(self.unread):
+            self._perform(self._workload.operation(Kind.GET, key, collection))
+
+    def places(self) -> list[tuple[int, bytes]]:
+        """Return the collections and keys of all documents that there may be."""
+        return [
+            *((0, key) for key in (*self._plan.keys, *self._plan.wide_keys)),
+            *(
+                (collection, key)
+                for collection in self._facts.collections.values()
+                for key in self._plan.collection_keys
+            ),
+        ]
 
     def _pause(self, pause_ns: int = 0) -> None:
         think_ns = int(self._plan.think_ns * self._world.draw.expovariate(1))
@@ -160,7 +185,7 @@ class KvClient:
             if not self._is_stopped:
                 self._pause(0 if is_done else REFUSED_PAUSE_NS)
         elif not is_done:
-            again = self._workload.operation(Kind.GET, operation.key)
+            again = self._workload.operation(Kind.GET, operation.key, operation.collection)
             self.host.after(REFUSED_PAUSE_NS, self._perform, again)
-        elif operation.key in self.unread:
-            self.unread.remove(operation.key)
+        elif (place := (operation.collection, operation.key)) in self.unread:
+            self.unread.remove(place)

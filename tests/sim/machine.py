@@ -19,13 +19,26 @@ from failover.coordinator.seen_records import SeenContent
 from sim.clock import Clock
 from sim.network import Network
 from sim.node import SimNode, StartFailedError, StartRefusedError
-from sim.world import MS, Host, World
+from sim.world import MS, EventEndedError, Host, World
 from support.forgetful_disk import ForgetfulDisk, ForgetfulEnv, Power
 from vbucket.log.device_files import FileLogDevice
 from vbucket.store.records import TABLES
 
 RESTART_NS = 100 * MS
 """Pause before a process that ended by itself is started again."""
+
+
+class EndedInsideError(EventEndedError):
+    """A process has ended inside an event. Nothing of the product may catch it."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine.name)
+        self._machine = machine
+
+    def happen(self) -> None:
+        """See EventEndedError."""
+        self._machine.end_now()
+
 
 Boot = Callable[["Machine"], SimNode]
 """Starts a node's process on a machine. Raises StartRefusedError."""
@@ -50,6 +63,7 @@ class Machine:
         self.refusals: list[str] = []
         """Why starts were refused: the disks hold what a node cannot continue with."""
         self._folders = 0
+        self.end_inside(0, None)
         network.add(self.host)
         self._new_disks()
 
@@ -60,12 +74,17 @@ class Machine:
 
     def _new_disks(self) -> None:
         self._folders += 1
-        self.disk = ForgetfulDisk(Power())
-        self.env = ForgetfulEnv(Power(), TABLES)
+        self.disk = ForgetfulDisk(self._power())
+        self.env = ForgetfulEnv(self._power(), TABLES)
         self.seen: SeenContent | None = None
         """The folder's file seen.json; it is replaced as a whole, and synced."""
         self.sent_map = NEVER_SENT
         """The same of map.json."""
+
+    def _power(self) -> Power:
+        power = Power()
+        power.on_point = self._point
+        return power
 
     def open_device(self, device_type: type[FileLogDevice] = FileLogDevice) -> FileLogDevice:
         """Open the log's device, as a new process does."""
@@ -83,9 +102,13 @@ class Machine:
             self.network.machine_is_back(self.host)
         try:
             self.node = self._boot(self)
+            self.world.tell("start", self.name, "its process starts")
+        except EndedInsideError:
+            self.end_now()
         except StartRefusedError as error:
             self.refusals.append(f"{self.name} refuses to start: {error}")
             self.world.note(self.refusals[-1])
+            self.world.tell("start refused", self.name, f"refuses to start: {error}")
             self._end(has_power=True)
         except StartFailedError as error:
             self.world.note(f"{self.name} could not start: {error}")
@@ -108,14 +131,15 @@ class Machine:
         """Cut the power; about `share` of what was not synced survives."""
         self._end(has_power=False)
         draw = self.world.draw
-        self.env = self.env.after(Power(), draw, share)
-        is_full, self.disk = self.disk.is_full, self.disk.after(Power(), draw, share)
+        self.env = self.env.after(self._power(), draw, share)
+        is_full, self.disk = self.disk.is_full, self.disk.after(self._power(), draw, share)
         self.disk.is_full = is_full
 
     def lose_folder(self) -> None:
         """The folder is gone; the next start begins with empty disks."""
         assert self.node is None, "the process is down while its folder is replaced"
         self._new_disks()
+        self.world.tell("lost folder", self.name, "its folder is gone: it begins with empty disks")
 
     def pause(self) -> None:
         """Stop the process for a while."""
@@ -125,9 +149,32 @@ class Machine:
         """Let a stopped process go on."""
         self.host.resume()
 
+    def end_inside(self, points: int, share: float | None) -> None:
+        """End the process inside an event: at the so manieth point (a write, a sync, a rename, a
+        commit of the store) from now. `share`: the power goes, see `cut_power`; None: it is killed.
+        0 points: not at all.
+        """
+        self._points_left, self._share = points, share
+
+    def _point(self, _name: str) -> None:
+        if self._points_left:
+            self._points_left -= 1
+            if not self._points_left:
+                raise EndedInsideError(self)
+
+    def end_now(self) -> None:
+        """The process has ended inside an event, before the write at hand took effect."""
+        self.world.note(f"{self.name} ended inside an event")
+        if self._share is None:
+            self.kill()
+        else:
+            self.cut_power(self._share)
+
     def _end(self, *, has_power: bool) -> None:
         if self.node is not None:
             self.node.ended()
+            text = "its process ends" if has_power else "loses power"
+            self.world.tell("end", self.name, text)
         self.node = None
         self.host.die()
         self.host.has_power = has_power

@@ -280,6 +280,18 @@ class Network:
             link = self._links[source, target] = Link(self.delay_min_ns, self.delay_max_ns)
         return link
 
+    @property
+    def untouched(self) -> tuple[object, ...]:
+        """The state of a direction that no fault has changed."""
+        return False, 0, self.delay_max_ns
+
+    def state(self) -> dict[str, tuple[object, ...]]:
+        """Return what faults change of each direction, by its name."""
+        return {
+            f"{source} to {target}": (link.is_cut, link.ns_per_byte, link.delay_max_ns)
+            for (source, target), link in self._links.items()
+        }
+
     # -- connecting --------------------------------------------------------------------------------
 
     def connect(

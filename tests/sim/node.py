@@ -23,8 +23,11 @@ from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.kv.range_scans import RangeScans
 from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
+from dcp.wire.opcode import Opcode
+from sim.checkers.falling import Change, falls
 from sim.clock import Clock
 from sim.facts import Committed, Facts, History, Mastership, fingerprint
+from sim.manifests import changed, ids
 from sim.network import Side
 from sim.plan import Plan
 from sim.serving import ServedConnection
@@ -32,11 +35,17 @@ from sim.upkeep import Upkeep
 from sim.world import MS, Host
 from support.credentials import OpenDoor
 from vbucket.check.store_check import StoreCheck
+from vbucket.engine.documents.expiry import Pager
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import BranchRefusedError, Hold, Partition
 from vbucket.engine.read_view import Views
 from vbucket.engine.recovery.startup import Startup, recover_node
-from vbucket.log.device import LogFullError, LogWriteError, SyncFailedError
+from vbucket.log.device import (
+    LogFullError,
+    LogWriteError,
+    SyncFailedError,
+    UnknownFormatError,
+)
 from vbucket.log.device_files import FileLogDevice
 from vbucket.log.record import LogDamagedError
 from vbucket.model.entry import is_deleted, key_of, value_of
@@ -48,6 +57,7 @@ if TYPE_CHECKING:
     from sim.machine import Machine
 
 _SEQNO = Struct(">Q")
+_TWO_NUMBERS = Struct(">QQ")
 TICK_NS = 100 * MS
 """How often NOOPs and marks are looked after."""
 LISTEN_NS = 30 * MS
@@ -79,6 +89,9 @@ class SimNode(Protocol):
 
         It records the excuse, and settles it once the branch is committed or cannot be any more.
         """
+
+    def change_collections(self) -> None:
+        """Create a collection, or drop one; for a node alone."""
 
     def history_floor(self, vb_id: int) -> int:
         """Return the history floor of a partition."""
@@ -170,6 +183,7 @@ class SingleNode:
         self.scans = RangeScans(Views(self.engine, self.store), lambda: draw.randbytes(16))
         self.groups = GroupCycle(self.engine, self.hub, syncs_groups=True)
         self._upkeep = Upkeep(self, machine.env, plan, facts)
+        self._pager = Pager(self.engine, self.store) if plan.wide_clients else None
         self.engine.begin_batch(self.clock.wall_ns())
         self._record_masterships()
         self.host.after(LISTEN_NS, self._listen)
@@ -328,6 +342,7 @@ class SingleNode:
     def _tick(self) -> None:
         for connection in list(self.connections):
             connection.tick()
+        self._expire()
         try:
             if self.writer.has_unsynced_mark:
                 self.writer.sync_mark()
@@ -335,6 +350,15 @@ class SingleNode:
             self._die()
             return
         self.host.after(TICK_NS, self._tick)
+
+    def _expire(self) -> None:
+        """Let what is due expire, though nobody asks for it."""
+        if self._pager is not None and self._has_begun:
+            self.before_commands()
+            self._pager.step(self.clock.wall_ns())
+            self.after_commands()
+            if self.engine.keyspace.has_pending:
+                self.kick()
 
     def _die(self) -> None:
         """A sync has failed: end the process without another answer."""
@@ -377,6 +401,14 @@ class SingleNode:
         self.kick()
         return True
 
+    def change_collections(self) -> None:
+        """See SimNode."""
+        if self._has_begun:
+            keyspace = self.engine.keyspace
+            keyspace.set_manifest(changed(self._world, keyspace.manifest))
+            self._record.collections = ids(keyspace.manifest)
+            self.kick()
+
     def serves(self, vb_id: int) -> bool:
         """See SimNode."""
         return self._has_begun
@@ -403,13 +435,22 @@ class SingleNode:
 
     def documents(self) -> dict[bytes, bytes]:
         """See SimNode."""
-        found = {}
-        for part in self.engine.partitions:
-            for key in self._plan.keys_of(part.vb_id):
-                entry = self.engine.document_entry(part, DEFAULT_COLLECTION_PREFIX + key)
-                if entry is not None:
-                    found[key_of(entry)[1:]] = value_of(entry)
-        return found
+        return {
+            logical_key(key_of(entry)): value_of(entry)
+            for part in self.engine.partitions
+            if self.serves(part.vb_id)
+            for entry in self._documents_of(part)
+        }
+
+    def _documents_of(self, part: Partition) -> Iterator[bytes]:
+        """Yield the newest version of each document. One that is due exists until it expires."""
+        collections = self.engine.keyspace.manifest.collections
+        for key in self._plan.stored_keys_of(part.vb_id, filter(None, collections)):
+            entry = part.newest.get(key)
+            if entry is None:
+                entry = self.engine.versions.entry_below(part, key)
+            if entry and not is_deleted(entry):
+                yield entry
 
     def damages(self) -> list[str]:
         """See SimNode."""
@@ -417,13 +458,7 @@ class SingleNode:
 
     def _wrong_counts(self) -> Iterator[str]:
         for part in self.engine.partitions:
-            found = 0
-            for logical_key in self._plan.keys_of(part.vb_id):
-                key = DEFAULT_COLLECTION_PREFIX + logical_key
-                entry = part.newest.get(key)
-                if entry is None:
-                    entry = self.engine.versions.entry_below(part, key)
-                found += bool(entry) and not is_deleted(entry)
+            found = sum(1 for _ in self._documents_of(part))
             if found != part.item_count:
                 yield (
                     f"{self.name}, vb {part.vb_id}: {found} documents, and it counts "
@@ -446,16 +481,35 @@ class SingleNode:
     def _history(self, part: Partition) -> History:
         end = part.committed_seqno
         entries: dict[int, int] = {}
+        changes: list[Change] = []
         seqno = 1
         while seqno <= end:
             batch = self.engine.versions.frames(part.vb_id, seqno, end, bytes(4), (), 1 << 30)
             for frame in batch.frames:
                 seqno, cas = _SEQNO.unpack_from(frame, 24)[0], _SEQNO.unpack_from(frame, 16)[0]
                 entries[seqno] = fingerprint(cas, crc32(frame))
+            changes += map(change_of, batch.frames)
             seqno = batch.next_seqno
         now_ns = self._world.now_ns
         versions = tuple(part.failover.pairs())
+        self._record.problems += falls(f"{self.name}, vb {part.vb_id}", changes, part.purge_seqno)
         return History(now_ns, self.name, part.vb_id, versions, end, entries)
+
+
+def logical_key(stored: bytes) -> bytes:
+    """Return a key as clients use it; in a collection, with its prefix."""
+    return stored[1:] if stored.startswith(DEFAULT_COLLECTION_PREFIX) else stored
+
+
+def change_of(frame: bytes) -> Change:
+    """Return what a stored frame of DCP says about a change."""
+    key_at = 24 + frame[4]
+    key = frame[key_at : key_at + int.from_bytes(frame[2:4], "big")]
+    seqno, rev_seqno = _TWO_NUMBERS.unpack_from(frame, 24)
+    opcode, cas = frame[1], _SEQNO.unpack_from(frame, 16)[0]
+    is_event = opcode == Opcode.DCP_SYSTEM_EVENT
+    is_deletion = opcode in {Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION}
+    return Change(key, seqno, 0 if is_event else rev_seqno, cas, is_deletion)
 
 
 def single(
@@ -466,7 +520,7 @@ def single(
     def start(machine: Machine) -> SingleNode:
         try:
             return node_type(machine, plan, facts)
-        except (LogDamagedError, StoreDamagedError) as error:
+        except (LogDamagedError, UnknownFormatError, StoreDamagedError) as error:
             raise StartRefusedError(str(error)) from error
         except (LogWriteError, SyncFailedError) as error:
             raise StartFailedError(str(error)) from error

@@ -7,11 +7,13 @@ that nothing hides, and others have many at once.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from sim.facts import Kind
 from sim.world import MS, SECOND
 from vbucket.model.ids import vbucket_of
+from vbucket.model.manifest import encode_leb128
 
 NODE_FAULTS = (
     "kill", "stop", "power_cut", "power_cut_all", "pause", "disk_full", "sync_fails", "clock_jump",
@@ -20,6 +22,8 @@ NODE_FAULTS = (
 NETWORK_FAULTS = (
     "break_connection", "cut_one_way", "partition", "slow_link", "long_delays", "refuse_connects",
 )  # fmt: skip
+WIDE_FAULTS = ("disk_stalls", "crash_inside", "power_cut_inside", "bit_rot")
+"""Faults that one seed in two may have in addition (`widened`)."""
 CONSUMER_FAULTS = ("consumer_crash", "consumer_pause")
 CLUSTER_FAULTS = (
     "lost_folder", "handover", "left_behind", "unclean_election", "store_away", "store_slow",
@@ -46,15 +50,17 @@ RARE = ("blink", "behind", "came_back", "forgotten", "unanswered", "gone_back")
 """Acts for what random faults hardly ever bring about: most plans have one of them."""
 MOVE_ACTS = ("moving", "moving_away")
 """Acts that take operators."""
-ASKED_ACTS = ("collections", "starved", "all_starved")
+LONG_ACTS = ("snapshot_dies", "last_in_sync")
+"""Asked acts that take long: a lease has to end, or a master to compact."""
+ASKED_ACTS = ("collections", "starved", "all_starved", *LONG_ACTS)
 """Acts that only `--act` brings, so that recorded seeds stay what they are."""
 FAILOVER_ACTS = ("full_master",)
 """Acts that take an operator who fails a master over."""
-FAILOVER_NS = 3 * SECOND
-"""What such an act takes, beside the time that the others get."""
+FAILOVER_NS, LONG_NS = 3 * SECOND, 6 * SECOND
+"""What such acts, and long ones, take beside the time that the others get."""
 OF_PATIENCE = frozenset({"unanswered"})
 """Acts that show nothing to clients who give up before the next election."""
-OF_THREE = frozenset({"blink", "behind", "came_back", "unanswered", "gone_back"})
+OF_THREE = frozenset({"blink", "behind", "came_back", "unanswered", "gone_back", *LONG_ACTS})
 """Acts that take three copies of a partition."""
 ACT_FAULTS = (
     "cut_off", "slow_from", "one_store_deaf", "one_store_forgets_write", "store_late", "starve",
@@ -68,6 +74,8 @@ WEIGHTS: dict[Kind, float] = {
 }  # fmt: skip
 
 
+_FIXED = frozenset({"nodes", "kinds", "kind_weights", "waits_for_masters", "unclean"})
+"""Fields that `changed` leaves alone: other options say the first, and these belong together."""
 CLUSTER_GRACE_MS = 4500
 """With an in-sync set of two, an election waits until a dead node's lease (3 s) is over."""
 
@@ -130,6 +138,19 @@ class Plan(NamedTuple):
     """Messages of streams and to replicas that a connection sends in one turn."""
     save_every_ns: int
     """How often consumers save a checkpoint."""
+    wide_clients: int = 0
+    """Clients that do what `sim.wide_workload` draws."""
+    wide_keys: tuple[bytes, ...] = ()
+    """Their keys in the default collection."""
+    collection_keys: tuple[bytes, ...] = ()
+    """Their keys in each other collection."""
+    late_consumers: int = 0
+    """Consumers that begin at 0 when load and faults are over."""
+    lag_ns: int = 1000 * MS
+    """`replica_lag_max`."""
+    unheard_ns: int = 600 * MS
+    """After so long without news of a master's node, it is reported."""
+    commit_timeout_ns: int = 2000 * MS
 
     def vb_of(self, key: bytes) -> int:
         """Return the partition of a key."""
@@ -139,6 +160,15 @@ class Plan(NamedTuple):
         """Return the keys of a partition."""
         return [key for key in self.keys if vbucket_of(key, self.partitions) == vb_id]
 
+    def stored_keys_of(self, vb_id: int, collections: Iterable[int]) -> list[bytes]:
+        """Return the keys that a partition may hold, as they are stored."""
+        return [
+            encode_leb128(collection) + key
+            for collection in (0, *collections)
+            for key in (self.collection_keys if collection else (*self.keys, *self.wide_keys))
+            if vbucket_of(key, self.partitions) == vb_id
+        ]
+
 
 def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) -> Plan:
     """Draw the plan of a seed. Most clusters have a plan that is about elections."""
@@ -146,6 +176,32 @@ def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) 
     if nodes == 1 or draw.random() < 0.3:
         return plan
     return about_elections(plan, draw, nodes=nodes, seconds=seconds)
+
+
+def widened(plan: Plan, draw: random.Random) -> Plan:
+    """Return the plan with more of the product, of the settings and of the world. One seed in two
+    stays as it is. `draw` is a source of its own: what it gives changes nothing else.
+    """
+    if draw.random() < 0.5:
+        return plan
+    keys = tuple(b"%b%d" % (use, number) for use in (b"t", b"t", b"j", b"m") for number in range(3))
+    has_collections = draw.random() < 0.6
+    faults = [name for name in WIDE_FAULTS if draw.random() < 0.4]
+    if has_collections:
+        faults.append("collections")
+    if plan.acts and draw.random() < 0.7:
+        faults = [name for name in faults if name == "collections"]  # others spoil most acts
+    return plan._replace(
+        wide_clients=draw.choice((1, 2)),
+        wide_keys=tuple(dict.fromkeys(keys)),
+        collection_keys=tuple(b"x%d" % number for number in range(4)) if has_collections else (),
+        late_consumers=draw.choice((0, 1)),
+        faults=(*plan.faults, *faults),
+        load_ns=max(plan.load_ns, 2000 * MS) if plan.nodes == 1 else plan.load_ns,
+        lag_ns=draw.choice((700, 1000, 1000, 1600)) * MS,
+        unheard_ns=draw.choice((450, 600, 600, 900)) * MS,
+        commit_timeout_ns=draw.choice((1000, 2000, 2000, 4000)) * MS,
+    )
 
 
 def about_elections(
@@ -165,6 +221,7 @@ def about_elections(
     if is_patient:
         kinds = COUNTING
     longer_ns = 0 if set(FAILOVER_ACTS).isdisjoint(acts) else FAILOVER_NS
+    longer_ns += 0 if set(LONG_ACTS).isdisjoint(acts) else LONG_NS
     is_of_three = not OF_THREE.isdisjoint(acts)
     if is_of_three:
         copies = 3
@@ -188,6 +245,27 @@ def about_elections(
         window_bytes=draw.choice((500, 64 << 10)),
         section_bytes=1 if is_of_three else draw.choice((1, 1, 4 << 10)),
     )
+
+
+def changed(plan: Plan, changes: Iterable[tuple[str, str]]) -> Plan:
+    """Return a plan in which fields have other values, as a command line gives them: a number, a
+    word, or words with commas. Raises ValueError that says what is wrong.
+    """
+    for name, value in changes:
+        before = plan._asdict().get(name)
+        try:
+            if name == "keys":
+                after: object = plan.keys[: int(value)]
+            elif before is None or name in _FIXED:
+                raise ValueError(f"a plan has no {name} that can be set")
+            elif isinstance(before, tuple):
+                after = tuple(word for word in value.split(",") if word)
+            else:
+                after = type(before)(value)
+        except ValueError as error:
+            raise ValueError(f"--set {name}={value}: {error}") from None
+        plan = plan._replace(**{name: after})
+    return plan
 
 
 def _acts(draw: random.Random, nodes: int) -> tuple[str, ...]:

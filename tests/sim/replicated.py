@@ -30,6 +30,8 @@ from sim.faults import Controls, Mend
 from sim.in_sync import InSyncWatch
 from sim.kv_client import Caller
 from sim.machine import Machine
+from sim.manifests import changed, ids
+from sim.moments import STORE, of_record
 from sim.move_watch import MoveWatch
 from sim.node import StartFailedError, StartRefusedError
 from sim.operator import Operator
@@ -39,11 +41,12 @@ from sim.restorer import Nodes, Restorer
 from sim.routed_caller import RoutedCaller
 from sim.routing import Routing
 from sim.store_client import StoreClient
+from sim.unserved import why_unserved
 from sim.world import Host, World
 from support.metastore_faults import Absence
-from vbucket.log.device import LogWriteError, SyncFailedError
+from vbucket.log.device import LogWriteError, SyncFailedError, UnknownFormatError
 from vbucket.log.record import LogDamagedError
-from vbucket.model.manifest import DEFAULT_NAME, INITIAL_MANIFEST
+from vbucket.model.manifest import INITIAL_MANIFEST
 from vbucket.store.environment import StoreDamagedError
 
 KEYS = ClusterKeys(ROOT)
@@ -177,7 +180,7 @@ class ReplicatedNodes:
         try:
             make_node = node_type(setting.bug) or self.node_type
             node = make_node(machine, setting.plan, setting.facts, client, self._note_record)
-        except (LogDamagedError, StoreDamagedError) as error:
+        except (LogDamagedError, UnknownFormatError, StoreDamagedError) as error:
             raise StartRefusedError(str(error)) from error
         except (LogWriteError, SyncFailedError) as error:
             raise StartFailedError(str(error)) from error
@@ -274,6 +277,10 @@ class ReplicatedNodes:
             if isinstance(node, ClusterNode) and node.member == member
         ])  # fmt: skip
 
+    def why_unserved(self, vb_id: int) -> str:
+        """See Cluster."""
+        return why_unserved(vb_id, self.record(vb_id), self._machines)
+
     def _views(self) -> list[ClusterView]:
         return [
             machine.node.session.view
@@ -297,8 +304,16 @@ class ReplicatedNodes:
     def _changed(
         self, vb_id: int, before: ReplicationRecord | None, record: ReplicationRecord
     ) -> None:
+        self._world.tell(*self._told_of(before, record), vb_id)
         if self._moves is not None:
             self._moves.changed(vb_id, before, record)
+
+    @staticmethod
+    def _told_of(
+        before: ReplicationRecord | None, record: ReplicationRecord
+    ) -> tuple[str, str, str]:
+        kind, text = of_record(before, record)
+        return kind, STORE, text
 
     # -- Controls ----------------------------------------------------------------------------------
 
@@ -336,11 +351,8 @@ class ReplicatedNodes:
         manifest = INITIAL_MANIFEST
         for item in found.items:
             manifest = decode_record(item, ManifestRecord).manifest()
-        names = [each.name for key, each in manifest.collections.items() if key]
-        if names and self._world.chance(0.4):
-            manifest = manifest.drop_collection(DEFAULT_NAME, names[0])
-        else:
-            manifest = manifest.create_collection(DEFAULT_NAME, f"c{manifest.uid}")
+        manifest = changed(self._world, manifest)
+        self._setting.facts.collections = ids(manifest)
         put = Put(KEYS.manifest, encode_record(ManifestRecord.of(manifest)))
         self.store.apply(self._world.now_ns, Txn((), (put,)))
         self._world.note(f"collections {manifest.uid}")
@@ -410,6 +422,8 @@ class ReplicatedNodes:
             if self._went_back < GOES_BACK_MAX and not self._dead:
                 self._went_back += 1
                 self._world.note(f"the store goes back to revision {image.revision}")
+                text = f"goes back to its copy of revision {image.revision}"
+                self._world.tell("store goes back", STORE, text)
                 self._replace_store(image)
 
         return put_back

@@ -23,8 +23,8 @@ from sim.facts import Facts, Kind, Operation, Outcome
 from sim.kv_client import Done
 from sim.kv_link import KvLink, Request
 from sim.network import Network
-from sim.workload import UNANSWERED, pack, read_answer
-from sim.world import SECOND, Host
+from sim.workload import READS, pack, read_answer, unanswered
+from sim.world import MS, SECOND, Host
 
 KV_PORT = 11210
 _RETRIED = frozenset(
@@ -46,17 +46,39 @@ class RoutedCaller:
         self._links: dict[str, KvLink] = {}
         self._requests: dict[Call, list[tuple[Send, Request]]] = {}
         """What each call has asked for and not heard of."""
+        self._nodes = nodes
         seed = nodes[self._world.below(len(nodes))]
         self._router = Router(ClusterNode(seed, KV_PORT, 8091))
 
     def perform(self, operation: Operation, done: Done) -> None:
         """See Caller."""
-        wire = (int(Opcode.GET if operation.kind is Kind.GET else Opcode.SET), operation.key, b"",
+        if operation.kind is Kind.GET_REPLICA:
+            self._ask_replica(operation, done)
+            return
+        wire = (int(Opcode.GET if operation.kind in READS else Opcode.SET), operation.key, b"",
                 b"", 0)  # fmt: skip
         call = Call(
             self._router, [wire], self._now_s, self.timeout_ns / SECOND, vb_id=operation.vb_id
         )
         self._drive(operation, call, done)
+
+    def _ask_replica(self, operation: Operation, done: Done) -> None:
+        """Ask any node, once. That may be no replica."""
+        node = self._nodes[self._world.below(len(self._nodes))]
+
+        def packed(opaque: int, _has_durability: bool) -> bytes:
+            operation.invoked_ns = self._world.now_ns
+            return pack(operation, opaque, has_durability=False)
+
+        def on_reply(_request: Request, frame: Frame | None, why: str) -> None:
+            outcome = None if frame is None else read_answer(operation, frame)
+            operation.why = why or operation.why
+            operation.outcome = unanswered(operation) if outcome is None else outcome
+            operation.ended_ns = self._world.now_ns
+            self._facts.replica_reads.append(operation)
+            done(operation)
+
+        self._link(node).ask(Request(operation.name, packed, on_reply))
 
     @property
     def _now_s(self) -> float:
@@ -97,12 +119,12 @@ class RoutedCaller:
                 self._facts.problems.append(
                     f"{operation}: answered 0x{result.status:02x} {result.value[:200]!r}"
                 )
-                outcome = UNANSWERED[operation.kind is Kind.GET]
+                outcome = unanswered(operation)
         else:
             assert isinstance(result, DcpdError)
             operation.why = str(result)
             is_open = getattr(result, "may_have_applied", False)
-            outcome = UNANSWERED[operation.kind is Kind.GET] if is_open else Outcome.REFUSED
+            outcome = unanswered(operation) if is_open else Outcome.REFUSED
         if not operation.invoked_ns:
             operation.invoked_ns = self._world.now_ns
             self._facts.operations.append(operation)
@@ -121,6 +143,10 @@ class RoutedCaller:
             return pack(operation, opaque, has_durability=has_durability)
 
         def on_reply(_request: Request, frame: Frame | None, why: str) -> None:
+            if frame is None or frame.status in _RETRIED:
+                answer = f"no answer ({why})" if frame is None else Status(frame.status).name
+                at_ms = self._world.now_ns / MS
+                operation.tries.append(f"at {at_ms:.3f} ms, {node}: {answer}")
             if frame is None:
                 lost = ConnectionLostError if send.sent else ConnectError
                 send.outcomes[0] = lost(f"{node}: {why}")

@@ -2,6 +2,7 @@
 
     LOAD with faults (plan.load_ns)
     GRACE: everything is mended, and no load (plan.grace_ns)
+    with something broken for good (sim.broken): load, and time for the rest to serve again
     CALM: load without faults (plan.calm_ns); every operation is answered
     REST: every key is read, and consumers catch up (within plan.rest_ns)
     CHECKS
@@ -11,11 +12,14 @@ The result depends on the seed and the options only.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sim.acts import Acts
-from sim.checkers import histories, linearizable, liveness, membership, receipts, streams
+from sim.broken import CUTS, UNDER_LOAD_NS, WITHIN_NS, allowing, break_for_good
+from sim.checkers import histories, receipts
+from sim.checks import DURING, PROBLEM, Violation, at_the_end, linear, named
 from sim.cluster import MakeCluster, Setting, SingleNodes
 from sim.cluster_bugs import planted
 from sim.consumer import SimConsumer
@@ -24,8 +28,9 @@ from sim.faults import Faults
 from sim.kv_client import KvClient
 from sim.machine import Machine
 from sim.network import Network
-from sim.plan import Plan, about_elections, drawn
+from sim.plan import Plan, about_elections, changed, drawn, widened
 from sim.quarantine import kept
+from sim.reached import reached
 from sim.replicated import ReplicatedNodes
 from sim.world import MS, SECOND, Trace, World
 
@@ -46,6 +51,12 @@ class Options(NamedTuple):
     """A fault of the product that is put in on purpose (`sim.bugs`)."""
     act: str = ""
     """The one act that every plan has; "": as the seed says."""
+    changes: tuple[tuple[str, str], ...] = ()
+    """Fields of the plan that have other values than the seed says (`sim.plan.changed`)."""
+    forever: str = ""
+    """What stays broken when the faults are over: one of `sim.broken.KINDS`, or nothing."""
+    draw: int = 0
+    """Another number makes another run of the same plan."""
 
 
 DEFAULTS = Options()
@@ -64,6 +75,10 @@ class Report(NamedTuple):
     faults: dict[str, int]
     digest: str
     """Hash of the trace; "" without one."""
+    checks: tuple[str, ...] = ()
+    """The check that each violation fails."""
+    reached: dict[str, int] = {}  # noqa: RUF012 - nobody changes it
+    """How often what the plan is after has happened (`sim.reached`)."""
 
 
 class Simulation:
@@ -89,8 +104,16 @@ class Simulation:
                 self.plan, self.world.draw, nodes=options.nodes, seconds=options.seconds,
                 act=options.act,
             )  # fmt: skip
+        if plan is None:
+            self.plan = widened(self.plan, random.Random(f"{seed} wide"))
         if not options.has_faults:
             self.plan = self.plan._replace(faults=(), acts=())
+        self._forever = options.forever
+        if options.forever:
+            self.plan = allowing(self.plan)
+        self.plan = changed(self.plan, options.changes)
+        if options.draw:
+            self.world.draw.seed(f"{seed} {options.draw}")
         self.facts = Facts()
         plan, world = self.plan, self.world
         world.note(f"seed {seed} {plan}")
@@ -107,15 +130,23 @@ class Simulation:
             for number in range(1, options.nodes + 1)
         ]  # fmt: skip
         self.clients = [self._client(f"c{number}") for number in range(1, plan.clients + 1)]
-        self.reader = self._client("reader")
-        self.consumers = [
-            SimConsumer(self.network, f"w{number}", plan, self.facts, self._cluster.routing())
-            for number in range(1, plan.consumers + 1)
+        self.clients += [
+            self._client(f"d{number}", is_wide=True) for number in range(1, plan.wide_clients + 1)
         ]
+        self.reader = self._client("reader")
+        self.consumers = [self._consumer(f"w{number}") for number in range(1, plan.consumers + 1)]
         self.faults = Faults(self)
+        self._dead: Machine | None = None
+        """The node that never comes back."""
+        self._stuck: set[str] = set()
+        """Consumers that stand still because a link is cut for good."""
 
-    def _client(self, name: str) -> KvClient:
-        return KvClient(self.network, name, self.plan, self._cluster.caller)
+    def _client(self, name: str, *, is_wide: bool = False) -> KvClient:
+        caller = self._cluster.caller
+        return KvClient(self.network, name, self.plan, caller, self.facts, is_wide=is_wide)
+
+    def _consumer(self, name: str) -> SimConsumer:
+        return SimConsumer(self.network, name, self.plan, self.facts, self._cluster.routing())
 
     def run(self) -> Report:
         """Run to the end, and check."""
@@ -144,7 +175,7 @@ class Simulation:
 
     def _start_machines(self) -> None:
         for machine in self.machines:
-            if machine.node is None:
+            if machine.node is None and machine is not self._dead:
                 machine.start()
             self.facts.problems += machine.refusals
             machine.refusals.clear()
@@ -162,9 +193,14 @@ class Simulation:
             client.caller.timeout_ns = CALM_TIMEOUT_NS
         world.run_until(world.now_ns + self.plan.grace_ns)
         self._wait(self._are_clients_idle, "clients still wait for answers")
+        if self._forever and not facts.problems:
+            self._break_for_good()
         facts.works_ns = world.now_ns
         for client in self.clients:
             client.begin()
+        for number in range(1, self.plan.late_consumers + 1):
+            self.consumers.append(self._consumer(f"late{number}"))
+            self.consumers[-1].begin()
         world.run_until(world.now_ns + self.plan.calm_ns)
         for client in self.clients:
             client.stop()
@@ -174,7 +210,30 @@ class Simulation:
         self._wait(lambda: self.reader.is_idle, "a key cannot be read")
         self._wait(self._are_nodes_quiet, "changes are not committed")
         self._wait(lambda: not self._cluster.why_unsettled(), "moves do not end")
-        self._wait(self._have_consumers_caught_up, "consumers do not catch up")
+        if self._forever not in CUTS:
+            self._wait(self._have_consumers_caught_up, "consumers do not catch up")
+            return
+        # A consumer that asks a replica which hears no master is told to try again, for ever.
+        world.run_until(world.now_ns + WITHIN_NS)
+        behind = self._why_behind()
+        self._stuck = {each.name for each in self.consumers if f"{each.name} has" in behind}
+
+    def _break_for_good(self) -> None:
+        """Break something under load, and give the rest its time."""
+        world = self.world
+        self.reader.read_all()  # it learns where the nodes are
+        self._wait(lambda: self.reader.is_idle, "a key cannot be read")
+        for client in self.clients:
+            client.begin()
+        world.run_until(world.now_ns + UNDER_LOAD_NS)
+        self._dead = break_for_good(self, self._forever)
+        world.run_until(world.now_ns + WITHIN_NS)
+        for client in self.clients:
+            client.stop()
+            client.caller.timeout_ns = CALM_TIMEOUT_NS
+        self._wait(self._are_clients_idle, "clients still wait for answers")
+        self.reader.read_all()  # it may learn by a timeout that a node is dead
+        self._wait(lambda: self.reader.is_idle, "a key cannot be read")
 
     def _wait(self, is_done: Callable[[], bool], problem: str) -> None:
         world = self.world
@@ -182,7 +241,7 @@ class Simulation:
         while not is_done():
             if world.now_ns >= deadline_ns:
                 seconds = self.plan.rest_ns / SECOND
-                why = self._cluster.why_unsettled()
+                why = self._why_unserved() or self._cluster.why_unsettled() or self._why_behind()
                 self.facts.problems.append(
                     f"{problem}, {seconds:g} s after the faults and the load"
                     + f" ({why})" * bool(why)
@@ -201,10 +260,26 @@ class Simulation:
             for vb_id in range(self.plan.partitions)
         )
 
+    def _why_unserved(self) -> str:
+        """Say of each partition that nobody serves on whom it waits, and why."""
+        running = [machine.node for machine in self.machines if machine.node is not None]
+        return "; ".join(
+            self._cluster.why_unserved(vb_id)
+            for vb_id in range(self.plan.partitions)
+            if not any(node.serves(vb_id) for node in running)
+        )
+
     def _are_clients_idle(self) -> bool:
         return all(client.is_idle for client in self.clients)
 
     def _are_nodes_quiet(self) -> bool:
+        if self._forever:  # a replica that its master does not reach stays as it is
+            served = [(self._master_of(vb_id), vb_id) for vb_id in range(self.plan.partitions)]
+            return all(
+                machine.node is not None
+                and machine.node.committed_seqno(vb_id) == machine.node.high_seqno(vb_id)
+                for machine, vb_id in served
+            )
         return all(
             machine.node is not None and machine.node.is_quiet() for machine in self.machines
         )
@@ -212,14 +287,21 @@ class Simulation:
     def _have_consumers_caught_up(self) -> bool:
         if not self._are_all_served():
             return False  # a handover is under way
+        return not self._why_behind()
+
+    def _why_behind(self) -> str:
+        """Say which consumers lack what in partitions that are served."""
+        behind = []
         for vb_id in range(self.plan.partitions):
             node = self._master_of(vb_id).node
-            if node is None:
-                return False
-            end = node.high_seqno(vb_id)
-            if any(consumer.seqno(vb_id) != end for consumer in self.consumers):
-                return False
-        return True
+            end = 0 if node is None else node.high_seqno(vb_id)
+            behind += [
+                f"{consumer.name} has vb {vb_id} up to seqno {consumer.seqno(vb_id)} of {end}, and"
+                f" is connected to {', '.join(consumer.links) or 'nobody'}"
+                for consumer in self.consumers
+                if consumer.seqno(vb_id) != end
+            ]
+        return "; ".join(behind)
 
     def _master_of(self, vb_id: int) -> Machine:
         serving = (
@@ -232,37 +314,31 @@ class Simulation:
     # -- checks ------------------------------------------------------------------------------------
 
     def _check(self) -> Report:
-        facts, world = self.facts, self.world
+        facts = self.facts
         self._look_at_nodes()
-        problems = list(facts.problems)
-        if not problems:
+        found, unsure = named(PROBLEM, facts.problems), 0
+        if not found:
             if self.plan.acknowledge == "master":
                 facts.failovers = histories.failovers(facts.masterships, facts.final)
-            cuts = [*facts.excuses, *facts.failovers]
-            found, unsure = linearizable.check(facts.operations, cuts)
-            problems += found
-            problems += histories.lost_writes(
-                facts.operations, facts.final, facts.excuses, facts.failovers
-            )
-            problems += self._check_receipts()
-            problems += histories.diverged(facts.histories)
-            problems += histories.masters(facts.masterships)
-            problems += histories.rollbacks(facts.rolled_back, facts.excuses)
-            problems += membership.lacking(facts.lacking)
-            problems += membership.overlaps(facts.overlaps, facts.excuses)
-            problems += membership.kept(facts.kept)
-            problems += membership.new_versions(facts.masterships, facts.handed)
-            problems += streams.uncommitted(facts.streamed, facts.committed)
-            if facts.master_map is not None:
-                problems += streams.maps(facts.master_map, facts.consumer_maps)
-            problems += liveness.late(facts.operations, facts.works_ns)
-        else:
-            unsure = 0
-        for problem in problems:
-            world.note(f"violation {problem}")
+            texts, unsure = linear(facts, self.plan, facts.operations)
+            found += named("linearizable", texts)
+            found += named("receipts", self._check_receipts())
+            for check, texts_of in DURING.items():
+                found += named(check, texts_of(facts))
+            found += at_the_end(facts, self.plan)
+        return self.report(found, unsure)
+
+    def report(self, found: Sequence[Violation], unsure: int = 0) -> Report:
+        """Return what came of the run so far."""
+        world = self.world
+        for violation in found:
+            world.note(f"violation {violation.text}")
         return Report(
-            self.seed, problems, world.events, len(facts.operations), unsure, world.now_ns,
-            self.faults.counts, "" if world.trace is None else world.trace.digest,
+            self.seed, [violation.text for violation in found], world.events,
+            len(self.facts.operations), unsure, world.now_ns, self.faults.counts,
+            "" if world.trace is None else world.trace.digest,
+            tuple(violation.check for violation in found),
+            reached(self.facts, world.moments, self.faults.told),
         )  # fmt: skip
 
     def _check_receipts(self) -> list[str]:
@@ -287,7 +363,9 @@ class Simulation:
         masters = {vb_id: self._master_of(vb_id).name for vb_id in range(self.plan.partitions)}
         facts.final = [item for item in facts.histories if masters[item.vb_id] == item.node]
         facts.master_map = Map("the master", documents)
-        facts.consumer_maps = [consumer.map() for consumer in self.consumers]
+        facts.consumer_maps = [
+            consumer.map() for consumer in self.consumers if consumer.name not in self._stuck
+        ]
 
 
 def run_seed(seed: int, options: Options = DEFAULTS, trace: Trace | None = None) -> Report:
@@ -306,4 +384,11 @@ def replay_command(seed: int, options: Options) -> str:
         words = [*words, f"--act {options.act}"]
     if options.seconds is not None:
         words = [*words, f"--seconds {options.seconds:g}"]
+    if not options.has_faults:
+        words = [*words, "--no-faults"]
+    if options.forever:
+        words = [*words, f"--forever {options.forever}"]
+    if options.draw:
+        words = [*words, f"--draw {options.draw}"]
+    words = [*words, *(f"--set {name}={value}" for name, value in options.changes)]
     return " ".join(words)

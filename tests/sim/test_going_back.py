@@ -46,6 +46,20 @@ def test_nobody_is_elected_by_the_copy_and_nothing_is_lost() -> None:
     scenario.passes()
 
 
+def test_a_lost_member_leaves_after_a_restart_of_the_store() -> None:
+    """Its copy elsewhere confirms the master, so nobody else can have been elected."""
+    scenario = Scenario()
+    lost = scenario.machine(scenario.replicas()[0])
+    lost.kill()
+    assert scenario.cluster.may_lose_folder(lost.name)
+    scenario.cluster.restart_store()
+    lost.lose_folder()
+    lost.start()
+    scenario.until(lambda: f"{lost.name}-1" not in scenario.record().isr)
+    assert not scenario.cluster.restorer.restored
+    scenario.passes()
+
+
 def test_masters_go_on_beside_an_older_store() -> None:
     scenario = Scenario()
     behind, _, put_back = left_behind(scenario)

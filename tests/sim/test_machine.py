@@ -177,3 +177,31 @@ class TestFailedSync:
         with pytest.raises(OSError, match="full"):
             disk.create("other")
         assert disk.read("file") == b"ABC"
+
+
+@pytest.mark.parametrize(("share", "is_kept"), [(None, True), (0.0, False)])
+def test_a_process_ends_inside_an_event(share: float | None, *, is_kept: bool) -> None:
+    """At the sync of a group: the write before it is kept by the system, but not without power."""
+    bench = Bench()
+    bench.machine.end_inside(2, share)
+    bench.write(b"v")
+    bench.run()
+    assert bench.machine.node is None
+    bench.machine.start()
+    assert bench.value() == (b"v" if is_kept else None)
+
+
+def test_a_sector_that_rots_is_mended() -> None:
+    disk = ForgetfulDisk(Power())
+    fd = disk.create("f")
+    data = bytes(range(256)) * 8
+    disk.write(fd, data, 0)
+    disk.sync(fd)
+    seen = set()
+    for seed in range(20):
+        mend = disk.rot("f", random.Random(seed))
+        seen.add(disk.read("f"))
+        assert len(disk.read("f")) == len(data)
+        mend()
+        assert disk.read("f") == data
+    assert len(seen - {data}) > 5

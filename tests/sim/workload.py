@@ -6,10 +6,10 @@ key in four is a counter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from struct import Struct
 from typing import Final
 
+from dcp.session.kv.with_meta import META_EXTRAS
 from dcp.wire.frame import FLEX_HEADER, Frame, pack_request
 from dcp.wire.message import MUTATION_TOKEN, U64
 from dcp.wire.opcode import Magic, Opcode
@@ -18,13 +18,17 @@ from sim.facts import Kind, Operation, Outcome
 from sim.plan import Plan
 from sim.world import World
 from vbucket.model.ids import vbucket_of
+from vbucket.model.manifest import encode_leb128
 
 SYNC_WRITE_IMPOSSIBLE: Final = 0xA1
 SYNC_WRITE_AMBIGUOUS: Final = 0xA3
 DURABILITY_INVALID: Final = 0xA0
 DURABILITY_FRAME: Final = 1
 """Id of the frame info that asks for durability: u8 level, u16 timeout in ms."""
-_STORE_EXTRAS: Final = bytes(8)
+_STORE_EXTRAS: Final = Struct(">II")
+_EXPIRY: Final = Struct(">I")
+_PUSH_EXTRAS: Final = Struct(">HBB").pack(0, 0, 1)
+"""No path, no path flags; the document's flag that makes it where there is none."""
 _COUNTER_EXTRAS: Final = Struct(">QQI")
 _COUNTS: Final = ((b"1", 5), (b"10", None), (b"100", 5))
 """Delta and initial number. They are few, so that equal writes without an answer are one case for
@@ -34,9 +38,14 @@ _NO_INITIAL: Final = 0xFFFF_FFFF
 _OPCODES: Final = {
     Kind.GET: Opcode.GET, Kind.SET: Opcode.SET, Kind.ADD: Opcode.ADD, Kind.REPLACE: Opcode.REPLACE,
     Kind.DELETE: Opcode.DELETE, Kind.INCREMENT: Opcode.INCREMENT, Kind.APPEND: Opcode.APPEND,
+    Kind.TOUCH: Opcode.TOUCH, Kind.GET_AND_TOUCH: Opcode.GAT, Kind.GET_REPLICA: Opcode.GET_REPLICA,
+    Kind.PUSH: Opcode.SUBDOC_ARRAY_PUSH_LAST, Kind.SET_WITH_META: Opcode.SET_WITH_META,
 }  # fmt: skip
+_TOUCHES: Final = frozenset({Kind.TOUCH, Kind.GET_AND_TOUCH})
 _STORES: Final = frozenset({Kind.SET, Kind.ADD, Kind.REPLACE})
 _WITH_CAS: Final = frozenset({Kind.SET, Kind.REPLACE, Kind.DELETE, Kind.APPEND})
+READS: Final = frozenset({Kind.GET, Kind.GET_REPLICA})
+_WITH_VALUE: Final = READS | {Kind.GET_AND_TOUCH}
 _OF_COUNTERS: Final = frozenset({Kind.GET, Kind.INCREMENT, Kind.DELETE})
 
 OUTCOMES: Final[dict[int, Outcome]] = {
@@ -48,6 +57,7 @@ OUTCOMES: Final[dict[int, Outcome]] = {
     Status.ETMPFAIL: Outcome.REFUSED,
     Status.EBUSY: Outcome.REFUSED,
     Status.NOT_MY_VBUCKET: Outcome.REFUSED,
+    Status.UNKNOWN_COLLECTION: Outcome.NO_COLLECTION,
     DURABILITY_INVALID: Outcome.REFUSED,
     SYNC_WRITE_IMPOSSIBLE: Outcome.REFUSED,
     SYNC_WRITE_AMBIGUOUS: Outcome.AMBIGUOUS,
@@ -91,17 +101,22 @@ class Workload:
                 return kind
         return Kind.GET
 
-    def operation(self, kind: Kind, key: bytes) -> Operation:
+    def operation(self, kind: Kind, key: bytes, collection: int = 0) -> Operation:
         """Return an operation on a key; what it stores is unique."""
         world, plan = self._world, self._plan
         self._count += 1
         operation = Operation(
-            self._client, self._count, kind, vbucket_of(key, plan.partitions), key
-        )
+            self._client, self._count, kind, vbucket_of(key, plan.partitions), key,
+            collection=collection,
+        )  # fmt: skip
         if kind in _STORES:
             operation.argument = operation.name.encode() + b"." * world.below(plan.value_bytes + 1)
         elif kind is Kind.APPEND:
             operation.argument = b"+" + operation.name.encode()
+        elif kind is Kind.PUSH:
+            operation.argument = b'"' + operation.name.encode() + b'"'
+        elif kind is Kind.SET_WITH_META:
+            operation.argument = operation.name.encode()
         elif kind is Kind.INCREMENT:
             operation.argument, operation.initial = _COUNTS[world.below(len(_COUNTS))]
         return operation
@@ -122,10 +137,17 @@ def _cumulative(weights: tuple[float, ...]) -> list[float]:
 
 def pack(operation: Operation, opaque: int, *, has_durability: bool) -> bytes:
     """Return the request's packet. A durability frame is only sent where the server knows it."""
-    kind, key = operation.kind, b"\0" + operation.key
+    kind, key = operation.kind, encode_leb128(operation.collection) + operation.key
     extras, value = b"", b""
     if kind in _STORES:
-        extras, value = _STORE_EXTRAS, operation.argument
+        extras, value = _STORE_EXTRAS.pack(0, operation.expiry_s), operation.argument
+    elif kind in _TOUCHES:
+        extras = _EXPIRY.pack(operation.expiry_s)
+    elif kind is Kind.PUSH:
+        extras, value = _PUSH_EXTRAS, operation.argument
+    elif kind is Kind.SET_WITH_META:
+        extras = META_EXTRAS.pack(0, 0, operation.rev_seqno, operation.initial)
+        value = operation.argument
     elif kind is Kind.APPEND:
         value = operation.argument
     elif kind is Kind.INCREMENT:
@@ -155,14 +177,15 @@ def read_answer(operation: Operation, frame: Frame) -> Outcome | None:
         return None
     if outcome is Outcome.OK:
         operation.cas = frame.cas
-        if operation.kind is Kind.GET:
+        if operation.kind in _WITH_VALUE:
             operation.value = frame.value
         elif len(frame.extras) == MUTATION_TOKEN.size:
             operation.vb_uuid, operation.seqno = MUTATION_TOKEN.unpack(frame.extras)
-        if operation.kind is Kind.INCREMENT:
+        if operation.kind is Kind.INCREMENT and len(frame.value) == U64.size:
             operation.value = b"%d" % U64.unpack(frame.value)[0]
     return outcome
 
 
-UNANSWERED: Final[Mapping[bool, Outcome]] = {True: Outcome.UNKNOWN, False: Outcome.AMBIGUOUS}
-"""Whether it only reads -> what a client knows of an operation without an answer."""
+def unanswered(operation: Operation) -> Outcome:
+    """Return what a client knows of an operation without an answer."""
+    return Outcome.UNKNOWN if operation.kind in READS else Outcome.AMBIGUOUS

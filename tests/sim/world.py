@@ -21,11 +21,20 @@ from heapq import heappop, heappush
 from typing import Any
 from zlib import crc32
 
+from sim.moments import Moment
+
 Action = Callable[..., None]
 
 MS = 1_000_000
 """Nanoseconds in a millisecond."""
 SECOND = 1000 * MS
+
+
+class EventEndedError(BaseException):
+    """An event ends here, in its midst: who it belongs to is no more."""
+
+    def happen(self) -> None:
+        """Do what that means for everybody else."""
 
 
 class Timer:
@@ -49,23 +58,30 @@ class Timer:
 class Trace:
     """One line per event, and a hash over all lines.
 
-    The lines hold lengths and checksums of bytes, so equal hashes mean equal bytes everywhere.
+    The lines that are hashed hold lengths and checksums of bytes, so equal hashes mean equal bytes
+    everywhere. `write` gets the lines for people; `show` says there what an event carries.
     """
 
-    def __init__(self, write: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        write: Callable[[str], None] | None = None,
+        show: Callable[[Action, tuple[Any, ...]], str] | None = None,
+    ) -> None:
         self._write = write
+        self._show = show
         self._hash = hashlib.sha256()
 
     def event(self, now_ns: int, action: Action, args: tuple[Any, ...]) -> None:
         """Note an event."""
-        self.line(now_ns, " ".join([named(action), *map(described, args)]))
+        text = " ".join([named(action), *map(described, args)])
+        self.line(now_ns, text, None if self._show is None else self._show(action, args))
 
-    def line(self, now_ns: int, text: str) -> None:
-        """Note anything else that happened."""
+    def line(self, now_ns: int, text: str, shown: str | None = None) -> None:
+        """Note anything else that happened. `shown`: what people read instead of it."""
         line = f"{now_ns / MS:12.6f} {text}"
         self._hash.update(line.encode())
         if self._write is not None:
-            self._write(line)
+            self._write(line if shown is None else f"{now_ns / MS:12.6f} {shown}")
 
     @property
     def digest(self) -> str:
@@ -81,6 +97,11 @@ class World:
         self.now_ns = 0
         self.events = 0
         self.trace = trace
+        self.moments: list[Moment] = []
+        """What happened that a story tells, in order. Nothing in a run depends on it."""
+        self.observer: Callable[[], None] | None = None
+        """Called after each event. It draws nothing and changes nothing, but may end the run with
+        an exception."""
         self._heap: list[tuple[int, int, Timer]] = []
         self._made = 0
 
@@ -108,6 +129,10 @@ class World:
         if self.trace is not None:
             self.trace.line(self.now_ns, text)
 
+    def tell(self, kind: str, who: str, text: str, vb_id: int | None = None) -> None:
+        """Note what a story tells: a kind of `sim.moments`, who or what it happened to."""
+        self.moments.append(Moment(self.now_ns, kind, who, vb_id, text))
+
     def run_until(self, until_ns: int) -> None:
         """Run all events up to a time, which is then the present."""
         heap = self._heap
@@ -129,7 +154,12 @@ class World:
         self.events += 1
         if self.trace is not None:
             self.trace.event(self.now_ns, action, timer.args)
-        action(*timer.args)
+        try:
+            action(*timer.args)
+        except EventEndedError as ended:
+            ended.happen()
+        if self.observer is not None:
+            self.observer()
 
     # -- randomness --------------------------------------------------------------------------------
 

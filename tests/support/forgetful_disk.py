@@ -160,6 +160,32 @@ class ForgetfulDisk:
         disk._durable_names = dict(disk._names)
         return disk
 
+    def rot(self, name: str, draw: random.Random) -> Callable[[], None]:
+        """Let a sector of a file be another one than was written: a bit is wrong, the write was
+        lost, or another one came here. Return what mends it.
+        """
+        file = self._names[name]
+        before = bytes(file.current), bytes(file.durable)
+        at = draw.randrange(max(1, len(file.current))) // SECTOR_BYTES * SECTOR_BYTES
+        sector = bytes(file.current[at : at + SECTOR_BYTES])
+        kind = draw.randrange(3)
+        if kind == 0 and sector:
+            bit = draw.randrange(8 * len(sector))
+            wrong = bytearray(sector)
+            wrong[bit // 8] ^= 1 << bit % 8
+            sector = bytes(wrong)
+        elif kind == 1:
+            sector = bytes(len(sector))
+        else:
+            sector = bytes(file.current[: len(sector)])
+        for data in (file.current, file.durable):
+            data[at : at + len(sector)] = sector
+
+        def mend() -> None:
+            file.current[:], file.durable[:] = before
+
+        return mend
+
     def names(self) -> list[str]:
         return list(self._names)
 

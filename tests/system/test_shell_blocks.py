@@ -43,6 +43,8 @@ NOT_PASTED = {
     ("docs/replication.md", "dcpctl discarded show"): "needs a file that a cluster's node wrote",
     ("docs/replication.md", "python -m tests.modelcheck"): LONG,
     ("docs/replication.md", "python -m tests.sim --nodes 3 --bug all"): LONG,
+    ("docs/simulator.md", "python -m tests.sim --nodes 3 --seed 7"): LONG,
+    ("docs/simulator.md", "python -m tests.sim --nodes 3 --bug all"): LONG,
     (
         "docs/security.md",
         "dcpd --host 10.0.0.1",

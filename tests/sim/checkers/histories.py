@@ -12,12 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from sim.facts import (
+    Begun,
     Excuse,
     History,
     Mastership,
     Operation,
     Outcome,
     RolledBack,
+    Streamed,
     cas_of,
     fingerprint,
 )
@@ -170,6 +172,39 @@ def rollbacks(rolled_back: Iterable[RolledBack], excuses: Sequence[Excuse]) -> l
             problems.append(
                 f"{event.consumer} was rolled back in vb {event.vb_id} from {event.from_seqno} to"
                 f" {event.to_seqno} at {event.at_ns / 1e6:.3f} ms, and history was not cut back"
+            )
+    return problems
+
+
+def not_rolled_back(
+    streamed: Iterable[Streamed],
+    rolled_back: Iterable[RolledBack],
+    begun: Iterable[Begun],
+    final: Iterable[History],
+) -> list[str]:
+    """A consumer that holds what was cut off is rolled back before it receives anything else."""
+    by_vb = {history.vb_id: history for history in final}
+    events = sorted([*streamed, *rolled_back, *begun], key=lambda event: event.at_ns)
+    held: dict[tuple[str, int], Streamed] = {}
+    """The last that each consumer received of a partition, as long as it has that."""
+    problems = []
+    for event in events:
+        if isinstance(event, Begun):
+            held = {key: value for key, value in held.items() if key[0] != event.consumer}
+            continue
+        key = event.consumer, event.vb_id
+        before, history = held.pop(key, None), by_vb.get(event.vb_id)
+        if isinstance(event, RolledBack):
+            continue
+        held[key] = event
+        if before is None or history is None or before.vb_uuid == event.vb_uuid:
+            continue
+        end = history.end_of(before.vb_uuid)
+        if end is not None and end < before.seqno and history.end_of(event.vb_uuid) is not None:
+            problems.append(
+                f"{event.consumer} had seqno {before.seqno} of vb {event.vb_id}, whose version"
+                f" {before.vb_uuid:x} ended at {end}, and received seqno {event.seqno} of version"
+                f" {event.vb_uuid:x} without a rollback"
             )
     return problems
 

@@ -21,9 +21,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from sim.checkers.register import ANYTHING, NOTHING, State, applied, changes_nothing, step
+from sim.checkers.register import (
+    ANYTHING,
+    KEEPING,
+    NOTHING,
+    State,
+    applied,
+    changes_nothing,
+    step,
+)
 from sim.checkers.witness import has_witness
-from sim.facts import DEFINITE, Excuse, Kind, Operation, Outcome
+from sim.facts import DEFINITE, NOTHING_DONE, Excuse, Kind, Operation, Outcome
 
 CONFIGURATIONS_MAX = 3_000
 """Configurations of one answer above which a key is given up: it would take too long."""
@@ -42,11 +50,11 @@ class Verdict(NamedTuple):
 
 def check(operations: Iterable[Operation], excuses: Sequence[Excuse]) -> tuple[list[str], int]:
     """Return the violations, and how many keys were given up."""
-    by_key: dict[bytes, list[Operation]] = defaultdict(list)
+    by_key: dict[tuple[int, bytes], list[Operation]] = defaultdict(list)
     for operation in operations:
-        by_key[operation.key].append(operation)
+        by_key[operation.collection, operation.key].append(operation)
     problems, given_up = [], 0
-    for key, history in by_key.items():
+    for (_, key), history in by_key.items():
         cuts = [excuse for excuse in excuses if excuse.vb_id == history[0].vb_id]
         for verdict in _in_pieces(history, cuts):
             given_up += not verdict.is_sure
@@ -93,7 +101,9 @@ def _piece(history: list[Operation], since_ns: int, until_ns: int | None) -> lis
 def _unknown(operation: Operation) -> Operation:
     copy = Operation(
         operation.client, 0, operation.kind, operation.vb_id, operation.key, operation.argument,
-        cas_asked=operation.cas_asked, initial=operation.initial, invoked_ns=operation.invoked_ns,
+        cas_asked=operation.cas_asked, initial=operation.initial,
+        collection=operation.collection, expiry_s=operation.expiry_s,
+        invoked_ns=operation.invoked_ns,
         ended_ns=operation.ended_ns, outcome=Outcome.AMBIGUOUS,
     )  # fmt: skip
     copy.name = operation.name
@@ -105,7 +115,7 @@ def search(history: Sequence[Operation], initial: State = NOTHING) -> Verdict:
     moments: list[tuple[int, int, int]] = []
     for index, operation in enumerate(history):
         outcome = operation.outcome
-        if outcome is Outcome.REFUSED or (operation.kind is Kind.GET and outcome not in DEFINITE):
+        if outcome in NOTHING_DONE or (operation.kind is Kind.GET and outcome not in DEFINITE):
             continue
         moments.append((operation.invoked_ns, 0, index))
         if outcome in DEFINITE:
@@ -151,11 +161,11 @@ def _after_answer(
     answered = definite[index]
     if len(configurations) == 1 and len(definite) == 1:
         # The common case: nobody else is under way, and what is known explains the answer. Only
-        # after an APPEND does the state still tell what was there before.
+        # after these does the state still tell what was there before.
         ((state, taken, used),) = configurations
         if index in taken:
             return {(state, _NOBODY, used)}
-        if answered.kind is not Kind.APPEND or len(used) == len(ambiguous):
+        if answered.kind not in KEEPING or len(used) == len(ambiguous):
             after = step(state, answered)
             if after is not None:
                 return {(after, _NOBODY, used)}

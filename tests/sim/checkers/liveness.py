@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sim.facts import DEFINITE, Operation
+from sim.facts import DEFINITE, Operation, Outcome
+
+_ANSWERS = DEFINITE | {Outcome.NO_COLLECTION}
 
 
 def late(operations: Iterable[Operation], works_ns: int) -> list[str]:
@@ -13,7 +15,7 @@ def late(operations: Iterable[Operation], works_ns: int) -> list[str]:
     for operation in operations:
         if operation.ended_ns is None:
             problems.append(f"an operation never ended: {operation}")
-        elif operation.invoked_ns >= works_ns and operation.outcome not in DEFINITE:
+        elif operation.invoked_ns >= works_ns and operation.outcome not in _ANSWERS:
             problems.append(
                 f"long after the faults, an operation was not answered: {operation}"
                 f" ({operation.why})"

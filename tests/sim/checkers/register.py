@@ -18,6 +18,9 @@ NOTHING: Final[State] = (None, 0)
 """There is no document."""
 ANYTHING: Final[State] = (b"\0anything", 0)
 """Nobody knows what is there."""
+KEEPING: Final = frozenset({Kind.APPEND, Kind.PUSH, Kind.TOUCH})
+"""What they leave depends on what was there, and their answers do not tell it."""
+TOUCHES: Final = frozenset({Kind.TOUCH, Kind.GET_AND_TOUCH})
 _U64: Final = 1 << 64
 
 
@@ -34,6 +37,12 @@ def applied(state: State, operation: Operation) -> State | None:
         return None  # whatever it leaves is covered
     value, cas = state
     kind, argument = operation.kind, operation.argument
+    if kind is Kind.EXPIRE:
+        return NOTHING if _expires(state, operation) else None
+    if kind is Kind.PUSH:
+        return pushed(value, operation), 0
+    if kind is Kind.SET_WITH_META:
+        return argument, 0
     if operation.cas_asked and (value is None or cas not in {0, operation.cas_asked}):
         return None
     if kind is Kind.SET:
@@ -47,7 +56,23 @@ def applied(state: State, operation: Operation) -> State | None:
         return None
     if kind is Kind.DELETE:
         return NOTHING
+    if kind in TOUCHES:
+        return value, 0
     return (argument if kind is Kind.REPLACE else value + argument), 0
+
+
+def _expires(state: State, operation: Operation) -> bool:
+    """Whether a document is the one that an EXPIRE is about, as far as that is known."""
+    value, cas = state
+    is_other = bool(operation.cas_asked) and cas not in {0, operation.cas_asked}
+    return value is not None and not is_other and operation.argument in {b"", value}
+
+
+def pushed(value: bytes | None, operation: Operation) -> bytes:
+    """Return what a PUSH makes of a list, or of nothing."""
+    return b"[%b]" % operation.argument if value is None else b"%b,%b]" % (
+        value[:-1], operation.argument
+    )  # fmt: skip
 
 
 def counted(value: bytes | None, operation: Operation) -> bytes | None:
@@ -68,11 +93,11 @@ def _from_anything(operation: Operation) -> State | None:
     """What an answer tells of a document of which nothing was known."""
     kind, outcome = operation.kind, operation.outcome
     if outcome is Outcome.OK:
-        if kind in {Kind.GET, Kind.INCREMENT}:
+        if kind in {Kind.GET, Kind.INCREMENT, Kind.GET_AND_TOUCH}:
             return operation.value, operation.cas
         if kind is Kind.DELETE:
             return NOTHING
-        if kind is Kind.APPEND:
+        if kind in KEEPING:
             return ANYTHING
         return operation.argument, operation.cas
     if outcome in {Outcome.ABSENT, Outcome.NOT_STORED}:
@@ -177,6 +202,30 @@ def _append(state: State, operation: Operation) -> State | None:
     return None
 
 
+def _touch(state: State, operation: Operation) -> State | None:
+    value = state[0]
+    match operation.outcome:
+        case Outcome.OK:
+            is_shown = operation.kind is Kind.TOUCH or value == operation.value
+            return (value, operation.cas) if value is not None and is_shown else None
+        case Outcome.ABSENT:
+            return state if value is None else None
+    return None
+
+
+def _push(state: State, operation: Operation) -> State | None:
+    return (pushed(state[0], operation), operation.cas) if operation.outcome is Outcome.OK else None
+
+
+def _set_with_meta(state: State, operation: Operation) -> State | None:
+    match operation.outcome:
+        case Outcome.OK:
+            return operation.argument, operation.cas
+        case Outcome.EXISTS:
+            return state  # it lost: to a document, or to what is left of one
+    return None
+
+
 _STEPS: Final[dict[Kind, Callable[[State, Operation], State | None]]] = {
     Kind.GET: _get,
     Kind.SET: _set,
@@ -185,4 +234,8 @@ _STEPS: Final[dict[Kind, Callable[[State, Operation], State | None]]] = {
     Kind.DELETE: _delete,
     Kind.INCREMENT: _increment,
     Kind.APPEND: _append,
+    Kind.TOUCH: _touch,
+    Kind.GET_AND_TOUCH: _touch,
+    Kind.PUSH: _push,
+    Kind.SET_WITH_META: _set_with_meta,
 }

@@ -1,0 +1,100 @@
+"""All checks of a run by name, with the rule that each one guards. Pure: facts in, violations out.
+
+Those of `DURING` may be asked at any moment of a run, so a story stops where one fails first. The
+others need to know how the run ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from sim.checkers import (
+    expiries,
+    histories,
+    linearizable,
+    liveness,
+    membership,
+    replica_reads,
+    streams,
+)
+from sim.facts import Facts, Operation
+from sim.plan import Plan
+
+
+class Violation(NamedTuple):
+    """A check that failed, and how."""
+
+    check: str
+    text: str
+
+
+def named(check: str, texts: Iterable[str]) -> list[Violation]:
+    """Return what a check found."""
+    return [Violation(check, text) for text in texts]
+
+
+PROBLEM: Final = "problem"
+CRASH: Final = "crash"
+
+RULES: Final = {
+    "in-sync": "Whatever a node calls committed is on the disk of every member of the in-sync set.",
+    "one master": "At any moment one node at most answers requests for a partition.",
+    "streams end": "A master that was replaced ends its streams, so nobody is left with it.",
+    "histories": "Two histories that share a version are equal up to the lower of their ends.",
+    "epochs": "A partition has one master in each epoch.",
+    "rollbacks": "A consumer is only sent back where history was cut: by a branch, an unclean"
+    " election, or a purge.",
+    "handover version": "A master by handover goes on in the version that was handed over.",
+    "committed first": "A consumer receives a change only after a master called it committed.",
+    "linearizable": "One order of all operations on a key explains every answer, and an operation"
+    " takes effect between its request and its answer.",
+    "answered writes": "A write that was answered is in the final history of its partition.",
+    "expiry": "A document that has expired does not come back.",
+    "replica reads": "What a replica answers was committed.",
+    "rollbacks due": "A consumer that has what is not in history any more is sent back.",
+    "receipts": "What an unclean election loses is in a receipt and in a discard file.",
+    "same documents": "At rest, every consumer has the documents of the masters.",
+    "liveness": "Once the faults are over, every operation gets a real answer.",
+    PROBLEM: "The run has to come to rest, on data that passes the product's own checks.",
+    CRASH: "The code does not raise what nobody handles.",
+}
+"""Check -> what it guards."""
+
+DURING: Final[dict[str, Callable[[Facts], list[str]]]] = {
+    PROBLEM: lambda facts: facts.problems,
+    "in-sync": lambda facts: membership.lacking(facts.lacking),
+    "one master": lambda facts: membership.overlaps(facts.overlaps, facts.excuses),
+    "streams end": lambda facts: membership.kept(facts.kept),
+    "epochs": lambda facts: histories.masters(facts.masterships),
+    "rollbacks": lambda facts: histories.rollbacks(facts.rolled_back, facts.excuses),
+    "handover version": lambda facts: membership.new_versions(facts.masterships, facts.handed),
+    "histories": lambda facts: histories.diverged(facts.histories),
+    "committed first": lambda facts: streams.uncommitted(facts.streamed, facts.committed),
+}
+
+
+def linear(facts: Facts, plan: Plan, operations: Sequence[Operation]) -> tuple[list[str], int]:
+    """Check operations, given what may have cut history back, and what has expired."""
+    expired = expiries.Expiries(plan).events(operations)
+    return linearizable.check([*operations, *expired], [*facts.excuses, *facts.failovers])
+
+
+def at_the_end(facts: Facts, plan: Plan) -> list[Violation]:
+    """Return what is only known when a run is over; see `receipts` for the rest."""
+    found = named("expiry", expiries.Expiries(plan).overdue(facts.operations))
+    found += named(
+        "replica reads",
+        replica_reads.uncommitted(facts.replica_reads, facts.histories, facts.committed),
+    )
+    found += named(
+        "rollbacks due",
+        histories.not_rolled_back(facts.streamed, facts.rolled_back, facts.begun, facts.final),
+    )
+    found += named(
+        "answered writes",
+        histories.lost_writes(facts.operations, facts.final, facts.excuses, facts.failovers),
+    )
+    if facts.master_map is not None:
+        found += named("same documents", streams.maps(facts.master_map, facts.consumer_maps))
+    return found + named("liveness", liveness.late(facts.operations, facts.works_ns))

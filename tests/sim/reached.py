@@ -1,0 +1,167 @@
+"""What a run has reached: how often what the plans are after has happened. Pure.
+
+A fault that was drawn has not happened yet: a snapshot that no master's death met, or a purge that
+nobody was behind, tests nothing. So the moments and facts of a run are counted, whatever the plan
+said. `WANTED` is what a range of seeds has to reach.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+from sim.checkers.histories import PURGE
+from sim.facts import Excuse, Facts, Kind, Operation, Outcome, RolledBack
+from sim.moments import STORE, Moment, short
+
+ELECTIONS: Final = frozenset({"election", "election of the same master", "unclean election"})
+_COUNTED: Final = {
+    "election": "elections of another master",
+    "election of the same master": "elections of the same master",
+    "unclean election": "unclean elections",
+    "record built anew": "records built anew",
+    "in-sync set shrinks": "in-sync sets that shrink",
+    "in-sync set grows": "in-sync sets that grow",
+    "snapshot begun": "snapshots begun",
+    "snapshot completed": "snapshots completed",
+    "snapshot cut off": "snapshots cut off",
+    "handover": "handovers",
+    "branch": "branches",
+    "rollback of a replica": "rollbacks of a replica",
+    "rollback of a replica to 0": "rollbacks of a replica to 0",
+    "fence": "fences",
+    "window full": "full windows",
+    "lost folder": "folders lost",
+    "store goes back": "stores that went back",
+}
+"""Kind of a moment -> how its count is called."""
+_BY_CAUSE: Final = {
+    PURGE: "rollbacks of a consumer after a purge",
+    "branch": "rollbacks of a consumer after a branch",
+    "unclean": "rollbacks of a consumer after an unclean election",
+}
+OF_CLUSTERS: Final = (
+    *_COUNTED.values(),
+    "elections after a clock jump",
+    "snapshots at a master's death",
+    "handovers with writes under way",
+    "purges with a consumer behind",
+    "purges with a replica behind",
+    *_BY_CAUSE.values(),
+    "discard files",
+    "receipts",
+    "operations refused",
+    "writes without an answer",
+)
+"""All counts. Those of single nodes are among them."""
+WANTED: Final = frozenset(OF_CLUSTERS)
+"""What seeds of clusters have to reach."""
+_READS: Final = frozenset({Kind.GET})
+
+
+class Told(Protocol):
+    """A fault, as `sim.faults` tells it."""
+
+    name: str
+    began_ns: int
+
+
+def reached(facts: Facts, moments: Sequence[Moment], faults: Iterable[Told]) -> dict[str, int]:
+    """Return how often each of `OF_CLUSTERS` has happened, without those that never have."""
+    found = Counter(_COUNTED[each.kind] for each in moments if each.kind in _COUNTED)
+    jumps = [fault.began_ns for fault in faults if fault.name == "clock_jump"]
+    if jumps:
+        found["elections after a clock jump"] = sum(
+            each.kind in ELECTIONS and each.at_ns > min(jumps) for each in moments
+        )
+    found["snapshots at a master's death"] = _snapshots_at_a_death(moments)
+    found["handovers with writes under way"] = _handovers_under_writes(facts.operations, moments)
+    found["purges with a replica behind"] = sum(
+        each.kind == "snapshot begun" and "purged" in each.text for each in moments
+    )
+    found["purges with a consumer behind"] = _purges_with_consumers_behind(facts)
+    for event in facts.rolled_back:
+        found.update(_causes(event, facts.excuses))
+    found["discard files"] = len(facts.cut_off)
+    found["receipts"] = len(facts.lost)
+    outcomes = Counter(
+        operation.outcome for operation in facts.operations if operation.kind not in _READS
+    )
+    found["operations refused"] = outcomes[Outcome.REFUSED]
+    found["writes without an answer"] = outcomes[Outcome.AMBIGUOUS]
+    return {name: found[name] for name in OF_CLUSTERS if found[name]}
+
+
+def _snapshots_at_a_death(moments: Iterable[Moment]) -> int:
+    """Count the snapshots that were under way when the process of their sender ended."""
+    masters: dict[int, str] = {}
+    open_: dict[tuple[int, str], str] = {}
+    count = 0
+    for each in moments:
+        if each.who == STORE and each.vb_id is not None:
+            masters[each.vb_id] = each.text.partition("master ")[2].partition(",")[0]
+        elif each.kind == "snapshot begun" and each.vb_id is not None:
+            open_[each.vb_id, each.who] = masters.get(each.vb_id, "").partition("-")[0]
+        elif each.kind in {"snapshot completed", "snapshot given up"} and each.vb_id is not None:
+            open_.pop((each.vb_id, each.who), None)
+        elif each.kind == "end":
+            met = [key for key, master in open_.items() if master == short(each.who)]
+            count += len(met)
+            for key in met:
+                del open_[key]
+    return count
+
+
+def _handovers_under_writes(operations: Iterable[Operation], moments: Iterable[Moment]) -> int:
+    at_ns: dict[int, list[int]] = defaultdict(list)
+    for each in moments:
+        if each.kind == "handover" and each.vb_id is not None:
+            at_ns[each.vb_id].append(each.at_ns)
+    met = {
+        (operation.vb_id, moment_ns)
+        for operation in operations
+        if operation.kind not in _READS
+        for moment_ns in at_ns.get(operation.vb_id, ())
+        if operation.invoked_ns <= moment_ns
+        and (operation.ended_ns is None or operation.ended_ns > moment_ns)
+    }
+    return len(met)
+
+
+def _purges_with_consumers_behind(facts: Facts) -> int:
+    """Count the purges above what a consumer had received until then."""
+    count = 0
+    for excuse in facts.excuses:
+        if excuse.kind == PURGE:
+            has: dict[str, int] = {}
+            for event in facts.streamed:
+                if event.vb_id == excuse.vb_id and event.at_ns <= excuse.at_ns:
+                    has[event.consumer] = event.seqno
+            count += any(seqno < excuse.to_seqno for seqno in has.values())
+    return count
+
+
+def _causes(event: RolledBack, excuses: Iterable[Excuse]) -> set[str]:
+    """Return the kinds of cuts that explain a rollback, as counts are called."""
+    return {
+        _BY_CAUSE[excuse.kind]
+        for excuse in excuses
+        if excuse.kind in _BY_CAUSE
+        and excuse.vb_id == event.vb_id
+        and excuse.at_ns <= event.at_ns
+        and (
+            event.to_seqno == 0 and event.from_seqno < excuse.to_seqno
+            if excuse.kind == PURGE
+            else excuse.to_seqno < event.from_seqno
+        )
+    }  # fmt: skip
+
+
+def table(found: Counter[str]) -> str:
+    """Return what was reached, and what was not, for people."""
+    lines = [f"  {found[name]:8,}  {name}" for name in OF_CLUSTERS if found[name]]
+    missing = [name for name in OF_CLUSTERS if not found[name]]
+    if missing:
+        lines.append(f"  never: {', '.join(missing)}")
+    return "\n".join(["reached:", *lines])
