@@ -25,8 +25,8 @@ from typing import Final, NamedTuple, Protocol, cast
 from clients.checkpoint.checkpoint import Checkpoint
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.node_session import ConsumerSession
-from clients.consumer.partition_stream import Batch, Item, advance
 from clients.consumer.saving import Saver
+from clients.consumer.streams import Batch, Item, advance
 from clients.event import Deletion, Event, Mutation, Rollback
 from clients.streaming.mutations import Mutations
 from clients.validator import StreamValidator

@@ -35,16 +35,16 @@ from typing import Final
 
 from clients.consumer.extensions import DEFAULT_ONLY, Extensions, left_in
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import (
+from clients.consumer.streams import (
     Batch,
     OpenBatch,
     PartitionStream,
     PartitionStreamState,
+    StreamRequests,
     Wanted,
     misplaced,
     mixed_up,
 )
-from clients.consumer.stream_requests import StreamRequests
 from clients.errors import DcpdError, StreamViolationError
 from clients.event import (
     Deletion,

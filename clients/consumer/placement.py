@@ -24,7 +24,7 @@ from clients.consumer.map_watch import MapWatch
 from clients.consumer.moves import Moves
 from clients.consumer.node_session import LOG, ConsumerSession
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Wanted
+from clients.consumer.streams import Wanted
 from clients.errors import (
     TRANSIENT,
     DcpdError,

@@ -49,9 +49,10 @@ from clients.streaming.outcome import (
     Postponed,
     RollbackAsked,
     StreamOutcome,
+    Verdict,
+    reason_name,
 )
 from clients.streaming.stream_connection import VERSION_LOG, FrameBuffer, Setup, StreamConnection
-from clients.streaming.verdict import Verdict, reason_name
 from dcp.wire.frame import HEADER_BYTES, Frame, RemoteProtocolError
 from dcp.wire.message import (
     SYSTEM_EVENT_EXTRAS,

@@ -43,8 +43,10 @@ from clients.streaming.outcome import (
     Refused,
     RollbackAsked,
     StreamOutcome,
+    Verdict,
+    verdict_of_end,
+    verdict_of_status,
 )
-from clients.streaming.verdict import Verdict, verdict_of_end, verdict_of_status
 from dcp.wire.frame import (
     HEADER,
     HEADER_BYTES,

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from clients.consumer.core import ConsumerCore
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Wanted, advance
-from clients.consumer.stream_requests import RETRY_FIRST_NS
+from clients.consumer.streams import RETRY_FIRST_NS, Wanted, advance
 from clients.errors import DcpdError, InvalidRequestError, StreamViolationError
 from clients.event import (
     Deletion,

@@ -14,8 +14,8 @@ from clients import Consumer, Mutation, Rollback, StreamOpened
 from clients.address import parse_address
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Wanted
 from clients.consumer.placement import Placement
+from clients.consumer.streams import Wanted
 from clients.errors import AuthenticationError, ConnectError, OperationTimeoutError
 from clients.link.dials import Dials, Pause
 from clients.link.first_answer import first_answer

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from test_consumer_core import Session, high_seqnos
 
-from clients.consumer.partition_stream import Wanted
-from clients.consumer.stream_requests import MAP_AFTER_NS, RETRY_FIRST_NS
+from clients.consumer.streams import MAP_AFTER_NS, RETRY_FIRST_NS, Wanted
 from clients.errors import InvalidRequestError
 from dcp.wire.frame import pack_response
 from dcp.wire.opcode import Opcode

@@ -15,8 +15,8 @@ from clients import Consumer, KvClient, Mutation, Rollback, StreamOpened
 from clients.address import parse_address
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Wanted
 from clients.consumer.placement import Placement
+from clients.consumer.streams import Wanted
 from clients.errors import ConnectError, TopologyError
 from clients.position import Position
 from clients.testing import DcpServer

@@ -18,7 +18,7 @@ from typing import Any, Final
 from clients.checkpoint.checkpoint import decode_checkpoint, encode_checkpoint
 from clients.consumer.core import Batch, ConsumerCore
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import PartitionStreamState, Wanted
+from clients.consumer.streams import PartitionStreamState, Wanted
 from clients.errors import StreamViolationError
 from clients.event import (
     Deletion,
