@@ -34,6 +34,7 @@ from clients.backup.restore_load import SKIP_CONFLICT_RESOLUTION, Load, Loader
 from clients.backup.run import collections_of
 from clients.backup.selection import Routes, Selection, split_key
 from clients.backup.strip import Stretch
+from clients.link.dials import Dials
 from clients.link.pipelined_link import Link
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
@@ -166,16 +167,13 @@ class Restore:
     async def run(self, address: ServerAddress) -> RestoreReport:
         """Restore into a server. Raises DcpdErrors. A failed restore can be run again."""
         began_s = time.monotonic()
-        link = await Link.connect(address, features=self._features)
+        dials = Dials(address, asyncio.Event(), features=self._features)
+        link = await dials.refreshed_link()
         try:
             created = await self._prepare_collections(link)
-            topology = link.topology()
         finally:
             link.close()
-        writer = RestoreWriter(
-            address, topology, self._options,
-            features=self._features, retry_pause_s=self._retry_pause_s,
-        )  # fmt: skip
+        writer = RestoreWriter(dials, self._options, retry_pause_s=self._retry_pause_s)
         sample = KeptSample()
         try:
             for view in self._views():
@@ -193,7 +191,7 @@ class Restore:
         written -= sum(writer.refused.values())
         newer = None
         if writer.kept_newer and not written:
-            newer = await newer_on_server(address, topology, sample.kept)
+            newer = await newer_on_server(dials, sample.kept)
         return RestoreReport(
             plan, written, writer.kept_newer, writer.replaced_cas,
             refused, created, time.monotonic() - began_s, newer,

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import Final, NamedTuple
 
-from clients.address import ServerAddress
 from clients.backup.restore_load import Load, frames_of_load
-from clients.link.pipelined_link import Link
-from clients.link.topology import Topology
+from clients.link.dials import Dials
+from clients.link.topology import Place
 from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -65,20 +64,20 @@ class KeptSample:
             self.kept.append(Kept(load.vb_id, key, rev_seqno, cas))
 
 
-async def newer_on_server(
-    address: ServerAddress, topology: Topology, kept: Sequence[Kept]
-) -> NewerOnServer:
+async def newer_on_server(dials: Dials, kept: Sequence[Kept]) -> NewerOnServer:
     """Compare versions with those of a server. What it does not tell, for example because the user
     may not read, counts as not compared. Raises ConnectError and other DcpdErrors.
     """
-    by_place: dict[tuple[str, int], list[Kept]] = defaultdict(list)
+    topology = dials.cluster.topology
+    assert topology is not None
+    by_place: dict[Place, list[Kept]] = defaultdict(list)
     for one in kept:
         place = topology.place_of(one.vb_id)
         if place is not None:
             by_place[place].append(one)
     compared = newer = deleted = 0
     for place, items in by_place.items():
-        link = await Link.connect(address.at(*place))
+        link = await dials.connect(place)
         try:
             for at in range(0, len(items), _BATCH):
                 batch = items[at : at + _BATCH]

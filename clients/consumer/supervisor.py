@@ -156,7 +156,7 @@ class Supervisor:
     def take_batch(self, session: ConsumerSession, batch: Batch) -> None:
         """Queue a batch that a session received."""
         self._reader.put(session, batch)
-        if batch.items and self._placement.has_paused:
+        if batch.items and self._placement.cluster.has_paused:
             self._placement.progress(session)
         if session.core.streams.homeless:
             self._take_homeless(session)

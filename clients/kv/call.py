@@ -65,7 +65,6 @@ from clients.kv.reaction import (
 from clients.kv.routing import (
     PATIENCE_MAX_S,
     Action,
-    FetchMap,
     HeldOperations,
     Result,
     Router,
@@ -73,7 +72,7 @@ from clients.kv.routing import (
     backoff_s,
     patience_s,
 )
-from clients.link.topology import STAGGER_S, ClusterNode, Place, Topology, single_node
+from clients.link.topology import STAGGER_S, ClusterNode, FetchMap, Place, Topology, single_node
 from clients.operation import Operation, partitions_of
 from vbucket.model.ids import NUM_VBUCKETS
 
@@ -284,7 +283,8 @@ class Call:
     ) -> None:
         down = self._router.down(node, now_s)
         if down is not None:
-            self._note(indexes, down.error)
+            assert down.why is not None
+            self._note(indexes, down.why)
             self._wish = None, node.place
             self._hold(indexes, attempt, down.until_s, awaits_map=True)
             return

@@ -28,15 +28,13 @@ from clients.kv.node_links import NodeLinks
 from clients.kv.reaction import is_answer
 from clients.kv.routing import (
     Action,
-    FetchMap,
     Result,
     Router,
     Send,
     patience_s,
 )
-from clients.link.first_answer import first_answer
-from clients.link.pipelined_link import Link
-from clients.link.topology import ClusterNode, Place, Topology
+from clients.link.pipelined_link import Link, first_answer
+from clients.link.topology import ClusterNode, FetchMap, Place, Topology
 from clients.operation import (
     Document,
     DurabilityLevel,

@@ -16,10 +16,10 @@ from contextlib import suppress
 
 from clients.address import ServerAddress
 from clients.errors import DcpdError, OperationTimeoutError, TopologyError
-from clients.kv.routing import PATIENCE_S, FetchMap, Router
+from clients.kv.routing import PATIENCE_S, Router
 from clients.link.handshake import PUSH_FEATURES
 from clients.link.pipelined_link import CONNECT_TIMEOUT_S, Link
-from clients.link.topology import ClusterNode, Place
+from clients.link.topology import ClusterNode, FetchMap, Place
 
 
 class News:

@@ -37,7 +37,7 @@ async def test_an_older_or_the_same_configuration_changes_nothing(placement):
         placement.adopt(config_of([1, 2], [1] * 1024, rev=rev), "127.0.0.1")
     assert placement.topology.node_of(5).kv_port == 1
     # After a lost connection the same one may come again: that is no change.
-    placement.topology = None
+    placement.cluster.topology = None
     placement.adopt(config_of([1], rev=5), "127.0.0.1")
     assert placement.topology is not None
     assert placement._metrics.topology_changes == 0
@@ -51,7 +51,7 @@ async def test_no_configuration_means_to_ask(placement):
 
 async def test_after_a_lost_connection_an_older_configuration_is_the_last_resort(placement):
     placement.adopt(config_of([1], rev=5), "127.0.0.1")
-    placement.topology = None
+    placement.cluster.topology = None
     placement.adopt(config_of([1, 2], [1] * 1024, rev=4), "127.0.0.1")
     assert placement.topology is None, "its node is cut off, or late"
     placement.adopt(config_of([1, 2], [1] * 1024, rev=4), "127.0.0.1", is_last_resort=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from clients.consumer import moves as moves_module
-from clients.consumer.moves import Moves, moves_text
+from clients.consumer import placement
+from clients.consumer.placement import Moves, moves_text
 from support.waiting import until_so
 
 A, B = ("a", 1), ("b", 2)
@@ -15,7 +15,7 @@ def test_the_node_that_got_most_comes_first():
 
 
 async def test_a_first_place_is_no_move_and_a_wave_is_told_once(monkeypatch):
-    monkeypatch.setattr(moves_module, "QUIET_S", 0.01)
+    monkeypatch.setattr(placement, "QUIET_S", 0.01)
     told: list[str] = []
     moves = Moves(told.append)
     moves.placed(range(8), A)
@@ -32,8 +32,8 @@ async def test_a_first_place_is_no_move_and_a_wave_is_told_once(monkeypatch):
 
 
 async def test_a_wave_without_an_end_is_told_after_a_while(monkeypatch):
-    monkeypatch.setattr(moves_module, "QUIET_S", 60.0)
-    monkeypatch.setattr(moves_module, "WAVE_S_MAX", 0.0)
+    monkeypatch.setattr(placement, "QUIET_S", 60.0)
+    monkeypatch.setattr(placement, "WAVE_S_MAX", 0.0)
     told: list[str] = []
     moves = Moves(told.append)
     moves.placed([1], A)
