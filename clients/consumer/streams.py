@@ -152,29 +152,18 @@ class PartitionStream(Cursor):
         self.advance(first, last, count)
 
 
-class Batch:
+class Batch(NamedTuple):
     """The result of one read: items in order, and the positions of their partitions after them."""
 
-    __slots__ = ("collections", "filter", "items", "markers", "positions", "wire_bytes")
-
-    def __init__(
-        self,
-        items: list[Item],
-        positions: dict[int, Position],
-        wire_bytes: int,
-        markers: dict[int, tuple[int, int]],
-        collections: tuple[int, ...] | None = None,
-        filter: Filter | None = None,  # noqa: A002 - the word that positions have for it
-    ) -> None:
-        self.items = items
-        self.positions = positions
-        self.wire_bytes = wire_bytes
-        """Its bytes as flow control counts them; `ConsumerCore.processed` acknowledges them."""
-        self.markers = markers
-        """Snapshots (start, end) that were open when it began, for `advance`."""
-        self.collections = collections
-        self.filter = filter
-        """Collections and filter of the streams that it opens, for the same function."""
+    items: list[Item]
+    positions: dict[int, Position]
+    wire_bytes: int
+    """Its bytes as flow control counts them; `ConsumerCore.processed` acknowledges them."""
+    markers: dict[int, tuple[int, int]]
+    """Snapshots (start, end) that were open when it began, for `advance`."""
+    collections: tuple[int, ...] | None = None
+    filter: Filter | None = None
+    """Collections and filter of the streams that it opens, for the same function."""
 
     @property
     def events(self) -> list[Event]:
@@ -186,30 +175,6 @@ class Batch:
         """Replace mutations from index `at` on by an event for each. Earlier indexes stay."""
         if any(type(item) is Mutations for item in self.items[at:]):
             self.items[at:] = decoded(self.items[at:])
-
-
-class OpenBatch:
-    """What one read has brought so far: the decoder and the stream requests add to it.
-
-    Invariant: `markers` has the snapshot that was open in a partition before its first event of the
-    batch. Positions in the middle of the batch are computed from it (`advance`).
-    """
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Start empty. The previous items belong to whoever took them."""
-        self.items: list[Item] = []
-        self.touched: set[PartitionStream] = set()
-        self.markers: dict[int, tuple[int, int]] = {}
-
-    def touch(self, stream: PartitionStream) -> None:
-        """Note that the batch affects a partition, and the snapshot that is open in it."""
-        if stream not in self.touched:
-            self.touched.add(stream)
-            if stream.marker_end:
-                self.markers[stream.vb_id] = (stream.marker_start, stream.marker_end)
 
 
 def wanted_of(stream: PartitionStream) -> Wanted:
@@ -326,7 +291,6 @@ class StreamRequests:
         self,
         setup: Setup,
         extensions: Extensions,
-        batch: OpenBatch,
         on_message: Callable[[PartitionStream, Frame], None],
         options: ConsumerOptions,
         node: str | None,
@@ -344,12 +308,16 @@ class StreamRequests:
         """The newest cluster configuration that the server pushed. The caller resets it."""
         self._known_unfinished: PartitionStream | None = None
         """A stream that was not finished when somebody asked."""
+        self.items: list[Item] = []
+        """What the present read has brought so far. The core adds to it, and begins each read."""
+        self.touched: dict[PartitionStream, tuple[int, int]] = {}
+        """The partitions that it affects: stream -> start and end of the snapshot that was open
+        before its first item (0 for none). `advance` needs that in the middle of a batch."""
         self.by_vb: dict[int, PartitionStream] = {}
         """Partition -> stream, finished ones included."""
         self._asks_on_rollback = options.asks_on_rollback
         self._stalls = StallWatch()
         self._extensions = extensions
-        self._batch = batch
         self._until_now = options.until_now
         self._to_beginning = options.on_rollback == "restart"
         self._is_begun = False
@@ -452,6 +420,10 @@ class StreamRequests:
 
     # -- asking for streams --------------------------------------------------------------------
 
+    def _touch(self, stream: PartitionStream) -> None:
+        """Note that this read affects a partition."""
+        self.touched.setdefault(stream, (stream.marker_start, stream.marker_end))
+
     def _ask_for(self, streams: list[PartitionStream]) -> None:
         """Request streams. If their high seqnos are needed, ask for those first."""
         unsure = []
@@ -494,7 +466,7 @@ class StreamRequests:
 
         def on_reply(_frame: Frame) -> None:
             if stream.state is PartitionStreamState.ASKED:
-                self._batch.touch(stream)
+                self._touch(stream)
                 self._roll_back(stream, RollbackAsked(0, ()), why=why)
 
         self.connection.requests.send(
@@ -528,7 +500,7 @@ class StreamRequests:
 
     def on_outcome(self, stream: PartitionStream, outcome: StreamOutcome) -> None:
         """Process the answer to a stream request, or the end of a stream."""
-        self._batch.touch(stream)
+        self._touch(stream)
         match outcome:
             case Opened():
                 self._on_opened(stream, outcome)
@@ -551,7 +523,7 @@ class StreamRequests:
         stream.open(outcome.versions)
         stream.collections = self._extensions.collections
         stream.filter = self._extensions.filter
-        self._batch.items.append(
+        self.items.append(
             StreamOpened(stream.vb_id, stream.versions, stream.seqno, stream.snap_start)
         )
 
@@ -567,7 +539,7 @@ class StreamRequests:
                 return
             text = f"ERANGE at seqno {stream.seqno}, the server is at {high} ({error.what})"
             self.notes.append(Note("ahead", stream.vb_id, text))
-            self._batch.touch(stream)
+            self._touch(stream)
             asked = RollbackAsked(high if high < stream.seqno else 0, ())
             self._roll_back(stream, asked, why=text)
 
@@ -587,7 +559,7 @@ class StreamRequests:
             reason = why or rollback_reason(before, asked.seqno, stream.seqno)
             text = f"from seqno {before.seqno} to {stream.seqno}: {reason}"
             self.notes.append(Note("rollback", stream.vb_id, text))
-            self._batch.items.append(
+            self.items.append(
                 Rollback(
                     stream.vb_id, stream.seqno, asked.seqno, before.seqno, reason, asked.versions
                 )
@@ -606,7 +578,7 @@ class StreamRequests:
         is_whole = ended.verdict is Verdict.DONE and stream.target is not None
         will_resume = not is_whole and ended.verdict is not Verdict.EMPTY
         event = StreamEnded(stream.vb_id, ended.reason, will_resume)
-        self._batch.items.append(event)
+        self.items.append(event)
         if not is_whole:
             then = "requesting again" if will_resume else "for good"
             text = f"{event.reason_text} at seqno {stream.seqno}: {then}"
@@ -622,8 +594,8 @@ class StreamRequests:
 
     def _fail(self, stream: PartitionStream, status: int, what: str, hint: str) -> None:
         stream.state = PartitionStreamState.FAILED
-        self._batch.touch(stream)
-        self._batch.items.append(StreamFailed(stream.vb_id, status, what, hint))
+        self._touch(stream)
+        self.items.append(StreamFailed(stream.vb_id, status, what, hint))
         self.notes.append(
             Note("stream_failed", stream.vb_id, "; ".join(filter(None, (what, hint))))
         )
@@ -679,7 +651,7 @@ class StreamRequests:
             self.connection.requests.check(frame, what)
             versions = tuple(parse_failover_log(frame.value))
             stream.place(Position(versions, seqno, seqno, seqno, base_seqno=seqno))
-            self._batch.touch(stream)
+            self._touch(stream)
             self._request(stream)
 
         self.connection.requests.send(

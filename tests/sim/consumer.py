@@ -140,7 +140,7 @@ class ConsumerLink:
         core.streams.notes.clear()
         if output := core.take_output():
             side.write(output)
-        due_ns = core.next_tick_ns
+        due_ns = core.streams.connection.next_due_ns
         if due_ns is not None and (self._tick_due_ns is None or due_ns < self._tick_due_ns):
             self._tick_due_ns = due_ns
             self._consumer.host.after(max(0, due_ns - self._now_ns), self._tick, side)
