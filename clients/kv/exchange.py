@@ -22,10 +22,9 @@ from clients.errors import (
     UnknownCollectionError,
     UnsupportedError,
 )
-from clients.kv.call import Call
+from clients.kv.call import Call, is_answer
 from clients.kv.commands import KvTransport, reply_of
 from clients.kv.node_links import NodeLinks
-from clients.kv.reaction import is_answer
 from clients.kv.routing import (
     Action,
     Result,

@@ -29,7 +29,7 @@ from clients.errors import (
     UnsupportedError,
     error_from_status,
 )
-from clients.kv.reaction import RETRY_STATUSES
+from clients.kv.call import RETRY_STATUSES
 from clients.link.handshake import FEATURES
 from clients.link.pipelined_link import Link
 from clients.link.topology import ClusterMap, ClusterNode, Place, Topology

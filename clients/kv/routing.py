@@ -187,7 +187,7 @@ class Router(ClusterMap):
     def direct(self, operations: Sequence[Operation]) -> Send | None:
         """Return the Send of operations that all go to one node: the usual case, without a Call.
 
-        If an outcome is no answer (`clients.kv.reaction.is_answer`), a Call takes over. None: they
+        If an outcome is no answer (`clients.kv.call.is_answer`), a Call takes over. None: they
         need a Call from the beginning.
         """
         topology = self.topology

@@ -22,8 +22,7 @@ from clients.errors import (
 )
 from clients.link.blocking_link import SyncLink, refresh_map
 from clients.link.topology import ClusterNode, Place, Topology
-from clients.link.version_log import may_be_longer, version_log_group, versions_of
-from clients.position import Versions
+from clients.position import Versions, may_be_longer, version_log_group, versions_of
 from clients.spark.fetch import RETRY_S, fetch, map_of
 from clients.spark.plan import PartitionFacts, PlanStep
 from dcp.wire.frame import RemoteProtocolError
