@@ -37,8 +37,8 @@ class Cap(NamedTuple):
 CAPS: Final = {
     "attributes of a class": Cap(61, 25),
     "arguments of a constructor": Cap(15, 10),
-    "callbacks passed to constructors": Cap(104, 40),
-    "Protocol classes": Cap(42, 25),
+    "callbacks passed to constructors": Cap(102, 40),
+    "Protocol classes": Cap(41, 25),
     "support modules of tests": Cap(39, 25),
     "long names of tests": Cap(765, 0),
     "files": Cap(497, 340),

@@ -68,7 +68,7 @@ class Placement:
         self._dials = Dials(address, self._work, timeout_s=self._connect_timeout_s)
         self.cluster = self._dials.cluster
         self._watch = MapWatch(self._dials, self.take_pushed)
-        self._moves = Moves(LOG.warning)
+        self._moves = Moves()
         self._spare: dict[Place, Link] = {}
 
     @property
@@ -416,11 +416,10 @@ class Placement:
 class Moves:
     """Tells where partitions have moved: one line for a wave of them, not one for each.
 
-    A wave ends when nothing has moved for QUIET_S, or after WAVE_S_MAX. `tell` gets the line.
+    A wave ends when nothing has moved for QUIET_S, or after WAVE_S_MAX. The line is logged.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self) -> None:
         self._places: dict[int, Place] = {}
         """The node that streams each partition, or did so last."""
         self._moved: dict[int, Place] = {}
@@ -450,7 +449,7 @@ class Moves:
             self._timer = None
         moved, self._moved = self._moved, {}
         if moved:
-            self._tell(moves_text(moved))
+            LOG.warning(moves_text(moved))
 
 
 def moves_text(moved: dict[int, Place]) -> str:

@@ -20,10 +20,9 @@ What it does
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from copy import copy
-from functools import partial
 from typing import Any, Final
 
 from clients.address import ServerAddress, parse_address
@@ -163,7 +162,7 @@ class KvClient(KvCommands):
         is for the writes among them.
         """
         level = durability_of(durability)
-        batch = Pipeline(partial(self.execute, durability=level, timeout_s=timeout_s))
+        batch = Pipeline(self, level, timeout_s)
         yield batch
         await batch.execute()
 
@@ -194,10 +193,14 @@ class KvClient(KvCommands):
 class Pipeline:
     """Operations that are collected and sent together; see `KvClient.pipeline`."""
 
-    def __init__(self, execute: Callable[[list[Operation]], Awaitable[list[Outcome]]]) -> None:
+    def __init__(
+        self, client: KvClient, durability: DurabilityLevel, timeout_s: float | None
+    ) -> None:
         self.results: list[Outcome] = []
         """After `execute`: one result or error per operation, in order."""
-        self._execute = execute
+        self._client = client
+        self._durability = durability
+        self._timeout_s = timeout_s
         self._operations: list[Operation] = []
 
     def __len__(self) -> int:
@@ -238,5 +241,7 @@ class Pipeline:
     async def execute(self) -> list[Outcome]:
         """Send the collected operations; return one result or error per operation, in order."""
         operations, self._operations = self._operations, []
-        self.results = await self._execute(operations)
+        self.results = await self._client.execute(
+            operations, durability=self._durability, timeout_s=self._timeout_s
+        )
         return self.results

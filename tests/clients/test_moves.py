@@ -14,29 +14,27 @@ def test_the_node_that_got_most_comes_first():
     assert moves_text({1: A, 2: B, 3: B}) == "2 partitions moved to b:2, 1 to a:1"
 
 
-async def test_a_first_place_is_no_move_and_a_wave_is_told_once(monkeypatch):
+async def test_a_first_place_is_no_move_and_a_wave_is_told_once(monkeypatch, caplog):
     monkeypatch.setattr(placement, "QUIET_S", 0.01)
-    told: list[str] = []
-    moves = Moves(told.append)
+    moves = Moves()
     moves.placed(range(8), A)
     moves.finish()
-    assert told == []
+    assert caplog.messages == []
     for vb_id in range(8):  # one after the other, in less time than a wave needs to end
         moves.placed([vb_id], B)
-    await until_so(lambda: bool(told))
-    assert told == ["8 partitions moved to b:2"]
+    await until_so(lambda: bool(caplog.messages))
+    assert caplog.messages == ["8 partitions moved to b:2"]
     moves.placed([3], A)
     moves.placed([3], B)
     moves.finish()
-    assert told[1:] == ["1 partition moved to b:2"]
+    assert caplog.messages[1:] == ["1 partition moved to b:2"]
 
 
-async def test_a_wave_without_an_end_is_told_after_a_while(monkeypatch):
+async def test_a_wave_without_an_end_is_told_after_a_while(monkeypatch, caplog):
     monkeypatch.setattr(placement, "QUIET_S", 60.0)
     monkeypatch.setattr(placement, "WAVE_S_MAX", 0.0)
-    told: list[str] = []
-    moves = Moves(told.append)
+    moves = Moves()
     moves.placed([1], A)
     moves.placed([1], B)
-    await until_so(lambda: bool(told))
-    assert told == ["1 partition moved to b:2"]
+    await until_so(lambda: bool(caplog.messages))
+    assert caplog.messages == ["1 partition moved to b:2"]
