@@ -105,12 +105,9 @@ class Dialing:
     def _assign(self, now_s: float, sessions: Collection[Place]) -> list[Home]:
         """Give partitions to sessions, to running dials, or to new dials."""
         free = {*sessions, *self._dials}
-        groups, failure = self._cluster.due(self._homeless, now_s, 0.0, free)
-        if failure is not None:
-            self.failure = failure
-            assert self._cluster.topology is not None
-            _, without = self._cluster.topology.by_place(self._homeless)
-            self._waiting.update((vb_id, self._homeless.pop(vb_id)) for vb_id in without)
+        groups, without = self._cluster.due(self._homeless, now_s, 0.0, free)
+        self.failure = next(iter(without.values()), self.failure)
+        self._waiting.update((vb_id, self._homeless.pop(vb_id)) for vb_id in without)
         homes = []
         for place, vb_ids in groups.items():
             if place in sessions:

@@ -70,7 +70,7 @@ CHANGE_STREAMS: Final = b"change_streams"
 
 
 class Intake:
-    """See the module. One per connection; feeds may be added while it runs."""
+    """The streams of one connection of a backup. Feeds may be added while it runs."""
 
     def __init__(
         self,

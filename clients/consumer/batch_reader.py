@@ -62,7 +62,7 @@ class Source(Protocol):
 
 
 class BatchReader:
-    """See the module."""
+    """The batches of a consumer that were received, and how far its user is in them."""
 
     def __init__(
         self,

@@ -95,7 +95,10 @@ _WITH_XATTRS: Final = (
 
 
 class ConsumerCore:
-    """See the module. One per connection; partitions may be added while it runs."""
+    """The protocol of one connection: bytes in, batches and packets out.
+
+    Partitions may be added while it runs.
+    """
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ class SessionOwner(Protocol):
 
 
 class ConsumerSession:
-    """See the module."""
+    """A consumer's connection to one node, with its timers."""
 
     def __init__(self, owner: SessionOwner, link: Link, core: ConsumerCore) -> None:
         self.link = link

@@ -341,7 +341,7 @@ class Placement:
 
         `now_s` None: ignore pauses. Return the error of partitions without a node.
         """
-        groups, failure = self.cluster.due(self.homeless, now_s, jitter(), self._dials)
+        groups, without = self.cluster.due(self.homeless, now_s, jitter(), self._dials)
         for place, vb_ids in groups.items():
             if place in self._dials:
                 self._dials.start(place, vb_ids)
@@ -357,7 +357,7 @@ class Placement:
             else:
                 self._begin(spare, vb_ids)
         self.close_spare()
-        return failure
+        return next(iter(without.values()), None)
 
     def _begin(self, link: Link, vb_ids: list[int]) -> None:
         """Stream partitions over a new connection."""

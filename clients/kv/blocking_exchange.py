@@ -76,7 +76,7 @@ Begin = Callable[[Send, SyncLink], Started]
 
 
 class BlockingExchange(KvTransport):
-    """See the module."""
+    """Performs the calls of one `SyncKv` over blocking sockets."""
 
     def __init__(self, address: ServerAddress, router: Router) -> None:
         self.router = router

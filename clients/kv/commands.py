@@ -151,8 +151,8 @@ class KvTransport(ABC):
 
 
 class KvCommands:
-    """See the module. Each command goes to the node that serves its partition, and is retried until
-    its timeout. `timeout_s` None: that of the client, in seconds.
+    """The commands of one client. Each goes to the node that serves its partition, and is retried
+    until its timeout. `timeout_s` None: that of the client, in seconds.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ Flights = list[tuple[int, int, "asyncio.Future[list[Frame]]"]]
 
 
 class Exchange(KvTransport):
-    """See the module. A client and its collections share one."""
+    """Performs the calls of a `KvClient` over asyncio. The client and its collections share one."""
 
     def __init__(self, router: Router, connections: NodeLinks) -> None:
         self.router = router

@@ -82,7 +82,7 @@ async def list_keys(
 
 
 class _KeyScans:
-    """See the module."""
+    """The scans of one listing, over a connection to each node."""
 
     def __init__(self, seed: Link, timeout_s: float) -> None:
         self._links = {seed.place: seed}

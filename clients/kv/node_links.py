@@ -42,7 +42,7 @@ class News:
 
 
 class NodeLinks:
-    """See the module."""
+    """The connections of one client, one per node."""
 
     def __init__(self, address: ServerAddress, router: Router, timeout_s: float) -> None:
         self.address = address

@@ -293,9 +293,9 @@ class ClusterMap:
 
     def due(
         self, vb_ids: Iterable[int], now_s: float | None, jitter: float, free: Container[Place] = ()
-    ) -> tuple[dict[Place, list[int]], TopologyError | None]:
-        """Return the partitions whose node may be tried now, by its place, and the error of one
-        without a node. Their pauses begin; nodes in `free` need none. `now_s` None: ignore pauses.
+    ) -> tuple[dict[Place, list[int]], dict[int, TopologyError]]:
+        """Return the partitions whose node may be tried now, by its place, and why others have no
+        node. The nodes' pauses begin; those in `free` need none. `now_s` None: ignore pauses.
         """
         assert self.topology is not None
         places, without = self.topology.by_place(vb_ids)
@@ -307,7 +307,7 @@ class ClusterMap:
                 del places[place]
             else:
                 self.pause(place, now_s, jitter)
-        return places, next(iter(without.values()), None)
+        return places, without
 
     def pause_of(self, place: Place) -> Pause:
         """Return the pause of a node."""

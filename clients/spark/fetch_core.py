@@ -76,7 +76,7 @@ class StreamGoneError(DcpdError):
 
 
 class StreamState(Enum):
-    """See the module."""
+    """The states of the stream that reads one step."""
 
     ASKED = auto()
     OPEN = auto()
@@ -147,7 +147,7 @@ class Arrived(NamedTuple):
 
 
 class FetchCore:
-    """See the module. One per connection."""
+    """Reads the steps of one connection."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 
 
 class Survey:
-    """See the module. Keeps connections open until `close`."""
+    """Asks the nodes for the driver. It keeps connections open until `close`."""
 
     def __init__(
         self,
