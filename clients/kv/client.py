@@ -28,8 +28,7 @@ from typing import Any, Final
 from clients.address import ServerAddress, parse_address
 from clients.errors import DcpdError, NotFoundError
 from clients.kv.commands import KvCommands, checked_timeout
-from clients.kv.exchange import BATCH_OPERATIONS_MAX, Exchange
-from clients.kv.node_links import NodeLinks
+from clients.kv.exchange import BATCH_OPERATIONS_MAX, Exchange, NodeLinks
 from clients.kv.routing import Router
 from clients.link.topology import ClusterNode, Topology
 from clients.operation import (
