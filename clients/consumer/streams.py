@@ -168,13 +168,8 @@ class Batch(NamedTuple):
     @property
     def events(self) -> list[Event]:
         """The items, decoded. Changes of this list change the batch."""
-        self.decode()
+        self.items[:] = decoded(self.items)
         return cast("list[Event]", self.items)
-
-    def decode(self, at: int = 0) -> None:
-        """Replace mutations from index `at` on by an event for each. Earlier indexes stay."""
-        if any(type(item) is Mutations for item in self.items[at:]):
-            self.items[at:] = decoded(self.items[at:])
 
 
 def wanted_of(stream: PartitionStream) -> Wanted:
