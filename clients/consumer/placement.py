@@ -212,7 +212,11 @@ class Placement:
         }
         if not tasks:
             return None
-        done, pending = await asyncio.wait(tasks, timeout=limit_s)
+        try:
+            done, pending = await asyncio.wait(tasks, timeout=limit_s)
+        except BaseException:
+            await give_up(list(tasks), Link.close)
+            raise
         failure: DcpdError | None = None
         errors = []
         for task in done:

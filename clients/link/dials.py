@@ -161,6 +161,10 @@ class Dials:
                 if older is None:
                     raise none_answered(error, known) from error
                 break
+            except BaseException:
+                if older is not None:
+                    older.close()
+                raise
             if older is not None:
                 older.close()
             older = link

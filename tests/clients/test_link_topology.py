@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from scripted_peer import ScriptedPeer, config_of, reply
+from test_consumer_steering import until
 
 from clients.address import parse_address
 from clients.errors import ConnectError
@@ -97,3 +98,23 @@ async def test_the_other_nodes_are_asked_if_the_named_one_is_gone(unused_tcp_por
         known.adopt(topology(6, *[0] * 1024, nodes=nodes))
         found = await asyncio.to_thread(refresh_map, known, address)
         assert found.place_of(5) == nodes[1].place
+
+
+async def test_a_search_that_is_given_up_leaves_no_connection():
+    """One node has an older map, and the other one is silent."""
+    async with ScriptedPeer() as late, ScriptedPeer() as silent:
+        late.handlers[Opcode.GET_CLUSTER_CONFIG] = lambda frame: reply(
+            frame, value=config_of([late.port], rev=6)
+        )
+        silent.held.clear()
+        dials = Dials(
+            parse_address(f"127.0.0.1:{late.port},127.0.0.1:{silent.port}"), asyncio.Event()
+        )
+        dials.cluster.adopt(topology(7, *[0] * 1024, nodes=(ClusterNode("127.0.0.1", late.port),)))
+        search = asyncio.create_task(dials.newest_link())
+        await until(lambda: silent.connections == 1)
+        assert late.connections == 1
+        search.cancel()
+        await asyncio.wait([search])
+        await until(lambda: not late._writers)
+        silent.held.set()
