@@ -36,9 +36,9 @@ if TYPE_CHECKING:
         ConsumerArguments,
         ConsumerOptions,
         FollowArguments,
+        OnRollback,
         Start,
     )
-    from clients.consumer.rollback_strategy import OnRollback
     from clients.errors import (
         AmbiguousStatusError,
         AmbiguousWriteError,
@@ -83,9 +83,8 @@ if TYPE_CHECKING:
         StreamOpened,
         SystemEvent,
     )
-    from clients.kv.client import KvClient
+    from clients.kv.client import KvClient, Pipeline
     from clients.kv.commands import Json, JsonDocument
-    from clients.kv.pipeline import Pipeline
     from clients.kv.sync_client import SyncKv
     from clients.link.topology import ClusterNode, Topology
     from clients.mirror.mirror import Mirror
@@ -114,8 +113,7 @@ __getattr__ = lazy_names(
         "consumer.consumer": "Consumer",
         "consumer.counters": "ConsumerMetrics Measured export_prometheus",
         "consumer.group": "Group",
-        "consumer.options": "ConsumerArguments ConsumerOptions FollowArguments Start",
-        "consumer.rollback_strategy": "OnRollback",
+        "consumer.options": "ConsumerArguments ConsumerOptions FollowArguments OnRollback Start",
         "errors": "AmbiguousStatusError AmbiguousWriteError AuthenticationError CasMismatchError"
         " CheckpointError ConnectError ConnectionLostError DcpdError"
         " DurabilityImpossibleError ExistsError"
@@ -125,9 +123,8 @@ __getattr__ = lazy_names(
         " TopologyError UnknownCollectionError UnsupportedError WrongProtocolError",
         "event": "Change Deletion Event Mutation Rollback SeqnoAdvanced SnapshotEnd"
         " SnapshotStart StreamEnded StreamFailed StreamOpened SystemEvent",
-        "kv.client": "KvClient",
+        "kv.client": "KvClient Pipeline",
         "kv.commands": "Json JsonDocument",
-        "kv.pipeline": "Pipeline",
         "kv.sync_client": "SyncKv",
         "link.topology": "ClusterNode Topology",
         "mirror.mirror": "Mirror",

@@ -31,7 +31,7 @@ _OPEN: Final[dict[tuple[int, str], tuple[Any, int]]] = {}
 
 
 class LocalLmdb:
-    """See the module. Close it when done. Raises CheckpointError."""
+    """One LMDB file, used by one process. Close it when done. Raises CheckpointError."""
 
     def __init__(
         self, path: str | Path, file_format: str, *, version: int = 1, is_durable: bool = True

@@ -15,6 +15,8 @@ Invariants of a `Position`
 - `filter` is what the user asked for when the stream was opened. Resuming with another filter is
   refused, because it would skip documents without notice.
 
+`versions_of` reads the whole failover log of a partition from a server.
+
 Old ranges are thinned out (`RANGES_MAX`), because most rollbacks are shallow.
 """
 
@@ -23,15 +25,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
+from dcp.wire.frame import Frame
+from failover.rules.history import FAILOVER_ENTRIES_SHOWN
+
 RANGES_MAX: Final = 128
 """Ranges remembered before they are thinned out."""
 RANGES_NEWEST: Final = 16
 """The newest so many are never thinned out."""
-
 Versions = tuple[tuple[int, int], ...]
 Ranges = tuple[tuple[int, int], ...]
-
-
 NAMED_MAX: Final = 5
 """How many collections or prefixes a message names."""
 
@@ -171,3 +173,32 @@ def rollback_reason(before: Position, server_seqno: int, to_seqno: int) -> str:
     if to_seqno == server_seqno:
         return reason
     return f"{reason}; the newest complete state that we held at or below is that of {to_seqno}"
+
+
+def version_log_group(vb_id: int) -> bytes:
+    """Return the STAT group of a partition's whole failover log: up to 200 versions.
+
+    GET_FAILOVER_LOG and STAT `failovers` show the newest 25, as kv_engine has them. This group, an
+    extension of dcpd, shows all. A DCP connection with control x_version_log gets them without it.
+    A server that does not know the group has no more versions than it shows.
+    """
+    return b"version-log %d" % vb_id
+
+
+def versions_of(answer: Sequence[Frame], vb_id: int) -> tuple[tuple[int, int], ...]:
+    """Return (vb_uuid, seqno at which it began), newest first; () if the server does not tell."""
+    rows = {frame.key.decode(): frame.value for frame in answer if not frame.status}
+    name = f"vb_{vb_id}"
+    try:
+        count = int(rows.get(f"{name}:num_entries", b"0"))
+        return tuple(
+            (int(rows[f"{name}:{index}:id"]), int(rows[f"{name}:{index}:seq"]))
+            for index in range(count)
+        )
+    except (KeyError, ValueError):
+        return ()
+
+
+def may_be_longer(shown: Sequence[tuple[int, int]]) -> bool:
+    """Whether a server may have more versions than it showed to a plain client."""
+    return len(shown) >= FAILOVER_ENTRIES_SHOWN

@@ -86,7 +86,7 @@ class _Partition:
 
 
 class StreamValidator:
-    """See the module. Feed it every event, in order."""
+    """Checks one stream of events. Feed it every event, in order."""
 
     def __init__(self) -> None:
         self.event_count = 0

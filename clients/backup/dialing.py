@@ -1,29 +1,25 @@
-"""Connects a backup to the nodes of its partitions, to all nodes at the same time.
+"""Finds the nodes of a backup's partitions, and connects to all of them at the same time.
 
 Called by `clients.backup.run`, which owns the sessions and calls `step` regularly. `step` does not
-block, so a silent node delays only its own partitions.
+block, so a silent node delays only its own partitions. `clients.link` has the map, the pauses and
+the connection attempts.
 
 Invariants
-- a partition is in exactly one place: without a node, waiting for a newer topology, with a dial, or
-  returned by `step`;
-- there is at most one dial per node and one topology request at a time. Only partitions without a
-  node in the known topology wait for that request;
-- a failed attempt is repeated after a pause that doubles up to PAUSE_MAX_S, until `reset`.
+- a partition is in exactly one place: without a session (its node may be dialed), waiting for a
+  newer map, or returned by `step`;
+- only partitions that left their node, or have none, wait for a newer map.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Coroutine
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from clients.backup.feed import Feed
-from clients.errors import TRANSIENT, DcpdError, TopologyError
-from clients.link.dials import Dials, Pause
+from clients.errors import DcpdError
+from clients.link.dials import Dials
 from clients.link.pipelined_link import Link
-from clients.link.topology import Place, Topology
-
-PAUSE_MAX_S: Final = 2.0
+from clients.link.topology import Place
 
 
 class Home(NamedTuple):
@@ -36,131 +32,89 @@ class Home(NamedTuple):
 
 
 class Dialing:
-    """See the module. `find` fetches the topology, `connect` connects to a node, and `on_news` is
-    called when `step` has something to do.
-    """
+    """The partitions of a backup that have no session. `find` brings a newer map to `dials`."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        find: Callable[[], Coroutine[Any, Any, Topology]],
-        connect: Callable[[Place], Coroutine[Any, Any, Link]],
-        on_news: Callable[[], None],
-    ) -> None:
+    def __init__(self, dials: Dials, find: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.failure: DcpdError | None = None
         """The last error that keeps a partition from being streamed."""
-        self._topology = topology
-        self._is_stale = False
+        self._cluster = dials.cluster
         self._find = find
-        self._on_news = on_news
-        self._finding: asyncio.Task[Topology] | None = None
-        self._find_pause = Pause(PAUSE_MAX_S)
-        self._dials = Dials(connect, on_news)
-        self._dialed: dict[int, Feed] = {}
-        """Partition -> its feed, while its node is dialed."""
-        self._pauses: dict[Place, Pause] = {}
-        self._homeless: list[Feed] = []
-        self._waiting: list[Feed] = []
+        self._dials = dials
+        self._homeless: dict[int, Feed] = {}
+        """Also those whose node is being dialed."""
+        self._waiting: dict[int, Feed] = {}
+        """They wait for a newer map."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether every partition has a node."""
-        return not (self._homeless or self._waiting or self._dials)
+        """Whether every partition has a session."""
+        return not (self._homeless or self._waiting)
 
     def add(self, feeds: Collection[Feed]) -> None:
-        """Find the nodes of partitions in the known topology."""
-        self._homeless += feeds
+        """Find the nodes of partitions in the known map."""
+        self._homeless.update((feed.vb_id, feed) for feed in feeds)
 
     def add_lost(self, feeds: Collection[Feed]) -> None:
         """Find nodes for partitions whose connection was lost. The same node is tried first."""
-        self._homeless += feeds
-        self._is_stale = self._is_stale or bool(feeds)
+        self.add(feeds)
+        self._cluster.is_stale = self._cluster.is_stale or bool(feeds)
 
     def add_moved(self, feeds: Collection[Feed]) -> None:
-        """Find nodes for partitions that left their node. This needs a newer topology."""
-        self._waiting += feeds
-        self._is_stale = self._is_stale or bool(feeds)
+        """Find nodes for partitions that left their node. This needs a newer map."""
+        self._waiting.update((feed.vb_id, feed) for feed in feeds)
+        self._cluster.is_stale = self._cluster.is_stale or bool(feeds)
 
     def reset(self) -> None:
-        """Forget failures and start with short pauses again."""
+        """Forget failures, and make pauses short again."""
         self.failure = None
-        self._find_pause = Pause(PAUSE_MAX_S)
-        self._pauses.clear()
+        self._cluster.progress(None, is_placed=True)
 
     def step(self, now_s: float, sessions: Collection[Place]) -> list[Home]:
         """Return the partitions that have a node now. `sessions` are the connected nodes.
 
         Raises DcpdErrors that are not transient.
         """
-        self._collect_topology(now_s)
-        homes = self._collect_dials(now_s)
+        self.failure = self._dials.refreshed() or self.failure
+        homes = self._collect(now_s)
         homes += self._assign(now_s, {*sessions, *(home.place for home in homes)})
-        if self._is_stale and self._finding is None and now_s >= self._find_pause.until_s:
-            self._find_pause.begin(now_s)
-            self._finding = asyncio.create_task(self._find(), name="backup-map")
-            self._finding.add_done_callback(lambda _task: self._on_news())
+        self._dials.refresh_when_due(now_s, 0.0, self._refresh, is_placed=self.is_idle)
         return homes
 
     async def close(self) -> None:
-        """Cancel all dials and requests."""
+        """Cancel all connection attempts."""
         await self._dials.close()
-        if self._finding is not None:
-            self._finding.cancel()
-            await asyncio.gather(self._finding, return_exceptions=True)
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _collect_topology(self, now_s: float) -> None:
-        task = self._finding
-        if task is None or not task.done():
-            return
-        self._finding = None
-        try:
-            self._topology = task.result()
-        except TRANSIENT as error:
-            self.failure = error
-            self._find_pause.begin(now_s)
-            return
-        self._is_stale = False
-        self._homeless += self._waiting
+    async def _refresh(self) -> None:
+        await self._find()
+        self._cluster.is_stale = False
+        self._homeless.update(self._waiting)
         self._waiting.clear()
 
-    def _collect_dials(self, now_s: float) -> list[Home]:
+    def _collect(self, now_s: float) -> list[Home]:
+        """Return the partitions of each connection that is ready."""
         homes = []
-        for place, vb_ids, link, failure in self._dials.finished():
-            feeds = [self._dialed.pop(vb_id) for vb_id in vb_ids]
+        for place, vb_ids, link, failure in self._dials.finished(now_s, 0.0):
             if link is None:
                 self.failure = failure
-                self._pauses.setdefault(place, Pause(PAUSE_MAX_S)).begin(now_s)
-                self.add_lost(feeds)
             else:
-                homes.append(Home(place, link, feeds))
+                homes.append(Home(place, link, self._taken(vb_ids)))
         return homes
 
     def _assign(self, now_s: float, sessions: Collection[Place]) -> list[Home]:
         """Give partitions to sessions, to running dials, or to new dials."""
-        by_place: dict[Place, list[Feed]] = {}
-        left: list[Feed] = []
-        for feed in self._homeless:
-            try:
-                node = self._topology.node_of(feed.vb_id)
-            except TopologyError as error:
-                self.failure = error
-                self.add_moved([feed])
-                continue
-            by_place.setdefault(node.place, []).append(feed)
+        free = {*sessions, *self._dials}
+        groups, without = self._cluster.due(self._homeless, now_s, 0.0, free)
+        self.failure = next(iter(without.values()), self.failure)
+        self._waiting.update((vb_id, self._homeless.pop(vb_id)) for vb_id in without)
         homes = []
-        for place, feeds in by_place.items():
+        for place, vb_ids in groups.items():
             if place in sessions:
-                homes.append(Home(place, None, feeds))
-            elif (
-                place not in self._dials
-                and place in self._pauses
-                and now_s < self._pauses[place].until_s
-            ):
-                left += feeds
+                homes.append(Home(place, None, self._taken(vb_ids)))
             else:
-                self._dialed.update((feed.vb_id, feed) for feed in feeds)
-                self._dials.start(place, [feed.vb_id for feed in feeds])
-        self._homeless = left
+                self._dials.start(place, vb_ids)
         return homes
+
+    def _taken(self, vb_ids: Collection[int]) -> list[Feed]:
+        return [self._homeless.pop(vb_id) for vb_id in vb_ids if vb_id in self._homeless]

@@ -28,7 +28,7 @@ from dcp.wire.message import MarkerFlag
 
 
 class FeedState(Enum):
-    """See the module."""
+    """What is under way for a partition."""
 
     IDLE = auto()
     ASKED = auto()

@@ -40,6 +40,8 @@ from clients.streaming.outcome import (
     Postponed,
     RollbackAsked,
     StreamOutcome,
+    Verdict,
+    reason_name,
 )
 from clients.streaming.stream_connection import (
     BUFFER_BYTES,
@@ -48,7 +50,6 @@ from clients.streaming.stream_connection import (
     Setup,
     StreamConnection,
 )
-from clients.streaming.verdict import Verdict, reason_name
 from dcp.wire.frame import HEADER_BYTES, Frame, RemoteProtocolError
 from dcp.wire.message import OpenFlag, parse_advanced, parse_marker
 from dcp.wire.opcode import Opcode
@@ -69,7 +70,7 @@ CHANGE_STREAMS: Final = b"change_streams"
 
 
 class Intake:
-    """See the module. One per connection; feeds may be added while it runs."""
+    """The streams of one connection of a backup. Feeds may be added while it runs."""
 
     def __init__(
         self,

@@ -116,7 +116,7 @@ class _Newest(NamedTuple):
 
 
 class PointReader:
-    """See the module. Reads runs of one archive."""
+    """Reads partitions of one archive as of a point."""
 
     def __init__(
         self, archive: Archive, runs: Sequence[RunRecord], *, salvage: bool = False

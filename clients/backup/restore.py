@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress, count
 from struct import Struct
@@ -28,19 +28,28 @@ from clients.backup.archives.archive_errors import BackupError
 from clients.backup.archives.archive_manifest import RunRecord
 from clients.backup.archives.point import Point
 from clients.backup.reading import Damage, Findings, PointReader, View
-from clients.backup.restore_compare import KeptSample, NewerOnServer, newer_on_server
 from clients.backup.restore_link import RESTORE_FEATURES, RETRY_PAUSE_S, RestoreWriter
-from clients.backup.restore_load import SKIP_CONFLICT_RESOLUTION, Load, Loader
+from clients.backup.restore_load import SKIP_CONFLICT_RESOLUTION, Load, Loader, frames_of_load
 from clients.backup.run import collections_of
 from clients.backup.selection import Routes, Selection, split_key
 from clients.backup.strip import Stretch
+from clients.link.dials import Dials
 from clients.link.pipelined_link import Link
-from dcp.wire.frame import HEADER_BYTES
+from clients.link.topology import Place
+from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
 
 _KIND: Final = Struct(">xBHB")
 """Opcode, key length, extras length."""
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
+COMPARED_MAX: Final = 10_000
+"""Most documents that are compared: they are kept in memory while the restore runs."""
+_HEAD: Final = Struct(">xBHB11xQQQ")
+"""Of a stored frame: opcode, key length, extras length, CAS, seqno, revision."""
+_META: Final = Struct(">IIIQ")
+"""Of an answer to GET_META: whether it is deleted, flags, expiry, revision."""
+_BATCH: Final = 500
 
 
 class RestorePlan(NamedTuple):
@@ -166,16 +175,13 @@ class Restore:
     async def run(self, address: ServerAddress) -> RestoreReport:
         """Restore into a server. Raises DcpdErrors. A failed restore can be run again."""
         began_s = time.monotonic()
-        link = await Link.connect(address, features=self._features)
+        dials = Dials(address, asyncio.Event(), features=self._features)
+        link = await dials.refreshed_link()
         try:
             created = await self._prepare_collections(link)
-            topology = link.topology()
         finally:
             link.close()
-        writer = RestoreWriter(
-            address, topology, self._options,
-            features=self._features, retry_pause_s=self._retry_pause_s,
-        )  # fmt: skip
+        writer = RestoreWriter(dials, self._options, retry_pause_s=self._retry_pause_s)
         sample = KeptSample()
         try:
             for view in self._views():
@@ -193,7 +199,7 @@ class Restore:
         written -= sum(writer.refused.values())
         newer = None
         if writer.kept_newer and not written:
-            newer = await newer_on_server(address, topology, sample.kept)
+            newer = await newer_on_server(dials, sample.kept)
         return RestoreReport(
             plan, written, writer.kept_newer, writer.replaced_cas,
             refused, created, time.monotonic() - began_s, newer,
@@ -311,3 +317,80 @@ def _collection_id_of(data: bytes, key_at: int) -> bytes:
     while data[end - 1] & 0x80:
         end += 1
     return data[key_at:end]
+
+
+class Kept(NamedTuple):
+    """A version in the archive; `key` is a stored key, with its collection's id."""
+
+    vb_id: int
+    key: bytes
+    rev_seqno: int
+    cas: int
+
+
+class NewerOnServer(NamedTuple):
+    """How many of the compared documents are newer on the server, and how many of these are
+    deleted there.
+    """
+
+    compared: int
+    newer: int
+    deleted: int
+
+
+class KeptSample:
+    """The first documents that a restore sends."""
+
+    def __init__(self) -> None:
+        self.kept: list[Kept] = []
+
+    def take(self, load: Load) -> None:
+        """Take the documents of a load, up to COMPARED_MAX in all."""
+        if len(self.kept) >= COMPARED_MAX:
+            return
+        for frame in frames_of_load(load)[: COMPARED_MAX - len(self.kept)]:
+            _, key_len, extras_len, cas, _, rev_seqno = _HEAD.unpack_from(frame)
+            key_at = HEADER_BYTES + extras_len
+            key = frame[key_at : key_at + key_len]
+            self.kept.append(Kept(load.vb_id, key, rev_seqno, cas))
+
+
+async def newer_on_server(dials: Dials, kept: Sequence[Kept]) -> NewerOnServer:
+    """Say why a restore changed nothing: compare versions with those of the server.
+
+    A restore that is run again writes nothing, which is right. A restore of documents that were
+    changed or deleted since the backup writes nothing either, and that is seldom what its user
+    wants. What the server does not tell, for example because the user may not read, counts as not
+    compared. Raises ConnectError and other DcpdErrors.
+    """
+    topology = dials.cluster.topology
+    assert topology is not None
+    by_place: dict[Place, list[Kept]] = defaultdict(list)
+    for one in kept:
+        place = topology.place_of(one.vb_id)
+        if place is not None:
+            by_place[place].append(one)
+    compared = newer = deleted = 0
+    for place, items in by_place.items():
+        link = await dials.connect(place)
+        try:
+            for at in range(0, len(items), _BATCH):
+                batch = items[at : at + _BATCH]
+                opaque = link.take_opaques(len(batch))
+                packets = b"".join(
+                    pack_request(Opcode.GET_META, vb_id=one.vb_id, key=one.key, opaque=opaque + n)
+                    for n, one in enumerate(batch)
+                )
+                for one, frame in zip(
+                    batch, await link.send_batch(packets, opaque, len(batch)), strict=True
+                ):
+                    if frame.status != Status.OK or len(frame.extras) < _META.size:
+                        continue
+                    is_deleted, _, _, rev_seqno = _META.unpack_from(frame.extras)
+                    compared += 1
+                    if (rev_seqno, frame.cas) > (one.rev_seqno, one.cas):
+                        newer += 1
+                        deleted += bool(is_deleted)
+        finally:
+            link.close()
+    return NewerOnServer(compared, newer, deleted)

@@ -16,7 +16,6 @@ from collections import Counter, deque
 from collections.abc import Awaitable
 from typing import Final
 
-from clients.address import ServerAddress
 from clients.backup.restore_load import (
     FRAMES_BYTES_MAX,
     Load,
@@ -35,8 +34,9 @@ from clients.errors import (
     TemporaryError,
     error_from_status,
 )
+from clients.link.dials import Dials
 from clients.link.pipelined_link import Link
-from clients.link.topology import Topology
+from clients.link.topology import Place
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
 from dcp.wire.message import (
@@ -88,11 +88,9 @@ class RestoreWriter:
 
     def __init__(
         self,
-        address: ServerAddress,
-        topology: Topology,
+        dials: Dials,
         options: int,
         *,
-        features: tuple[int, ...] = RESTORE_FEATURES,
         retry_pause_s: float = RETRY_PAUSE_S,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
@@ -103,11 +101,9 @@ class RestoreWriter:
         self.examples: dict[int, str] = {}
         self.options = options
         self.answer_timeout_s = answer_timeout_s
-        self._features = features
         self._retry_pause_s = retry_pause_s
-        self._address = address
-        self._topology = topology
-        self._channels: dict[tuple[str, int], _Channel] = {}
+        self._dials = dials
+        self._channels: dict[Place, _Channel] = {}
         self._again: list[Load] = []
         """Items with a temporary refusal, to be sent again."""
         self._singly: list[Load] = []
@@ -136,14 +132,14 @@ class RestoreWriter:
             if not self._again:
                 return
             await asyncio.sleep(self._retry_pause_s)
-            await self._look_where_partitions_are()
+            (await self._dials.refreshed_link()).close()
             again, self._again = self._again, []
             for load in again:
                 await self.send(load)
         raise TemporaryError(
             f"the server refused {sum(load.changes for load in self._again)} documents in "
             f"{RETRIES_MAX} attempts",
-            node=self._address.node, hint="Check the server with dcpctl status, then run again.",
+            node=self._dials.node, hint="Check the server with dcpctl status, then run again.",
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -202,22 +198,14 @@ class RestoreWriter:
                 )
             raise self._failure
 
-    async def _look_where_partitions_are(self) -> None:
-        link = await Link.connect(self._address, features=self._features)
-        try:
-            assert link.handshake is not None
-            if link.handshake.config:
-                self._topology = link.topology()
-        finally:
-            link.close()
-
     async def _channel(self, vb_id: int) -> _Channel:
         """Return the connection to a partition's node."""
-        node = self._topology.node_of(vb_id)
-        place = node.place
+        topology = self._dials.cluster.topology
+        assert topology is not None
+        place = topology.node_of(vb_id).place
         channel = self._channels.get(place)
         if channel is None:
-            link = await Link.connect(self._address.at(*place), features=self._features)
+            link = await self._dials.connect(place)
             channel = self._channels[place] = _Channel(self, link)
         return channel
 

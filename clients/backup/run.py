@@ -44,9 +44,10 @@ from clients.errors import (
     StreamViolationError,
     error_from_status,
 )
+from clients.link.dials import Dials
 from clients.link.handshake import FEATURES
 from clients.link.pipelined_link import Link
-from clients.link.topology import Place, Topology
+from clients.link.topology import Place
 from dcp.wire.feature import Feature
 from dcp.wire.frame import ProtocolError
 from dcp.wire.opcode import Opcode
@@ -59,6 +60,8 @@ GIVE_UP_AFTER_S: Final = 60.0
 ANSWER_TIMEOUT_S: Final = 10.0
 """Timeout for the list of collections, which the server has in memory."""
 TICK_S: Final = 0.1
+PAUSE_MAX_S: Final = 2.0
+"""The longest pause between two attempts at a node."""
 KEEP_S: Final = 5.0
 """How often a run checks whether the archive's lock needs renewal."""
 
@@ -176,7 +179,9 @@ class Backup:
         self._segment_bytes = segment_bytes
         self._sessions: dict[Place, _Session] = {}
         self._feeds: dict[int, Feed] = {}
-        self._dialing: Dialing | None = None
+        self._dials = Dials(address, self.wake, features=PUSH_FEATURES, longest_s=PAUSE_MAX_S)
+        self._cluster = self._dials.cluster
+        self._dialing = Dialing(self._dials, self._refresh)
         self._chunker = Chunker(chunk_bytes)
         self._queue: list[asyncio.Future[None]] = []
         """Chunks whose result was not looked at yet; those that are written, too."""
@@ -212,11 +217,8 @@ class Backup:
             )  # fmt: skip
             self._writer.adopt(found)
             try:
-                topology = await self._find_topology()
-                self._prepare_feeds(topology, run, runs, found)
-                self._dialing = Dialing(
-                    topology, self._find_topology, self._connect, on_news=self.wake.set
-                )
+                await self._refresh()
+                self._prepare_feeds(run, runs, found)
                 self._dialing.add(self._feeds.values())
                 await self._follow(self._dialing, lock)
                 await self._finish_writing()
@@ -225,8 +227,7 @@ class Backup:
                     await self._finish_writing()  # keep the open segment for the next run
                 raise
             finally:
-                if self._dialing is not None:
-                    await self._dialing.close()
+                await self._dialing.close()
                 for session in self._sessions.values():
                     session.link.close()
                 await asyncio.sleep(0)  # lets the transports finish closing
@@ -253,7 +254,6 @@ class Backup:
             if self._done == len(self._feeds):
                 self.wake.set()
         if intake.gone:
-            assert self._dialing is not None
             self._dialing.add_moved(intake.gone)
             intake.gone.clear()
             self.wake.set()
@@ -266,11 +266,12 @@ class Backup:
 
     def _prepare_feeds(
         self,
-        topology: Topology,
         run: int,
         runs: list[RunRecord],
         found: list[tuple[str, int, Footer]],
     ) -> None:
+        topology = self._cluster.topology
+        assert topology is not None
         legs = {}
         for _, _, footer in found:
             legs.update(footer.legs)
@@ -332,18 +333,15 @@ class Backup:
             self._wire_bytes += session.intake.wire_bytes
             dialing.add_lost(session.intake.abandon())
 
-    async def _find_topology(self) -> Topology:
-        link = await Link.connect(self._address, features=PUSH_FEATURES)
+    async def _refresh(self) -> None:
+        """Get the map and the collections from the first node that answers."""
+        link = await self._dials.refreshed_link()
         try:
-            topology = link.topology()
             self._collections = await collections_of(link)
-            self._is_one_node = len(topology.nodes) == 1
-            return topology
+            assert self._cluster.topology is not None
+            self._is_one_node = len(self._cluster.topology.nodes) == 1
         finally:
             link.close()
-
-    async def _connect(self, place: Place) -> Link:
-        return await Link.connect(self._address.at(*place), features=PUSH_FEATURES)
 
     def _stream_from(self, home: Home) -> None:
         """Stream partitions from their node."""

@@ -53,7 +53,7 @@ class Stretch(NamedTuple):
 
 
 class Strip:
-    """See the module."""
+    """The frames of one section, as columns."""
 
     __slots__ = (
         "_body_sizes", "_ends", "_extras_sizes", "_first_bytes", "_key_sizes", "_opcodes",

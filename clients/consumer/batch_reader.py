@@ -7,7 +7,7 @@ Called by `clients.consumer` for its user, and by `clients.consumer.supervisor` 
 Invariants
 - events are returned in the order of arrival, each once. If an iteration stops in the middle of a
   batch, the next iteration gets the rest;
-- mutations are decoded (`Batch.decode`) before they are returned, or not at all (`lazy_batches`);
+- mutations are decoded (`decoded`) before they are returned, or not at all (`lazy_batches`);
 - piece_start <= count <= len(batch.items): items up to `_piece_start` are processed, items up to
   `_count` are returned. No position is ahead of `_count`;
 - a batch is acknowledged to its session, and so to flow control, when the user asks for the next;
@@ -25,10 +25,10 @@ from typing import Final, NamedTuple, Protocol, cast
 from clients.checkpoint.checkpoint import Checkpoint
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.node_session import ConsumerSession
-from clients.consumer.partition_stream import Batch, Item, advance
 from clients.consumer.saving import Saver
+from clients.consumer.streams import Batch, Item, advance
 from clients.event import Deletion, Event, Mutation, Rollback
-from clients.streaming.mutations import Mutations
+from clients.streaming.mutations import Mutations, decoded
 from clients.validator import StreamValidator
 
 PIECES_PER_S: Final = 10
@@ -62,7 +62,7 @@ class Source(Protocol):
 
 
 class BatchReader:
-    """See the module."""
+    """The batches of a consumer that were received, and how far its user is in them."""
 
     def __init__(
         self,
@@ -229,9 +229,11 @@ class BatchReader:
 
     def _decode_rest(self, batch: Batch) -> None:
         """Decode what was not returned yet."""
-        before = batch.items[self._count : self._looked_at]
-        self._looked_at += _events_in(before) - len(before)
-        batch.decode(self._count)
+        items, at = batch.items, self._count
+        if any(type(item) is Mutations for item in items[at:]):
+            before = items[at : self._looked_at]
+            self._looked_at += _events_in(before) - len(before)
+            items[at:] = decoded(items[at:])
 
     def _piece_ends(self, items: list[Item], *, asks: bool) -> list[int]:
         """Return where to split a batch: for the rate limit, and before rollbacks to decide."""

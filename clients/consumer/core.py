@@ -35,16 +35,15 @@ from typing import Final
 
 from clients.consumer.extensions import DEFAULT_ONLY, Extensions, left_in
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import (
+from clients.consumer.streams import (
     Batch,
-    OpenBatch,
     PartitionStream,
     PartitionStreamState,
+    StreamRequests,
     Wanted,
     misplaced,
     mixed_up,
 )
-from clients.consumer.stream_requests import StreamRequests
 from clients.errors import DcpdError, StreamViolationError
 from clients.event import (
     Deletion,
@@ -96,7 +95,10 @@ _WITH_XATTRS: Final = (
 
 
 class ConsumerCore:
-    """See the module. One per connection; partitions may be added while it runs."""
+    """The protocol of one connection: bytes in, batches and packets out.
+
+    Partitions may be added while it runs.
+    """
 
     def __init__(
         self,
@@ -118,10 +120,7 @@ class ConsumerCore:
             draw=draw,
         )  # fmt: skip
         self.node = node
-        self._batch = OpenBatch()
-        self.streams = StreamRequests(
-            setup, extensions, self._batch, self._on_message, options, node
-        )
+        self.streams = StreamRequests(setup, extensions, self._on_message, options, node)
         """The streams and their requests."""
         self._connection = self.streams.connection
         self._extensions = extensions
@@ -159,16 +158,16 @@ class ConsumerCore:
         """
         assert self.failure is None
         self._connection.requests.now_ns = now_ns
-        batch = self._batch
-        batch.begin()
+        streams = self.streams
+        items = streams.items = []
+        touched = streams.touched = {}
         buffer = self._buffer.take(data)
         if buffer is None:
-            return Batch(batch.items, {}, 0, {})
+            return Batch(items, {}, 0, {})
         try:
             wire_bytes = self._decode(buffer)
         except (ProtocolError, DcpdError) as error:
             self.failure, wire_bytes = error, 0  # the connection ends, so nothing is acknowledged
-        items = batch.items
         opened = self._extensions
         is_filtered = opened.leaves_out_here or self._hidden or self._older_than
         if self._has_many or is_filtered:
@@ -184,8 +183,9 @@ class ConsumerCore:
                 prefixes = opened.key_prefixes if opened.leaves_out_here else ()
                 events = left_in(events, prefixes, self._hidden, self._older_than)
             items = [*events]
-        positions = {stream.vb_id: stream.position() for stream in batch.touched}
-        return Batch(items, positions, wire_bytes, batch.markers, opened.collections, opened.filter)
+        markers = {stream.vb_id: marker for stream, marker in touched.items() if marker[1]}
+        positions = {stream.vb_id: stream.position() for stream in touched}
+        return Batch(items, positions, wire_bytes, markers, opened.collections, opened.filter)
 
     def processed(self, batch: Batch) -> None:
         """The user has processed a batch. Acknowledge at half the window."""
@@ -195,11 +195,6 @@ class ConsumerCore:
         """Request streams again whose pause is over."""
         self._connection.requests.now_ns = now_ns
         self.streams.tick(now_ns)
-
-    @property
-    def next_tick_ns(self) -> int | None:
-        """When `tick` must be called next; None if no stream waits."""
-        return self._connection.next_due_ns
 
     @property
     def oldest_request_ns(self) -> int | None:
@@ -256,10 +251,10 @@ class ConsumerCore:
         if vb_id != stream.vb_id:
             return 0  # `_take_mutation` has the words
         mutations = Mutations(vb_id, first, last, count, (buffer, at, self._prefix_bytes))
-        if stream not in self._batch.touched:
-            self._batch.touch(stream)
+        if stream not in self.streams.touched:
+            self.streams.touched[stream] = stream.marker_start, stream.marker_end
         stream.move_over(mutations)
-        items = self._batch.items
+        items = self.streams.items
         items.append(mutations)
         if last == stream.marker_end:
             stream.complete_snapshot()
@@ -286,8 +281,8 @@ class ConsumerCore:
             return 0
         if stream is None:
             return stop
-        if stream not in self._batch.touched:
-            self._batch.touch(stream)
+        if stream not in self.streams.touched:
+            self.streams.touched[stream] = stream.marker_start, stream.marker_end
         if vb_id != stream.vb_id:
             raise mixed_up(stream, vb_id)
         if not stream.seqno < seqno <= stream.marker_end:
@@ -299,7 +294,7 @@ class ConsumerCore:
         if self._previous is not None or datatype & DATATYPE_XATTR:
             self._complete(change, stream, opaque)
         stream.move(seqno)
-        items = self._batch.items
+        items = self.streams.items
         items.append(change)
         if seqno == stream.marker_end:
             stream.complete_snapshot()
@@ -318,10 +313,11 @@ class ConsumerCore:
         """Process a message of an open stream that is neither a mutation nor the stream's end."""
         handler = _MESSAGES.get(frame.opcode)
         if handler is not None:
-            if stream not in self._batch.touched:
-                self._batch.touch(stream)
-            if frame.vb_id != stream.vb_id:
-                raise mixed_up(stream, frame.vb_id)
+            if stream not in self.streams.touched:
+                self.streams.touched[stream] = stream.marker_start, stream.marker_end
+            vb_id = frame.status  # the header field that holds it in a request
+            if vb_id != stream.vb_id:
+                raise mixed_up(stream, vb_id)
             handler(self, stream, frame)
 
     # -- messages of a stream ------------------------------------------------------------------
@@ -341,7 +337,7 @@ class ConsumerCore:
                 vb_id=stream.vb_id, node=self.node,
             )  # fmt: skip
         stream.begin_snapshot(marker.start_seqno, marker.end_seqno)
-        self._batch.items.append(SnapshotStart(stream.vb_id, *marker))
+        self.streams.items.append(SnapshotStart(stream.vb_id, *marker))
 
     def on_deletion(self, stream: PartitionStream, frame: Frame) -> None:
         """A document was deleted or expired."""
@@ -355,7 +351,7 @@ class ConsumerCore:
         )
         if frame.datatype & DATATYPE_XATTR:
             deletion.xattrs, _ = split_xattrs(frame.value)
-        self._batch.items.append(deletion)
+        self.streams.items.append(deletion)
         self._complete_at(stream, seqno)
 
     def on_advanced(self, stream: PartitionStream, frame: Frame) -> None:
@@ -364,7 +360,7 @@ class ConsumerCore:
 
     def _pass(self, stream: PartitionStream, seqno: int) -> None:
         self._move(stream, seqno)
-        self._batch.items.append(SeqnoAdvanced(stream.vb_id, seqno))
+        self.streams.items.append(SeqnoAdvanced(stream.vb_id, seqno))
         self._complete_at(stream, seqno)
 
     def on_system_event(self, stream: PartitionStream, frame: Frame) -> None:
@@ -378,7 +374,7 @@ class ConsumerCore:
             self._pass(stream, seqno)
             return
         self._move(stream, seqno)
-        self._batch.items.append(
+        self.streams.items.append(
             SystemEvent(
                 stream.vb_id, seqno, kind, event.manifest_uid, event.scope_id, event.collection_id,
                 event.name, event.max_ttl_s,
@@ -423,7 +419,7 @@ class ConsumerCore:
     def _complete_at(self, stream: PartitionStream, seqno: int) -> None:
         if seqno == stream.marker_end:
             stream.complete_snapshot()
-            self._batch.items.append(SnapshotEnd(stream.vb_id, seqno))
+            self.streams.items.append(SnapshotEnd(stream.vb_id, seqno))
 
 
 def _split_keys(events: list[Event]) -> None:

@@ -39,7 +39,7 @@ DEFAULT_ONLY: Final = (0,)
 
 
 class Extensions:
-    """See the module. One per connection."""
+    """The extensions of one connection: those asked for, and those that the server granted."""
 
     def __init__(
         self,

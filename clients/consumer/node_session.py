@@ -19,7 +19,7 @@ from typing import Final, Protocol
 from clients.consumer.core import ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Batch, Wanted
+from clients.consumer.streams import Batch, Wanted
 from clients.errors import DcpdError, StatusError, StreamViolationError
 from clients.link.pipelined_link import Link
 from dcp.wire.frame import ProtocolError
@@ -63,7 +63,7 @@ class SessionOwner(Protocol):
 
 
 class ConsumerSession:
-    """See the module."""
+    """A consumer's connection to one node, with its timers."""
 
     def __init__(self, owner: SessionOwner, link: Link, core: ConsumerCore) -> None:
         self.link = link

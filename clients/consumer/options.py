@@ -12,14 +12,14 @@ be.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final, Literal, TypedDict, cast
 
 from clients.checkpoint.checkpoint import AsyncCheckpointStore, CheckpointStore
 from clients.consumer.group import Group
-from clients.consumer.rollback_strategy import OnRollback, check_strategy
+from clients.event import Rollback
 from clients.position import Filter, Position
 from clients.streaming.stream_connection import BUFFER_BYTES, NAME_BYTES_MAX, NOOP_INTERVAL_S
 from dcp.wire.frame import MAX_KEY_BYTES
@@ -43,6 +43,15 @@ Start = Literal["beginning", "now"] | datetime | Mapping[int, Position | int]
 """Where to begin; see `clients.consumer.starting_point`."""
 Chosen = Literal["all"] | tuple[str | int, ...] | None
 """Collections by name or id; None: the default collection only."""
+
+
+Decision = Literal["undo", "restart", "fail"] | int
+"""What to do: "undo" goes back to the event's seqno, "restart" to 0, "fail" raises
+HistoryBranchedError. A seqno means the newest complete state at or below it."""
+OnRollback = (
+    Literal["undo", "restart", "fail"] | Callable[[Rollback], Decision | Awaitable[Decision]]
+)
+_WORDS: Final = ("undo", "restart", "fail")
 
 
 @dataclass(frozen=True)
@@ -398,3 +407,13 @@ def is_whole(store: object) -> bool:
 def _is_in(value: object, minimum: int, maximum: int) -> bool:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     return is_int and minimum <= value <= maximum  # type: ignore[operator]
+
+
+def check_strategy(strategy: OnRollback) -> OnRollback:
+    """Return the strategy. Raises ValueError if it is not a known word or a function."""
+    if not callable(strategy) and strategy not in _WORDS:
+        raise ValueError(
+            f"on_rollback {strategy!r}: use {', '.join(map(repr, _WORDS))}, or a function that gets"
+            " the Rollback and returns one of them or a seqno"
+        )
+    return strategy

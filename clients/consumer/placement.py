@@ -3,51 +3,52 @@
 Invariants
 - a followed partition is in exactly one place: with a session's core, in `homeless`, or with the
   consumer (held for a decision, paused);
-- the newest configuration is used, from whichever node it came. If it moves a partition to another
-  node, the stream moves too. An older one than was known is used only if no node has a newer one;
-- nodes are dialed independently, and asked for the map beside that, so a stalled node delays only
-  its own partitions;
-- two attempts at the same node are at least a pause apart.
+- if the newest configuration moves a partition to another node, the stream moves too;
+- two attempts at a node, also to stream over a connection that it has, are at least a pause apart.
+
+`clients.link` has the map, the pauses and the connection attempts.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from random import Random
 from typing import Final
 
 from clients.address import ServerAddress
 from clients.consumer.counters import ConsumerMetrics
-from clients.consumer.map_watch import MapWatch
-from clients.consumer.moves import Moves
 from clients.consumer.node_session import LOG, ConsumerSession
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Wanted
+from clients.consumer.streams import Wanted
 from clients.errors import (
     TRANSIENT,
     DcpdError,
     OperationTimeoutError,
     TopologyError,
-    none_answered,
 )
-from clients.link.dials import Dials, Pause
-from clients.link.first_answer import first_answer, give_up
-from clients.link.handshake import PUSH_FEATURES
-from clients.link.pipelined_link import Link
-from clients.link.topology import Place, Topology, parse_topology, single_node
+from clients.link.dials import Dials, MapWatch
+from clients.link.pipelined_link import Link, give_up
+from clients.link.topology import Place, Topology, single_node
 
 OPEN_PAUSE_S: Final = 0.2
 OPEN_PATIENCE_S: Final = 1.0
 """While a consumer opens: how long nodes have before another one is asked for a newer map, and the
 pause before that."""
+QUIET_S: Final = 1.0
+WAVE_S_MAX: Final = 10.0
+"""A wave of moved partitions, of which one line is logged, ends after such a silence or time."""
 
 jitter: Final = Random().random  # noqa: S311 - not for secrets
 
 
 class Placement:
-    """See the module. `make_session` gets a link that is ready for DCP_OPEN."""
+    """The sessions of a consumer, and its partitions without one.
+
+    `make_session` gets a link that is ready for DCP_OPEN.
+    """
 
     def __init__(
         self,
@@ -57,7 +58,6 @@ class Placement:
         options: ConsumerOptions,
     ) -> None:
         self.address = address
-        self.topology: Topology | None = None
         self.sessions: dict[Place, ConsumerSession] = {}
         self.homeless: dict[int, Wanted] = {}
         self._metrics = metrics
@@ -65,25 +65,16 @@ class Placement:
         self._connect_timeout_s = options.connect_timeout_s
         self._give_up_after_s = options.give_up_after_s
         self._work = asyncio.Event()
-        self._dials = Dials(self._dial, self._work.set)
-        self._pauses: dict[Place, Pause] = {}
-        """Node -> pause before the next attempt."""
-        self._refresh_pause = Pause()
-        self.has_paused = False
-        """A pause has begun since all were short."""
-        self._is_stale = False
-        """The configuration must be refreshed before the next attempt."""
-        self._avoid: Place | None = None
-        """A node that refuses for long: a newer configuration is wanted, from another one."""
-        self._refreshing: asyncio.Task[None] | None = None
-        self._refreshes = 0
-        self._watch = MapWatch(self._dial, self.take_pushed)
-        self._moves = Moves(LOG.warning)
+        self._dials = Dials(address, self._work, timeout_s=self._connect_timeout_s)
+        self.cluster = self._dials.cluster
+        self._watch = MapWatch(self._dials, self.take_pushed)
+        self._moves = Moves()
         self._spare: dict[Place, Link] = {}
-        self._revision: tuple[int, int] | None = None
-        """Revision of the newest configuration so far."""
-        self._nodes: list[Place] = []
-        """Nodes of that configuration, to ask if the first node is gone."""
+
+    @property
+    def topology(self) -> Topology | None:
+        """The configuration to go by; None: it is unknown, or out of date."""
+        return self.cluster.topology
 
     # -- called by the consumer ------------------------------------------------------------------
 
@@ -94,19 +85,9 @@ class Placement:
             self._work.set()
 
     def progress(self, session: ConsumerSession | None = None) -> None:
-        """A node (None: any) sent data, so its next pause is short again.
-
-        The pause between refreshes of the configuration is reset only if all partitions have a
-        node. Progress of other partitions does not help one without a node.
-        """
-        if session is None or not self.homeless:
-            self._refresh_pause.shorten()
-        pauses = self._pauses
-        for place in pauses if session is None else pauses.keys() & {session.link.place}:
-            pauses[place].shorten()
-        self.has_paused = not all(
-            pause.is_short for pause in (self._refresh_pause, *pauses.values())
-        )
+        """A node (None: any) sent data, so its next pause is short again."""
+        place = None if session is None else session.link.place
+        self.cluster.progress(place, is_placed=session is None or not self.homeless)
 
     def lost(self, session: ConsumerSession) -> bool:
         """A connection is lost. Return False if it was already replaced."""
@@ -114,13 +95,13 @@ class Placement:
         if self.sessions.get(place) is not session:
             return False
         del self.sessions[place]
-        self.topology = None
+        self.cluster.topology = None
         self._work.set()
         return True
 
     def want_map(self, session: ConsumerSession) -> None:
         """A node refuses for long: ask another one for a newer configuration."""
-        self._avoid = session.link.place
+        self.cluster.avoid = session.link.place
         self._work.set()
 
     def has_moved(self, vb_id: int, session: ConsumerSession) -> bool:
@@ -132,30 +113,23 @@ class Placement:
 
     def adopt(self, config: bytes, host: str, *, is_last_resort: bool = False) -> None:
         """Adopt a configuration if it is newer. b"" means that the known one is out of date."""
+        cluster = self.cluster
         if not config:
-            self.topology = None
+            cluster.topology = None
             return
-        topology = parse_topology(config, host, is_tls=self.address.is_tls)
-        if not topology.is_newer_than(self.topology):
+        before = None if cluster.newest is None else cluster.newest.revision
+        if not cluster.learn(config, host, is_last_resort=is_last_resort):
             return
-        if self._revision is not None and topology.revision < self._revision:
-            if not is_last_resort:
-                return  # its node is cut off from the cluster, or late
-            LOG.warning("the cluster configuration went back from %s", self._revision)
-        is_new = self._revision is not None and topology.revision > self._revision
-        if is_new:
+        topology = cluster.topology
+        assert topology is not None
+        if before is not None and topology.revision < before:
+            LOG.warning("the cluster configuration went back from %s", before)
+        if before is not None and topology.revision > before:
             self._metrics.topology_changes += 1
             LOG.info(
                 "new cluster configuration %s (was %s): %d nodes",
-                topology.revision, self._revision, len(topology.nodes),
+                topology.revision, before, len(topology.nodes),
             )  # fmt: skip
-        self._revision = topology.revision
-        self._nodes = [node.place for node in topology.nodes]
-        self.topology = topology
-        self._avoid = None
-        known = {*self._nodes, *self.sessions}
-        self._pauses = {place: pause for place, pause in self._pauses.items() if place in known}
-        if is_new:
             self._move_streams(topology)
 
     def take_pushed(self, config: bytes, host: str) -> None:
@@ -168,15 +142,12 @@ class Placement:
     async def close(self) -> None:
         """Close all connections."""
         self._moves.finish()
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.gather(self._refreshing, return_exceptions=True)
+        await self._dials.close()
         await self._watch.close()
         sessions, self.sessions = self.sessions, {}
         for session in sessions.values():
             session.close()
         self.close_spare()
-        await self._dials.close()
 
     def _move_streams(self, topology: Topology) -> None:
         """Remove streams from nodes that no longer serve their partition.
@@ -199,49 +170,16 @@ class Placement:
     async def refresh(self) -> None:
         """Get the configuration from the first node that answers, and keep its connection.
 
-        A node whose configuration is older than the known one counts only if no other answers. Each
-        time another node is asked first. If none answers, raises the last connection error.
+        If none answers, raises the last connection error.
         """
-        known = list(dict.fromkeys([*self.address.places, *self.sessions, *self._nodes]))
-        turn = self._refreshes % len(known)
-        self._refreshes += 1
-        left = known[turn:] + known[:turn]
-        if self._avoid in left:
-            left.append(left.pop(left.index(self._avoid)))
-        self._avoid = None
-        older: tuple[Place, Link] | None = None
-        while left:
-            try:
-                place, link = await first_answer(self._dial, left, Link.close)
-            except TRANSIENT as error:
-                if older is None:
-                    raise none_answered(error, known) from error
-                break
-            if older is not None:
-                older[1].close()
-            older = place, link
-            if not self._is_older(link):
-                break
-            left.remove(place)
-        assert older is not None, "there is at least one node"
-        place, link = older
-        self._keep_spare(place, link)
+        link = await self._dials.newest_link(self.sessions)
+        self._keep_spare(link)
         assert link.handshake is not None
         if link.handshake.config:
-            self.adopt(link.handshake.config, place[0], is_last_resort=True)
+            self.adopt(link.handshake.config, link.place[0], is_last_resort=True)
         if self.topology is None:
-            self.topology = single_node(*place)
-        self._is_stale = False
-
-    def _is_older(self, link: Link) -> bool:
-        """Whether a new connection brought an older configuration than the known one."""
-        assert link.handshake is not None
-        if self._revision is None or not link.handshake.config:
-            return False
-        try:
-            return link.topology().revision < self._revision
-        except TopologyError:
-            return True  # it cannot be read; another node's may
+            self.cluster.topology = single_node(*link.place)
+        self.cluster.is_stale = False
 
     async def links_of(self, vb_ids: list[int]) -> list[tuple[Link, list[int]]]:
         """Return a connection, not yet streaming, for each node of these partitions.
@@ -254,14 +192,8 @@ class Placement:
         while True:
             assert self.topology is not None
             has_several = len(self.topology.nodes) > 1
-            failure: DcpdError | None = None
-            groups: dict[Place, list[int]] = {}
-            try:
-                for vb_id in vb_ids:
-                    node = self.topology.node_of(vb_id)
-                    groups.setdefault(node.place, []).append(vb_id)
-            except TopologyError as error:
-                failure = error
+            groups, without = self.topology.by_place(vb_ids)
+            failure: DcpdError | None = next(iter(without.values()), None)
             limit_s = min(patience_s, self._connect_timeout_s) if has_several else None
             failure = failure or await self._dial_spares(list(groups), limit_s)
             if failure is None:
@@ -274,19 +206,23 @@ class Placement:
     async def _dial_spares(self, places: list[Place], limit_s: float | None) -> DcpdError | None:
         """Keep a connection to each node; return why one has none. Raises what is not transient."""
         tasks = {
-            asyncio.create_task(self._dial(place)): place
+            asyncio.create_task(self._dials.connect(place)): place
             for place in places
             if place not in self._spare or self._spare[place].is_closed
         }
         if not tasks:
             return None
-        done, pending = await asyncio.wait(tasks, timeout=limit_s)
+        try:
+            done, pending = await asyncio.wait(tasks, timeout=limit_s)
+        except BaseException:
+            await give_up(list(tasks), Link.close)
+            raise
         failure: DcpdError | None = None
         errors = []
         for task in done:
             error = task.exception()
             if error is None:
-                self._keep_spare(tasks[task], task.result())
+                self._keep_spare(task.result())
             elif isinstance(error, TRANSIENT):
                 failure = error
             else:
@@ -327,7 +263,7 @@ class Placement:
             patience_s = OPEN_PATIENCE_S if has_several else self._connect_timeout_s
             failure = await self._settle(loop.time() + patience_s) or failure
             if not self.homeless:
-                self._watch.update([*self.sessions], self._nodes)
+                self._watch.update([*self.sessions], self._nodes())
                 return
             if loop.time() >= deadline_s or (failure is not None and not has_several):
                 raise failure or OperationTimeoutError(
@@ -382,45 +318,26 @@ class Placement:
 
         Raises other DcpdErrors. It waits for nobody.
         """
-        failure = self._collect() or self._refreshed()
-        if self._needs_refresh() and now_s >= self._refresh_pause.until_s:
-            self._pause(self._refresh_pause, now_s)
-            self._refreshing = asyncio.create_task(self.refresh(), name="consumer-map")
-            self._refreshing.add_done_callback(lambda _task: self._work.set())
+        failure = self._collect() or self._dials.refreshed()
+        self._dials.refresh_when_due(now_s, jitter(), self.refresh, is_placed=not self.homeless)
         if self.topology is not None:
             failure = self._assign(now_s) or failure
-        self._watch.update([*self.sessions], self._nodes)
+        self._watch.update([*self.sessions], self._nodes())
         return failure
 
-    def _needs_refresh(self) -> bool:
-        """Whether a configuration is wanted, and none is being asked for."""
-        is_unknown = self.topology is None or self._is_stale
-        is_wanted = (bool(self.homeless) and is_unknown) or self._avoid is not None
-        return is_wanted and self._refreshing is None
-
-    def _refreshed(self) -> DcpdError | None:
-        """Take the end of a refresh; return its error. Raises one that is not transient."""
-        task = self._refreshing
-        if task is None or not task.done():
-            return None
-        self._refreshing = None
-        try:
-            task.result()
-        except TRANSIENT as error:
-            return error
-        return None
+    def _nodes(self) -> list[Place]:
+        newest = self.cluster.newest
+        return [] if newest is None else [node.place for node in newest.nodes]
 
     def _collect(self) -> DcpdError | None:
         """Begin a session for each link that is ready; return the error of a failed one."""
         failure = None
         now_s = asyncio.get_running_loop().time()
-        for place, vb_ids, link, problem in self._dials.finished():
+        for _, vb_ids, link, problem in self._dials.finished(now_s, jitter()):
             if link is None:
                 failure = problem
-                self._pause(self._pause_of(place), now_s)
-                self._is_stale = True  # the node may be gone for good
             else:
-                self._begin(place, link, vb_ids)
+                self._begin(link, vb_ids)
         return failure
 
     def _assign(self, now_s: float | None) -> DcpdError | None:
@@ -428,26 +345,11 @@ class Placement:
 
         `now_s` None: ignore pauses. Return the error of partitions without a node.
         """
-        assert self.topology is not None
-        groups: dict[Place, list[int]] = {}
-        failure: DcpdError | None = None
-        for vb_id in self.homeless:
-            try:
-                node = self.topology.node_of(vb_id)
-            except TopologyError as error:
-                failure = error
-                self._is_stale = True
-                continue
-            groups.setdefault(node.place, []).append(vb_id)
+        groups, without = self.cluster.due(self.homeless, now_s, jitter(), self._dials)
         for place, vb_ids in groups.items():
             if place in self._dials:
                 self._dials.start(place, vb_ids)
                 continue
-            if now_s is not None:
-                pause = self._pause_of(place)
-                if now_s < pause.until_s:
-                    continue
-                self._pause(pause, now_s)
             if place in self.sessions:
                 partitions = {vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids}
                 self.sessions[place].add(partitions)
@@ -457,12 +359,13 @@ class Placement:
             if spare is None or spare.is_closed:
                 self._dials.start(place, vb_ids)
             else:
-                self._begin(place, spare, vb_ids)
+                self._begin(spare, vb_ids)
         self.close_spare()
-        return failure
+        return next(iter(without.values()), None)
 
-    def _begin(self, place: Place, link: Link, vb_ids: list[int]) -> None:
+    def _begin(self, link: Link, vb_ids: list[int]) -> None:
         """Stream partitions over a new connection."""
+        place = link.place
         # They are taken only now, because the user may have paused some of them meanwhile.
         partitions = {vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids if vb_id in self.homeless}
         if not partitions or place in self.sessions:
@@ -489,39 +392,73 @@ class Placement:
 
     def _next_attempt_s(self) -> float | None:
         """Return when a homeless partition can be assigned next; None: no pause is running."""
-        if not self.homeless:
-            return self._refresh_pause.until_s if self._needs_refresh() else None
-        topology = self.topology
+        cluster, topology = self.cluster, self.topology
         places = {topology.place_of(vb_id) for vb_id in self.homeless} if topology else set()
         times_s = [
-            self._pause_of(place).until_s
+            cluster.pause_of(place).until_s
             for place in places
             if place is not None and place not in self._dials
         ]
-        if self._needs_refresh():
-            times_s.append(self._refresh_pause.until_s)
+        wants_newer = cluster.wants_newer(is_placed=not self.homeless)
+        if wants_newer and not self._dials.is_refreshing:
+            times_s.append(cluster.map_pause.until_s)
         return min(times_s, default=None)
 
-    def _pause(self, pause: Pause, now_s: float) -> None:
-        pause.begin(now_s, jitter())
-        self.has_paused = True
-
-    def _pause_of(self, place: Place) -> Pause:
-        return self._pauses.setdefault(place, Pause())
-
-    async def _dial(self, place: Place) -> Link:
-        return await Link.connect(
-            self.address.at(*place), timeout_s=self._connect_timeout_s, features=PUSH_FEATURES
-        )
-
-    def _keep_spare(self, place: Place, link: Link) -> None:
-        before = self._spare.pop(place, None)
+    def _keep_spare(self, link: Link) -> None:
+        before = self._spare.pop(link.place, None)
         if before is not None:
             before.close()
-        self._spare[place] = link
+        self._spare[link.place] = link
 
     def close_spare(self) -> None:
         """Close unused connections."""
         spare, self._spare = self._spare, {}
         for link in spare.values():
             link.close()
+
+
+class Moves:
+    """Tells where partitions have moved: one line for a wave of them, not one for each.
+
+    A wave ends when nothing has moved for QUIET_S, or after WAVE_S_MAX. The line is logged.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, Place] = {}
+        """The node that streams each partition, or did so last."""
+        self._moved: dict[int, Place] = {}
+        """Where the partitions of the wave are now."""
+        self._until_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def placed(self, vb_ids: Iterable[int], place: Place) -> None:
+        """A node streams these partitions from now on."""
+        vb_ids = tuple(vb_ids)
+        moved = [vb_id for vb_id in vb_ids if self._places.get(vb_id, place) != place]
+        self._places.update(dict.fromkeys(vb_ids, place))
+        if not moved:
+            return
+        loop = asyncio.get_running_loop()
+        if not self._moved:
+            self._until_s = loop.time() + WAVE_S_MAX
+        self._moved.update(dict.fromkeys(moved, place))
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(min(loop.time() + QUIET_S, self._until_s), self.finish)
+
+    def finish(self) -> None:
+        """Tell of the wave that has not ended yet, if there is one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        moved, self._moved = self._moved, {}
+        if moved:
+            LOG.warning(moves_text(moved))
+
+
+def moves_text(moved: dict[int, Place]) -> str:
+    """Return a line for partitions and their new nodes; the node that got most comes first."""
+    counts = Counter(moved.values()).most_common()
+    what = "1 partition moved" if counts[0][1] == 1 else f"{counts[0][1]} partitions moved"
+    others = [f"{count} to {host}:{port}" for (host, port), count in counts[1:]]
+    return ", ".join([f"{what} to {counts[0][0][0]}:{counts[0][0][1]}", *others])

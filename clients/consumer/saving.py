@@ -31,7 +31,7 @@ _REAL: Final = (Mutation, Mutations, Deletion, SystemEvent, Rollback)
 
 
 class Saver:
-    """See the module. Without a store it does nothing."""
+    """Saves the positions of one consumer to its store. Without a store it does nothing."""
 
     def __init__(
         self,

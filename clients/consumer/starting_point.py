@@ -24,9 +24,8 @@ from clients.consumer.options import Chosen, Start, time_ns_of
 from clients.consumer.placement import Placement
 from clients.errors import TopologyError, UnsupportedError, error_from_status
 from clients.link.pipelined_link import Link
-from clients.link.version_log import may_be_longer, version_log_group, versions_of
 from clients.operation import collection_id_of, parsed
-from clients.position import Position
+from clients.position import Position, may_be_longer, version_log_group, versions_of
 from dcp.wire.frame import pack_request
 from dcp.wire.message import parse_failover_log
 from dcp.wire.opcode import Opcode

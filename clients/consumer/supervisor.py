@@ -15,22 +15,23 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from clients.consumer.batch_reader import BatchReader
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.node_session import LOG, ConsumerSession
-from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Batch, Wanted
+from clients.consumer.options import ConsumerOptions, Decision, OnRollback
 from clients.consumer.placement import Placement
-from clients.consumer.rollback_strategy import decide_rollback
-from clients.errors import TRANSIENT, AuthenticationError, DcpdError
+from clients.consumer.streams import Batch, Wanted
+from clients.errors import TRANSIENT, AuthenticationError, DcpdError, HistoryBranchedError
 from clients.event import Rollback
 from clients.position import Position, gone_back
 
 
 class Supervisor:
-    """See the module."""
+    """Follows partitions for one consumer: starts and stops them, and decides their rollbacks."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class Supervisor:
     def take_batch(self, session: ConsumerSession, batch: Batch) -> None:
         """Queue a batch that a session received."""
         self._reader.put(session, batch)
-        if batch.items and self._placement.has_paused:
+        if batch.items and self._placement.cluster.has_paused:
             self._placement.progress(session)
         if session.core.streams.homeless:
             self._take_homeless(session)
@@ -228,3 +229,47 @@ class Supervisor:
                 session.flush()
                 return wanted
         return None
+
+
+class Decided(NamedTuple):
+    """The event for the user, and the position from which the partition continues."""
+
+    event: Rollback
+    position: Position
+
+
+async def decide_rollback(strategy: OnRollback, event: Rollback, position: Position) -> Decided:
+    """Decide a rollback. `position` is the partition's position after the event.
+
+    Raises HistoryBranchedError.
+    """
+    decision: Decision
+    if callable(strategy):
+        answer = strategy(event)
+        decision = await answer if inspect.isawaitable(answer) else answer
+    else:
+        decision = strategy
+    if decision == "undo":
+        return Decided(event, position)
+    if decision == "fail":
+        error = HistoryBranchedError(
+            f"history branched: rollback from seqno {event.from_seqno} to {event.to_seqno}:"
+            f" {event.reason}",
+            vb_id=event.vb_id,
+        )
+        error.to_seqno = event.to_seqno
+        raise error
+    if decision == "restart":
+        decision = 0
+    assert isinstance(decision, int), 'on_rollback returns "undo", "restart", "fail" or a seqno'
+    if decision >= event.to_seqno:
+        return Decided(event, position)
+    position = gone_back(position, decision)
+    reason = f"{event.reason}; on_rollback chose seqno {position.seqno}"
+    return Decided(
+        Rollback(
+            event.vb_id, position.seqno, event.server_seqno, event.from_seqno, reason,
+            event.failover_log,
+        ),
+        position,
+    )  # fmt: skip

@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING
 from clients.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from clients.kv.client import KvClient
-    from clients.kv.pipeline import Pipeline
+    from clients.kv.client import KvClient, Pipeline
     from clients.kv.sync_client import SyncKv
 
 __all__ = ["KvClient", "Pipeline", "SyncKv"]
 
-__getattr__ = lazy_names(
-    __name__, {"client": "KvClient", "pipeline": "Pipeline", "sync_client": "SyncKv"}
-)
+__getattr__ = lazy_names(__name__, {"client": "KvClient Pipeline", "sync_client": "SyncKv"})

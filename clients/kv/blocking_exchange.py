@@ -2,7 +2,7 @@
 
 Its coroutines wait where they are called, so each ends at its first step (`clients.kv.commands`).
 One operation is under way at a time. While its answer takes long, threads ask other nodes for a
-newer map (`clients.kv.map_fetches`).
+newer map (`MapFetches`).
 
 Invariant: a connection with a reply under way is used by nobody else. If the operation goes
 elsewhere, that connection is closed before the next use of its node.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 from clients.address import ServerAddress
 from clients.errors import (
@@ -23,19 +23,17 @@ from clients.errors import (
     UnknownCollectionError,
     UnsupportedError,
 )
-from clients.kv.call import Call
+from clients.kv.call import Call, is_answer
 from clients.kv.commands import KvTransport, reply_of
-from clients.kv.reaction import is_answer
 from clients.kv.routing import (
     PATIENCE_S,
-    FetchMap,
     Result,
     Router,
     Send,
     patience_s,
 )
-from clients.link.blocking_link import TIMEOUT_MIN_S, SyncLink
-from clients.link.topology import STAGGER_S, ClusterNode, Place, Topology, single_node
+from clients.link.blocking_link import TIMEOUT_MIN_S, MapFetches, SyncLink, first_sync_link
+from clients.link.topology import STAGGER_S, ClusterNode, FetchMap, Place, Topology, single_node
 from clients.operation import (
     Document,
     DurabilityLevel,
@@ -50,9 +48,6 @@ from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
-
-if TYPE_CHECKING:
-    from clients.kv.map_fetches import MapFetches
 
 CONNECT_LIMIT_S: Final = 5.0
 """How long one connection attempt may take. Meanwhile nobody can be asked whether the partition has
@@ -81,7 +76,7 @@ Begin = Callable[[Send, SyncLink], Started]
 
 
 class BlockingExchange(KvTransport):
-    """See the module."""
+    """Performs the calls of one `SyncKv` over blocking sockets."""
 
     def __init__(self, address: ServerAddress, router: Router) -> None:
         self.router = router
@@ -275,8 +270,6 @@ class BlockingExchange(KvTransport):
         """Connect to one of several servers that the user named."""
         if self.router.was_reached or not self._address.others:
             return
-        from clients.link.blocking_link import first_sync_link
-
         left_s = max(deadline_s - time.monotonic(), TIMEOUT_MIN_S)
         link = first_sync_link(self._address, min(left_s, CONNECT_LIMIT_S))
         self._links[link.place] = link
@@ -349,8 +342,6 @@ class BlockingExchange(KvTransport):
             call.mapped(fetch, answer, time.monotonic())
             return True
         if self._fetches is None:
-            from clients.kv.map_fetches import MapFetches
-
             self._fetches = MapFetches(self._address)
         self._fetches.start(fetch)
         return False

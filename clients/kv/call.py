@@ -20,7 +20,7 @@ Rules
 - A newer map, the one with the higher (revEpoch, rev), replaces the known one. An operation goes to
   the node that the known map names, and to no other.
 - After a refusal or a broken connection an operation is repeated until the deadline, with growing
-  pauses. `clients.kv.reaction` says which errors end it at once.
+  pauses. `reaction_to` says which errors end it at once.
 - A newer map that came meanwhile ends the pause, up to IMMEDIATE_MAX times.
 - After NOT_MY_VBUCKET the map comes from the answer, or the refusing node is asked first and the
   others later. If a node cannot be reached, or a partition has no master, other nodes are asked.
@@ -31,6 +31,22 @@ Rules
 - A read that meets with silence for READ_SILENCE_S is sent again, over a new connection: the old
   one may lead nowhere.
 - If the first server cannot be reached at all, the address is probably wrong: that fails at once.
+
+When a write is repeated
+- A refusal (NOT_MY_VBUCKET, or a status whose entry in the error map has a retry attribute) says
+  that nothing was changed. The write is sent again.
+- If the connection broke before the write was sent, it is sent again.
+- If it was sent and no answer came, it may have been applied. It is not repeated: a counter would
+  count twice, and a SET could undo somebody else's later one. The caller gets AmbiguousWriteError.
+- A write with a CAS is the exception. The change gives the document another CAS, so a repetition
+  cannot be applied after the first one was. If the repetition succeeds, it was the first. If it is
+  refused (CAS mismatch, no such document), nobody knows why, and the caller gets
+  AmbiguousWriteError.
+- SYNC_WRITE_AMBIGUOUS is that answer from the server: applied, but not confirmed in time.
+A read is repeated in all these cases.
+
+An ADD is not safe to repeat: between the two somebody may have deleted the document. Couchbase's
+SDKs repeat no write that may have been applied, not even one with a CAS.
 
 Invariants
 - an operation is in one place: held until a time, in one Send, or it has its result;
@@ -45,27 +61,28 @@ be repeated, they may change places.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
+from enum import Enum, auto
 from typing import Final
 
 from clients.errors import (
+    AmbiguousWriteError,
+    CasMismatchError,
+    ConnectError,
+    ConnectionLostError,
     DcpdError,
+    ExistsError,
+    NotFoundError,
     NotMyVbucketError,
     OperationTimeoutError,
     StatusError,
     TopologyError,
-)
-from clients.kv.reaction import (
-    READS,
-    Reaction,
-    final_error,
-    is_answer,
-    is_repeatable,
-    reaction_to,
+    UnknownCollectionError,
+    WrongProtocolError,
 )
 from clients.kv.routing import (
     PATIENCE_MAX_S,
     Action,
-    FetchMap,
     HeldOperations,
     Result,
     Router,
@@ -73,8 +90,10 @@ from clients.kv.routing import (
     backoff_s,
     patience_s,
 )
-from clients.link.topology import STAGGER_S, ClusterNode, Place, Topology, single_node
+from clients.link.topology import STAGGER_S, ClusterNode, FetchMap, Place, Topology, single_node
 from clients.operation import Operation, partitions_of
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import ERROR_TABLE
 from vbucket.model.ids import NUM_VBUCKETS
 
 IMMEDIATE_MAX: Final = 3
@@ -89,6 +108,27 @@ READ_SILENCE_S: Final = 3.0
 """After how long without an answer a read is sent again to the same node. It doubles with each
 attempt, so a slow node gets few reads twice. A disk may stall for a second."""
 SILENCE_DOUBLINGS_MAX: Final = 6
+READS: Final = frozenset(
+    {
+        Opcode.GET,
+        Opcode.GET_REPLICA,
+        Opcode.SUBDOC_MULTI_LOOKUP,
+        Opcode.GET_CLUSTER_CONFIG,
+        Opcode.GET_COLLECTIONS_MANIFEST,
+        Opcode.GET_COLLECTION_ID,
+        Opcode.GET_ALL_VB_SEQNOS,
+        Opcode.GET_FAILOVER_LOG,
+        Opcode.STAT,
+    }
+)
+"""Commands that change nothing, so they can be repeated at any time. All others are writes."""
+RETRY_ATTRIBUTES: Final = frozenset({"retry-now", "retry-later"})
+RETRY_STATUSES: Final = frozenset(
+    status for status, (_, _, attributes) in ERROR_TABLE.items() if RETRY_ATTRIBUTES & {*attributes}
+)
+"""Statuses after which the error map lets a client send the request again. Nothing was changed."""
+ANSWERS: Final = (NotFoundError, ExistsError, CasMismatchError)
+"""Errors that clients meet in normal work: they cost no more than a result."""
 
 
 class Call:
@@ -284,7 +324,8 @@ class Call:
     ) -> None:
         down = self._router.down(node, now_s)
         if down is not None:
-            self._note(indexes, down.error)
+            assert down.why is not None
+            self._note(indexes, down.why)
             self._wish = None, node.place
             self._hold(indexes, attempt, down.until_s, awaits_map=True)
             return
@@ -578,3 +619,82 @@ def _no_master(topology: Topology, vb_id: int) -> TopologyError:
     except TopologyError as error:
         return error
     raise AssertionError(f"{node.name} serves partition {vb_id}")
+
+
+def is_repeatable(operation: Operation) -> bool:
+    """Whether an operation may be sent again although it may have been applied."""
+    return operation[0] in READS or operation[4] != 0
+
+
+def is_answer(outcome: object) -> bool:
+    """Whether an outcome needs no reaction: a result, or one of the errors that are answers."""
+    return outcome is not None and (
+        not isinstance(outcome, DcpdError) or isinstance(outcome, ANSWERS)
+    )
+
+
+class Reaction(Enum):
+    """What to do after an error."""
+
+    END = auto()
+    """Tell the caller."""
+    AGAIN = auto()
+    """Send it again after a pause, to the same node."""
+    MOVED = auto()
+    """The node does not serve the partition: send it again where a newer map says."""
+    LOST = auto()
+    """The connection broke: the node may be gone. Send it again, and ask for a newer map."""
+    UNREACHABLE = auto()
+    """No connection: as LOST, and the node gets a pause of its own."""
+
+
+def reaction_to(error: DcpdError, operation: Operation, *, was_sent: bool) -> Reaction:
+    """Return what to do after an error. `was_sent`: the node may have received the operation."""
+    if isinstance(error, NotMyVbucketError):
+        return Reaction.MOVED
+    if isinstance(error, UnknownCollectionError) and error.key is not None:
+        return Reaction.AGAIN  # The id was refused. The name may have a new id now.
+    if isinstance(error, StatusError):
+        return Reaction.AGAIN if error.status in RETRY_STATUSES else Reaction.END
+    if isinstance(error, WrongProtocolError):
+        return Reaction.END  # A port does not change what it speaks.
+    if isinstance(error, ConnectError):
+        return Reaction.UNREACHABLE
+    if isinstance(error, OperationTimeoutError):
+        return Reaction.END if was_sent else Reaction.UNREACHABLE
+    if isinstance(error, ConnectionLostError):
+        is_safe = not was_sent or is_repeatable(operation)
+        return Reaction.LOST if is_safe else Reaction.END
+    return Reaction.END
+
+
+def final_error(
+    error: DcpdError, opcode: int, *, key: bytes, vb_id: int | None, is_unsure: bool, note: str
+) -> DcpdError:
+    """Return the error that the caller gets for one operation.
+
+    An answer of the server that was not repeated is returned as it is. Other errors may belong to a
+    whole batch, so they are copied. The copy says what `note` says (how often it was tried), where,
+    and for a write whether it changed anything. `is_unsure`: an attempt got no answer.
+    """
+    is_write = opcode not in READS
+    if is_write and is_unsure and not isinstance(error, AmbiguousWriteError):
+        ambiguous = AmbiguousWriteError(
+            f"{error.what}{note}; the change may have been applied",
+            status=error.status, key=error.key or key or None,
+            vb_id=vb_id if error.vb_id is None else error.vb_id, node=error.node,
+        )  # fmt: skip
+        ambiguous.cause = error
+        return ambiguous
+    if isinstance(error, StatusError) and not note:
+        return error
+    final = copy(error)
+    if final.key is None and key:
+        final.key = key
+    if final.vb_id is None:
+        final.vb_id = vb_id
+    final.what += note
+    if is_write and note and not final.may_have_applied:
+        final.what += "; nothing was changed"
+    final.args = (final.what,)
+    return final

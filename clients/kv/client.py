@@ -23,15 +23,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from copy import copy
-from functools import partial
 from typing import Any, Final
 
 from clients.address import ServerAddress, parse_address
 from clients.errors import DcpdError, NotFoundError
 from clients.kv.commands import KvCommands, checked_timeout
-from clients.kv.exchange import BATCH_OPERATIONS_MAX, Exchange
-from clients.kv.node_links import NodeLinks
-from clients.kv.pipeline import Pipeline
+from clients.kv.exchange import BATCH_OPERATIONS_MAX, Exchange, NodeLinks
 from clients.kv.routing import Router
 from clients.link.topology import ClusterNode, Topology
 from clients.operation import (
@@ -40,6 +37,8 @@ from clients.operation import (
     DurabilityLevel,
     Operation,
     Outcome,
+    counter_operation,
+    delete_operation,
     durability_of,
     get_operation,
     key_bytes,
@@ -162,7 +161,7 @@ class KvClient(KvCommands):
         is for the writes among them.
         """
         level = durability_of(durability)
-        batch = Pipeline(partial(self.execute, durability=level, timeout_s=timeout_s))
+        batch = Pipeline(self, level, timeout_s)
         yield batch
         await batch.execute()
 
@@ -188,3 +187,60 @@ class KvClient(KvCommands):
             some = operations[start : start + window]
             results += await self._wire.documents(some, time_s, level, self.collection_name)
         return results
+
+
+class Pipeline:
+    """Operations that are collected and sent together; see `KvClient.pipeline`."""
+
+    def __init__(
+        self, client: KvClient, durability: DurabilityLevel, timeout_s: float | None
+    ) -> None:
+        self.results: list[Outcome] = []
+        """After `execute`: one result or error per operation, in order."""
+        self._client = client
+        self._durability = durability
+        self._timeout_s = timeout_s
+        self._operations: list[Operation] = []
+
+    def __len__(self) -> int:
+        """Return the number of collected operations."""
+        return len(self._operations)
+
+    def get(self, key: bytes | str) -> None:
+        """Add a GET; its result is a Document."""
+        self._operations.append(get_operation(key))
+
+    def set(
+        self, key: bytes | str, value: bytes, *, flags: int = 0, expiry_s: int = 0, cas: int = 0
+    ) -> None:
+        """Add a SET; its result is a MutationResult."""
+        self._operations.append(store_operation(Opcode.SET, key, value, flags, expiry_s, cas))
+
+    def add(self, key: bytes | str, value: bytes, *, flags: int = 0, expiry_s: int = 0) -> None:
+        """Add an ADD."""
+        self._operations.append(store_operation(Opcode.ADD, key, value, flags, expiry_s))
+
+    def replace(
+        self, key: bytes | str, value: bytes, *, flags: int = 0, expiry_s: int = 0, cas: int = 0
+    ) -> None:
+        """Add a REPLACE."""
+        self._operations.append(store_operation(Opcode.REPLACE, key, value, flags, expiry_s, cas))
+
+    def delete(self, key: bytes | str, *, cas: int = 0) -> None:
+        """Add a DELETE."""
+        self._operations.append(delete_operation(key, cas))
+
+    def increment(
+        self, key: bytes | str, delta: int = 1, *, initial: int | None = None, expiry_s: int = 0
+    ) -> None:
+        """Add an INCREMENT; its result is a CounterResult."""
+        operation = counter_operation(Opcode.INCREMENT, key, delta, initial, expiry_s)
+        self._operations.append(operation)
+
+    async def execute(self) -> list[Outcome]:
+        """Send the collected operations; return one result or error per operation, in order."""
+        operations, self._operations = self._operations, []
+        self.results = await self._client.execute(
+            operations, durability=self._durability, timeout_s=self._timeout_s
+        )
+        return self.results

@@ -24,10 +24,9 @@ from clients.errors import (
     NotJsonError,
     error_from_status,
 )
-from clients.kv.reaction import RETRY_STATUSES
+from clients.kv.call import RETRY_STATUSES
 from clients.kv.routing import Result, Router, Send
 from clients.link.topology import ClusterNode, Topology
-from clients.link.version_log import may_be_longer, version_log_group, versions_of
 from clients.operation import (
     BODY_LOOKUP,
     LOOKUPS_MAX,
@@ -52,6 +51,7 @@ from clients.operation import (
     store_operation,
     xattr_lookup,
 )
+from clients.position import may_be_longer, version_log_group, versions_of
 from dcp.wire.frame import Frame
 from dcp.wire.message import parse_failover_log, parse_vb_seqnos
 from dcp.wire.opcode import Opcode
@@ -151,8 +151,8 @@ class KvTransport(ABC):
 
 
 class KvCommands:
-    """See the module. Each command goes to the node that serves its partition, and is retried until
-    its timeout. `timeout_s` None: that of the client, in seconds.
+    """The commands of one client. Each goes to the node that serves its partition, and is retried
+    until its timeout. `timeout_s` None: that of the client, in seconds.
     """
 
     def __init__(

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import json
 from base64 import b64encode
-from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from struct import Struct
 from typing import Final, NamedTuple
@@ -27,14 +26,13 @@ from clients.errors import (
     ConnectError,
     ConnectionLostError,
     OperationTimeoutError,
-    TopologyError,
     UnsupportedError,
     error_from_status,
 )
-from clients.kv.reaction import RETRY_STATUSES
+from clients.kv.call import RETRY_STATUSES
 from clients.link.handshake import FEATURES
 from clients.link.pipelined_link import Link
-from clients.link.topology import Place, parse_topology
+from clients.link.topology import ClusterMap, ClusterNode, Place, Topology
 from clients.operation import collection_id_of
 from dcp.wire.feature import Feature
 from dcp.wire.frame import MAX_KEY_BYTES, Frame, pack_request
@@ -84,15 +82,16 @@ async def list_keys(
 
 
 class _KeyScans:
-    """See the module."""
+    """The scans of one listing, over a connection to each node."""
 
     def __init__(self, seed: Link, timeout_s: float) -> None:
         self._links = {seed.place: seed}
         self._address = seed.address
         self._timeout_s = timeout_s
-        self._topology = seed.topology()
+        self._cluster = ClusterMap([ClusterNode(*seed.place)], is_tls=seed.address.is_tls)
+        self._cluster.adopt(seed.topology())
         self._ranges = _Ranges(0, b"")
-        self._left: dict[int, bytes] = dict.fromkeys(range(self._topology.num_vbuckets), b"")
+        self._left: dict[int, bytes] = dict.fromkeys(range(self._known.num_vbuckets), b"")
         """Partitions that are not listed to their end, and the last key of each; b"": none yet."""
         self._refusal: Exception | None = None
         """The last one that says "later"."""
@@ -125,19 +124,18 @@ class _KeyScans:
         for link in self._links.values():
             link.close()
 
+    @property
+    def _known(self) -> Topology:
+        assert self._cluster.topology is not None, "it came with the first connection"
+        return self._cluster.topology
+
     def _note_progress(self) -> None:
         self._give_up_s = asyncio.get_running_loop().time() + self._timeout_s
 
     def _by_place(self) -> dict[Place, list[int]]:
         """Return the partitions that are left, by the node that has them."""
-        found: dict[Place, list[int]] = defaultdict(list)
-        for vb_id in self._left:
-            try:
-                node = self._topology.node_of(vb_id)
-            except TopologyError as error:
-                self._refusal = error
-            else:
-                found[node.place].append(vb_id)
+        found, without = self._known.by_place(self._left)
+        self._refusal = next(iter(without.values()), self._refusal)
         return found
 
     async def _listed(self, place: Place, vb_ids: Sequence[int]) -> AsyncIterator[list[bytes]]:
@@ -210,12 +208,9 @@ class _KeyScans:
                 (frame,) = await _asked(link, Opcode.GET_CLUSTER_CONFIG, {0: b""}, self._timeout_s)
                 if frame.status or not frame.value:
                     continue
-                address = link.address
-                topology = parse_topology(frame.value, address.host, is_tls=address.is_tls)
+                self._cluster.learn(frame.value, link.address.host)
             except TRANSIENT:
                 continue
-            if topology.is_newer_than(self._topology):
-                self._topology = topology
 
 
 class _Ranges(NamedTuple):

@@ -1,23 +1,19 @@
-"""What the calls of a client share: the map, and which nodes cannot be reached. Pure.
+"""Where the operations of a client go: its cluster's map, and which nodes cannot be reached. Pure.
 
 Used by `clients.kv.call`, which says what happens when. `Send` and `FetchMap` are what a call asks
 its client to do.
 
-Invariants
-- a newer map, the one with the higher (revEpoch, rev), replaces the known one. Nothing else does;
-- a node that could not be reached is not tried before its pause is over, by any call;
-- one node at a time is asked for its map. If it does not answer within STAGGER_S, the next
-  one may be asked too.
+Invariant: a node that could not be reached is not tried before its pause is over, by any call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 from clients.errors import DcpdError, NotMyVbucketError, TopologyError
-from clients.link.topology import STAGGER_S, ClusterNode, Place, Topology, parse_topology
+from clients.link.topology import ClusterMap, ClusterNode, FetchMap, Pause, Place, Topology
 from clients.operation import Operation, Outcome, partitions_of
 from dcp.wire.frame import Frame
 from vbucket.model.ids import NUM_VBUCKETS
@@ -27,10 +23,6 @@ BACKOFF_MAX_S: Final = 0.5
 """Pause before an operation is repeated: it doubles from the first to the longest. Each is cut by
 up to half at random, so that clients that failed together do not return together."""
 DOUBLINGS_MAX: Final = 8
-FETCH_GAP_S: Final = 0.05
-"""Pause between two requests for the map: a thousand operations that fail together ask once."""
-FETCH_LIMIT_S: Final = 2.0
-"""How long one request for the map may take."""
 PATIENCE_S: Final = 1.0
 """How long a connection or an answer may take before another node is asked for a newer map. A login
 takes a few milliseconds, and on a busy machine up to a second. The pauses double."""
@@ -117,22 +109,7 @@ class HeldOperations:
         self.awaits_map = awaits_map
 
 
-class FetchMap(NamedTuple):
-    """Ask a node for its configuration. Report an error if there is none until `until_s`."""
-
-    node: ClusterNode
-    until_s: float
-
-
 Action = Send | FetchMap
-
-
-class _Down(NamedTuple):
-    """A node that could not be reached."""
-
-    failures: int
-    until_s: float
-    error: DcpdError
 
 
 def backoff_s(attempt: int, jitter: float) -> float:
@@ -141,8 +118,10 @@ def backoff_s(attempt: int, jitter: float) -> float:
     return longest_s * (1 - jitter / 2)
 
 
-class Router:
-    """What all calls of a client share; see the module."""
+class Router(ClusterMap):
+    """The map of one client, with what its calls share: the node that was reached first, and what
+    one node serves alone.
+    """
 
     def __init__(
         self,
@@ -152,56 +131,36 @@ class Router:
         is_tls: bool = False,
         needs_map: bool = False,
     ) -> None:
+        super().__init__(
+            (seed, *others), is_tls=is_tls, longest_s=BACKOFF_MAX_S, first_s=BACKOFF_FIRST_S
+        )
         self.seed = seed
         """The node that the user named. Of several, the one that answered first."""
-        self.named = (seed, *others)
-        """All nodes that the user named."""
         self.needs_map = needs_map
         """Whether nothing is sent before the map is known. Otherwise the seed is tried first."""
-        self.topology: Topology | None = None
         self.was_reached = False
         """A node has answered."""
         self.on_newer: Callable[[], None] | None = None
         """Called when a newer map was adopted: calls that wait may go on by it."""
-        self._is_tls = is_tls
         self._sole: int | None = None
         """Index of the node that serves all partitions, if there is one."""
-        self._down: dict[Place, _Down] = {}
-        self._fetch_after_s = 0.0
-        self._turn = 0
 
-    def adopt(self, topology: Topology) -> bool:
-        """Replace the known map if this one is newer; return whether it is."""
-        if not topology.is_newer_than(self.topology):
+    def adopt(self, topology: Topology, *, is_last_resort: bool = False) -> bool:
+        """Go by a configuration if it is newer; return whether it is."""
+        if not super().adopt(topology, is_last_resort=is_last_resort):
             return False
-        self.topology = topology
         self.was_reached = True
         owners = set(topology.vbucket_map)
         self._sole = owners.pop() if len(owners) == 1 and -1 not in owners else None
-        known = {node.place for node in topology.nodes}
-        self._down = {place: down for place, down in self._down.items() if place in known}
         if self.on_newer is not None:
             self.on_newer()
         return True
-
-    def learn(self, raw: bytes, host: str) -> bool:
-        """Adopt a configuration that the node at `host` sent, if it is newer.
-
-        Raises TopologyError if it cannot be read.
-        """
-        return self.adopt(parse_topology(raw, host, is_tls=self._is_tls))
 
     def learn_from(self, outcome: object, host: str) -> None:
         """Adopt the configuration of a refusal, if it has one that can be read."""
         if isinstance(outcome, NotMyVbucketError) and outcome.config:
             with suppress(TopologyError):
                 self.learn(outcome.config, host)
-
-    def nodes(self) -> dict[Place, ClusterNode]:
-        """Return the nodes of the map, and those that the user named."""
-        known = self.topology.nodes if self.topology is not None else ()
-        nodes = (*known, self.seed, *self.named)
-        return {node.place: node for node in reversed(nodes)}
 
     def next_node(self, asked: dict[ClusterNode, tuple[int, int]]) -> ClusterNode | None:
         """Return a node that has to be asked where all nodes are; None: all were.
@@ -228,11 +187,11 @@ class Router:
     def direct(self, operations: Sequence[Operation]) -> Send | None:
         """Return the Send of operations that all go to one node: the usual case, without a Call.
 
-        If an outcome is no answer (`clients.kv.reaction.is_answer`), a Call takes over. None: they
+        If an outcome is no answer (`clients.kv.call.is_answer`), a Call takes over. None: they
         need a Call from the beginning.
         """
         topology = self.topology
-        if self._down or (topology is None and self.needs_map):
+        if self.pauses or (topology is None and self.needs_map):
             return None
         if topology is None:
             node, vb_ids = self.seed, partitions_of(operations, NUM_VBUCKETS)
@@ -267,21 +226,18 @@ class Router:
         assert self._sole is not None
         return self.topology.nodes[self._sole]
 
-    def down(self, node: ClusterNode, now_s: float) -> _Down | None:
-        """Return since when a node is not to be tried, None: it may be tried."""
-        down = self._down.get(node.place) if self._down else None
-        return down if down is not None and now_s < down.until_s else None
+    def down(self, node: ClusterNode, now_s: float) -> Pause | None:
+        """Return the pause of a node that is not to be tried, None: it may be tried."""
+        pause = self.pauses.get(node.place) if self.pauses else None
+        return pause if pause is not None and now_s < pause.until_s else None
 
     def note_down(self, node: ClusterNode, error: DcpdError, now_s: float, jitter: float) -> float:
         """Note that a node could not be reached; return when to try it again."""
-        place = node.place
-        before = self._down.get(place)
-        if before is not None and now_s < before.until_s:
-            return before.until_s  # another call noted the same failure
-        failures = before.failures if before is not None else 0
-        until_s = now_s + backoff_s(failures, jitter)
-        self._down[place] = _Down(failures + 1, until_s, error)
-        return until_s
+        pause = self.pause_of(node.place)
+        if now_s >= pause.until_s:  # otherwise another call noted the same failure
+            self.pause(node.place, now_s, jitter)
+            pause.why = error
+        return pause.until_s
 
     def begin_at(self, place: Place) -> None:
         """Note which of the nodes that the user named has answered first."""
@@ -291,26 +247,5 @@ class Router:
     def note_up(self, node: ClusterNode) -> None:
         """Note that a node answered."""
         self.was_reached = True
-        if self._down:
-            self._down.pop(node.place, None)
-
-    def next_fetch(
-        self, now_s: float, *, prefer: Place | None, avoid: Place | None
-    ) -> FetchMap | None:
-        """Return which node to ask for the map; None: nobody now."""
-        if now_s < self._fetch_after_s:
-            return None
-        nodes = self.nodes()
-        if prefer not in nodes:
-            others = [place for place in nodes if place != avoid]
-            if not others:
-                return None
-            places = [place for place in others if place not in self._down] or others
-            prefer = places[self._turn % len(places)]
-            self._turn += 1
-        self._fetch_after_s = now_s + STAGGER_S
-        return FetchMap(nodes[prefer], now_s + FETCH_LIMIT_S)
-
-    def fetch_ended(self, now_s: float) -> None:
-        """A request for the map has ended, so the next one may begin soon."""
-        self._fetch_after_s = min(self._fetch_after_s, now_s + FETCH_GAP_S)
+        if self.pauses:
+            self.pauses.pop(node.place, None)

@@ -11,7 +11,7 @@ the cluster. `clients.kv.call` has the rules. A write that may have been applied
 raises AmbiguousWriteError.
 
 While it waits for an answer for long, threads ask other nodes for a newer map
-(`clients.kv.map_fetches`). If that moves the partition, a read goes to the new master.
+(`clients.link.blocking_link`). If that moves the partition, a read goes to the new master.
 """
 
 from __future__ import annotations

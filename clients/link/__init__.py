@@ -1,9 +1,8 @@
 """Connections to nodes, and where to find them: what all clients share below their own commands.
 
 handshake         login, HELLO, the bucket; sans-IO
-topology          the cluster's map
-first_answer      any of several nodes, shortly after each other
-dials             attempts at several nodes, with pauses
-pipelined_link    a connection over asyncio
-blocking_link     a connection over a blocking socket
+topology          the cluster's map: which node, whom to ask, when to try again; sans-IO
+pipelined_link    a connection over asyncio, to one node or to the first of several
+blocking_link     the same over a blocking socket
+dials             attempts at several nodes over asyncio
 """

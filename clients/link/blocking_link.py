@@ -31,7 +31,14 @@ from clients.errors import (
     none_answered,
 )
 from clients.link.handshake import Handshake
-from clients.link.topology import STAGGER_S
+from clients.link.topology import (
+    STAGGER_S,
+    ClusterMap,
+    FetchMap,
+    Topology,
+    parse_topology,
+    single_node,
+)
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -47,6 +54,9 @@ ATTEMPT_S: Final = 2.0
 """How long one attempt may take: a server that starts may accept a connection and answer later."""
 TIMEOUT_CHANGE_S: Final = 0.01
 """A change of the timeout below this is not worth a system call."""
+
+Answer = tuple[FetchMap, bytes | DcpdError]
+"""A request for the map, and its answer: the configuration, b"" if the node has none."""
 
 
 class SyncLink:
@@ -171,6 +181,16 @@ class SyncLink:
         frame = self.request(Opcode.GET_CLUSTER_CONFIG)
         return frame.value if frame.status == Status.OK else b""
 
+    def topology(self) -> Topology:
+        """Return the cluster configuration that the node has now.
+
+        A server without one has all partitions. Raises TopologyError if it cannot be read.
+        """
+        config = self.fetch_config()
+        if not config:
+            return single_node(*self.place)
+        return parse_topology(config, self.address.host, is_tls=self.address.is_tls)
+
     def _with_tls(self) -> socket.socket:
         from clients.link.client_tls import client_context, connect_error
 
@@ -270,6 +290,19 @@ def first_sync_link(address: ServerAddress, timeout_s: float) -> SyncLink:
         race.end()
 
 
+def refresh_map(cluster: ClusterMap, address: ServerAddress, timeout_s: float = 10.0) -> Topology:
+    """Go by the map of the first node that answers, and return it. `address` has the credentials.
+
+    The nodes that are named, and those of the newest map, are asked in turn. Raises what
+    `first_sync_link` raises.
+    """
+    first, *others = cluster.to_ask()
+    with first_sync_link(address.at(*first)._replace(others=tuple(others)), timeout_s) as link:
+        cluster.adopt(link.topology(), is_last_resort=True)
+    assert cluster.topology is not None
+    return cluster.topology
+
+
 def wait_until_ready(address: ServerAddress, timeout_s: float) -> None:
     """Return when the server, or one of several, accepts a login: the option --wait of dcpctl.
 
@@ -361,3 +394,53 @@ class _Race:
                 self._ended.put(ended)
             elif isinstance(ended, SyncLink):
                 ended.close()
+
+
+class MapFetches:
+    """Asks nodes for the map in threads, beside a blocking client that waits for an answer.
+
+        fetches.start(fetch)                     # a FetchMap of `clients.link.topology`
+        for fetch, answer in fetches.take(wait_s): call.mapped(fetch, answer, now_s)
+
+    A node that stands still must not keep the client from asking another one. So each request has a
+    thread and a connection of its own. Both end with the time limit of the request. There are few
+    of them: the map bounds how often a client asks.
+    """
+
+    def __init__(self, address: ServerAddress) -> None:
+        self.running = 0
+        """Requests whose end was not taken."""
+        self._address = address
+        self._ended: SimpleQueue[Answer] = SimpleQueue()
+
+    def start(self, fetch: FetchMap) -> None:
+        """Ask a node for its map."""
+        self.running += 1
+        name = f"dcpd-map-{fetch.node.kv_port}"
+        Thread(target=self._run, args=(fetch,), name=name, daemon=True).start()
+
+    def take(self, wait_s: float) -> list[Answer]:
+        """Return the requests that have ended. If none has, wait for one, up to `wait_s`."""
+        answers: list[Answer] = []
+        while len(answers) < self.running:
+            try:
+                wait_now_s = 0.0 if answers else max(0.0, wait_s)
+                answers.append(self._ended.get(timeout=wait_now_s))
+            except Empty:
+                break
+        self.running -= len(answers)
+        return answers
+
+    def _run(self, fetch: FetchMap) -> None:
+        self._ended.put((fetch, fetched(self._address, fetch)))
+
+
+def fetched(address: ServerAddress, fetch: FetchMap) -> bytes | DcpdError:
+    """Return the configuration of a node, b"" if it has none, over a new connection."""
+    left_s = max(fetch.until_s - time.monotonic(), TIMEOUT_MIN_S)
+    try:
+        with SyncLink(address.at(*fetch.node.place), timeout_s=left_s) as link:
+            link.set_deadline(fetch.until_s)
+            return link.fetch_config()
+    except DcpdError as error:
+        return error

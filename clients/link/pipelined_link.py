@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from clients.address import ServerAddress, is_loopback
 from clients.errors import (
@@ -29,9 +29,8 @@ from clients.errors import (
     WrongProtocolError,
     none_answered,
 )
-from clients.link.first_answer import first_answer
 from clients.link.handshake import FEATURES, Handshake, is_config_push
-from clients.link.topology import Place, Topology, parse_topology, single_node
+from clients.link.topology import STAGGER_S, Place, Topology, parse_topology, single_node
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -44,6 +43,8 @@ OPAQUE_MASK: Final = 0xFFFF_FFFF
 WRITE_HIGH_BYTES: Final = 4 * 1024 * 1024
 """Writers wait while this many bytes are unsent (a batch or two). So a slow server does not fill
 memory."""
+
+_T = TypeVar("_T")
 
 
 class _Batch:
@@ -390,3 +391,51 @@ class Link(asyncio.Protocol):
         self._batches.clear()
         if self._on_lost is not None:
             self._on_lost(error)
+
+
+async def first_answer(
+    ask: Callable[[Place], Coroutine[Any, Any, _T]],
+    places: Sequence[Place],
+    discard: Callable[[_T], None],
+) -> tuple[Place, _T]:
+    """Return the first node that answers, and its answer: for where any node will do.
+
+    They are asked in order. One that stands still delays the next by STAGGER_S, one that refuses by
+    nothing. What comes from another node later is given to `discard`. If none answers, raises the
+    last error. An error that is not transient is raised at once.
+    """
+    tasks: dict[asyncio.Task[_T], Place] = {}
+    failure: DcpdError | None = None
+    left = list(places)
+    try:
+        while left or tasks:
+            if left:
+                place = left.pop(0)
+                tasks[asyncio.create_task(ask(place))] = place
+            timeout_s = STAGGER_S if left else None
+            done, _ = await asyncio.wait(
+                tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                place = tasks[task]
+                try:
+                    answer = task.result()
+                except TRANSIENT as error:
+                    failure = error
+                    del tasks[task]
+                    continue
+                del tasks[task]
+                return place, answer
+        assert failure is not None, "there is at least one node"
+        raise failure
+    finally:
+        await give_up(list(tasks), discard)
+
+
+async def give_up(tasks: Sequence[asyncio.Task[_T]], discard: Callable[[_T], None]) -> None:
+    """Cancel tasks. Give what some of them have returned already to `discard`."""
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if not isinstance(result, BaseException):
+            discard(result)

@@ -38,7 +38,7 @@ _U32: Final = Struct(">I")
 
 
 class LmdbStore:
-    """See the module and `clients.mirror.mirror_state.MirrorStore`."""
+    """A `MirrorStore` in one LMDB file."""
 
     def __init__(self, path: str | Path, *, is_durable: bool = True) -> None:
         """Raises CheckpointError, also if another mirror writes the file."""

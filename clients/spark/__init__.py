@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING, Any, Final
 from clients.install_hint import install_hint
 
 if TYPE_CHECKING:
+    from clients.spark.environment import (
+        JavaMissingError,
+        WorkerPythonError,
+        check_java,
+        check_workers,
+    )
     from clients.spark.fetch_core import StreamGoneError
-    from clients.spark.java import JavaMissingError, check_java
+    from clients.spark.offset import rows_behind, seqnos_read
     from clients.spark.options import OptionError
-    from clients.spark.progress import rows_behind, seqnos_read
-    from clients.spark.sink import apply_changes, read_table
+    from clients.spark.sink.apply import apply_changes, read_table
     from clients.spark.source import DcpDataSource
-    from clients.spark.workers import WorkerPythonError, check_workers
 
 __all__ = [
     "DcpDataSource", "JavaMissingError", "OptionError", "StreamGoneError", "WorkerPythonError",
@@ -29,16 +33,16 @@ __all__ = [
 
 _PLACES: Final = {
     "DcpDataSource": "source",
-    "JavaMissingError": "java",
+    "JavaMissingError": "environment",
     "OptionError": "options",
     "StreamGoneError": "fetch_core",
-    "WorkerPythonError": "workers",
-    "apply_changes": "sink",
-    "check_java": "java",
-    "check_workers": "workers",
-    "read_table": "sink",
-    "rows_behind": "progress",
-    "seqnos_read": "progress",
+    "WorkerPythonError": "environment",
+    "apply_changes": "sink.apply",
+    "check_java": "environment",
+    "check_workers": "environment",
+    "read_table": "sink.apply",
+    "rows_behind": "offset",
+    "seqnos_read": "offset",
 }
 _PACKAGES: Final = frozenset({"pyspark", "pyarrow", "pandas", "numpy", "deltalake", "py4j"})
 

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from clients.address import ServerAddress
-from clients.errors import TRANSIENT, DcpdError, TopologyError
-from clients.kv.sync_client import SyncKv
-from clients.link.blocking_link import SyncLink
-from clients.link.topology import Topology
+from clients.errors import TRANSIENT, DcpdError
+from clients.link.blocking_link import SyncLink, refresh_map
+from clients.link.topology import ClusterMap, ClusterNode, Place, Topology
 from clients.spark.fetch_core import Arrived, FetchCore, Stream
 from clients.spark.plan import PlanStep
 
@@ -40,17 +39,10 @@ class StreamLink(SyncLink):
         return self._receive(READ_BYTES)
 
 
-def topology_of(servers: Sequence[ServerAddress]) -> Topology:
-    """Return the cluster's configuration from the first server that answers."""
-    problem: DcpdError | None = None
-    for address in servers:
-        try:
-            with SyncKv(address) as kv:
-                return kv.topology()
-        except TRANSIENT as error:
-            problem = error
-    assert problem is not None, "there is at least one server"
-    raise problem
+def map_of(servers: Sequence[ServerAddress]) -> ClusterMap:
+    """Return what is known of the cluster of these servers: nothing but them."""
+    named = [ClusterNode(*place) for server in servers for place in server.places]
+    return ClusterMap(named, is_tls=servers[0].is_tls)
 
 
 def fetch(
@@ -64,12 +56,13 @@ def fetch(
 ) -> Iterator[Arrived]:
     """Yield the changes and rollbacks of the steps. Raises DcpdError if it gives up."""
     streams = [Stream(step) for step in steps]
+    cluster = map_of(servers)
     began = time.monotonic()
     while streams:
         left: list[Stream] = []
         problem: DcpdError | None = None
         try:
-            groups, left = _by_node(topology_of(servers), streams)
+            groups, left = _by_node(refresh_map(cluster, servers[0]), streams)
             for node, group in groups.items():
                 reading = _Reading(
                     servers[0].at(*node), history, collection_ids, patience_s, xattrs=xattrs
@@ -90,19 +83,14 @@ def fetch(
 
 def _by_node(
     topology: Topology, streams: Sequence[Stream]
-) -> tuple[dict[tuple[str, int], list[Stream]], list[Stream]]:
+) -> tuple[dict[Place, list[Stream]], list[Stream]]:
     """Return the streams by the node of their partition, and those without a node."""
-    groups: dict[tuple[str, int], list[Stream]] = {}
-    homeless: list[Stream] = []
-    for stream in streams:
-        try:
-            node = topology.node_of(stream.vb_id)
-        except TopologyError as error:
-            stream.problem = error
-            homeless.append(stream)
-        else:
-            groups.setdefault(node.place, []).append(stream)
-    return groups, homeless
+    by_vb = {stream.vb_id: stream for stream in streams}
+    places, without = topology.by_place(by_vb)
+    for vb_id, error in without.items():
+        by_vb[vb_id].problem = error
+    groups = {place: [by_vb[vb_id] for vb_id in members] for place, members in places.items()}
+    return groups, [by_vb[vb_id] for vb_id in without]
 
 
 def _stuck(stream: Stream, patience_s: float) -> DcpdError:

@@ -49,9 +49,10 @@ from clients.streaming.outcome import (
     Postponed,
     RollbackAsked,
     StreamOutcome,
+    Verdict,
+    reason_name,
 )
 from clients.streaming.stream_connection import VERSION_LOG, FrameBuffer, Setup, StreamConnection
-from clients.streaming.verdict import Verdict, reason_name
 from dcp.wire.frame import HEADER_BYTES, Frame, RemoteProtocolError
 from dcp.wire.message import (
     SYSTEM_EVENT_EXTRAS,
@@ -75,7 +76,7 @@ class StreamGoneError(DcpdError):
 
 
 class StreamState(Enum):
-    """See the module."""
+    """The states of the stream that reads one step."""
 
     ASKED = auto()
     OPEN = auto()
@@ -146,7 +147,7 @@ class Arrived(NamedTuple):
 
 
 class FetchCore:
-    """See the module. One per connection."""
+    """Reads the steps of one connection."""
 
     def __init__(
         self,

@@ -11,6 +11,8 @@ Partitions at seqno 0 are left out. One more member is
 
     "collections": "scope.a,scope.b"    the query's collections; older versions did not write it
 
+Spark's progress reports have offsets, too: `rows_behind` computes a query's lag from them.
+
 Invariants
 - equal positions give equal bytes: partitions are in numeric order, and spacing is fixed;
 - an unchanged entry keeps its text, so Spark sees that nothing is new;
@@ -19,8 +21,9 @@ Invariants
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from clients.position import Position, Ranges, Versions
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
@@ -29,6 +32,9 @@ RANGES_MAX: Final = 8
 """Ranges per partition. Spark stores an offset with 1,024 partitions for each batch."""
 RANGES_NEWEST: Final = 3
 """This many of the newest ranges are always kept."""
+COLLECTIONS: Final = "collections"
+"""The member of an offset that is not a partition."""
+Offset = dict[str, str]
 
 
 class Entry(NamedTuple):
@@ -44,12 +50,8 @@ class Entry(NamedTuple):
         return self.position.seqno
 
 
-COLLECTIONS: Final = "collections"
-"""The member of an offset that is not a partition."""
 NOTHING: Final = Entry()
 """The entry of a partition that is not in the offset."""
-
-Offset = dict[str, str]
 
 
 def entry_at(
@@ -180,3 +182,58 @@ def _ranges(value: str, text: str) -> Ranges:
             raise ValueError(f"{text!r}: {item!r} is not FIRST-LAST")
         ranges.append((int(first), int(last)))
     return tuple(ranges)
+
+
+class Behind(NamedTuple):
+    """A query's lag at the time of a report."""
+
+    rows: int
+    """Upper bound of unread changes. De-duplicated snapshots have fewer."""
+    partitions: int
+    """Partitions with unread changes."""
+    rollbacks: int
+    """Partitions that were rolled back in the report's batch."""
+
+
+def rows_behind(progress: Any) -> Behind:
+    """Return a query's lag from a StreamingQueryProgress, or from its JSON as a dict.
+
+    Adds up all `dcp` sources of the query, which are recognized by their offsets.
+    """
+    document = json.loads(progress.json) if hasattr(progress, "json") else progress
+    rows = partitions = rollbacks = 0
+    for source in document["sources"]:
+        try:
+            end = _entries(source.get("endOffset"))
+            start = _entries(source.get("startOffset"))
+            latest = _entries(source.get("latestOffset")) or end
+        except ValueError:
+            continue  # another kind of source
+        missing = [latest[vb].seqno - end.get(vb, NOTHING).seqno for vb in latest]
+        rows += sum(number for number in missing if number > 0)
+        partitions += sum(number > 0 for number in missing)
+        rollbacks += sum(
+            entry.rollback_to is not None and entry != start.get(vb) for vb, entry in end.items()
+        )
+    return Behind(rows, partitions, rollbacks)
+
+
+def seqnos_read(progress: Any) -> dict[int, int]:
+    """Return the seqno up to which each partition was read at the time of a report."""
+    document = json.loads(progress.json) if hasattr(progress, "json") else progress
+    seqnos: dict[int, int] = {}
+    for source in document["sources"]:
+        try:
+            entries = _entries(source.get("endOffset"))
+        except ValueError:
+            continue
+        seqnos.update((vb_id, entry.seqno) for vb_id, entry in entries.items())
+    return seqnos
+
+
+def _entries(offset: Any) -> dict[int, Entry]:
+    """Return an offset's entries. Spark passes JSON text, an object, or None."""
+    document = json.loads(offset) if isinstance(offset, str) else offset or {}
+    if not isinstance(document, dict):
+        raise ValueError("no offset of ours")
+    return entries_of(document)

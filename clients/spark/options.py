@@ -2,11 +2,19 @@
 
 Spark passes options as text; names are not case-sensitive. An unknown name or a bad value raises
 `OptionError`, which names the option and its accepted values.
+
+The option valueSchema is a list of columns in Spark's DDL:
+
+    carrier STRING, flight INT, at STRUCT<airport: STRING, gate INT>, tags ARRAY<STRING>
+
+Spark's own parser would report a position inside `STRUCT<...>`, not the option. Only what a JSON
+document can provide is allowed: no NOT NULL (a member may be missing), and only text as map keys.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,12 +23,23 @@ from typing import Any, Final
 
 from clients.address import ServerAddress, parse_address
 from clients.spark.offset import COLLECTIONS, Offset, decode, partition_number
-from clients.spark.value_schema import check_columns
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 NUM_PARTITIONS: Final = 4
 """Tasks of a batch, if there is enough to read. One server can feed about this many readers."""
 NUM_PARTITIONS_MAX: Final = 1024
+_TOKEN: Final = re.compile(r"\s*(`(?:[^`]|``)+`|\w+|[<>(),:]|\S)")
+_NAME: Final = re.compile(r"`.+`|\w+", re.DOTALL)
+_SCALARS: Final = frozenset(
+    {
+        "STRING", "BOOLEAN", "TINYINT", "BYTE", "SMALLINT", "SHORT", "INT", "INTEGER", "BIGINT",
+        "LONG", "FLOAT", "REAL", "DOUBLE", "DATE", "TIMESTAMP", "TIMESTAMP_NTZ", "TIMESTAMP_LTZ",
+        "BINARY", "DECIMAL", "DEC", "NUMERIC",
+    }
+)  # fmt: skip
+_WITH_DIGITS: Final = frozenset({"DECIMAL", "DEC", "NUMERIC"})
+_DEPTH_MAX: Final = 32
+"""Maximum nesting of types. Each level is a recursive call, here and in Spark."""
 
 
 class OptionError(ValueError):
@@ -168,9 +187,6 @@ def _servers(found: dict[str, Any]) -> tuple[ServerAddress, ...]:
     return tuple(servers)
 
 
-# -- one function per kind of value; a ValueError's text says what is wrong ------------------------
-
-
 def _addresses(text: str) -> tuple[ServerAddress, ...]:
     return tuple(parse_address(item) for item in _list(text))
 
@@ -316,3 +332,93 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "xattrs": ("true or false", _boolean),
 }
 """Name -> (description of the accepted values, parser)."""
+
+
+def check_columns(text: str) -> None:
+    """Check a list of columns. Raises ValueError, which says what is wrong."""
+    parser = _ColumnParser(_TOKEN.findall(text))
+    parser.columns(end="", depth=0)
+
+
+class _ColumnParser:
+    """A recursive-descent parser over the tokens of valueSchema."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self._tokens = tokens
+        self._at = 0
+
+    def columns(self, end: str, depth: int) -> None:
+        """Parse columns up to `end`; "" is the end of the text."""
+        names: set[str] = set()
+        while True:
+            name = self._take()
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"a column name is missing before {_token_shown(name)}")
+            if name.lower() in names:
+                raise ValueError(f"the column {name} occurs twice")
+            names.add(name.lower())
+            if self._next() == ":":
+                self._take()
+            self._type(name, depth)
+            following = self._take()
+            if following == end:
+                return
+            if following != ",":
+                raise ValueError(f"a comma is missing before {_token_shown(following)}")
+
+    def _type(self, of: str, depth: int) -> None:
+        word = self._take()
+        kind = word.upper()
+        if depth >= _DEPTH_MAX:
+            raise ValueError(f"{of}: types are nested deeper than {_DEPTH_MAX}")
+        if kind in _SCALARS:
+            if kind in _WITH_DIGITS and self._next() == "(":
+                self._digits(of)
+        elif kind == "STRUCT":
+            self._expect("<", of)
+            self.columns(">", depth + 1)
+        elif kind == "ARRAY":
+            self._expect("<", of)
+            self._type(of, depth + 1)
+            self._expect(">", of)
+        elif kind == "MAP":
+            self._expect("<", of)
+            if self._take().upper() != "STRING":
+                raise ValueError(f"{of}: the keys of a map must be STRING, as in JSON")
+            self._expect(",", of)
+            self._type(of, depth + 1)
+            self._expect(">", of)
+        else:
+            known = ", ".join(sorted(_SCALARS))
+            raise ValueError(
+                f"{of}: {_token_shown(word)} is not a type; use {known}, STRUCT<...>, ARRAY<...> or"
+                " MAP<STRING, ...>"
+            )
+
+    def _digits(self, of: str) -> None:
+        """Parse (PRECISION) or (PRECISION, SCALE)."""
+        self._expect("(", of)
+        numbers = [self._take()]
+        if self._next() == ",":
+            self._take()
+            numbers.append(self._take())
+        self._expect(")", of)
+        if not all(number.isdecimal() for number in numbers) or int(numbers[0]) > 38:
+            raise ValueError(f"{of}: DECIMAL takes a precision up to 38 and a scale")
+
+    def _next(self) -> str:
+        return self._tokens[self._at] if self._at < len(self._tokens) else ""
+
+    def _take(self) -> str:
+        token = self._next()
+        self._at += 1
+        return token
+
+    def _expect(self, token: str, of: str) -> None:
+        found = self._take()
+        if found != token:
+            raise ValueError(f"{of}: {token!r} is missing before {_token_shown(found)}")
+
+
+def _token_shown(token: str) -> str:
+    return repr(token) if token else "the end"

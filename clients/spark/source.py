@@ -33,6 +33,7 @@ from pyspark.sql.types import StructType
 
 from clients.errors import DcpdError, HistoryBranchedError
 from clients.spark.columns import record_batch, rollback_batch
+from clients.spark.environment import warn_about_workers
 from clients.spark.fetch import fetch
 from clients.spark.offset import COLLECTIONS, Entry, Offset, entries_of, entry_at, offset_of
 from clients.spark.options import OptionError, SourceSettings, parse_options
@@ -46,7 +47,6 @@ from clients.spark.plan import (
 )
 from clients.spark.survey import PATIENCE_S, Survey
 from clients.spark.values import value_parser
-from clients.spark.workers import warn_about_workers
 
 _T = TypeVar("_T")
 

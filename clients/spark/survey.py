@@ -20,11 +20,10 @@ from clients.errors import (
     UnsupportedError,
     error_from_status,
 )
-from clients.link.blocking_link import SyncLink
-from clients.link.topology import ClusterNode, Topology
-from clients.link.version_log import may_be_longer, version_log_group, versions_of
-from clients.position import Versions
-from clients.spark.fetch import RETRY_S, fetch, topology_of
+from clients.link.blocking_link import SyncLink, refresh_map
+from clients.link.topology import ClusterNode, Place, Topology
+from clients.position import Versions, may_be_longer, version_log_group, versions_of
+from clients.spark.fetch import RETRY_S, fetch, map_of
 from clients.spark.plan import PartitionFacts, PlanStep
 from dcp.wire.frame import RemoteProtocolError
 from dcp.wire.message import U64, parse_failover_log, parse_vb_seqnos
@@ -51,7 +50,7 @@ _T = TypeVar("_T")
 
 
 class Survey:
-    """See the module. Keeps connections open until `close`."""
+    """Asks the nodes for the driver. It keeps connections open until `close`."""
 
     def __init__(
         self,
@@ -63,8 +62,8 @@ class Survey:
         self._servers = servers
         self._patience_s = patience_s
         self._partitions = frozenset(partitions)
-        self._links: dict[tuple[str, int], SyncLink] = {}
-        self._topology: Topology | None = None
+        self._links: dict[Place, SyncLink] = {}
+        self._cluster = map_of(servers)
         self._logs: dict[int, Versions] = {}
 
     def close(self) -> None:
@@ -72,11 +71,11 @@ class Survey:
         for link in self._links.values():
             link.close()
         self._links.clear()
-        self._topology = None
+        self._cluster.topology = None
 
     def topology(self) -> Topology:
         """Return the current topology."""
-        return self._patiently(lambda: topology_of(self._servers))
+        return self._patiently(lambda: refresh_map(self._cluster, self._servers[0]))
 
     def high_seqnos(self, *, all_of_them: bool = False) -> dict[int, int]:
         """Return the high seqnos of the requested partitions that are active on some node.
@@ -137,9 +136,8 @@ class Survey:
                 time.sleep(RETRY_S)
 
     def _nodes(self) -> tuple[ClusterNode, ...]:
-        if self._topology is None:
-            self._topology = topology_of(self._servers)
-        return self._topology.nodes
+        topology = self._cluster.topology or refresh_map(self._cluster, self._servers[0])
+        return topology.nodes
 
     def _link(self, node: ClusterNode) -> SyncLink:
         link = self._links.get(node.place)
@@ -180,7 +178,7 @@ class Survey:
             for vb_id, (high, purge, floor, _) in told.items():
                 found[vb_id] = PartitionFacts(vb_id, high, purge, floor, self._logs[vb_id])
         if len(found) < len(self._partitions):
-            self._topology = None  # some are on other nodes, or on none: refresh next time
+            self._cluster.topology = None  # some are on other nodes, or on none: refresh next time
         return found
 
     def _all(self, found: dict[int, _T], *, all_of_them: bool) -> dict[int, _T]:
@@ -261,10 +259,11 @@ class Survey:
 
     def _seqnos_at(self, time_ns: int) -> dict[int, int]:
         high = self._all(self._high_seqnos(), all_of_them=True)
-        assert self._topology is not None, "_high_seqnos has set it"
+        topology = self._cluster.topology
+        assert topology is not None, "_high_seqnos has set it"
         seqnos = {}
         for vb_id in sorted(high):
-            node = self._topology.node_of(vb_id)
+            node = topology.node_of(vb_id)
             frames = self._link(node).request_stat(f"seqno-at {vb_id} {time_ns}".encode())
             if frames[-1].status:
                 raise error_from_status(

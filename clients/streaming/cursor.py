@@ -30,8 +30,8 @@ from failover.rules.rollback import common_seqno
 
 
 class Cursor:
-    """See the module. Whoever moves it has checked that items are inside the open snapshot, in
-    order.
+    """Where a client is in one partition. Whoever moves it has checked that items are inside the
+    open snapshot, in order.
     """
 
     __slots__ = (

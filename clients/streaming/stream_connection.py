@@ -43,8 +43,10 @@ from clients.streaming.outcome import (
     Refused,
     RollbackAsked,
     StreamOutcome,
+    Verdict,
+    verdict_of_end,
+    verdict_of_status,
 )
-from clients.streaming.verdict import Verdict, verdict_of_end, verdict_of_status
 from dcp.wire.frame import (
     HEADER,
     HEADER_BYTES,
@@ -145,7 +147,7 @@ class Setup(NamedTuple):
 
 
 class StreamConnection(Generic[S]):
-    """See the module."""
+    """Requests the streams of one connection, and tells its owner what becomes of them."""
 
     def __init__(self, setup: Setup, owner: StreamOwner[S], node: str | None) -> None:
         assert 0 < len(setup.name) <= NAME_BYTES_MAX, "DCP_OPEN takes a name of 1 to 200 bytes"

@@ -18,7 +18,7 @@ from base64 import b64encode
 from http.client import HTTPConnection
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import urlencode
 
 from clients.address import parse_address
@@ -44,30 +44,6 @@ class ServerRefusedError(DcpdError):
     """The server refused a call. `status` is the HTTP status, the text says why."""
 
 
-class ServerHandle(Protocol):
-    """What DcpServer needs of a process; subprocess.Popen has it."""
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-
-    @property
-    def stdout(self) -> IO[str] | None:
-        """The process's output."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, None while the process runs; negative: the signal."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, and return the exit code."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal, unless the process has ended."""
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-
-
 class DcpServer:
     """A dcpd process on free ports, with methods that cause failovers, faults and more.
 
@@ -89,7 +65,7 @@ class DcpServer:
         """The port for key-value and DCP. A restart keeps it."""
         self.admin_port = 0
         self._arguments = arguments
-        self._process: ServerHandle | None = None
+        self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> DcpServer:
         """Start."""
@@ -146,7 +122,7 @@ class DcpServer:
             raise ServerStartError(f"the server did not start: {self.log_path.read_text()[-4000:]}")
         self.port, self.admin_port = int(key_value[1]), int(admin[1])
 
-    def _launch(self, arguments: list[str]) -> ServerHandle:
+    def _launch(self, arguments: list[str]) -> subprocess.Popen[str]:
         """Start the process. Its stderr goes to the log."""
         with self.log_path.open("a") as log:
             return subprocess.Popen(  # noqa: S603 - our own program
@@ -154,7 +130,7 @@ class DcpServer:
                 stdout=subprocess.PIPE, stderr=log, text=True,
             )  # fmt: skip
 
-    def _read_output(self, process: ServerHandle) -> str:
+    def _read_output(self, process: subprocess.Popen[str]) -> str:
         output = ""
         watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
         watchdog.start()

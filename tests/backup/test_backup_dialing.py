@@ -6,9 +6,12 @@ import asyncio
 
 import pytest
 
-from clients.backup.dialing import PAUSE_MAX_S, Dialing, Home
+from clients.address import parse_address
+from clients.backup.dialing import Dialing, Home
 from clients.backup.feed import Feed
+from clients.backup.run import PAUSE_MAX_S
 from clients.errors import AuthenticationError, ConnectError, TopologyError
+from clients.link.dials import Dials
 from clients.link.topology import ClusterNode, Topology
 
 A, B, C = ("a", 1), ("b", 1), ("c", 1)
@@ -30,18 +33,19 @@ class World:
         self.dials = []
         """(place, future) of each, in order."""
         self.questions = []
-        self.news = 0
         self.now_s = 0.0
         self.sessions = set()
-        self.dialing = Dialing(topology(*active), self.find, self.connect, self.on_news)
-
-    def on_news(self):
-        self.news += 1
+        self.wake = asyncio.Event()
+        dials = Dials(parse_address("a:1"), self.wake, longest_s=PAUSE_MAX_S)
+        dials.connect = self.connect
+        self.cluster = dials.cluster
+        self.cluster.adopt(topology(*active))
+        self.dialing = Dialing(dials, self.find)
 
     async def find(self):
         future = asyncio.get_running_loop().create_future()
         self.questions.append(future)
-        return await future
+        self.cluster.topology = await future
 
     async def connect(self, place):
         future = asyncio.get_running_loop().create_future()
@@ -72,7 +76,7 @@ async def test_all_nodes_are_dialled_at_the_same_time():
     link = FakeLink()
     world.dials[2][1].set_result(link)
     assert await world.step() == [Home(C, link, world.placed(2))]
-    assert world.news == 1
+    assert world.wake.is_set()
     assert not world.dialing.is_idle
     world.dials[0][1].set_result(link)
     world.dials[1][1].set_result(link)

@@ -29,7 +29,7 @@ from clients.backup.run import PUSH_FEATURES, Backup
 from clients.backup.selection import Selection
 from clients.cli.dcpctl import run
 from clients.link.blocking_link import SyncLink
-from clients.link.topology import single_node
+from clients.link.dials import Dials
 from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.message import MUTATION_EXTRAS, PUT_FRAMES_BYTES_MAX, PUT_FRAMES_MAX
 from dcp.wire.opcode import Opcode
@@ -219,17 +219,17 @@ def test_a_packet_that_cannot_be_taken_for_now_is_sent_again(source, tmp_path, s
         ctl(server, "collection", "create", "shop.orders")
         server.set_state(VBS[0], "replica")
         looked = []
-        look = RestoreWriter._look_where_partitions_are
+        look = Dials.refreshed_link
 
-        async def look_and_repair(writer):
-            looked.append(writer)
-            if len(looked) == 2:
+        async def look_and_repair(dials):
+            looked.append(dials)
+            if len(looked) == 3:
                 await asyncio.to_thread(server.set_state, VBS[0], "active")
-            await look(writer)
+            return await look(dials)
 
-        monkeypatch.setattr(RestoreWriter, "_look_where_partitions_are", look_and_repair)
+        monkeypatch.setattr(Dials, "refreshed_link", look_and_repair)
         done = restore(server, source, retry_pause_s=0.01)
-        assert len(looked) == 2
+        assert len(looked) == 3, "at the beginning, and before each attempt after the first"
         assert done.written == 3 * 150 + 2
 
 
@@ -239,7 +239,9 @@ def test_a_packet_that_is_refused_goes_frame_by_frame(tmp_path, sent):
     unknown = frame(2, 5).replace(b"\x002", b"\x092")  # a collection that is not there
 
     async def send(address):
-        writer = RestoreWriter(address, single_node(address.host, address.port), 0)
+        dials = Dials(address, asyncio.Event(), features=RESTORE_FEATURES)
+        (await dials.refreshed_link()).close()
+        writer = RestoreWriter(dials, 0)
         await writer.send(load_of(3, [sound, locked]))
         await writer.send(load_of(3, [sound, unknown]))
         await writer.finish()

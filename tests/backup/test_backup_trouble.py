@@ -29,7 +29,7 @@ from clients.backup.archives.archive_errors import (
 )
 from clients.backup.archives.lock import LockTimes
 from clients.backup.intake import Intake
-from clients.backup.restore_link import RestoreWriter
+from clients.backup.restore_link import RESTORE_FEATURES, RestoreWriter
 from clients.backup.restore_load import FRAMES_BYTES_MAX, load_of
 from clients.backup.run import Backup, collections_of
 from clients.errors import (
@@ -38,8 +38,10 @@ from clients.errors import (
     TemporaryError,
     TopologyError,
 )
+from clients.link import dials as dials_module
+from clients.link.dials import Dials
 from clients.link.pipelined_link import Link
-from clients.link.topology import ClusterNode, Topology, single_node
+from clients.link.topology import ClusterNode, Topology
 from dcp.wire.frame import RemoteProtocolError, pack_request
 from dcp.wire.message import MUTATION_EXTRAS
 from dcp.wire.opcode import Opcode
@@ -181,7 +183,7 @@ def back_up_without_ticks(server, archive, monkeypatch, queue_chunks):
     """Return how often it paused. What would wait for the next tick ends in a TimeoutError."""
     fill(server, b"soon", 3000, size=1000)
     monkeypatch.setattr(run_module, "TICK_S", 3600.0)
-    monkeypatch.setattr(run_module, "Link", CountedLink)
+    monkeypatch.setattr(dials_module, "Link", CountedLink)
     monkeypatch.setattr(CountedLink, "pauses", 0)
     made = create_archive(str(archive), 1)
     work = Backup(
@@ -332,7 +334,7 @@ def test_a_node_that_is_down_does_not_keep_the_others(server, archive, monkeypat
     def topology_now(*_, **__):
         is_back = bool(seen) and seen[-1].partitions_done >= half
         nodes = (here if is_back else down, here)
-        return Topology((1, 1), nodes, (0,) * half + (1,) * half)
+        return Topology((1, 1 + is_back), nodes, (0,) * half + (1,) * half)
 
     monkeypatch.setattr(Link, "topology", topology_now)
     made, address = create_archive(str(archive), 1), parse_address(server.address)
@@ -451,8 +453,9 @@ def test_a_restore_does_not_wait_without_end(server, loads):
     )  # fmt: skip
 
     async def restore():
-        topology = single_node(address.host, address.port)
-        writer = RestoreWriter(address, topology, 0, answer_timeout_s=0.1)
+        dials = Dials(address, asyncio.Event(), features=RESTORE_FEATURES)
+        (await dials.refreshed_link()).close()
+        writer = RestoreWriter(dials, 0, answer_timeout_s=0.1)
         try:
             await writer._channel(3)  # connected, with nothing that has to be answered in time
             with standing_still(server):

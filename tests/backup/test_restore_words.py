@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from clients.backup import restore_compare
+from clients.backup import restore as restore_module
 from clients.cli.dcpctl import run
 from clients.testing import DcpServer
 
@@ -69,7 +69,7 @@ def test_a_restore_that_is_run_again_is_fine(restored):
 
 
 def test_only_so_many_documents_are_compared(restored, monkeypatch):
-    monkeypatch.setattr(restore_compare, "COMPARED_MAX", 2)
+    monkeypatch.setattr(restore_module, "COMPARED_MAX", 2)
 
     def happens(kv):
         for n in range(5):

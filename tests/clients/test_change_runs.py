@@ -20,7 +20,7 @@ from test_consumer_core import core_with
 from clients.backup.feed import Feed
 from clients.backup.intake import Intake
 from clients.consumer import core as core_module
-from clients.consumer.partition_stream import Wanted, advance
+from clients.consumer.streams import Wanted, advance
 from clients.errors import DcpdError, StreamViolationError
 from clients.event import Mutation
 from clients.position import Position

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from clients.consumer.core import ConsumerCore
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Wanted, advance
-from clients.consumer.stream_requests import RETRY_FIRST_NS
+from clients.consumer.streams import RETRY_FIRST_NS, Wanted, advance
 from clients.errors import DcpdError, InvalidRequestError, StreamViolationError
 from clients.event import (
     Deletion,
@@ -259,14 +258,14 @@ def test_temporary_refusal_is_repeated_later_with_growing_pauses():
     session = Session()
     session.reply(session.stream_request(), Status.ETMPFAIL)
     assert session.sent == []
-    assert session.core.next_tick_ns == RETRY_FIRST_NS
+    assert session.core.streams.connection.next_due_ns == RETRY_FIRST_NS
     session.core.tick(RETRY_FIRST_NS - 1)
     assert session.core.take_output() == b""
     session.core.tick(RETRY_FIRST_NS)
     (again,) = session.decoder.feed(session.core.take_output())
     assert again.opcode == Opcode.DCP_STREAM_REQ
     session.reply(again, Status.ETMPFAIL)
-    assert session.core.next_tick_ns == 2 * RETRY_FIRST_NS
+    assert session.core.streams.connection.next_due_ns == 2 * RETRY_FIRST_NS
 
 
 def test_out_of_range_at_the_beginning_is_told_and_stands_still():
@@ -366,7 +365,7 @@ def test_ended_stream_is_asked_for_again(reason, again):
     assert event == StreamEnded(17, reason, will_resume=True)
     assert session.core.streams.notes[0].kind == f"stream_end_{reason}"
     assert bool(session.core.streams.homeless) == (again == "homeless")
-    assert (session.core.next_tick_ns is not None) == (again == "later")
+    assert (session.core.streams.connection.next_due_ns is not None) == (again == "later")
     session.core.tick(10**12)
     frames = session.sent + session.decoder.feed(session.core.take_output())
     if again != "homeless":

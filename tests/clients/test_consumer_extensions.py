@@ -8,7 +8,7 @@ import pytest
 from test_consumer_core import Session, core_with
 from test_consumer_pair import forget_extensions
 
-from clients.consumer.partition_stream import Wanted
+from clients.consumer.streams import Wanted
 from clients.errors import StreamViolationError
 from clients.event import Deletion, Mutation, Rollback, SeqnoAdvanced, SnapshotEnd, StreamEnded
 from clients.position import Position

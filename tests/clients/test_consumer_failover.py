@@ -137,10 +137,10 @@ async def test_stream_moves_although_its_old_node_tells_older_maps():
         )  # fmt: skip
         await placement.refresh()
         assert placement.topology.revision == (1, 5)
-        placement.topology = None  # a connection was lost
+        placement.cluster.topology = None  # a connection was lost
         await placement.refresh()  # this time the first node is asked first
         assert placement.topology.revision == (1, 5)
-        placement.topology = None
+        placement.cluster.topology = None
         placement.take_pushed(first.config, "127.0.0.1")
         assert placement.topology is None, "nor is one taken from a push"
         await second.__aexit__(None, None, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_consumer_core import Session
 
-from clients.consumer.partition_stream import Wanted
+from clients.consumer.streams import Wanted
 from clients.errors import StreamViolationError, TemporaryError
 from clients.event import Mutation, SnapshotStart
 from clients.position import Position

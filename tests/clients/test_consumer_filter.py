@@ -9,7 +9,7 @@ from test_consumer_pair import forget_extensions
 from clients.consumer.core import ConsumerCore
 from clients.consumer.extensions import left_in
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Wanted
+from clients.consumer.streams import Wanted
 from clients.event import Deletion, Mutation, SeqnoAdvanced, SnapshotEnd, SnapshotStart
 from clients.position import Position
 from clients.validator import StreamValidator

@@ -20,7 +20,7 @@ from hypothesis.stateful import initialize, rule
 from test_consumer_pair import KEYS, ROUNDS_MAX, VB_IDS, ConsumerPair
 
 from clients.consumer.core import Batch
-from clients.consumer.partition_stream import Wanted
+from clients.consumer.streams import Wanted
 from clients.event import Deletion, Event, Mutation, Rollback, StreamOpened
 from clients.mirror.lmdb_mirror import LmdbStore
 from clients.mirror.mirror_state import MemoryStore, take

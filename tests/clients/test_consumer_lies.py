@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_consumer_core import Session
 
-from clients.consumer.partition_stream import advance
+from clients.consumer.streams import advance
 from clients.errors import StreamViolationError
 from dcp.wire.message import DELETION_EXTRAS
 from dcp.wire.opcode import Opcode

@@ -14,12 +14,12 @@ from clients import Consumer, Mutation, Rollback, StreamOpened
 from clients.address import parse_address
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Wanted
 from clients.consumer.placement import Placement
+from clients.consumer.streams import Wanted
 from clients.errors import AuthenticationError, ConnectError, OperationTimeoutError
-from clients.link.dials import Dials, Pause
-from clients.link.first_answer import first_answer
-from clients.link.pipelined_link import Link
+from clients.link.dials import Dials
+from clients.link.pipelined_link import Link, first_answer
+from clients.link.topology import Pause
 from clients.position import Position
 from dcp.wire.frame import pack_request
 from dcp.wire.message import pack_stream_end, parse_stream_request
@@ -215,18 +215,15 @@ def test_pauses_grow_and_become_short_again_after_a_success():
 async def test_login_that_one_node_refuses_leaves_no_connection():
     """Both dials have ended when they are looked at: the good link must not be forgotten."""
 
-    async def connect(place):
-        address = parse_address(f"dcpd://eve:x@127.0.0.1:{place[1]}")
-        return await Link.connect(address, timeout_s=5.0)
-
     async with ScriptedPeer() as good, ScriptedPeer() as bad:
         bad.handlers[Opcode.SASL_AUTH] = lambda frame: reply(frame, Status.AUTH_ERROR)
-        dials = Dials(connect, lambda: None)
+        address = parse_address(f"dcpd://eve:x@127.0.0.1:{good.port}")
+        dials = Dials(address, asyncio.Event())
         for peer in (good, bad):
             dials.start(("127.0.0.1", peer.port), [VB])
         await asyncio.wait([dial.task for dial in dials._dials.values()])
         with pytest.raises(AuthenticationError):
-            dials.finished()
+            dials.finished(0.0, 0.0)
         await dials.close()
         await until(lambda: not good._writers)
 
@@ -238,7 +235,7 @@ async def test_busy_partitions_do_not_hasten_a_search_for_another():
     )  # fmt: skip
     address = parse_address("127.0.0.1:1")
     session = SimpleNamespace(link=SimpleNamespace(place=address.places[0]))
-    pause = placement._refresh_pause
+    pause = placement.cluster.map_pause
     for at in (0.0, 1.0, 2.0):
         pause.begin(at)
     placement.homeless = {VB: Wanted(Position())}

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from clients.consumer.core import ConsumerCore
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Wanted, advance
+from clients.consumer.streams import Wanted, advance
 from clients.position import Position
 from clients.validator import StreamValidator
 from dcp.wire.feature import Feature

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
-from scripted_peer import config_of
+from scripted_peer import ScriptedPeer, config_of
+from test_consumer_steering import until
 
 from clients.address import parse_address
 from clients.consumer.counters import ConsumerMetrics
@@ -37,7 +39,7 @@ async def test_an_older_or_the_same_configuration_changes_nothing(placement):
         placement.adopt(config_of([1, 2], [1] * 1024, rev=rev), "127.0.0.1")
     assert placement.topology.node_of(5).kv_port == 1
     # After a lost connection the same one may come again: that is no change.
-    placement.topology = None
+    placement.cluster.topology = None
     placement.adopt(config_of([1], rev=5), "127.0.0.1")
     assert placement.topology is not None
     assert placement._metrics.topology_changes == 0
@@ -51,8 +53,23 @@ async def test_no_configuration_means_to_ask(placement):
 
 async def test_after_a_lost_connection_an_older_map_is_the_last_resort(placement):
     placement.adopt(config_of([1], rev=5), "127.0.0.1")
-    placement.topology = None
+    placement.cluster.topology = None
     placement.adopt(config_of([1, 2], [1] * 1024, rev=4), "127.0.0.1")
     assert placement.topology is None, "its node is cut off, or late"
     placement.adopt(config_of([1, 2], [1] * 1024, rev=4), "127.0.0.1", is_last_resort=True)
     assert placement.topology.revision == (1, 4)
+
+
+async def test_an_opening_that_is_given_up_leaves_no_connection(placement):
+    """One node has answered, and the other one is silent."""
+    async with ScriptedPeer() as good, ScriptedPeer() as silent:
+        silent.held.clear()
+        owners = [vb_id % 2 for vb_id in range(1024)]
+        placement.adopt(config_of([good.port, silent.port], owners), "127.0.0.1")
+        opening = asyncio.create_task(placement.links_of([0, 1]))
+        await until(lambda: good.connections and silent.connections)
+        opening.cancel()
+        await asyncio.wait([opening])
+        await until(lambda: not good._writers)
+        silent.held.set()
+        await placement.close()

@@ -9,8 +9,8 @@ from test_consumer_steering import until
 
 from clients.consumer.batch_reader import BatchReader
 from clients.consumer.counters import ConsumerMetrics
-from clients.consumer.partition_stream import Batch
 from clients.consumer.saving import Saver
+from clients.consumer.streams import Batch
 from clients.errors import DcpdError, StreamViolationError
 from clients.event import Mutation, Rollback, SnapshotEnd, SnapshotStart, StreamOpened
 from clients.position import Position

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from test_consumer_core import Session, high_seqnos
 
-from clients.consumer.partition_stream import Wanted
-from clients.consumer.stream_requests import MAP_AFTER_NS, RETRY_FIRST_NS
+from clients.consumer.streams import MAP_AFTER_NS, RETRY_FIRST_NS, Wanted
 from clients.errors import InvalidRequestError
 from dcp.wire.frame import pack_response
 from dcp.wire.opcode import Opcode
@@ -21,9 +20,9 @@ def refused_until(session, pause_ns):
         refusals += 1
         refusal = pack_response(request.opcode, Status.ETMPFAIL, opaque=request.opaque)
         session.feed(refusal, now_ns)
-        if session.core.next_tick_ns - now_ns >= pause_ns:
+        if session.core.streams.connection.next_due_ns - now_ns >= pause_ns:
             return refusals
-        now_ns = session.core.next_tick_ns
+        now_ns = session.core.streams.connection.next_due_ns
         session.core.tick(now_ns)
         (request,) = session.decoder.feed(session.core.take_output())
 
@@ -36,7 +35,7 @@ def test_node_that_refuses_for_long_makes_core_want_newer_map():
     assert refused_until(session, MAP_AFTER_NS) == 5
     assert session.core.streams.wants_map
     session.core.streams.wants_map = False
-    session.core.tick(session.core.next_tick_ns)
+    session.core.tick(session.core.streams.connection.next_due_ns)
     (again,) = session.decoder.feed(session.core.take_output())
     assert not session.core.streams.wants_map
     session.reply(again, Status.ETMPFAIL)
@@ -47,7 +46,9 @@ def test_node_that_refuses_for_long_makes_core_want_newer_map():
 def test_randomness_cuts_the_pauses_by_up_to_half(drawn, share):
     session = Session(draw=lambda: drawn)
     session.reply(session.stream_request(), Status.ETMPFAIL)
-    assert session.core.next_tick_ns == pytest.approx(RETRY_FIRST_NS * share, rel=1e-6)
+    assert session.core.streams.connection.next_due_ns == pytest.approx(
+        RETRY_FIRST_NS * share, rel=1e-6
+    )
 
 
 def test_active_partitions_are_asked_and_a_busy_node_later():
@@ -56,7 +57,7 @@ def test_active_partitions_are_asked_and_a_busy_node_later():
     ask = session.open_requests[-1]
     assert (ask.opcode, ask.extras) == (Opcode.GET_ALL_VB_SEQNOS, (1).to_bytes(4, "big"))
     assert session.reply(ask, Status.ETMPFAIL) == []
-    assert session.core.next_tick_ns == RETRY_FIRST_NS
+    assert session.core.streams.connection.next_due_ns == RETRY_FIRST_NS
     session.core.tick(RETRY_FIRST_NS)
     (again,) = session.decoder.feed(session.core.take_output())
     session.reply(again, value=high_seqnos(v17=6))

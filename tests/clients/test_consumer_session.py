@@ -10,7 +10,7 @@ from scripted_peer import ScriptedPeer, reply
 from test_consumer_steering import until
 
 from clients import Consumer, Mutation, Position, StreamOpened, StreamViolationError
-from clients.consumer.partition_stream import Wanted
+from clients.consumer.streams import Wanted
 from dcp.wire.frame import pack_request
 from dcp.wire.message import MUTATION_EXTRAS
 from dcp.wire.opcode import Opcode
@@ -21,8 +21,8 @@ LOG = struct.pack(">QQ", 7, 0)
 
 async def test_a_short_pause_is_not_held_up_by_a_long_one(monkeypatch):
     """One partition is refused for so long that it waits 1000 s; another for the first time."""
-    monkeypatch.setattr("clients.consumer.stream_requests.RETRY_FIRST_NS", 10**12)
-    monkeypatch.setattr("clients.consumer.stream_requests.RETRY_MAX_NS", 10**12)
+    monkeypatch.setattr("clients.consumer.streams.RETRY_FIRST_NS", 10**12)
+    monkeypatch.setattr("clients.consumer.streams.RETRY_MAX_NS", 10**12)
     refused = []
 
     def answer(frame):
@@ -37,7 +37,7 @@ async def test_a_short_pause_is_not_held_up_by_a_long_one(monkeypatch):
         }  # fmt: skip
         async with Consumer(peer.address, vbuckets=[1]) as consumer:
             await until(lambda: consumer.metrics.streams_retried == 1)
-            monkeypatch.setattr("clients.consumer.stream_requests.RETRY_MAX_NS", 10**7)
+            monkeypatch.setattr("clients.consumer.streams.RETRY_MAX_NS", 10**7)
             (session,) = consumer._placement.sessions.values()
             session.add({2: Wanted(Position())})
             async with asyncio.timeout(10):

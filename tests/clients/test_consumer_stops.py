@@ -23,8 +23,7 @@ from clients import (
     export_prometheus,
 )
 from clients.consumer.counters import COUNTERS, GAUGES
-from clients.consumer.partition_stream import PartitionStream
-from clients.consumer.stream_requests import PATIENCE, StallWatch
+from clients.consumer.streams import PATIENCE, PartitionStream, StallWatch
 from clients.position import Position
 from clients.testing import DcpServer
 from dcp.wire.message import EndReason

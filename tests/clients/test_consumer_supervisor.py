@@ -15,8 +15,8 @@ from clients import Consumer, KvClient, Mutation, Rollback, StreamOpened
 from clients.address import parse_address
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import Wanted
 from clients.consumer.placement import Placement
+from clients.consumer.streams import Wanted
 from clients.errors import ConnectError, TopologyError
 from clients.position import Position
 from clients.testing import DcpServer
@@ -100,7 +100,7 @@ async def test_another_node_is_asked_where_the_first_one_is_gone(unused_tcp_port
             ConsumerOptions(connect_timeout_s=1.0),
         )  # fmt: skip
         placement.adopt(config_of([unused_tcp_port, peer.port], rev=1), "127.0.0.1")
-        placement.topology = None  # all connections are lost
+        placement.cluster.topology = None  # all connections are lost
         peer.config = config_of([peer.port], rev=2)
         await placement.refresh()
         assert placement.topology.node_of(5).kv_port == peer.port

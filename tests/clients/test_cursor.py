@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from clients.backup.archives.legs import whole_states
 from clients.backup.feed import Feed
-from clients.consumer.partition_stream import PartitionStream
+from clients.consumer.streams import PartitionStream
 from clients.errors import StreamViolationError
 from clients.position import RANGES_MAX, Position, gone_back
 from clients.spark.fetch_core import Stream

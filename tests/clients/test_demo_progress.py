@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from clients.cli.cluster.demo_progress import STILL_S, TELL_S, DemoProgress, told_while_it_takes
+from clients.cli.cluster.cluster_demo import STILL_S, TELL_S, DemoProgress, told_while_it_takes
 
 
 def status(in_sync: int, alive: int = 3) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def test_lines_about_the_same_step_are_apart() -> None:
 
 
 def test_a_step_is_told_when_it_begins_and_while_it_takes(monkeypatch: Any) -> None:
-    monkeypatch.setattr("clients.cli.cluster.demo_progress.TELL_S", 0.01)
+    monkeypatch.setattr("clients.cli.cluster.cluster_demo.TELL_S", 0.01)
     lines: list[str] = []
     again = threading.Event()
 

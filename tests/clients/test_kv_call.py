@@ -39,12 +39,11 @@ from clients.kv.routing import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
     PATIENCE_S,
-    FetchMap,
     Router,
     Send,
     backoff_s,
 )
-from clients.link.topology import ClusterNode
+from clients.link.topology import ClusterNode, FetchMap
 from clients.operation import MutationResult, get_operation, store_operation
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status

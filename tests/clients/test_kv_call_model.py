@@ -6,8 +6,8 @@ from kv_call_parts import FOUND, PORTS, config, lost, refusal, stored, unreachab
 
 from clients.errors import AmbiguousWriteError
 from clients.kv.call import Call
-from clients.kv.routing import BACKOFF_FIRST_S, FETCH_GAP_S, FetchMap, Router
-from clients.link.topology import ClusterNode
+from clients.kv.routing import BACKOFF_FIRST_S, Router
+from clients.link.topology import FETCH_GAP_S, ClusterNode, FetchMap
 from clients.operation import MutationResult, get_operation, partitions_of, store_operation
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status

@@ -10,10 +10,8 @@ from test_consumer_map import pushed
 from test_consumer_steering import until
 
 from clients.address import parse_address
-from clients.consumer import map_watch
-from clients.consumer.map_watch import MapWatch
-from clients.link.handshake import PUSH_FEATURES
-from clients.link.pipelined_link import Link
+from clients.link import dials
+from clients.link.dials import Dials, MapWatch
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
@@ -32,15 +30,13 @@ async def told():
 
 
 @pytest.fixture
-async def watch(told, monkeypatch):
-    monkeypatch.setattr(map_watch, "CHECK_S", 0.05)
-    monkeypatch.setattr(map_watch, "PAUSE_S", 0.01)
+async def watch(peers, told, monkeypatch):
+    monkeypatch.setattr(dials, "CHECK_S", 0.05)
+    monkeypatch.setattr(dials, "PAUSE_S", 0.01)
 
-    async def connect(place):
-        address = parse_address(f"{place[0]}:{place[1]}")
-        return await Link.connect(address, timeout_s=0.2, features=PUSH_FEATURES)
-
-    watch = MapWatch(connect, lambda config, host: told.append((config, host)))
+    address = parse_address(peers[0].address)
+    watched = Dials(address, asyncio.Event(), timeout_s=0.2)
+    watch = MapWatch(watched, lambda config, host: told.append((config, host)))
     yield watch
     await watch.close()
 

@@ -29,9 +29,11 @@ from clients.streaming.outcome import (
     Postponed,
     Refused,
     RollbackAsked,
+    Verdict,
+    verdict_of_end,
+    verdict_of_status,
 )
 from clients.streaming.stream_connection import EXACT_END, VERSION_LOG, Setup, StreamConnection
-from clients.streaming.verdict import Verdict, verdict_of_end, verdict_of_status
 from dcp.wire.frame import FrameDecoder, pack_request, pack_response
 from dcp.wire.message import (
     U32,

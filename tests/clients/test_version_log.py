@@ -12,7 +12,7 @@ from clients.backup.archives.archive import open_archive
 from clients.cli.dcpctl import run
 from clients.event import Mutation, Rollback, StreamOpened
 from clients.kv import commands
-from clients.link.version_log import version_log_group, versions_of
+from clients.position import version_log_group, versions_of
 from support.server import DcpdProcess
 from vbucket.model.ids import vbucket_of
 

@@ -398,9 +398,9 @@ MUTATIONS = (
     ),
     Mutation(
         "older-map-after-a-lost-connection",
-        "        if self._revision is not None and topology.revision < self._revision:\n",
-        "        if self._revision is not None and topology.revision < (0, 0):\n",
-        ("test_consumer_placement",),
+        "newest is not None and topology.revision < newest.revision and not is_last",
+        "newest is not None and topology.revision < (0, 0) and not is_last",
+        ("test_link_topology", "test_consumer_placement"),
     ),
     Mutation(
         "replica-shows-uncommitted-versions",

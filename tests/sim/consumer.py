@@ -19,7 +19,7 @@ from clients.checkpoint.checkpoint import decode_checkpoint, encode_checkpoint
 from clients.consumer.core import Batch, ConsumerCore
 from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import PartitionStreamState, Wanted
+from clients.consumer.streams import PartitionStreamState, Wanted
 from clients.errors import StreamViolationError
 from clients.event import (
     Deletion,
@@ -144,7 +144,7 @@ class ConsumerLink:
         core.streams.notes.clear()
         if output := core.take_output():
             side.write(output)
-        due_ns = core.next_tick_ns
+        due_ns = core.streams.connection.next_due_ns
         if due_ns is not None and (self._tick_due_ns is None or due_ns < self._tick_due_ns):
             self._tick_due_ns = due_ns
             self._consumer.host.after(max(0, due_ns - self._now_ns), self._tick, side)

@@ -18,9 +18,9 @@ from typing import Final
 
 from clients.errors import ConnectError, ConnectionLostError, DcpdError, NotFoundError
 from clients.kv.call import Call
-from clients.kv.routing import FetchMap, Router, Send
+from clients.kv.routing import Router, Send
 from clients.link.handshake import FEATURES, Handshake
-from clients.link.topology import ClusterNode
+from clients.link.topology import ClusterNode, FetchMap
 from clients.operation import (
     Document,
     MutationResult,

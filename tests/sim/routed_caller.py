@@ -14,8 +14,8 @@ from functools import partial
 
 from clients.errors import ConnectError, ConnectionLostError, DcpdError, error_from_status
 from clients.kv.call import Call
-from clients.kv.routing import FetchMap, Router, Send
-from clients.link.topology import ClusterNode
+from clients.kv.routing import Router, Send
+from clients.link.topology import ClusterNode, FetchMap
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status

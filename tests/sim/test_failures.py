@@ -6,7 +6,7 @@ from itertools import count, pairwise
 
 import pytest
 
-from clients.consumer.partition_stream import PartitionStreamState
+from clients.consumer.streams import PartitionStreamState
 from sim.facts import Outcome
 from sim.machine import Machine
 from sim.scenario import PARTITIONS, Scenario

@@ -20,7 +20,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
-from clients.testing.process import ServerHandle
 from support.server import DcpdProcess
 from vbucket.upkeep.merge import SLICE_PAGES
 
@@ -73,7 +72,7 @@ class ForkedServer(DcpdProcess):
     slice_pages = SLICE_PAGES
     """Of a forked server: how many pages a slice of a merge may change."""
 
-    def _launch(self, arguments: list[str]) -> ServerHandle:
+    def _launch(self, arguments: list[str]) -> subprocess.Popen[str] | ForkedProcess:
         if not self.is_forked:
             return super()._launch(arguments)
         _FORKS.set_forkserver_preload(["soak.fork_server_imports"])

@@ -144,7 +144,7 @@ def behind(network: BadNetwork, **options: object) -> Consumer:
     )  # fmt: skip
     # The server's configuration names its own port, so ignore it.
     consumer._placement.adopt = lambda *_config, **_named: setattr(  # type: ignore[method-assign]
-        consumer._placement, "topology", None
+        consumer._placement.cluster, "topology", None
     )
     return consumer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.spark.java import JavaMissingError, check_java
+from clients.spark.environment import JavaMissingError, check_java
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SETTINGS = {

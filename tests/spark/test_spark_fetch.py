@@ -11,10 +11,10 @@ from clients.address import parse_address
 from clients.consumer.consumer import Consumer
 from clients.errors import DcpdError
 from clients.event import Deletion, Mutation
-from clients.link.blocking_link import SyncLink
+from clients.link.blocking_link import SyncLink, refresh_map
 from clients.spark import fetch as fetch_module
 from clients.spark.columns import OPS
-from clients.spark.fetch import fetch, topology_of
+from clients.spark.fetch import fetch, map_of
 from clients.spark.offset import entry_at, offset_of
 from clients.spark.plan import next_entries, steps_between
 from clients.spark.survey import Survey
@@ -280,15 +280,15 @@ def test_partition_without_node_is_awaited_while_others_are_read(dcpd, reader, m
     write(dcpd, b"1")
     other = store_elsewhere(dcpd)
     steps = reader.plan()
-    real = topology_of(reader.servers)
+    real = refresh_map(map_of(reader.servers), reader.servers[0])
     homeless = real._replace(
         vbucket_map=tuple(-1 if vb == VB else node for vb, node in enumerate(real.vbucket_map))
     )
     told = iter([homeless, homeless])
-    monkeypatch.setattr(fetch_module, "topology_of", lambda servers: next(told, real))
+    monkeypatch.setattr(fetch_module, "refresh_map", lambda *_: next(told, real))
     rows = reader.read(steps)
     assert [row[1] for row in rows] == [other, VB]
-    monkeypatch.setattr(fetch_module, "topology_of", lambda servers: homeless)
+    monkeypatch.setattr(fetch_module, "refresh_map", lambda *_: homeless)
     with pytest.raises(DcpdError, match=r"no node is active.*vbucket 92"):
         reader.read(steps, patience_s=0.3)
 

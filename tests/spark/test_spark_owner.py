@@ -11,8 +11,9 @@ from spark_truth import table_differences
 from test_spark_sinks import DeltaTables, ParquetTable, sets, table
 
 from clients.errors import DcpdError
-from clients.spark import apply_changes, sink_delta, sink_parquet
-from clients.spark.sink_rules import TableWriter, owner_after
+from clients.spark import apply_changes
+from clients.spark.sink import delta, parquet
+from clients.spark.sink.rules import TableWriter, owner_after
 
 SINKS = {"parquet": ParquetTable, "delta": DeltaTables}
 
@@ -84,7 +85,7 @@ def test_a_manifest_of_format_1_is_read(tmp_path):
     sink.apply(table(sets(1, 1, 3)))
     path = tmp_path / "table" / "manifest.json"
     document = json.loads(path.read_text())
-    assert document.pop("format") == sink_parquet.FORMAT == 2
+    assert document.pop("format") == parquet.FORMAT == 2
     del document["query"]
     path.write_text(json.dumps({**document, "format": 1}))
     sink.writer = TableWriter("first")
@@ -105,21 +106,21 @@ def test_a_table_that_is_taken_over_while_a_batch_is_applied(sink, monkeypatch):
         other.apply(table(sets(1, 1, 2)))
 
     if isinstance(sink, ParquetTable):
-        write = sink_parquet.apply_to_bucket
+        write = parquet.apply_to_bucket
         monkeypatch.setattr(
-            sink_parquet, "apply_to_bucket",
+            parquet, "apply_to_bucket",
             lambda *arguments: (write(*arguments), take_over())[0],
         )  # fmt: skip
         words = "another program wrote"
     else:
-        write_deltalake = sink_delta.write_deltalake
-        opened = sink_delta.DeltaTable(f"{sink.path}/changes")
+        write_deltalake = delta.write_deltalake
+        opened = delta.DeltaTable(f"{sink.path}/changes")
 
         def write_late(path, *arguments, **options) -> None:
             take_over()
             write_deltalake(opened, *arguments, **options)  # as of before it was taken
 
-        monkeypatch.setattr(sink_delta, "write_deltalake", write_late)
+        monkeypatch.setattr(delta, "write_deltalake", write_late)
         words = "belongs to query second, and this batch is from query first"
     with pytest.raises(DcpdError, match=words):
         sink.apply(table(sets(1, 4, 1)))

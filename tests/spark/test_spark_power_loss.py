@@ -13,8 +13,7 @@ import pyarrow as pa
 import pytest
 from test_spark_sinks import Model, ParquetTable, table
 
-from clients.spark.sink_parquet import FOLDERS, MANIFEST
-from clients.spark.table_files import TableFiles
+from clients.spark.sink.parquet import FOLDERS, MANIFEST, TableFiles
 from support.forgetful_disk import ForgetfulDisk, Power
 
 FOLDER_FILE = "a folder:"

@@ -17,17 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clients.errors import DcpdError
-from clients.spark import sink_delta, sink_parquet
-from clients.spark.sink_parquet import (
+from clients.spark.sink import delta, parquet
+from clients.spark.sink.parquet import (
     MERGE_FILES,
     Outcome,
+    TableFiles,
     TableManifest,
     commit,
     open_table,
     write_buckets,
 )
-from clients.spark.sink_rules import TableWriter
-from clients.spark.table_files import TableFiles
+from clients.spark.sink.rules import TableWriter
 
 SCHEMA = pa.schema(
     [
@@ -90,7 +90,7 @@ class ParquetTable:
         self.writer = TableWriter()
 
     def manifest(self) -> TableManifest:
-        found = sink_parquet.load_manifest(self.files)
+        found = parquet.load_manifest(self.files)
         assert found is not None
         return found
 
@@ -101,7 +101,7 @@ class ParquetTable:
         outcomes = {}
         for told in write_buckets(batch, self.files, manifest, merge_files=self.merge_files):
             row = told.to_pylist()[0]
-            outcomes[row["bucket"]] = sink_parquet.msgspec.json.decode(row["outcome"], type=Outcome)
+            outcomes[row["bucket"]] = parquet.msgspec.json.decode(row["outcome"], type=Outcome)
             if interrupted == 1:
                 return
         if interrupted == 2:
@@ -109,8 +109,8 @@ class ParquetTable:
         commit(self.files, manifest, outcomes)
 
     def rows(self, name: str) -> list[dict]:
-        files = sink_parquet.files_of(self.path, name)
-        return [row for file in files for row in sink_parquet.pq.read_table(file).to_pylist()]
+        files = parquet.files_of(self.path, name)
+        return [row for file in files for row in parquet.pq.read_table(file).to_pylist()]
 
 
 class DeltaTables:
@@ -124,24 +124,24 @@ class DeltaTables:
     def apply(self, batch: pa.Table, *, interrupted: int = 0) -> None:
         steps = ("append", "merge", "remove")
         if not interrupted:
-            sink_delta.apply_batch(batch, self.path, self.buckets, {}, self.writer)
+            delta.apply_batch(batch, self.path, self.buckets, {}, self.writer)
             return
-        whole = getattr(sink_delta._Tables, steps[interrupted - 1])
+        whole = getattr(delta._Tables, steps[interrupted - 1])
 
         def stop(*args) -> None:
             whole(*args)
             raise InterruptedError
 
-        setattr(sink_delta._Tables, steps[interrupted - 1], stop)
+        setattr(delta._Tables, steps[interrupted - 1], stop)
         try:
-            sink_delta.apply_batch(batch, self.path, self.buckets, {}, self.writer)
+            delta.apply_batch(batch, self.path, self.buckets, {}, self.writer)
         except InterruptedError:
             pass
         finally:
-            setattr(sink_delta._Tables, steps[interrupted - 1], whole)
+            setattr(delta._Tables, steps[interrupted - 1], whole)
 
     def rows(self, name: str) -> list[dict]:
-        return sink_delta.rows_of(self.path, name, {}).to_pylist()
+        return delta.rows_of(self.path, name, {}).to_pylist()
 
 
 def check(sink, model: Model) -> None:
@@ -242,7 +242,7 @@ def test_delta_leaves_the_files_of_other_buckets_alone(tmp_path):
     sink.apply(table([(*row[:4], b"%d-" % row[0] + row[4], *row[5:]) for row in rows]))
 
     def files(name: str) -> set[str]:
-        return set(sink_delta.DeltaTable(f"{sink.path}/{name}").file_uris())
+        return set(delta.DeltaTable(f"{sink.path}/{name}").file_uris())
 
     before = {name: files(name) for name in ("current", "changes")}
     sink.apply(table([(900, 11, 7, "set", b"900-3", b"new", 11)]))
@@ -274,17 +274,17 @@ def test_two_writers_are_noticed(tmp_path):
 def test_a_table_of_another_format_is_refused(tmp_path):
     (tmp_path / "manifest.json").write_text('{"buckets": 4, "format": 99}')
     with pytest.raises(DcpdError, match="format 99"):
-        sink_parquet.load_manifest(TableFiles(tmp_path))
+        parquet.load_manifest(TableFiles(tmp_path))
     (tmp_path / "manifest.json").write_text("[]")
     with pytest.raises(DcpdError, match="not the manifest"):
-        sink_parquet.load_manifest(TableFiles(tmp_path))
+        parquet.load_manifest(TableFiles(tmp_path))
 
 
 def test_delta_finds_how_far_the_log_goes_after_others_commit(tmp_path):
     sink = DeltaTables(tmp_path / "table")
     sink.apply(table(sets(1, 1, 10)))
-    sink_delta.DeltaTable(f"{sink.path}/changes").delete("seqno > 1000")
-    sink_delta.DeltaTable(f"{sink.path}/changes").optimize.compact()
+    delta.DeltaTable(f"{sink.path}/changes").delete("seqno > 1000")
+    delta.DeltaTable(f"{sink.path}/changes").optimize.compact()
     sink.apply(table([(1, 4, 7, "rollback", None, None, None), *sets(1, 5, 2)]))
     assert sorted(row["seqno"] for row in sink.rows("changes")) == [1, 2, 3, 4, 5, 6]
     assert len(sink.rows("current")) == 6

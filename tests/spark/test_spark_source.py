@@ -23,7 +23,7 @@ from clients.install_hint import install_hint
 from clients.kv.client import KvClient
 from clients.link.blocking_link import SyncLink
 from clients.spark import check_java, rows_behind
-from clients.spark.java import JavaMissingError
+from clients.spark.environment import JavaMissingError
 from clients.spark.offset import entries_of
 from clients.spark.options import parse_options
 from clients.spark.source import LOOK_AGAIN_S, DcpReader, DcpStreamReader, ReadTask

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clients.spark.options import OptionError, parse_options
-from clients.spark.value_schema import check_columns
+from clients.spark.options import OptionError, check_columns, parse_options
 
 GOOD = (
     "a INT",

@@ -12,8 +12,9 @@ from pyspark.sql import SparkSession
 from test_spark_sinks import table
 
 from clients import DcpdError
-from clients.spark import WorkerPythonError, check_workers, read_table, sink_delta, workers
-from clients.spark.sink_rules import TableWriter
+from clients.spark import WorkerPythonError, check_workers, environment, read_table
+from clients.spark.sink import delta
+from clients.spark.sink.rules import TableWriter
 from clients.spark.source import DcpDataSource, DcpStreamReader
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def test_registering_the_source_warns_once(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     session = SimpleNamespace(sparkContext=SimpleNamespace(pythonExec=str(python)))
     monkeypatch.setattr(SparkSession, "getActiveSession", lambda: session)
-    workers.warn_about_workers.cache_clear()
+    environment.warn_about_workers.cache_clear()
     with pytest.warns(RuntimeWarning, match="Set PYSPARK_PYTHON=") as warned:
         assert DcpDataSource.name() == "dcp"
     assert len(warned) == 1
@@ -77,10 +78,10 @@ def test_registering_the_source_warns_once(monkeypatch, tmp_path):
 
 def test_in_a_worker_nothing_is_checked(monkeypatch):
     monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
-    monkeypatch.setattr(workers, "check_workers", lambda *_: pytest.fail("it checks"))
-    workers.warn_about_workers.cache_clear()
+    monkeypatch.setattr(environment, "check_workers", lambda *_: pytest.fail("it checks"))
+    environment.warn_about_workers.cache_clear()
     assert DcpDataSource.name() == "dcp"
-    workers.warn_about_workers.cache_clear()
+    environment.warn_about_workers.cache_clear()
 
 
 def test_spark_takes_no_metrics_from_a_python_source():
@@ -94,7 +95,7 @@ def test_spark_takes_no_metrics_from_a_python_source():
 
 def test_read_table_finds_a_delta_table(spark, tmp_path):
     rows = [(1, 1, 7, "set", b"k", b"v", 5)]
-    sink_delta.apply_batch(table(rows), str(tmp_path), 4, {}, TableWriter("query"))
+    delta.apply_batch(table(rows), str(tmp_path), 4, {}, TableWriter("query"))
     (row,) = read_table(spark, str(tmp_path)).collect()
     assert (row.key, row.value) == (b"k", b"v")
     assert read_table(spark, str(tmp_path), "changes").count() == 1

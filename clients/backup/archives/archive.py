@@ -72,7 +72,7 @@ _SEGMENT_FILE: Final = re.compile(rf"runs/(\d{{6}})/({BASE_SEGMENT})?(\d{{4,}})\
 
 
 class Archive:
-    """See the module. Created by `open_archive` or `create_archive`."""
+    """One archive. Created by `open_archive` or `create_archive`."""
 
     def __init__(
         self, place: Place, *, lock_times: LockTimes = LOCK_TIMES, runs_max: int = RUNS_MAX

@@ -81,7 +81,7 @@ class _Gathered:
 
 
 class Chunker:
-    """See the module."""
+    """Collects the pieces of a run into chunks."""
 
     def __init__(
         self, chunk_bytes: int = CHUNK_BYTES, gathered_bytes_max: int = GATHERED_BYTES_MAX

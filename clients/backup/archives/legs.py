@@ -33,7 +33,7 @@ LEGS_MAX: Final = BASE_LEG - 1
 
 
 class Leg(NamedTuple):
-    """See the module."""
+    """The result of one accepted stream request: the changes in (from_seqno, to_seqno]."""
 
     number: int
     """Unique within its run. Legs are ordered by their list, not by number."""

@@ -38,7 +38,7 @@ _HINTS: Final = {
 
 
 class Place:
-    """See the module."""
+    """The folder of one archive."""
 
     def __init__(self, fs: Any, root: str, url: str) -> None:
         self.url = url

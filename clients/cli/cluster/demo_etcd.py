@@ -29,7 +29,7 @@ _HOST: Final = "127.0.0.1"
 
 
 class DemoEtcd:
-    """See the module."""
+    """One member of etcd on loopback, and its files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

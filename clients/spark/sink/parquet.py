@@ -14,16 +14,17 @@ Invariants
   of older manifests are removed. So a power cut leaves a complete table, with every batch that was
   reported to Spark as done;
 - files that a batch replaced are removed after the next batch, so readers have time to finish;
-- a table belongs to one query (`sink_rules.owner_after`).
+- a table belongs to one query (`rules.owner_after`).
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import msgspec
 import pyarrow as pa
@@ -31,7 +32,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from clients.errors import DcpdError
-from clients.spark.sink_rules import (
+from clients.spark.sink.rules import (
     Cuts,
     TableWriter,
     above,
@@ -45,7 +46,6 @@ from clients.spark.sink_rules import (
     owner_after,
     verdict,
 )
-from clients.spark.table_files import TableFiles
 
 FORMAT: Final = 2
 """Format 1 has no owner; the next query that writes becomes the owner."""
@@ -346,3 +346,70 @@ def files_of(path: Path, table: str) -> list[str]:
         elif bucket.current:
             names.append(bucket.current)
     return [str(path / name) for name in names]
+
+
+class TableFiles:
+    """The file operations of a Parquet table. Each may raise OSError, and a power cut can happen
+    between any two.
+
+    Names are relative to the table: `manifest.json`, `changes/0003-....parquet`. As in POSIX, the
+    content of a file is durable after `sync`, and its name after `sync_folder`. Tests replace this
+    class with one that loses part of the unsynced data. Driver and executors share the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def make_folder(self, name: str) -> None:
+        """Create a folder of the table and its parents, durably."""
+        path = self.path / name
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            _sync(folder.parent)
+
+    def read(self, name: str) -> bytes:
+        """Return a file's bytes. Raises FileNotFoundError."""
+        return (self.path / name).read_bytes()
+
+    def source(self, name: str) -> Any:
+        """Return the path of a file, for pyarrow to read."""
+        return self.path / name
+
+    def create(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
+        """Write a new file."""
+        with (self.path / name).open("wb") as file:
+            write(file)
+
+    def sync(self, name: str) -> None:
+        """Make a file's bytes durable."""
+        _sync(self.path / name)
+
+    def sync_folder(self, name: str = "") -> None:
+        """Make the names in a folder durable."""
+        _sync(self.path / name)
+
+    def replace(self, old: str, new: str) -> None:
+        """Rename a file over another one."""
+        (self.path / old).replace(self.path / new)
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it exists."""
+        (self.path / name).unlink(missing_ok=True)
+
+    def older_than(self, pattern: str, moment_s: float) -> list[str]:
+        """Return the files that match a pattern and were last modified before a time."""
+        found = self.path.glob(pattern)
+        return [
+            path.relative_to(self.path).as_posix()
+            for path in found
+            if path.stat().st_mtime < moment_s
+        ]
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,7 +1,16 @@
-"""The streams of a consumer's connection: requests, rollbacks and retries.
+"""The streams of a consumer's connection: their states, requests, rollbacks and retries. Pure.
 
-`clients.streaming` speaks to the server. This module decides what a consumer does about each
-outcome. `clients.consumer.core` decodes the changes and owns this object.
+    NEW -> ASKED -> OPEN -> DONE      finished, or closed for good
+             |        |
+             +--------+---> WAITING   requested again at `retry_at_ns`
+             +--------+---> GONE      this node does not serve it, or the user paused it
+             +------------> HELD      rolled back; the user decides what to do
+             +------------> FAILED    refused for good
+
+`clients.streaming` speaks to the server and has the position (its cursor). This module decides what
+a consumer does about each outcome. `clients.consumer.core` decodes the changes, checks that items
+are inside the open snapshot, in order, and of this partition (`misplaced`, `mixed_up`), and owns
+`StreamRequests`.
 
 Invariants
 - a rollback lowers the seqno or the number of versions, so the number of rounds is bounded;
@@ -13,21 +22,28 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, NamedTuple
+from enum import Enum, auto
+from typing import Final, NamedTuple, cast
 
 from clients.consumer.extensions import Extensions
 from clients.consumer.options import ConsumerOptions
-from clients.consumer.partition_stream import (
-    FINAL_STATES,
-    OpenBatch,
-    PartitionStream,
-    PartitionStreamState,
-    Wanted,
-    wanted_of,
+from clients.errors import TEMPORARY_STATUSES, StatusError, StreamViolationError, error_from_status
+from clients.event import (
+    Deletion,
+    Event,
+    Mutation,
+    Rollback,
+    SeqnoAdvanced,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamEnded,
+    StreamFailed,
+    StreamOpened,
+    SystemEvent,
 )
-from clients.errors import TEMPORARY_STATUSES, StatusError, error_from_status
-from clients.event import Rollback, StreamEnded, StreamFailed, StreamOpened
-from clients.position import Position, rollback_reason
+from clients.position import Filter, Position, Versions, clipped, rollback_reason
+from clients.streaming.cursor import Cursor
+from clients.streaming.mutations import Mutations, decoded
 from clients.streaming.outcome import (
     Ahead,
     Ended,
@@ -36,21 +52,209 @@ from clients.streaming.outcome import (
     Postponed,
     RollbackAsked,
     StreamOutcome,
+    Verdict,
 )
 from clients.streaming.stream_connection import Setup, StreamConnection
-from clients.streaming.verdict import Verdict
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.message import parse_failover_log
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.model.ids import SEQNO_MAX
 
+Item = Event | Mutations
+"""An event, or consecutive mutations of one partition that are not decoded yet."""
 RETRY_FIRST_NS: Final = 50_000_000
 RETRY_MAX_NS: Final = 5_000_000_000
 """Pause before a refused stream is requested again. It doubles from the first to the longest."""
 MAP_AFTER_NS: Final = 800_000_000
 """From this pause on, the fifth, a newer cluster map is wanted with each refusal. A node that is
 cut off from its cluster refuses for as long as one asks it."""
+PATIENCE: Final = 5
+"""Checks that a stream may wait for its first message while other streams move."""
+
+
+class PartitionStreamState(Enum):
+    """The states of a partition's stream on one connection; the module's drawing has the ways."""
+
+    NEW = auto()
+    ASKED = auto()
+    OPEN = auto()
+    WAITING = auto()
+    HELD = auto()
+    DONE = auto()
+    GONE = auto()
+    FAILED = auto()
+
+
+FINAL_STATES = frozenset({PartitionStreamState.DONE, PartitionStreamState.FAILED})
+"""States after which a partition sends nothing more."""
+
+
+class Wanted(NamedTuple):
+    """The position from which to stream a partition; `position` None means from now.
+
+    `ceiling`: with `until_now`, the known end; the stream ends there or lower.
+    `now_seqno`: the seqno of "now", if it is known before the position is.
+    """
+
+    position: Position | None
+    ceiling: int | None = None
+    now_seqno: int | None = None
+
+
+class PartitionStream(Cursor):
+    """One partition's stream: its state, its cursor and its request. `position` None: from now."""
+
+    __slots__ = ("ceiling", "has_position", "now_seqno", "opaque", "retry_at_ns", "retry_ns",
+                 "state", "target", "vb_id")  # fmt: skip
+
+    def __init__(self, vb_id: int, position: Position | None) -> None:
+        self.vb_id = vb_id
+        self.state = PartitionStreamState.NEW
+        self.target: int | None = None
+        """Seqno at which the stream ends (`until_now`); None: it has no end, or it is unknown."""
+        self.ceiling: int | None = None
+        """The target before a rollback. The new target is not above it."""
+        self.now_seqno: int | None = None
+        """The seqno of "now" (`Wanted.now_seqno`)."""
+        self.opaque = 0
+        """Opaque of its request while that is pending or the stream is open, otherwise 0."""
+        self.retry_ns = 0
+        self.retry_at_ns = 0
+        self.place(position or Position())
+        self.has_position = position is not None
+
+    def place(self, position: Position) -> None:
+        """Set the position."""
+        super().place(position)
+        self.has_position = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it needs nothing more from this node: finished, refused for good, or moved."""
+        return self.state in FINAL_STATES or self.state is PartitionStreamState.GONE
+
+    def open(self, versions: Versions) -> None:
+        """The server accepted. Its failover log replaces the client's."""
+        self.state = PartitionStreamState.OPEN
+        self.versions = versions
+        self.retry_ns = 0
+        self.leave_snapshot()
+
+    def move_over(self, mutations: Mutations) -> None:
+        """Advance to the last of consecutive mutations, as `move` to each of them."""
+        first, last, count = mutations.first_seqno, mutations.last_seqno, len(mutations)
+        if first == self.range_end + 1 and last - first >= count:  # a gap, but not before the first
+            seqnos = mutations.seqnos()
+            dense = next(n for n, seqno in enumerate(seqnos) if seqno != first + n)
+            self.advance(first, first + dense - 1, dense)
+            first, count = seqnos[dense], count - dense
+        self.advance(first, last, count)
+
+
+class Batch(NamedTuple):
+    """The result of one read: items in order, and the positions of their partitions after them."""
+
+    items: list[Item]
+    positions: dict[int, Position]
+    wire_bytes: int
+    """Its bytes as flow control counts them; `ConsumerCore.processed` acknowledges them."""
+    markers: dict[int, tuple[int, int]]
+    """Snapshots (start, end) that were open when it began, for `advance`."""
+    collections: tuple[int, ...] | None = None
+    filter: Filter | None = None
+    """Collections and filter of the streams that it opens, for the same function."""
+
+    @property
+    def events(self) -> list[Event]:
+        """The items, decoded. Changes of this list change the batch."""
+        self.items[:] = decoded(self.items)
+        return cast("list[Event]", self.items)
+
+
+def wanted_of(stream: PartitionStream) -> Wanted:
+    """Return what another connection needs to continue a stream."""
+    ceiling = stream.ceiling if stream.target is None else stream.target
+    if stream.has_position:
+        return Wanted(stream.position(), ceiling)
+    return Wanted(None, ceiling, stream.now_seqno)
+
+
+def misplaced(stream: PartitionStream, seqno: int) -> StreamViolationError:
+    """Return the error for a change whose seqno is outside the open snapshot or out of order."""
+    if not stream.marker_end:
+        what = f"a change with seqno {seqno} outside any snapshot"
+    else:
+        what = (
+            f"a change with seqno {seqno} after seqno {stream.seqno} in the snapshot"
+            f" {stream.marker_start} to {stream.marker_end}"
+        )
+    return StreamViolationError(what, vb_id=stream.vb_id)
+
+
+def mixed_up(stream: PartitionStream, vb_id: int) -> StreamViolationError:
+    """Return the error for a message that names another partition than its stream. Positions in
+    the middle of a batch go by what changes name.
+    """
+    return StreamViolationError(
+        f"a message of vbucket {vb_id} in the stream of this one, at seqno {stream.seqno}",
+        vb_id=stream.vb_id,
+    )
+
+
+def advance(
+    positions: dict[int, Position],
+    events: Iterable[Event | Mutations],
+    markers: Mapping[int, tuple[int, int]],
+    collections: tuple[int, ...] | None,
+    filter: Filter | None = None,  # noqa: A002 - the word that positions have for it
+) -> None:
+    """Advance `positions` by events, as the core does while it receives them.
+
+    This computes positions in the middle of a batch. The positions at its end are in the batch.
+    `markers`, `collections` and `filter` come from the batch: the snapshots that were open before
+    it, and the selection of its new streams.
+    """
+    streams: dict[int, PartitionStream] = {}
+    for event in events:
+        stream = streams.get(event.vb_id)
+        if stream is None:
+            stream = PartitionStream(event.vb_id, positions.get(event.vb_id, Position()))
+            streams[event.vb_id] = stream
+            if event.vb_id in markers:
+                stream.begin_snapshot(*markers[event.vb_id])
+        match event:
+            case Mutation() | Deletion() | SystemEvent() | SeqnoAdvanced():
+                stream.move(event.seqno)
+            case Mutations():
+                stream.move_over(event)
+            case SnapshotStart():
+                stream.begin_snapshot(event.start_seqno, event.end_seqno)
+            case SnapshotEnd():
+                stream.complete_snapshot()
+            case StreamOpened():
+                stream.open(event.failover_log)
+                stream.collections, stream.filter = collections, filter
+            case Rollback():
+                stream.place(_back_at(stream.position(), event.to_seqno))
+            case _:
+                stream.leave_snapshot()
+    positions.update({vb_id: stream.position() for vb_id, stream in streams.items()})
+
+
+def _back_at(position: Position, seqno: int) -> Position:
+    """Return a position after a rollback to `seqno`."""
+    if not seqno:
+        return Position()
+    versions = tuple(version for version in position.versions if version[1] <= seqno)
+    is_below = seqno < position.base_seqno
+    complete = ((seqno, seqno),) if is_below else clipped(position.complete, seqno)
+    base_seqno = min(position.base_seqno, seqno)
+    return position._replace(
+        versions=versions, seqno=seqno, snap_start=seqno, snap_end=seqno, complete=complete,
+        base_seqno=base_seqno,
+    )  # fmt: skip
+
 
 _NOT_STREAMED: Final = FINAL_STATES | {PartitionStreamState.GONE, PartitionStreamState.HELD}
 
@@ -72,18 +276,16 @@ class Note(NamedTuple):
     text: str
 
 
-PATIENCE: Final = 5
-"""Checks that a stream may wait for its first message while other streams move."""
-
-
 class StreamRequests:
-    """See the module. `on_message` gets the messages of open streams, except their ends."""
+    """Requests the streams of one connection, and decides what follows each outcome.
+
+    `on_message` gets the messages of open streams, except their ends.
+    """
 
     def __init__(
         self,
         setup: Setup,
         extensions: Extensions,
-        batch: OpenBatch,
         on_message: Callable[[PartitionStream, Frame], None],
         options: ConsumerOptions,
         node: str | None,
@@ -101,12 +303,16 @@ class StreamRequests:
         """The newest cluster configuration that the server pushed. The caller resets it."""
         self._known_unfinished: PartitionStream | None = None
         """A stream that was not finished when somebody asked."""
+        self.items: list[Item] = []
+        """What the present read has brought so far. The core adds to it, and begins each read."""
+        self.touched: dict[PartitionStream, tuple[int, int]] = {}
+        """The partitions that it affects: stream -> start and end of the snapshot that was open
+        before its first item (0 for none). `advance` needs that in the middle of a batch."""
         self.by_vb: dict[int, PartitionStream] = {}
         """Partition -> stream, finished ones included."""
         self._asks_on_rollback = options.asks_on_rollback
         self._stalls = StallWatch()
         self._extensions = extensions
-        self._batch = batch
         self._until_now = options.until_now
         self._to_beginning = options.on_rollback == "restart"
         self._is_begun = False
@@ -209,6 +415,10 @@ class StreamRequests:
 
     # -- asking for streams --------------------------------------------------------------------
 
+    def _touch(self, stream: PartitionStream) -> None:
+        """Note that this read affects a partition."""
+        self.touched.setdefault(stream, (stream.marker_start, stream.marker_end))
+
     def _ask_for(self, streams: list[PartitionStream]) -> None:
         """Request streams. If their high seqnos are needed, ask for those first."""
         unsure = []
@@ -251,7 +461,7 @@ class StreamRequests:
 
         def on_reply(_frame: Frame) -> None:
             if stream.state is PartitionStreamState.ASKED:
-                self._batch.touch(stream)
+                self._touch(stream)
                 self._roll_back(stream, RollbackAsked(0, ()), why=why)
 
         self.connection.requests.send(
@@ -285,7 +495,7 @@ class StreamRequests:
 
     def on_outcome(self, stream: PartitionStream, outcome: StreamOutcome) -> None:
         """Process the answer to a stream request, or the end of a stream."""
-        self._batch.touch(stream)
+        self._touch(stream)
         match outcome:
             case Opened():
                 self._on_opened(stream, outcome)
@@ -308,7 +518,7 @@ class StreamRequests:
         stream.open(outcome.versions)
         stream.collections = self._extensions.collections
         stream.filter = self._extensions.filter
-        self._batch.items.append(
+        self.items.append(
             StreamOpened(stream.vb_id, stream.versions, stream.seqno, stream.snap_start)
         )
 
@@ -324,7 +534,7 @@ class StreamRequests:
                 return
             text = f"ERANGE at seqno {stream.seqno}, the server is at {high} ({error.what})"
             self.notes.append(Note("ahead", stream.vb_id, text))
-            self._batch.touch(stream)
+            self._touch(stream)
             asked = RollbackAsked(high if high < stream.seqno else 0, ())
             self._roll_back(stream, asked, why=text)
 
@@ -344,7 +554,7 @@ class StreamRequests:
             reason = why or rollback_reason(before, asked.seqno, stream.seqno)
             text = f"from seqno {before.seqno} to {stream.seqno}: {reason}"
             self.notes.append(Note("rollback", stream.vb_id, text))
-            self._batch.items.append(
+            self.items.append(
                 Rollback(
                     stream.vb_id, stream.seqno, asked.seqno, before.seqno, reason, asked.versions
                 )
@@ -363,7 +573,7 @@ class StreamRequests:
         is_whole = ended.verdict is Verdict.DONE and stream.target is not None
         will_resume = not is_whole and ended.verdict is not Verdict.EMPTY
         event = StreamEnded(stream.vb_id, ended.reason, will_resume)
-        self._batch.items.append(event)
+        self.items.append(event)
         if not is_whole:
             then = "requesting again" if will_resume else "for good"
             text = f"{event.reason_text} at seqno {stream.seqno}: {then}"
@@ -379,8 +589,8 @@ class StreamRequests:
 
     def _fail(self, stream: PartitionStream, status: int, what: str, hint: str) -> None:
         stream.state = PartitionStreamState.FAILED
-        self._batch.touch(stream)
-        self._batch.items.append(StreamFailed(stream.vb_id, status, what, hint))
+        self._touch(stream)
+        self.items.append(StreamFailed(stream.vb_id, status, what, hint))
         self.notes.append(
             Note("stream_failed", stream.vb_id, "; ".join(filter(None, (what, hint))))
         )
@@ -436,7 +646,7 @@ class StreamRequests:
             self.connection.requests.check(frame, what)
             versions = tuple(parse_failover_log(frame.value))
             stream.place(Position(versions, seqno, seqno, seqno, base_seqno=seqno))
-            self._batch.touch(stream)
+            self._touch(stream)
             self._request(stream)
 
         self.connection.requests.send(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from clients.errors import DcpdError
 from clients.install_hint import install_hint
-from clients.spark.sink_rules import TableWriter
+from clients.spark.sink.rules import TableWriter
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -68,7 +68,7 @@ def apply_changes(
         )
     writer = TableWriter(_query_of(batch_df) if query is None else query, take_over_from)
     if format == "parquet":
-        from clients.spark.sink_parquet import apply_batch
+        from clients.spark.sink.parquet import apply_batch
 
         if storage_options:
             raise ValueError("storage_options need format='delta'; parquet writes to a folder")
@@ -107,7 +107,7 @@ def read_table(
         return spark.createDataFrame(_delta().rows_of(path, table, storage_options or {}))
     if format != "parquet":
         raise ValueError(f"format takes {' or '.join(FORMATS)}, not {format!r}")
-    from clients.spark.sink_parquet import files_of
+    from clients.spark.sink.parquet import files_of
 
     if _format_of(path, table) == "delta":
         raise DcpdError(f"the table at {path} is a Delta table: leave out format='parquet'")
@@ -126,7 +126,7 @@ def _format_of(path: str, table: str) -> str:
 
 def _delta() -> ModuleType:
     try:
-        return import_module("clients.spark.sink_delta")
+        return import_module("clients.spark.sink.delta")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"format='delta' needs the package {error.name}: {install_hint('spark')}",

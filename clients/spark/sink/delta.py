@@ -29,7 +29,7 @@ import pyarrow.dataset as ds
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 from deltalake.exceptions import CommitFailedError
 
-from clients.spark.sink_rules import (
+from clients.spark.sink.rules import (
     TableWriter,
     above,
     as_current,

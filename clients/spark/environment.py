@@ -1,26 +1,61 @@
-"""Checks that Spark's Python workers have this package, because Spark's own error does not help.
+"""Checks for what Spark needs beside this package, because Spark's own errors do not help.
 
-Spark starts Python processes of its own, for the source's planning and for its tasks. They run the
-interpreter of PYSPARK_PYTHON, by default the `python3` of the PATH. That is not the interpreter of
-the program if it runs in a virtual environment that is not activated.
+Spark needs Java. It starts Python processes of its own, for the source's planning and for its
+tasks. They run the interpreter of PYSPARK_PYTHON, by default the `python3` of the PATH. That is not
+the interpreter of the program if it runs in a virtual environment that is not activated.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Final
 
+JAVA_MIN: Final = 17
+"""Spark 4 is compiled for Java 17."""
+_INSTALL: Final = (
+    "Debian and Ubuntu: sudo apt-get install openjdk-17-jre-headless; elsewhere install a JDK or"
+    " JRE and set JAVA_HOME"
+)
 PROBE_TIMEOUT_S: Final = 20.0
 NEEDED: Final = ("clients", "pyspark", "pyarrow")
 _PROBE: Final = (
     "import importlib.util, sys;"
     "print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])"
 )
+_TRY: Final = (
+    f"Set PYSPARK_PYTHON={sys.executable} before the session starts (on a cluster: an interpreter"
+    " that has dcpd on every machine)"
+)
+
+
+class JavaMissingError(RuntimeError):
+    """Java is missing or too old. The text says what to install."""
+
+
+def check_java() -> int:
+    """Return the version of the Java that Spark will use. Raises JavaMissingError."""
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home) / "bin" / "java") if home else shutil.which("java")
+    if java is None or not Path(java).exists():
+        where = f"JAVA_HOME is {home}, but it has no bin/java" if home else "no java in the PATH"
+        raise JavaMissingError(f"Spark needs Java {JAVA_MIN} or newer: {where}. {_INSTALL}")
+    told = subprocess.run(  # noqa: S603 - the java that Spark would start
+        [java, "-version"], capture_output=True, text=True, check=False
+    )
+    found = re.search(r'version "(?:1\.)?(\d+)', told.stderr + told.stdout)
+    version = int(found[1]) if found else 0
+    if version < JAVA_MIN:
+        raise JavaMissingError(
+            f"Spark needs Java {JAVA_MIN} or newer: {java} is version {version or '?'}. {_INSTALL}"
+        )
+    return version
 
 
 class WorkerPythonError(RuntimeError):
@@ -69,9 +104,3 @@ def check_workers(interpreter: str | None = None) -> None:
     if told.returncode or missing:
         lacks = f"has no package {', '.join(missing)}" if missing else told.stderr.strip()[-300:]
         raise WorkerPythonError(f"Spark's Python workers run {found}, which {lacks}. {_TRY}")
-
-
-_TRY: Final = (
-    f"Set PYSPARK_PYTHON={sys.executable} before the session starts (on a cluster: an interpreter"
-    " that has dcpd on every machine)"
-)

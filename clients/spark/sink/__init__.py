@@ -1,0 +1,1 @@
+"""Tables that follow a server: the rules, Parquet folders, Delta tables, and `apply_changes`."""
