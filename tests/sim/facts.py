@@ -28,6 +28,8 @@ class Kind(Enum):
     """SUBDOC_ARRAY_PUSH_LAST into a document that is a list; it makes one where there is none."""
     SET_WITH_META = auto()
     GET_REPLICA = auto()
+    OBSERVE = auto()
+    """OBSERVE_SEQNO: a version of a partition, and up to where it is persisted."""
     EXPIRE = auto()
     """No client asks for it: it is what an expiry may do, for the checkers."""
 

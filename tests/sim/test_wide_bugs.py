@@ -9,7 +9,7 @@ from sim.run import Options, run_seed
 from sim.wide_bugs import WIDE_BUGS
 
 FOUND_BY = {
-    "touch-in-vain": (7, "is not linearizable"),
+    "touch-in-vain": (7, "an expired document is answered"),
     "expiry-is-lost": (15, "an expired document is answered"),
     "due-is-answered": (6, "an expired document is answered"),
     "pages-anywhere": (1, "AssertionError"),
@@ -22,10 +22,10 @@ FOUND_BY = {
     "appends-before": (6, "is not linearizable"),
     "replica-shows-newest": (9, "a replica answered what was not committed"),
     "drop-keeps-count": (23, "documents, and it counts"),
-    "collection-id-again": (23, "documents, and it counts"),
+    "collection-id-again": (23, "the record says item_count"),
     "drop-untold": (67, "the master has nothing"),
     "no-rollback": (11, "without a rollback"),
-    "rollback-miscounts": (23, "documents, and it counts"),
+    "rollback-miscounts": (67, "documents, and it counts"),
     "folder-unsynced": (4, "refuses to start"),
     "log-unsynced": (4, "refuses to start"),
     "seal-unsynced": (4, "refuses to start"),

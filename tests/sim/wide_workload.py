@@ -47,6 +47,8 @@ class WideWorkload(Workload):
     def __init__(self, world: World, plan: Plan, client: str, facts: Facts) -> None:
         super().__init__(world, plan, client)
         self._facts = facts
+        self._versions: dict[int, int] = {}
+        """The version that the client saw last, by partition."""
 
     def draw(self) -> Operation:
         """Return the next operation."""
@@ -61,8 +63,11 @@ class WideWorkload(Workload):
         kinds = _USES[key[:1]]
         kind = kinds[world.below(len(kinds))]
         if kind is Kind.GET_REPLICA and plan.nodes == 1:
-            kind = Kind.GET
+            kind = Kind.OBSERVE if plan.vb_of(key) in self._versions else Kind.GET
         operation = self.operation(kind, key, collection)
+        if kind is Kind.OBSERVE:
+            operation.vb_uuid = self._versions[operation.vb_id]
+            return operation
         if key[:1] == b"t" and kind in _EXPIRING:
             operation.expiry_s = 1 + world.below(3)
         if kind is Kind.SET_WITH_META:
@@ -73,3 +78,9 @@ class WideWorkload(Workload):
         if kind in _DURABLE and world.chance(plan.durability_share):
             operation.level = 1 + world.below(3)
         return operation
+
+    def learned(self, operation: Operation) -> None:
+        """Keep the CAS and the version of an answer."""
+        super().learned(operation)
+        if operation.seqno:
+            self._versions[operation.vb_id] = operation.vb_uuid

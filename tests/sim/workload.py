@@ -39,13 +39,16 @@ _OPCODES: Final = {
     Kind.GET: Opcode.GET, Kind.SET: Opcode.SET, Kind.ADD: Opcode.ADD, Kind.REPLACE: Opcode.REPLACE,
     Kind.DELETE: Opcode.DELETE, Kind.INCREMENT: Opcode.INCREMENT, Kind.APPEND: Opcode.APPEND,
     Kind.TOUCH: Opcode.TOUCH, Kind.GET_AND_TOUCH: Opcode.GAT, Kind.GET_REPLICA: Opcode.GET_REPLICA,
-    Kind.PUSH: Opcode.SUBDOC_ARRAY_PUSH_LAST, Kind.SET_WITH_META: Opcode.SET_WITH_META,
+    Kind.OBSERVE: Opcode.OBSERVE_SEQNO, Kind.PUSH: Opcode.SUBDOC_ARRAY_PUSH_LAST,
+    Kind.SET_WITH_META: Opcode.SET_WITH_META,
 }  # fmt: skip
 _TOUCHES: Final = frozenset({Kind.TOUCH, Kind.GET_AND_TOUCH})
 _STORES: Final = frozenset({Kind.SET, Kind.ADD, Kind.REPLACE})
 _WITH_CAS: Final = frozenset({Kind.SET, Kind.REPLACE, Kind.DELETE, Kind.APPEND})
-READS: Final = frozenset({Kind.GET, Kind.GET_REPLICA})
-_WITH_VALUE: Final = READS | {Kind.GET_AND_TOUCH}
+READS: Final = frozenset({Kind.GET, Kind.GET_REPLICA, Kind.OBSERVE})
+_WITH_VALUE: Final = frozenset({Kind.GET, Kind.GET_REPLICA, Kind.GET_AND_TOUCH})
+_OBSERVED: Final = Struct(">BHQQQ")
+"""Form 0 of an OBSERVE_SEQNO: partition, version, persisted seqno, seqno. Form 1 has more."""
 _OF_COUNTERS: Final = frozenset({Kind.GET, Kind.INCREMENT, Kind.DELETE})
 
 OUTCOMES: Final[dict[int, Outcome]] = {
@@ -143,6 +146,8 @@ def pack(operation: Operation, opaque: int, *, has_durability: bool) -> bytes:
         extras, value = _STORE_EXTRAS.pack(0, operation.expiry_s), operation.argument
     elif kind in _TOUCHES:
         extras = _EXPIRY.pack(operation.expiry_s)
+    elif kind is Kind.OBSERVE:
+        key, value = b"", U64.pack(operation.vb_uuid)
     elif kind is Kind.PUSH:
         extras, value = _PUSH_EXTRAS, operation.argument
     elif kind is Kind.SET_WITH_META:
@@ -177,7 +182,9 @@ def read_answer(operation: Operation, frame: Frame) -> Outcome | None:
         return None
     if outcome is Outcome.OK:
         operation.cas = frame.cas
-        if operation.kind in _WITH_VALUE:
+        if operation.kind is Kind.OBSERVE:
+            _, _, operation.vb_uuid, operation.seqno, _ = _OBSERVED.unpack_from(frame.value)
+        elif operation.kind in _WITH_VALUE:
             operation.value = frame.value
         elif len(frame.extras) == MUTATION_TOKEN.size:
             operation.vb_uuid, operation.seqno = MUTATION_TOKEN.unpack(frame.extras)

@@ -33,7 +33,8 @@ def lost_writes(
     excuses: Sequence[Excuse],
     failovers: Sequence[Excuse] = (),
 ) -> list[str]:
-    """Every answered write must be in the final history of its partition.
+    """Every answered write must be in the final history of its partition, and what an OBSERVE said
+    to be persisted.
 
     Writes above the seqno of an excuse that were answered before it took effect do not count. A
     failover (`failovers`) excuses writes without a durability frame only.
@@ -59,7 +60,7 @@ def missing(operation: Operation, history: History) -> str:
     if operation.seqno > end:
         return f"its version ends at {end}"
     change = history.entries.get(operation.seqno)
-    if change is not None and cas_of(change) != operation.cas:
+    if change is not None and operation.cas and cas_of(change) != operation.cas:
         return f"its seqno has another change, with CAS {cas_of(change):x}"
     return ""
 

@@ -52,6 +52,8 @@ def check(operations: Iterable[Operation], excuses: Sequence[Excuse]) -> tuple[l
     """Return the violations, and how many keys were given up."""
     by_key: dict[tuple[int, bytes], list[Operation]] = defaultdict(list)
     for operation in operations:
+        if operation.kind is Kind.OBSERVE:
+            continue  # it is about a partition
         by_key[operation.collection, operation.key].append(operation)
     problems, given_up = [], 0
     for (_, key), history in by_key.items():
