@@ -80,6 +80,10 @@ def linear(facts: Facts, plan: Plan, operations: Sequence[Operation]) -> tuple[l
     return linearizable.check([*operations, *expired], [*facts.excuses, *facts.failovers])
 
 
+ONE_MESSAGE_BYTES: Final = 1000
+"""A window with room for a message or two: three changes each 5 ms, fewer than clients write."""
+
+
 def at_the_end(facts: Facts, plan: Plan) -> list[Violation]:
     """Return what is only known when a run is over; see `receipts` for the rest."""
     found = named("expiry", expiries.Expiries(plan).overdue(facts.operations))
@@ -97,4 +101,7 @@ def at_the_end(facts: Facts, plan: Plan) -> list[Violation]:
     )
     if facts.master_map is not None:
         found += named("same documents", streams.maps(facts.master_map, facts.consumer_maps))
-    return found + named("liveness", liveness.late(facts.operations, facts.works_ns))
+    keeps_up = plan.window_bytes > ONE_MESSAGE_BYTES
+    return found + named(
+        "liveness", liveness.late(facts.operations, facts.works_ns, copies_keep_up=keeps_up)
+    )

@@ -195,6 +195,12 @@ class TestLiveness:
         (problem,) = liveness.late([refused], 150)
         assert "was not answered" in problem
 
+    def test_durable_writes_where_copies_cannot_keep_up(self) -> None:
+        refused = written(1, at_ns=150)
+        refused.outcome, refused.why = Outcome.REFUSED, liveness.WITHOUT_COPIES
+        assert len(liveness.late([refused], 150)) == 1
+        assert liveness.late([refused], 150, copies_keep_up=False) == []
+
     def test_operations_that_never_end(self) -> None:
         waiting = written(1)
         waiting.ended_ns = waiting.outcome = None
