@@ -3,16 +3,15 @@
     meta      b"node"             NodeRecord                                   (CBOR)
               b"manifest"         vbucket.model.manifest.Manifest.to_document        (CBOR)
               b"clean-end"        CleanEnd, from a clean stop to the next start (CBOR)
-              b"quarantine"       vbucket.store.records.to_document               (CBOR)
+              b"quarantine"       vb -> Quarantined                            (CBOR)
     failover  vb                  [[vb_uuid, seqno, epoch], ...] newest first  (CBOR)
     state     vb                  the rest of PartitionRecord                  (CBOR)
 
 Who calls it: `vbucket.store.store`, which adds keys and versions; the merge and recovery write
 records.
 
-Invariant: every record has a CRC-32C over table, key and document, checked on every read.
-
-A record is stored as a CRC-32C of table, key and what follows, and then the record as CBOR.
+Invariant: every record has a CRC-32C over table, key and document, checked on every read. It is
+stored before the document.
 """
 
 from __future__ import annotations

@@ -17,9 +17,6 @@ from vbucket.model.ids import NUM_VBUCKETS
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
     from starlette.responses import Response
 
     Handler = Callable[[Request], Awaitable[Response]]

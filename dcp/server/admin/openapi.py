@@ -1,8 +1,6 @@
 """The description of the HTTP API: an OpenAPI 3.1 document, made from the routes and their bodies.
 
 It is served at /api/v1/openapi.json, and docs/http-api.md is generated from it (`api_page`). Pure.
-
-GET /api/v1/openapi.json answers it.
 """
 
 from __future__ import annotations

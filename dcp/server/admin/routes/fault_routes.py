@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
-
 FAULT_ID_MAX: Final = 1 << 63
 
 
