@@ -74,6 +74,9 @@ _GET_HEADS: Final = [
 ]
 """The header of a quiet GET, by the length of its key."""
 _LOOPS: Final = text_loops()
+_RUN_MIN: Final = 4
+"""Commands that are prepared together after one of a run was for Python: the others are lost."""
+_RUN_MAX: Final = 256
 
 _ERROR: Final = b"ERROR\r\n"
 _BAD_FORMAT: Final = b"CLIENT_ERROR bad command line format\r\n"
@@ -138,6 +141,7 @@ class TextSession:
         self.state = state
         self._engine = state.engine
         self._runs = DocumentRuns(state)
+        self._run_commands = _RUN_MIN
         self._takers = {b"set ": self._take_sets, b"get ": self._take_gets}
         self._buffer = bytearray()
         self._store: _Store | None = None
@@ -314,7 +318,7 @@ class TextSession:
         if _LOOPS is None or state.marks is not None or not self._has_runs():
             return position
         packet, text_ends, packet_ends = _LOOPS.sets(
-            self._buffer, position, state.limits.value_bytes_max
+            self._buffer, position, state.limits.value_bytes_max, self._run_commands
         )
         if not packet or self._must_wait():
             return position
@@ -325,8 +329,16 @@ class TextSession:
         stored = len(state.answers) - first_answer
         if stored:
             state.answers[first_answer:] = [_STORED * stored]
-        self._has_begun |= taken > 0
-        return text_ends[taken - 1] if taken else position
+        return self._ran(taken, text_ends, position)
+
+    def _ran(self, taken: int, text_ends: list[int], position: int) -> int:
+        """Note how many commands of a run were taken; return where others begin."""
+        is_whole = taken == len(text_ends)
+        self._run_commands = min(2 * self._run_commands, _RUN_MAX) if is_whole else _RUN_MIN
+        if not taken:
+            return position
+        self._has_begun = True
+        return text_ends[taken - 1]
 
     def _has_runs(self) -> bool:
         """Whether plain commands go through the loops, which know no prefixes and no locks."""
@@ -413,19 +425,17 @@ class TextSession:
         if _LOOPS is None or not self._has_runs():
             return position
         state = self.state
-        packet, text_ends, packet_ends = _LOOPS.gets(self._buffer, position)
+        packet, text_ends, packet_ends = _LOOPS.gets(self._buffer, position, self._run_commands)
         if not packet:
             return position
         answers, first_answer = state.answers, len(state.answers)
         state.buffer = packet
         taken = bisect_right(packet_ends, self._runs.get_run(0, len(packet)))
         state.buffer = b""
-        if not taken:
-            return position
-        found = b"".join(answers[first_answer:])
-        answers[first_answer:] = [_LOOPS.values(found, False, True)]
-        self._has_begun = True
-        return text_ends[taken - 1]
+        if taken:
+            found = b"".join(answers[first_answer:])
+            answers[first_answer:] = [_LOOPS.values(found, False, True)]
+        return self._ran(taken, text_ends, position)
 
     def _get_and_touch(self, name: bytes, arguments: list[bytes]) -> bytes:
         if len(arguments) < 2:
@@ -470,12 +480,14 @@ class TextSession:
     def _go_on_reading(self, read: _Read) -> None:
         """Answer the keys that are left, until the session is full."""
         state, at, packet = self.state, 0, b""
-        if read.expiry is None and self._has_runs():
-            packet = b"".join(
-                part for key in reversed(read.keys) for part in (_GET_HEADS[len(key)], key)
-            )
+        has_runs = read.expiry is None and self._has_runs()
         while read.keys and not state.is_full:
-            if packet:
+            if has_runs:
+                if at == len(packet):
+                    next_keys, at = read.keys[: -_RUN_MAX - 1 : -1], 0
+                    packet = b"".join(
+                        part for key in next_keys for part in (_GET_HEADS[len(key)], key)
+                    )
                 after = self._answer_run(read, packet, at)
                 if after > at:
                     at = after

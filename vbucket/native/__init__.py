@@ -133,8 +133,8 @@ def frame_loops() -> FrameLoops | None:
 class TextLoops(NamedTuple):
     """What sessions of memcached's text protocol take from the loops."""
 
-    sets: Callable[[bytes | bytearray, int, int], tuple[bytes, list[int], list[int]]]
-    gets: Callable[[bytes | bytearray, int], tuple[bytes, list[int], list[int]]]
+    sets: Callable[[bytes | bytearray, int, int, int], tuple[bytes, list[int], list[int]]]
+    gets: Callable[[bytes | bytearray, int, int], tuple[bytes, list[int], list[int]]]
     values: Callable[[bytes, bool, bool], bytes]
 
 

@@ -107,13 +107,16 @@ Row = tuple[int, bytes, bytes, int, int, int, int, int, int]
 """Partition, key, value, seqno, rev_seqno, CAS, flags, expiry, datatype."""
 
 def text_sets(
-    text: bytes | bytearray, position: int, value_bytes_max: int, /
+    text: bytes | bytearray, position: int, value_bytes_max: int, count_max: int, /
 ) -> tuple[bytes, list[int], list[int]]:
-    """Return the plain `set`s of memcached's text protocol that are at a position as SETs and, with
-    `noreply`, SETQs of the binary one; and where each of them ends in the text, and in the packet.
+    """Return the plain `set`s of memcached's text protocol that are at a position, `count_max` and
+    256 at most, as SETs and, with `noreply`, SETQs of the binary one; and where each of them ends
+    in the text, and in the packet.
     """
 
-def text_gets(text: bytes | bytearray, position: int, /) -> tuple[bytes, list[int], list[int]]:
+def text_gets(
+    text: bytes | bytearray, position: int, count_max: int, /
+) -> tuple[bytes, list[int], list[int]]:
     """Return the lines of `get` with one key as GETKs, as `text_sets` does."""
 
 def text_values(answers: bytes, shows_cas: bool, are_lines: bool, /) -> bytes:

@@ -163,12 +163,14 @@ PyObject *loops_text_sets(PyObject *Py_UNUSED(module), PyObject *args)
     Py_buffer text;
     Py_ssize_t position;
     unsigned long long value_bytes_max;
-    if (!PyArg_ParseTuple(args, "y*nK", &text, &position, &value_bytes_max))
+    unsigned int count_max;
+    if (!PyArg_ParseTuple(args, "y*nKI", &text, &position, &value_bytes_max, &count_max))
         return NULL;
     TextSet sets[RUN_MAX];
     size_t count = 0, bytes = 0;
     const uint8_t *at = text_at(&text, position), *end = text_at(&text, text.len);
-    for (; count < RUN_MAX && set_read(&sets[count], at, end, value_bytes_max); count++) {
+    for (; count < RUN_MAX && count < count_max &&
+           set_read(&sets[count], at, end, value_bytes_max); count++) {
         at = sets[count].end;
         bytes += REQUEST_HEAD_BYTES + sets[count].key_bytes + sets[count].value_bytes;
     }
@@ -181,12 +183,13 @@ PyObject *loops_text_gets(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_buffer text;
     Py_ssize_t position;
-    if (!PyArg_ParseTuple(args, "y*n", &text, &position))
+    unsigned int count_max;
+    if (!PyArg_ParseTuple(args, "y*nI", &text, &position, &count_max))
         return NULL;
     TextSet gets[RUN_MAX];
     size_t count = 0, bytes = 0;
     const uint8_t *at = text_at(&text, position), *end = text_at(&text, text.len);
-    for (; count < RUN_MAX && get_read(&gets[count], at, end); count++) {
+    for (; count < RUN_MAX && count < count_max && get_read(&gets[count], at, end); count++) {
         at = gets[count].end;
         bytes += HEADER_BYTES + gets[count].key_bytes;
     }
