@@ -7,6 +7,7 @@ processor time, so the figures hold on a busy machine. The output is one JSON do
 
 - set_new, set_memory               a SET of a key that is new, or in memory
 - set_plain, get_plain              the same for clients without HELLO: no collections, no tokens
+- set_text, get_text, get_100_text  the same in the text protocol; get_100_text: 100 keys a line
 - set_cached, set_merged            of a key in the store, in the item cache or not
 - get_memory, get_cached, get_merged   the same for GET
 - get_absent                        a GET of an absent key, with others in the store
@@ -17,7 +18,7 @@ processor time, so the figures hold on a busy machine. The output is one JSON do
 - backfill_bare                    backfill_merged, for a client without collections
 - live                              a SET that one stream follows, less the SET
 
-SETs, merge, merge_update and compact run in C if the loops are built (vbucket/native);
+SETs, GETs, merge, merge_update and compact run in C if the loops are built (vbucket/native);
 --without-loops runs their twins in Python.
 """
 
@@ -40,6 +41,7 @@ from dcp.session.access.auth import AuthStep
 from dcp.session.node_facts import Limits
 from dcp.session.session import Session
 from dcp.session.state import SessionState
+from dcp.session.text import TextSession
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
 from dcp.wire.feature import Feature
@@ -100,7 +102,7 @@ class CoreNode:
         self.store = Store.create(self.env, node, new_partitions(draw_uuid, NUM_VBUCKETS))
         self.engine = Engine(self.store, draw_uuid, NUM_VBUCKETS, 1 << 40)
         if not native:
-            self.engine.set_run = None
+            self.engine.set_run = self.engine.get_run = None
         self.writer = LogWriter(MemoryLogDevice())
         self.writer.rotate()
         self.hub = StreamHub()
@@ -202,7 +204,7 @@ class CoreNode:
         return versions, time.process_time() - began
 
 
-def drive(node: CoreNode, session: Session, batches: Iterable[bytes]) -> float:
+def drive(node: CoreNode, session: Session | TextSession, batches: Iterable[bytes]) -> float:
     """Pass batches to a session, commit, discard the answers; return processor seconds."""
     state = session.state
     made = list(batches)
@@ -216,7 +218,7 @@ def drive(node: CoreNode, session: Session, batches: Iterable[bytes]) -> float:
             node.commit()
     node.commit()
     seconds = time.process_time() - began
-    assert not state.buffer, "every batch was processed"
+    assert not state.held_bytes, "every batch was processed"
     state.answers.clear()
     return seconds
 
@@ -306,6 +308,13 @@ def measure(
     seconds["set_plain"] = drive(node, plain, plain_sets) / count
     plain_gets = get_batches(wanted, workload.memcached_get)
     seconds["get_plain"] = drive(node, plain, plain_gets) / count
+    text = TextSession(node.session(None).state)
+    text_sets = list(workload.batches("text", wanted, BATCH, pool))
+    seconds["set_text"] = drive(node, text, text_sets) / count
+    seconds["get_text"] = drive(node, text, get_batches(wanted, workload.text_get)) / count
+    made = [workload.key_of(index) for index in wanted]
+    lines = [workload.text_get(*made[at : at + 100]) for at in range(0, count, 100)]
+    seconds["get_100_text"] = drive(node, text, lines) / count
     _, spent = backfill(node)
     seconds["backfill_memory"] = spent / keys
     entries, spent = node.merge()
@@ -345,7 +354,7 @@ def main() -> int:
     parser.add_argument("--keys", type=int, default=500_000)
     parser.add_argument("--operations", type=int, default=100_000, help="per figure, at least")
     parser.add_argument("--value-bytes", type=int, default=128)
-    parser.add_argument("--without-loops", action="store_true", help="SETs and upkeep in Python")
+    parser.add_argument("--without-loops", action="store_true", help="SETs, GETs, upkeep in Python")
     options = parser.parse_args()
     count = options.operations // BATCH * BATCH
     with tempfile.TemporaryDirectory() as folder:

@@ -73,6 +73,15 @@ def memcached_get(key: bytes) -> bytes:
     return frame(OP_GET, key=key)
 
 
+def text_set(key: bytes, value: bytes) -> bytes:
+    """A SET of memcached's text protocol."""
+    return b"set %b 0 0 %d\r\n%b\r\n" % (key, len(value), value)
+
+
+def text_get(*keys: bytes) -> bytes:
+    return b"get %b\r\n" % b" ".join(keys)
+
+
 def resp_command(*arguments: bytes) -> bytes:
     parts = [b"*%d\r\n" % len(arguments)]
     parts += [b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]
@@ -100,6 +109,7 @@ def resp_set_bounded(key: bytes, value: bytes) -> bytes:
 OPERATION: Final = {
     "binary": binary_set,
     "memcached": memcached_set,
+    "text": text_set,
     "resp": resp_set,
     "resp-bounded": resp_set_bounded,
     "etcd": etcd.put_request,

@@ -15,6 +15,7 @@ from dcp.session.node_facts import Limits
 from dcp.session.text import TextSession
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import Engine
+from vbucket.engine.partition import VbState
 from vbucket.model.datatype import SNAPPY, compressed
 from vbucket.model.ids import vbucket_of
 from vbucket.native import text_loops
@@ -140,3 +141,24 @@ def test_answers_that_are_none_are_refused(data: bytes) -> None:
     assert LOOPS is not None
     with pytest.raises(ValueError, match="no answers"):
         LOOPS.values(data, False, False)
+
+
+def test_commands_that_are_for_python_have_few_prepared_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert LOOPS is not None
+    prepared = list[int]()
+
+    def counted(*arguments: Any) -> Any:
+        result = LOOPS.gets(*arguments)
+        prepared.append(len(result[1]))
+        return result
+
+    monkeypatch.setattr("dcp.session.text._LOOPS", LOOPS._replace(gets=counted))
+    node, session = a_session(has_loops=True)
+    for part in node.engine.partitions:
+        part.state = VbState.DEAD
+    lines = b"".join(b"get key:%d\r\n" % number for number in range(200))
+    session.receive(lines, node.now_ns)
+    assert b"".join(session.state.answers).count(b"SERVER_ERROR") == 200
+    assert sum(prepared) <= 4 * 200
