@@ -2,7 +2,8 @@
 
 Each cap has today's figure and the one that is wanted in the end. A change that lowers a figure
 lowers the cap with it, so it does not rise again: a cap with room is a failure, too. Lines of code
-may vary by LINES_ROOM.
+may vary by LINES_ROOM. A feature that users get on top of what was there is named in FEATURES with
+the files and lines that it may add; nothing else makes a cap grow.
 """
 
 from __future__ import annotations
@@ -34,6 +35,16 @@ class Cap(NamedTuple):
     wanted: int
 
 
+class Feature(NamedTuple):
+    """What a new feature may add."""
+
+    files: int
+    lines: int
+
+
+FEATURES: Final[dict[str, Feature]] = {}
+"""Feature, as users call it -> the files and lines that it may add to the product."""
+
 CAPS: Final = {
     "attributes of a class": Cap(61, 25),
     "arguments of a constructor": Cap(15, 10),
@@ -41,9 +52,9 @@ CAPS: Final = {
     "Protocol classes": Cap(41, 25),
     "support modules of tests": Cap(39, 25),
     "long names of tests": Cap(0, 0),
-    "files": Cap(496, 340),
+    "files": Cap(496 + sum(each.files for each in FEATURES.values()), 340),
     "files in a folder": Cap(16, 15),
-    "lines": Cap(102_960, 87_000),
+    "lines": Cap(102_960 + sum(each.lines for each in FEATURES.values()), 87_000),
 }
 
 
