@@ -5,11 +5,9 @@ from __future__ import annotations
 import click
 
 from clients.cli.dcpctl import Target, help_text, with_target
-from clients.cli.output import is_terminal, write_json, write_rows
+from clients.cli.output import write_json, write_rows
+from clients.cli.partitions.vb_option import with_vb, with_vbs
 from clients.kv.sync_client import SyncKv
-from vbucket.model.ids import NUM_VBUCKETS
-
-_VBUCKET = click.IntRange(0, NUM_VBUCKETS - 1)
 
 _STATUS_ROWS = (
     ("server", "server"),
@@ -26,10 +24,6 @@ _STATUS_ROWS = (
 """Name in JSON, heading."""
 
 
-def _table_or_plain(target: Target) -> str:
-    return target.output_or("table" if is_terminal() else "plain")
-
-
 @click.command(
     "seqnos",
     help=help_text(
@@ -39,14 +33,7 @@ def _table_or_plain(target: Target) -> str:
         "dcpctl seqnos -o json",
     ),
 )
-@click.option(
-    "--vb",
-    "vb_ids",
-    type=_VBUCKET,
-    multiple=True,
-    metavar="N",
-    help="Only this partition; may be repeated.",
-)
+@with_vbs
 @click.option("--used", is_flag=True, help="Only partitions that have changes.")
 @with_target
 def seqnos(*, target: Target, vb_ids: tuple[int, ...], used: bool) -> None:
@@ -58,7 +45,8 @@ def seqnos(*, target: Target, vb_ids: tuple[int, ...], used: bool) -> None:
         for vb_id, seqno in found.items()
         if (not vb_ids or vb_id in vb_ids) and (seqno or not used)
     ]
-    write_rows(_table_or_plain(target), [("vb", "vbucket"), ("high_seqno", "high seqno")], rows)
+    columns = [("vb", "partition"), ("high_seqno", "high seqno")]
+    target.show_rows(columns, rows, "no partition has changes yet; dcpctl set KEY VALUE makes one")
 
 
 @click.command(
@@ -66,18 +54,17 @@ def seqnos(*, target: Target, vb_ids: tuple[int, ...], used: bool) -> None:
     help=help_text(
         "Show the versions of a partition, newest first. Each is a branch of its history, with the"
         " seqno at which it began.",
-        "dcpctl failover-log 17",
-        "dcpctl failover-log 17 -o json",
+        "dcpctl failover-log --vb 17",
+        "dcpctl failover-log --vb 17 -o json",
     ),
 )
-@click.argument("vb_id", metavar="VB", type=_VBUCKET)
+@with_vb
 @with_target
 def failover_log(*, target: Target, vb_id: int) -> None:
     """Show the versions of a partition, newest first."""
     with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
         versions = kv.version_log(vb_id)
-    write_rows(
-        _table_or_plain(target),
+    target.show_rows(
         [("vb_uuid", "vb_uuid"), ("seqno", "began at seqno")],
         [(str(vb_uuid), seqno) for vb_uuid, seqno in versions],
     )
@@ -112,7 +99,7 @@ def status(*, target: Target) -> None:
         "streams": _number(stats, "ep_dcp_streams"),
         "cas_ahead": _number(stats, "ep_cas_ahead_vbuckets"),
     }
-    mode = _table_or_plain(target)
+    mode = target.rows_mode
     if mode == "json":
         write_json(document)
         return
