@@ -30,6 +30,7 @@ from clients.backup.archives.archive_errors import PointError
 from clients.backup.archives.archive_manifest import RunRecord
 from clients.backup.archives.point import time_text
 from clients.cli.dcpctl import EXIT_FAILED, EXIT_OK, Target, Verbs, help_text, with_target
+from clients.cli.node.figures import size_text
 from clients.cli.output import write_json, write_raw
 from clients.cli.restore_commands import ARCHIVE, bar, export, restore
 
@@ -345,15 +346,6 @@ def _age_ns(text: str) -> int:
             f"{text!r} is not an age", hint="Use a number and s, m, h, d or w, such as 30d."
         )
     return int(number) * _UNITS[unit] * 1_000_000_000
-
-
-def size_text(size_bytes: float) -> str:
-    """Return a size with its unit, such as 1.5 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} TiB"
 
 
 @contextmanager

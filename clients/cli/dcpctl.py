@@ -87,10 +87,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "partitions.partition_commands:failover_log",
         "Show the versions of a partition.",
     ),
-    "status": (
-        "partitions.partition_commands:status",
-        "Show the server's version, state and content.",
-    ),
+    "status": ("node.status_command:status", "Show whether all is well, and what to do."),
+    "top": ("node.top_command:top", "Watch nodes and consumers: rates, lag, disk."),
     "vb": ("partitions.vbucket_commands:vb", "Branch, fail over, purge, dump or stop a partition."),
     "compact": (
         "partitions.storage_commands:compact",

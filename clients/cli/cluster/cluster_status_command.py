@@ -70,7 +70,7 @@ def status(*, target: Target) -> None:
     found = admin_of_named(target).request("GET", STATUS_PATH)
     if found["cluster"]:
         others = [node for node in found["nodes"] if node["name"] != found["node"]]
-        _put_together(found, ask_nodes(target, others, STATUS_PATH))
+        put_together(found, ask_nodes(target, others, STATUS_PATH))
     mode = target.rows_mode
     if mode == "json":
         write_json(found)
@@ -80,7 +80,7 @@ def status(*, target: Target) -> None:
         _write_status(target, found)
 
 
-def _put_together(found: dict[str, Any], answers: Answers) -> None:
+def put_together(found: dict[str, Any], answers: Answers) -> None:
     """Add what other nodes say to the status of one: lags, and partitions without writes."""
     reports = [found, *answers.documents.values()]
     lags = [lag for report in reports for lag in report["followers"]]
