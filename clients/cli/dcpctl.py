@@ -82,6 +82,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "keys": ("documents.keys_command:keys", "List keys, by prefix."),
     "watch": ("changes.watch_command:watch", "Stream changes; can be resumed."),
     "import": ("documents.import_command:import_", "Load CSV or JSON lines from a file or a pipe."),
+    "bench": ("node.bench_command:bench", "Measure how fast the server is."),
     "seqnos": ("partitions.partition_commands:seqnos", "Show the high seqno of each partition."),
     "failover-log": (
         "partitions.partition_commands:failover_log",
