@@ -42,7 +42,9 @@ class Feature(NamedTuple):
     lines: int
 
 
-FEATURES: Final[dict[str, Feature]] = {}
+FEATURES: Final[dict[str, Feature]] = {
+    "rollback on demand in a cluster": Feature(1, 300),
+}
 """Feature, as users call it -> the files and lines that it may add to the product."""
 
 CAPS: Final = {

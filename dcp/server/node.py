@@ -447,6 +447,7 @@ class Node:
         operations = Operations(
             engine, connections, self._merging, self._compaction, self._commits, faults,
             self._groups.end_reasons, self._hub.limits, meter, log, kick=self._kick,
+            copies=None if replicated is None else replicated.branches,
         )  # fmt: skip
         self._sampler = Sampler(sources, self._housekeeping)
         documents = Documents(

@@ -75,6 +75,7 @@ CALLS = (
     Call("POST", "/api/v1/vbuckets/{vb}/branch", {"at": 99}, 409),
     Call("POST", "/api/v1/vbuckets/{vb}/purge", {}),
     Call("POST", "/api/v1/vbuckets/{vb}/branch", {"at": 1, "or_zero": True}),
+    Call("POST", "/api/v1/vbuckets/branch", {"vbs": [0, 1], "at": 0}),
     Call("POST", "/api/v1/vbuckets/{vb}/mend-cas", {}),
     Call("POST", "/api/v1/vbuckets/{vb}/state", {"state": "replica"}),
     Call("POST", "/api/v1/vbuckets/{vb}/state", {"state": "active"}),

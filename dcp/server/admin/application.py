@@ -58,9 +58,9 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
     """Return all routes."""
     described = [
         *probes.routes(parts.health, parts.status, parts.metrics),
-        *partitions.routes(parts.operations),
+        *partitions.at_the_master(partitions.routes(parts.operations), parts.config),
         *storage.routes(parts.operations),
-        *dump.routes(parts.dumps),
+        *partitions.at_the_master(dump.routes(parts.dumps), parts.config),
         *streams.routes(parts.operations),
         *guarded(faults.routes(parts.operations), is_allowed=parts.console.allows_faults),
         *clusters.routes(parts.cluster),
