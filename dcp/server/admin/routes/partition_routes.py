@@ -73,14 +73,14 @@ def routes(operations: Operations) -> list[RouteSpec]:
         at_seqno = _seqno(body.at, "at")
         change = operations.branch_or_zero if body.or_zero else operations.branch
         return await _done(
-            change(vb_id, at_seqno), f"vbucket {vb_id} cannot branch at seqno {at_seqno}"
+            change(vb_id, at_seqno), f"partition {vb_id} cannot branch at seqno {at_seqno}"
         )
 
     async def failover(request: Request) -> Response:
         vb_id = vb_of(request)
         lost = _seqno((await read_body(request, FailoverRequest)).lose or 0, "lose")
         return await _done(
-            operations.failover(vb_id, lost), f"vbucket {vb_id} cannot lose {lost} changes"
+            operations.failover(vb_id, lost), f"partition {vb_id} cannot lose {lost} changes"
         )
 
     async def state(request: Request) -> Response:
@@ -89,7 +89,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
         wanted = SETTABLE_STATES.get(name)
         if wanted is None:
             raise invalid(f'"state" is one of {", ".join(SETTABLE_STATES)}, not {name!r}')
-        return await _done(operations.set_state(vb_id, wanted), f"vbucket {vb_id} stays as it is")
+        return await _done(operations.set_state(vb_id, wanted), f"partition {vb_id} stays as it is")
 
     async def purge(request: Request) -> Response:
         vb_id = vb_of(request)
@@ -97,13 +97,13 @@ def routes(operations: Operations) -> list[RouteSpec]:
         upto_seqno = None if upto is None else _seqno(upto, "upto")
         return await _done(
             operations.purge(vb_id, upto_seqno),
-            f"vbucket {vb_id} cannot be purged up to {'its end' if upto is None else upto}",
+            f"partition {vb_id} cannot be purged up to {'its end' if upto is None else upto}",
         )
 
     async def mend_cas(request: Request) -> Response:
         vb_id = vb_of(request)
         await read_body(request, NoMembers)
-        return await _done(operations.mend_cas(vb_id), f"vbucket {vb_id} is not mended")
+        return await _done(operations.mend_cas(vb_id), f"partition {vb_id} is not mended")
 
     return [
         RouteSpec(
