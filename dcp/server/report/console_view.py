@@ -322,8 +322,8 @@ class ConsoleView:
         disk = self._sampler.disk.last
         log_bytes = None if disk is None else disk.log_bytes
         store_bytes = None if disk is None else disk.store_bytes
-        used = None if disk is None else disk.size_bytes - disk.free_bytes
-        size = None if disk is None else disk.size_bytes
+        used = None if disk is None else disk.used_bytes
+        size = None if disk is None else disk.usable_bytes
         unsent, received = sources.connections.send_buffers, sources.connections.receive_buffers
         return [
             Gauge("Disk", used, size, "bytes", "in use on the disk of the data folder, by all"),

@@ -32,7 +32,7 @@ function Actions({ consumer, run, isRunning, confirm }) {
     event.preventDefault();
     post("slow", { bytes_per_s: Number(fieldsOf(event.target).bytes_per_s) }, "Slowed down");
   }
-  return html`<div class="buttons">
+  return html`<div class="toolbar actions">
     <form onSubmit=${slow} class="fields">
       <${Field} label="Bytes per second for each stream" name="bytes_per_s" type="number" min="1"
         required defaultValue="10000" />
@@ -58,7 +58,9 @@ function Consumer({ consumer, lags, may, now }) {
       <div><dt>${isGone ? "Lag when it left" : "Lag"}</dt><dd>${plural(consumer.lag_items, "change")}</dd></div>
       <div><dt>Speed</dt><dd>${short(consumer.seqnos_per_s)} changes/s</dd></div>
       <div><dt>Not acknowledged</dt><dd>${bytes(consumer.unacked_bytes)}${
-        consumer.window_bytes ? ` of ${bytes(consumer.window_bytes)}` : ", no flow control"}</dd></div>
+        consumer.window_bytes ? ` of ${bytes(consumer.window_bytes)}` : ", no flow control"}
+        ${consumer.window_bytes > 0 && html`<br /><meter min="0" max="1" high="0.9" optimum="0"
+          value=${consumer.unacked_bytes / consumer.window_bytes} aria-label="Window used"></meter>`}</dd></div>
       <div><dt>Streams</dt><dd>${whole(consumer.streams)}</dd></div>
       <div><dt>${isGone ? "Gone for" : "Seen for"}</dt><dd>${duration(Math.max(0, now - consumer.since_s))}</dd></div>
       <div><dt>From</dt><dd>${consumer.peer}${consumer.user ? ` as ${consumer.user}` : ""}</dd></div>
@@ -79,11 +81,11 @@ export function ConsumersPage({ head, state, may, lags }) {
   if (!state) return html`<p class="loading" role="status">Waiting for the consumers…</p>`;
   const shown = state.consumers.filter((consumer) => consumer.name.includes(filter));
   return html`
-    <div class="fields"><${Field} label="Name contains" value=${filter}
+    <div class="toolbar"><${Field} label="Name contains" value=${filter}
       onInput=${(event) => setFilter(event.target.value)} />
       <p class="hint">${plural(state.consumers.length, "consumer")}${state.not_listed
         ? `, and ${state.not_listed} more that are not listed` : ""}. Those that are gone stay for an hour.</p></div>
-    ${state.consumers.length === 0 && html`<p>No consumer has connected. Try
+    ${state.consumers.length === 0 && html`<p>No consumer has connected. Try${" "}
       <code>dcpctl watch</code> in a terminal.</p>`}
     ${shown.map((consumer) => html`<${Consumer} key=${consumer.name} consumer=${consumer} may=${may}
       now=${head.time_s} lags=${lags.get(consumer.name)} />`)}`;
