@@ -126,7 +126,8 @@ async def test_the_files_are_small_and_allow_no_other_script(node: Node) -> None
 
 
 RUNS_TOGETHER = re.compile(
-    r"(?:[A-Za-z]|(?<!\" \")\})[.:,]?\n +(?:<(?:code|b|strong|a)\b|\$\{(?:plural|whole|short|bytes|clock)\()"
+    r"(?:[A-Za-z]|(?<!\" \")\})[.:,]?\n +"
+    r"(?:<(?:code|b|strong|a)\b|\$\{(?:plural|whole|short|bytes|clock)\()"
 )
 """A text that ends a line, and what follows it: htm drops the line break between them."""
 

@@ -161,13 +161,14 @@ function Nodes({ status, map, may, onAct }) {
             ${node.name === status.node && html` <span class="tag">this node</span>`}
             ${node.roles.map((role) => html` <span class="tag" title=${ROLE_MEANINGS[role]}>${role}</span>`)}
             <small>${node.address}${node.rack ? `, rack ${node.rack}` : ""}</small></th>
-          <td><span class="state ${kind}">${state}</span></td>
-          <td class="number">${whole(node.masters)}</td>
-          <td class="number">${whole(node.in_sync)}<small> of ${whole(node.copies)}${
+          <td data-label="State"><span class="state ${kind}">${state}</span></td>
+          <td class="number" data-label="Master of">${whole(node.masters)}</td>
+          <td class="number" data-label="Copies in sync">${whole(node.in_sync)}<small> of ${whole(node.copies)}${
             node.filling ? `, ${whole(node.filling)} filling` : ""}</small></td>
-          <td class="number">${short(figures?.sets_per_s)}</td><td class="number">${short(figures?.events_per_s)}</td>
-          <td class="number">${whole(node.behind_changes)}</td>
-          <td>${share == null ? "–" : html`<span class="nowrap"><meter min="0" max="1" high="0.8" optimum="0"
+          <td class="number" data-label="Sets/s">${short(figures?.sets_per_s)}</td>
+          <td class="number" data-label="Events/s">${short(figures?.events_per_s)}</td>
+          <td class="number" data-label="Lag">${whole(node.behind_changes)}</td>
+          <td data-label="Disk">${share == null ? "–" : html`<span class="nowrap"><meter min="0" max="1" high="0.8" optimum="0"
             value=${share} aria-label="Disk of ${node.name}"></meter> ${Math.round(share * 100)} %</span>
             <small>${bytes(figures.disk_size_bytes - figures.disk_used_bytes)} free</small>`}</td>
           ${may.operate && html`<td class="acts">

@@ -146,10 +146,10 @@ export function SettingsPage({ head }) {
       <${Segments} label="Which" options=${[["all", "All"], ["changed", "Not the default"]]} value=${which} onChange=${setWhich} /></div>
     <p class="hint" role="status">${plural(shown.length, "setting")}. They are read at the start: dcpd.toml, then DCPD_ variables, then flags.</p>
     <div class="scroll card flush"><table class="settings"><caption class="hidden">Settings</caption>
-      <thead><tr><th scope="col">Setting</th><th scope="col">Value</th><th scope="col">Default</th></tr></thead>
+      <thead><tr><th scope="col">Setting</th><th scope="col">Value</th><th scope="col" class="hide-narrow">Default</th></tr></thead>
       <tbody>${shown.map((setting) => html`<tr key=${setting.key}><th scope="row"><code>${setting.key}</code><small>${setting.meaning}</small></th>
-        <td class="nowrap">${setting.value === setting.default ? setting.value : html`<b>${setting.value}</b>`}</td>
-        <td class="nowrap hint">${setting.default}</td></tr>`)}</tbody></table></div>`;
+        <td>${setting.value === setting.default ? setting.value : html`<b>${setting.value}</b>`}</td>
+        <td class="hide-narrow hint">${setting.default}</td></tr>`)}</tbody></table></div>`;
 }
 
 // -- log --------------------------------------------------------------------------------------------
