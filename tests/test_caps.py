@@ -44,6 +44,7 @@ class Feature(NamedTuple):
 
 FEATURES: Final[dict[str, Feature]] = {
     "console: cluster, live changes, documents by key, sessions, log": Feature(5, 1200),
+    "metrics of a cluster, and lag in seconds": Feature(2, 520),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
 

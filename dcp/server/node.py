@@ -54,9 +54,10 @@ from dcp.server.operate.collection_changes import Collections
 from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
+from dcp.server.report.change_ages import ChangeAges
 from dcp.server.report.console_view import ConsoleView
 from dcp.server.report.facts import ServerFacts
-from dcp.server.report.metric_sources import MetricSources
+from dcp.server.report.metric_sources import ClusterSources, MetricSources
 from dcp.server.report.sampler import Sampler
 from dcp.server.report.stats import Stats
 from dcp.server.storage.backpressure import Backpressure
@@ -408,8 +409,8 @@ class Node:
         storage = self._storage
         parts = ServerParts(
             self.engine, storage.store, self._hub, self._groups, self.connections, self._config,
-            self._users, self.health, self.access.link_tls, self._tasks, self._log,
-            self.about.data_dir,
+            self._users, self.health, self.meter.cluster, self.access.link_tls, self._tasks,
+            self._log, self.about.data_dir,
             kick=self._kick, publish=after_commit.published, on_failure=self._fail,
         )  # fmt: skip
         self.replicated = replicated_node(
@@ -443,7 +444,7 @@ class Node:
         crowd = admin_crowd(settings)
         sources = MetricSources(
             self.about, meter, health, engine, self._merging, self._pager, self.views, self._hub,
-            connections, access, crowd, faults,
+            connections, access, crowd, faults, ChangeAges(), self._cluster_sources(),
         )  # fmt: skip
         operations = Operations(
             engine, connections, self._merging, self._compaction, self._commits, faults,
@@ -485,6 +486,13 @@ class Node:
         measure = partial(measure_always, self.replicated, self._sampler)
         self._tasks.begin(self._housekeeping.repeat("figures", measure))
         return partial(cluster_brief, self.replicated)
+
+    def _cluster_sources(self) -> ClusterSources | None:
+        replicated = self.replicated
+        if replicated is None:
+            return None
+        seconds = replicated.access.meta.seconds
+        return ClusterSources(replicated.session, replicated.core, seconds)
 
     def _kick(self) -> None:
         """Commit what is pending; for parts that are created before the committer."""

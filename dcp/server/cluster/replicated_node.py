@@ -52,6 +52,7 @@ from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.membership_over import MembershipOverError, NodeRemovedError
+from dcp.server.observe.meter import ClusterMeter
 from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import CollectionsRefusedError
 from dcp.server.storage.health import Health, OlderStore
@@ -64,7 +65,7 @@ from failover.coordinator.effects import Notice, ViewChanged
 from failover.coordinator.map_life import MapLife
 from failover.coordinator.membership import MembershipState
 from failover.coordinator.partition_choices import CoordinatorSettings
-from failover.coordinator.record_writer import WriteOutcome
+from failover.coordinator.record_writer import OutcomeKind, WriteOutcome
 from failover.coordinator.records import KeyKind, MemberRecord, owner_read, owner_trouble
 from failover.coordinator.seen_records import older_records
 from failover.metadata.metastore import Range, RangeResult, TxnResult
@@ -125,6 +126,7 @@ class ServerParts(NamedTuple):
     config: ClusterConfig
     users: Users
     health: Health
+    meter: ClusterMeter
     link_tls: LinkTls | None
     tasks: Tasks
     log: EventLog
@@ -518,8 +520,10 @@ class ReplicatedNode:
                 self._map_changed(MapChanged(tuple(effect.vb_ids)))
             self.seen.changed()
         elif isinstance(effect, WriteOutcome):
+            self._parts.meter.elections["handover"] += _is_handover(effect)
             self.core.outcome(now_ns, effect)
         elif isinstance(effect, Elected):
+            self._parts.meter.elections["clean" if effect.is_clean else "unclean"] += 1
             self._elections.note(effect)
         else:
             assert isinstance(effect, Notice), effect
@@ -570,6 +574,7 @@ class ReplicatedNode:
         connection = MemberLink(
             link, self.identity.secret, self._link_moved, own_name=self.identity.name, tls=tls,
             name=name, member=effect.member,
+            traffic=self._parts.meter.links[record.name or record.member],
         )  # fmt: skip
         self._links.append(connection)
         address = record.address if tls is None else tls_address_of(record)
@@ -617,11 +622,13 @@ class ReplicatedNode:
             )  # fmt: skip
             self.core.replica.not_kept(cut)
             return
+        self._parts.meter.receipts["cut_off"] += 1
         self._log.warning("loss receipt", **cut_off_receipt(cut), path=str(path))
         self.core.replica.kept(cut)
         self.after_commands()
 
     def _election_loss(self, lost: ElectionLoss) -> None:
+        self._parts.meter.receipts["unclean_election"] += 1
         self._log.warning("loss receipt", **election_receipt(lost))
         self._parts.tasks.begin(self._keep_receipt(lost))
 
@@ -650,3 +657,10 @@ class ReplicatedNode:
 
     def _notice(self, notice: Notice) -> None:
         self._log.info(notice.text)
+
+
+def _is_handover(outcome: WriteOutcome) -> bool:
+    """Return whether a partition was handed over to another master."""
+    record, before = outcome.change.record, outcome.change.before.content.record
+    has_begun = record.handover is not None and record.epoch > before.epoch
+    return has_begun and outcome.kind is OutcomeKind.WRITTEN

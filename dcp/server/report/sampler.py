@@ -115,6 +115,7 @@ class Sampler:
         elapsed_s, self._last_s = now_s - self._last_s, now_s
         engine, meter = self._sources.engine, self._sources.meter
         self.disk.refresh(now_s)
+        self._sources.ages.sample(now_s, (part.high_seqno for part in engine.partitions))
         self.consumers.measure(time_s)
         row = [
             self._sets.of(meter.changes, elapsed_s),
