@@ -15,7 +15,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -726,15 +726,20 @@ class Master:
 
     # -- the status --------------------------------------------------------------------------------
 
-    def lags(self, now_ns: int) -> list[FollowerLag]:
-        """Return the lag of each member that has a copy of a partition of this master."""
-        found: dict[str, list[int]] = {}
-        for mastership in self.masterships.values():
+    def copies_behind(self) -> Iterator[tuple[int, str, int]]:
+        """Yield (partition, member, changes that it lacks) for each copy at another member."""
+        for vb_id, mastership in self.masterships.items():
             self.note_acknowledged(mastership)
             for copy in mastership.record.copies:
                 if copy != self._member:
                     behind = mastership.part.synced_seqno - mastership.match(copy)
-                    found.setdefault(copy, []).append(max(0, behind))
+                    yield vb_id, copy, max(0, behind)
+
+    def lags(self, now_ns: int) -> list[FollowerLag]:
+        """Return the lag of each member that has a copy of a partition of this master."""
+        found: dict[str, list[int]] = {}
+        for _vb_id, copy, behind in self.copies_behind():
+            found.setdefault(copy, []).append(behind)
         return [
             FollowerLag(
                 copy, len(behind), sum(map(bool, behind)), sum(behind),

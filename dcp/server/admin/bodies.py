@@ -13,6 +13,7 @@ from typing import Annotated, Final
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from dcp.server.operate.cluster_reports import ClusterBrief
 from dcp.server.operate.reports import (
     ENCODINGS,
     Count,
@@ -20,6 +21,7 @@ from dcp.server.operate.reports import (
     Seqno,
     StreamLimit,
     StreamRow,
+    UnixTime,
     VbId,
 )
 from dcp.server.report.console_view import ConsumerList, Head, MapColours, Overview
@@ -346,6 +348,7 @@ class ConsoleState(Struct):
 
     head: Head
     me: Annotated[Me | UnsetType, Meta(description="In the first event.")] = UNSET
+    cluster: Annotated[ClusterBrief | UnsetType, Meta(description="On a node of one.")] = UNSET
     overview: Annotated[Overview | UnsetType, Meta(description="With show=overview.")] = UNSET
     partitions: Annotated[MapColours | UnsetType, Meta(description="With show=partitions.")] = UNSET
     consumers: Annotated[ConsumerList | UnsetType, Meta(description="With show=consumers.")] = UNSET
@@ -362,6 +365,36 @@ class HealthAnswer(Struct, omit_defaults=True):
         str | None,
         Meta(description="The kind of the refusal; /api/v1/status has the whole reason."),
     ] = None
+
+
+class SettingRow(Struct):
+    """A setting of this server."""
+
+    key: str
+    value: Annotated[str, Meta(description="As a user would write it.")]
+    default: str
+    meaning: str
+
+
+class SettingTable(Struct):
+    """All settings."""
+
+    settings: list[SettingRow]
+
+
+class LogLine(Struct):
+    """An event of the server's log."""
+
+    time_s: UnixTime
+    level: Annotated[str, Meta(extra_json_schema={"enum": ["debug", "info", "warning", "error"]})]
+    event: str
+    fields: dict[str, str]
+
+
+class LogLines(Struct):
+    """The newest first."""
+
+    lines: list[LogLine]
 
 
 class ErrorDetails(Struct):

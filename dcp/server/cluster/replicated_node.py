@@ -41,11 +41,12 @@ from dcp.server.cluster.joining.process_facts import VERSION_ADVICE, facts_of, u
 from dcp.server.cluster.member_link import MemberLink, OwnLinks
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.node_map import MapPace, MapShown, RaisedLife, SentMap, tls_address_of
-from dcp.server.cluster.own_records import OwnClock, OwnRecord
+from dcp.server.cluster.own_records import OwnClock, OwnFigures, OwnRecord
 from dcp.server.cluster.paced_work import paced_work
 from dcp.server.cluster.receipt_files import ElectionLog, keep_cut_off, keep_election
 from dcp.server.cluster.seen_file import SeenFile
 from dcp.server.cluster.shared_records import ManifestNotChangedError, SharedManifest, SharedUsers
+from dcp.server.cluster.timeline import Timeline
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns
@@ -204,6 +205,8 @@ class ReplicatedNode:
         self.manifest = SharedManifest(session.view, parts.engine, access, self.core.resolve_counts)
         self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
         self._clock = OwnClock(session, access.meta, parts.log)
+        self.figures = OwnFigures(session, access.meta)
+        self.timeline = Timeline(session.view)
         self.own_links = OwnLinks(session, access.meta, parts.log)
         self._elections = ElectionLog(session.view)
         self._links: list[MemberLink] = []
@@ -454,11 +457,13 @@ class ReplicatedNode:
         self._driver.tick()
         if self._turns % AGE_TURNS == 0:
             self._look_at_store_age()
+            self.timeline.look(time.time())
         if not self._check_membership():
             return
         self._own.tick(now_ns)
         self._raising.tick(now_ns)
         self._clock.tick(now_ns)
+        self.figures.tick(now_ns)
         self.own_links.tick(now_ns)
         self.core.time_passes(now_ns)
         if self._turns >= self._core_turn and self._looks.is_due(now_ns):
