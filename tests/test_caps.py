@@ -42,7 +42,9 @@ class Feature(NamedTuple):
     lines: int
 
 
-FEATURES: Final[dict[str, Feature]] = {}
+FEATURES: Final[dict[str, Feature]] = {
+    "import dcpd": Feature(5, 80),
+}
 """Feature, as users call it -> the files and lines that it may add to the product."""
 
 CAPS: Final = {

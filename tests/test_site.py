@@ -17,8 +17,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from clients import __all__ as public_names
 from clients.cli.dcpctl import COMMANDS
+from dcpd import __all__ as public_names
 from support.shell_blocks import copy_project
 
 ROOT = Path(__file__).parents[1]
@@ -120,7 +120,7 @@ def test_every_command_and_public_name_has_its_place(site: Path) -> None:
     text = (site / "dcpctl.html").read_text()
     assert [name for name in COMMANDS if f'id="dcpctl-{name}"' not in text] == []
     text = (site / "python-api.html").read_text()
-    assert [name for name in public_names if f'id="clients.{name}"' not in text] == []
+    assert [name for name in public_names if f'id="dcpd.{name}"' not in text] == []
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

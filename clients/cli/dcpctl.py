@@ -145,7 +145,7 @@ class LazyGroup(click.Group):
         if entry is None:
             return None
         module, _, name = entry[0].partition(":")
-        command: click.Command = getattr(import_module(f"clients.cli.{module}"), name)
+        command: click.Command = getattr(import_module(f"{__package__}.{module}"), name)
         return command
 
     def resolve_command(

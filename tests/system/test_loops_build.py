@@ -63,7 +63,7 @@ def test_a_wheel_has_the_loops_and_what_they_were_built_from(tmp_path: Path) -> 
     built = build_wheel(copied_sources(tmp_path), tmp_path / "made", **BUILT_OR_FAILED)
     assert built.returncode == 0, built.stdout + built.stderr
     assert not unpack(tmp_path / "made", tmp_path / "site").endswith("-py3-none-any.whl")
-    folder = native(tmp_path / "site")
+    folder = native(tmp_path / "site" / "dcpd")
     assert (folder / "built_from.txt").read_text() == hatch_build.sources_text(ROOT)
     assert (has_loops(folder), problem(folder)) == (True, "")
 
