@@ -26,6 +26,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,6 +46,9 @@ NAME: Final = "dcpd"
 FRONT: Final = Path("clients/front") / NAME
 """What this name has itself: the public names of the packages."""
 NOT_COPIED: Final = ("__pycache__", "*.so*", "*.pyd*", "built_from.txt", "not_built.txt", "front")
+
+SAY_S: Final = 3.0
+"""Between two lines that say how far the compiler is."""
 
 
 class CompileError(Exception):
@@ -104,8 +108,13 @@ def _compile(folder: Path, target: Path) -> None:
             [*_compiler(), *flags, "-c", str(source), "-o", str(made)]
             for source, made in zip(sources, objects, strict=True)
         ]
-        for done in threads.map(_run, steps):
+        print(f"compiling the loops in C: {len(steps)} files", flush=True)
+        said_s = time.monotonic()
+        for count, done in enumerate(threads.map(_run, steps), 1):
             _check(done)
+            if time.monotonic() - said_s > SAY_S:
+                said_s = time.monotonic()
+                print(f"  {count} of {len(steps)}", flush=True)
     _check(_run([*_compiler(), *linker[1:], *map(str, objects), "-o", str(target)]))
 
 

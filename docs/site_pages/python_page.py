@@ -5,6 +5,11 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 
+from sphinx.ext.autodoc.mock import mock
+
+NOT_INSTALLED = ("deltalake", "pandas", "pyarrow", "pyspark")
+"""What only the extra `spark` has. The site shows its names without it."""
+
 SECTIONS = {
     "Key-value clients": ("dcpd", ("KvClient", "SyncKv", "ServerAddress", "parse_address")),
     "Consumers and mirrors": (
@@ -50,7 +55,8 @@ def is_error(name: str) -> bool:
 
 def kind_of(module: str, name: str) -> str:
     """Return what a name is. "data" is a type made of others, which has no docstring of its own."""
-    value = getattr(import_module(module), name)
+    with mock(list(NOT_INSTALLED)):
+        value = getattr(import_module(module), name)
     if inspect.isclass(value) and value.__module__.startswith("clients."):
         return "exception" if issubclass(value, Exception) else "class"
     return "function" if inspect.isfunction(value) else "data"

@@ -254,7 +254,7 @@ def test_dcpctl_says_what_was_done(dcp_server):
     write(dcp_server, 5)
     vb = str(VB)
     done = dcpctl(dcp_server, "vb", "failover", vb, "--lose", "1")
-    assert done.stdout.startswith(f"vbucket {vb} failed over at seqno 4, 1 changes undone; new")
+    assert done.stdout.startswith(f"vbucket {vb} failed over at seqno 4, 1 change undone; new")
     assert dcpctl(dcp_server, "vb", "purge", vb).stdout == f"vbucket {vb} purged up to seqno 3\n"
     assert "it was active" in dcpctl(dcp_server, "vb", "state", vb, "dead").stdout
     assert "it was dead" in dcpctl(dcp_server, "vb", "state", vb, "active").stdout

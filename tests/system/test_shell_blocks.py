@@ -72,7 +72,7 @@ SAID = {
     "docs/howto/follow-changes.md": (
         "set hello world", "set hello again", "partition 528 starts again",
     ),
-    "docs/howto/undo-changes.md": ("branched at seqno 2, 1 changes undone", "second"),
+    "docs/howto/undo-changes.md": ("branched at seqno 2, 1 change undone", "second"),
     "docs/howto/move-data.md": ("nothing is wrong", "world"),
     "docs/howto/import-and-export.md": ("A320-214", '"sold"'),
     "docs/howto/monitor.md": ("dcpd_ready 1",),
