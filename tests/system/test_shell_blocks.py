@@ -69,6 +69,7 @@ BEFORE = {
 SAID = {
     "README.md": ("b is in cluster", "2 copies, a majority in sync for a write", "world"),
     "docs/clusters.md": ("b is in cluster",),
+    "docs/index.md": ("key=b'hello'",),
     "docs/howto/follow-changes.md": (
         "set hello world", "set hello again", "partition 528 starts again",
     ),
