@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -54,7 +55,7 @@ class Typed(NamedTuple):
 def longest_silence(began_s: float, said_s: Iterable[float], ended_s: float) -> float:
     """Return the longest time between two outputs, the beginning and the end included."""
     times = [began_s, *said_s, ended_s]
-    return max(after - before for before, after in zip(times, times[1:], strict=False))
+    return max(after - before for before, after in pairwise(times))
 
 
 class Terminal:
