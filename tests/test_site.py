@@ -31,7 +31,10 @@ import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"deltalake", "pandas", "pyarrow", "pyspark", "pytest"}:
+        if name.partition(".")[0] in {
+            "couchbase", "deltalake", "fsspec", "grpc", "hypothesis",
+            "matplotlib", "numpy", "pandas", "playwright", "pyarrow", "pyspark", "pytest",
+        }:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from sphinx.ext.autodoc.mock import mock
 
-NOT_INSTALLED = ("deltalake", "pandas", "pyarrow", "pyspark")
+NOT_INSTALLED = ("deltalake", "numpy", "pandas", "pyarrow", "pyspark")
 """What only the extra `spark` has. The site shows its names without it."""
 
 SECTIONS = {
