@@ -125,10 +125,11 @@ def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) ->
         )
     elif record.rollbacks:
         undone = sum(high - low for pairs in record.rollbacks.values() for high, low in pairs)
-        lines.append(
-            f"history branched in {len(record.rollbacks)} partitions since the last run: {undone}"
-            " seqnos were rolled back"
+        places = (
+            "1 partition" if len(record.rollbacks) == 1 else f"{len(record.rollbacks)} partitions"
         )
+        changes = "1 change is" if undone == 1 else f"{undone:,} changes are"
+        lines.append(f"history branched in {places} since the last run: {changes} undone")
     if report.history_was_refused:
         lines.append("the server cannot stream every version: this run has only the newest ones")
     write_raw("\n".join(lines).encode() + b"\n")

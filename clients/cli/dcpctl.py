@@ -206,7 +206,7 @@ class LazyGroup(Verbs):
         if entry is None:
             return None
         module, _, name = entry[0].partition(":")
-        command: click.Command = getattr(import_module(f"clients.cli.{module}"), name)
+        command: click.Command = getattr(import_module(f"{__package__}.{module}"), name)
         return command
 
     def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:

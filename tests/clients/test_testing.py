@@ -51,6 +51,8 @@ def test_it_starts_in_less_than_a_second_or_says_so(dcp_server, record_property)
     dcp_server.restart()
     record_property("start_s", monotonic() - began)
     assert dcp_server.status()["items"] == 0
+    assert dcp_server.output.startswith("dcpd 0.")
+    assert dcp_server.log_path.read_text() == "", "the first line is that it is ready"
 
 
 def test_a_restart_keeps_data_and_address(dcp_server):
@@ -254,7 +256,7 @@ def test_dcpctl_says_what_was_done(dcp_server):
     write(dcp_server, 5)
     vb = str(VB)
     done = dcpctl(dcp_server, "vb", "failover", vb, "--lose", "1")
-    assert done.stdout.startswith(f"partition {vb} failed over at seqno 4, 1 changes undone; new")
+    assert done.stdout.startswith(f"partition {vb} failed over at seqno 4, 1 change undone; new")
     assert dcpctl(dcp_server, "vb", "purge", vb).stdout == f"partition {vb} purged up to seqno 3\n"
     assert "it was active" in dcpctl(dcp_server, "vb", "state", vb, "dead").stdout
     assert "it was dead" in dcpctl(dcp_server, "vb", "state", vb, "active").stdout

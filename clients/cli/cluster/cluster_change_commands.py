@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from clients.cli.admin_api import AdminClient
+from clients.cli.admin_api import AdminClient, admin_of
 from clients.cli.cluster.cluster_nodes import STATUS_PATH, admin_of_named, why_copies_wait
 from clients.cli.dcpctl import (
     ABORTED,
@@ -168,20 +168,28 @@ def move(*, target: Target, dry_run: bool, yes: bool, vb_id: int, node: str) -> 
         " elected where nobody in sync is left: changes that were answered may be lost.",
         "dcpctl cluster failover n2",
         "dcpctl cluster failover --vb 528",
+        "dcpctl cluster failover --vb 528 --lose 3",
         "dcpctl cluster failover n2 --unclean --dry-run",
     )
 )
 @click.argument("node", required=False, shell_complete=_complete_node)
 @click.option("--vb", type=VB, metavar="N", help="One partition only.")
 @click.option("--unclean", is_flag=True, help="Give up what only lost copies have.")
+@click.option(
+    "--lose", type=click.IntRange(min=1), metavar="N",
+    help="With --vb, on nodes in test mode: lose the newest N changes first, in all copies.",
+)  # fmt: skip
 @with_choices
 def failover(
-    *, target: Target, dry_run: bool, yes: bool, node: str | None, vb: int | None, unclean: bool
-) -> int:
+    *, target: Target, dry_run: bool, yes: bool, node: str | None, vb: int | None, unclean: bool,
+    lose: int | None,
+) -> int:  # fmt: skip
     """Fail a master over."""
     if (node is None) == (vb is None):
         raise click.UsageError("name a node, or one partition with --vb")
-    body: dict[str, Any] = {"node": node, "vb": vb, "unclean": unclean}
+    if lose is not None and vb is None:
+        raise click.UsageError("--lose is about one partition: name it with --vb")
+    body: dict[str, Any] = {"node": node, "vb": vb, "unclean": unclean, "lose": lose or 0}
     word = node if node is not None else str(vb)
     return _change(target, "failover", body, Choices(dry_run, yes), word=word if unclean else None)
 
@@ -232,7 +240,9 @@ def _change(
 
     A question stands on stderr, and what it is about above it, whatever the output is.
     """
-    admin, path = admin_of_named(target), f"/api/v1/cluster/{name}"
+    at_master = body["vb"] if body.get("lose") else None
+    admin = admin_of_named(target) if at_master is None else admin_of(target, vb_id=at_master)
+    path = f"/api/v1/cluster/{name}"
     is_json = target.output_or("plain") == "json"
     preview = admin.request("POST", path, body | {"dry_run": True})
     if choices.dry_run or not preview["has_changes"]:

@@ -154,7 +154,8 @@ def _done(
 
 def _show_version(target: Target, answer: dict[str, Any], done: str) -> None:
     undone = answer["undone_seqnos"]
-    version = f"{undone} changes undone; new version {answer['vb_uuid']}"
+    changes = "1 change" if undone == 1 else f"{undone:,} changes"
+    version = f"{changes} undone; new version {answer['vb_uuid']}"
     _show(target, answer, f"{done} at seqno {answer['seqno']}, {version}")
 
 
