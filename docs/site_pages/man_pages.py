@@ -34,7 +34,8 @@ COMPLETIONS: Final = {
 def programs() -> Iterator[click.Context]:
     """Yield dcpd and dcpctl."""
     for name, command in (("dcpd", server_command()), ("dcpctl", cli)):
-        yield click.Context(command, info_name=name)
+        # As when it runs: click keeps the option for help that it has made first.
+        yield click.Context(command, info_name=name, **command.context_settings)
 
 
 def pages() -> Iterator[tuple[str, str]]:
