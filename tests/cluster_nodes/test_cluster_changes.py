@@ -51,6 +51,17 @@ async def refused(cluster: ClusterHere, *words: str, code: int = REFUSED) -> str
     return ran.err
 
 
+async def whole_cluster_is_shown(cluster: ClusterHere) -> None:
+    """Ask a node for `dcpctl status` and `top` that holds replicas only: documents count once."""
+    port = cluster.nodes["n2"].ports.kv
+    status = (await ctl(port, "status", "-o", "json")).document
+    assert (status["items"], status["partitions"]["active"]) == (100, 1024)
+    assert status["health"] in {"healthy", "degraded"}, status["problems"]
+    assert [node["name"] for node in status["nodes"]] == ["n1", "n2"]
+    top = (await ctl(port, "top", "-o", "json")).document
+    assert [(node["name"], node["state"]) for node in top["nodes"]] == [("n1", "up"), ("n2", "up")]
+
+
 def revision(cluster: ClusterHere) -> int:
     return cluster.meta.store.revision
 
@@ -355,6 +366,7 @@ async def test_a_partition_moves_a_node_is_drained_and_removed(tmp_path: Path) -
         await of_two(cluster)
         async with cluster.client("n1") as kv:
             await kv.set_many({b"k%d" % number: b"v" for number in range(100)})
+            await whole_cluster_is_shown(cluster)
             await done(cluster, "move", "7", "--to", "n2", "--yes", "--wait")
             await until_so(lambda: cluster.active("n2") == {7})
             assert records(cluster)[7] == ["n2"]
