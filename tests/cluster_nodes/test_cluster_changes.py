@@ -132,7 +132,7 @@ async def test_a_preview_is_shown_and_nothing_is_done_unasked(two: ClusterHere) 
     ran = await run(cluster, "n1", "rebalance", typed="n\n")
     assert ran.code == 1
     assert "Do it? [y/N]" in ran.err
-    assert "nothing was changed" in ran.err
+    assert "nothing changed" in ran.err
     assert ran.err.index("n2\t0 -> 512\t0 -> 512") < ran.err.index("Do it?")
     assert records(cluster) == before
     assert "there is nothing to do" in await done(cluster, "set", "--copies", "1")
@@ -160,9 +160,9 @@ async def test_unknown_nodes_and_partitions_are_refused(two: ClusterHere) -> Non
         assert "try: Name one of them" in error
     assert "no node '10.9.9.9:1'" in await refused(cluster, "drain", "10.9.9.9:1", code=3)
     for words in (("move", "1024", "--to", "n2"), ("failover", "--vb", "1024")):
-        error = await refused(cluster, *words, code=3)
-        assert "there is no partition 1024" in error
-        assert "Partitions are 0 to 1023" in error
+        ran = await run(cluster, "n1", *words, "--yes")
+        assert (ran.code, ran.out) == (2, "")
+        assert "1024 is not in the range 0<=x<=1023" in ran.err
     for words in (("failover",), ("failover", "n1", "--vb", "3")):
         assert (await run(cluster, "n1", *words, "--yes")).code == 2
     assert (numbers(cluster), records(cluster)) == before
@@ -321,7 +321,7 @@ async def test_unclean_failover_says_what_may_be_lost_and_needs_name(
         assert f"Type {word} to go on" in ran.err
         assert "also those that were answered" in ran.err
         assert "the leases of the former masters (n2) are over" in ran.err
-        assert "nothing was changed" in ran.err
+        assert "nothing changed" in ran.err
     assert "n1 ends at seqno" in ran.err
     unclean = ("failover", "n2", "--unclean")
     ran = await run(cluster, "n1", *unclean, "-o", "json", typed="no\n")
@@ -341,7 +341,7 @@ async def test_unclean_failover_says_what_may_be_lost_and_needs_name(
     assert ran.code == REFUSED, ran
     first = TXN_OPERATIONS_MAX
     assert f"elected uncleanly: partitions 0-{first - 1}" in ran.err
-    assert f"{1024 - first} partitions (vb {first} is the first) have lost their last" in ran.err
+    assert f"{1024 - first} partitions ({first} is the first) have lost their last" in ran.err
     assert not view.commands
     assert not cluster.active("n1")
 
