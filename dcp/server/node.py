@@ -54,9 +54,10 @@ from dcp.server.operate.collection_changes import Collections
 from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
+from dcp.server.report.change_ages import ChangeAges
 from dcp.server.report.console_view import ConsoleView
 from dcp.server.report.facts import ServerFacts
-from dcp.server.report.metric_sources import MetricSources
+from dcp.server.report.metric_sources import ClusterSources, MetricSources
 from dcp.server.report.sampler import Sampler
 from dcp.server.report.stats import Stats
 from dcp.server.storage.backpressure import Backpressure
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
     from dcp.server.cluster.meta_access import MetaAccess
     from dcp.server.cluster.operators.cluster_operations import ClusterOperations
     from dcp.server.cluster.replicated_node import ReplicatedNode
+    from dcp.server.operate.cluster_reports import ClusterBrief
 
 STOP_S: Final = 8.0
 """Time for a stop, shared by its steps. The command ends the process a little later."""
@@ -407,8 +409,8 @@ class Node:
         storage = self._storage
         parts = ServerParts(
             self.engine, storage.store, self._hub, self._groups, self.connections, self._config,
-            self._users, self.health, self.access.link_tls, self._tasks, self._log,
-            self.about.data_dir,
+            self._users, self.health, self.meter.cluster, self.access.link_tls, self._tasks,
+            self._log, self.about.data_dir,
             kick=self._kick, publish=after_commit.published, on_failure=self._fail,
         )  # fmt: skip
         self.replicated = replicated_node(
@@ -442,11 +444,12 @@ class Node:
         crowd = admin_crowd(settings)
         sources = MetricSources(
             self.about, meter, health, engine, self._merging, self._pager, self.views, self._hub,
-            connections, access, crowd, faults,
+            connections, access, crowd, faults, ChangeAges(), self._cluster_sources(),
         )  # fmt: skip
         operations = Operations(
             engine, connections, self._merging, self._compaction, self._commits, faults,
             self._groups.end_reasons, self._hub.limits, meter, log, kick=self._kick,
+            copies=None if replicated is None else replicated.branches,
         )  # fmt: skip
         self._sampler = Sampler(sources, self._housekeeping)
         documents = Documents(
@@ -455,11 +458,12 @@ class Node:
         )  # fmt: skip
         is_test_mode = settings.test_mode == "on"
         console = ConsoleParts(
-            ConsoleView(sources, self._sampler, settings), self._sampler, documents,
-            is_test_mode, allows_faults=access.limits.allows_faults,
+            ConsoleView(sources, self._sampler, settings), engine, self._sampler, documents,
+            is_test_mode, allows_faults=access.limits.allows_faults, brief=self._brief(),
         )  # fmt: skip
         admin_parts = AdminParts(
-            access=access, users=self._users, meter=meter, refusals=self._refusals, health=health,
+            settings=settings, log=log, access=access,
+            users=self._users, meter=meter, refusals=self._refusals, health=health,
             config=config, operations=operations,
             dumps=Dumps(engine, self.views, self._commits),
             collections=Collections(
@@ -474,6 +478,22 @@ class Node:
             settings, self.ports, access.tls_context, connection_parts, admin_parts, crowd, log
         )
         self._upkeep = Upkeep(connections, access, self.views, self._refusals, self._housekeeping)
+
+    def _brief(self) -> Callable[[], ClusterBrief] | None:
+        if self.replicated is None:
+            return None
+        from dcp.server.cluster.operators.cluster_figures import cluster_brief, measure_always
+
+        measure = partial(measure_always, self.replicated, self._sampler)
+        self._tasks.begin(self._housekeeping.repeat("figures", measure))
+        return partial(cluster_brief, self.replicated)
+
+    def _cluster_sources(self) -> ClusterSources | None:
+        replicated = self.replicated
+        if replicated is None:
+            return None
+        seconds = replicated.access.meta.seconds
+        return ClusterSources(replicated.session, replicated.core, seconds)
 
     def _kick(self) -> None:
         """Commit what is pending; for parts that are created before the committer."""

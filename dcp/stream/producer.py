@@ -140,6 +140,8 @@ class Producer:
         self._noop_is_open = False
         """Whether the last NOOP is not answered yet. No other one is sent meanwhile."""
         self._last_noop_ns = 0
+        self.noop_took_ns: int | None = None
+        """How long the last NOOP that was answered took; None: none was."""
         self._last_heard_ns = 0
 
     @property
@@ -203,6 +205,7 @@ class Producer:
         """
         if opcode == Opcode.DCP_NOOP:
             self._noop_is_open = False
+            self.noop_took_ns = self._last_heard_ns - self._last_noop_ns
             return
         stream = self._takeovers.get(opaque)
         takeover = stream.takeover if stream is not None else None

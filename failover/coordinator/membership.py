@@ -90,6 +90,8 @@ LEASE_TTL_S: Final = 3
 """How long a dead node's keys stay. etcd grants no less than 2 s; one more for a missed renewal."""
 RENEWALS: Final = 3
 """How often a lease is renewed in its time: it survives the loss of one renewal."""
+LATE_RENEWALS: Final = 2
+"""A renewal is late if the lease has less than a third of its time left by then."""
 BLOCKED_LEASES: Final = 3
 """For so many leases a process waits for the keys of another one. A store that restarts gives every
 lease its whole time again, so one is not enough."""
@@ -178,6 +180,9 @@ class Membership:
         self._ttl_ns = 0
         self._keeping: dict[Tag, int] = {}
         """Keep-alives of the present lease without an answer, and when they were asked for."""
+        self.late_renewals = 0
+        """How often a renewal was answered after LATE_RENEWALS times its interval, or not at
+        all."""
         self._asked_ns = 0
         self._next_ns = 0
         self._written_revision = 0
@@ -207,7 +212,7 @@ class Membership:
         if self.state in _OVER:
             return []
         if isinstance(event, Answered) and isinstance(event.result, LeaseResult):
-            self._note_kept(event.tag)
+            self._note_kept(now_ns, event.tag)
         effects: list[MembershipEffect] = []
         if isinstance(event, Tick):
             self._ran = self._ran or RanTime(now_ns)
@@ -267,15 +272,17 @@ class Membership:
             return []
         return self._lose(now_ns, "it was not renewed in time")
 
-    def _note_kept(self, tag: Tag) -> None:
+    def _note_kept(self, now_ns: int, tag: Tag) -> None:
         """A keep-alive of the present lease was answered, perhaps late."""
         asked_ns = self._keeping.get(tag)
         if asked_ns is not None:
+            self.late_renewals += now_ns - self._kept_ns > LATE_RENEWALS * self._keep_alive_ns
             self._kept_ns = max(self._kept_ns, asked_ns)
             self._keeping = {each: ns for each, ns in self._keeping.items() if ns > asked_ns}
 
     def _lose(self, now_ns: int, why: str) -> list[MembershipEffect]:
         self._keeping.clear()
+        self.late_renewals += 1
         text = f"cluster: lease {self.lease_id} of member {self.member} is over: {why}"
         self.state = MembershipState.ABSENT
         self.lease_id = 0

@@ -185,6 +185,11 @@ class ReplicaFeed:
         """When the question was asked that the replica confirmed last; 0: none was."""
         return self._questions.confirmed_ns
 
+    @property
+    def inflight_bytes(self) -> int:
+        """What was sent with changes and is not acknowledged."""
+        return self._inflight_bytes
+
     # -- streams -----------------------------------------------------------------------------------
 
     def stream_request(self, request: Frame) -> FeedAnswer | None:

@@ -180,6 +180,8 @@ class FillPace:
         self._links: dict[str, _Allowance] = {}
         self._lag_ns: int | None = None
         """How late the event loop was at most since the last look."""
+        self.sent_bytes = 0
+        """What was sent for copies that are filled."""
         self._joined_ns: int | None = None
         """When full copies could join last."""
 
@@ -221,6 +223,7 @@ class FillPace:
 
     def sent(self, link: str, size: int) -> None:
         """A link has sent so many bytes."""
+        self.sent_bytes += size
         allowance = self._links.get(link)
         if allowance is not None:
             allowance.left -= size
@@ -361,6 +364,8 @@ def is_starved(ran: RanTime, now_ns: int) -> bool:
     return ran.lost_since(now_ns - STARVED_WINDOW_NS) * STARVED_PART > STARVED_WINDOW_NS
 
 
+BEATS_BETWEEN: Final = 2
+"""A silence of so many heartbeats misses none: the ticks of both nodes lie between."""
 GAPS_PATIENCE: Final = 3
 """Patience, in times of the longest silence."""
 PATIENCE_MAX: Final = 10
@@ -383,10 +388,15 @@ class HeardGaps:
         self._longest_ns = 0
         self._before_ns = 0
         """The longest silence of the time before that."""
+        self.missed_beats = 0
+        """Heartbeats that did not come in time."""
 
-    def note(self, now_ns: int, gap_ns: int) -> None:
-        """The node was heard, after a silence in which this process ran for `gap_ns`."""
+    def note(self, now_ns: int, gap_ns: int, beat_ns: int) -> None:
+        """The node was heard, after a silence in which this process ran for `gap_ns`. It has
+        something to say every `beat_ns`, and both sides look at it half as often.
+        """
         self._turn(now_ns)
+        self.missed_beats += max(0, gap_ns // beat_ns - BEATS_BETWEEN)
         self._longest_ns = max(self._longest_ns, gap_ns)
 
     def patience_ns(self, now_ns: int, usual_ns: int) -> int:

@@ -439,7 +439,12 @@ class Replica:
     def _note_gap(self, member: str, before_ns: int, heard_ns: int) -> None:
         gaps = self._gaps.setdefault(member, HeardGaps())
         if before_ns:
-            gaps.note(heard_ns, heard_ns - before_ns - self._ran.lost_since(before_ns))
+            gap_ns = heard_ns - before_ns - self._ran.lost_since(before_ns)
+            gaps.note(heard_ns, gap_ns, self._settings.beat_ns)
+
+    def missed_beats(self) -> dict[str, int]:
+        """Return how many heartbeats of each master's node did not come in time."""
+        return {member: gaps.missed_beats for member, gaps in self._gaps.items()}
 
     def _patience_ns(self, member: str) -> int:
         gaps = self._gaps.get(member)

@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import yaml
 
-from dcp.server.observe.meter import REFUSAL_KINDS
-from dcp.server.report.metrics import METRICS, MetricSpec
+from dcp.server.observe.meter import REFUSAL_KINDS, ClusterMeter
+from dcp.server.report.cluster_metrics import CLUSTER_METRICS
+from dcp.server.report.metric_sources import MetricSpec
+from dcp.server.report.metrics import METRICS
 from failover.rules.rollback import RollbackKind
 from vbucket.engine.partition import VbState
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
 ALERTS = FOLDER / "alerts.yml"
-DASHBOARD = FOLDER / "grafana" / "dashboards" / "dcpd.json"
+DASHBOARDS = sorted((FOLDER / "grafana" / "dashboards").glob("*.json"))
 PROCESS_SERIES = {
     "process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds",
     "process_start_time_seconds",
@@ -34,6 +36,10 @@ VALUES = {
     ("dcpd_writes_refused", "reason"): set(REFUSAL_KINDS),
     ("dcpd_rollbacks_total", "reason"): {str(kind) for kind in RollbackKind},
     ("dcpd_vbuckets", "state"): {state.name.lower() for state in VbState},
+    ("dcpd_cluster_nodes", "state"): {"up", "leaving", "down"},
+    ("dcpd_cluster_copies", "role"): {"master", "replica", "filling"},
+    ("dcpd_elections_total", "kind"): set(ClusterMeter().elections),
+    ("dcpd_receipts_total", "kind"): set(ClusterMeter().receipts),
 }
 
 
@@ -43,17 +49,17 @@ def series_of(spec: MetricSpec) -> set[str]:
     return {spec.name}
 
 
-SPEC_OF = {name: spec for spec in METRICS for name in series_of(spec)}
+SPECS = (*METRICS, *CLUSTER_METRICS)
+SPEC_OF = {name: spec for spec in SPECS for name in series_of(spec)}
 
 
 def rules() -> list[dict[str, Any]]:
-    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
-    found: list[dict[str, Any]] = group["rules"]
-    return found
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
 
 
-def panels() -> Iterator[dict[str, Any]]:
-    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+def panels(dashboard: Path) -> Iterator[dict[str, Any]]:
+    for panel in json.loads(dashboard.read_text())["panels"]:
         if panel["type"] != "row":
             yield panel
 
@@ -61,9 +67,10 @@ def panels() -> Iterator[dict[str, Any]]:
 def expressions() -> dict[str, str]:
     """Name of an alert, or title of a panel and number of its query -> expression."""
     found = {rule["alert"]: rule["expr"] for rule in rules()}
-    for panel in panels():
-        for target in panel["targets"]:
-            found[f"{panel['title']} {target['refId']}"] = target["expr"]
+    for dashboard in DASHBOARDS:
+        for panel in panels(dashboard):
+            for target in panel["targets"]:
+                found[f"{dashboard.stem} {panel['title']} {target['refId']}"] = target["expr"]
     return found
 
 
@@ -95,15 +102,33 @@ def test_alerts_say_what_and_what_to_do() -> None:
         assert rule["labels"]["severity"] in {"critical", "warning"}
         assert set(rule["annotations"]) == {"summary", "description"}
         labels = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
-        known = {label for spec in METRICS for label in spec.labels} | SCRAPED_LABELS
+        known = {label for spec in SPECS for label in spec.labels} | SCRAPED_LABELS
         assert labels <= known, rule["alert"]
 
 
-def test_panels_are_apart_and_whole() -> None:
-    ids = [panel["id"] for panel in panels()]
+def test_dashboards_show_every_metric_of_a_cluster() -> None:
+    shown = " ".join(expressions().values())
+    assert [spec.name for spec in CLUSTER_METRICS if spec.name not in shown] == []
+    names = [json.loads(dashboard.read_text())["uid"] for dashboard in DASHBOARDS]
+    assert names == [dashboard.stem for dashboard in DASHBOARDS]
+
+
+def test_each_alert_is_seen_to_fire_and_to_stay_silent() -> None:
+    """Each alert of a cluster, as far as promtool's tests go."""
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    (names,) = ({r["alert"] for r in g["rules"]} for g in groups if g["name"] == "dcpd-cluster")
+    tests = yaml.safe_load((FOLDER / "alerts_test.yml").read_text())["tests"]
+    checks = [check for test in tests for check in test["alert_rule_test"]]
+    for is_firing in (True, False):
+        assert names <= {c["alertname"] for c in checks if bool(c.get("exp_alerts")) == is_firing}
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
+def test_panels_are_apart_and_whole(dashboard: Path) -> None:
+    ids = [panel["id"] for panel in panels(dashboard)]
     assert len(set(ids)) == len(ids)
     covered: set[tuple[int, int]] = set()
-    for panel in panels():
+    for panel in panels(dashboard):
         place = panel["gridPos"]
         cells = {
             (x, y)

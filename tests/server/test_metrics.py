@@ -7,6 +7,7 @@ import pytest
 
 from clients.testing import DcpServer, ServerRefusedError
 from dcp.server.observe.meter import Histogram, Meter
+from dcp.server.report.cluster_metrics import CLUSTER_METRICS
 from dcp.server.report.metrics import METRICS, VBUCKET_METRICS, markdown
 from dcp.wire.opcode import Opcode
 from failover.rules.rollback import RollbackKind
@@ -20,7 +21,9 @@ def test_the_page_is_current():
     assert text == markdown(), "run: python -m dcp.server.report.metrics > docs/metrics.md"
 
 
-@pytest.mark.parametrize("spec", [*METRICS, *VBUCKET_METRICS], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [*METRICS, *CLUSTER_METRICS, *VBUCKET_METRICS], ids=lambda spec: spec.name
+)
 def test_names_and_units_are_prometheus_own(spec):
     assert re.fullmatch(r"dcpd_[a-z]+(_[a-z]+)*", spec.name)
     assert spec.kind in {"counter", "gauge", "histogram", "info"}
@@ -37,7 +40,7 @@ def test_names_and_units_are_prometheus_own(spec):
 
 
 def test_names_are_unique():
-    names = [spec.name for spec in (*METRICS, *VBUCKET_METRICS)]
+    names = [spec.name for spec in (*METRICS, *CLUSTER_METRICS, *VBUCKET_METRICS)]
     assert len(set(names)) == len(names)
 
 
@@ -86,12 +89,15 @@ def test_a_live_server_counts(tmp_path):
         assert found["dcpd_rollbacks_total" + '{reason="unknown_version"}'] == 1
         assert found["dcpd_connections"] == found["dcpd_dcp_connections"] == 1
         assert found["dcpd_stream_lag_items" + '{consumer="mine"}'] == 0
+        assert found["dcpd_stream_lag_seconds" + '{consumer="mine"}'] == 0
         assert found["dcpd_vbuckets" + '{state="active"}'] == NUM_VBUCKETS
+        assert found["dcpd_unwritable_vbuckets"] == 0
+        assert not any("_cluster_" in name or "replica_lag" in name for name in found)
         assert found["dcpd_disk_bytes" + '{part="log"}'] > 0
         assert found["process_resident_memory_bytes"] > 1e6
         names = {re.sub(r"(_bucket|_count|_sum)?(\{.*)?$", "", name) for name in found}
         wanted = {spec.name for spec in METRICS}
-        silent = {"dcpd_rollbacks_total", "dcpd_refusals_total"}
+        silent = {"dcpd_rollbacks_total", "dcpd_refusals_total", "dcpd_noop_round_trip_seconds"}
         assert wanted - names - silent == set(), "every line of the table is served"
         assert not any("vb=" in name for name in found)
         by_vb = server.ask("GET", "/metrics?vbuckets=1")

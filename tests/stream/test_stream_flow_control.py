@@ -312,8 +312,11 @@ def test_a_noop_is_not_repeated_while_one_is_open(node: MemoryNode, quiet: Peer)
     for second in range(21, 300, 20):
         assert quiet.producer.tick(node.now_ns + second * SECOND_NS)
         assert quiet.pump() == []
+    assert quiet.producer.noop_took_ns is None
+    node.now_ns += 300 * SECOND_NS
     quiet.send(pack_response(Opcode.DCP_NOOP, opaque=first.opaque))
-    assert quiet.producer.tick(node.now_ns + 301 * SECOND_NS)
+    assert quiet.producer.noop_took_ns == 280 * SECOND_NS
+    assert quiet.producer.tick(node.now_ns + SECOND_NS)
     assert [frame.opaque for frame in quiet.pump()] == [first.opaque + 1]
 
 

@@ -48,6 +48,7 @@ from dcp.server.access.users import node_user
 from dcp.server.cluster.node_map import host_and_port
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.meter import LinkBytes
 from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -143,11 +144,13 @@ class MemberLink(asyncio.Protocol):
         tls: LinkTls | None = None,
         name: str = "the node",
         member: str = "",
+        traffic: LinkBytes | None = None,
     ) -> None:
         """`tls`: how to dial; None: without TLS. `name` and `member` are those of the other
-        node.
+        node. `traffic` counts the bytes both ways.
         """
         self.link = link
+        self._traffic = traffic or LinkBytes()
         self.member = member
         self.trouble: LinkTrouble | None = None
         """Why there is no link, if an operator has to do something; None: there is, or not yet."""
@@ -210,6 +213,7 @@ class MemberLink(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take what the other side sent."""
+        self._traffic.received += len(data)
         if not self.is_in:
             try:
                 for frame in self._decoder.feed(data):
@@ -242,12 +246,14 @@ class MemberLink(asyncio.Protocol):
         if transport is None:
             return
         if self.is_in and (data := self.link.bytes_to_send()):
+            self._traffic.sent += len(data)
             transport.write(data)
         if self.link.state is LinkState.CLOSED:
             transport.abort()
 
     def _send(self, data: bytes) -> None:
         assert self._transport is not None
+        self._traffic.sent += len(data)
         self._transport.write(data)
 
     @property

@@ -17,7 +17,9 @@ from urllib.parse import urlsplit
 
 from dcp.server.cluster.cluster_file import KEYS_PREFIX, ClusterFile, ClusterRefusedError
 from dcp.server.net.fixed_port import PORT_MAX, PORT_MIN, TRIES, free_port
+from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.meter import Histogram
 from failover.metadata.embedded.client import EmbeddedClient
 from failover.metadata.embedded.server import (
     EmbeddedServer,
@@ -26,7 +28,14 @@ from failover.metadata.embedded.server import (
 )
 from failover.metadata.embedded.wire import check_secret
 from failover.metadata.etcd.settings import ETCD_SCHEME, EtcdSettings, settings_of_url
-from failover.metadata.metastore import MetaStore
+from failover.metadata.metastore import (
+    MetaStore,
+    StoreRequest,
+    StoreResult,
+    StoreUnavailable,
+    WatchHandle,
+    WatchMessage,
+)
 
 EMBEDDED: Final = "embedded"
 STORE_FOLDER: Final = "metastore"
@@ -91,11 +100,42 @@ class StoreClient(MetaStore, Protocol):
         """Disconnect."""
 
 
+class TimedStore:
+    """A metadata store whose answers are timed."""
+
+    def __init__(self, store: MetaStore) -> None:
+        self._store = store
+        self.seconds = Histogram()
+        """From a request to its answer; requests that the store never got are left out."""
+
+    @property
+    def era(self) -> int:
+        """See MetaStore."""
+        return self._store.era
+
+    def submit(self, request: StoreRequest, done: Callable[[StoreResult], None]) -> None:
+        """See MetaStore."""
+        asked_ns = elapsed_ns()
+
+        def answered(result: StoreResult) -> None:
+            if not isinstance(result, StoreUnavailable):
+                self.seconds.observe((elapsed_ns() - asked_ns) / 1e9)
+            done(result)
+
+        self._store.submit(request, answered)
+
+    def watch(
+        self, prefix: bytes, from_revision: int, deliver: Callable[[WatchMessage], None]
+    ) -> WatchHandle:
+        """See MetaStore."""
+        return self._store.watch(prefix, from_revision, deliver)
+
+
 class MetaAccess:
     """An open store, made by `open`: a client, and the store itself in its owner."""
 
     def __init__(self, meta: MetaStore, url: str) -> None:
-        self.meta = meta
+        self.meta = TimedStore(meta)
         self.url = url
         self._client: StoreClient | None = None
         self._server: EmbeddedServer | None = None

@@ -41,18 +41,21 @@ from dcp.server.cluster.joining.process_facts import VERSION_ADVICE, facts_of, u
 from dcp.server.cluster.member_link import MemberLink, OwnLinks
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.node_map import MapPace, MapShown, RaisedLife, SentMap, tls_address_of
-from dcp.server.cluster.own_records import OwnClock, OwnRecord
+from dcp.server.cluster.own_records import OwnClock, OwnFigures, OwnRecord
 from dcp.server.cluster.paced_work import paced_work
 from dcp.server.cluster.receipt_files import ElectionLog, keep_cut_off, keep_election
 from dcp.server.cluster.seen_file import SeenFile
 from dcp.server.cluster.shared_records import ManifestNotChangedError, SharedManifest, SharedUsers
+from dcp.server.cluster.timeline import Timeline
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.membership_over import MembershipOverError, NodeRemovedError
+from dcp.server.observe.meter import ClusterMeter
 from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import CollectionsRefusedError
+from dcp.server.operate.replicated_branches import ReplicatedBranches
 from dcp.server.storage.health import Health, OlderStore
 from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
@@ -63,7 +66,7 @@ from failover.coordinator.effects import Notice, ViewChanged
 from failover.coordinator.map_life import MapLife
 from failover.coordinator.membership import MembershipState
 from failover.coordinator.partition_choices import CoordinatorSettings
-from failover.coordinator.record_writer import WriteOutcome
+from failover.coordinator.record_writer import OutcomeKind, WriteOutcome
 from failover.coordinator.records import KeyKind, MemberRecord, owner_read, owner_trouble
 from failover.coordinator.seen_records import older_records
 from failover.metadata.metastore import Range, RangeResult, TxnResult
@@ -124,6 +127,7 @@ class ServerParts(NamedTuple):
     config: ClusterConfig
     users: Users
     health: Health
+    meter: ClusterMeter
     link_tls: LinkTls | None
     tasks: Tasks
     log: EventLog
@@ -191,6 +195,7 @@ class ReplicatedNode:
             now_ns=elapsed_ns(), store_trouble=lambda: access.trouble, kept=self.seen.records,
         )  # fmt: skip
         self.port: ReplicationPort = self.core.master
+        self.branches = ReplicatedBranches(parts.engine, self.core.master)
         self.access = access
         self._own: OwnRecord
         self._map: MapShown
@@ -200,6 +205,8 @@ class ReplicatedNode:
         self.manifest = SharedManifest(session.view, parts.engine, access, self.core.resolve_counts)
         self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
         self._clock = OwnClock(session, access.meta, parts.log)
+        self.figures = OwnFigures(session, access.meta)
+        self.timeline = Timeline(session.view)
         self.own_links = OwnLinks(session, access.meta, parts.log)
         self._elections = ElectionLog(session.view)
         self._links: list[MemberLink] = []
@@ -450,11 +457,13 @@ class ReplicatedNode:
         self._driver.tick()
         if self._turns % AGE_TURNS == 0:
             self._look_at_store_age()
+            self.timeline.look(time.time())
         if not self._check_membership():
             return
         self._own.tick(now_ns)
         self._raising.tick(now_ns)
         self._clock.tick(now_ns)
+        self.figures.tick(now_ns)
         self.own_links.tick(now_ns)
         self.core.time_passes(now_ns)
         if self._turns >= self._core_turn and self._looks.is_due(now_ns):
@@ -513,8 +522,10 @@ class ReplicatedNode:
                 self._map_changed(MapChanged(tuple(effect.vb_ids)))
             self.seen.changed()
         elif isinstance(effect, WriteOutcome):
+            self._parts.meter.elections["handover"] += _is_handover(effect)
             self.core.outcome(now_ns, effect)
         elif isinstance(effect, Elected):
+            self._parts.meter.elections["clean" if effect.is_clean else "unclean"] += 1
             self._elections.note(effect)
         else:
             assert isinstance(effect, Notice), effect
@@ -565,6 +576,7 @@ class ReplicatedNode:
         connection = MemberLink(
             link, self.identity.secret, self._link_moved, own_name=self.identity.name, tls=tls,
             name=name, member=effect.member,
+            traffic=self._parts.meter.links[record.name or record.member],
         )  # fmt: skip
         self._links.append(connection)
         address = record.address if tls is None else tls_address_of(record)
@@ -612,11 +624,13 @@ class ReplicatedNode:
             )  # fmt: skip
             self.core.replica.not_kept(cut)
             return
+        self._parts.meter.receipts["cut_off"] += 1
         self._log.warning("loss receipt", **cut_off_receipt(cut), path=str(path))
         self.core.replica.kept(cut)
         self.after_commands()
 
     def _election_loss(self, lost: ElectionLoss) -> None:
+        self._parts.meter.receipts["unclean_election"] += 1
         self._log.warning("loss receipt", **election_receipt(lost))
         self._parts.tasks.begin(self._keep_receipt(lost))
 
@@ -631,7 +645,24 @@ class ReplicatedNode:
             )  # fmt: skip
 
     def _branch_ended(self, ended: BranchEnded) -> None:
-        self._log.info("branch decided", **ended._asdict())
+        self._log.info(
+            "branch decided", vb_id=ended.vb_id, version=str(ended.vb_uuid),
+            undone=ended.undone.seqnos, reason=ended.why_not or "all copies in sync rolled back",
+        )  # fmt: skip
+        self.branches.ended(ended)
+
+    async def lose(self, vb_id: int, at_seqno: int) -> None:
+        """Undo what answered writes changed above a seqno, with the receipt of an unclean election.
+
+        Raises BranchRefusedError, BranchUnknownError.
+        """
+        part = self._parts.engine.partitions[vb_id]
+        versions = tuple(part.failover.pairs())
+        report = await self.branches.branch(vb_id, at_seqno)
+        answered = at_seqno + report.undone_seqnos
+        self._election_loss(
+            ElectionLoss(vb_id, part.leader_epoch, versions, at_seqno, committed_seqno=answered)
+        )
 
     def _step(self, _effect: StepDue) -> None:
         self._steps.do_when_due(self._later)
@@ -645,3 +676,10 @@ class ReplicatedNode:
 
     def _notice(self, notice: Notice) -> None:
         self._log.info(notice.text)
+
+
+def _is_handover(outcome: WriteOutcome) -> bool:
+    """Return whether a partition was handed over to another master."""
+    record, before = outcome.change.record, outcome.change.before.content.record
+    has_begun = record.handover is not None and record.epoch > before.epoch
+    return has_begun and outcome.kind is OutcomeKind.WRITTEN

@@ -40,6 +40,7 @@ class AfterCommit:
         if published.group is not None:
             self._meter.groups += 1
             self._meter.changes += published.group.entries
+            self._meter.change_bytes += len(published.group.payload)
         for vb_id in published.branched:
             self._save_failover_log(vb_id)
         self._commits.committed()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Final
 
@@ -68,10 +68,32 @@ class SlowHistogram(Histogram):
             self._slow.note(SlowOperation(time.time(), self._what, value, "", ""))
 
 
+class LinkBytes:
+    """What went over the links of this node's copies to one other node."""
+
+    __slots__ = ("received", "sent")
+
+    def __init__(self) -> None:
+        self.received = self.sent = 0
+
+
+class ClusterMeter:
+    """The numbers of one node of a cluster. Nothing here is counted for a SET."""
+
+    def __init__(self) -> None:
+        self.links: defaultdict[str, LinkBytes] = defaultdict(LinkBytes)
+        """By name of the node whose partitions are copied here."""
+        self.elections: Counter[str] = Counter(clean=0, handover=0, unclean=0)
+        """By kind, as this node has written them: as coordinator, or as the master before."""
+        self.receipts: Counter[str] = Counter(cut_off=0, unclean_election=0)
+        """By kind, as this node has made them."""
+
+
 class Meter:
     """The numbers of one server."""
 
     def __init__(self) -> None:
+        self.cluster = ClusterMeter()
         self.slow = SlowOperations()
         self.last_rollbacks = LastRollbacks()
         self.received_bytes = 0
@@ -81,6 +103,8 @@ class Meter:
         """From reading a batch of requests to writing its answers; one per batch."""
         self.changes = 0
         """Entries of committed groups."""
+        self.change_bytes = 0
+        """Their bytes in the log."""
         self.groups = 0
         self.sync_seconds = SlowHistogram("a sync of the log", self.slow)
         self.merge_failures = 0

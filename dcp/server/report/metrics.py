@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections import defaultdict
+import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -28,35 +28,17 @@ from prometheus_client.registry import Collector
 
 from dcp.server.observe.meter import REFUSAL_KINDS, Histogram
 from dcp.server.operate.operations import lag_of
+from dcp.server.report.cluster_metrics import CLUSTER_METRICS, unwritable
 from dcp.server.report.disk_use import bytes_in
-from dcp.server.report.metric_sources import MetricSources
+from dcp.server.report.metric_sources import MetricSources, MetricSpec, Samples, one
 from dcp.server.report.stats import cas_ahead
 from dcp.server.storage.folder import log_path, store_path
+from dcp.stream.producer import Producer
 from vbucket.engine.keyspace import OVERFULL
 from vbucket.engine.partition import VbState
 
 CONSUMERS_MAX: Final = 100
 """Consumers with their own series: those that lag most."""
-
-Samples = Iterable[tuple[tuple[str, ...], float]]
-"""(values of the labels, value)."""
-
-
-class MetricSpec(NamedTuple):
-    """One line of the table. `read` returns samples, or a Histogram for a histogram."""
-
-    name: str
-    kind: str
-    unit: str
-    labels: tuple[str, ...]
-    meaning: str
-    bad: str
-    """What a bad value looks like, and what it means."""
-    read: Callable[[MetricSources], Samples | Histogram]
-
-
-def _one(read: Callable[[MetricSources], float]) -> Callable[[MetricSources], Samples]:
-    return lambda of: [((), read(of))]
 
 
 def _items(of: MetricSources) -> float:
@@ -75,23 +57,46 @@ def _disk(of: MetricSources) -> Samples:
     return [((part,), bytes_in(path)) for part, path in paths]
 
 
-def _lags(of: MetricSources) -> Samples:
-    lags: dict[str, int] = defaultdict(int)
-    parts = of.engine.partitions
-    for connection in of.connections:
-        producer = connection.session.state.producer
-        if producer is not None:
-            name = producer.name.decode("utf-8", "replace")
-            lags[name] += sum(
-                lag_of(stream, parts[stream.vb_id].committed_seqno) for stream in producer.streams()
-            )
-    most = sorted(lags.items(), key=lambda item: -item[1])[:CONSUMERS_MAX]
-    return [((name,), lag) for name, lag in most]
-
-
-def _unacked(of: MetricSources) -> float:
+def _producers(of: MetricSources) -> Iterator[Producer]:
     producers = (connection.session.state.producer for connection in of.connections)
-    return sum(producer.unacked_bytes for producer in producers if producer is not None)
+    return (producer for producer in producers if producer is not None)
+
+
+def _by_consumer(
+    read: Callable[[MetricSources, Producer], float | None],
+) -> Callable[[MetricSources], Samples]:
+    """Return a reader of the CONSUMERS_MAX highest values; None: a consumer has no value."""
+
+    def values(of: MetricSources) -> Samples:
+        found: dict[str, float] = {}
+        for producer in _producers(of):
+            if (value := read(of, producer)) is not None:
+                name = producer.name.decode("utf-8", "replace")
+                found[name] = max(value, found.get(name, value))
+        most = sorted(found.items(), key=lambda item: -item[1])[:CONSUMERS_MAX]
+        return [((name,), value) for name, value in most]
+
+    return values
+
+
+def _lag(of: MetricSources, producer: Producer) -> float:
+    parts = of.engine.partitions
+    return sum(lag_of(each, parts[each.vb_id].committed_seqno) for each in producer.streams())
+
+
+def _lag_seconds(of: MetricSources, producer: Producer) -> float:
+    parts = of.engine.partitions
+    behind = (
+        (each.vb_id, each.next_seqno - 1)
+        for each in producer.streams()
+        if lag_of(each, parts[each.vb_id].committed_seqno)
+    )
+    return of.ages.oldest_s(behind, time.monotonic())
+
+
+def _noop_seconds(_of: MetricSources, producer: Producer) -> float | None:
+    took_ns = producer.noop_took_ns
+    return None if took_ns is None else took_ns / 1e9
 
 
 def _refusals(of: MetricSources) -> Samples:
@@ -112,12 +117,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_uptime_seconds", "gauge", "seconds", (),
         "Time since the start.", "often small: the server restarts, see the log",
-        _one(lambda of: of.about.uptime_s),
+        one(lambda of: of.about.uptime_s),
     ),
     MetricSpec(
         "dcpd_ready", "gauge", "", (),
         "1 while /readyz says that clients may be sent here.", "0 for longer than a start takes",
-        _one(lambda of: of.health.is_ready),
+        one(lambda of: of.health.is_ready),
     ),
     MetricSpec(
         "dcpd_writes_refused", "gauge", "", ("reason",),
@@ -132,31 +137,31 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Partitions whose record in the metadata store is older than one that a node has seen, or"
         " gone: the store went back to a copy. Nobody is elected there.",
         "above 0: start all nodes, then run dcpctl cluster meta restore",
-        _one(lambda of: of.health.older_store.partitions),
+        one(lambda of: of.health.older_store.partitions),
     ),
     MetricSpec(
         "dcpd_writers_wait", "gauge", "", (),
         "1 while writes wait for a merge. They wait for the setting write_wait at most.",
         "often 1: the store is too slow for the writes",
-        _one(lambda of: of.engine.writers_wait),
+        one(lambda of: of.engine.writers_wait),
     ),
     MetricSpec(
         "dcpd_writers_paced_seconds_total", "counter", "seconds", (),
         "How long commit groups were held back, a few milliseconds each, so that writers need not"
         " stop until a merge ends.",
         "rises by more than 0.5 a second: the store is too slow for the writes",
-        _one(lambda of: of.meter.paced_s),
+        one(lambda of: of.meter.paced_s),
     ),
     MetricSpec(
         "dcpd_vbuckets_quarantined", "gauge", "", (),
         "Partitions whose stored data is damaged. They take no writes, and merges skip them.",
         "above 0: `dcpctl status` shows which, docs/operations.md says what to do",
-        _one(lambda of: len(of.engine.keyspace.quarantined)),
+        one(lambda of: len(of.engine.keyspace.quarantined)),
     ),
     MetricSpec(
         "dcpd_session_failures_total", "counter", "", (),
         "Connections that ended because of a bug.",
-        "above 0: please report what the log says", _one(lambda of: of.meter.session_failures),
+        "above 0: please report what the log says", one(lambda of: of.meter.session_failures),
     ),
     MetricSpec(
         "dcpd_housekeeping_failures_total", "counter", "", ("task",),
@@ -166,27 +171,35 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_items", "gauge", "", (),
-        "Live documents.", "a number that the application does not expect", _one(_items),
+        "Live documents.", "a number that the application does not expect", one(_items),
     ),
     MetricSpec(
         "dcpd_vbuckets", "gauge", "", ("state",),
-        "Partitions by state.", "dead, pending or fenced above 0: these take no writes", _states,
+        "Partitions by state. In a cluster, replica and dead are those that other nodes serve.",
+        "see dcpd_unwritable_vbuckets", _states,
+    ),
+    MetricSpec(
+        "dcpd_unwritable_vbuckets", "gauge", "", (),
+        "Partitions that this node should serve, and that take no writes: those that are not"
+        " active; in a cluster, those of which it is the master.",
+        "above 0 for longer than a failover takes: `dcpctl status`, or `dcpctl cluster status`,"
+        " says why", one(unwritable),
     ),
     MetricSpec(
         "dcpd_cas_ahead_vbuckets", "gauge", "", (),
         "Partitions whose CAS is further ahead of the clock than the setting cas_drift_max.",
         "above 0: run dcpctl vb mend-cas, unless the clock was just set back",
-        _one(lambda of: len(cas_ahead(of.engine))),
+        one(lambda of: len(cas_ahead(of.engine))),
     ),
     MetricSpec(
         "dcpd_connections", "gauge", "", (),
         "Open client connections.", "near the setting connections_max",
-        _one(lambda of: len(of.connections)),
+        one(lambda of: len(of.connections)),
     ),
     MetricSpec(
         "dcpd_connections_opened_total", "counter", "", (),
         "Connections since the start.", "a steep rise: clients do not reuse connections",
-        _one(lambda of: of.connections.opened_total),
+        one(lambda of: of.connections.opened_total),
     ),
     MetricSpec(
         "dcpd_connections_pushed_out_total", "counter", "", ("setting",),
@@ -204,25 +217,25 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_password_checks", "gauge", "", (),
         "Passwords that are being checked or wait for a check.",
         "at its limit: a client guesses passwords, see the audit log",
-        _one(lambda of: of.access.logins.checks_under_way),
+        one(lambda of: of.access.logins.checks_under_way),
     ),
     MetricSpec(
         "dcpd_receive_buffer_bytes", "gauge", "bytes", (),
         "Incomplete packets and handshakes of all connections.",
         "at the setting receive_buffers_bytes_max: idle connections are closed",
-        _one(lambda of: of.connections.receive_buffers.held_bytes),
+        one(lambda of: of.connections.receive_buffers.held_bytes),
     ),
     MetricSpec(
         "dcpd_send_buffer_bytes", "gauge", "bytes", (),
         "Data that clients have not read, of all connections; sampled four times a second.",
         "at the setting send_buffers_bytes_max: connections that do not read are closed",
-        _one(lambda of: of.connections.send_buffers.held_bytes),
+        one(lambda of: of.connections.send_buffers.held_bytes),
     ),
     MetricSpec(
         "dcpd_admin_connections", "gauge", "", (),
         "Open connections to the admin interface, TLS handshakes included.",
         "at the setting admin_connections_max: a client occupies the port",
-        _one(lambda of: len(of.admin_crowd)),
+        one(lambda of: len(of.admin_crowd)),
     ),
     MetricSpec(
         "dcpd_admin_refusals_total", "counter", "", ("status",),
@@ -241,22 +254,22 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_received_bytes_total", "counter", "bytes", (),
         "Bytes read from clients.", "near the capacity of the network",
-        _one(lambda of: of.meter.received_bytes),
+        one(lambda of: of.meter.received_bytes),
     ),
     MetricSpec(
         "dcpd_sent_bytes_total", "counter", "bytes", (),
         "Bytes written to clients, streams included.", "near the capacity of the network",
-        _one(lambda of: of.meter.sent_bytes),
+        one(lambda of: of.meter.sent_bytes),
     ),
     MetricSpec(
         "dcpd_answers_total", "counter", "", (),
         "Responses to commands. A quiet command that succeeds has none.",
-        "a drop while traffic stays", _one(lambda of: of.meter.answers),
+        "a drop while traffic stays", one(lambda of: of.meter.answers),
     ),
     MetricSpec(
         "dcpd_changes_total", "counter", "", (),
         "Committed changes: sets, deletions, expiries, and changes of partitions.",
-        "a drop while traffic stays", _one(lambda of: of.meter.changes),
+        "a drop while traffic stays", one(lambda of: of.meter.changes),
     ),
     MetricSpec(
         "dcpd_answer_seconds", "histogram", "seconds", (),
@@ -275,7 +288,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_commit_groups_total", "counter", "", (),
         "Commit groups. Each is one append to the log.",
         "as many as dcpd_changes_total under load: no grouping happens",
-        _one(lambda of: of.meter.groups),
+        one(lambda of: of.meter.groups),
     ),
     MetricSpec(
         "dcpd_sync_seconds", "histogram", "seconds", (),
@@ -286,37 +299,37 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_memtable_bytes", "gauge", "bytes", (),
         "Changes in memory that are not in the store yet.",
         f"{OVERFULL} times the setting memtable_bytes: writers wait for merges",
-        _one(lambda of: of.engine.keyspace.active_bytes + of.engine.keyspace.frozen_bytes),
+        one(lambda of: of.engine.keyspace.active_bytes + of.engine.keyspace.frozen_bytes),
     ),
     MetricSpec(
         "dcpd_item_cache_bytes", "gauge", "bytes", (),
         "Memory of the item cache, keys and objects included.",
         "at the setting item_cache_bytes with many misses: the cache is too small",
-        _one(lambda of: of.engine.item_cache.held_bytes),
+        one(lambda of: of.engine.item_cache.held_bytes),
     ),
     MetricSpec(
         "dcpd_item_cache_hits_total", "counter", "", (),
         "Reads answered from the item cache. Reads of changes that are not merged yet do not"
         " count.",
         "few beside dcpd_item_cache_misses_total: see there",
-        _one(lambda of: of.engine.item_cache.hits),
+        one(lambda of: of.engine.item_cache.hits),
     ),
     MetricSpec(
         "dcpd_item_cache_misses_total", "counter", "", (),
         "Reads that went to the store.",
         "as many as reads for long: the documents read do not fit into item_cache_bytes",
-        _one(lambda of: of.engine.item_cache.misses),
+        one(lambda of: of.engine.item_cache.misses),
     ),
     MetricSpec(
         "dcpd_merges_total", "counter", "", (),
         "Merges of the log into the store.", "no rise while the log grows: the store process fails",
-        _one(lambda of: of.merging.count),
+        one(lambda of: of.merging.count),
     ),
     MetricSpec(
         "dcpd_merge_failures_total", "counter", "", (),
         "Merges that failed or had no room in the store. Each is retried.",
         "rising: the store's disk is full or failing; writes will have to wait",
-        _one(lambda of: of.meter.merge_failures),
+        one(lambda of: of.meter.merge_failures),
     ),
     MetricSpec(
         "dcpd_merge_seconds", "histogram", "seconds", (),
@@ -328,11 +341,11 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_merge_under_way_seconds", "gauge", "seconds", (),
         "Duration of the current merge so far, failed attempts included; 0: none runs.",
         "minutes: the store's disk is full, slow or failing",
-        _one(lambda of: of.merging.seconds_under_way),
+        one(lambda of: of.merging.seconds_under_way),
     ),
     MetricSpec(
         "dcpd_merges_running", "gauge", "", (),
-        "1 while a merge runs.", "1 all the time", _one(lambda of: of.engine.keyspace.is_merging),
+        "1 while a merge runs.", "1 all the time", one(lambda of: of.engine.keyspace.is_merging),
     ),
     MetricSpec(
         "dcpd_compaction_seconds", "histogram", "seconds", (),
@@ -344,18 +357,18 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_compacted_versions_total", "counter", "", (),
         "Versions that compaction dropped: replaced ones and deletions.",
         "no rise while dcpd_disk_bytes grows: something holds compaction back, see the log",
-        _one(lambda of: of.meter.dropped_versions),
+        one(lambda of: of.meter.dropped_versions),
     ),
     MetricSpec(
         "dcpd_compacted_tombstones_total", "counter", "", (),
         "Deletions that compaction dropped.", "no rise while many documents are deleted",
-        _one(lambda of: of.meter.dropped_tombstones),
+        one(lambda of: of.meter.dropped_tombstones),
     ),
     MetricSpec(
         "dcpd_streams_too_slow_total", "counter", "", (),
         "Streams that ended with reason 4: they made no progress while compaction waited for them.",
         "rising: a consumer hangs in the middle of a snapshot",
-        _one(lambda of: of.meter.streams_too_slow),
+        one(lambda of: of.meter.streams_too_slow),
     ),
     MetricSpec(
         "dcpd_disk_bytes", "gauge", "bytes", ("part",),
@@ -373,27 +386,41 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_read_views", "gauge", "", (),
         "Open read views: range scans and dumps.",
         "near the maximum of 256: clients neither finish nor cancel scans",
-        _one(lambda of: len(of.views)),
+        one(lambda of: len(of.views)),
     ),
     MetricSpec(
         "dcpd_dcp_connections", "gauge", "", (),
         "Open DCP connections.", "fewer than consumers",
-        _one(lambda of: of.hub.connection_count),
+        one(lambda of: of.hub.connection_count),
     ),
     MetricSpec(
         "dcpd_dcp_streams", "gauge", "", (),
         "Open streams.", "not a multiple of 1,024: a consumer lacks partitions",
-        _one(lambda of: of.hub.stream_count),
+        one(lambda of: of.hub.stream_count),
     ),
     MetricSpec(
         "dcpd_stream_lag_items", "gauge", "", ("consumer",),
         "Seqnos that a consumer's streams have not sent yet.",
-        "rising: the consumer is slower than the writers, or stuck", _lags,
+        "rising: the consumer is slower than the writers, or stuck", _by_consumer(_lag),
+    ),
+    MetricSpec(
+        "dcpd_stream_lag_seconds", "gauge", "seconds", ("consumer",),
+        "Age of the oldest change that a consumer's streams have not sent yet, to within two"
+        " seconds; 0 for one that follows live.",
+        "above what the application bears, and rising: the consumer is too slow, or stuck",
+        _by_consumer(_lag_seconds),
+    ),
+    MetricSpec(
+        "dcpd_noop_round_trip_seconds", "gauge", "seconds", ("consumer",),
+        "Time from the last NOOP to a consumer until its answer was read.",
+        "above 1: the consumer's process or the network is stuck for so long",
+        _by_consumer(_noop_seconds),
     ),
     MetricSpec(
         "dcpd_dcp_unacked_bytes", "gauge", "bytes", (),
         "Bytes sent and not acknowledged, for consumers with flow control.",
-        "at the window's size while lag rises: the consumer does not acknowledge", _one(_unacked),
+        "at the window's size while lag rises: the consumer does not acknowledge",
+        one(lambda of: sum(producer.unacked_bytes for producer in _producers(of))),
     ),
     MetricSpec(
         "dcpd_rollbacks_total", "counter", "", ("reason",),
@@ -404,22 +431,22 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_failovers_total", "counter", "", (),
-        "Simulated failovers.", "above 0 in production", _one(lambda of: of.meter.failovers),
+        "Simulated failovers.", "above 0 in production", one(lambda of: of.meter.failovers),
     ),
     MetricSpec(
         "dcpd_faults_set", "gauge", "", (),
         "Active fault rules.", "above 0 in production",
-        _one(lambda of: len(of.faults.rules)),
+        one(lambda of: len(of.faults.rules)),
     ),
     MetricSpec(
         "dcpd_faults_met_total", "counter", "", (),
         "Commands that matched a fault rule.", "above 0 in production",
-        _one(lambda of: of.meter.faults),
+        one(lambda of: of.meter.faults),
     ),
     MetricSpec(
         "dcpd_log_lines_left_out_total", "counter", "", (),
         "Log lines about refusals that were suppressed because one peer caused too many.",
-        "rising: see dcpd_refusals_total", _one(lambda of: of.meter.suppressed_log_lines),
+        "rising: see dcpd_refusals_total", one(lambda of: of.meter.suppressed_log_lines),
     ),
 )  # fmt: skip
 
@@ -496,8 +523,9 @@ def _family(spec: MetricSpec, found: Samples | Histogram) -> Metric:
 def page(of: MetricSources, *, by_vbucket: bool, is_openmetrics: bool = False) -> bytes:
     """Return all metrics as text, in Prometheus's format or in that of OpenMetrics."""
     registry = CollectorRegistry(auto_describe=False)
-    specs = (*METRICS, *VBUCKET_METRICS) if by_vbucket else METRICS
-    registry.register(_Collector(of, specs))
+    of_cluster = () if of.cluster is None else CLUSTER_METRICS
+    of_vbuckets = VBUCKET_METRICS if by_vbucket else ()
+    registry.register(_Collector(of, (*METRICS, *of_cluster, *of_vbuckets)))
     ProcessCollector(registry=registry)
     text: bytes = openmetrics_text(registry) if is_openmetrics else generate_latest(registry)  # type: ignore[no-untyped-call]
     return text
@@ -518,11 +546,19 @@ curl -u guest:guest http://127.0.0.1:8091/metrics
 
 Clients whose `Accept` prefers `application/openmetrics-text`, as Prometheus's does, get it.
 With the setting `metrics_token` a token is enough (`Authorization: Bearer TOKEN`). The folder
-`deploy/` has a scrape configuration, alert rules and a Grafana dashboard.
+`deploy/monitoring` has a scrape configuration, alert rules and Grafana dashboards.
 
 Names and units follow Prometheus. Counters are updated once per batch of commands or commit group,
 not per operation. Other values are read at each scrape. `process_*` are the standard process
 metrics.
+
+| name | kind | labels | meaning | alert when |
+|---|---|---|---|---|
+"""
+_CLUSTER_HEAD: Final = """
+On nodes of a cluster, too. `peer` is the name of another node. Every node knows the state of the
+cluster, so take the maximum over nodes; what a node does or sees itself (elections, bytes, lag of
+the replicas of its partitions) adds up. There is no bucket, partition or address in a label.
 
 | name | kind | labels | meaning | alert when |
 |---|---|---|---|---|
@@ -537,7 +573,8 @@ With `/metrics?vbuckets=1`, for manual inspection: 1,024 series each.
 
 def markdown() -> str:
     """Return the content of docs/metrics.md."""
-    return _HEAD + _rows(METRICS) + _VBUCKET_HEAD + _rows(VBUCKET_METRICS)
+    tables = ((_HEAD, METRICS), (_CLUSTER_HEAD, CLUSTER_METRICS), (_VBUCKET_HEAD, VBUCKET_METRICS))
+    return "".join(head + _rows(specs) for head, specs in tables)
 
 
 def _rows(specs: Iterable[MetricSpec]) -> str:

@@ -86,7 +86,7 @@ class Sampler:
         self._sources = sources
         self._housekeeping = housekeeping
         self.ring = SampleRing(FIGURES)
-        self.consumers = ConsumerWatch(sources.engine, sources.connections)
+        self.consumers = ConsumerWatch(sources.engine, sources.connections, sources.ages)
         self.disk = DiskGauge(sources.about.data_dir)
         self.is_stopped = False
         self._sets, self._gets, self._events = _Rate(), _Rate(), _Rate()
@@ -115,6 +115,7 @@ class Sampler:
         elapsed_s, self._last_s = now_s - self._last_s, now_s
         engine, meter = self._sources.engine, self._sources.meter
         self.disk.refresh(now_s)
+        self._sources.ages.sample(now_s, (part.high_seqno for part in engine.partitions))
         self.consumers.measure(time_s)
         row = [
             self._sets.of(meter.changes, elapsed_s),
