@@ -44,6 +44,7 @@ class Feature(NamedTuple):
 
 FEATURES: Final[dict[str, Feature]] = {
     "metrics of a cluster, and lag in seconds": Feature(2, 520),
+    "spans for OpenTelemetry": Feature(1, 230),
 }
 """Feature, as users call it -> the files and lines that it may add to the product."""
 
