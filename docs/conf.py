@@ -20,12 +20,13 @@ sys.path.insert(0, str(HERE))
 from site_pages import dcpctl_page, python_page  # noqa: E402
 
 CONTENTS: Final = {
-    "Follow changes from Python": (
-        "howto/follow-changes", "consumers", "key-value", "testing-consumers", "spark",
-        "tutorial-spark", "tutorial-flights",
+    "Learn it": (
+        "why", "howto/start-a-server", "howto/follow-changes", "tutorial-flights",
+        "tutorial-spark",
     ),
+    "Follow changes from Python": ("consumers", "key-value", "testing-consumers", "spark"),
     "Operate it": (
-        "howto/start-a-server", "operations", "console", "security", "backup", "troubleshooting",
+        "operations", "console", "security", "backup", "troubleshooting",
         "howto/add-users", "howto/monitor", "howto/move-data",
         "howto/import-and-export", "howto/undo-changes",
         "clusters", "upgrade",
@@ -90,6 +91,7 @@ copybutton_exclude = ".linenos, .gp"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_mock_imports = list(python_page.NOT_INSTALLED)
 autodoc_default_options = {"members": True, "exclude-members": "__init__"}
 
 

@@ -12,7 +12,7 @@ key of the partition, because a cached value may have been undone.
 import asyncio
 import sys
 
-from clients import Consumer, Deletion, KvClient, Mutation, Rollback, vbucket_of
+from dcpd import Consumer, Deletion, KvClient, Mutation, Rollback, vbucket_of
 
 
 class Cache:

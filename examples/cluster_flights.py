@@ -45,7 +45,7 @@ from cluster_writers import (
 from flight_data import DataError, packaged_csv, read_flights
 from processes import ProcessFailedError, ReplicaProcess
 
-from clients import DcpdError, KvClient
+from dcpd import DcpdError, KvClient
 from tests.soak.cluster.replicas import Compared, compare_replicas
 
 DIFFERENCES_SHOWN = 20

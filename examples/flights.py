@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from writer import WriteFailedError, Writer
 
-from clients import Consumer, DcpdError, KvClient, Mutation, vbucket_of
+from dcpd import Consumer, DcpdError, KvClient, Mutation, vbucket_of
 
 BRANCHES = 12
 """Partitions that get a history branch."""

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from clients import (
+from dcpd import (
     Checkpoint,
     Consumer,
     DcpdError,

@@ -13,7 +13,7 @@ import contextlib
 import sqlite3
 import sys
 
-from clients import (
+from dcpd import (
     Consumer,
     Deletion,
     Delivery,

@@ -34,8 +34,8 @@ from flight_data import DataError, Flight, read_flights
 from processes import ProcessFailedError, ServerProcess
 from writer import WriteFailedError, Writer
 
-from clients import DcpdError, KvClient, vbucket_of
-from clients.spark import (
+from dcpd import DcpdError, KvClient, vbucket_of
+from dcpd.spark import (
     DcpDataSource,
     JavaMissingError,
     apply_changes,

@@ -5,7 +5,7 @@
 
 You may kill it at any time: it resumes exactly where it stopped. If history branches it undoes what
 the server undid, with a journal of replaced values. (This journal grows without limit.
-`clients.Mirror` has a bounded one, and starts a partition again if a branch lies deeper.)
+`dcpd.Mirror` has a bounded one, and starts a partition again if a branch lies deeper.)
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import contextlib
 import sqlite3
 import sys
 
-from clients import (
+from dcpd import (
     Consumer,
     Deletion,
     Delivery,

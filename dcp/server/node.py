@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from dcp.server.cluster.meta_access import MetaAccess
     from dcp.server.cluster.operators.cluster_operations import ClusterOperations
     from dcp.server.cluster.replicated_node import ReplicatedNode
+    from dcp.server.operate.cluster_reports import ClusterBrief
 
 STOP_S: Final = 8.0
 """Time for a stop, shared by its steps. The command ends the process a little later."""
@@ -450,6 +451,7 @@ class Node:
         operations = Operations(
             engine, connections, self._merging, self._compaction, self._commits, faults,
             self._groups.end_reasons, self._hub.limits, meter, log, kick=self._kick,
+            copies=None if replicated is None else replicated.branches,
         )  # fmt: skip
         self._sampler = Sampler(sources, self._housekeeping)
         documents = Documents(
@@ -458,11 +460,12 @@ class Node:
         )  # fmt: skip
         is_test_mode = settings.test_mode == "on"
         console = ConsoleParts(
-            ConsoleView(sources, self._sampler, settings), self._sampler, documents,
-            is_test_mode, allows_faults=access.limits.allows_faults,
+            ConsoleView(sources, self._sampler, settings), engine, self._sampler, documents,
+            is_test_mode, allows_faults=access.limits.allows_faults, brief=self._brief(),
         )  # fmt: skip
         admin_parts = AdminParts(
-            access=access, users=self._users, meter=meter, refusals=self._refusals, health=health,
+            settings=settings, log=log, access=access,
+            users=self._users, meter=meter, refusals=self._refusals, health=health,
             config=config, operations=operations,
             dumps=Dumps(engine, self.views, self._commits),
             collections=Collections(
@@ -477,6 +480,15 @@ class Node:
             settings, self.ports, access.tls_context, connection_parts, admin_parts, crowd, log
         )
         self._upkeep = Upkeep(connections, access, self.views, self._refusals, self._housekeeping)
+
+    def _brief(self) -> Callable[[], ClusterBrief] | None:
+        if self.replicated is None:
+            return None
+        from dcp.server.cluster.operators.cluster_figures import cluster_brief, measure_always
+
+        measure = partial(measure_always, self.replicated, self._sampler)
+        self._tasks.begin(self._housekeeping.repeat("figures", measure))
+        return partial(cluster_brief, self.replicated)
 
     def _cluster_sources(self) -> ClusterSources | None:
         replicated = self.replicated

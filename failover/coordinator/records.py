@@ -9,6 +9,7 @@
     <root>address/<host:port>    the process reached there   the same
     <root>clock/<member>         its wall clock, at times  the same
     <root>links/<member>         nodes that run, and do not let it follow them   the same
+    <root>figures/<member>       what it measured of itself, for people   the same
     <root>member/<member>        a member of the cluster
     <root>name/<name>            the member that has a name
     <root>removed                written whenever a member is removed: the map's revision rises
@@ -59,6 +60,7 @@ class KeyKind(StrEnum):
     ALIVE = "alive"
     CLOCK = "clock"
     LINKS = "links"
+    FIGURES = "figures"
     MEMBER = "member"
     REMOVED = "removed"
     PARTITION = "partition"
@@ -257,6 +259,25 @@ class LinksRecord(_Record, frozen=True, kw_only=True):
 
     member: str
     refused: dict[str, RefusedLink]
+
+
+class FiguresRecord(_Record, frozen=True, kw_only=True):
+    """What a member measured of itself lately, so that any node can show the whole cluster. No
+    rule uses it.
+    """
+
+    member: str
+    sets_per_s: float
+    events_per_s: float
+    disk_used_bytes: int
+    """In use on the disk of its data folder, by all; 0 with `disk_size_bytes` 0: not measured."""
+    disk_size_bytes: int
+    unwritable: int
+    """Partitions of which it is master and that take no writes now."""
+    behind: dict[str, int]
+    """Member -> changes that its copies lack of the partitions of this master."""
+    lags: dict[int, int]
+    """Partition of this master -> changes that the copy furthest behind lacks, if there are any."""
 
 
 class MemberRecord(_Record, frozen=True, kw_only=True):

@@ -55,6 +55,7 @@ from failover.coordinator.records import (
     ClockRecord,
     ClusterKeys,
     ClusterRecord,
+    FiguresRecord,
     KeyKind,
     LeaderRecord,
     LinksRecord,
@@ -109,6 +110,7 @@ class ClusterView:
         self.alive: dict[str, Stored[AliveRecord]] = {}
         self.clocks: dict[str, Stored[ClockRecord]] = {}
         self.links: dict[str, Stored[LinksRecord]] = {}
+        self.figures: dict[str, Stored[FiguresRecord]] = {}
         self.reports: dict[str, Stored[MemberReport]] = {}
         self.commands: dict[int, Stored[OperatorCommand]] = {}
         self.cluster: Stored[ClusterRecord] | None = None
@@ -131,6 +133,9 @@ class ClusterView:
             KeyKind.LEADER: self._change_leader,
             KeyKind.CLOCK: lambda name, item: _change(self.clocks, name.member, item, ClockRecord),
             KeyKind.LINKS: lambda name, item: _change(self.links, name.member, item, LinksRecord),
+            KeyKind.FIGURES: lambda name, item: _change(
+                self.figures, name.member, item, FiguresRecord
+            ),
             KeyKind.ALIVE: lambda name, item: _change(self.alive, name.member, item, AliveRecord),
             KeyKind.MEMBER: lambda name, item: _change(
                 self.members, name.member, item, MemberRecord

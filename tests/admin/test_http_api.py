@@ -75,6 +75,7 @@ CALLS = (
     Call("POST", "/api/v1/vbuckets/{vb}/branch", {"at": 99}, 409),
     Call("POST", "/api/v1/vbuckets/{vb}/purge", {}),
     Call("POST", "/api/v1/vbuckets/{vb}/branch", {"at": 1, "or_zero": True}),
+    Call("POST", "/api/v1/vbuckets/branch", {"vbs": [0, 1], "at": 0}),
     Call("POST", "/api/v1/vbuckets/{vb}/mend-cas", {}),
     Call("POST", "/api/v1/vbuckets/{vb}/state", {"state": "replica"}),
     Call("POST", "/api/v1/vbuckets/{vb}/state", {"state": "active"}),
@@ -140,10 +141,21 @@ CALLS = (
     Call("GET", "/api/v1/documents", query="?key=described"),
     Call("GET", "/api/v1/documents", query="?key=", status=400),
     Call("GET", "/api/v1/vbuckets/{vb}"),
+    Call("GET", "/api/v1/documents/sorted", query="?prefix=d&limit=1"),
+    Call("GET", "/api/v1/documents/sorted", query="?position=nowhere", status=400),
+    Call("GET", "/api/v1/cluster/page"),
+    Call("GET", "/api/v1/settings"),
+    Call("GET", "/api/v1/log", query="?limit=3"),
+    Call("GET", "/api/v1/log", query="?limit=all", status=400),
     Call("GET", "/api/v1/console/me"),
+    Call("POST", "/api/v1/console/login", {}),
+    Call("DELETE", "/api/v1/console/login"),
+    Call("GET", "/api/v1/console/changes", query="?kind=nothing", status=400),
+    Call("GET", "/api/v1/console/changes", query="?collection=none.none", status=400),
     Call("GET", "/api/v1/console/events", query="?show=nothing", status=400),
     # These do not end; the first event or document is read.
     *(Call("GET", "/api/v1/console/events", query=f"?show={show}") for show in SHOWS),
+    Call("GET", "/api/v1/console/changes"),
     Call("GET", "/pools/default/bs/{bucket}"),
     Call("GET", "/pools/default/bucketsStreaming/{bucket}"),
 )  # fmt: skip
@@ -163,7 +175,12 @@ IS_WANTED: dict[str, Callable[[Any], bool]] = {
 """Page -> whether an event has what is only there after a while."""
 EVENTS_MAX = 20
 """Limit of a wait, so that a failure does not hang: there is an event every two seconds."""
-ENDLESS = (EVENTS, "/pools/default/bs/", "/pools/default/bucketsStreaming/")
+ENDLESS = (
+    EVENTS,
+    "/api/v1/console/changes",
+    "/pools/default/bs/",
+    "/pools/default/bucketsStreaming/",
+)
 
 
 @pytest.fixture(scope="module")
@@ -233,9 +250,9 @@ def piece_of(response: HTTPResponse) -> bytes:
 
 
 def data_of(event: bytes) -> Any:
-    """Return the data of an event `state`."""
+    """Return the data of an event of the console."""
     name, _, data = event.partition(b"\n")
-    assert name == b"event: state"
+    assert name in {b"event: state", b"event: step"}
     return json.loads(data.removeprefix(b"data: "))
 
 

@@ -6,7 +6,10 @@ from playwright.sync_api import Page, expect
 
 from support.following import Following
 
-PAGES = ("Overview", "Partitions", "Consumers", "Documents", "Test bench")
+PAGES = (
+    "Overview", "Cluster", "Partitions", "Documents", "Changes", "Consumers", "Collections",
+    "Users", "Backups", "Settings", "Log", "Test bench",
+)  # fmt: skip
 # What a screen reader misses: names of controls, texts of pictures, heads of tables.
 PROBLEMS = """() => {
   const found = [];
@@ -96,16 +99,19 @@ def test_everything_can_be_reached_with_the_keyboard(log_in) -> None:
     page = log_in()
     page.evaluate("document.querySelector('a, button, input, [tabindex]').focus()")
     reached = [page.evaluate("document.activeElement.textContent")]
-    for _ in range(6):
+    for _ in range(len(PAGES) + 2):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("document.activeElement.textContent"))
-    assert reached == ["To the content", *PAGES, "Log out"]
+    assert reached == ["To the content", "Healthy", "Log out", *PAGES]
     page.get_by_role("link", name="Documents").focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", level=1, name="Documents")).to_be_visible()
     expect(page.locator("main")).to_be_focused()
     page.keyboard.press("Tab")
-    expect(page.get_by_label("Key", exact=True)).to_be_focused()
+    expect(page.get_by_label("Collection")).to_be_focused()
+    for label in ("Key begins with", "Key"):
+        page.keyboard.press("Tab")
+        expect(page.get_by_label(label, exact=True)).to_be_focused()
     page.keyboard.type("keyboard:1")
     page.keyboard.press("Enter")
     page.get_by_role("button", name="Create").press("Enter")

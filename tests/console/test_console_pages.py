@@ -154,21 +154,27 @@ def test_documents_are_made_changed_deleted_with_their_versions(
     page.get_by_role("button", name="Look up").click()
     expect(page.get_by_text("There is no such document now.")).to_be_visible()
     page.get_by_role("button", name="Create").click()
-    page.get_by_label("Value").fill('{"n": 1}')
+    page.get_by_label("Value", exact=True).fill('{"n": 1}')
     page.get_by_role("button", name="Save").click()
     expect(page.get_by_role("status").filter(has_text="Saved as seqno")).to_be_visible()
     kill_and_come_back(page, server)
     page.get_by_role("button", name="Edit").click()
-    page.get_by_label("Value").fill('{"n":\n 2}')
+    page.get_by_label("Value of n").fill("2")
+    page.get_by_label("New member").fill("state")
+    page.get_by_role("button", name="+ add").click()
+    page.get_by_label("Value of state").fill("paid")
     page.get_by_role("button", name="Save").click()
     history = page.locator("table.history tbody tr")
     expect(history).to_have_count(2)
-    expect(history.first).to_contain_text('{"n": 2}')  # Playwright joins white space
+    history.first.get_by_text("What changed").click()
+    expect(history.first.locator(".minus")).to_contain_text('"n": 1')
+    expect(history.first.locator(".plus").first).to_contain_text('"n": 2')
     with server.connect() as kv:
-        assert kv.get(b"doc:1").value == b'{"n":\n 2}'
+        assert kv.get(b"doc:1").value == b'{"n":2,"state":"paid"}'
         page.get_by_role("button", name="Edit").click()
+        page.get_by_role("radio", name="Text").check(force=True)
         kv.set(b"doc:1", b"of somebody else")
-        page.get_by_label("Value").fill("too late")
+        page.get_by_label("Value", exact=True).fill("too late")
         page.get_by_role("button", name="Save").click()
         expect(page.get_by_role("alert")).to_contain_text("the document has changed")
         assert kv.get(b"doc:1").value == b"of somebody else"
@@ -181,7 +187,7 @@ def test_documents_are_made_changed_deleted_with_their_versions(
     expect(history.first).to_contain_text("deleted")
 
 
-def test_keys_with_a_prefix_and_a_partition_as_of_a_seqno(log_in, server: DcpdProcess) -> None:
+def test_documents_by_key_and_a_partition_as_of_a_seqno(log_in, server: DcpdProcess) -> None:
     with server.connect() as kv:
         for number in range(120):
             kv.set(b"list:%d" % number, b"x")
@@ -189,16 +195,15 @@ def test_keys_with_a_prefix_and_a_partition_as_of_a_seqno(log_in, server: DcpdPr
             high_seqno = kv.set(b"key1", b"value %d" % number).seqno
     page = log_in()
     go(page, "Documents")
-    page.get_by_role("textbox", name="Prefix").fill("list:")
-    page.get_by_role("button", name="List keys").click()
-    rows = page.get_by_role("table", name="Keys").locator("tbody tr")
-    expect(rows).to_have_count(50)
-    more = page.get_by_role("button", name="More keys")
-    more.click()
+    page.get_by_label("Key begins with").fill("list:")
+    page.keyboard.press("Enter")
+    rows = page.get_by_role("table", name="Documents by key").locator("tbody tr")
     expect(rows).to_have_count(100)
-    more.click()
-    expect(rows).to_have_count(120)
-    expect(page.get_by_text("120 keys; this is all.")).to_be_visible()
+    keys = sorted(f"list:{number}" for number in range(120))
+    expect(rows.get_by_role("button")).to_have_text(keys[:100])
+    page.get_by_role("button", name="Next 100").click()
+    expect(rows.get_by_role("button")).to_have_text(keys)
+    expect(page.get_by_text("120 documents, sorted by key.")).to_be_visible()
     rows.get_by_role("button", name="list:7", exact=True).click()
     expect(page.get_by_role("heading", name="list:7")).to_be_visible()
     as_of = page.get_by_role("region", name="A partition as of a seqno")
@@ -245,3 +250,69 @@ def test_the_test_bench_does_what_its_buttons_say(log_in, server: DcpdProcess) -
     faults.get_by_role("button", name="Clear all").click()
     expect(faults.get_by_text("No rule is set.")).to_be_visible()
     assert server.faults() == []
+
+
+def test_changes_are_shown_live_and_a_rollback_as_such(log_in, server: DcpdProcess) -> None:
+    page = log_in()
+    go(page, "Changes")
+    rows = page.locator("table.tail tbody tr")
+    expect(page.get_by_text("Live.")).to_be_visible()
+    with server.connect() as kv:
+        for number in range(4):
+            high_seqno = kv.set(b"tail:1", b'{"n": %d}' % number).seqno
+        expect(rows).to_have_count(4)
+        expect(rows.first).to_contain_text('{"n": 3}')
+        kv.delete(b"tail:1")
+        expect(rows.first).to_contain_text("deleted")
+        vb_id = kv.set(b"tail:1", b"x").vb_id
+        expect(rows).to_have_count(6)
+        server.branch(vb_id, at=high_seqno)
+        expect(rows.first).to_contain_text(f"Partition {vb_id} went back to seqno {high_seqno}: 2")
+        page.get_by_role("radio", name="Deletions").check(force=True)
+        expect(rows).to_have_count(0)
+        page.get_by_label("Key begins with").fill("tail:")
+        page.keyboard.press("Enter")
+        expect(page.get_by_text("Live.")).to_be_visible()
+        kv.set(b"tail:1", b"y")
+        kv.set(b"other", b"z")
+        kv.delete(b"other")
+        kv.delete(b"tail:1")
+        expect(rows).to_have_count(1)
+        page.get_by_role("button", name="Pause").click()
+        kv.set(b"tail:1", b"y")
+        kv.delete(b"tail:1")
+        expect(page.get_by_text("Paused. 1 change passed meanwhile.")).to_be_visible()
+        expect(rows).to_have_count(1)
+    rows.get_by_role("link", name="tail:1").click()
+    expect(page.locator("table.history")).to_be_visible()
+
+
+def test_collections_users_settings_and_log(log_in, server: DcpdProcess) -> None:
+    page = log_in()
+    go(page, "Collections")
+    page.get_by_label("New collection").fill("shop.orders")
+    page.get_by_role("button", name="Create").click()
+    expect(page.get_by_text("Collection shop.orders is there.")).to_be_visible()
+    page.get_by_role("button", name="Drop shop.orders").click()
+    page.get_by_role("button", name="Drop it").click()
+    expect(page.get_by_text("Collection shop.orders is dropped.")).to_be_visible()
+    go(page, "Users")
+    page.get_by_label("New user").fill("ada")
+    page.get_by_label("Password").fill("long enough")
+    page.get_by_role("button", name="Add").click()
+    box = page.get_by_role("checkbox", name="ada: stream")
+    expect(page.get_by_role("checkbox", name="ada: read")).to_be_checked()
+    box.click()
+    expect(box).to_be_checked()
+    expect(page.get_by_text("ada has the role stream.")).to_be_visible()
+    assert "stream" in server.ask("GET", "/api/v1/users")["roles"]["ada"]
+    page.get_by_role("button", name="Remove ada").click()
+    page.get_by_role("dialog").get_by_role("button", name="Remove").click()
+    expect(page.get_by_text("User ada is removed.")).to_be_visible()
+    go(page, "Settings")
+    page.get_by_role("radio", name="Not the default").check(force=True)
+    expect(page.get_by_role("row", name="test_mode")).to_contain_text("on")
+    expect(page.get_by_role("row", name="history_window")).to_have_count(0)
+    go(page, "Log")
+    page.get_by_label("Contains").fill("user ")
+    expect(page.get_by_role("table", name="The server's log")).to_be_visible()

@@ -24,7 +24,14 @@ ATTACKS = (
     "'\"><svg onload=\"document.title='owned'\">",
     "javascript:document.title='owned'",
 )
-EVERY_PAGE = ("Overview", "Partitions", "Consumers", "Documents", "Test bench")
+EVERY_PAGE = (
+    "Overview", "Cluster", "Partitions", "Documents", "Changes", "Consumers", "Collections",
+    "Users", "Backups", "Settings", "Log", "Test bench",
+)  # fmt: skip
+READERS_PAGES = [
+    "Overview", "Cluster", "Partitions", "Documents", "Changes", "Consumers", "Collections",
+    "Backups",
+]  # fmt: skip
 
 
 @contextmanager
@@ -115,7 +122,7 @@ def test_no_script_runs_but_the_consoles_own(log_in) -> None:
     assert page.title() == "Overview – dcpd"
 
 
-def test_the_login_is_in_no_url_cookie_or_storage(log_in, users: DcpdProcess) -> None:
+def test_the_password_is_in_no_url_cookie_or_storage(log_in, users: DcpdProcess) -> None:
     page = log_in("boss", PASSWORD)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(f"{request.url} {request.post_data or ''}"))
@@ -137,11 +144,31 @@ def test_the_login_is_in_no_url_cookie_or_storage(log_in, users: DcpdProcess) ->
             ),
         ]
     )
-    assert page.context.cookies() == []
     for secret in (PASSWORD, "Ym9zczpjb3JyZWN0", "boss:"):
         assert secret not in everything
+        assert secret not in str(page.context.cookies())
+
+
+def test_a_session_outlives_a_reload_and_ends_with_log_out(log_in, users: DcpdProcess) -> None:
+    page = log_in("boss", PASSWORD)
+    cookies = {cookie["name"]: cookie for cookie in page.context.cookies()}
+    token = cookies[f"dcpd-{users.admin_port}"]
+    assert token["httpOnly"]
+    assert token["sameSite"] == "Strict"
+    assert token["expires"] == -1  # it is gone when the browser is
+    assert token["value"] not in page.evaluate("document.cookie")
     page.reload()
-    expect(page.get_by_label("Password")).to_be_empty()  # it was kept in the page only
+    expect(page.get_by_text("boss")).to_be_visible()
+    url = f"{users.admin_url}/api/v1/console/me"
+    header = {"x-dcpd-console": "1"}
+    assert page.context.request.get(url, headers=header).status == 200
+    assert page.context.request.get(url).status == 401  # a link or a form has no such header
+    page.get_by_role("button", name="Log out").click()
+    expect(page.get_by_role("button", name="Log in")).to_be_visible()
+    page.reload()
+    expect(page.get_by_label("Password")).to_be_empty()
+    cookie = f"{token['name']}={token['value']}"
+    assert page.context.request.get(url, headers=header | {"cookie": cookie}).status == 401
 
 
 def test_wrong_password_is_refused_without_dialog_of_browser(
@@ -209,7 +236,7 @@ def test_who_may_only_read_sees_no_button_that_would_be_refused(log_in, users: D
         "response",
         lambda answer: refused.append(answer.url) if answer.status in {401, 403} else None,
     )
-    assert pages_of(page) == ["Overview", "Partitions", "Consumers", "Documents"]
+    assert pages_of(page) == READERS_PAGES
     go(page, "Partitions")
     page.get_by_role("gridcell", name="Partition 5, active").click()
     expect(page.get_by_role("heading", name="Partition 5")).to_be_visible()
@@ -222,8 +249,7 @@ def test_who_may_only_read_sees_no_button_that_would_be_refused(log_in, users: D
     page.get_by_label("Key", exact=True).fill("read:1")
     page.get_by_role("button", name="Look up").click()
     expect(page.locator("table.history tbody tr")).to_have_count(1)
-    page.get_by_role("button", name="List keys").click()
-    expect(page.get_by_role("table", name="Keys")).to_be_visible()
+    expect(page.get_by_role("table", name="Documents by key")).to_contain_text("read:1")
     as_of = page.get_by_role("region", name="A partition as of a seqno")
     as_of.get_by_label("Partition").fill("5")
     as_of.get_by_role("button", name="Show").click()
@@ -240,8 +266,7 @@ def test_a_role_for_some_keys_shows_buttons_for_these(log_in, users: DcpdProcess
     page = log_in("limited", PASSWORD)
     go(page, "Documents")
     expect(page.get_by_role("region", name="A partition as of a seqno")).to_have_count(0)
-    page.get_by_role("button", name="List keys").click()
-    rows = page.get_by_role("table", name="Keys").locator("tbody tr")
+    rows = page.get_by_role("table", name="Documents by key").locator("tbody tr")
     expect(rows).to_have_count(1)
     page.get_by_role("button", name="app:1").click()
     page.get_by_role("button", name="Edit").click()
@@ -271,7 +296,7 @@ def test_a_user_who_is_removed_is_logged_out(log_in, users: DcpdProcess) -> None
 def test_without_test_mode_there_is_no_test_bench(log_in, tmp_path: Path) -> None:
     with DcpdProcess(tmp_path / "data") as plain:
         page = log_in(on=plain)
-        assert pages_of(page) == ["Overview", "Partitions", "Consumers", "Documents"]
+        assert pages_of(page) == [name for name in EVERY_PAGE if name != "Test bench"]
         expect(page.get_by_role("note")).to_have_count(0)
         page.goto("/#/bench")
         expect(page.get_by_role("button", name="Set the fault")).to_have_count(0)

@@ -125,6 +125,19 @@ async def test_the_files_are_small_and_allow_no_other_script(node: Node) -> None
     assert bytes(index.body) == (FOLDER / "index.html").read_bytes()
 
 
+RUNS_TOGETHER = re.compile(
+    r"(?:[A-Za-z]|(?<!\" \")\})[.:,]?\n +"
+    r"(?:<(?:code|b|strong|a)\b|\$\{(?:plural|whole|short|bytes|clock)\()"
+)
+"""A text that ends a line, and what follows it: htm drops the line break between them."""
+
+
+async def test_no_text_of_a_page_runs_into_what_follows() -> None:
+    assert RUNS_TOGETHER.findall("Try\n  <code>dcpctl</code>")
+    for path in FOLDER.glob("page-*.js"):
+        assert RUNS_TOGETHER.findall(path.read_text()) == [], path.name
+
+
 async def test_page_needs_nothing_from_elsewhere_and_inlines_nothing() -> None:
     index = (FOLDER / "index.html").read_text()
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", index)

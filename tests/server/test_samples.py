@@ -15,6 +15,7 @@ from dcp.server.observe.meter import Histogram
 from dcp.server.observe.sample_ring import SampleRing
 from dcp.server.observe.slow_operations import SLOW_KEPT, SlowOperation, SlowOperations, command_of
 from dcp.server.report import consumer_watch
+from dcp.server.report.change_ages import ChangeAges
 from dcp.server.report.consumer_watch import ConsumerWatch, WatchedConsumer
 from dcp.server.report.sampler import quantile_of
 
@@ -122,7 +123,7 @@ def watch_of(*connections: FollowerOf) -> tuple[ConsumerWatch, Crew]:
     partitions = [SimpleNamespace(committed_seqno=100) for _ in range(4)]
     crew = Crew(connections)
     engine = SimpleNamespace(partitions=partitions, num_vbuckets=4)
-    return ConsumerWatch(engine, crew), crew
+    return ConsumerWatch(engine, crew, ChangeAges()), crew
 
 
 def found(watch: ConsumerWatch) -> dict[str, WatchedConsumer]:

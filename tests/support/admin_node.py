@@ -141,7 +141,9 @@ class SmallNode:
 
     def __init__(self, users, data):
         self.users = users
-        self.access = Access(Settings(data=data, audit="off"), users, EventLog(logging.getLogger()))
+        self.settings = Settings(data=data, audit="off")
+        self.log = EventLog(logging.getLogger())
+        self.access = Access(self.settings, users, self.log)
         self.is_ready = True
         self.refusal_kind = self.unready_kind = ""
         self.is_broken = False
@@ -156,8 +158,14 @@ class SmallNode:
         self.dumps = None
         self.cluster = None
         self.console = SimpleNamespace(
-            view=None, sampler=None, documents=None, is_test_mode=False, allows_faults=True
-        )
+            view=None,
+            engine=None,
+            brief=None,
+            sampler=None,
+            documents=None,
+            is_test_mode=False,
+            allows_faults=True,
+        )  # fmt: skip
         self.health = self.config = self
 
     def status(self):
@@ -178,6 +186,9 @@ class SmallNode:
 
     def global_config(self):
         return b'{"nodesExt":[]}'
+
+    def admin_elsewhere(self, vb_id, *, is_tls):
+        return ""
 
     def config_version(self):
         return self.version

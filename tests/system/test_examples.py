@@ -18,7 +18,7 @@ from vbucket.model.ids import vbucket_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'clients' / 'front'}"}
 
 
 @pytest.fixture

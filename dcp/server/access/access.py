@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final, Protocol
 
 from dcp.server.access.audit import AuditLog
+from dcp.server.access.browser_sessions import BrowserSessions
 from dcp.server.access.certificates import ServerTls, TlsError, TlsFiles
 from dcp.server.access.link_tls import MUTUAL, OFF, LinkTls
 from dcp.server.access.logins import KV_TLS, LoginLimits, Logins, PeerLogins
@@ -64,6 +65,7 @@ class Access:
         self._log = log
         path = None if settings.audit == AUDIT_OFF else settings.data / settings.audit
         self.audit = AuditLog(path, log, bytes_max=settings.audit_bytes_max)
+        self.sessions = BrowserSessions(users)
         self.logins = Logins(
             users,
             self.audit,

@@ -186,6 +186,14 @@ class Users:
         record = self._content.users.get(name)
         return None if record is None else record.rights
 
+    def login_mark(self, name: str, *, peer_is_loopback: bool = True) -> bytes:
+        """Return what changes with the user's password; b"": this user cannot log in from there."""
+        self.reload_if_changed()
+        if name == GUEST:
+            return b"guest" if self._is_guest(name, peer_is_loopback=peer_is_loopback) else b""
+        record = self._content.users.get(name)
+        return b"" if record is None else record.keys[_PLAIN_KEYS].stored_key
+
     def let_cluster_in(self, secret: str) -> None:
         """Let the nodes of a cluster log in with SCRAM, with nothing but the role replicate; with
         the secret "" no longer.

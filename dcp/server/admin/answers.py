@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, quote
 
 import msgspec
 
+from dcp.server.access.browser_sessions import CONSOLE_HEADER
 from dcp.server.admin.bodies import CouchbaseProblem, ErrorDetails, Problem
 from dcp.session.access.rights import Role
 from dcp.session.controls import is_decimal
@@ -59,6 +60,8 @@ class RouteSpec(NamedTuple):
     needs_login: bool = True
     role: Role | None = None
     """The role it needs. None: admin for a change, any login for a GET."""
+    is_for_all: bool = False
+    """Any login will do, although it is no GET."""
     is_long: bool = False
     """The answer may take very long."""
     summary: str = ""
@@ -133,6 +136,25 @@ def action_of(request: Request) -> str:
     return f"{request.method} {request.scope['path']}"
 
 
+def is_https(request: Request) -> bool:
+    """Whether the request came over TLS."""
+    return bool(request.scope["scheme"] == "https")
+
+
+def cookie_of(request: Request) -> str:
+    """Return the name of the cookie of a browser's session. A browser sends one cookie to all ports
+    of a host, so each port has its own.
+    """
+    return f"dcpd-{(request.scope.get('server') or ('', 0))[1]}"
+
+
+def session_token_of(request: Request) -> str:
+    """Return the token of the browser's session, "" if there is none, or if the request is not one
+    of the console's pages.
+    """
+    return request.cookies.get(cookie_of(request), "") if CONSOLE_HEADER in request.headers else ""
+
+
 def vb_of(request: Request) -> int:
     """Return the partition in the path."""
     text: str = request.path_params["vb"]
@@ -140,7 +162,7 @@ def vb_of(request: Request) -> int:
     if vb_id is None:
         raise AdminError(
             HTTPStatus.NOT_FOUND,
-            f"there is no vbucket {text[:30]}",
+            f"there is no partition {text[:30]}",
             why=f"vbuckets are numbered 0 to {NUM_VBUCKETS - 1}",
             try_this="dcpctl seqnos lists them",
         )
@@ -265,7 +287,9 @@ def error_answer(
     else:
         response = raw_answer(problem(status, what, why, try_this, action), PROBLEM_TYPE)
     response.status_code = status.value
-    response.headers.update(_HEADERS.get(status, {}))
+    # With WWW-Authenticate a browser asks for the password itself, in a dialog of its own.
+    if not (status == HTTPStatus.UNAUTHORIZED and CONSOLE_HEADER in request.headers):
+        response.headers.update(_HEADERS.get(status, {}))
     return response
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from dcp.server.access.logins import Peer
@@ -23,12 +24,13 @@ from dcp.server.admin.answers import (
     error_answer,
     peer_of,
     receive_body,
+    session_token_of,
 )
 from dcp.server.admin.node_view import AdminParts
 from dcp.server.admin.openapi import description_routes, role_of
 from dcp.server.admin.origin import HostRule, Refusal, page_refusal
 from dcp.server.admin.routes import cluster_routes as clusters
-from dcp.server.admin.routes import console_files, console_routes, document_routes
+from dcp.server.admin.routes import console_files, console_routes, document_routes, server_routes
 from dcp.server.admin.routes import couchbase_routes as field
 from dcp.server.admin.routes import dump_routes as dump
 from dcp.server.admin.routes import fault_routes as faults
@@ -38,6 +40,7 @@ from dcp.server.admin.routes import store_routes as storage
 from dcp.server.admin.routes import stream_routes as streams
 from dcp.server.admin.routes import user_routes as users
 from dcp.server.admin.routes.fault_routes import guarded
+from dcp.server.config.sources import is_loopback
 from dcp.server.net.crowd import Crowd, Places, TooManyError
 from dcp.server.observe.tracing import Facts
 from dcp.session.access.rights import Rights, Role
@@ -60,16 +63,17 @@ def routes_of(parts: AdminParts) -> list[RouteSpec]:
     """Return all routes."""
     described = [
         *probes.routes(parts.health, parts.status, parts.metrics),
-        *partitions.routes(parts.operations),
+        *partitions.at_the_master(partitions.routes(parts.operations), parts.config),
         *storage.routes(parts.operations),
-        *dump.routes(parts.dumps),
+        *partitions.at_the_master(dump.routes(parts.dumps), parts.config),
         *streams.routes(parts.operations),
         *guarded(faults.routes(parts.operations), is_allowed=parts.console.allows_faults),
         *clusters.routes(parts.cluster),
+        *server_routes.routes(parts.settings, parts.log),
         *users.routes(parts.users, parts.users_changed),
         *field.routes(parts.config, parts.collections, parts.health),
         *console_files.routes(),
-        *console_routes.routes(parts.console, parts.users),
+        *console_routes.routes(parts.console, parts.users, parts.access.sessions),
         *document_routes.routes(parts.console.documents),
     ]
     return [*described, *description_routes(described)]
@@ -231,9 +235,12 @@ class _RequestGuard:
                 self._check_token(route, token)
                 with self._place(request):
                     return await route.handler(request)
-            state.user, password = _credentials(request)
-            with self._place(request):
-                state.rights = await self._rights(request, state.user, password)
+            if (found := self._login_of_session(request)) is not None:
+                state.user, state.rights = found
+            else:
+                state.user, password = _credentials(request)
+                with self._place(request):
+                    state.rights = await self._rights(request, state.user, password)
             if role is not None and not state.rights.has(role):
                 raise self._denial(request, role)
             if route.is_long:
@@ -244,6 +251,17 @@ class _RequestGuard:
             return await self._audited(request, route.handler)
 
         return checked
+
+    def _login_of_session(self, request: Request) -> tuple[str, Rights] | None:
+        """Return user and rights of the browser's session. The header Authorization goes first."""
+        token = session_token_of(request)
+        if not token or "authorization" in request.headers:
+            return None
+        is_local = is_loopback(peer_of(request))
+        found = self._access.sessions.login_of(token, monotonic(), peer_is_loopback=is_local)
+        if found is None:
+            raise _log_in_first("the session is over")
+        return found
 
     def _check_token(self, route: RouteSpec, token: str) -> None:
         """Check a token. Raises AdminError unless it is right, and good for this route."""

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from dcp.server.operate.cluster_reports import ClusterBrief
 from dcp.server.operate.reports import (
     ENCODINGS,
     Count,
@@ -20,6 +21,7 @@ from dcp.server.operate.reports import (
     Seqno,
     StreamLimit,
     StreamRow,
+    UnixTime,
     VbId,
 )
 from dcp.server.report.console_view import ConsumerList, Head, MapColours, Overview
@@ -57,12 +59,29 @@ class NoMembers(Struct, forbid_unknown_fields=True):
 # -- partitions ------------------------------------------------------------------------------------
 
 
+class SentOn(Struct):
+    """Another node serves the partition."""
+
+    location: Annotated[str, Meta(description="The same request there.")]
+
+
 class BranchRequest(Struct, forbid_unknown_fields=True):
     """Where to branch."""
 
     at: Annotated[Seqno, Meta(description="The last seqno that stays.")]
     or_zero: Annotated[
         bool | None, Meta(description="Branch at 0 if the history does not reach back to `at`.")
+    ] = None
+
+
+class BranchManyRequest(Struct, forbid_unknown_fields=True):
+    """Where to branch partitions of this node: `at`, or `fraction`."""
+
+    vbs: list[VbId]
+    at: Annotated[Seqno | None, Meta(description="The last seqno that stays, in each.")] = None
+    fraction: Annotated[
+        float | None,
+        Meta(description="Undo this part of each one's changes, the newest: above 0, to 1."),
     ] = None
 
 
@@ -329,6 +348,7 @@ class ConsoleState(Struct):
 
     head: Head
     me: Annotated[Me | UnsetType, Meta(description="In the first event.")] = UNSET
+    cluster: Annotated[ClusterBrief | UnsetType, Meta(description="On a node of one.")] = UNSET
     overview: Annotated[Overview | UnsetType, Meta(description="With show=overview.")] = UNSET
     partitions: Annotated[MapColours | UnsetType, Meta(description="With show=partitions.")] = UNSET
     consumers: Annotated[ConsumerList | UnsetType, Meta(description="With show=consumers.")] = UNSET
@@ -345,6 +365,36 @@ class HealthAnswer(Struct, omit_defaults=True):
         str | None,
         Meta(description="The kind of the refusal; /api/v1/status has the whole reason."),
     ] = None
+
+
+class SettingRow(Struct):
+    """A setting of this server."""
+
+    key: str
+    value: Annotated[str, Meta(description="As a user would write it.")]
+    default: str
+    meaning: str
+
+
+class SettingTable(Struct):
+    """All settings."""
+
+    settings: list[SettingRow]
+
+
+class LogLine(Struct):
+    """An event of the server's log."""
+
+    time_s: UnixTime
+    level: Annotated[str, Meta(extra_json_schema={"enum": ["debug", "info", "warning", "error"]})]
+    event: str
+    fields: dict[str, str]
+
+
+class LogLines(Struct):
+    """The newest first."""
+
+    lines: list[LogLine]
 
 
 class ErrorDetails(Struct):

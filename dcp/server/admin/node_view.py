@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dcp.server.access.access import Access
 from dcp.server.access.users import Users
+from dcp.server.config.settings import Settings
 from dcp.server.net.cluster_config import ClusterConfig
+from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
+from dcp.server.operate.cluster_reports import ClusterBrief
 from dcp.server.operate.document_desk import Documents
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
@@ -18,6 +21,7 @@ from dcp.server.operate.reports import StatusReport
 from dcp.server.report.console_view import ConsoleView
 from dcp.server.report.sampler import Sampler
 from dcp.server.storage.health import Health
+from vbucket.engine.engine import Engine
 
 if TYPE_CHECKING:
     from dcp.server.cluster.operators.cluster_operations import ClusterOperations
@@ -52,18 +56,23 @@ class ConsoleParts:
     """What the web console uses in addition to the API."""
 
     view: ConsoleView
+    engine: Engine
     sampler: Sampler
     documents: Documents
     is_test_mode: bool
     """Setting test_mode."""
     allows_faults: bool
     """Whether faults may be set: in test mode, or if only this machine can reach the server."""
+    brief: Callable[[], ClusterBrief] | None
+    """Returns whether the cluster is well; None: the node is alone."""
 
 
 @dataclass(frozen=True)
 class AdminParts:
     """See the module. Each set of routes gets the parts that it uses."""
 
+    settings: Settings
+    log: EventLog
     access: Access
     users: Users
     meter: Meter

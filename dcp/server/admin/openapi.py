@@ -98,7 +98,7 @@ def openapi_document(routes: Iterable[RouteSpec], version: str) -> dict[str, Any
 
 def role_of(route: RouteSpec) -> Role | None:
     """Return the role that a request needs; None: any login will do, if one is needed."""
-    if not route.needs_login:
+    if not route.needs_login or route.is_for_all:
         return None
     return route.role or (None if route.method == "GET" else Role.ADMIN)
 

@@ -1,4 +1,4 @@
-"""What a node writes of itself into the metadata store: its address, its clock.
+"""What a node writes of itself into the metadata store: its address, its clock, its figures.
 
 Its own record says where nodes and clients reach it. Only a member that is recorded changes its
 record. One that was removed does not come back by itself.
@@ -16,7 +16,13 @@ import msgspec
 from dcp.server.observe.event_log import EventLog
 from failover.coordinator.clock import ClockWatch
 from failover.coordinator.cluster_session import ClusterSession
-from failover.coordinator.records import ClockRecord, KeyKind, MemberRecord, encode_record
+from failover.coordinator.records import (
+    ClockRecord,
+    FiguresRecord,
+    KeyKind,
+    MemberRecord,
+    encode_record,
+)
 from failover.coordinator.view import ClusterView
 from failover.metadata.metastore import (
     Compare,
@@ -89,14 +95,7 @@ class OwnClock:
         self._next_ns = now_ns + TELL_NS
         record = ClockRecord(member=membership.member, unix_ms=time.time_ns() // 1_000_000)
         key = view.keys.of_member(KeyKind.CLOCK, membership.member)
-        alive = view.keys.of_member(KeyKind.ALIVE, membership.member)
-        compares = (
-            # The lease of the alive key: a newer process of this member has another one.
-            Compare(alive, CompareTarget.LEASE, membership.lease_id),
-            if_unchanged(key, view.mod_revision(key)),
-        )
-        put = Put(key, encode_record(record), membership.lease_id)
-        self._meta.submit(Txn(compares, (put,)), _written)
+        self._meta.submit(_of_this_process(self._session, key, encode_record(record)), _written)
 
     def view_changed(self) -> None:
         """Look at the clocks of the view."""
@@ -115,6 +114,46 @@ class OwnClock:
             f"{abs(offset_ms) / 1000:.0f} s {'ahead of' if offset_ms > 0 else 'behind'} this node's"
             for member, offset_ms in sorted(self._watch.offsets_ms.items())
         ]
+
+
+FIGURES_NS: Final = 5_000_000_000
+"""Time between two records of figures. Each is one small write of the store."""
+
+
+class OwnFigures:
+    """See the module."""
+
+    def __init__(self, session: ClusterSession, meta: MetaStore) -> None:
+        self._session = session
+        self._meta = meta
+        self._next_ns = 0
+        self.wanted: FiguresRecord | None = None
+        """The newest figures; None: nothing was measured yet."""
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass: write the figures if that is due and they are others."""
+        membership, view = self._session.membership, self._session.view
+        if now_ns < self._next_ns or not membership.is_alive or not view.is_loaded:
+            return
+        self._next_ns = now_ns + FIGURES_NS
+        stored = view.figures.get(membership.member)
+        if self.wanted is None or (stored is not None and stored.content == self.wanted):
+            return
+        key = view.keys.of_member(KeyKind.FIGURES, membership.member)
+        txn = _of_this_process(self._session, key, encode_record(self.wanted))
+        self._meta.submit(txn, _written)
+
+
+def _of_this_process(session: ClusterSession, key: bytes, value: bytes) -> Txn:
+    """Return the transaction that writes a key of this process, and is gone with it."""
+    membership, view = session.membership, session.view
+    alive = view.keys.of_member(KeyKind.ALIVE, membership.member)
+    compares = (
+        # The lease of the alive key: a newer process of this member has another one.
+        Compare(alive, CompareTarget.LEASE, membership.lease_id),
+        if_unchanged(key, view.mod_revision(key)),
+    )
+    return Txn(compares, (Put(key, value, membership.lease_id),))
 
 
 def _written(_result: StoreResult) -> None:

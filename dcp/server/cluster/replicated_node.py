@@ -41,11 +41,12 @@ from dcp.server.cluster.joining.process_facts import VERSION_ADVICE, facts_of, u
 from dcp.server.cluster.member_link import MemberLink, OwnLinks
 from dcp.server.cluster.meta_access import MetaAccess
 from dcp.server.cluster.node_map import MapPace, MapShown, RaisedLife, SentMap, tls_address_of
-from dcp.server.cluster.own_records import OwnClock, OwnRecord
+from dcp.server.cluster.own_records import OwnClock, OwnFigures, OwnRecord
 from dcp.server.cluster.paced_work import paced_work
 from dcp.server.cluster.receipt_files import ElectionLog, keep_cut_off, keep_election
 from dcp.server.cluster.seen_file import SeenFile
 from dcp.server.cluster.shared_records import ManifestNotChangedError, SharedManifest, SharedUsers
+from dcp.server.cluster.timeline import Timeline
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.net.connections import Connections
 from dcp.server.observe.elapsed import elapsed_ns
@@ -54,6 +55,7 @@ from dcp.server.observe.membership_over import MembershipOverError, NodeRemovedE
 from dcp.server.observe.meter import ClusterMeter
 from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import CollectionsRefusedError
+from dcp.server.operate.replicated_branches import ReplicatedBranches
 from dcp.server.storage.health import Health, OlderStore
 from dcp.session.answers.held_answers import HeldAnswers
 from dcp.session.replication_port import ReplicationPort
@@ -193,6 +195,7 @@ class ReplicatedNode:
             now_ns=elapsed_ns(), store_trouble=lambda: access.trouble, kept=self.seen.records,
         )  # fmt: skip
         self.port: ReplicationPort = self.core.master
+        self.branches = ReplicatedBranches(parts.engine, self.core.master)
         self.access = access
         self._own: OwnRecord
         self._map: MapShown
@@ -202,6 +205,8 @@ class ReplicatedNode:
         self.manifest = SharedManifest(session.view, parts.engine, access, self.core.resolve_counts)
         self._users = SharedUsers(session.view, parts.users, access, parts.tasks, parts.log)
         self._clock = OwnClock(session, access.meta, parts.log)
+        self.figures = OwnFigures(session, access.meta)
+        self.timeline = Timeline(session.view)
         self.own_links = OwnLinks(session, access.meta, parts.log)
         self._elections = ElectionLog(session.view)
         self._links: list[MemberLink] = []
@@ -452,11 +457,13 @@ class ReplicatedNode:
         self._driver.tick()
         if self._turns % AGE_TURNS == 0:
             self._look_at_store_age()
+            self.timeline.look(time.time())
         if not self._check_membership():
             return
         self._own.tick(now_ns)
         self._raising.tick(now_ns)
         self._clock.tick(now_ns)
+        self.figures.tick(now_ns)
         self.own_links.tick(now_ns)
         self.core.time_passes(now_ns)
         if self._turns >= self._core_turn and self._looks.is_due(now_ns):
@@ -638,7 +645,24 @@ class ReplicatedNode:
             )  # fmt: skip
 
     def _branch_ended(self, ended: BranchEnded) -> None:
-        self._log.info("branch decided", **ended._asdict())
+        self._log.info(
+            "branch decided", vb_id=ended.vb_id, version=str(ended.vb_uuid),
+            undone=ended.undone.seqnos, reason=ended.why_not or "all copies in sync rolled back",
+        )  # fmt: skip
+        self.branches.ended(ended)
+
+    async def lose(self, vb_id: int, at_seqno: int) -> None:
+        """Undo what answered writes changed above a seqno, with the receipt of an unclean election.
+
+        Raises BranchRefusedError, BranchUnknownError.
+        """
+        part = self._parts.engine.partitions[vb_id]
+        versions = tuple(part.failover.pairs())
+        report = await self.branches.branch(vb_id, at_seqno)
+        answered = at_seqno + report.undone_seqnos
+        self._election_loss(
+            ElectionLoss(vb_id, part.leader_epoch, versions, at_seqno, committed_seqno=answered)
+        )
 
     def _step(self, _effect: StepDue) -> None:
         self._steps.do_when_due(self._later)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
+from collections import deque
 from datetime import UTC, datetime
-from typing import Final, TextIO
+from typing import Final, NamedTuple, TextIO
 
 LOGGER_NAME: Final = "dcpd"
 
@@ -24,11 +26,28 @@ LEVELS: Final = {
 """Values of the setting `log_level`."""
 
 
+LINES_KEPT: Final = 500
+"""Lines that are kept in memory for the web console: some 200 KB."""
+_FIELD_CHARS_MAX: Final = 500
+
+
+class KeptLine(NamedTuple):
+    """An event as it was logged."""
+
+    time_s: float
+    """Unix time."""
+    level: str
+    event: str
+    fields: dict[str, str]
+
+
 class EventLog:
     """Writes events. Fields must be plain values; they are written as key=value or JSON members."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
+        self.lines: deque[KeptLine] = deque(maxlen=LINES_KEPT)
+        """The last ones, the newest at the end."""
 
     def debug(self, event: str, **fields: object) -> None:
         """Log what only matters for finding a bug."""
@@ -49,11 +68,18 @@ class EventLog:
     def failure(self, event: str, error: Exception, **fields: object) -> None:
         """Log a bug, or a failure of what the server runs on, with its traceback."""
         fields["reason"] = str(error) or type(error).__name__
+        self._keep(logging.ERROR, event, fields)
         self._logger.error(event, extra={"fields": fields}, exc_info=error)
 
     def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
         if self._logger.isEnabledFor(level):
+            self._keep(level, event, fields)
             self._logger.log(level, event, extra={"fields": fields})
+
+    def _keep(self, level: int, event: str, fields: dict[str, object]) -> None:
+        shown = {name: str(value)[:_FIELD_CHARS_MAX] for name, value in fields.items()}
+        name = logging.getLevelName(level).lower()
+        self.lines.append(KeptLine(round(time.time(), 3), name, event, shown))
 
 
 def format_text(when: datetime, level: str, event: str, fields: dict[str, object]) -> str:

@@ -66,6 +66,15 @@ class JoinAnswer(Struct, frozen=True, kw_only=True):
     cluster: Annotated[str, Meta(description="Its id.")]
 
 
+class NodeFigures(Struct, frozen=True, kw_only=True):
+    """What a node measured of itself some seconds ago."""
+
+    sets_per_s: float
+    events_per_s: Annotated[float, Meta(description="Seqnos that streams of it went past.")]
+    disk_used_bytes: Count
+    disk_size_bytes: Annotated[Count, Meta(description="0: not measured yet.")]
+
+
 class NodeReport(Struct, frozen=True, kw_only=True):
     """One member."""
 
@@ -86,6 +95,12 @@ class NodeReport(Struct, frozen=True, kw_only=True):
     copies: Annotated[Count, Meta(description="Partitions of which it has a copy.")]
     in_sync: Annotated[Count, Meta(description="Partitions of which its copy is in sync.")]
     filling: Annotated[Count, Meta(description="Copies that are being filled.")]
+    behind_changes: Annotated[
+        Count, Meta(description="Changes that its copies lack, as their masters say.")
+    ] = 0
+    figures: Annotated[
+        NodeFigures | None, Meta(description="null: it is down, or has told nothing yet.")
+    ] = None
 
 
 class PartitionReport(Struct, frozen=True, kw_only=True):
@@ -222,7 +237,58 @@ class ClusterReport(Struct, frozen=True, kw_only=True):
         list[UnwritableReport],
         Meta(description="Partitions of this master, and of none, that take no writes now."),
     ] = []
+    unwritable_elsewhere: Annotated[
+        Count,
+        Meta(description="Partitions of other living masters that take no writes, as those say."),
+    ] = 0
     plan: Annotated[
         PlanProgress | None, Meta(description="The moves that are under way; null: none.")
     ] = None
     problems: list[ProblemReport] = []
+
+
+class ClusterEvent(Struct, frozen=True, kw_only=True):
+    """Something that this node saw happen in the cluster."""
+
+    at: UnixTime
+    kind: Annotated[
+        str,
+        Meta(
+            extra_json_schema={
+                "enum": ["down", "up", "coordinator", "elected", "moved", "unclean", "orphaned",
+                         "left", "joined", "plan"]
+            }
+        ),
+    ]  # fmt: skip
+    what: Annotated[str, Meta(description="In words.")]
+
+
+class ClusterMap(Struct, frozen=True, kw_only=True):
+    """All partitions, by number; `nodes` are those that `masters` names by place."""
+
+    nodes: _Names
+    masters: Annotated[list[int], Meta(description="-1: it has none.")]
+    copies: list[Count]
+    in_sync: Annotated[list[Count], Meta(description="Size of the in-sync set.")]
+    lags: Annotated[list[Count], Meta(description="Changes that the copy furthest behind lacks.")]
+    moving: Annotated[list[VbId], Meta(description="Being filled, or handed over.")]
+
+
+class ClusterPage(Struct, frozen=True, kw_only=True):
+    """The page Cluster of the web console."""
+
+    status: ClusterReport
+    map: ClusterMap | None = None
+    events: Annotated[
+        list[ClusterEvent], Meta(description="Since this node started, the newest first.")
+    ] = []
+
+
+class ClusterBrief(Struct, frozen=True, kw_only=True):
+    """Whether all of the cluster is well, as one node knows it."""
+
+    nodes: Count
+    down: _Names
+    without_writes: Annotated[Count, Meta(description="Partitions that take no writes now.")]
+    why: Annotated[list[str], Meta(description="Why they take none.")]
+    problems: Annotated[Count, Meta(description="Of the status.")]

@@ -20,9 +20,11 @@ from __future__ import annotations
 import asyncio
 import time
 from base64 import b64encode
+from bisect import insort
 from collections.abc import Callable
+from operator import itemgetter
 from struct import Struct
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -64,6 +66,11 @@ HISTORY_BYTES: Final = 1 << 20
 HISTORY_WORK: Final = 10_000
 """Versions that one request for a history looks at: 0.1 s."""
 KEYS_AT_ONCE: Final = 200
+PREVIEW_BYTES: Final = 400
+"""Bytes of a value in a list."""
+PAGE_TIME_S: Final = 10.0
+"""Time of one request for sorted documents. It looks into every partition: some 0.2 s, and longer
+where the user may not read most of the keys."""
 SCAN_STEP_WORK: Final = 200
 """Keys and versions between two turns of the loop: 1 to 2 ms."""
 SCAN_TIME_S: Final = 0.5
@@ -157,6 +164,36 @@ class KeyRow(msgspec.Struct):
     key_encoding: Encoding
     seqno: Seqno
     time_s: Annotated[UnixTime, Meta(description="When it was written, by its CAS.")]
+
+
+class ValueRow(msgspec.Struct, kw_only=True):
+    """A document, with the beginning of its value."""
+
+    vb: VbId
+    key: str
+    key_encoding: Encoding
+    seqno: Seqno
+    time_s: Annotated[UnixTime, Meta(description="When it was written, by its CAS.")]
+    value: Annotated[
+        str | None,
+        Meta(description=f"Its first {PREVIEW_BYTES} bytes; null: a deletion."),
+    ] = None
+    value_encoding: Encoding = "utf-8"
+    value_bytes: Count = 0
+    is_json: bool = False
+
+
+class DocumentPage(msgspec.Struct):
+    """Documents of all partitions, sorted by key."""
+
+    documents: list[ValueRow]
+    next: Annotated[
+        str | None, Meta(description="The `position` to go on from; null: this was all.")
+    ]
+    unreadable: Annotated[
+        list[VbId],
+        Meta(description="Partitions whose stored data is damaged; their keys are missing here."),
+    ]
 
 
 class KeyList(msgspec.Struct):
@@ -409,18 +446,88 @@ class Documents:
         await asyncio.sleep(0)
         return None
 
+    async def sorted_documents(
+        self, prefix: bytes, collection: str, rights: Rights, *, position: str, limit: int
+    ) -> DocumentPage:
+        """Return the next documents with a prefix, sorted by key over all partitions.
+
+        `position` is `next` of the answer before, "" for the beginning. Keys that the user may not
+        read are left out. Raises DocumentRefusedError.
+        """
+        stored_prefix = self._prefix_of(collection) + prefix
+        path = self._path(stored_prefix)
+        start = max(stored_prefix, _key_after(position))
+        if self._scans >= SCANS_MAX:
+            raise DocumentRefusedError(
+                Status.EBUSY, f"{SCANS_MAX} searches run already; try again in a moment"
+            )
+        self._scans += 1
+        first = _FirstRows(limit + 1, stored_prefix + b"\xff" * (KEY_BYTES_MAX + 1))
+        unreadable: list[int] = []
+        try:
+            async with asyncio.timeout(PAGE_TIME_S):
+                for vb_id in range(NUM_VBUCKETS):
+                    try:
+                        await self._first_of(vb_id, start, path, rights, first)
+                    except StoreDamagedError:
+                        unreadable.append(vb_id)
+        except TimeoutError as error:
+            raise DocumentRefusedError(
+                Status.EBUSY,
+                f"the search took longer than {PAGE_TIME_S:.0f} s; ask for a longer prefix",
+            ) from error
+        finally:
+            self._scans -= 1
+        rows = first.rows[:limit]
+        has_more = len(first.rows) > limit
+        return DocumentPage(
+            [row for _, row in rows], rows[-1][0].hex() if has_more else None, unreadable
+        )
+
+    async def _first_of(
+        self, vb_id: int, start: bytes, path: str, rights: Rights, first: _FirstRows
+    ) -> None:
+        """Add the documents of one partition that are among the first ones."""
+        part = self._engine.partitions[vb_id]
+        if not part.item_count:
+            return
+        view = self._views.open(vb_id, part.committed_seqno, _OWNER)
+        now_s = int(time.time())
+        scan = view.scan(start, first.end)
+        try:
+            while not scan.is_done:
+                for shown in scan.step(first.wanted, SCAN_STEP_WORK):
+                    if shown.key > first.end:
+                        return
+                    found = self._readable(shown, path, rights, now_s)
+                    if found is None:
+                        continue
+                    row = ValueRow(**key_row(vb_id, found, shown.meta.seqno, shown.meta.cas))
+                    value_row(row, shown.meta.datatype, shown.value)
+                    first.add(shown.key, row)
+                await asyncio.sleep(0)
+        except ViewInvalidError as error:
+            raise DocumentRefusedError(Status.EBUSY, str(error)) from error
+        finally:
+            self._views.close(view)
+
     def _row(
         self, vb_id: int, shown: Shown, path: str, rights: Rights, now_s: int
     ) -> KeyRow | None:
+        key = self._readable(shown, path, rights, now_s)
+        if key is None:
+            return None
+        text, encoding = text_of(key)
+        return KeyRow(vb_id, text, encoding, shown.meta.seqno, time_of(shown.meta.cas))
+
+    def _readable(self, shown: Shown, path: str, rights: Rights, now_s: int) -> bytes | None:
+        """Return the key of a document that is there for this user, None if it is not."""
         if 0 < shown.meta.expiry <= now_s or not self._engine.keyspace.is_reachable(shown.key):
             return None
         decoded = decode_leb128(shown.key)
         assert decoded is not None, "stored keys begin with a collection's id"
         key = shown.key[decoded[1] :]
-        if rights.denial(Opcode.GET, path, key) is not None:
-            return None
-        text, encoding = text_of(key)
-        return KeyRow(vb_id, text, encoding, shown.meta.seqno, time_of(shown.meta.cas))
+        return None if rights.denial(Opcode.GET, path, key) is not None else key
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -488,6 +595,50 @@ class Documents:
 
 
 # -- pure ------------------------------------------------------------------------------------------
+
+
+class _FirstRows:
+    """The first rows by key of those that are added."""
+
+    def __init__(self, wanted: int, end: bytes) -> None:
+        self.wanted = wanted
+        self.end = end
+        """No key above it is among them."""
+        self.rows: list[tuple[bytes, ValueRow]] = []
+        """Sorted by their stored keys."""
+
+    def add(self, key: bytes, row: ValueRow) -> None:
+        """Add a row, if it is among the first ones."""
+        insort(self.rows, (key, row), key=itemgetter(0))
+        if len(self.rows) > self.wanted:
+            self.rows.pop()
+        if len(self.rows) == self.wanted:
+            self.end = self.rows[-1][0]
+
+
+def key_row(vb_id: int, key: bytes, seqno: int, cas: int) -> dict[str, Any]:
+    """Return the members of a `ValueRow` that are not about its value."""
+    text, encoding = text_of(key)
+    return {
+        "vb": vb_id, "key": text, "key_encoding": encoding, "seqno": seqno, "time_s": time_of(cas),
+    }  # fmt: skip
+
+
+def value_row(row: ValueRow, datatype: int, value: bytes) -> None:
+    """Add a stored value to a row. Raises StoreDamagedError."""
+    body_datatype, body = plain_body(datatype, value)
+    row.value_bytes, row.is_json = len(body), bool(body_datatype & 1)
+    row.value, row.value_encoding = _cut_text(body, PREVIEW_BYTES)
+
+
+def _key_after(position: str) -> bytes:
+    """Return the first key behind that of a position of sorted documents."""
+    try:
+        return bytes.fromhex(position) + b"\0" if position else b""
+    except ValueError as error:
+        raise DocumentRefusedError(
+            Status.EINVAL, f"{position[:50]!r} is no position of a search"
+        ) from error
 
 
 def _check(rights: Rights, opcode: Opcode, path: str, key: bytes) -> None:
@@ -569,11 +720,11 @@ def _shown_bytes(version: StoredVersion) -> int:
     return min(version.value_bytes, VALUE_BYTES_SHOWN) + xattrs
 
 
-def _cut_text(body: bytes) -> tuple[str, str]:
+def _cut_text(body: bytes, bytes_max: int = VALUE_BYTES_SHOWN) -> tuple[str, str]:
     """Return a value, or its beginning, as text."""
-    if len(body) <= VALUE_BYTES_SHOWN:
+    if len(body) <= bytes_max:
         return text_of(body)
-    piece = body[:VALUE_BYTES_SHOWN]
+    piece = body[:bytes_max]
     for left_out in range(4):  # a character of UTF-8 may be cut in the middle
         text, encoding = text_of(piece[: len(piece) - left_out])
         if encoding == "utf-8":

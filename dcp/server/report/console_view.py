@@ -186,6 +186,10 @@ class ConsumerRow(msgspec.Struct):
     state: Annotated[str, Meta(extra_json_schema={"enum": list(STATES)})]
     streams: Count
     lag_items: Annotated[Count, Meta(description="Seqnos that are still to be sent.")]
+    lag_s: Annotated[
+        float,
+        Meta(description="Age of the oldest one, to within a sample; 0: none is older than that."),
+    ]
     seqnos_per_s: Annotated[float, Meta(description="How fast its streams move on.")]
     unacked_bytes: int
     window_bytes: Annotated[Count, Meta(description="The flow-control window; 0: none.")]
@@ -322,8 +326,8 @@ class ConsoleView:
         disk = self._sampler.disk.last
         log_bytes = None if disk is None else disk.log_bytes
         store_bytes = None if disk is None else disk.store_bytes
-        used = None if disk is None else disk.size_bytes - disk.free_bytes
-        size = None if disk is None else disk.size_bytes
+        used = None if disk is None else disk.used_bytes
+        size = None if disk is None else disk.usable_bytes
         unsent, received = sources.connections.send_buffers, sources.connections.receive_buffers
         return [
             Gauge("Disk", used, size, "bytes", "in use on the disk of the data folder, by all"),
@@ -382,8 +386,9 @@ class ConsoleView:
         step = len(times) // POINTS_AT_ONCE + 1
         return ConsumerRow(
             consumer.name, consumer.peer, consumer.user, consumer.state, consumer.streams,
-            consumer.lag_items, round(consumer.seqnos_per_s, 1), consumer.unacked_bytes,
-            consumer.window_bytes, consumer.bytes_per_s, round(consumer.since_s, 1),
+            consumer.lag_items, round(consumer.lag_s, 1), round(consumer.seqnos_per_s, 1),
+            consumer.unacked_bytes, consumer.window_bytes, consumer.bytes_per_s,
+            round(consumer.since_s, 1),
             round(consumer.measured_s, 1),
             None if rollback is None else RollbackRow(*rollback),
             # The newest point is always there.

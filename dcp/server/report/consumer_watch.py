@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection
 from typing import Final
@@ -21,6 +22,7 @@ from typing import Final
 from dcp.server.net.connections import Connections, OpenConnection
 from dcp.server.observe.sample_ring import SAMPLES_KEPT, SampleRing
 from dcp.server.operate.operations import lag_of
+from dcp.server.report.change_ages import ChangeAges
 from dcp.stream.producer import Producer
 from vbucket.engine.engine import Engine
 
@@ -48,6 +50,8 @@ class WatchedConsumer:
         self.state = "idle"
         self.streams = 0
         self.lag_items = 0
+        self.lag_s = 0.0
+        """Age of the oldest change that it was not sent."""
         self.seqnos_per_s = 0.0
         """How fast its streams move on."""
         self.unacked_bytes = 0
@@ -97,8 +101,9 @@ class WatchedConsumer:
 class ConsumerWatch:
     """See the module."""
 
-    def __init__(self, engine: Engine, connections: Connections) -> None:
+    def __init__(self, engine: Engine, connections: Connections, ages: ChangeAges) -> None:
         self._partitions = engine.partitions
+        self._ages = ages
         self._connections = connections
         self._known: dict[str, WatchedConsumer] = {}
         self._queue: list[tuple[OpenConnection, Producer]] = []
@@ -165,11 +170,14 @@ class ConsumerWatch:
         phases: Counter[str] = Counter()
         streams = lag_items = passed_seqnos = 0
         limits: list[int] = []
+        behind: list[tuple[int, int]] = []
         for stream in producer.streams():
             streams += 1
             vb_id = stream.vb_id
             lag = lag_of(stream, partitions[vb_id].committed_seqno)
             lag_items += lag
+            if lag:
+                behind.append((vb_id, stream.next_seqno - 1))
             vb_lags[vb_id] = max(vb_lags[vb_id], lag)
             passed_seqnos += stream.next_seqno
             phases[producer.phase_of(stream)] += 1
@@ -179,6 +187,7 @@ class ConsumerWatch:
         consumer.user = connection.session.state.user or ""
         consumer.unacked_bytes = producer.unacked_bytes
         consumer.window_bytes = producer.window_bytes
+        consumer.lag_s = self._ages.oldest_s(behind, time.monotonic())
         consumer.bytes_per_s = min(limits, default=None)
         consumer.measured(streams, phases, lag_items, passed_seqnos, now_s)
         return streams

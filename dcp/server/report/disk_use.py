@@ -25,7 +25,13 @@ class FolderUse(NamedTuple):
     store_bytes: int
     free_bytes: int
     """What this process may still write."""
-    size_bytes: int
+    used_bytes: int
+    """As df counts: what is kept for root only is neither used nor free."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """Used and free together: what df takes for 100 %."""
+        return self.used_bytes + self.free_bytes
 
 
 def bytes_in(folder: Path) -> int:
@@ -46,7 +52,7 @@ def disk_use(data_dir: Path) -> FolderUse:
         bytes_in(log_path(data_dir)),
         bytes_in(store_path(data_dir)),
         disk.f_bavail * disk.f_frsize,
-        disk.f_blocks * disk.f_frsize,
+        (disk.f_blocks - disk.f_bfree) * disk.f_frsize,
     )
 
 

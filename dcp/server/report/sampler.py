@@ -86,7 +86,7 @@ class Sampler:
         self._sources = sources
         self._housekeeping = housekeeping
         self.ring = SampleRing(FIGURES)
-        self.consumers = ConsumerWatch(sources.engine, sources.connections)
+        self.consumers = ConsumerWatch(sources.engine, sources.connections, sources.ages)
         self.disk = DiskGauge(sources.about.data_dir)
         self.is_stopped = False
         self._sets, self._gets, self._events = _Rate(), _Rate(), _Rate()

@@ -11,14 +11,19 @@ const times = (_, splits) => splits.map((at) => {
 });
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function options(width, series, format) {
+// Ticks of bytes are round in MiB, not in millions.
+const SECOND_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200];
+const BYTE_STEPS = Array.from({ length: 44 }, (_, power) => 2 ** power);
+
+function options(width, series, format, isBytes) {
   const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--rule"), width: 1 },
                  ticks: { show: false }, font: "11px system-ui, sans-serif" };
   return {
     width, height: HEIGHT, legend: { show: false }, cursor: { y: false, drag: { x: false, y: false } },
-    scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : 1] } },
-    axes: [{ ...axis, size: 24, values: times, space: 70 },
-           { ...axis, size: 58, values: (_, splits) => splits.map(format) }],
+    // It begins where the data begins; until there is a minute of it, the line grows into one.
+    scales: { x: { range: (_, first, last) => (last > first ? [first, last] : [last - 60, last]) }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : 1] } },
+    axes: [{ ...axis, size: 24, values: times, space: 70, incrs: SECOND_STEPS },
+           { ...axis, size: 62, ...(isBytes && { incrs: BYTE_STEPS }), values: (_, splits) => splits.map(format) }],
     series: [{}, ...series.map((name, index) => ({
       label: name, stroke: colour(COLOURS[index]), width: 1.5, points: { show: false },
       // The lines differ in more than their colour.
@@ -34,7 +39,7 @@ const lastOf = (values) => {
 const highestOf = (values) => values.reduce((most, value) => (value > most ? value : most), 0);
 
 // `series`: [[name, values], ...] over `times` (Unix seconds).
-export function Chart({ title, times, series, format }) {
+export function Chart({ title, times, series, format, isBytes = false }) {
   const place = useRef();
   const plot = useRef();
   const names = series.map(([name]) => name);
@@ -45,7 +50,7 @@ export function Chart({ title, times, series, format }) {
     const draw = () => {
       plot.current?.destroy();
       const width = Math.max(200, Math.floor(place.current.clientWidth));
-      plot.current = new window.uPlot(options(width, names, format), latest.current, place.current);
+      plot.current = new window.uPlot(options(width, names, format, isBytes), latest.current, place.current);
     };
     draw();
     const sizes = new ResizeObserver(() => {

@@ -32,7 +32,7 @@ function Actions({ consumer, run, isRunning, confirm }) {
     event.preventDefault();
     post("slow", { bytes_per_s: Number(fieldsOf(event.target).bytes_per_s) }, "Slowed down");
   }
-  return html`<div class="buttons">
+  return html`<div class="toolbar actions">
     <form onSubmit=${slow} class="fields">
       <${Field} label="Bytes per second for each stream" name="bytes_per_s" type="number" min="1"
         required defaultValue="10000" />
@@ -56,9 +56,12 @@ function Consumer({ consumer, lags, may, now }) {
       bytes(consumer.bytes_per_s)} a second for each stream.` : ""}</p>
     <dl class="facts">
       <div><dt>${isGone ? "Lag when it left" : "Lag"}</dt><dd>${plural(consumer.lag_items, "change")}</dd></div>
+      <div><dt>Oldest change not sent</dt><dd>${consumer.lag_s >= 1 ? `${duration(consumer.lag_s)} old` : "none that is old"}</dd></div>
       <div><dt>Speed</dt><dd>${short(consumer.seqnos_per_s)} changes/s</dd></div>
       <div><dt>Not acknowledged</dt><dd>${bytes(consumer.unacked_bytes)}${
-        consumer.window_bytes ? ` of ${bytes(consumer.window_bytes)}` : ", no flow control"}</dd></div>
+        consumer.window_bytes ? ` of ${bytes(consumer.window_bytes)}` : ", no flow control"}
+        ${consumer.window_bytes > 0 && html`<br /><meter min="0" max="1" high="0.9" optimum="0"
+          value=${consumer.unacked_bytes / consumer.window_bytes} aria-label="Window used"></meter>`}</dd></div>
       <div><dt>Streams</dt><dd>${whole(consumer.streams)}</dd></div>
       <div><dt>${isGone ? "Gone for" : "Seen for"}</dt><dd>${duration(Math.max(0, now - consumer.since_s))}</dd></div>
       <div><dt>From</dt><dd>${consumer.peer}${consumer.user ? ` as ${consumer.user}` : ""}</dd></div>
@@ -74,17 +77,38 @@ function Consumer({ consumer, lags, may, now }) {
   </section>`;
 }
 
+const STATES = ["blocked", "paused", "gone", "waiting", "catching up", "live", "idle"]; // the worst first
+const worstFirst = (a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state) || b.lag_s - a.lag_s || b.lag_items - a.lag_items;
+const isLate = (consumer) => ["blocked", "paused", "gone"].includes(consumer.state);
+
+function Summary({ consumers }) {
+  return html`<div class="scroll card flush"><table class="summary"><caption class="hidden">All consumers, the worst first</caption>
+    <thead><tr><th scope="col">Consumer</th><th scope="col">State</th><th scope="col" class="number">Lag</th>
+      <th scope="col" class="number">Oldest not sent</th><th scope="col" class="number">Changes/s</th>
+      <th scope="col" class="hide-narrow">Window used</th><th scope="col" class="hide-narrow">Last rollback</th></tr></thead>
+    <tbody>${[...consumers].sort(worstFirst).map((consumer) => html`<tr key=${consumer.name} class=${isLate(consumer) ? "row-bad" : ""}>
+      <th scope="row">${consumer.name}</th>
+      <td><span class="state ${consumer.state.replace(" ", "-")}">${consumer.state}</span></td>
+      <td class="number">${whole(consumer.lag_items)}</td>
+      <td class="number">${consumer.lag_s >= 1 ? duration(consumer.lag_s) : "–"}</td>
+      <td class="number">${short(consumer.seqnos_per_s)}</td>
+      <td class="hide-narrow">${consumer.window_bytes > 0 ? html`<meter min="0" max="1" high="0.9" optimum="0"
+        value=${consumer.unacked_bytes / consumer.window_bytes} aria-label="Window of ${consumer.name}"></meter>` : "no window"}</td>
+      <td class="hide-narrow">${consumer.last_rollback ? clock(consumer.last_rollback.time_s) : "none"}</td></tr>`)}</tbody></table></div>`;
+}
+
 export function ConsumersPage({ head, state, may, lags }) {
   const [filter, setFilter] = useState("");
   if (!state) return html`<p class="loading" role="status">Waiting for the consumers…</p>`;
   const shown = state.consumers.filter((consumer) => consumer.name.includes(filter));
   return html`
-    <div class="fields"><${Field} label="Name contains" value=${filter}
+    <div class="toolbar"><${Field} label="Name contains" value=${filter}
       onInput=${(event) => setFilter(event.target.value)} />
       <p class="hint">${plural(state.consumers.length, "consumer")}${state.not_listed
         ? `, and ${state.not_listed} more that are not listed` : ""}. Those that are gone stay for an hour.</p></div>
-    ${state.consumers.length === 0 && html`<p>No consumer has connected. Try
+    ${state.consumers.length === 0 && html`<p>No consumer has connected. Try${" "}
       <code>dcpctl watch</code> in a terminal.</p>`}
+    ${shown.length > 1 && html`<${Summary} consumers=${shown} />`}
     ${shown.map((consumer) => html`<${Consumer} key=${consumer.name} consumer=${consumer} may=${may}
       now=${head.time_s} lags=${lags.get(consumer.name)} />`)}`;
 }

@@ -1,11 +1,13 @@
-// Documents: one key with its history, keys by prefix, and a partition as of a seqno.
+// Documents: the first hundred by key, one of them with its history, and a partition as of a seqno.
 
 import { html, useEffect, useRef, useState } from "./vendor-htm-preact.js";
 import { ask, lines, query } from "./api.js";
-import { Field, bytes, clock, fieldsOf, plural, useAct, useConfirm, whole } from "./parts.js";
+import { Difference, JsonTree, treeOf } from "./json.js";
+import { CollectionChoice, DEFAULT_COLLECTION, Field, Segments, ValueLine, bytes, clock, fieldsOf, plural, useAct,
+         useConfirm, whole } from "./parts.js";
 
 const ROWS_MAX = 200; // of a partition as of a seqno
-const SCAN_ROWS = 50;
+const PAGE_ROWS = 100;
 const EDIT_BYTES_MAX = 40_000; // the server takes bodies of 64 KiB
 const PATH = "/api/v1/documents";
 
@@ -14,29 +16,72 @@ const who = (document) => ({ key: document.key, collection: document.collection,
 function Value({ version }) {
   if (version.value == null) return html`<em>${version.kind}</em>`;
   const isBinary = version.value_encoding === "base64";
-  return html`<pre tabindex="0">${version.value}</pre>
+  const tree = isBinary || version.is_cut ? undefined : treeOf(version.value);
+  return html`${tree === undefined ? html`<pre tabindex="0">${version.value}</pre>` : html`<${JsonTree} value=${tree} />`}
     <small>${bytes(version.value_bytes)}${isBinary ? ", shown as base64" : ""}${
       version.is_cut ? ", only the beginning is shown" : ""}</small>
     ${Object.entries(version.xattrs).map(([name, text]) => html`<br /><small>XATTR ${name}: <code>${text}</code></small>`)}`;
 }
 
+const FORMS = [["tree", "Tree"], ["text", "Text"]];
+
 function Editor({ title, version, onSave, onCancel, isRunning }) {
   const box = useRef();
-  useEffect(() => box.current.querySelector("textarea").focus(), []);
+  const [text, setText] = useState(version?.value ?? "");
+  const tree = treeOf(text);
+  const [form, setForm] = useState(tree === undefined ? "text" : "tree");
+  const shown = tree === undefined ? "text" : form;
+  useEffect(() => box.current.querySelector("textarea, .toggle")?.focus(), [shown]);
   function submit(event) {
     event.preventDefault();
-    onSave(event.target.elements.value.value);
+    onSave(text);
   }
   return html`<form onSubmit=${submit} class="editor" ref=${box}>
-    <${Field} label=${title} name="value" rows="8" defaultValue=${version?.value ?? ""} />
+    ${tree !== undefined && html`<${Segments} label="Edit as" options=${FORMS} value=${shown} onChange=${setForm} />`}
+    ${shown === "tree"
+      ? html`<div class="card"><${JsonTree} value=${tree} onChange=${(changed) => setText(JSON.stringify(changed))} /></div>`
+      : html`<${Field} label=${title} name="value" rows="8" value=${text} onInput=${(event) => setText(event.target.value)} />`}
     <p class="buttons"><button disabled=${isRunning}>Save</button>
       <button type="button" onClick=${onCancel}>Cancel</button></p></form>`;
 }
 
-function Document({ found, setFound, may }) {
+// "2026-11-28T17:45" of a field, as Unix seconds; null: none.
+const momentOf = (text) => (text ? new Date(text).getTime() / 1000 : null);
+
+function Versions({ found, isRunning, onMore }) {
+  const [moment, setMoment] = useState("");
+  const at = momentOf(moment);
+  const then = at == null ? null : found.versions.find((version) => version.time_s <= at);
+  return html`<div class="head"><h3>History</h3>
+    <div class="field inline"><label for="moment">As of</label>
+      <input id="moment" type="datetime-local" step="1" value=${moment} onInput=${(event) => setMoment(event.target.value)} /></div></div>
+    ${at != null && html`<p class="notice ${then ? "good" : "warn"}" role="status">${then
+      ? html`At that moment it was <b>seqno ${whole(then.seqno)}</b>, ${then.value == null ? then.kind : "the marked version"}.`
+      : found.older_than != null ? "It is older than what is shown. Load older versions."
+      : "No version of that time is kept."}</p>`}
+    <div class="scroll"><table class="history"><caption class="hidden">History of ${found.key}, newest first</caption>
+      <thead><tr><th scope="col" class="number">Seqno</th><th scope="col">Time</th><th scope="col">Value</th></tr></thead>
+      <tbody>${found.versions.map((version, index) => {
+        const before = found.versions[index + 1];
+        const hasText = (one) => one?.value != null && one.value_encoding === "utf-8" && !one.is_cut;
+        return html`<tr key=${version.seqno} class=${version === then ? "row-then" : ""}>
+          <td class="number">${whole(version.seqno)}</td>
+          <td class="nowrap">${clock(version.time_s)}<small>revision ${version.rev}</small>${
+            version.expiry ? html`<small>expires ${clock(version.expiry)}</small>` : ""}</td>
+          <td>${version.value == null ? html`<span class="kind deleted">${version.kind}</span>` : html`<${Value} version=${version} />`}
+            ${hasText(version) && hasText(before) && html`<details><summary>What changed</summary>
+              <${Difference} before=${before.value} after=${version.value} /></details>`}</td></tr>`;
+      })}</tbody></table></div>
+    ${found.older_than != null && html`<button type="button" onClick=${onMore} disabled=${isRunning}>Older versions</button>`}
+    ${found.end && html`<p class="hint">The history ends here: ${found.end}.</p>`}`;
+}
+
+function Document({ found, setFound, may, onChanged }) {
   const [notice, run, isRunning] = useAct();
   const [dialog, confirm] = useConfirm();
   const [isEditing, setEditing] = useState(false);
+  const title = useRef();
+  useEffect(() => title.current.focus(), []);
   const newest = found.versions[0];
   const cannotEdit = found.is_there && (
     newest.value_bytes > EDIT_BYTES_MAX ? "is too long" :
@@ -44,7 +89,10 @@ function Document({ found, setFound, may }) {
     // A text area would silently drop them.
     newest.value.includes("\r") ? "has carriage returns" : "");
   const mayChange = may.write_documents && found.may_write;
-  const refresh = async () => setFound(await ask("GET", PATH + query(who(found))));
+  const refresh = async () => {
+    setFound(await ask("GET", PATH + query(who(found))));
+    onChanged();
+  };
   // The CAS makes sure that nothing is overwritten that was not on the screen.
   const save = (value) => run(async () => {
     const condition = found.is_there
@@ -68,89 +116,54 @@ function Document({ found, setFound, may }) {
     setFound({ ...older, is_there: found.is_there, versions: [...found.versions, ...older.versions] });
   });
   return html`<section class="card" aria-labelledby="document">
-    <h2 id="document"><code>${found.key}</code></h2>
+    <div class="head"><h2 id="document" tabindex="-1" ref=${title}><code>${found.key}</code></h2>
+      <button type="button" onClick=${() => { location.hash = "#/documents"; setFound(null); }}>Close</button></div>
     <p class="hint">Collection ${found.collection}, partition ${found.vb}.
-      ${found.is_there ? "" : " There is no such document now."}</p>
+      ${found.is_there ? ` CAS ${newest.cas}, revision ${newest.rev}.` : " There is no such document now."}</p>
     ${mayChange && !isEditing && html`<p class="buttons">
       ${!cannotEdit && html`<button onClick=${() => setEditing(true)}>${found.is_there ? "Edit" : "Create"}</button>`}
       ${found.is_there && html`<button class="danger" onClick=${remove} disabled=${isRunning}>Delete</button>`}
-      ${cannotEdit && html`<span class="hint">It ${cannotEdit} and cannot be edited here; use dcpctl set.</span>`}
-    </p>`}
+      ${cannotEdit && html`<span class="hint">It ${cannotEdit} and cannot be edited here; use dcpctl set.</span>`}</p>`}
+    ${!mayChange && html`<p class="hint">Your roles do not allow to change it.</p>`}
     ${isEditing && html`<${Editor} title="Value" version=${found.is_there ? newest : null} onSave=${save}
       onCancel=${() => setEditing(false)} isRunning=${isRunning} />`}
     ${notice}${dialog}
-    <h3>History</h3>
-    ${found.versions.length > 0 && html`<div class="scroll"><table class="history">
-      <caption class="hidden">Versions of ${found.key}, newest first</caption>
-      <thead><tr><th scope="col" class="number">Seqno</th><th scope="col">Time</th><th scope="col">Value</th></tr></thead>
-      <tbody>${found.versions.map((version) => html`<tr key=${version.seqno}>
-        <td class="number">${whole(version.seqno)}</td>
-        <td>${clock(version.time_s)}${version.expiry ? html`<br /><small>expires ${clock(version.expiry)}</small>` : ""}</td>
-        <td><${Value} version=${version} /></td></tr>`)}</tbody></table></div>`}
-    ${found.older_than != null && html`<button onClick=${more} disabled=${isRunning}>Older versions</button>`}
-    ${found.end && html`<p class="hint">The history ends here: ${found.end}.</p>`}
+    ${found.versions.length > 0 && html`<${Versions} found=${found} isRunning=${isRunning} onMore=${more} />`}
+    ${found.versions.length === 0 && found.end && html`<p class="hint">${found.end}.</p>`}
   </section>`;
 }
 
-function LookUp({ may, found, setFound, lookUp, notice, isRunning }) {
-  function submit(event) {
-    event.preventDefault();
-    lookUp(fieldsOf(event.target));
-  }
-  return html`<section aria-labelledby="lookup"><h2 id="lookup">One document</h2>
-    <form onSubmit=${submit} class="fields">
-      <${Field} label="Key" name="key" required maxlength="250" />
-      <${Field} label="Collection" name="collection" placeholder="_default._default" />
-      <button disabled=${isRunning}>Look up</button></form>
-    ${notice}
-    ${found && html`<${Document} key=${found.collection + "/" + found.key} found=${found} setFound=${setFound} may=${may} />`}
-  </section>`;
-}
-
-function Keys({ lookUp }) {
+// The documents by key, a page at a time.
+function Listing({ collection, prefix, lookUp, changes }) {
   const [notice, run, isRunning] = useAct();
   const [list, setList] = useState(null);
-  const stop = useRef(false);
-  useEffect(() => () => { stop.current = true; }, []);
-  const search = (given, position, rows) => run(async () => {
-    stop.current = false;
-    const wanted = rows.length + SCAN_ROWS;
-    let next = position, unreadable = position ? list.unreadable : [];
-    do {
-      const found = await ask("GET", `${PATH}/keys` + query({
-        ...given, position: next, limit: wanted - rows.length }));
-      rows = [...rows, ...found.keys];
-      next = found.next;
-      unreadable = [...unreadable, ...found.unreadable];
-      setList({ given, rows, next, searched: found.searched, unreadable });
-    } while (next != null && rows.length < wanted && !stop.current);
+  const load = (before) => run(async () => {
+    const found = await ask("GET", `${PATH}/sorted` + query({
+      collection, prefix, limit: PAGE_ROWS, position: before?.next }));
+    setList({ ...found, documents: [...(before?.documents ?? []), ...found.documents] });
   });
-  function submit(event) {
-    event.preventDefault();
-    search(fieldsOf(event.target), "", []);
-  }
-  return html`<section aria-labelledby="keys"><h2 id="keys">Keys with a prefix</h2>
-    <form onSubmit=${submit} class="fields">
-      <${Field} label="Prefix" name="prefix" maxlength="250" hint="empty: all keys" />
-      <${Field} label="In collection" name="collection" placeholder="_default._default" />
-      <button disabled=${isRunning}>List keys</button>
-      ${isRunning && html`<button type="button" onClick=${() => { stop.current = true; }}>Stop</button>`}</form>
+  useEffect(() => { load(null); }, [collection, prefix, changes]);
+  return html`<section aria-labelledby="listing"><h2 id="listing" class="hidden">Documents by key</h2>
     ${notice}
-    ${list && html`<p class="hint" role="status">${plural(list.rows.length, "key")}${list.next == null
-      ? "; this is all." : `; searched ${whole(list.searched)} of 1,024 partitions.`} They are listed by
-      partition.</p>
-      ${list.unreadable.length > 0 && html`<p class="health unwell">The stored data of these partitions is damaged,
-        so their keys are missing: ${list.unreadable.join(", ")}.</p>`}
-      <div class="scroll"><table><caption class="hidden">Keys</caption>
-        <thead><tr><th scope="col">Key</th><th scope="col" class="number">Partition</th>
-          <th scope="col" class="number">Seqno</th><th scope="col">Changed</th></tr></thead>
-        <tbody>${list.rows.map((row) => html`<tr key=${row.vb + "/" + row.key}>
-          <td><button class="link" onClick=${() => lookUp({ key: row.key, key_encoding: row.key_encoding,
-            collection: list.given.collection })}>${row.key}</button></td>
-          <td class="number">${row.vb}</td><td class="number">${whole(row.seqno)}</td>
-          <td>${clock(row.time_s)}</td></tr>`)}</tbody></table></div>
-      ${list.next != null && !isRunning && html`<button
-        onClick=${() => search(list.given, list.next, list.rows)}>More keys</button>`}`}
+    ${list?.unreadable.length > 0 && html`<p class="health bad">The stored data of these partitions is damaged,
+      so their keys are missing: ${list.unreadable.join(", ")}.</p>`}
+    ${!list && isRunning && html`<p class="loading" role="status">Looking…</p>`}
+    ${list && (list.documents.length === 0 ? html`<div class="card empty"><h2>No documents</h2>
+        <p>${prefix ? html`No key in ${collection} begins with <code>${prefix}</code>.` : `${collection} is empty.`}</p>
+        <pre>dcpctl set hello '{"n": 1}'</pre></div>`
+      : html`<p class="hint" role="status">${list.next == null ? plural(list.documents.length, "document")
+          : `The first ${whole(list.documents.length)} documents`}, sorted by key.</p>
+        <div class="scroll card flush"><table class="documents"><caption class="hidden">Documents by key</caption>
+          <thead><tr><th scope="col">Key</th><th scope="col">Value</th><th scope="col" class="number hide-narrow">Size</th>
+            <th scope="col" class="hide-narrow">Changed</th><th scope="col" class="number hide-narrow">Partition</th></tr></thead>
+          <tbody>${list.documents.map((row) => html`<tr key=${row.vb + "/" + row.key}>
+            <td class="key-cell"><button class="link" onClick=${() => lookUp({ key: row.key, key_encoding: row.key_encoding, collection })}
+              >${row.key}</button></td>
+            <td class="value-cell"><${ValueLine} row=${row} /></td>
+            <td class="number hide-narrow">${bytes(row.value_bytes)}</td><td class="nowrap hide-narrow">${clock(row.time_s)}</td>
+            <td class="number hide-narrow">${row.vb}</td></tr>`)}</tbody></table></div>
+        ${list.next != null && html`<p class="buttons"><button type="button" disabled=${isRunning}
+          onClick=${() => load(list)}>Next ${PAGE_ROWS}</button></p>`}`)}
   </section>`;
 }
 
@@ -175,7 +188,7 @@ function AsOf() {
   return html`<section aria-labelledby="asof"><h2 id="asof">A partition as of a seqno</h2>
     <form onSubmit=${submit} class="fields">
       <${Field} label="Partition" name="vb" type="number" min="0" max="1023" required />
-      <${Field} label="As of seqno" name="at" type="number" min="0" hint="empty: now" />
+      <${Field} label="As of seqno" name="at" type="number" min="0" placeholder="now" />
       <button disabled=${isRunning}>Show</button></form>
     ${notice}
     ${dump && html`<p class="hint" role="status">Partition ${dump.vb} as of seqno ${whole(dump.seqno)},
@@ -191,14 +204,33 @@ function AsOf() {
   </section>`;
 }
 
-export function DocumentsPage({ may }) {
+export function DocumentsPage({ may, args }) {
   const [notice, run, isRunning] = useAct();
   const [found, setFound] = useState(null);
+  const [collection, setCollection] = useState(args[0] || DEFAULT_COLLECTION);
+  const [prefix, setPrefix] = useState("");
+  const [changes, setChanges] = useState(0);
   const lookUp = (given) => run(async () => {
+    setFound(null);
     setFound(await ask("GET", PATH + query(given)));
   });
+  useEffect(() => { if (args[1]) lookUp({ collection: args[0], key: args[1] }); }, [args.join("/")]);
+  function submit(event) {
+    event.preventDefault();
+    lookUp({ key: fieldsOf(event.target).key, collection });
+  }
   return html`
-    <${LookUp} ...${{ may, found, setFound, lookUp, notice, isRunning }} />
-    <${Keys} lookUp=${lookUp} />
+    <div class="toolbar">
+      <${CollectionChoice} value=${collection} onChange=${(path) => { setCollection(path); setFound(null); }} />
+      <div class="field"><label for="doc-prefix">Key begins with</label>
+        <input id="doc-prefix" maxlength="250" autocomplete="off" spellcheck=${false} value=${prefix}
+          onChange=${(event) => setPrefix(event.target.value)} /></div>
+      <form onSubmit=${submit} class="fields"><${Field} label="Key" name="key" required maxlength="250" />
+        <button disabled=${isRunning}>Look up</button></form>
+    </div>
+    ${notice}
+    ${found && html`<${Document} key=${found.collection + "/" + found.key} found=${found} setFound=${setFound} may=${may}
+      onChanged=${() => setChanges((count) => count + 1)} />`}
+    <${Listing} ...${{ collection, prefix, lookUp, changes }} />
     ${may.dump && html`<${AsOf} />`}`;
 }

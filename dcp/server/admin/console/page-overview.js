@@ -5,16 +5,21 @@ import { Chart } from "./chart.js";
 
 const GET_NEAR = 0.8;
 
-function Health({ head }) {
+function Health({ head, cluster }) {
   const isWell = head.is_ready && !head.why_not;
+  const blocked = cluster?.without_writes ?? 0;
   return html`<section aria-labelledby="health">
-    <h2 id="health">Health</h2>
-    <p class="health ${isWell ? "well" : "unwell"}" role="status">
+    <h2 id="health" class="hidden">Health</h2>
+    ${blocked > 0 && html`<p class="health bad" role="status"><strong>${plural(blocked, "partition")} of the cluster
+      take${blocked === 1 ? "s" : ""} no writes.</strong> ${cluster.why.join("; ")}. <a href="#/cluster">What to do</a></p>`}
+    ${(blocked === 0 || !isWell) && html`<p class="health ${isWell ? "good" : "bad"}" role="status">
       <strong>${isWell ? "Ready." : head.is_ready ? "Writes are refused." : "Not ready."}</strong>
       ${" "}${isWell ? "Clients can use this server." : head.why_not}
-    </p>
+    </p>`}
+    ${cluster?.down.length > 0 && html`<p class="health warn">Down: node ${cluster.down.join(", node ")}.${" "}
+      <a href="#/cluster">Cluster</a></p>`}
     ${head.warnings.map((warning) => html`<p class="health warn">${warning}</p>`)}
-    <dl class="facts">
+    <dl class="facts strip">
       <div><dt>Documents</dt><dd>${whole(head.items)}</dd></div>
       <div><dt>Connections</dt><dd>${whole(head.connections)}</dd></div>
       <div><dt>Durability</dt><dd>${head.durability}</dd></div>
@@ -28,7 +33,7 @@ function Limits({ gauges }) {
   const text = (gauge, value) => (gauge.unit === "bytes" ? bytes(value) : whole(value));
   return html`<section aria-labelledby="limits">
     <h2 id="limits">Against their limits</h2>
-    <div class="scroll"><table>
+    <div class="scroll card flush"><table>
       <thead><tr><th scope="col">What</th><th scope="col" class="number">Now</th>
         <th scope="col" class="number">Limit</th><th scope="col">Used</th></tr></thead>
       <tbody>${gauges.map((gauge) => {
@@ -47,7 +52,7 @@ function Limits({ gauges }) {
 function Work({ work }) {
   return html`<section aria-labelledby="work">
     <h2 id="work">Merges and compaction</h2>
-    ${work.merge_trouble && html`<p class="health unwell">${work.merge_trouble}</p>`}
+    ${work.merge_trouble && html`<p class="health bad">${work.merge_trouble}</p>`}
     <dl class="facts">
       <div><dt>Merge now</dt><dd>${work.merge_under_way_s ? `for ${duration(work.merge_under_way_s)}` : "none"}</dd></div>
       <div><dt>Merges</dt><dd>${whole(work.merges)}</dd></div>
@@ -74,7 +79,7 @@ function Slow({ slow, count }) {
   </section>`;
 }
 
-export function OverviewPage({ head, state, hour }) {
+export function OverviewPage({ head, cluster, state, hour }) {
   if (!state) return html`<p class="loading" role="status">Waiting for the first figures…</p>`;
   const figures = hour.figures;
   const charts = [
@@ -85,11 +90,11 @@ export function OverviewPage({ head, state, hour }) {
     ["Memory", bytes, [["process", figures.memory_bytes], ["memtable", figures.memtable_bytes]]],
   ];
   return html`
-    <${Health} head=${head} />
+    <${Health} head=${head} cluster=${cluster} />
     <section aria-labelledby="hour">
       <h2 id="hour">The last hour</h2>
       <div class="charts">${charts.map(([title, format, series]) => html`<${Chart} key=${title}
-        title=${title} format=${format} times=${hour.times} series=${series} />`)}</div>
+        title=${title} format=${format} isBytes=${format === bytes} times=${hour.times} series=${series} />`)}</div>
     </section>
     <${Limits} gauges=${state.gauges} />
     <${Work} work=${state.work} />

@@ -2,10 +2,10 @@
 
 import { html, useEffect, useRef, useState } from "./vendor-htm-preact.js";
 import { ask } from "./api.js";
+import { PartitionGrid } from "./grid.js";
 import { BranchTree, branchesOf } from "./tree.js";
 import { Choice, Field, Notice, fieldsOf, plural, short, useAct, whole } from "./parts.js";
 
-const COLUMNS = 32;
 const LEVELS = 6;
 const STATES = { a: "active", r: "replica", p: "pending", d: "dead", f: "fenced", q: "quarantined" };
 const COLOURS = [
@@ -30,68 +30,6 @@ function looks(map, by) {
       label: `Partition ${vb}, ${state}` + (values ? `, ${short(value)} ${UNITS[by]}` : ""),
     };
   });
-}
-
-// 1,024 buttons that are made once. After that only what has changed is written.
-function PartitionGrid({ map, by, chosen, onChoose }) {
-  const place = useRef();
-  const cells = useRef([]);
-  const focused = useRef(chosen ?? 0);
-  const choose = useRef();
-  choose.current = onChoose;
-  useEffect(() => {
-    const rows = Array.from({ length: map.states.length / COLUMNS }, (_, row) => {
-      const element = document.createElement("div");
-      element.setAttribute("role", "row");
-      for (let column = 0; column < COLUMNS; column += 1) {
-        const cell = document.createElement("button");
-        cell.type = "button";
-        cell.setAttribute("role", "gridcell");
-        cell.tabIndex = -1;
-        cell.dataset.vb = row * COLUMNS + column;
-        cells.current.push(cell);
-        element.append(cell);
-      }
-      return element;
-    });
-    place.current.replaceChildren(...rows);
-    cells.current[focused.current].tabIndex = 0;
-    return () => { cells.current = []; };
-  }, []);
-  useEffect(() => {
-    looks(map, by).forEach((look, vb) => {
-      const cell = cells.current[vb];
-      const name = look.className + (vb === chosen ? " chosen" : "");
-      if (cell.className !== name) cell.className = name;
-      if (cell.getAttribute("aria-label") !== look.label) {
-        cell.setAttribute("aria-label", look.label);
-        cell.title = look.label;
-      }
-      if (cell.textContent !== look.mark) cell.textContent = look.mark;
-      if ((cell.getAttribute("aria-selected") === "true") !== (vb === chosen)) {
-        cell.setAttribute("aria-selected", vb === chosen);
-      }
-    });
-  });
-  function move(event) {
-    const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -COLUMNS, ArrowDown: COLUMNS };
-    const at = focused.current;
-    let to = at + (steps[event.key] ?? 0);
-    if (event.key === "Home") to = at - (at % COLUMNS);
-    if (event.key === "End") to = at - (at % COLUMNS) + COLUMNS - 1;
-    if (to === at || to < 0 || to >= cells.current.length) return;
-    event.preventDefault();
-    cells.current[at].tabIndex = -1;
-    focused.current = to;
-    cells.current[to].tabIndex = 0;
-    cells.current[to].focus();
-  }
-  function click(event) {
-    const vb = event.target.dataset?.vb;
-    if (vb !== undefined) choose.current(Number(vb));
-  }
-  return html`<div class="map" role="grid" aria-label="All partitions. Arrow keys move, Enter shows one."
-    ref=${place} onKeyDown=${move} onClick=${click}></div>`;
 }
 
 function Legend({ map, by }) {
@@ -160,7 +98,7 @@ function Detail({ vb, may, sample }) {
   const branches = branchesOf(detail.failover_log, detail.high_seqno).reverse();
   return html`<section aria-labelledby="detail" class="card">
     <h2 id="detail" tabindex="-1" ref=${title}>Partition ${vb}</h2>
-    ${detail.quarantined && html`<p class="health unwell">${detail.quarantined}</p>`}
+    ${detail.quarantined && html`<p class="health bad">${detail.quarantined}</p>`}
     ${detail.holds.map((hold) => html`<p class="health warn">${hold}</p>`)}
     <dl class="facts">
       <div><dt>State</dt><dd>${detail.state}</dd></div>
@@ -194,13 +132,13 @@ export function PartitionsPage({ head, state, may }) {
     setChosen(Number(fieldsOf(event.target).vb));
   }
   return html`
-    <div class="fields">
+    <div class="toolbar">
       <${Choice} label="Colour by" options=${COLOURS} value=${by} onChange=${setBy} />
       ${may.history && html`<form onSubmit=${goTo} class="fields">
         <${Field} label="Partition" name="vb" type="number" min="0" max="1023" required />
         <button>Show</button></form>`}
     </div>
-    <${PartitionGrid} map=${state} by=${shown} chosen=${chosen}
+    <${PartitionGrid} looks=${looks(state, shown)} chosen=${chosen}
       onChoose=${(vb) => may.history && setChosen(vb)} />
     <${Legend} map=${state} by=${shown} />
     <p class="hint">${plural(state.states.length, "partition")}. ${may.history

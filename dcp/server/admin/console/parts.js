@@ -1,7 +1,7 @@
 // Small parts that all pages use.
 
 import { html, useEffect, useRef, useState } from "./vendor-htm-preact.js";
-import { Refused, Unreachable } from "./api.js";
+import { Refused, Unreachable, ask } from "./api.js";
 
 export { html };
 
@@ -43,17 +43,30 @@ export const plural = (count, one, many = one + "s") => `${whole(count)} ${count
 
 export function describe(error) {
   if (error instanceof Refused) {
-    return [error.message, error.why && `Why: ${error.why}.`, error.hint && `Try: ${error.hint}.`];
+    return [error.message, error.why && `Why: ${error.why}.`, error.hint && html`Try: <${Prose} text=${error.hint} />.`];
   }
   if (error instanceof Unreachable) return ["The server cannot be reached.", "If you were changing something, look whether it was done."];
   return [String(error)];
 }
 
+// How well the server is, or all of its cluster: {kind: good, warn or bad, text}.
+export function healthOf(head, cluster) {
+  if (cluster?.without_writes) {
+    return { kind: "bad", text: `${plural(cluster.without_writes, "partition takes", "partitions take")} no writes` };
+  }
+  if (!head.is_ready) return { kind: "bad", text: "Not ready" };
+  if (head.why_not) return { kind: "bad", text: "Writes are refused" };
+  if (cluster?.down.length) return { kind: "warn", text: `Down: ${cluster.down.join(", ")}` };
+  if (cluster?.problems) return { kind: "warn", text: plural(cluster.problems, "problem") };
+  if (head.warnings.length) return { kind: "warn", text: plural(head.warnings.length, "warning") };
+  return { kind: "good", text: "Healthy" };
+}
+
 // A message: an error, or the result of an act. Screen readers say it when it appears.
-export function Notice({ error, text }) {
+export function Notice({ error, text, isBad = error != null }) {
   if (!error && !text) return null;
   const [first, ...more] = error ? describe(error) : [text];
-  return html`<div class="notice ${error ? "bad" : "good"}" role=${error ? "alert" : "status"}>
+  return html`<div class="notice ${isBad ? "bad" : "good"}" role=${isBad ? "alert" : "status"}>
     <strong>${first}</strong>${more.filter(Boolean).map((line) => html`<br />${line}`)}
   </div>`;
 }
@@ -134,4 +147,53 @@ export function useConfirm() {
   const confirm = (title, text, button) =>
     new Promise((resolve) => setQuestion({ title, text, button, resolve }));
   return [view, confirm];
+}
+
+// A text of the server, in which commands stand in backquotes.
+export const Prose = ({ text }) => text.split("`").map((piece, index) =>
+  index % 2 ? html`<code>${piece}</code>` : piece);
+
+export const Tile = ({ name, value, note }) => html`<div class="tile"><span>${name}</span>
+  <b>${value}</b>${note && html`<small>${note}</small>`}</div>`;
+
+// A choice of few, all of them in sight.
+export function Segments({ label, options, value, onChange }) {
+  const id = useId();
+  return html`<fieldset class="segments"><legend>${label}</legend><div>
+    ${options.map(([key, text]) => html`<label class=${key === value ? "chosen" : ""}>
+      <input type="radio" name=${id} value=${key} checked=${key === value} onChange=${() => onChange(key)} />${text}</label>`)}
+  </div></fieldset>`;
+}
+
+// The numbers in "0-5,9".
+export const ids = (text) => text.split(",").filter(Boolean).flatMap((piece) => {
+  const [first, last] = piece.split("-").map(Number);
+  return Array.from({ length: (last ?? first) - first + 1 }, (_, index) => first + index);
+});
+
+// The value of a document in one line.
+export function ValueLine({ row }) {
+  if (row.value == null) return html`<em>–</em>`;
+  const isCut = row.value_bytes > row.value.length;
+  return html`<code class="line">${row.value_encoding === "base64" ? `binary, ${bytes(row.value_bytes)}` : row.value}${isCut ? "…" : ""}</code>`;
+}
+
+// The scopes and collections of the bucket: [{name, collections: [{name, maxTTL}]}], and its path.
+export async function scopesOf() {
+  const [bucket] = await ask("GET", "/pools/default/buckets");
+  const path = `/pools/default/buckets/${encodeURIComponent(bucket.name)}/scopes`;
+  return { path, scopes: (await ask("GET", path)).scopes };
+}
+
+export const DEFAULT_COLLECTION = "_default._default";
+
+export function CollectionChoice({ value, onChange, all }) {
+  const [paths, setPaths] = useState([DEFAULT_COLLECTION]);
+  useEffect(() => {
+    scopesOf().then(({ scopes }) => setPaths(scopes.flatMap((scope) =>
+      scope.collections.map((collection) => `${scope.name}.${collection.name}`)).sort()), () => {});
+  }, []);
+  const known = value && !paths.includes(value) ? [value, ...paths] : paths;
+  const options = [...(all ? [["", all]] : []), ...known.map((path) => [path, path])];
+  return html`<${Choice} label="Collection" options=${options} value=${value} onChange=${onChange} />`;
 }

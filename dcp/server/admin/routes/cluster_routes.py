@@ -5,6 +5,7 @@
     POST /api/v1/cluster/token    the token for new members
     GET  /api/v1/cluster/status   nodes, copies, what is wrong
     GET  /api/v1/cluster/map      the record of each partition
+    GET  /api/v1/cluster/page     status, map in a short form, events: for the web console
     GET  /api/v1/cluster/receipts loss receipts in the data folder of this node
     POST /api/v1/cluster/meta/testify, meta/restore   build the metadata store's records anew
     GET  /api/v1/cluster/meta/export   the newest records of the store that this node has seen
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from dcp.server.admin.answers import AdminError, RouteSpec, json_answer, read_body
 from dcp.server.admin.bodies import NoMembers
 from dcp.server.operate.cluster_reports import (
+    ClusterPage,
     ClusterReport,
     InitAnswer,
     InitRequest,
@@ -84,6 +86,9 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
     async def receipts(_request: Request) -> Response:
         return json_answer(await commands().receipts())
 
+    async def page(_request: Request) -> Response:
+        return json_answer(commands().page())
+
     path = "/api/v1/cluster"
     return [
         *_change_routes(commands, path),
@@ -107,6 +112,11 @@ def routes(commands: Callable[[], ClusterOperations]) -> list[RouteSpec]:
         RouteSpec(
             "GET", f"{path}/map", map_, answer=list[PartitionReport],
             summary="Return the record of each partition.",
+        ),
+        RouteSpec(
+            "GET", f"{path}/page", page, answer=ClusterPage,
+            summary="Return what the web console shows of the cluster: the status with the figures"
+            " of all nodes, the map in a short form, and what happened lately.",
         ),
         RouteSpec(
             "GET", f"{path}/receipts", receipts, answer=ReceiptsReport,

@@ -1,36 +1,47 @@
 """What the web console asks for in addition to the API.
 
     GET /api/v1/console/me                who is logged in, and what this user may do
+    POST, DELETE /api/v1/console/login    begin and end a browser's session, in a cookie
+    GET /api/v1/console/changes           server-sent events: what changes now; see `change_tail`
     GET /api/v1/console/events            server-sent events, one per sample; see `_Events`
           ?show=overview|partitions|consumers|none  &after=SAMPLE  &since=TIME  &boot=ID
           after and since: what the page has; they count if boot is that of this run
     GET /api/v1/vbuckets/{vb}             one partition, with its failover log
 
-Browsers send the login in the header Authorization, so the page reads the events with fetch().
+The pages send the header CONSOLE_HEADER, without which the cookie of a session does not count, so
+they read the events with fetch().
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from http import HTTPStatus
+from time import monotonic, time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from dcp.server.access.browser_sessions import CONSOLE_HEADER, BrowserSessions
 from dcp.server.access.users import Users
 from dcp.server.admin.answers import (
     AdminError,
     QueryField,
     RouteSpec,
+    cookie_of,
     denied,
     invalid,
+    is_https,
     json_answer,
     number_in,
+    read_body,
+    session_token_of,
     vb_of,
 )
-from dcp.server.admin.bodies import ConsoleState, May, Me
+from dcp.server.admin.bodies import ConsoleState, May, Me, NoMembers
 from dcp.server.admin.node_view import ConsoleParts
 from dcp.server.admin.routes.user_routes import roles_of
+from dcp.server.operate.change_tail import KINDS, STEP_S, ChangeTail, TailFilter, TailStep
 from dcp.server.operate.document_desk import DocumentRefusedError
 from dcp.server.report.console_view import PartitionDetail
 from dcp.session.access.rights import EVERYTHING, Rights, Role
@@ -42,6 +53,9 @@ if TYPE_CHECKING:
 
 EVENTS_TYPE: Final = "text/event-stream"
 SHOWS: Final = ("overview", "partitions", "consumers", "none")
+BEAT_STEPS: Final = 4
+"""Steps after which a tail tells that nothing happened: a page can tell silence from a lost link,
+and shows the rate of now."""
 SAMPLE_MAX: Final = 1 << 53
 _NO_STORE: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
@@ -63,7 +77,7 @@ def me_of(console: ConsoleParts, user: str, rights: Rights) -> Me:
     return Me(user, roles_of(rights), may_of(rights), console.is_test_mode, console.view.boot)
 
 
-def routes(console: ConsoleParts, users: Users) -> list[RouteSpec]:
+def routes(console: ConsoleParts, users: Users, sessions: BrowserSessions) -> list[RouteSpec]:
     """Return the routes."""
 
     async def me(request: Request) -> Response:
@@ -104,6 +118,8 @@ def routes(console: ConsoleParts, users: Users) -> list[RouteSpec]:
         return json_answer(console.view.partition(vb_id))
 
     return [
+        *_login_routes(console, sessions),
+        *_tail_routes(console, users),
         RouteSpec(
             "GET", "/api/v1/console/me", me, answer=Me,
             summary="Who is logged in, and what this user may do.",
@@ -125,6 +141,83 @@ def routes(console: ConsoleParts, users: Users) -> list[RouteSpec]:
             summary="Show one partition, with its failover log. It needs the role read or stream.",
         ),
     ]  # fmt: skip
+
+
+def _login_routes(console: ConsoleParts, sessions: BrowserSessions) -> list[RouteSpec]:
+    async def log_in(request: Request) -> Response:
+        await read_body(request, NoMembers)
+        user, rights = request.state.user, request.state.rights
+        sessions.close(session_token_of(request))
+        answer = json_answer(me_of(console, user, rights))
+        _set_cookies(answer, request, sessions.open(user, monotonic()))
+        return answer
+
+    async def log_out(request: Request) -> Response:
+        sessions.close(session_token_of(request))
+        answer = json_answer(NoMembers())
+        _set_cookies(answer, request, "", max_age_s=0)
+        return answer
+
+    return [
+        RouteSpec(
+            "POST", "/api/v1/console/login", log_in, is_for_all=True, body=NoMembers, answer=Me,
+            summary="Begin a browser's session: a cookie takes the place of the password, in"
+            f" requests with the header {CONSOLE_HEADER}.",
+        ),
+        RouteSpec(
+            "DELETE", "/api/v1/console/login", log_out, is_for_all=True, answer=NoMembers,
+            summary="End the browser's session.",
+        ),
+    ]  # fmt: skip
+
+
+def _tail_routes(console: ConsoleParts, users: Users) -> list[RouteSpec]:
+    async def changes(request: Request) -> Response:
+        from starlette.responses import StreamingResponse
+
+        query, manifest = request.query_params, console.engine.keyspace.manifest
+        path, kinds = query.get("collection", ""), frozenset(query.getlist("kind"))
+        collection_id = manifest.collection_id(path) if path else None
+        if path and collection_id is None:
+            raise invalid(f"there is no collection {path[:100]!r}")
+        if not kinds <= set(KINDS.values()):
+            raise invalid(f'"kind" is one of {", ".join(KINDS.values())}')
+        wanted = TailFilter(
+            collection_id, query.get("prefix", "").encode("utf-8", "surrogateescape"),
+            kinds or frozenset(KINDS.values()),
+        )  # fmt: skip
+        stream = _Tail(console, users, request.state.user, request.state.rights, wanted)
+        return StreamingResponse(stream.events(), media_type=EVENTS_TYPE, headers=_NO_STORE)
+
+    return [
+        RouteSpec(
+            "GET", "/api/v1/console/changes", changes, role=Role.READ, is_long=True,
+            media_type=EVENTS_TYPE, event=TailStep,
+            summary="What is committed from now on, as server-sent events `step`, twice a second"
+            " while there is something. More than a person can read is counted, not sent.",
+            query=(
+                QueryField("collection", "scope.collection; without it all."),
+                QueryField("prefix", "How the keys begin; without it all keys."),
+                QueryField("kind", f"{', '.join(KINDS.values())}; may be repeated. None: all."),
+            ),
+        ),
+    ]  # fmt: skip
+
+
+def _set_cookies(
+    answer: Response, request: Request, token: str, max_age_s: int | None = None
+) -> None:
+    """Set the cookie of a session, and one that tells the page's scripts that it may be there.
+    Without Max-Age they are gone when the browser is.
+    """
+    for name, value, is_secret in (
+        (cookie_of(request), token, True),
+        (cookie_of(request).replace("dcpd-", "dcpd-in-"), "1", False),
+    ):
+        answer.set_cookie(
+            name, value, max_age_s, path="/",
+            secure=is_https(request), httponly=is_secret, samesite="strict",
+        )  # fmt: skip
 
 
 class _Events:
@@ -158,7 +251,7 @@ class _Events:
                 await sampler.after(0)
                 continue
             sample, time_s = sampler.ring.last, sampler.ring.last_time_s
-            body = self._body(after, since_s)
+            body = self._brief() + self._body(after, since_s)
             if is_first:
                 me = me_of(self._console, self._user, self._rights)
                 body = b',"me":' + msgspec.json.encode(me) + body
@@ -166,6 +259,10 @@ class _Events:
             yield b"event: state\ndata: {" + b'"head":' + view.head() + body + b"}\n\n"
             after, since_s = sample, time_s
             await sampler.after(sample)
+
+    def _brief(self) -> bytes:
+        brief = self._console.brief
+        return b"" if brief is None else b',"cluster":' + msgspec.json.encode(brief())
 
     def _body(self, after: int, since_s: float) -> bytes:
         """Return what `show` adds. The head is kept as bytes, so `ConsoleState` is put together as
@@ -181,6 +278,33 @@ class _Events:
                 return b',"consumers":' + view.consumers(since_s)
             case _:
                 return b""
+
+
+class _Tail:
+    """The events of the page Changes. Nothing is kept for a page that does not read."""
+
+    def __init__(
+        self, console: ConsoleParts, users: Users, user: str, rights: Rights, wanted: TailFilter
+    ) -> None:
+        self._console = console
+        self._users = users
+        self._user = user
+        self._rights = rights
+        self._wanted = wanted
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield `step` whenever something happened, and every BEAT_STEPS steps."""
+        tail = ChangeTail(self._console.engine, self._rights, self._wanted, time())
+        steps = 0
+        while not self._console.sampler.is_stopped:
+            if self._users.rights_of(self._user) != self._rights:
+                yield b"event: rights\ndata: {}\n\n"
+                return
+            step = tail.step(time())
+            if step.passed or step.versions or steps % BEAT_STEPS == 0:
+                yield b"event: step\ndata: " + msgspec.json.encode(step) + b"\n\n"
+            steps += 1
+            await asyncio.sleep(STEP_S)
 
 
 def _time(text: str) -> float | None:

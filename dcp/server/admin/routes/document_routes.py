@@ -3,6 +3,8 @@
     GET    /api/v1/documents            ?key= &collection= &key_encoding= &older_than= &versions=
                                         the versions of a key that are kept, newest first
     GET    /api/v1/documents/keys       ?prefix= &collection= &limit= &position=
+    GET    /api/v1/documents/sorted     ?prefix= &collection= &limit= &position=
+                                        with the beginning of each value, sorted over all partitions
     PUT    /api/v1/documents            see `PutDocument`
     DELETE /api/v1/documents            see `DeleteDocument`
 
@@ -32,6 +34,7 @@ from dcp.server.operate.document_desk import (
     KEYS_AT_ONCE,
     VERSIONS_AT_ONCE,
     Changed,
+    DocumentPage,
     DocumentRefusedError,
     Documents,
     History,
@@ -72,6 +75,17 @@ def routes(documents: Documents) -> list[RouteSpec]:
         RouteSpec(
             "GET", f"{path}/keys", api.keys, role=Role.READ, answer=KeyList,
             summary="List the keys with a prefix, by partition.",
+            query=(
+                QueryField("prefix", "How the keys begin; without it all keys."),
+                _COLLECTION, _ENCODING,
+                QueryField("limit", f"At most so many, up to {KEYS_AT_ONCE}.", "integer"),
+                QueryField("position", "`next` of the answer before."),
+            ),
+        ),
+        RouteSpec(
+            "GET", f"{path}/sorted", api.sorted, role=Role.READ, answer=DocumentPage,
+            summary="List the documents with a prefix, sorted by key over all partitions, with the"
+            " beginning of each value. For many keys, ask for them by partition.",
             query=(
                 QueryField("prefix", "How the keys begin; without it all keys."),
                 _COLLECTION, _ENCODING,
@@ -123,6 +137,21 @@ class _Documents:
             )
         except (DocumentRefusedError, ViewRefusedError) as error:
             _refuse(request, "the keys cannot be listed", error)
+        return json_answer(found)
+
+    async def sorted(self, request: Request) -> Response:
+        """Answer documents, sorted by key."""
+        query = request.query_params
+        try:
+            found = await self._documents.sorted_documents(
+                _decoded(query.get("prefix", ""), query.get("key_encoding"), "prefix"),
+                query.get("collection", ""),
+                request.state.rights,
+                position=query.get("position", ""),
+                limit=_limit(query.get("limit"), KEYS_AT_ONCE, "limit"),
+            )
+        except (DocumentRefusedError, ViewRefusedError) as error:
+            _refuse(request, "the documents cannot be listed", error)
         return json_answer(found)
 
     async def put(self, request: Request) -> Response:

@@ -22,11 +22,13 @@ from dcp.server.cluster.joining.becoming_member import (
 )
 from dcp.server.cluster.joining.enrolment import NewCluster
 from dcp.server.cluster.operators.cluster_changes import ClusterChanges
+from dcp.server.cluster.operators.cluster_figures import cluster_page
 from dcp.server.cluster.operators.cluster_status import cluster_report
 from dcp.server.cluster.operators.meta_desk import MetaDesk
 from dcp.server.cluster.receipt_files import receipts_in
 from dcp.server.cluster.replicated_node import ReplicatedNode
 from dcp.server.operate.cluster_reports import (
+    ClusterPage,
     ClusterReport,
     InitAnswer,
     InitRequest,
@@ -110,7 +112,8 @@ class ClusterOperations:
     @property
     def changes(self) -> ClusterChanges:
         """What operators may ask of a cluster. Raises ClusterRefusedError on a node alone."""
-        return ClusterChanges(self._member())
+        is_test_mode = self._newcomer.settings.test_mode == "on"
+        return ClusterChanges(self._member(), is_test_mode=is_test_mode)
 
     @property
     def meta(self) -> MetaDesk:
@@ -125,6 +128,11 @@ class ClusterOperations:
         if replicated is None:
             return ClusterReport(node="", cluster="")
         return cluster_report(replicated)
+
+    def page(self) -> ClusterPage:
+        """Return what the web console shows of the cluster."""
+        replicated = self._replicated
+        return ClusterPage(status=self.status()) if replicated is None else cluster_page(replicated)
 
     async def receipts(self) -> ReceiptsReport:
         """Return the loss receipts in the data folder of this node."""

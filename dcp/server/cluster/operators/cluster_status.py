@@ -19,6 +19,7 @@ from dcp.server.observe.elapsed import elapsed_ns
 from dcp.server.operate.cluster_reports import (
     ClusterReport,
     FollowerReport,
+    NodeFigures,
     NodeReport,
     ProblemReport,
     StoreReport,
@@ -33,6 +34,7 @@ from failover.coordinator.seen_records import (
 )
 from failover.coordinator.view import ClusterView
 from failover.replication.serving import Unwritable
+from failover.rules.isr import min_in_sync_of
 from failover.rules.replication_record import ReplicationRecord
 from vbucket.model.id_ranges import id_ranges
 
@@ -215,6 +217,7 @@ def cluster_report(replicated: ReplicatedNode) -> ClusterReport:
         in_sync_sizes={str(size): sizes[size] for size in sorted(sizes)},
         followers=_followers(replicated),
         unwritable=blocked,
+        unwritable_elsewhere=_unwritable_elsewhere(view, replicated.member),
         plan=plan_progress(view),
         problems=problems_of(view, nodes, store, _own_troubles(replicated)),
     )
@@ -269,10 +272,40 @@ def _nodes(view: ClusterView) -> list[NodeReport]:
                 is_drained=told.is_drained,
                 roles=[role for role, has_it in roles.items() if has_it],
                 masters=masters[member], copies=copies[member], in_sync=in_sync[member],
-                filling=filling[member],
+                filling=filling[member], figures=_figures(view, member),
+                behind_changes=sum(
+                    each.content.behind.get(member, 0) for each in view.figures.values()
+                ),
             )
         )  # fmt: skip
     return sorted(reports, key=lambda report: report.name)
+
+
+def _figures(view: ClusterView, member: str) -> NodeFigures | None:
+    stored = view.figures.get(member)
+    if stored is None or member not in view.alive:
+        return None
+    told = stored.content
+    return NodeFigures(
+        sets_per_s=told.sets_per_s, events_per_s=told.events_per_s,
+        disk_used_bytes=told.disk_used_bytes, disk_size_bytes=told.disk_size_bytes,
+    )  # fmt: skip
+
+
+def _unwritable_elsewhere(view: ClusterView, own: str) -> int:
+    """Return how many partitions of other living masters take no writes: what those have told, or
+    what the records say if that is more, because it is newer.
+    """
+    setting = None if view.cluster is None else view.cluster.content.min_in_sync
+    short = Counter[str]()
+    for stored in view.partitions.values():
+        record = stored.content.record
+        if record.master in view.alive and record.master is not None:
+            least = min_in_sync_of(setting, record.counted_copies)
+            short[record.master] += len(record.isr) < least
+    told = {member: stored.content.unwritable for member, stored in view.figures.items()}
+    others = view.alive.keys() - {own}
+    return sum(max(short[member], told.get(member, 0)) for member in others)
 
 
 def _followers(replicated: ReplicatedNode) -> list[FollowerReport]:

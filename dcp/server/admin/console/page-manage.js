@@ -1,0 +1,178 @@
+// What an operator manages: collections, users, backups, settings, and the log.
+
+import { html, useEffect, useState } from "./vendor-htm-preact.js";
+import { ask, askForm } from "./api.js";
+import { Choice, Field, Notice, Segments, clock, duration, fieldsOf, plural, scopesOf, useAct, useConfirm, whole } from "./parts.js";
+
+// Loads something now and when `again` is called: [what was found, again, a notice if it failed].
+function useLoaded(load, ...keys) {
+  const [found, setFound] = useState(null);
+  const [error, setError] = useState(null);
+  const again = () => load().then((value) => { setFound(value); setError(null); }, (failure) => setError(failure));
+  useEffect(() => { again(); }, keys);
+  return [found, again, error && html`<${Notice} error=${error} />`];
+}
+
+const Loading = () => html`<p class="loading" role="status">Asking…</p>`;
+
+// -- collections ------------------------------------------------------------------------------------
+
+export function CollectionsPage({ may }) {
+  const [found, again, failed] = useLoaded(scopesOf);
+  const [notice, run, isRunning] = useAct();
+  const [dialog, confirm] = useConfirm();
+  if (failed || !found) return failed || html`<${Loading} />`;
+  const { path, scopes } = found;
+  const of = (scope, collection) => `${path}/${encodeURIComponent(scope)}/collections/${encodeURIComponent(collection)}`;
+  function add(event) {
+    event.preventDefault();
+    const form = event.target;
+    const { name, ttl } = fieldsOf(form);
+    const [scope, collection] = name.includes(".") ? name.split(".") : ["_default", name];
+    run(async () => {
+      if (!scopes.some((one) => one.name === scope)) await askForm("POST", path, { name: scope });
+      await askForm("POST", `${path}/${encodeURIComponent(scope)}/collections`, { name: collection, ...(ttl && { maxTTL: ttl }) });
+      form.reset();
+      await again();
+      return `Collection ${scope}.${collection} is there.`;
+    });
+  }
+  async function drop(scope, collection) {
+    if (!(await confirm(`Drop ${scope}.${collection}?`, "All of its documents are gone with it.", "Drop it"))) return;
+    run(async () => {
+      await ask("DELETE", of(scope, collection));
+      await again();
+      return `Collection ${scope}.${collection} is dropped.`;
+    });
+  }
+  const rows = scopes.flatMap((scope) => scope.collections.map((collection) => ({ scope: scope.name, ...collection })));
+  return html`
+    ${may.operate && html`<form onSubmit=${add} class="toolbar">
+      <${Field} label="New collection" name="name" required placeholder="scope.collection" pattern="[^.]+([.][^.]+)?" />
+      <${Field} label="Documents live at most (s)" name="ttl" type="number" min="1" placeholder="no limit" />
+      <button disabled=${isRunning}>Create</button></form>`}
+    ${notice}${dialog}
+    <div class="scroll card flush"><table><caption class="hidden">Collections</caption>
+      <thead><tr><th scope="col">Scope</th><th scope="col">Collection</th><th scope="col">Id</th>
+        <th scope="col">Documents live at most</th><th scope="col"><span class="hidden">Actions</span></th></tr></thead>
+      <tbody>${rows.map((row) => html`<tr key=${row.scope + "." + row.name}><td>${row.scope}</td>
+        <th scope="row">${may.read_documents ? html`<a href="#/documents/${encodeURIComponent(`${row.scope}.${row.name}`)}">${row.name}</a>` : row.name}</th>
+        <td><code>${row.uid}</code></td><td>${row.maxTTL > 0 ? duration(row.maxTTL) : "no limit"}</td>
+        <td class="acts">${may.operate && !row.name.startsWith("_") && html`<button disabled=${isRunning}
+          onClick=${() => drop(row.scope, row.name)} aria-label="Drop ${row.scope}.${row.name}">Drop</button>`}</td></tr>`)}</tbody></table></div>`;
+}
+
+// -- users ------------------------------------------------------------------------------------------
+
+const ROLES = ["read", "write", "stream", "admin", "replicate"];
+const scopeText = (scope) => [scope.collection, scope.prefix && `${scope.prefix}…`].filter(Boolean).join(" ") || "everything";
+
+export function UsersPage() {
+  const [found, again, failed] = useLoaded(() => ask("GET", "/api/v1/users"));
+  const [notice, run, isRunning] = useAct();
+  const [dialog, confirm] = useConfirm();
+  const [role, setRole] = useState("read");
+  if (failed || !found) return failed || html`<${Loading} />`;
+  const one = (name) => `/api/v1/users/${encodeURIComponent(name)}`;
+  const change = (act, text) => run(async () => { await act(); await again(); return text; });
+  function add(event) {
+    event.preventDefault();
+    const form = event.target;
+    const { name, password } = fieldsOf(form);
+    change(async () => {
+      await ask("POST", "/api/v1/users", { name, password, roles: { [role]: [{}] } });
+      form.reset();
+    }, `User ${name} can log in, with the role ${role}.`);
+  }
+  async function remove(name) {
+    if (await confirm(`Remove ${name}?`, "Open connections of this user lose their rights at once.", "Remove")) {
+      change(() => ask("DELETE", one(name)), `User ${name} is removed.`);
+    }
+  }
+  return html`
+    <form onSubmit=${add} class="toolbar">
+      <${Field} label="New user" name="name" required autocomplete="off" />
+      <${Field} label="Password" name="password" type="password" required autocomplete="new-password" />
+      <${Choice} label="Role" options=${ROLES.map((name) => [name, name])} value=${role} onChange=${setRole} />
+      <button disabled=${isRunning}>Add</button></form>
+    ${notice}${dialog}
+    ${found.users.length === 0 ? html`<div class="card empty"><h2>No users yet</h2>
+        <p>Only guest can log in, from the server's own machine. Add a user with the role admin first.</p></div>`
+      : html`<div class="scroll card flush"><table><caption class="hidden">Users</caption>
+        <thead><tr><th scope="col">User</th>${ROLES.map((name) => html`<th scope="col">${name}</th>`)}
+          <th scope="col"><span class="hidden">Actions</span></th></tr></thead>
+        <tbody>${found.users.map((name) => html`<tr key=${name}><th scope="row">${name}</th>
+          ${ROLES.map((each) => {
+            const scopes = found.roles[name][each];
+            const isWhole = scopes?.some((scope) => scopeText(scope) === "everything");
+            return html`<td>${scopes && !isWhole ? html`<small>${scopes.map(scopeText).join(", ")}</small>`
+              : html`<input type="checkbox" checked=${Boolean(scopes)} disabled=${isRunning} aria-label="${name}: ${each}"
+                onChange=${() => change(() => ask("POST", `${one(name)}/${scopes ? "revoke" : "grant"}`, { role: each }),
+                  `${name} ${scopes ? "lost" : "has"} the role ${each}.`)} />`}</td>`;
+          })}
+          <td class="acts"><button onClick=${() => remove(name)} disabled=${isRunning} aria-label="Remove ${name}">Remove</button></td></tr>`)}</tbody>
+      </table></div>
+      <p class="hint">Roles for some keys or collections only: <code>dcpctl user grant</code>. Changes count at once, also
+        for open connections.</p>`}`;
+}
+
+// -- backups ----------------------------------------------------------------------------------------
+
+export function BackupsPage({ head }) {
+  const [status, , failed] = useLoaded(() => ask("GET", "/api/v1/status"), head.boot);
+  if (failed || !status) return failed || html`<${Loading} />`;
+  return html`<section class="card empty"><h2>Backups are made by dcpctl</h2>
+    <p>The server keeps no archive and no schedule: a backup is a consumer that writes what it reads to a folder or an
+      object store, of everything once, then of what has changed. So its runs and their results are with who runs it.</p>
+    <pre>dcpctl backup run DIR          # everything, then only what changed
+dcpctl backup list DIR         # the runs
+dcpctl backup verify DIR       # reads every file, and compares
+dcpctl restore DIR             # also as of a run, or into another server</pre>
+    <p class="hint">${plural(status.items, "document")} now. A run that is under way is on the page${" "}
+      <a href="#/consumers">Consumers</a>.</p></section>`;
+}
+
+// -- settings ---------------------------------------------------------------------------------------
+
+export function SettingsPage({ head }) {
+  const [found, , failed] = useLoaded(() => ask("GET", "/api/v1/settings"), head.boot);
+  const [text, setText] = useState("");
+  const [which, setWhich] = useState("all");
+  if (failed || !found) return failed || html`<${Loading} />`;
+  const shown = found.settings.filter((setting) =>
+    (which === "all" || setting.value !== setting.default) && (setting.key + setting.meaning).toLowerCase().includes(text.toLowerCase()));
+  return html`
+    <div class="toolbar"><${Field} label="Contains" value=${text} onInput=${(event) => setText(event.target.value)} />
+      <${Segments} label="Which" options=${[["all", "All"], ["changed", "Not the default"]]} value=${which} onChange=${setWhich} /></div>
+    <p class="hint" role="status">${plural(shown.length, "setting")}. They are read at the start: dcpd.toml, then DCPD_ variables, then flags.</p>
+    <div class="scroll card flush"><table class="settings"><caption class="hidden">Settings</caption>
+      <thead><tr><th scope="col">Setting</th><th scope="col">Value</th><th scope="col" class="hide-narrow">Default</th></tr></thead>
+      <tbody>${shown.map((setting) => html`<tr key=${setting.key}><th scope="row"><code>${setting.key}</code><small>${setting.meaning}</small></th>
+        <td>${setting.value === setting.default ? setting.value : html`<b>${setting.value}</b>`}</td>
+        <td class="hide-narrow hint">${setting.default}</td></tr>`)}</tbody></table></div>`;
+}
+
+// -- log --------------------------------------------------------------------------------------------
+
+const LEVELS = [["", "All"], ["warning", "Warnings"], ["error", "Errors"]];
+const RANK = { debug: 0, info: 1, warning: 2, error: 3 };
+
+export function LogPage({ head }) {
+  const [found, , failed] = useLoaded(() => ask("GET", "/api/v1/log"), head.sample);
+  const [level, setLevel] = useState("");
+  const [text, setText] = useState("");
+  if (failed || !found) return failed || html`<${Loading} />`;
+  const fields = (line) => Object.entries(line.fields).map(([name, value]) => `${name}=${value}`).join("  ");
+  const shown = found.lines.filter((line) => (RANK[line.level] ?? 3) >= (RANK[level] ?? 0)
+    && (line.event + fields(line)).toLowerCase().includes(text.toLowerCase()));
+  return html`
+    <div class="toolbar"><${Segments} label="Level" options=${LEVELS} value=${level} onChange=${setLevel} />
+      <${Field} label="Contains" value=${text} onInput=${(event) => setText(event.target.value)} /></div>
+    <p class="hint" role="status">${plural(shown.length, "line")} of the last ${whole(found.lines.length)}, the newest first.</p>
+    <div class="scroll card flush"><table class="log"><caption class="hidden">The server's log</caption>
+      <thead><tr><th scope="col">Time</th><th scope="col">Level</th><th scope="col">Event</th></tr></thead>
+      <tbody>${shown.map((line, index) => html`<tr key=${index} class=${{ error: "row-bad", warning: "row-note" }[line.level] ?? ""}>
+        <td class="nowrap">${clock(line.time_s)}</td>
+        <td><span class="state ${{ error: "bad", warning: "warn" }[line.level] ?? ""}">${line.level}</span></td>
+        <td>${line.event} <code class="hint">${fields(line)}</code></td></tr>`)}</tbody></table></div>`;
+}
