@@ -53,7 +53,7 @@ NOT_PASTED = {
     ("docs/spark.md", "spark-submit"): "needs a Spark cluster",
     ("docs/testing-consumers.md", "dcpd --port 0"): "tests/system/test_testing_page.py",
     ("docs/tutorial-flights.md", "scripts/demo"): LONG,
-    ("docs/tutorial-spark.md", "python examples/spark_ingest.py"): (
+    ("docs/tutorial-spark.md", "python examples/demos/spark_ingest.py"): (
         "tests/spark/test_spark_example.py"
     ),
 }
