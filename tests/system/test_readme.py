@@ -119,7 +119,7 @@ def test_the_first_five_minutes(shell: Shell) -> None:
     assert '"value":"again"' in output["dcpctl watch --until-now -o json"].replace(" ", "")
     assert "ROLLBACK" in output["dcpctl watch --until-now --state watched.ckpt"]
     assert output["dcpctl keys hel"] == "hello\n"
-    assert "528" in output["dcpctl vb branch 528 --at 1"]
+    assert "528" in output["dcpctl vb branch --vb 528 --at 1"]
     (program,) = code_blocks("python")
     ran = subprocess.run(
         [sys.executable, "-c", program.replace("11210", shell.port)],
