@@ -82,6 +82,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "keys": ("documents.keys_command:keys", "List keys, by prefix."),
     "watch": ("changes.watch_command:watch", "Stream changes; can be resumed."),
     "import": ("documents.import_command:import_", "Load CSV or JSON lines from a file or a pipe."),
+    "logs": ("node.log_command:logs", "Show the servers' last log lines, and follow them."),
+    "config": ("node.config_commands:config", "Show settings, and change those that are live."),
     "bench": ("node.bench_command:bench", "Measure how fast the server is."),
     "seqnos": ("partitions.partition_commands:seqnos", "Show the high seqno of each partition."),
     "failover-log": (

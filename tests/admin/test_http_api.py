@@ -145,6 +145,8 @@ CALLS = (
     Call("GET", "/api/v1/documents/sorted", query="?position=nowhere", status=400),
     Call("GET", "/api/v1/cluster/page"),
     Call("GET", "/api/v1/settings"),
+    Call("PUT", "/api/v1/settings/{key}", {"value": "debug"}),
+    Call("PUT", "/api/v1/settings/{key}", {"value": "loud"}, 400),
     Call("GET", "/api/v1/log", query="?limit=3"),
     Call("GET", "/api/v1/log", query="?limit=all", status=400),
     Call("GET", "/api/v1/console/me"),
@@ -159,7 +161,10 @@ CALLS = (
     Call("GET", "/pools/default/bs/{bucket}"),
     Call("GET", "/pools/default/bucketsStreaming/{bucket}"),
 )  # fmt: skip
-PLACES = {"vb": VB, "id": 1, "name": "alice", "bucket": "default", "scope": "s", "collection": "c"}
+PLACES = {
+    "vb": VB, "id": 1, "name": "alice", "bucket": "default", "scope": "s", "collection": "c",
+    "key": "log_level",
+}  # fmt: skip
 NOT_DESCRIBED = {("GET", "/"), ("GET", "/console/{name}")}
 """Routes (method, path) that are not part of the API: the files of the web console, for a
 browser."""

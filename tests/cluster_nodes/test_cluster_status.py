@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from clients.errors import DcpdError
 from dcp.server.cluster.joining.enrolment import EnrolmentError, join_cluster
+from dcp.server.cluster.operators.cluster_status import _unwritable_elsewhere
 from dcp.server.cluster.receipt_files import (
     DISCARD_FOLDER,
     FORMER_DISCARD_FOLDER,
@@ -17,9 +21,10 @@ from dcp.server.cluster.receipt_files import (
 )
 from dcp.server.operate.cluster_reports import ClusterReport
 from dcp.server.operate.cluster_requests import NodeRequest
-from failover.coordinator.records import MemberRecord
+from failover.coordinator.records import FiguresRecord, MemberRecord
 from failover.replication.receipt import CutOff, ElectionLoss
 from failover.rules.history import FAILOVER_ENTRIES_MAX
+from failover.rules.replication_record import create
 from support.cluster_here import ClusterHere
 from support.waiting import until_so
 from vbucket.model.entry import pack_mutation
@@ -43,6 +48,28 @@ def shared(cluster: ClusterHere, master: str, other: str) -> set[int]:
     }
 
 
+@pytest.mark.parametrize(
+    ("in_sync", "told", "expected"),
+    [("abc", 0, 0), ("b", 0, 1), ("abc", 5, 5), ("b", 5, 5)],
+    ids=["in sync", "the record says it", "the master says it", "both"],
+)
+def test_partitions_of_others_that_take_no_writes(in_sync: str, told: int, expected: int) -> None:
+    record = replace(create("bac"), isr=frozenset(in_sync))
+    figures = FiguresRecord(
+        member="b", sets_per_s=0, events_per_s=0, disk_used_bytes=0, disk_size_bytes=0,
+        unwritable=told, behind={}, lags={},
+    )  # fmt: skip
+    view: Any = SimpleNamespace(
+        cluster=None, alive=dict.fromkeys("abc"),
+        partitions={0: SimpleNamespace(content=SimpleNamespace(record=record))},
+        figures={"b": SimpleNamespace(content=figures)},
+    )  # fmt: skip
+    assert _unwritable_elsewhere(view, "a") == expected
+    assert _unwritable_elsewhere(view, "b") == 0  # its own are counted elsewhere
+    del view.alive["b"]
+    assert _unwritable_elsewhere(view, "a") == 0  # without a living master they are, too
+
+
 async def test_roles_and_lags(tmp_path: Path) -> None:
     async with ClusterHere(tmp_path) as cluster:
         await cluster.start("n1")
@@ -58,6 +85,21 @@ async def test_roles_and_lags(tmp_path: Path) -> None:
         assert [lag.node for lag in found.followers] == ["n2"]
         assert found.followers[0].copies > 0
         await until_so(lambda: status_of(cluster, "n1").followers[0].behind_changes == 0)
+        # Each node knows the figures of all, as the nodes write them into the store.
+        await until_so(
+            lambda: all(
+                node.figures and node.figures.disk_size_bytes
+                for node in status_of(cluster, "n2").nodes
+            )
+        )
+        page = cluster.nodes["n2"]._cluster_operations().page()
+        assert page.map is not None
+        assert page.map.nodes == ["n1", "n2"]
+        assert len(page.map.masters) == 1024
+        assert page.map.in_sync == [
+            len(partition.in_sync) for partition in cluster.nodes["n2"]._cluster_operations().map()
+        ]
+        assert "joined" in {event.kind for event in page.events}
         replicated = cluster.nodes["n2"].replicated
         assert replicated is not None
         replicated.stop()  # it stands still, and its connections stay

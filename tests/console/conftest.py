@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
+from clients.testing import DcpServer
 from support.server import DcpdProcess
 
 FLAGS = [
@@ -56,7 +57,8 @@ def log_in(browser: Browser, server: DcpdProcess) -> Iterator[LogIn]:
         user: str = "guest",
         password: str = "guest",
         *,
-        on: DcpdProcess = server,
+        on: DcpServer = server,
+        title: str = "Overview",
         may_complain: bool = False,
         **options: object,
     ) -> Page:
@@ -71,7 +73,7 @@ def log_in(browser: Browser, server: DcpdProcess) -> Iterator[LogIn]:
         page.get_by_label("User").fill(user)
         page.get_by_label("Password").fill(password)
         page.get_by_role("button", name="Log in").click()
-        expect(page.get_by_role("heading", level=1, name="Overview")).to_be_visible()
+        expect(page.get_by_role("heading", level=1, name=title)).to_be_visible()
         expect(page.locator("main[data-sample]")).to_be_visible()
         return page
 

@@ -17,6 +17,8 @@ import pytest_asyncio
 import uvloop
 
 from dcp.server.admin.routes.console_files import FOLDER, POLICY
+from dcp.server.admin.routes.server_routes import _LOGIN
+from dcp.server.config.sources import OPTIONS
 from dcp.server.node import Node
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.sample_ring import SAMPLES_KEPT
@@ -542,3 +544,65 @@ async def test_a_slow_sync_is_kept() -> None:
     meter.sync_seconds.observe(0.5)
     meter.sync_seconds.observe(0.01)
     assert [row.what for row in meter.slow.newest_first()] == ["a sync of the log"]
+
+
+async def test_documents_are_sorted_over_all_partitions(node: Node) -> None:
+    keys = sorted(f"sorted:{number}" for number in range(25))
+    for key in keys:
+        assert (await put(node, key, f'{{"of": "{key}"}}')).status == 200
+    assert (await put(node, "sorted:long", "x" * 1000)).status == 200
+    seen: list[str] = []
+    position = ""
+    for _ in range(4):
+        query = f"prefix=sorted:&limit=10&position={position}"
+        found = (await get(node, f"/api/v1/documents/sorted?{query}")).body
+        seen += [row["key"] for row in found["documents"]]
+        position = found["next"]
+        if position is None:
+            break
+    assert seen == [*keys, "sorted:long"]
+    assert position is None
+    last = found["documents"][-1]
+    assert (last["value"], last["value_bytes"]) == ("x" * 400, 1000)
+    exact = (await get(node, "/api/v1/documents/sorted?prefix=sorted:&limit=26")).body
+    assert (len(exact["documents"]), exact["next"]) == (26, None)
+    limited = add_user(node, "sorted-reader", Role.READ, prefix=b"sorted:1")
+    found = (await get(node, "/api/v1/documents/sorted?prefix=sorted:", limited)).body
+    assert [row["key"] for row in found["documents"]] == [
+        key for key in keys if key.startswith("sorted:1")
+    ]
+    assert (await get(node, "/api/v1/documents/sorted?position=zz")).status == 400
+
+
+async def test_a_session_takes_the_place_of_the_password(node: Node) -> None:
+    header = "x-dcpd-console: 1"
+    answer = await ask(
+        node.ports.admin, "POST", "/api/v1/console/login", login(), header,
+        "content-type: application/json", body=b"{}",
+    )  # fmt: skip
+    assert answer.status == 200
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    session = f"cookie: {cookie.partition(';')[0]}"
+    path = "/api/v1/console/me"
+    assert (await get(node, path, session, header)).body["user"] == "guest"
+    assert (await get(node, path, session)).status == 401
+    assert (await get(node, path, session, header, "origin: http://evil.example")).status == 403
+    refused = await get(node, path, "cookie: dcpd-1=x", header)
+    assert refused.status == 401
+    assert "www-authenticate" not in refused.headers
+
+
+async def test_the_log_is_kept_and_settings_hide_passwords(node: Node) -> None:
+    node._log.warning("something odd", reason="x" * 900)
+    line = (await get(node, "/api/v1/log?limit=1")).body["lines"][0]
+    assert (line["level"], line["event"], len(line["fields"]["reason"])) == (
+        "warning", "something odd", 500,
+    )  # fmt: skip
+    found = (await get(node, "/api/v1/settings")).body["settings"]
+    assert len(found) == len(OPTIONS)
+    assert _LOGIN.sub("//...@", "etcd://me:secret@host:1/x") == "etcd://...@host:1/x"
+    reader = add_user(node, "no-admin", Role.READ)
+    for path in ("/api/v1/log", "/api/v1/settings"):
+        assert (await get(node, path, reader)).status == 403

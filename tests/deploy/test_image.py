@@ -74,7 +74,7 @@ def test_the_context_has_what_is_copied() -> None:
     assert all((ROOT / path).exists() for path in kept)
 
 
-def test_the_base_is_pinned_and_the_compiler_stays_out_of_the_image() -> None:
+def test_the_base_is_pinned_and_no_compiler_is_in_the_image() -> None:
     bases = [rest.split()[0] for word, rest in instructions() if word == "FROM"]
     assert len(bases) == 2
     assert bases[0] == bases[1]

@@ -20,6 +20,7 @@ import yaml
 
 from clients.install_hint import IS_PUBLISHED, hint_of
 from dcp import __version__
+from site_pages.man_pages import share_files
 from vbucket.native.form import has_loops
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +53,9 @@ def test_the_wheel_has_the_packages_in_one_and_their_types(made: Path) -> None:
     assert f"\nVersion: {__version__}\n" in text
     assert "dcpd/py.typed" in names
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"dcpd", f"dcpd-{__version__}.dist-info"}
+    assert tops == {"dcpd", *(f"dcpd-{__version__}.{kind}" for kind in ("data", "dist-info"))}
+    shared = {name.partition(".data/data/share/")[2] for name in names if "/share/" in name}
+    assert shared == set(share_files())
     sources = {
         f"dcpd/{str(path.relative_to(ROOT)).removeprefix(FRONT)}"
         for package in PACKAGES

@@ -374,6 +374,13 @@ class SettingRow(Struct):
     value: Annotated[str, Meta(description="As a user would write it.")]
     default: str
     meaning: str
+    is_live: Annotated[bool, Meta(description="It can be changed while the server runs.")]
+
+
+class SettingValue(Struct, forbid_unknown_fields=True):
+    """A new value of a setting."""
+
+    value: Annotated[str, Meta(description="As a user would write it.")]
 
 
 class SettingTable(Struct):

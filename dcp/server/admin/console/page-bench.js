@@ -92,7 +92,7 @@ function Faults({ sample }) {
       <label class="check"><input type="checkbox" name="disconnect" /> Close the connection</label>
       <button class="danger" disabled=${isRunning}>Set the fault</button></form>
     ${notice}<${Notice} error=${error} />
-    ${rules.length === 0 ? html`<p>No rule is set.</p>` : html`<div class="scroll"><table>
+    ${rules.length === 0 ? html`<p>No rule is set.</p>` : html`<div tabindex="0" class="scroll"><table>
       <caption class="hidden">Fault rules</caption>
       <thead><tr><th scope="col" class="number">Rule</th><th scope="col">Command</th><th scope="col">Partition</th>
         <th scope="col">What happens</th><th scope="col" class="number">Matched</th><th scope="col"></th></tr></thead>

@@ -94,8 +94,8 @@ export function ChangesPage() {
     <${Chart} title="Changes per second" format=${short} times=${rates.times} series=${[["changes", rates.values]]} />
     ${rows.length === 0 ? html`<div class="card empty"><h2>Nothing yet</h2><p>Changes appear here as they are
         committed${wanted.prefix || wanted.collection || wanted.kind ? " and match the filter" : ""}.</p>
-        <pre>dcpctl set hello '{"n": 1}'</pre></div>`
-      : html`<div class="scroll card flush"><table class="tail"><caption class="hidden">Changes, the newest first</caption>
+        <pre tabindex="0">dcpctl set hello '{"n": 1}'</pre></div>`
+      : html`<div tabindex="0" class="scroll card flush"><table class="tail"><caption class="hidden">Changes, the newest first</caption>
         <thead><tr><th scope="col">Time</th><th scope="col">What</th><th scope="col">Key</th><th scope="col">Value</th>
           <th scope="col" class="number hide-narrow">Partition:seqno</th></tr></thead>
         <tbody>${rows.map((row) => html`<${Row} key=${row.id} row=${row} />`)}</tbody></table></div>

@@ -85,7 +85,7 @@ function Preview({ act, body, onClose, onDone }) {
     ${!preview && isRunning && html`<p class="loading" role="status">Asking what it would do…</p>`}
     ${preview && html`<p>${preview.has_changes ? preview.what : "There is nothing to do."}</p>
       ${preview.notes.map((note) => html`<p class="notice warn"><${Prose} text=${note} /></p>`)}
-      ${preview.nodes.length > 0 && html`<div class="scroll"><table><caption class="hidden">Before and after</caption>
+      ${preview.nodes.length > 0 && html`<div tabindex="0" class="scroll"><table><caption class="hidden">Before and after</caption>
         <thead><tr><th scope="col">Node</th><th scope="col" class="number">Masters</th>
           <th scope="col" class="number">Copies</th></tr></thead>
         <tbody>${preview.nodes.map((node) => html`<tr><th scope="row">${node.node}</th>
@@ -147,7 +147,7 @@ function stateOf(node) {
 
 function Nodes({ status, map, may, onAct }) {
   return html`<section aria-labelledby="nodes"><h2 id="nodes">Nodes</h2>
-    <div class="scroll card flush"><table class="nodes"><caption class="hidden">Nodes of the cluster</caption>
+    <div tabindex="0" class="scroll card flush"><table class="nodes"><caption class="hidden">Nodes of the cluster</caption>
       <thead><tr><th scope="col">Node</th><th scope="col">State</th><th scope="col" class="number">Master of</th>
         <th scope="col" class="number">Copies in sync</th><th scope="col" class="number">Sets/s</th>
         <th scope="col" class="number">Events/s</th><th scope="col" class="number">Lag</th><th scope="col">Disk</th>
@@ -217,7 +217,7 @@ function Timeline({ events, receipts }) {
   return html`<section aria-labelledby="timeline"><h2 id="timeline">What happened</h2>
     ${all.length === 0
       ? html`<p class="hint">Nothing since this node started: no election, no node that went or came.</p>`
-      : html`<ol class="timeline">${all.map((event) => html`<li class=${EVENT_KINDS[event.kind] ?? ""}>
+      : html`<ol tabindex="0" class="timeline">${all.map((event) => html`<li class=${EVENT_KINDS[event.kind] ?? ""}>
           <time>${clock(event.at)}</time> <span>${event.what}</span></li>`)}</ol>
         <p class="hint">As this node saw it since its start, with the loss receipts in its folder.</p>`}
   </section>`;
@@ -227,7 +227,7 @@ function Alone() {
   return html`<section class="card empty"><h2>This node is in no cluster</h2>
     <p>It keeps all 1,024 partitions on its own disk. With three nodes, each change is on a majority of
       disks before it is answered, and another node takes over within seconds when one dies.</p>
-    <pre>dcpctl cluster init            # on this node; it prints how others join
+    <pre tabindex="0">dcpctl cluster init            # on this node; it prints how others join
 dcpctl cluster join --token-file FILE   # on the others</pre>
     <p class="hint">To see one: <code>dcpctl cluster demo</code> starts three nodes on this machine.</p></section>`;
 }

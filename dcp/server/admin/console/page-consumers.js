@@ -82,7 +82,7 @@ const worstFirst = (a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state) |
 const isLate = (consumer) => ["blocked", "paused", "gone"].includes(consumer.state);
 
 function Summary({ consumers }) {
-  return html`<div class="scroll card flush"><table class="summary"><caption class="hidden">All consumers, the worst first</caption>
+  return html`<div tabindex="0" class="scroll card flush"><table class="summary"><caption class="hidden">All consumers, the worst first</caption>
     <thead><tr><th scope="col">Consumer</th><th scope="col">State</th><th scope="col" class="number">Lag</th>
       <th scope="col" class="number">Oldest not sent</th><th scope="col" class="number">Changes/s</th>
       <th scope="col" class="hide-narrow">Window used</th><th scope="col" class="hide-narrow">Last rollback</th></tr></thead>

@@ -59,7 +59,7 @@ function Versions({ found, isRunning, onMore }) {
       ? html`At that moment it was <b>seqno ${whole(then.seqno)}</b>, ${then.value == null ? then.kind : "the marked version"}.`
       : found.older_than != null ? "It is older than what is shown. Load older versions."
       : "No version of that time is kept."}</p>`}
-    <div class="scroll"><table class="history"><caption class="hidden">History of ${found.key}, newest first</caption>
+    <div tabindex="0" class="scroll"><table class="history"><caption class="hidden">History of ${found.key}, newest first</caption>
       <thead><tr><th scope="col" class="number">Seqno</th><th scope="col">Time</th><th scope="col">Value</th></tr></thead>
       <tbody>${found.versions.map((version, index) => {
         const before = found.versions[index + 1];
@@ -150,10 +150,10 @@ function Listing({ collection, prefix, lookUp, changes }) {
     ${!list && isRunning && html`<p class="loading" role="status">Looking…</p>`}
     ${list && (list.documents.length === 0 ? html`<div class="card empty"><h2>No documents</h2>
         <p>${prefix ? html`No key in ${collection} begins with <code>${prefix}</code>.` : `${collection} is empty.`}</p>
-        <pre>dcpctl set hello '{"n": 1}'</pre></div>`
+        <pre tabindex="0">dcpctl set hello '{"n": 1}'</pre></div>`
       : html`<p class="hint" role="status">${list.next == null ? plural(list.documents.length, "document")
           : `The first ${whole(list.documents.length)} documents`}, sorted by key.</p>
-        <div class="scroll card flush"><table class="documents"><caption class="hidden">Documents by key</caption>
+        <div tabindex="0" class="scroll card flush"><table class="documents"><caption class="hidden">Documents by key</caption>
           <thead><tr><th scope="col">Key</th><th scope="col">Value</th><th scope="col" class="number hide-narrow">Size</th>
             <th scope="col" class="hide-narrow">Changed</th><th scope="col" class="number hide-narrow">Partition</th></tr></thead>
           <tbody>${list.documents.map((row) => html`<tr key=${row.vb + "/" + row.key}>
@@ -194,7 +194,7 @@ function AsOf() {
     ${dump && html`<p class="hint" role="status">Partition ${dump.vb} as of seqno ${whole(dump.seqno)},
       version ${dump.version}: ${dump.isCut ? `the first ${ROWS_MAX} documents` : plural(dump.rows.length, "document")}.
       ${dump.isCut ? ` For all of them: dcpctl vb dump ${dump.vb} --at ${dump.seqno}` : ""}</p>
-      <div class="scroll"><table><caption class="hidden">Documents of partition ${dump.vb} as of seqno ${dump.seqno}</caption>
+      <div tabindex="0" class="scroll"><table><caption class="hidden">Documents of partition ${dump.vb} as of seqno ${dump.seqno}</caption>
         <thead><tr><th scope="col">Key</th><th scope="col">Collection</th><th scope="col" class="number">Seqno</th>
           <th scope="col">Value</th></tr></thead>
         <tbody>${dump.rows.map((row) => html`<tr><td><code>${row.key}</code></td><td>${row.collection}</td>

@@ -52,7 +52,7 @@ export function CollectionsPage({ may }) {
       <${Field} label="Documents live at most (s)" name="ttl" type="number" min="1" placeholder="no limit" />
       <button disabled=${isRunning}>Create</button></form>`}
     ${notice}${dialog}
-    <div class="scroll card flush"><table><caption class="hidden">Collections</caption>
+    <div tabindex="0" class="scroll card flush"><table><caption class="hidden">Collections</caption>
       <thead><tr><th scope="col">Scope</th><th scope="col">Collection</th><th scope="col">Id</th>
         <th scope="col">Documents live at most</th><th scope="col"><span class="hidden">Actions</span></th></tr></thead>
       <tbody>${rows.map((row) => html`<tr key=${row.scope + "." + row.name}><td>${row.scope}</td>
@@ -98,7 +98,7 @@ export function UsersPage() {
     ${notice}${dialog}
     ${found.users.length === 0 ? html`<div class="card empty"><h2>No users yet</h2>
         <p>Only guest can log in, from the server's own machine. Add a user with the role admin first.</p></div>`
-      : html`<div class="scroll card flush"><table><caption class="hidden">Users</caption>
+      : html`<div tabindex="0" class="scroll card flush"><table><caption class="hidden">Users</caption>
         <thead><tr><th scope="col">User</th>${ROLES.map((name) => html`<th scope="col">${name}</th>`)}
           <th scope="col"><span class="hidden">Actions</span></th></tr></thead>
         <tbody>${found.users.map((name) => html`<tr key=${name}><th scope="row">${name}</th>
@@ -124,7 +124,7 @@ export function BackupsPage({ head }) {
   return html`<section class="card empty"><h2>Backups are made by dcpctl</h2>
     <p>The server keeps no archive and no schedule: a backup is a consumer that writes what it reads to a folder or an
       object store, of everything once, then of what has changed. So its runs and their results are with who runs it.</p>
-    <pre>dcpctl backup run DIR          # everything, then only what changed
+    <pre tabindex="0">dcpctl backup run DIR          # everything, then only what changed
 dcpctl backup list DIR         # the runs
 dcpctl backup verify DIR       # reads every file, and compares
 dcpctl restore DIR             # also as of a run, or into another server</pre>
@@ -145,7 +145,7 @@ export function SettingsPage({ head }) {
     <div class="toolbar"><${Field} label="Contains" value=${text} onInput=${(event) => setText(event.target.value)} />
       <${Segments} label="Which" options=${[["all", "All"], ["changed", "Not the default"]]} value=${which} onChange=${setWhich} /></div>
     <p class="hint" role="status">${plural(shown.length, "setting")}. They are read at the start: dcpd.toml, then DCPD_ variables, then flags.</p>
-    <div class="scroll card flush"><table class="settings"><caption class="hidden">Settings</caption>
+    <div tabindex="0" class="scroll card flush"><table class="settings"><caption class="hidden">Settings</caption>
       <thead><tr><th scope="col">Setting</th><th scope="col">Value</th><th scope="col" class="hide-narrow">Default</th></tr></thead>
       <tbody>${shown.map((setting) => html`<tr key=${setting.key}><th scope="row"><code>${setting.key}</code><small>${setting.meaning}</small></th>
         <td>${setting.value === setting.default ? setting.value : html`<b>${setting.value}</b>`}</td>
@@ -169,7 +169,7 @@ export function LogPage({ head }) {
     <div class="toolbar"><${Segments} label="Level" options=${LEVELS} value=${level} onChange=${setLevel} />
       <${Field} label="Contains" value=${text} onInput=${(event) => setText(event.target.value)} /></div>
     <p class="hint" role="status">${plural(shown.length, "line")} of the last ${whole(found.lines.length)}, the newest first.</p>
-    <div class="scroll card flush"><table class="log"><caption class="hidden">The server's log</caption>
+    <div tabindex="0" class="scroll card flush"><table class="log"><caption class="hidden">The server's log</caption>
       <thead><tr><th scope="col">Time</th><th scope="col">Level</th><th scope="col">Event</th></tr></thead>
       <tbody>${shown.map((line, index) => html`<tr key=${index} class=${{ error: "row-bad", warning: "row-note" }[line.level] ?? ""}>
         <td class="nowrap">${clock(line.time_s)}</td>

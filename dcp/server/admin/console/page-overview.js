@@ -33,7 +33,7 @@ function Limits({ gauges }) {
   const text = (gauge, value) => (gauge.unit === "bytes" ? bytes(value) : whole(value));
   return html`<section aria-labelledby="limits">
     <h2 id="limits">Against their limits</h2>
-    <div class="scroll card flush"><table>
+    <div tabindex="0" class="scroll card flush"><table>
       <thead><tr><th scope="col">What</th><th scope="col" class="number">Now</th>
         <th scope="col" class="number">Limit</th><th scope="col">Used</th></tr></thead>
       <tbody>${gauges.map((gauge) => {
@@ -70,7 +70,7 @@ function Slow({ slow, count }) {
     <h2 id="slow">Slow operations</h2>
     <p class="hint">Commands and syncs that took 100 ms or more: ${plural(count, "operation")} since the
       start. A batch of commands counts as one, under the name of its first command.</p>
-    ${slow.length > 0 && html`<div class="scroll"><table>
+    ${slow.length > 0 && html`<div tabindex="0" class="scroll"><table>
       <thead><tr><th scope="col">When</th><th scope="col">What</th><th scope="col" class="number">Time</th>
         <th scope="col">User</th><th scope="col">Client</th></tr></thead>
       <tbody>${slow.slice(0, 20).map((row) => html`<tr><td>${clock(row.time_s)}</td><td>${row.what}</td>

@@ -112,7 +112,7 @@ function Detail({ vb, may, sample }) {
     </dl>
     <h3>Versions</h3>
     <${BranchTree} log=${detail.failover_log} highSeqno=${detail.high_seqno} asked=${asked} />
-    <div class="scroll"><table><caption class="hidden">Versions of partition ${vb}, newest first</caption>
+    <div tabindex="0" class="scroll"><table><caption class="hidden">Versions of partition ${vb}, newest first</caption>
       <thead><tr><th scope="col">Version (vb_uuid)</th><th scope="col" class="number">Began after seqno</th>
         <th scope="col" class="number">Valid up to</th><th scope="col" class="number">Leader epoch</th></tr></thead>
       <tbody>${branches.map((branch) => html`<tr key=${branch.vb_uuid}><td>${branch.vb_uuid}</td>

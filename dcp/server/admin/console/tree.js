@@ -25,7 +25,7 @@ export function BranchTree({ log, highSeqno, asked }) {
   const y = (lane) => TOP + lane * LANE;
   const height = TOP + branches.length * LANE + 16;
   const asksLane = asked ? branches.findIndex((branch) => branch.vb_uuid === asked.vb_uuid) : -1;
-  return html`<div class="scroll"><svg class="tree" viewBox="0 0 ${WIDTH} ${height}" role="img"
+  return html`<div tabindex="0" class="scroll"><svg class="tree" viewBox="0 0 ${WIDTH} ${height}" role="img"
       aria-label="The versions of this partition as branches. The table below has the same data.">
     ${points.map((seqno) => html`<g class="tick">
       <line x1=${x(seqno)} x2=${x(seqno)} y1="8" y2=${height - 14} />

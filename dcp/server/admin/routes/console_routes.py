@@ -211,8 +211,8 @@ def _set_cookies(
     Without Max-Age they are gone when the browser is.
     """
     for name, value, is_secret in (
-        (cookie_of(request), token, True),
         (cookie_of(request).replace("dcpd-", "dcpd-in-"), "1", False),
+        (cookie_of(request), token, True),
     ):
         answer.set_cookie(
             name, value, max_age_s, path="/",

@@ -1,0 +1,123 @@
+"""Every page on one node, on three, and on three of which one is dead: axe finds nothing, nothing
+is cut off, and what is wrong is said everywhere. In light and dark, on a desk and on a phone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from clients.testing import DcpServer
+from support.cluster_processes import ClusterProcesses
+from support.server import DcpdProcess
+from support.waiting import until
+
+pytestmark = pytest.mark.crash
+
+AXE: Final = (
+    Path(__file__).parents[2] / ".venv" / "npm" / "node_modules" / "axe-core" / "axe.min.js"
+)
+LOOKS: Final = (("light", 1280), ("dark", 390))
+"""Each colour and each width once: the colours do not depend on the width."""
+BYTES_MAX: Final = 200 * 1024
+"""Of all files that a page loads."""
+OF_CLUSTERS: Final = ("Cluster", "Overview", "Partitions")
+"""Pages that differ on a node of a cluster."""
+RULES: Final = ["wcag2a", "wcag2aa", "wcag21aa", "best-practice"]
+FIND: Final = """async (rules) => (await axe.run(document, {runOnly: rules})).violations.map(
+  (rule) => [rule.id, ...rule.nodes.map((node) => node.html)].join(" "))"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterProcesses]:
+    with ClusterProcesses(tmp_path_factory.mktemp("looks")) as cluster:
+        until(lambda: len(cluster.alive()) == 3)
+        cluster.rebalance()
+        cluster.until_in_sync(3)
+        with cluster.nodes["a"].connect() as kv:
+            for number in range(30):
+                kv.set(b"order:%d" % number, b'{"number": %d, "lines": [{"sku": "A"}]}' % number)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    if not AXE.exists():
+        pytest.skip("axe-core is missing: scripts/test installs it")
+    return AXE.read_text()
+
+
+def pages_of(page: Page) -> list[str]:
+    return page.get_by_role("navigation").get_by_role("link").all_inner_texts()
+
+
+def look_at(log_in: Any, axe: str, node: DcpServer, title: str, *names: str) -> None:
+    """Open pages in every look, all if none is named; `title` is the one after the login."""
+    for scheme, width in LOOKS:
+        page = log_in(
+            on=node, title=title, viewport={"width": width, "height": 844}, color_scheme=scheme,
+            bypass_csp=True,  # axe is no script of the console
+        )  # fmt: skip
+        page.evaluate(axe)
+        for name in names or pages_of(page):
+            page.get_by_role("navigation").get_by_role("link", name=name, exact=True).click()
+            expect(page.get_by_role("heading", level=1, name=name, exact=True)).to_be_visible()
+            expect(page.locator("main > .loading")).to_have_count(0)
+            assert page.evaluate(FIND, RULES) == [], (name, scheme, width)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
+
+
+def test_one_node(log_in, axe: str, server: DcpdProcess) -> None:
+    with server.connect() as kv:
+        kv.set(b"key", b"x")
+    look_at(log_in, axe, server, "Overview")
+
+
+def test_three_nodes_and_an_act_with_its_preview(log_in, axe: str, cluster) -> None:
+    look_at(log_in, axe, cluster.nodes["b"], "Cluster", *OF_CLUSTERS)
+    page = log_in(on=cluster.nodes["b"], title="Cluster")
+    expect(page.get_by_text("All 1,024 partitions take writes")).to_be_visible()
+    expect(page.locator(".pill")).to_have_text("Healthy")
+    page.get_by_role("button", name="Drain c").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog.locator("tbody tr").nth(2)).to_contain_text("341 → 0")
+    dialog.get_by_role("button", name="Cancel").click()
+    assert cluster.status("a")["plan"] is None
+    page.get_by_role("radio", name="Copies in sync").check(force=True)
+    expect(page.get_by_text("all copies in sync 1,024")).to_be_visible()
+
+
+def test_one_of_three_is_dead_and_then_two(log_in, axe: str, cluster) -> None:
+    node = cluster.nodes["a"]
+    cluster.nodes["c"].kill()
+    until(lambda: "c" not in cluster.alive() and cluster.masters()["c"] == 0)
+    look_at(log_in, axe, node, "Cluster", *OF_CLUSTERS)
+    page = log_in(on=node, title="Cluster")
+    expect(page.locator(".pill")).to_have_text("Down: c")
+    expect(page.locator(".nodes tr.row-bad")).to_contain_text("down")
+    expect(page.locator(".timeline")).to_contain_text("node c is down")
+    expect(page.locator(".timeline")).to_contain_text("was elected master of")
+    cluster.nodes["b"].kill()
+    until(lambda: "b" not in cluster.alive())
+    expect(page.locator(".pill")).to_contain_text("take no writes")
+    expect(page.locator("main .health")).to_contain_text("partitions of 1,024 take no writes")
+    page.get_by_role("navigation").get_by_role("link", name="Overview").click()
+    expect(page.locator("main .health").first).to_contain_text("of the cluster take no writes")
+    expect(page.get_by_text("Ready.")).to_have_count(0)
+    for name in "bc":
+        cluster.nodes[name].start()
+    expect(page.get_by_text("Ready.")).to_be_visible()
+
+
+def test_all_files_together_are_small(log_in) -> None:
+    page = log_in()
+    sizes = page.evaluate(
+        "performance.getEntriesByType('resource').filter((entry) => "
+        "entry.name.includes('/console/')).map((entry) => entry.decodedBodySize)"
+    )
+    assert len(sizes) > 15
+    assert sum(sizes) < BYTES_MAX
