@@ -166,7 +166,7 @@ def test_every_command_of_a_client_says_what_it_raises():
         if not name.startswith("_") and name != "close"
     }
     assert len(commands) >= 20
-    assert [name for name, text in commands.items() if "Raises " not in text] == []
+    assert [name for name, text in commands.items() if "Raises" not in text] == []
 
 
 def test_the_package_says_its_version():
