@@ -417,7 +417,7 @@ class KvCommands:
         while (node := router.next_node(asked)) is not None:
             left_s = max(0.0, deadline_s - wire.now_s())
             reply = await wire.command(
-                Opcode.GET_ALL_VB_SEQNOS, "get all vbucket seqnos", left_s, extras=active, node=node
+                Opcode.GET_ALL_VB_SEQNOS, "get all seqnos", left_s, extras=active, node=node
             )
             if isinstance(reply, Frame):
                 seqnos.update(parsed(parse_vb_seqnos, reply.value, node.name))
